@@ -13,9 +13,11 @@
 //          y if a pixel of y is no multiple of 16 bytes. Otherwise lanes exchange words of their sums, and each writes 16 bytes of a pixel.
 // x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images; padding, and what
 //          lies past the last image or channel, arrives as zeros.
-// w        K-major: rows of gemm k, as it lies or as transpose_filter.cu made it. W_MN_MAJOR, for the gradient of the input in 16 bits: rows of
-//          gemm n, in blocks of 64 channels x 64 of k. Rows and blocks that lie wholly past the last channel of y are not loaded, because TMA
-//          takes three times as long for rows that it has to fill. The sums that belong to them are not written.
+// w        K-major: rows of gemm k, as it lies or as transpose_filter.cu made it. W_MN_MAJOR, for the gradient of the input: rows of gemm n, in
+//          blocks of 128 bytes of channels, or of the 64 bytes of a narrow tile, x 128 bytes of k. Rows and blocks that lie wholly past the last channel of y are not loaded, because
+//          TMA takes three times as long for rows that it has to fill. The sums that belong to them are not written.
+// Turned   wgmma takes TF32 operands along k alone. So TURNERS more warps turn such a filter's blocks of 32 x 32, each in its place, by way of
+//          registers. raw[stage] completes when the filter has arrived, full[stage] when x has and all blocks are turned.
 // Cluster  CLUSTER blocks share a tile: each sums its part of gemm k. They leave their sums in shared memory, and each adds up some of the
 //          tile's rows, over all blocks in their order.
 // Moments  for a batch norm behind it (batch_norm.cu). A slice is the 64 pixels of a consumer. moments[slice][2][channel] has the mean of y, and
@@ -58,7 +60,7 @@ typedef DensePhase Phase;
 #define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // moments may be asked for: of whole sums, forwards
 #include "pixel_tiles.cuh"
 
-constexpr int THREADS = CONSUMER_THREADS + 32;
+constexpr int TURNERS = TURNED ? 3 : 0, THREADS = CONSUMER_THREADS + 32 + 32 * TURNERS;
 
 struct Maps {
   CUtensorMap of[PHASES];
@@ -66,7 +68,11 @@ struct Maps {
 
 // ---- the producer
 
-DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& shapes, const Ring& ring) {
+// How many blocks of the filter a tile has, MN-major.
+DEVICE int blocks_of(const Phase& shape, const Tile& of) { return min(MN_BLOCKS, ((int)shape.rows - of.channel + MN_CHANNELS - 1) / MN_CHANNELS); }
+
+// `raw` is the first of the filter's barriers, if it is turned.
+DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
   Ring::Position at;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
@@ -87,21 +93,23 @@ DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& sh
     };
     begin_tap();
 #if W_MN_MAJOR
-    const int filter_blocks = min(MN_BLOCKS, ((int)shape.rows - of.channel + 63) / 64), arriving = A_BYTES + filter_blocks * MN_BLOCK;
+    const int filter_blocks = blocks_of(shape, of), filter_bytes = filter_blocks * MN_BLOCK;
 #else
-    const int arriving = A_BYTES + min(BLOCK_N, (int)shape.rows) * 128;
+    const int filter_bytes = min(BLOCK_N, (int)shape.rows) * 128;
 #endif
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t a = ring.stage(at), b = a + A_BYTES, arrived = ring.arrived(at);
       ring.wait_empty(at);
-      barrier_expect(arrived, arriving);
+      const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
+      barrier_expect(arrived, A_BYTES + (TURNED ? 0 : filter_bytes));
+      if (TURNED) barrier_expect(filter_arrived, filter_bytes);
       load_im2col(rank, a, map_x, arrived, c * BLOCK_K, base, x_s, x_r, x_t);
 #if W_MN_MAJOR
 #pragma unroll
       for (int block = 0; block < MN_BLOCKS; ++block)
-        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, arrived, of.channel + 64 * block, tap, c * BLOCK_K);
+        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, filter_arrived, of.channel + MN_CHANNELS * block, tap, c * BLOCK_K);
 #else
-      load_box(b, map_w, arrived, c * BLOCK_K, tap, of.channel);
+      load_box(b, map_w, filter_arrived, c * BLOCK_K, tap, of.channel);
 #endif
       if (++c == channel_blocks) {
         c = 0;
@@ -119,6 +127,53 @@ DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& sh
   }
 }
 
+#if W_MN_MAJOR && TYPE == 32
+// ---- the turning warps
+
+// A warp turns 32 rows of k of 32 channels, from swizzled rows to swizzled rows. A lane has 4 x 4 numbers twice; which ones leaves no two of eight
+// lanes the same banks, neither when they read nor when they write.
+DEVICE void turn_block(uint8_t* block) {
+  const int across = threadIdx.x % 8, further = threadIdx.x % 32 / 8;
+  uint4 v[2][4];
+  auto place = [&](int row, int chunk) { return (uint4*)(block + row * 128 + (chunk ^ row % 8) * 16); };
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[i][j] = *place(4 * (across ^ (further + 4 * i)) + j, across);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int chunk = across ^ (further + 4 * i);
+    *place(4 * across, chunk) = make_uint4(v[i][0].x, v[i][1].x, v[i][2].x, v[i][3].x);
+    *place(4 * across + 1, chunk) = make_uint4(v[i][0].y, v[i][1].y, v[i][2].y, v[i][3].y);
+    *place(4 * across + 2, chunk) = make_uint4(v[i][0].z, v[i][1].z, v[i][2].z, v[i][3].z);
+    *place(4 * across + 3, chunk) = make_uint4(v[i][0].w, v[i][1].w, v[i][2].w, v[i][3].w);
+  }
+}
+
+// The warps take the blocks of the stages by turns. `stages` is the ring's memory.
+DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32_t raw) {
+  Ring::Position at;
+  int block = threadIdx.x / 32 - CONSUMER_THREADS / 32 - 1;
+  for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
+    const Tile of(shapes, tile);
+    const Range range(shapes.of[of.phase]);
+    const int filter_blocks = blocks_of(shapes.of[of.phase], of);
+    for (int step = range.first; step < range.last; ++step) {
+      barrier_wait(raw + 8 * at.stage, at.parity);  // by all warps: one that left out a round would take the round before for its own
+      for (; block < MN_BLOCKS; block += TURNERS) {
+        if (block < filter_blocks) turn_block(stages + at.stage * STAGE_BYTES + A_BYTES + block * MN_BLOCK);
+        fence_for_bulk();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived(at));
+      }
+      block -= MN_BLOCKS;
+      at.next();
+    }
+  }
+}
+#endif
+
 extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
@@ -131,7 +186,8 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
 #endif
                     const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
-  __shared__ alignas(8) uint64_t barriers[2 * STAGES];
+  __shared__ alignas(8) uint64_t barriers[(TURNED ? 3 : 2) * STAGES];
+  const uint32_t raw = shared_address(barriers) + 16 * STAGES;
   const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
   float* const staging = sums + STAGES * STAGE_BYTES / 4;
@@ -140,7 +196,10 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
 #else
   float* const noted = nullptr;
 #endif
-  if (threadIdx.x == 0) ring.init(1, 4 * CONSUMERS);
+  if (threadIdx.x == 0) {
+    for (int i = 0; TURNED && i < STAGES; ++i) barrier_init(raw + 8 * i, 1);
+    ring.init(TURNED ? 1 + MN_BLOCKS : 1, 4 * CONSUMERS);
+  }
   if (threadIdx.x == CONSUMER_THREADS) {
     prefetch_map(&map_w);
     for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps_x.of + phase);
@@ -150,7 +209,10 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
   if (threadIdx.x < CONSUMER_THREADS) {
     consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, noted);
   } else {
-    if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, &map_w, shapes, ring);
+    if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, &map_w, shapes, ring, raw);
+#if W_MN_MAJOR && TYPE == 32
+    if (threadIdx.x >= CONSUMER_THREADS + 32) turn((uint8_t*)sums, shapes, ring, raw);
+#endif
 #if CLUSTER > 1
     __syncwarp();
     cluster_barrier();

@@ -31,10 +31,11 @@
 #define PITCH 64                                                            // channels of a block, at the most
 #define COLUMNS ((TILE_Q - 1) * STRIDE + S)                                 // of x, that a row of a thread's results meets
 #define LIVE ((R - 1) / STRIDE + 1)
-#define AHEAD (DTYPE < 32 && R == 3 ? 2 : 1)                                // 16 bits want more loads under way, and have the registers
+#define WIDER (DTYPE == 32 && R == 3 && V == 4 && STRIDE == 1)              // more loads under way are worth more than a fourth block
+#define AHEAD ((DTYPE < 32 && R == 3) || WIDER ? 2 : 1)                     // those that have the registers
 #define SKIPS (R == 5 && V == 4)                                            // whether rows of sums outside the strip are left out: a branch for each
 #define TURN (STRIDE > AHEAD ? STRIDE : AHEAD)                              // steps after which all is where it was
-#define BLOCKS (R == 7 || DTYPE == 64 || INDEX_64 || R * V > 12 ? 3 : 4)  // of a multiprocessor at once
+#define BLOCKS (R == 7 || DTYPE == 64 || INDEX_64 || R * V > 12 || WIDER ? 3 : 4)  // of a multiprocessor at once
 
 // Of a step i, a multiple of STRIDE and m more: filter row r that meets the k-th row of sums, the last k, whether the first row is complete.
 #define NEWEST(m) ((R - 1 - (m)) / STRIDE)

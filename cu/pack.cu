@@ -367,7 +367,8 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
                             const PackArguments& shape, int block) {
   constexpr int WIDE = 16 / sizeof(in_t);  // elements of 16 bytes
   const int channels = (int)shape.channels, fitting = (int)shape.fitting, all_taps = (int)shape.all_taps, all = channels * all_taps;
-  const bool whole = fitting == channels, in_parts = !FOLDED && fitting > 0 && !whole, last = shape.w_tap != 1;  // channels are neighbours in w
+  const bool whole = fitting == channels, in_parts = !FOLDED && fitting > 0 && !whole, last = shape.w_tap != 1;  // taps are not neighbours in w
+  const bool beside = last && shape.w_c == 1;  // channels are
   float* const turn = (float*)transpose_buffer;
   const Divided of_row(block, shape.parts, shape.by_parts), of_group(of_row.quotient, shape.padded_group, shape.by_padded_group);
   const int part = of_row.rest, g = of_group.quotient, row = of_group.rest;
@@ -384,13 +385,14 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     // element i of those, in the order of memory, is number `rest` of an inner axis, of taps or of channels
     const int inner = last ? fitting : all_taps;
     const long long by_inner = last ? shape.by_fitting : shape.by_all_taps, outer_step = last ? shape.w_tap : shape.w_c;
+    const long long inner_step = last ? shape.w_c : 1;
     auto take = [&](int i, const Divided& at, float v) {
       turn[last ? place(at.rest, at.quotient) : i + at.quotient / 8] = v;
       found.add(v, v);
     };
     const in_t* const from = w + source(c0, 0);
     // contiguous, and so aligned that 16 bytes are loaded at once
-    const bool row_by_row = (last ? whole && channels % WIDE == 0 : shape.w_c == all_taps) && (size_t)from % 16 == 0;
+    const bool row_by_row = (last ? beside && whole && channels % WIDE == 0 : shape.w_c == all_taps) && (size_t)from % 16 == 0;
     const int vectors = row_by_row ? count / WIDE : 0;
     constexpr int VECTORS = IN == 32 ? 5 : 3, SINGLE = FOLDED ? 6 : IN == 32 ? 7 : 9;  // loads of a thread under way
     for (int first = threadIdx.x; first < vectors; first += VECTORS * THREADS) {
@@ -414,7 +416,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
       for (int u = 0; u < SINGLE; ++u) {
         const int i = first + u * THREADS;
         const Divided at(i, inner, by_inner);
-        if (i < count && (!last || at.rest < some)) raw[u] = from[at.quotient * outer_step + at.rest];
+        if (i < count && (!last || at.rest < some)) raw[u] = from[at.quotient * outer_step + at.rest * inner_step];
       }
 #pragma unroll
       for (int u = 0; u < SINGLE; ++u) {
@@ -428,7 +430,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   // the extremes of elements of the row that are not kept, channel by channel
   auto look = [&](MagnitudeRange& found, int first, int end) {
     if (IN != 32 || !real) return;
-    const bool row_by_row = (last || shape.w_c == all_taps) && first % WIDE == 0 && (size_t)w % 16 == 0;
+    const bool row_by_row = (beside || (!last && shape.w_c == all_taps)) && first % WIDE == 0 && (size_t)w % 16 == 0;
     const int vectors = row_by_row ? end / WIDE : first / WIDE;
 #pragma unroll 2
     for (int i = first / WIDE + threadIdx.x; i < vectors; i += THREADS) {
@@ -439,7 +441,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
 #pragma unroll 2
     for (int i = (row_by_row ? vectors * WIDE : first) + threadIdx.x; i < end; i += THREADS) {
       const Divided at(i, all_taps, shape.by_all_taps);
-      const float v = to_float(w[last ? i : source(at.quotient, at.rest)]);
+      const float v = to_float(w[beside ? i : source(at.quotient, at.rest)]);
       found.add(v, v);
     }
   };

@@ -19,7 +19,7 @@
 #define WGMMA_TYPE "f16"
 #endif
 #define WGMMA_MN_MAJOR_A "0"
-#if W_MN_MAJOR
+#if W_MN_MAJOR && TYPE != 32
 #define WGMMA_MN_MAJOR_B "1"
 #else
 #define WGMMA_MN_MAJOR_B "0"
@@ -34,13 +34,14 @@ typedef element<TYPE> data_t;
 
 constexpr int BLOCK_K = 128 / (int)sizeof(data_t), STEPS = 4;  // channels of a stage; steps of the tensor core in one
 constexpr int CONSUMERS = BLOCK_M / 64, CONSUMER_THREADS = 128 * CONSUMERS;
-constexpr int MN_BLOCK = 64 * 128, MN_BLOCKS = (BLOCK_N + 63) / 64;  // bytes of 64 channels of 64 of k
+constexpr bool TURNED = W_MN_MAJOR && TYPE == 32;                     // w is MN-major in memory, K-major once a stage is full
+constexpr int MN_CHANNELS = BLOCK_N < BLOCK_K ? BLOCK_N : BLOCK_K, MN_SPAN = MN_CHANNELS * (int)sizeof(data_t);  // of a row of k, MN-major; its bytes
+constexpr int MN_BLOCK = BLOCK_K * MN_SPAN, MN_BLOCKS = (BLOCK_N + MN_CHANNELS - 1) / MN_CHANNELS;  // bytes of BLOCK_K such rows; blocks of a tile
 constexpr int A_BYTES = BLOCK_M * 128, B_BYTES = W_MN_MAJOR ? MN_BLOCKS * MN_BLOCK : BLOCK_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CHUNK = 32, PITCH = 40;    // channels of a staging tile; floats of a row of it
 constexpr int SUMS_PITCH = BLOCK_N + 8;  // floats of a row of a shared tile's sums, which take the ring's place
 constexpr bool MAY_ADD = BLOCK_N < 256;  // the widest tile has no registers for a residual
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % CHUNK == 0, "whole warpgroups and chunks");
-static_assert(!W_MN_MAJOR || TYPE != 32, "wgmma takes 16-bit operands alone so");
 static_assert(CLUSTER == 1 || BLOCK_M * SUMS_PITCH * 4 <= STAGES * STAGE_BYTES, "the sums take the ring's place");
 
 struct Shapes {
@@ -366,9 +367,10 @@ DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const d
 
 // The products of a stage; `fresh` begins new sums.
 DEVICE void multiply(float (&sum)[BLOCK_N / 2], uint32_t a, uint32_t b, bool fresh) {
-  const uint64_t x = wgmma_descriptor<128>(a), w = W_MN_MAJOR ? wgmma_mn_major_descriptor(b) : wgmma_descriptor<128>(b);
+  constexpr bool MN_MAJOR = W_MN_MAJOR && !TURNED;
+  const uint64_t x = wgmma_descriptor<128>(a), w = MN_MAJOR ? wgmma_mn_major_descriptor<MN_SPAN>(b) : wgmma_descriptor<128>(b);
 #pragma unroll
-  for (int k = 0; k < STEPS; ++k) wgmma(sum, x + 2 * k, w + (W_MN_MAJOR ? 16 * 128 / 16 : 2) * k, !(fresh && k == 0));
+  for (int k = 0; k < STEPS; ++k) wgmma(sum, x + 2 * k, w + (MN_MAJOR ? 16 * MN_SPAN / 16 : 2) * k, !(fresh && k == 0));
 }
 
 // `ready` is told where this consumer's rows of x of a stage that has arrived are.

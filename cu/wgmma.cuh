@@ -17,9 +17,10 @@ template <int span> DEVICE uint64_t wgmma_descriptor(uint32_t address, uint32_t 
   return mode << 62 | (uint64_t)(rows8 / 16) << 32 | 1ull << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Descriptor of a tile with one row of 64 neighbours of m or n a k, in blocks of 64 of them and 64 of k, swizzled over the row's 128 bytes.
-DEVICE uint64_t wgmma_mn_major_descriptor(uint32_t address) {
-  return 1ull << 62 | 1024ull / 16 << 32 | 64ull * 128 / 16 << 16 | (address & 0x3ffff) >> 4;
+// Descriptor of a tile with one row of `span` bytes of neighbours of m or n a k, 128 or 64, in blocks of as many of them and 64 of k, swizzled
+// over the row.
+template <int span = 128> DEVICE uint64_t wgmma_mn_major_descriptor(uint32_t address) {
+  return (span == 128 ? 1ull : 2ull) << 62 | 8ull * span / 16 << 32 | 64ull * span / 16 << 16 | (address & 0x3ffff) >> 4;
 }
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

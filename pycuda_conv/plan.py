@@ -411,7 +411,7 @@ def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
     if config is None or not engines.reads_c_order(config):
         return config is not None and (math.prod(problem.filter_size) < MANY_TAPS or _gains(problem, device, found))
     if not engines.uses_tensor_cores(config):
-        return problem.direction == "wgrad" and _gains(problem, device, found)
+        return _gains(problem, device, found)
     converted = _converted_time(problem, device)
     chosen = found.us if found else engines.predicted(problem, config, device)  # others may be predicted to be faster yet
     if (chosen is not None and chosen <= converted) or engines.uses_tensor_cores(engines.choose(replace(problem, layout="NCHW"), device)):

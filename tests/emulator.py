@@ -238,7 +238,7 @@ def check_filter(step, s, kc: int) -> None:
     assert s.row_blocks == s.taps * s.channel_blocks + (kc < 64) and s.padded_group == ceil(s.rows_group, 64) * 64
     assert s.all_taps == (s.taps // s.packed_r * s.filter_r * s.filter_s if s.window else s.taps * s.folds)
     assert 4 * (s.fitting * s.all_taps + ceil(s.fitting, 8)) <= step.shared <= 45 * 1024 or not s.fitting
-    assert s.fitting <= s.channels and s.w_tap in (1, s.channels) and (s.w_tap == 1 or s.w_c == 1)
+    assert s.fitting <= s.channels and (s.w_tap == 1 or (s.w_c == 1 and s.w_tap == s.channels) or (s.w_m == 1 and s.w_c == s.w_tap * s.all_taps))
     whole = define["FOLDED"] or s.fitting in (0, s.channels)
     assert whole or (s.fitting % 8 == 0 and s.part_pieces == s.fitting // 8)
     assert s.parts == (1 if whole else ceil(s.channel_blocks * kc, s.fitting))
@@ -892,11 +892,14 @@ def dense_product(step, memory: Memory) -> None:
     shapes, repeats = step.structs[: define["PHASES"]], turns_of(step, step.structs[-1]) if define["PHASES"] > 1 else [(0, 0, 0, 0)]
     rows, columns, cluster = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"]
     tiles = sum(s.tiles for s in shapes)
-    assert len(step.structs) == define["PHASES"] + (define["PHASES"] > 1) == len(step.maps) + (define["PHASES"] > 1) - 1 and step.block == 2 * rows + 32 and step.shared <= MOST_SHARED
+    assert len(step.structs) == define["PHASES"] + (define["PHASES"] > 1) == len(step.maps) + (define["PHASES"] > 1) - 1 and step.shared <= MOST_SHARED
+    assert step.block == 2 * rows + 32 + (96 if define["W_MN_MAJOR"] and define["TYPE"] == 32 else 0)
     assert step.grid == tiles * cluster if cluster > 1 else 1 <= step.grid <= tiles
     assert [s.blocks for s in shapes] == sorted((s.blocks for s in shapes), reverse=True), "the longest sums first"
     wide = 128 // type_of(w_map).itemsize
-    assert w_map.box == ((64, 1, 64) if define["W_MN_MAJOR"] else (wide, 1, min(columns, shapes[0].rows))) and w_map.span == 128
+    across = min(wide, columns)
+    assert w_map.box == ((across, 1, wide) if define["W_MN_MAJOR"] else (wide, 1, min(columns, shapes[0].rows)))
+    assert w_map.span == (128 * across // wide if define["W_MN_MAJOR"] else 128)
     for x_map, shape in zip(step.maps, shapes, strict=False):
         one = replace(step, arguments=shape, maps=(x_map, w_map))
         s = named(one)
@@ -926,7 +929,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
         assert not any(offsets[s.rank :]) and 0 <= w_tap < w_map.sizes[1], "a tap is lost"
         loads.append((c * wide, offsets[: s.rank]))
         if define["W_MN_MAJOR"]:
-            b.append(np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, 64)])[:columns])
+            b.append(np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, w_map.box[0])])[:columns])
         else:
             b.append(boxed(w_map, memory, (c * wide, w_tap, channel0))[:, 0])
     if loads:

@@ -113,7 +113,19 @@ def test_one_launch_unless_the_filter_is_transposed():
     forward, point, strided = CASES[0], CASES[1], CASES[10]
     assert launches(forward, "fp16 last") == launches(forward, "tf32 last") == launches(strided, "fp16 last") == [two, one]
     assert launches(point, "fp16 last") == launches(point, "tf32 last") == launches(CASES[9], "fp16 last") == [one, one]
-    assert launches(strided, "tf32 last") == [two, two]
+    assert launches(strided, "tf32 last") == [two, one]
+
+
+def test_a_filter_is_turned_by_the_launch_where_each_block_has_few_stages():
+    """By small tiles, where a multiprocessor meets few stages: else a launch turns it once."""
+    def kernels(shape, config):
+        problem = asked(dgrad((shape[0], shape[1], *shape[2:]), (shape[1], 96, 1, 1)), "tf32 last")
+        return [launch.kernel for step in dn.schedule(problem, config, H200).whole for launch in step]
+
+    one, two = ["dense_nhwc_sm90"], ["transpose_filter", "dense_nhwc_sm90"]
+    few, many = (2, 640, 14, 14), (64, 640, 56, 56)
+    assert kernels(few, DenseNhwc(64, 64, 6)) == kernels(few, DenseNhwc(64, 32, 4, 8)) == one
+    assert kernels(few, DenseNhwc(128, 64, 4)) == kernels(many, DenseNhwc(64, 64, 6)) == two
 
 
 # ---- what is legal, and the choice

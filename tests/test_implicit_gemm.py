@@ -512,7 +512,9 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
     assert kernels(BASE, "fp16 last", ImplicitGemm(64, 64, 3, 2)) == ["implicit_gemm_sm90", "direct_reduce"]
     assert kernels(BASE, "fp32 last") == ["pack", "implicit_gemm_sm90"]
     assert kernels(fprop((2, 20, 5, 5), (4, 20, 3, 3)), "bf16 last" if "bf16 last" in MODES else "fp16 last") == ["pack", "implicit_gemm_sm90"]
-    for case, mode in ((BASE, "fp32"), (POINT, "fp32 last"), (dgrad((2, 24, 5, 5), (24, 8, 3, 3)), "tf32 last")):
+    for mode in ("fp32 last", "tf32 last", "fp16 last"):
+        assert kernels(dgrad((2, 24, 5, 5), (24, 8, 3, 3)), mode) == ["pack", "implicit_gemm_sm90"]
+    for case, mode in ((BASE, "fp32"), (POINT, "fp32 last")):
         assert ig.schedule(asked(case, mode), ImplicitGemm(64, 128, 3), H200).filter_last is None
 
 

@@ -23,6 +23,7 @@ from test_implicit_gemm import TILES, asked, check_moments, dtype_of
 from pycuda_conv.engines import batch_norm, casting, packing, split_sum
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
+from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.pointwise_sm90 import Pointwise
@@ -101,6 +102,31 @@ IMPLICITS = [
 @pytest.mark.parametrize(("case", "mode", "config"), IMPLICITS, ids=ids(IMPLICITS))
 def test_implicit_gemm(case, mode, config):
     check(case, mode, config, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [(dgrad((1, 24, 3, 4), (24, 12, 3, 3), padding=1), "fp32 last"), (dgrad((1, 32, 2, 3), (32, 6, 3, 2), groups=2), "tf32 last")],
+    ids=str,
+)  # fmt: skip
+def test_filters_of_gradients_are_packed_from_their_channels_last(case, mode):
+    """A row's channels lie apart there."""
+    check(case, mode, ImplicitGemm(64, 64, 2), (1,), filter_last=True)
+
+
+def test_a_filter_with_its_channels_last_mends_what_limbs_cannot_hold():
+    """The same bits as with the filter in C order."""
+    case, config = dgrad((3, 24, 2, 2), (24, 8, 3, 3), padding=1, bias=False), ImplicitGemm(64, 64, 2)
+    x, w, _ = case.normals("float32")
+    x[1, 3, 1, 1], x[2] = np.inf, x[2] * np.float32(2.0) ** -100
+    w[5, 2] *= np.float32(2.0) ** -30
+    found = [simt.computed(asked(case, "fp32 last"), config, x, w, filter_last=last) for last in (False, True)]
+    assert found[0].tobytes() == found[1].tobytes() and np.isinf(found[0][1]).any() and np.isfinite(found[0][[0, 2]]).all()
+
+
+@pytest.mark.parametrize("case", [fprop((2, 6, 9), (8, 3, 4), stride=2, groups=2), dgrad((2, 24, 5, 6), (24, 12, 3, 3), stride=2, padding=1)], ids=str)
+def test_plain_products_read_a_filter_with_its_channels_last(case):
+    check(case, "fp32 last", Gemm(64, 64, 16, 8, 4, 4), (1,), filter_last=True)
 
 
 @pytest.mark.parametrize("tiles", [1, 3, 7])

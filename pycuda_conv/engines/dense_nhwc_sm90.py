@@ -1,8 +1,8 @@
 """Convolutions of channels-last arrays as they lie, on Hopper's tensor cores (``cu/dense_nhwc_sm90.cu``).
 
 They are float16, bfloat16, and float32 with ``precision="tf32"``. Nothing is packed or scaled, and one launch does everything. Only a
-filter that the tensor cores can't read as it lies is transposed first: one in C order, and that of the gradient of the input in TF32. The
-blocks of a cluster share a long sum for few results.
+filter that the tensor cores can't read as it lies is transposed first: one in C order, and that of the gradient of the input in TF32, where
+the blocks of the launch would turn it too often. The blocks of a cluster share a long sum for few results.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
 #: Tiles that are chosen from, a kernel for each: (pixels, channels), and the blocks that share one. What is shared are long sums for few
 #: results, so small tiles. By the model the best of these take 0.2% longer in the mean of random problems than the best of all.
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
-    **{(128, columns): (1,) for columns in (64, 128, 160, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)}, (64, 96): (1, 8),
+    **{(128, columns): (1,) for columns in (64, 96, 128, 160, 192, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)},
+    (64, 96): (1, 8),
 }  # fmt: skip
 #: Those of them that are chosen from for phases, which are seldom wide.
 PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
@@ -89,6 +90,9 @@ PHASES = 4  # in a launch, or one
 STAGES = 12  # of a ring, at the most
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
 SLICE = 64  # pixels whose moments are noted together
+FEW_CHANNELS, MANY_STAGES = 32, 32 * 132  # of filters that are transposed first: channels at most, and stages of 128 pixels at least
+MOST_TURNED = 32, 128  # stages of a multiprocessor whose filter is turned there, by blocks that have a tile of their own, and that share it
+TURNERS = 3  # warps that do it
 NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
 
 
@@ -164,8 +168,8 @@ def _most_shared(config: DenseNhwc) -> int:
 
 
 def _stage_rows(config: DenseNhwc, mn_major: bool) -> int:
-    """Rows of a stage: the pixels, and those of the filter, blocks of 64 if it is MN-major."""
-    return config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major else config.BLOCK_N)
+    """Rows of a stage: the pixels, and those of the filter, blocks of 64 if it is MN-major, in the narrowest tile of half a row each."""
+    return config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major and config.BLOCK_N > 32 else config.BLOCK_N)
 
 
 def _shared_bytes(config: DenseNhwc, mn_major: bool) -> int:
@@ -181,8 +185,37 @@ def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
 
 
 def _reads_mn_major(problem: ConvProblem) -> bool:
-    """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be."""
-    return problem.direction == "dgrad" and problem.itemsize == 2 and problem.weight_shape[1] % 8 == 0
+    """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be.
+
+    TMA brings 64 rows of k a stage then, and has to fill those of few channels. Where there are many stages a filter of few channels is
+    transposed first: it has as many rows as channels.
+    """
+    if problem.direction != "dgrad" or problem.itemsize != 2 or problem.weight_shape[1] % 8:
+        return False
+    if problem.result_channels > FEW_CHANNELS:
+        return True
+    pixels = problem.N * math.prod(problem.operand_size)  # of the stride's phases, each of which has a part of the taps
+    stages = pixels / 128 * math.prod(problem.filter_size) * ceil(problem.operand_channels, stage_channels(problem))
+    return stages < MANY_STAGES
+
+
+def _may_turn(rows: int, columns: int) -> bool:
+    """Whether a tile leaves room and registers for warps that turn a filter: a small one does."""
+    return rows == 64 and columns < 128
+
+
+def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
+    """Whether blocks turn the float32 filter of the gradient of the input themselves, stage by stage, instead of a launch before them.
+
+    They do where a multiprocessor has few stages. Of a tile that several blocks share each has so few that turning them hides behind loads.
+    """
+    gradient = problem.direction == "dgrad" and problem.itemsize == 4 and problem.weight_shape[1] % 4 == 0
+    if not gradient or not _may_turn(config.BLOCK_M, config.BLOCK_N):
+        return False
+    _, walks = _walks(problem)
+    many, slots = math.prod(repeats(walks)) * config.CLUSTER, at_once(device, config.CLUSTER)
+    stages = sum(ceil(_blocks(problem, walk), config.CLUSTER) * math.prod(_tiles(problem, config, walk)) * many for walk in walks)
+    return stages <= MOST_TURNED[config.CLUSTER > 1] * slots
 
 
 # ---- launches
@@ -255,12 +288,13 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: boo
     def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
         tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
         if tile.STAGES == _most_stages(*shape, _reads_mn_major(problem)):  # as many as there was room for: then as now
-            tile = replace(tile, STAGES=_most_stages(*shape, mn_major))
+            tile = replace(tile, STAGES=_most_stages(*shape, mn_major and problem.itemsize == 2))
         return [[_product(problem, tile, walks, place, mn_major, multiprocessors, parts) for walks in _launches(_walks(problem)[1])]]
 
     # with its second axis last the filter is K-major forwards, and MN-major for the gradient
     last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
-    lying = products(WEIGHT, _reads_mn_major(problem)) if last or _reads_mn_major(problem) else None
+    mn_major = _reads_mn_major(problem) or _turns(problem, config, device)
+    lying = products(WEIGHT, mn_major) if last or mn_major else None
     if lying and taps == 1:
         return Schedule([], lying, lying, scratch.used, 0, moments=layout.moments, filter_last=lying)
     kept = Arena(PACKED)
@@ -304,7 +338,7 @@ def _product(
     structs: tuple[tuple[int, ...], ...] = told
     if phases > 1:
         structs += (repeat_arguments(problem, lying, 1, repeats(all_walks)),)
-    tiles = sum(phase.tiles for phase in told)
+    tiles, turned = sum(phase.tiles for phase in told), mn_major and problem.itemsize == 4
     fitting = multiprocessors * (2 if config.BLOCK_M == 64 else 1)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
@@ -315,19 +349,20 @@ def _product(
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the text may note moments
         buffers += (parts or RESULT,)
     return KernelLaunch(
-        "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32, buffers, (),
-        maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=structs,
+        "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TURNERS if turned else 0), buffers, (),
+        maps=tuple(maps), shared=_shared_bytes(config, mn_major and not turned), arch="sm_90a", arguments=structs,
         layer=finish_constants(told[0]) | {"NOTED": told[0].noted},
     )  # fmt: skip
 
 
 def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major: bool) -> TensorMap:
-    """The filter: of a tap a stage's channels of the rows of a tile, or, MN-major, 64 rows of 64 channels."""
+    """The filter: of a tap a stage's channels of the rows of a tile, or, MN-major, rows of 128 bytes of as many channels."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
     inner, outer = (rows, channels) if mn_major else (channels, rows)
-    box = (64, 1, 64) if mn_major else (stage_channels(problem), 1, min(config.BLOCK_N, rows))
-    return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, ROW, map_type(problem))
+    wide = stage_channels(problem)
+    box = (min(wide, config.BLOCK_N), 1, wide) if mn_major else (wide, 1, min(config.BLOCK_N, rows))
+    return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, size * box[0], map_type(problem))
 
 
 def _blocks(problem: ConvProblem, walk: PhaseAddressing) -> int:
@@ -369,10 +404,10 @@ def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, the type, and the phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
-        for mn_major, cluster in product((0, 1), clusters):
-            stages = _most_stages(rows, columns, cluster, bool(mn_major))
+        for mn_major, cluster, kind in product((0, 1), clusters, ELEMENTS.values()):
+            stages = _most_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
             choices = {
-                "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": tuple(ELEMENTS.values()),
+                "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": (kind,),
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
             yield TextFamily("dense_nhwc_sm90", choices, _made, "sm_90a")
@@ -381,7 +416,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever made."""
-    if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT:
+    if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_turn(d["BLOCK_M"], d["BLOCK_N"]):
         return False
     return d["CLUSTER"] in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
 
@@ -435,7 +470,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         rounds = ceil(sum(jobs), slots)
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
     moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
-    lies = problem.direction == "fprop" or mn_major
+    lies = problem.direction == "fprop" or mn_major or _turns(problem, config, device)
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
     return SINCE * max(us, BEGIN + moved / MEMORY) + transposed
 

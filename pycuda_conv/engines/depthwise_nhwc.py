@@ -673,6 +673,7 @@ def _work(problem: ConvProblem, config: Config) -> _Work:
     products, beside = columns * vector * (taps + parts * size), columns * (4 * vector + STORED)
     loading = steps * (read * (LOADED + unpacked) + 15)
     wide = size == 7 or size * vector > 12 or problem.dtype == "float64"
+    wide = wide or (problem.dtype == "float32" and stride == 1 and (size, vector) == (3, 4))
     blocks = 3 if wide and isinstance(config, DepthwiseStrips) else 4
     if problem.dtype == "float64":
         return _Work(blocks, steps, START + loading + rows * (products + beside))

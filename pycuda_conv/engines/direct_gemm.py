@@ -18,6 +18,7 @@ from pycuda_conv.engines.geometry import (
     by_axis,
     ceil,
     divider,
+    filter_last_strides,
     filter_strides,
     needs_64_bits,
     phases,
@@ -120,11 +121,13 @@ def _grids(problem: ConvProblem, config: Gemm) -> list[int]:
 
 def schedule(problem: ConvProblem, config: Gemm, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
-    launches, split = products(problem, config), config.SPLIT_K
-    if split == 1:
-        return Schedule.plain([launches])
-    nbytes = split * math.prod(problem.result_shape) * accumulator_bytes(problem)
-    return Schedule.plain([launches, [reduce_launch(problem, split, WORKSPACE)]], nbytes)
+    split = config.SPLIT_K
+
+    def steps(filter_last: bool) -> list[list[KernelLaunch]]:
+        return [products(problem, config, filter_last), *([[reduce_launch(problem, split, WORKSPACE)]] if split > 1 else [])]
+
+    made = Schedule.plain(steps(False), split * math.prod(problem.result_shape) * accumulator_bytes(problem) if split > 1 else 0)
+    return replace(made, filter_last=steps(True)) if problem.layout == "NHWC" else made
 
 
 def filter_key(problem: ConvProblem, config: Gemm) -> None:
@@ -132,7 +135,7 @@ def filter_key(problem: ConvProblem, config: Gemm) -> None:
 
 
 def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> list[KernelLaunch]:
-    """The launches of all phases, the longest first."""
+    """The launches of all phases, the longest first; `filter_last`: the filter's second axis is last in memory."""
     return [
         _product(problem, config, phase, grid, filter_last)
         for phase, grid in sorted(zip(phases(problem), _grids(problem, config), strict=True), key=lambda pair: -math.prod(pair[0].taps))
@@ -166,7 +169,8 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
     w_g, w_m, w_c = filter_strides(problem)
     tap_strides = row_major(problem.filter_size)
     if filter_last:
-        w_c, tap_strides = 1, tuple(n * reduction for n in tap_strides)
+        w_m, w_c, w_tap = filter_last_strides(problem)
+        tap_strides = tuple(n * w_tap for n in tap_strides)
     contiguous_taps = problem.direction == "fprop" and w_c == math.prod(problem.filter_size) and gemm_k % 4 == 0 and gemm_k > 0
     pointwise = phase.taps == (1, 1, 1) and phase.stride == (1, 1, 1) and phase.pad == (0, 0, 0) and phase.size == problem.operand_size
     fours = problem.layout != "NHWC" and plane % 4 == 0  # four pixels are neighbours in one plane

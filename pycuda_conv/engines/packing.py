@@ -23,6 +23,7 @@ from pycuda_conv.engines.geometry import (
     by_axis,
     ceil,
     divider,
+    filter_last_strides,
     filter_strides,
     phases,
     places,
@@ -564,8 +565,8 @@ def _filter_parts(problem: ConvProblem, packed: PackedLayout) -> int:
 
 
 def packs_filter_last(problem: ConvProblem) -> bool:
-    """Whether filters with their channels last, as those of a model that is, are packed from there."""
-    return problem.direction == "fprop" and problem.layout == "NHWC" and math.prod(problem.filter_size) > 1
+    """Whether filters with their second axis last, as those of a model that is, are packed from there."""
+    return problem.layout == "NHWC" and math.prod(problem.filter_size) > 1
 
 
 def pack_operands(
@@ -615,7 +616,7 @@ def pack_operands(
         if not blocks:
             told = told._replace(slices=0, by_slices=divider(1))
         if filter_last:
-            told = told._replace(w_c=1, w_tap=told.channels)
+            told = told._replace(**dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)))
         shared = max(images.shared if blocks else 0, images.filter_shared if filter_rows else 0)
         grid = images.in_clusters(filter_rows) + blocks  # blocks of a cluster all pack one or the other
         return [KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=told)]

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import NamedTuple, cast
 
 from pycuda_conv.engines import direct_gemm
-from pycuda_conv.engines.geometry import Phase, divider, filter_strides, phases, read_strides, row_major
+from pycuda_conv.engines.geometry import Phase, divider, filter_last_strides, filter_strides, phases, read_strides, row_major
 from pycuda_conv.engines.schedule import WORKSPACE, Arena, Moments
 from pycuda_conv.engines.tensor_cores import limbs
 from pycuda_conv.problem import ConvProblem
@@ -30,8 +30,8 @@ def guarded(
 ) -> list[KernelLaunch]:
     """Launches that mend what depends on flagged images and channels of `problem`: see ``direct_gemm.cu``.
 
-    `found`: where the flags of images and filters lie, and their scales. `filter_last`: the filter, of a forward convolution, has
-    its channels last. `redone`: where each block says whether it did anything. `patch_rows`: scales and flags are not of images but
+    `found`: where the flags of images and filters lie, and their scales. `filter_last`: the filter has its second axis
+    last. `redone`: where each block says whether it did anything. `patch_rows`: scales and flags are not of images but
     of patches of 8 columns and so many rows of the result.
     """
     launches = direct_gemm.products(problem, direct_gemm.Gemm(128, 128, 16, 8, 8, 1), filter_last)
@@ -98,7 +98,8 @@ def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_l
     x, (w_group, w_m, w_c), channels = read_strides(problem), filter_strides(problem), problem.operand_channels // problem.groups
     tap_strides = row_major(problem.filter_size)
     if filter_last:
-        w_c, tap_strides = 1, tuple(n * channels for n in tap_strides)
+        w_m, w_c, w_tap = filter_last_strides(problem)
+        tap_strides = tuple(n * w_tap for n in tap_strides)
     if problem.direction == "fprop":  # the launch's phase may have folded taps
         launched = phases(problem)
     told = [
