@@ -721,7 +721,8 @@ def test_a_wrong_configuration_is_found(monkeypatch):
 
     def wrong(buffers, stream=None, *more):
         right(buffers, stream, *more)
-        device._drv.memset_d8_async(buffers[3] + plans[1].result_bytes - 4, 0, 4, stream)
+        *_, result, _ = buffers
+        device._drv.memset_d8_async(result + plans[1].result_bytes - 4, 0, 4, stream)
 
     monkeypatch.setattr(plans[1], "launch", wrong)
     with pytest.raises(measure.WrongResultError, match=r"Batched.*differ.*1 of 38,400 elements"):

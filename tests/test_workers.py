@@ -138,7 +138,10 @@ def arrays_of(kind, device):
 
 
 def values(array):
-    return array.get() if hasattr(array, "get") else np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+    if hasattr(array, "get"):  # PyCUDA copies in the thread's current context, which other tests may have left another one
+        with get_device("cuda"):
+            return array.get()
+    return np.asarray(array.cpu() if hasattr(array, "cpu") else array)
 
 
 def problem():
