@@ -1,7 +1,7 @@
 // max_pool.cu: maxima of windows, and the gradient.
 //
 //   max_pool            y[n,p,q,c] = max over r,s of x[n, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w, c]
-//                       from[n,p,q,c] = r*S + s, of the first tap that has it; of a NaN the last, as torch does
+//                       from[n,p,q,c] = r*S + s, of the first tap that has it; of a NaN the last, as torch does. Nothing where `from` is null
 //   max_pool_backward   dx = the sum of y's gradients of the windows that took x
 //
 // Mapping  thread -> VEC channels of a pixel, in max_pool of y, in max_pool_backward of x. With channels last these are 16 bytes. A channel of NCHW
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int i = 0; i < V; ++i) made.v[i] = from_float<data_t>(best[i]), taken.v[i] = tap[i];
   y[thread] = made;
-  from[thread] = taken;
+  if (from) from[thread] = taken;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward(const Channels* __restrict__ dy, const Taps* __restrict__ from,

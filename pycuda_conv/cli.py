@@ -125,7 +125,10 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--families", type=_count, metavar="N", help="measure the planner's choices for N random problems of each family")
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
     bench.add_argument("--training", action="store_true", help="measure gradients and fused layers against torch; with --models: training")
-    bench.add_argument("--models", action="store_true", help="measure networks of torchvision's; with --training, training too")
+    bench.add_argument(
+        "--models", nargs="*", metavar="NETWORK",
+        help="measure these networks of torchvision's, by default four; with --training, training too",
+    )
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
     bench.add_argument("--seed", type=_seed, help="seed of the random data; by default a new one")
@@ -261,10 +264,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools import choices
 
         return choices.run(arguments.device, settings.modes, arguments.seed, arguments.families, arguments.json)
-    if arguments.models:
+    if arguments.models is not None:
         from pycuda_conv.tools import models
 
-        return (models.list_cases if arguments.list else models.run)(settings, modes, arguments.training)
+        return (models.list_cases if arguments.list else models.run)(settings, modes, arguments.training, arguments.models)
     if arguments.training:
         return training.list_problems(settings) if arguments.list else training.run(settings)
     return bench.list_problems(settings) if arguments.list else bench.run(settings)

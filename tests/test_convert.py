@@ -1140,6 +1140,78 @@ def test_modules_that_only_call_functions_are_not_called(monkeypatch):
     same(ours, theirs, x)
 
 
+@pytest.fixture
+def steps(monkeypatch):
+    """The names of what a forward computes in one step where torch has several, besides convolutions."""
+    made = []
+    for module, name in ((chains, "normalised"), (chains.linear, "in_one"), (chains.pooling, "evaluated")):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, of=function, name=name, **options: (made.append(name), of(*args, **options))[1])
+    return made
+
+
+class Dense(nn.Module):
+    """As the layers of DenseNet, with max pooling by a module and by a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act, self.conv = nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 3, padding=1, bias=False)
+        self.next, self.pool = nn.BatchNorm2d(7), nn.MaxPool2d(2, ceil_mode=True)
+
+    def forward(self, x):
+        y = self.pool(torch.cat([x, self.conv(self.act(self.norm(x)))], 1))
+        return F.max_pool2d(F.leaky_relu(self.next(y), 0.2), kernel_size=3, stride=1)
+
+
+def test_normalisations_in_front_and_poolings_are_single_steps(where, steps):
+    theirs = ready(Dense(), where)
+    ours, x = pn.convert(copy.deepcopy(theirs)), numbers(2, 4, 9, 8, where=where)
+    for changed in (False, True):
+        if changed:
+            for model in (ours, theirs):
+                model.norm.running_mean.add_(1), model.norm.num_batches_tracked.add_(1), setattr(model.next, "eps", 0.5)
+        steps.clear()
+        with torch.no_grad():
+            close(ours(x), theirs(x))
+        assert steps == ["normalised", "evaluated", "normalised", "evaluated"]
+    same(ours, theirs, x)
+    for model in (ours, theirs):
+        model.norm.register_forward_hook(lambda *args: args[2] * 2)
+    with torch.no_grad():
+        close(ours(x), theirs(x))
+
+
+class Depth(nn.Module):
+    def forward(self, x):
+        return stochastic_depth(x, 0.5, "row", self.training)
+
+
+@torch.fx.wrap
+def stochastic_depth(input, p, mode, training=True):
+    return input * 2 if training else input
+
+
+stochastic_depth.__module__ = "torchvision.ops.stochastic_depth"
+
+
+@pytest.mark.parametrize("drop", [nn.Identity, Depth])
+def test_linear_layers_take_in_what_follows_them(steps, drop):
+    theirs = ready(Scaling())
+    theirs.block.append(drop().eval())
+    theirs.block[5].p = 0.0
+    ours, x = pn.convert(copy.deepcopy(theirs), linear=True), numbers(1, 4, 5, 5)
+    with torch.no_grad():
+        close(ours(x), theirs(x))
+    assert steps == ["in_one", "in_one"]
+    (function,) = [variant.function for variant in ours._fusion.variants.values()]
+    assert function.__code__.co_names.count("mul") + function.__code__.co_names.count("permute") <= 1  # the one in front of the norm
+    same(ours, theirs, x)
+    steps.clear()
+    with torch.no_grad():
+        close(pn.convert(ours)(x), theirs(x))
+    assert not steps
+
+
 # what may change of a convolution and a batch normalisation behind it
 CHANGES = {
     "statistics": lambda c, n: (n.running_mean.add_(1), n.num_batches_tracked.add_(1)), "in place": lambda c, n: n.bias.detach().add_(1),

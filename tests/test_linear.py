@@ -77,6 +77,42 @@ def test_convert_takes_linear_layers_if_asked_and_gives_them_back():
     assert type(convert(made)[0]) is torch.nn.Linear
 
 
+def convolution(ndim):
+    """torch's, with what ours takes besides."""
+
+    def call(x, weight, bias, *, scale, residual, activation, precision):
+        y = (F.conv1d if ndim == 1 else F.conv2d)(x, weight)
+        ones = [1] * ndim
+        y = y if scale is None else y * scale.view(-1, *ones)
+        y = y if bias is None else y + bias.view(-1, *ones)
+        y = y if residual is None else y + residual
+        return y if activation is None else getattr(F, activation)(y)
+
+    return call
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows, moved", [((2, 3, 5), True), ((2, 3, 5), False), ((2, 7), False), ((9,), False)])
+def test_what_follows_a_layer_is_computed_with_it(monkeypatch, rows, moved, bias):
+    monkeypatch.setattr(linear, "pc", SimpleNamespace(conv1d=convolution(1), conv2d=convolution(2)))
+    monkeypatch.setattr(linear, "_is_worth_fusing", lambda *_: True)
+    torch.manual_seed(0)
+    module = convert(torch.nn.Linear(4, 3, bias).double(), linear=True)
+    x, scale = torch.randn(*rows, 4, dtype=torch.float64), torch.nn.Parameter(torch.randn(3, 1, 1, dtype=torch.float64))
+    y = F.linear(x, module.weight, module.bias)
+    y = y.permute(0, 3, 1, 2) if moved else y
+    residual = torch.randn_like(y)
+    with torch.no_grad():
+        assert torch.allclose(linear._in_one(module, x, None, None, "gelu", moved), F.gelu(y))
+        assert torch.allclose(linear._in_one(module, x, None, residual, None, moved), y + residual)
+        assert linear._in_one(module, x, None, residual[..., :1], None, moved) is None
+        for _ in range(3 if moved else 0):
+            assert torch.allclose(linear._in_one(module, x, scale, residual, None, True), y * scale + residual)
+            assert torch.allclose(linear.in_one(module, x, scale, None, "relu", True), F.relu(y * scale))
+            scale.add_(1)
+        assert not moved or linear._in_one(module, x, torch.ones(1, 1, 1), residual, None, True) is None
+
+
 def off(found, exact):
     return float((found.double() - exact).norm() / exact.norm())
 
@@ -101,3 +137,26 @@ def test_on_a_gpu(rows, features, outputs, bias):
         assert off(mine, right) <= max(2 * off(other, right), 1e-6)
     with torch.autocast("cuda", torch.bfloat16):
         assert ours(given[0]).dtype is torch.bfloat16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("features, size", [(96, (2, 14, 13)), (768, (1, 7, 7))])
+def test_what_follows_a_layer_on_a_gpu(dtype, features, size):
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(features, 4 * features).cuda(), torch.nn.Linear(4 * features, features).cuda()
+    scale = torch.nn.Parameter(torch.randn(features, 1, 1, device="cuda"))
+    x = torch.randn(*size, features, device="cuda")
+
+    def blocks(first, second, scale, x, ours):
+        with torch.no_grad():
+            if ours:
+                return linear._in_one(second, linear._in_one(first, x, None, None, "gelu", False), scale, x.movedim(-1, 1), None, True)
+            return scale * second(F.gelu(first(x))).movedim(-1, 1) + x.movedim(-1, 1)
+
+    exact = blocks(*(copy.deepcopy(one).double() for one in (first, second)), scale.double(), x.double(), False)
+    given = [*(copy.deepcopy(one).to(dtype) for one in (first, second)), torch.nn.Parameter(scale.to(dtype)), x.to(dtype)]
+    theirs = off(blocks(*given, False), exact)
+    made = [convert(one, linear=True) for one in given[:2]]
+    found = blocks(*made, *given[2:], True)
+    assert found.is_contiguous(memory_format=torch.channels_last) and off(found, exact) <= max(2 * theirs, 1e-6)

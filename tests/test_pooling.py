@@ -18,11 +18,12 @@ POOLS = [
     Pool("bfloat16", (2, 16, 9, 11), (3, 3), (2, 2), (1, 1), (1, 1)), Pool("float32", (1, 4, 8, 7), (2, 2), (2, 2), (0, 0), (1, 1)),
     Pool("float16", (3, 8, 7, 10), (3, 2), (1, 3), (1, 0), (2, 1)), Pool("float32", (1, 12, 5, 5), (5, 4), (2, 1), (2, 2), (1, 1)),
     Pool("float32", (2, 3, 9, 11), (3, 3), (2, 2), (1, 1), (1, 1), "NCHW"), Pool("bfloat16", (2, 5, 7, 10), (3, 2), (1, 3), (1, 0), (2, 1), "NCHW"),
+    Pool("float32", (1, 4, 8, 7), (3, 2), (2, 3), (1, 0), (1, 1), beyond=True), Pool("float32", (2, 3, 6, 4), (2, 2), (2, 3), (1, 1), (2, 1), "NCHW", True),
 ]  # fmt: skip
 
 
 def theirs(pool, x):
-    return torch.nn.functional.max_pool2d(x, pool.taps, pool.stride, pool.padding, pool.dilation)
+    return torch.nn.functional.max_pool2d(x, pool.taps, pool.stride, pool.padding, pool.dilation, pool.beyond)
 
 
 def operands(pool, special=False):
@@ -54,6 +55,9 @@ def test_maxima_and_their_gradient(pool, special):
     simt.run([[pool.forward()]], memory, 1)
     got = memory.buffers[1].view(given.dtype).reshape(of_y.shape)
     assert np.array_equal(got.astype("f"), lying(y.detach(), pool).astype("f"), equal_nan=True)
+    alone = SimpleNamespace(buffers=[memory.buffers[0], np.full(got.nbytes, 0xFF, np.uint8), None])
+    simt.run([[pool.forward()]], alone, 1)
+    assert np.array_equal(alone.buffers[1], memory.buffers[1])
     memory = SimpleNamespace(buffers=[as_bytes(of_y), memory.buffers[2], np.full(given.nbytes, 0xFF, np.uint8)])
     simt.run([[pool.backward()]], memory, 1)
     assert np.array_equal(memory.buffers[2].view(given.dtype).reshape(given.shape).astype("f"), lying(dx, pool).astype("f"))
@@ -66,7 +70,7 @@ def as_bytes(array):
 def test_what_it_takes():
     pool = POOLS[0]
     assert pool.fits and pool.result_shape == (2, 16, 5, 6)
-    others = {"dtype": "float64", "shape": (2, 12, 9, 11), "taps": (16, 16), "padding": (2, 2)}
+    others = {"stride": (0, 1), "dilation": (1,), "dtype": "float64", "shape": (2, 12, 9, 11), "taps": (16, 16), "padding": (2, 2)}
     assert not any(Pool(**{**vars(pool), name: value}).fits for name, value in others.items())
     assert not Pool(**{**vars(pool), "shape": (0, 16, 9, 11)}).fits and Pool(**{**vars(pool), "shape": (2, 3, 9, 11), "layout": "NCHW"}).fits
 
@@ -93,6 +97,13 @@ def test_convert_takes_poolings_and_gives_them_back():
 def test_on_a_gpu(pool, special):
     from pycuda_conv.nn import pooling
 
+    x = operands(pool, special)[0].cuda().to(getattr(torch, pool.dtype))
+    x = x.contiguous(memory_format=torch.channels_last if pool.layout == "NHWC" else torch.contiguous_format)
+    with torch.no_grad():
+        alone = pooling.evaluated(x, pool.taps, pool.stride, pool.padding, pool.dilation, pool.beyond)
+    assert torch.equal(alone.nan_to_num(7), theirs(pool, x).nan_to_num(7))
+    if pool.beyond:
+        return
     module = torch.nn.MaxPool2d(pool.taps, pool.stride, pool.padding, pool.dilation)
     form = torch.channels_last if pool.layout == "NHWC" else torch.contiguous_format
     x, dy = (a.cuda().to(getattr(torch, pool.dtype)).contiguous(memory_format=form) for a in operands(pool, special))

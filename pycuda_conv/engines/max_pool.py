@@ -22,7 +22,7 @@ TYPES = ("float32", "float16", "bfloat16")
 class Pool:
     """Windows of `taps` with these strides, padding and dilations over an array of `shape` (N, C, H, W); each pair is down, across.
 
-    The layout is "NHWC", channels last, or "NCHW".
+    The layout is "NHWC", channels last, or "NCHW". With `beyond` a last window may reach beyond the padding, if it begins before that.
     """
 
     dtype: str
@@ -32,17 +32,24 @@ class Pool:
     padding: tuple[int, int]
     dilation: tuple[int, int]
     layout: str = "NHWC"
+    beyond: bool = False
 
     @property
     def result_shape(self) -> tuple[int, int, int, int]:
-        """That of the maxima; a window that reaches beyond the padding there is not."""
-        sizes = zip(self.shape[2:], self.taps, self.stride, self.padding, self.dilation, strict=True)
-        p, q = ((n + 2 * pad - d * (t - 1) - 1) // u + 1 for n, t, u, pad, d in sizes)
-        return *self.shape[:2], p, q
+        """That of the maxima."""
+        return *self.shape[:2], self._windows(0), self._windows(1)
+
+    def _windows(self, axis: int) -> int:
+        n, t, u, pad, d = (each[axis] for each in (self.shape[2:], self.taps, self.stride, self.padding, self.dilation))
+        rest = n + 2 * pad - d * (t - 1) - 1
+        return min(ceil(rest, u), (n + pad - 1) // u) + 1 if self.beyond else rest // u + 1
 
     @property
     def fits(self) -> bool:
         """Whether the kernels can do it."""
+        windows = self.taps, self.stride, self.padding, self.dilation
+        if any(len(pair) != 2 for pair in windows) or min(*self.taps, *self.stride, *self.dilation) < 1 or min(self.padding) < 0:
+            return False
         if self.dtype not in TYPES or self.shape[1] % self._vector or self.taps[0] * self.taps[1] > MOST_TAPS:
             return False
         sizes = [n * c // self._vector * h * w for n, c, h, w in (self.shape, self.result_shape)]
@@ -68,7 +75,7 @@ class Pool:
         return KernelLaunch(kernel, defines, ceil(threads, THREADS), THREADS, buffers, (), "max_pool", arguments=told)
 
     def forward(self) -> KernelLaunch:
-        """Buffers: x | y, which tap each is of (a byte)."""
+        """Buffers: x | y, which tap each is of (a byte), or None."""
         return self._launch("max_pool", (0, 1, 2), self.result_shape)
 
     def backward(self) -> KernelLaunch:

@@ -2,7 +2,8 @@
 
 ``torch.fx`` traces the forward of one module at a time. Its children stay calls. In the graph a *chain* is a convolution and, where they
 follow it, a batch normalisation, the sum with a residual and an activation: in training the first at least. Each chain becomes one call
-of :func:`fused` or :func:`trained`.
+of :func:`fused` or :func:`trained`. In evaluation three more kinds of calls become one: a batch normalisation that follows no convolution
+and its activation, a linear layer that was converted and what follows it, and max pooling, of which torch writes the places too.
 
 A call of a module takes the host a microsecond or two, as long as a launch. So in evaluation sequences of modules are looked into, and
 modules that only call a function or two are not called.
@@ -17,7 +18,7 @@ import copy
 import inspect
 import operator
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from torch.fx import _symbolic_trace
 
 from pycuda_conv import quick
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.nn import modules, overwriting
+from pycuda_conv.nn import linear, modules, overwriting, pooling
 from pycuda_conv.nn.autograd import activated
 from pycuda_conv.nn.classes import (
     ALL_CONVOLUTIONS,
@@ -41,8 +42,8 @@ from pycuda_conv.nn.classes import (
     norm_base,
     origin,
 )
-from pycuda_conv.nn.fused import conv_bn_act
-from pycuda_conv.nn.watch import HOOKS, Conditions, Watch, holds
+from pycuda_conv.nn.fused import conv_bn_act, normalised_by
+from pycuda_conv.nn.watch import HOOKS, Conditions, Kept, Watch, holds
 from pycuda_conv.problem import SLOPE, checked_activation
 
 _F = nn.functional
@@ -68,6 +69,9 @@ _IN_PLACE = {_OPERATORS_IN_PLACE["__iadd__"], "add_"}
 _FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _OTHERWISE = (*_FORWARD_HOOKS, "forward")  # attributes that let a module compute something else
 _DROPOUTS = {_F.dropout, _F.dropout1d, _F.dropout2d, _F.dropout3d, _F.alpha_dropout, _F.feature_alpha_dropout}
+_STOCHASTIC_DEPTH = "torchvision.ops.stochastic_depth", "stochastic_depth"
+_PRODUCTS = {operator.mul, torch.mul, "mul"}
+_CHANNELS_FIRST = 0, 3, 1, 2  # of an array of four axes whose channels are last
 
 
 # ---- tracing
@@ -266,7 +270,8 @@ _FEW = 3  # functions
 
 
 def _is_idle_dropout(node: torch.fx.Node) -> bool:
-    if not _is_one_of(node, _DROPOUTS):
+    its_name = getattr(node.target, "__module__", None), getattr(node.target, "__name__", None)
+    if not _is_one_of(node, _DROPOUTS) and its_name != _STOCHASTIC_DEPTH:
         return False
     given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
     given.apply_defaults()
@@ -367,7 +372,10 @@ class _Recipe(NamedTuple):
     """A fused function, and the names of what it depends on in the module that it is called with."""
 
     function: Callable[..., Any]
+    #: Of convolutions.
     chains: list[tuple[str, ...]]
+    #: Whether there is anything that the module's own forward does not do.
+    fuses: bool
     #: The module itself, whose name is empty, the containers in it, and those that were asked for their first module.
     looked_into: tuple[str, ...]
     #: Modules that are computed as a part of a chain, or whose modules are called, and the mode in which they are; None if they are the
@@ -481,7 +489,7 @@ class Fusion:
             recipe = traces.of(_recipe, module, training, given, traces)
             if isinstance(recipe, str):
                 problems.append(recipe)
-            elif recipe.chains:
+            elif recipe.fuses:
                 self.variants[training, given] = _Variant(recipe, module)
         if len(problems) == len(calls):
             self.problems[training] = problems[0]
@@ -546,17 +554,22 @@ def _recipe(module: nn.Module, training: bool, given: tuple[str, ...], traces: T
         looked_into = dict.fromkeys(["", *(".".join(path[:depth]) for path in paths for depth in range(len(path)))])
         finder = _Finder(module, graph, training, traces)
         chains = [chain for node in list(graph.nodes) if finder.calls(node, finder.is_convolution) and (chain := finder.fuse(node))]
+        fuses = bool(chains)
         if training:
             finder.pass_inputs_on()
         else:
+            for node in list(graph.nodes):
+                fuses |= finder.fuse_norm(node) or finder.fuse_linear(node)
             finder.open_modules()
+            fuses |= finder.take_poolings()
         looked_into |= dict.fromkeys(finder.looked_into)
         code = graph.python_code("self")
         exec(code.src, code.globals)
     except Exception as error:  # whatever a forward does when it is called with stand-ins
         return str(error).partition("\n")[0] or type(error).__name__
     taken_in = opened | finder.taken_in
-    return _Recipe(code.globals["forward"], chains, tuple(name for name in looked_into if name not in taken_in), taken_in, tuple(called))
+    looked_into_alone = tuple(name for name in looked_into if name not in taken_in)
+    return _Recipe(code.globals["forward"], chains, fuses, looked_into_alone, taken_in, tuple(called))
 
 
 def _is_one_of(node: torch.fx.Node, targets: Collection[Any]) -> bool:
@@ -633,19 +646,13 @@ class _Finder:
             norm = None
         passed = []
         following = self.follower(last, passed)
-        if following is not None and _is_one_of(following, _SUMS) and len(following.args) == 2 and not following.kwargs:
-            first, second = following.args
-            before = passed[-1] if passed else last
-            other = second if first is before else first
-            kept = first is before or following.target not in _IN_PLACE  # the sum is not written over the other operand
-            waits = self.between(convolution, following, {*chain, *passed})
-            kept = kept and not overwriting.may_be_overwritten([convolution.args[0]], waits, self.child)
-            if isinstance(other, torch.fx.Node) and other is not before and kept:
-                last, residual = following, other
-                names.append("sum")
-                chain += [*passed, last]
-                passed = []
-                following = self.follower(last, passed)
+        residual = self.residual(convolution, following, passed[-1] if passed else last, {*chain, *passed})
+        if following is not None and residual is not None:
+            last = following
+            names.append("sum")
+            chain += [*passed, last]
+            passed = []
+            following = self.follower(last, passed)
         if following is not None and residual is not None:  # else what is computed early depends on nothing else
             waits = self.between(last, following, passed)
             following = None if overwriting.may_be_overwritten([convolution.args[0], residual], waits, self.child) else following
@@ -659,11 +666,7 @@ class _Finder:
             of_norm = self.child(norm)
             if any(self.calls_norm(node, of_norm) for node in self.between(convolution, last, chain)):
                 return ()
-        for node in chain:
-            if node is not norm and node.op == "call_module":
-                child = self.child(node)
-                always = self.traces.of(acts_as, child, not self.training) == self.acts_as(child)
-                self.taken_in[str(node.target)] = None if always else self.training
+        self.take_in(node for node in chain if node is not norm)
         with self.graph.inserting_before(convolution if residual is None else last):
             arrays = (convolution.args[0], residual)
             parts = (self.graph.get_attr(names[0]), None if norm is None else self.graph.get_attr(names[1]))
@@ -672,6 +675,102 @@ class _Finder:
         for node in (*reversed(chain), convolution):
             self.graph.erase_node(node)
         return tuple(names)
+
+    def residual(
+        self, start: torch.fx.Node, following: torch.fx.Node | None, before: torch.fx.Node, chain: Collection[torch.fx.Node]
+    ) -> torch.fx.Node | None:
+        """What `following` adds to `before`, of a chain that begins with `start`; None if it is no sum that can be a part of the chain."""
+        if following is None or not _is_one_of(following, _SUMS) or len(following.args) != 2 or following.kwargs:
+            return None
+        first, second = following.args
+        other = second if first is before else first
+        if first is not before and following.target in _IN_PLACE:  # the sum is written over the other operand
+            return None
+        if overwriting.may_be_overwritten([start.args[0]], self.between(start, following, chain), self.child):
+            return None
+        return other if isinstance(other, torch.fx.Node) and other is not before else None
+
+    def take_in(self, nodes: Iterable[torch.fx.Node]) -> None:
+        """Note that what these nodes call is computed without their modules."""
+        for node in nodes:
+            if node.op == "call_module":
+                child = self.child(node)
+                always = self.traces.of(acts_as, child, not self.training) == self.acts_as(child)
+                self.taken_in[str(node.target)] = None if always else self.training
+
+    def replace(self, chain: Sequence[torch.fx.Node], function: Callable[..., Any], *arguments: Any) -> bool:
+        """Call `function` with the first node's module in the place of a chain's last node, and erase the chain."""
+        self.take_in(chain[1:])
+        with self.graph.inserting_before(chain[-1]):
+            one = self.graph.call_function(function, (self.graph.get_attr(str(chain[0].target)), *arguments))
+        chain[-1].replace_all_uses_with(one)
+        for node in reversed(chain):
+            self.graph.erase_node(node)
+        return True
+
+    def fuse_norm(self, norm: torch.fx.Node) -> bool:
+        """Compute a batch normalisation and the activation behind it in one pass. False if there is none."""
+        passed: list[torch.fx.Node] = []
+        if not self.calls(norm, self.is_norm) or (following := self.follower(norm, passed)) is None:
+            return False
+        activation = self.activation(following)
+        if activation is None or overwriting.may_be_overwritten(norm.args, self.between(norm, following, passed), self.child):
+            return False
+        return self.replace([norm, *passed, following], normalised, norm.args[0], activation)
+
+    def fuse_linear(self, start: torch.fx.Node) -> bool:
+        """Compute a converted linear layer and what follows it in one step: an activation; or a permutation to channels first, a factor for
+        each channel, a sum, each of which may be missing. False if there is nothing of that."""
+        if not self.calls(start, linear.is_converted):
+            return False
+        chain, passed = [start], list[torch.fx.Node]()
+        following = self.follower(start, passed)
+        activation = None if following is None else self.activation(following)
+        moved, scale, residual = False, None, None
+        if following is not None and activation is not None:
+            chain += [*passed, following]
+        else:
+            if following is not None and self.is_move(following):
+                chain, passed, moved = [*chain, *passed, following], [], True
+                following = self.follower(chain[-1], passed)
+            if moved and following is not None and (scale := self.factor(following, passed[-1] if passed else chain[-1])) is not None:
+                chain, passed = [*chain, *passed, following], []
+                following = self.follower(chain[-1], passed)
+            residual = self.residual(start, following, passed[-1] if passed else chain[-1], {*chain, *passed})
+            if following is not None and residual is not None:
+                chain += [*passed, following]
+        if activation is None and scale is None and residual is None:
+            return False
+        if overwriting.may_be_overwritten([start.args[0], scale], self.between(start, chain[-1], chain), self.child):
+            return False
+        return self.replace(chain, linear.in_one, start.args[0], scale, residual, activation, moved)
+
+    def is_move(self, node: torch.fx.Node) -> bool:
+        """True if the node moves the last of four axes to the second place."""
+        if self.calls(node, lambda child: not hooked(child)):
+            steps = self.traces.of(_steps, self.child(node), self.training)
+            inside = [] if steps is None else list(steps.nodes)
+            return len(inside) == 3 and self.is_move(inside[1])
+        if node.op == "call_function" and node.target is torch.permute and not node.kwargs and len(node.args) == 2:
+            return tuple(node.args[1]) == _CHANNELS_FIRST
+        return node.op == "call_method" and node.target == "permute" and node.args[1:] in (_CHANNELS_FIRST, (_CHANNELS_FIRST,))
+
+    def factor(self, node: torch.fx.Node, before: torch.fx.Node) -> torch.fx.Node | None:
+        """The module's parameter of one number a channel that `before` is multiplied by; None if that is not what the node does."""
+        if not _is_one_of(node, _PRODUCTS) or len(node.args) != 2 or node.kwargs:
+            return None
+        other = node.args[1] if node.args[0] is before else node.args[0]
+        if not isinstance(other, torch.fx.Node) or other.op != "get_attr":
+            return None
+        own = self.module._parameters.get(str(other.target))
+        return other if own is not None and own.dim() == 3 and own.shape[1:] == (1, 1) else None
+
+    def take_poolings(self) -> bool:
+        """Compute max pooling without the places of the maxima. False if there is none."""
+        found = [node for node in self.graph.nodes if node.op == "call_function" and node.target is _F.max_pool2d]
+        for node in found:
+            node.target = pooling.evaluated
+        return bool(found)
 
     def pass_inputs_on(self) -> None:
         """Let the layers that are trained hand their input to what reads it after them, where nothing of that may write to it.
@@ -771,6 +870,13 @@ def fused(convolution: Any, norm: Any, input: Any, residual: Any, activation: An
         return _finished(_normalised(norm, convolution(input)), residual, activation)
 
 
+def normalised(norm: Any, input: Any, activation: Any) -> Any:
+    """Batch normalisation and an activation. A traced forward calls it."""
+    statistics = _statistics(norm) if input.is_cuda else None
+    made = None if statistics is None else normalised_by(input, *statistics, activation)
+    return activated(norm(input), activation) if made is None else made
+
+
 def trained(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any, passes_on: bool = False) -> Any:
     """As :func:`fused`, in training. With `passes_on`, a second result is the input for what else reads it: see :func:`conv_bn_act`."""
     known = isinstance(convolution, modules._Conv) and is_convolution(type(convolution)) and norm_base(type(norm)) is not None
@@ -807,23 +913,6 @@ class _Folded(NamedTuple):
     asked: tuple[Any, ...] | None
 
 
-class _Kept:
-    """The two modules that something was made of, and what has to hold for that. It belongs to these modules: copies of them get none."""
-
-    def __init__(self, convolution: Any, norm: Any, conditions: Conditions, folded: _Folded) -> None:
-        self.convolution, self.norm, self.conditions, self.folded = convolution, norm, conditions, folded
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
-
-
 def _folded(convolution: Any, norm: Any) -> _Folded | None:
     """What is computed in one step, kept as long as nothing that it is made of changes.
 
@@ -831,8 +920,8 @@ def _folded(convolution: Any, norm: Any) -> _Folded | None:
     """
     own = (convolution if norm is None else norm).__dict__  # a module's attributes are slow, and this is asked for on every call
     kept = own.get("_folded")
-    if kept is not None and kept.convolution is convolution and kept.norm is norm and holds(kept.conditions):
-        folded: _Folded = kept.folded
+    if kept is not None and kept.first is convolution and kept.second is norm and holds(kept.conditions):
+        folded: _Folded = kept.made
         return folded if folded.weight is not None else folded._replace(weight=convolution.weight)
     made = _fold(convolution, norm)
     if made is None:
@@ -841,8 +930,58 @@ def _folded(convolution: Any, norm: Any) -> _Folded | None:
     folded, conditions = made
     if conditions is not None:
         computed = "weight" not in convolution._parameters
-        own["_folded"] = _Kept(convolution, norm, conditions, folded._replace(weight=None) if computed else folded)
+        own["_folded"] = Kept(convolution, norm, conditions, folded._replace(weight=None) if computed else folded)
     return folded
+
+
+def _looked_at(watch: Watch, norm: Any, *more: Any) -> tuple[Any, Any, Any, Any] | None:
+    """The weight, bias, mean and variance of a batch normalisation that is evaluated, which are watched with `more` tensors.
+
+    None for what was put in its place, and where it has hooks or uses the batch's statistics.
+    """
+    own = norm.__dict__
+    if norm_base(type(norm)) is None or own["training"] or any(map(own.get, _OTHERWISE)):
+        return None
+    parameters, buffers = own["_parameters"], own["_buffers"]
+    gamma, beta, mean, variance = parameters["weight"], parameters["bias"], buffers["running_mean"], buffers["running_var"]
+    if mean is None or variance is None:
+        return None
+    watch.module(norm)
+    watch.unhooked(own, *_FORWARD_HOOKS)
+    watch.entries(own, "training", "eps", "_parameters", "_buffers")
+    watch.entries(parameters, "weight", "bias")
+    watch.entries(buffers, "running_mean", "running_var", "num_batches_tracked")
+    counted = buffers["num_batches_tracked"]  # torch counts changes of the statistics in this only
+    try:
+        for tensor in (*more, gamma, beta, mean, variance, counted):
+            if tensor is not None:
+                watch.tensor(tensor)
+    except RuntimeError:  # tensors of inference mode have no version
+        return None
+    return gamma, beta, mean, variance
+
+
+def _statistics(norm: Any) -> tuple[Any, Any] | None:
+    """What a batch normalisation multiplies the differences from the mean by, as :func:`normalised_by` takes it, and what it adds. It is
+    kept as long as nothing that it is made of changes. None as for :func:`_looked_at`."""
+    own = norm.__dict__
+    kept = own.get("_folded")
+    if kept is not None and kept.first is None and kept.second is norm and holds(kept.conditions):
+        found: tuple[Any, Any] = kept.made
+        return found
+    watch = Watch()
+    sources = _looked_at(watch, norm) if is_plain_norm(type(norm)) else None
+    own.pop("_folded", None)
+    if sources is None:
+        return None
+    gamma, beta, mean, variance = sources
+    dtype = torch.float64 if mean.dtype is torch.float64 else torch.float32
+    factor = torch.rsqrt(variance.detach().double() + norm.eps)
+    factor = factor if gamma is None else factor * gamma.detach()
+    made = torch.stack((mean.detach().to(dtype), factor.to(dtype))), None if beta is None else beta.detach().to(dtype)
+    if not (mean.is_cuda and torch.cuda.is_current_stream_capturing()):  # then there are no numbers yet
+        own["_folded"] = Kept(None, norm, watch.conditions(), made)
+    return made
 
 
 def _fold(convolution: Any, norm: Any) -> tuple[_Folded, Conditions | None] | None:
@@ -859,26 +998,10 @@ def _fold(convolution: Any, norm: Any) -> tuple[_Folded, Conditions | None] | No
     lasting = "bias" in own["_parameters"]  # else it is computed, as torch.nn.utils.parametrize does
     if norm is None:
         return _Folded(weight, None, bias, asked), watch.conditions() if lasting else None
-    own = norm.__dict__
-    if norm_base(type(norm)) is None or own["training"] or any(map(own.get, _OTHERWISE)):
+    found = _looked_at(watch, norm, convolution._parameters.get("weight"), bias)
+    if found is None:
         return None
-    parameters, buffers = own["_parameters"], own["_buffers"]
-    gamma, beta, mean, variance = parameters["weight"], parameters["bias"], buffers["running_mean"], buffers["running_var"]
-    if mean is None or variance is None:
-        return None
-    watch.module(norm)
-    watch.unhooked(own, *_FORWARD_HOOKS)
-    watch.entries(own, "training", "eps", "_parameters", "_buffers")
-    watch.entries(parameters, "weight", "bias")
-    watch.entries(buffers, "running_mean", "running_var", "num_batches_tracked")
-    counted = buffers["num_batches_tracked"]  # torch counts changes of the statistics in this only
-    sources = convolution._parameters.get("weight"), bias, gamma, beta, mean, variance, counted
-    try:
-        for tensor in sources:
-            if tensor is not None:
-                watch.tensor(tensor)
-    except RuntimeError:  # tensors of inference mode have no version
-        return None
+    gamma, beta, mean, variance = found
     scale = torch.rsqrt(variance.detach().double() + norm.eps)
     scale = scale if gamma is None else scale * gamma.detach()
     shift = -mean.detach() * scale if bias is None else (bias.detach() - mean.detach()) * scale

@@ -119,9 +119,10 @@ def convert(
         Compute convolution and, where they follow, batch normalisation, the sum with a residual and an activation in one step wherever
         the model is evaluated without gradients: after ``model.eval()``, inside ``torch.no_grad()`` or ``torch.inference_mode()``.
         The activations are those of :func:`pycuda_conv.conv2d`, as torch's modules or functions; one of them or a batch normalisation
-        is enough. Batch normalisations that apply an activation themselves are fused too. Chains are found by tracing the forward of
-        each module, here and once. A module that cannot be traced is left with a note, and its convolutions are still converted one by
-        one. What changes parameters and statistics later is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert
+        is enough. Batch normalisations that apply an activation themselves are fused too. So are a batch normalisation that follows no
+        convolution and its activation, as DenseNet has them; and max pooling writes no places of maxima. Chains are found by tracing
+        the forward of each module, here and once. A module that cannot be traced is left with a note, and its convolutions are still
+        converted one by one. What changes parameters and statistics later is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert
         again after those. A module whose children or attributes change later runs its own forward until it is converted again.
     fuse_training : bool
         Compute convolution, batch normalisation, the sum with a residual and the activation in one step in training too, as
@@ -132,6 +133,8 @@ def convert(
         Compute ``nn.Linear`` of float32 arrays as 1x1 convolutions too, with its gradients, where they are large enough. Torch multiplies
         float32 on plain cores, this package on tensor cores with errors as small. Where torch was told to round to TF32
         (``torch.set_float32_matmul_precision``), in autocast and in ``torch.compile``, layers are torch's as before, and so are subclasses.
+        With `fuse` a layer and what follows it are one step in evaluation, of 16-bit types and in TF32 too: an activation; or the sum with
+        a residual, before it a factor for each channel where channels are moved to the second axis, as in the blocks of ConvNeXt.
 
     Returns
     -------

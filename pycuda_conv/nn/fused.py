@@ -247,6 +247,21 @@ def _normalised(
     return out
 
 
+def normalised_by(x: Tensor, statistics: Tensor, beta: Tensor | None, activation: batch_norm.Activation) -> Tensor | None:
+    """Batch normalisation by given `statistics`, the mean and a factor, and an activation; None where torch is to compute it.
+
+    Of float64 arrays these are float64, and of all others float32.
+    """
+    if x.dim() < 3 or x.dtype not in _TYPES or statistics.dtype is not _sums_dtype(x) or x.shape[1] != statistics.shape[1]:
+        return None
+    if _traced(x, x, None):
+        return None
+    return _normalised(TORCH.as_kernel_input(x, _order(x)), statistics, None, beta, None, activation)
+
+
+_TYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+
+
 class _Backward(NamedTuple):
     """The launches of a layer's gradients; the plans of those of the input and of the filter, which may be left out."""
 

@@ -3,6 +3,8 @@
 All but the last axis of the input count as the pixels of one image whose channels are last. The gradient of the weight is dy^T x. That is
 the product of a transposed 1x1 convolution whose channels are the rows: x is its input of `features` pixels, and dy its filter. Filters
 take long to pack, so where rows are many that product is torch's.
+
+In a traced forward that is evaluated, a layer and what follows it are one step: see :func:`in_one`.
 """
 
 from __future__ import annotations
@@ -14,10 +16,15 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import pycuda_conv as pc
-from pycuda_conv.nn.autograd import _differentiated, _traced
+from pycuda_conv.nn.autograd import _differentiated, _traced, activated
+from pycuda_conv.nn.classes import hooked
+from pycuda_conv.nn.watch import Kept, Watch, holds
+from pycuda_conv.typing import Precision
 
 #: The fewest multiplications, rows, and features in or out that are worth it.
 LEAST_PRODUCTS, LEAST_ROWS, LEAST_FEATURES = 2**27, 256, 32
+#: The fewest rows that are worth it where more than the product is computed.
+LEAST_FUSED_ROWS = 32
 #: The most rows with which our product is the gradient of the weight.
 MOST_ROWS = 2**13
 
@@ -29,6 +36,84 @@ def linear(x: Any, weight: Any, bias: Any) -> Any:
         made = _Function.apply(rows, weight, bias) if _differentiated(x, weight, bias, None, None) else _product(rows, weight, bias)
         return made.view(*x.shape[:-1], -1)
     return F.linear(x, weight, bias)
+
+
+def is_converted(module: Any) -> bool:
+    """True if a module is an ``nn.Linear`` whose product is a 1x1 convolution, and nothing else."""
+    own = module.__dict__
+    return type(module).__dict__.get("_kind") == "linear" and "forward" not in own and {"weight", "bias"} <= set(own["_parameters"])
+
+
+def in_one(module: Any, input: Any, scale: Any, residual: Any, activation: Any, moved: bool) -> Any:
+    """What a linear layer computes, then with its last axis in the second place if `moved`, times `scale`, plus `residual`, activated.
+
+    The last three may be None; `scale` (K, 1, 1) is only there if `moved`. No gradients are recorded.
+    """
+    made = _in_one(module, input, scale, residual, activation, moved)
+    if made is not None:
+        return made
+    made = module(input)
+    made = made.movedim(-1, 1) if moved else made
+    made = made if scale is None else made * scale
+    return activated(made if residual is None else made + residual, activation)
+
+
+def _in_one(module: Any, x: Any, scale: Any, residual: Any, activation: Any, moved: bool) -> Any:
+    """As :func:`in_one` by one convolution, or None where that is not worth it."""
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
+    if hooked(module) or not _is_worth_fusing(x, weight, (bias, scale, residual)) or _traced(x, weight, bias):
+        return None
+    shape = x.shape
+    if scale is not None and scale.shape != (len(weight), 1, 1):
+        return None
+    if residual is not None and residual.shape != ((shape[0], len(weight), *shape[1:-1]) if moved else (*shape[:-1], len(weight))):
+        return None
+    precision: Precision = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    if scale is not None:
+        scale, bias = _scaled(module, bias, scale)
+    if len(shape) == 4:
+        added = residual if residual is None or moved else residual.movedim(-1, 1)
+        made = pc.conv2d(
+            x.movedim(-1, 1), weight[:, :, None, None], bias, scale=scale, residual=added, activation=activation, precision=precision
+        )
+        return made if moved else made.movedim(1, -1)
+    added = None if residual is None else residual.reshape(-1, len(weight)).t()[None]
+    rows = x.reshape(-1, shape[-1]).t()[None]
+    made = pc.conv1d(rows, weight[:, :, None], bias, scale=scale, residual=added, activation=activation, precision=precision)
+    return made[0].t().view(*shape[:-1], -1)
+
+
+def _scaled(module: Any, bias: Any, scale: Any) -> tuple[Any, Any]:
+    """The factor of each channel, and the bias times that, kept as long as neither changes."""
+    own = module.__dict__
+    kept = own.get("_folded")
+    if kept is not None and kept.first is bias and kept.second is scale and holds(kept.conditions):
+        found: tuple[Any, Any] = kept.made
+        return found
+    own.pop("_folded", None)
+    factors = scale.detach().reshape(-1)
+    made = factors, None if bias is None else bias.detach() * factors
+    watch = Watch()
+    try:
+        for tensor in (bias, scale):
+            if tensor is not None:
+                watch.tensor(tensor)
+    except RuntimeError:  # tensors of inference mode have no version
+        return made
+    if not (scale.is_cuda and torch.cuda.is_current_stream_capturing()):  # then there are no numbers yet
+        own["_folded"] = Kept(bias, scale, watch.conditions(), made)
+    return made
+
+
+def _is_worth_fusing(x: Any, weight: Any, others: tuple[Any, ...]) -> bool:
+    if x.dtype not in _TYPES or not x.is_cuda or x.dim() < 2 or x.shape[-1] != weight.shape[1] or torch.is_autocast_enabled("cuda"):
+        return False
+    if any(one is not None and one.dtype is not x.dtype for one in (weight, *others)):
+        return False
+    return min(weight.shape) >= LEAST_FEATURES and x.numel() // x.shape[-1] >= LEAST_FUSED_ROWS
+
+
+_TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
 def _is_worth_it(x: Any, weight: Any) -> bool:

@@ -1,15 +1,18 @@
-"""``nn.MaxPool2d`` in training: less is kept for its gradient than torch keeps.
+"""Max pooling: ``nn.MaxPool2d`` in training, and torch's function in traced forwards that are evaluated.
 
-torch keeps the input and, of every maximum, the place in 8 bytes. Which tap of a window a maximum is of takes one.
+In training torch keeps the input and, of every maximum, the place in 8 bytes. Which tap of a window a maximum is of takes one. Torch writes
+the places in evaluation too, and we write none.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.nn.modules.utils import _pair
 
 from pycuda_conv import execute
@@ -24,22 +27,50 @@ ORDERS = {"NCHW": None, "NHWC": channels_last(4, 2)}
 
 
 @lru_cache(maxsize=256)
-def _pool_of(like: Signature, layout: str, taps: Any, stride: Any, padding: Any, dilation: Any) -> tuple[max_pool.Pool, Any] | None:
+def _pool_of(like: Signature, layout: str, windows: tuple[Any, ...], beyond: bool = False) -> tuple[max_pool.Pool, Any] | None:
     """Such a pooling of arrays like that, and the device; None if the kernels can't do it."""
     shape, dtype, _ = like
     n, c, h, w = shape
-    pool = max_pool.Pool(TORCH.dtype_name(dtype), (n, c, h, w), taps, stride, padding, dilation, layout)
+    taps, stride, padding, dilation = windows
+    pool = max_pool.Pool(TORCH.dtype_name(dtype), (n, c, h, w), taps, stride, padding, dilation, layout, beyond)
     return (pool, TORCH.device(like, None)) if pool.fits else None
+
+
+def _layout(x: Any) -> str | None:
+    return next((name for name, order in ORDERS.items() if TORCH.is_laid_out_as(x, order)), None)
+
+
+def evaluated(
+    input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """What ``torch.nn.functional.max_pool2d`` gives where no gradients are recorded."""
+    if not return_indices and input.is_cuda and input.dim() == 4 and input.dtype in _TYPES and not _traced(input, input, None):
+        layout = _layout(input)
+        windows = tuple(map(_pair, (kernel_size, kernel_size if stride is None or stride == [] else stride, padding, dilation)))
+        found = None if layout is None else _pool_of(TORCH.signature(input), layout, windows, ceil_mode)
+        if found is not None:
+            return _maxima(input, *found)
+    theirs: Any = F.max_pool2d
+    return theirs(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+
+
+def _maxima(x: Any, pool: max_pool.Pool, device: Any, taps: Any = None) -> Any:
+    """The maxima, and in `taps`, if given, which tap each is of."""
+    y = TORCH.empty(pool.result_shape, x, device, ORDERS[pool.layout])
+    execute.launch(TORCH, device, max_pool.compiled(pool, device, False), (x,), (y, taps), 0)
+    return y
 
 
 def pooled(module: Any, x: Any) -> Any:
     """What a ``nn.MaxPool2d`` gives for `x`, or None where torch is to compute it."""
     if module.return_indices or module.ceil_mode or not x.is_cuda or x.dim() != 4 or x.dtype not in _TYPES:
         return None
-    layout = next((name for name, order in ORDERS.items() if TORCH.is_laid_out_as(x, order)), None)
+    layout = _layout(x)
     if layout is None or not _differentiated(x, x, None, None, None) or _traced(x, x, None):
         return None
-    found = _pool_of(TORCH.signature(x), layout, *map(_pair, (module.kernel_size, module.stride, module.padding, module.dilation)))
+    windows = module.kernel_size, module.stride, module.padding, module.dilation
+    found = _pool_of(TORCH.signature(x), layout, tuple(map(_pair, windows)))
     return None if found is None else _Function.apply(x, *found)
 
 
@@ -51,9 +82,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, pool: max_pool.Pool, device: Any) -> Any:
-        y = TORCH.empty(pool.result_shape, x, device, ORDERS[pool.layout])
-        taps = torch.empty(y.numel(), dtype=torch.uint8, device=x.device)
-        execute.launch(TORCH, device, max_pool.compiled(pool, device, False), (x,), (y, taps), 0)
+        taps = torch.empty(math.prod(pool.result_shape), dtype=torch.uint8, device=x.device)
+        y = _maxima(x, pool, device, taps)
         ctx.save_for_backward(taps)
         ctx.how = pool, device
         return y

@@ -78,3 +78,20 @@ def _holds(conditions: Conditions) -> bool:
 
 #: Whether all conditions hold.
 holds: Callable[[Conditions], bool] = _holds if quick.holds is None else quick.holds
+
+
+class Kept:
+    """What was made of two objects, and what has to hold for that. It belongs to these two: copies of them get none."""
+
+    def __init__(self, first: Any, second: Any, conditions: Conditions, made: Any) -> None:
+        self.first, self.second, self.conditions, self.made = first, second, conditions, made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None

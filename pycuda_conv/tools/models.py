@@ -42,13 +42,15 @@ from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, 
 
 log = logging.getLogger("pycuda_conv")
 
-#: Networks that are evaluated, each with these numbers of images, and those that are trained: mode -> images.
+#: Networks that are evaluated, each with these numbers of images, and those that are trained, name -> images, if no others are asked for.
 EVALUATED, BATCHES = ("resnet50", "mobilenet_v2", "convnext_tiny", "deeplabv3_resnet50"), (1, 32)
 EVALUATION_MODES = ("fp32", "tf32", "fp16-nhwc")
 TRAINED = {"resnet50": (64, 256), "convnext_tiny": (32,), "mobilenet_v2": (64,)}
 TRAINING_MODES = ("bf16-nhwc", "fp32")
+IMAGES = (32,)  # that others are trained with
 MOST_IMAGES = {"fp32": 64}  # that a training step has in this mode
 IMAGE = 224  # pixels wide and high
+CALIBRATION_IMAGES = 4  # whose statistics batch normalisations have
 #: Loss curves: images, their width and height, steps, and runs of each side, all but the first from inputs that are perturbed.
 CURVE_IMAGES, CURVE_SIZE, CURVE_STEPS, CURVE_RUNS = 16, 96, 50, 5
 
@@ -218,21 +220,22 @@ class Curve(Row):
 ROWS: dict[str, type[Row]] = {"evaluated": Evaluated, "trained": Trained, "loss curve": Curve}
 
 
-def cases(modes: Sequence[str], training: bool, quick: bool) -> list[Case]:
-    """What to measure; without `modes`, in those that each kind is used in."""
-    found = [Case("evaluated", name, n, mode) for name in EVALUATED for mode in modes or EVALUATION_MODES for n in BATCHES]
+def cases(modes: Sequence[str], training: bool, quick: bool, networks: Sequence[str] = ()) -> list[Case]:
+    """What to measure; without `modes`, in those that each kind is used in, and without `networks` of torchvision's, some of them."""
+    found = [Case("evaluated", name, n, mode) for name in networks or EVALUATED for mode in modes or EVALUATION_MODES for n in BATCHES]
+    trained = {name: TRAINED.get(name, IMAGES) for name in networks or TRAINED}
     if training:
-        for name, batches in TRAINED.items():
+        for name, batches in trained.items():
             for mode in modes or TRAINING_MODES:
                 found += [Case("trained", name, n, mode) for n in batches if n <= MOST_IMAGES.get(mode, n)]
         if not quick:
-            found += [Case("loss curve", name, CURVE_IMAGES, mode) for name in TRAINED for mode in modes or TRAINING_MODES]
+            found += [Case("loss curve", name, CURVE_IMAGES, mode) for name in trained for mode in modes or TRAINING_MODES]
     return found
 
 
-def list_cases(settings: bench.Settings, modes: Sequence[str], training: bool) -> int:
+def list_cases(settings: bench.Settings, modes: Sequence[str], training: bool, networks: Sequence[str]) -> int:
     """Print the cases' texts."""
-    for case in bench.matching(settings.only, cases(modes, training, settings.quick), str):
+    for case in bench.matching(settings.only, cases(modes, training, settings.quick, networks), str):
         print(case)
     return OK
 
@@ -247,19 +250,33 @@ def _torchvision() -> Any:
         raise ToolError(f"--models needs a torchvision that fits torch, but this one can't be imported: {error}") from error
 
 
+#: What networks whose names begin so are made with besides: else weights would be loaded, or take seconds to draw.
+_MORE: dict[tuple[str, ...], dict[str, Any]] = {
+    ("deeplab", "fcn", "lraspp"): {"weights_backbone": None}, ("googlenet", "inception"): {"init_weights": False},
+}  # fmt: skip
+
+
 def network(torch: Any, name: str, place: str, seed: int) -> Any:
-    """A network of torchvision's with random weights and statistics. Nothing in it is left to chance in training: no dropout."""
+    """A network of torchvision's with random weights. Nothing in it is left to chance in training: no dropout.
+
+    Its statistics are those of random images: with others, results of many layers get ever smaller, until float16 has no numbers for them.
+    """
     torch.manual_seed(seed)
     with torch.device(place):
-        model = _torchvision().get_model(name, weights=None, **({"weights_backbone": None} if name.startswith("deeplab") else {}))
+        model = _torchvision().get_model(name, weights=None, **next((more for names, more in _MORE.items() if name.startswith(names)), {}))
+        images = torch.randn(CALIBRATION_IMAGES, 3, IMAGE, IMAGE)
     for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm2d):
-            torch.nn.init.normal_(module.running_mean, std=0.1)
-            torch.nn.init.uniform_(module.running_var, 0.5, 2)
         if isinstance(getattr(module, "p", None), float):  # Dropout and StochasticDepth
             module.p = 0.0
         if hasattr(module, "layer_scale"):  # at first 1e-6: the block would be without effect
             torch.nn.init.ones_(module.layer_scale)
+    norms = [(module, module.momentum) for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    for norm, _ in norms:
+        norm.momentum = 1.0  # the statistics become the batch's
+    with torch.no_grad():
+        model.train()(images)
+    for norm, momentum in norms:
+        norm.momentum = momentum
     return model
 
 
@@ -323,7 +340,7 @@ def _evaluated(torch: Any, name: str, mode: str, place: str, seed: int) -> tuple
 
     base = network(torch, name, place, seed).eval()
     theirs = copy.deepcopy(base).to(getattr(torch, _dtype(mode))).to(memory_format=_format(torch, mode))
-    return base, convert(copy.deepcopy(theirs), precision=_precision(mode)), theirs
+    return base, convert(copy.deepcopy(theirs), precision=_precision(mode), linear=True), theirs
 
 
 def _images(torch: Any, case: Case, place: str, seed: int) -> tuple[Any, Any]:
@@ -534,11 +551,11 @@ def _measured(torch: Any, case: Case, device: Device, settings: bench.Settings, 
         return ROWS[case.what](case, f"failed: {text[:300]}")
 
 
-def run(settings: bench.Settings, modes: Sequence[str], training: bool) -> int:
-    """Measure, print, write what was asked for; without `modes`, in those that each kind is used in."""
+def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks: Sequence[str]) -> int:
+    """Measure, print, write what was asked for: see :func:`cases`."""
     began = time.perf_counter()
     bench.refuse_suite_options(replace(settings, modes=("fp32",)), "--models", "networks")
-    chosen = bench.matching(settings.only, cases(modes, training, settings.quick), str)
+    chosen = bench.matching(settings.only, cases(modes, training, settings.quick, networks), str)
     device = bench.gpu_for(settings, "--models")
     bench.check_paths(settings, "models")
     torch = require("torch")
@@ -550,7 +567,8 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool) -> int:
     used = tuple(dict.fromkeys(case.mode for case in chosen))
     with bench.cudnn_set(torch, "benchmark", True):
         machine = bench.describe(torch, device, ", ".join(used), bench.arithmetic(used), seed)
-        words = ["--training"] * training + (["--mode", *modes] if modes else []) + (["--only", settings.only] if settings.only else [])
+        words = [*networks, *["--training"] * training, *(["--mode", *modes] if modes else [])]
+        words += ["--only", settings.only] if settings.only else []
         machine["command"] = " ".join(["pycuda-conv bench --models", *words, *["--quick"] * settings.quick])
         machine["method"] = (
             "medians of rounds by turns; eager calls and training steps by the host's clock, with all they set off; graphs by the GPU's"
