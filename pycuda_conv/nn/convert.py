@@ -122,8 +122,9 @@ def convert(
         is enough. Batch normalisations that apply an activation themselves are fused too. So are a batch normalisation that follows no
         convolution and its activation, as DenseNet has them; and max pooling writes no places of maxima. Chains are found by tracing
         the forward of each module, here and once. A module that cannot be traced is left with a note, and its convolutions are still
-        converted one by one. What changes parameters and statistics later is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert
-        again after those. A module whose children or attributes change later runs its own forward until it is converted again.
+        converted one by one. What changes parameters and statistics later is noticed, but for ``tensor.data`` and for replays of a CUDA
+        graph: convert again after those. A module whose children or attributes change later runs its own forward until it is converted
+        again.
     fuse_training : bool
         Compute convolution, batch normalisation, the sum with a residual and the activation in one step in training too, as
         :class:`FusedConvBnReLU2d` and the like do: in less time and memory, but without second derivatives. After a residual the
