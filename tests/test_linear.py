@@ -44,17 +44,25 @@ def test_products_are_those_of_a_linear_layer(monkeypatch, rows, bias, most_rows
 
 
 def test_only_large_layers_of_float32_on_a_gpu_are_taken(monkeypatch):
-    def is_taken(rows=(64, 64), features=256, outputs=256, dtype=torch.float32, is_cuda=True):
+    def is_taken(rows=(64, 64), features=256, outputs=256, dtype=torch.float32, is_cuda=True, by=linear._is_worth_it, other=None):
         shape = (*rows, features)
         x = SimpleNamespace(
             dtype=dtype, is_cuda=is_cuda, shape=shape, dim=lambda: len(shape), numel=lambda: torch.Size(shape).numel()
         )
-        return linear._is_worth_it(x, torch.empty(outputs, 256, device="meta"))
+        weight = torch.empty(outputs, 256, device="meta", dtype=dtype if by is linear._is_worth_fusing else None)
+        more = () if by is linear._is_worth_it else ((None, None if other is None else torch.empty(256, dtype=other, device="meta")),)
+        return by(x, weight, *more)
 
     assert is_taken()
     others = {"rows": (64,), "features": 255, "outputs": 16, "dtype": torch.bfloat16, "is_cuda": False}
     assert not any(is_taken(**{name: value}) for name, value in others.items())
     assert not is_taken(rows=(0, 64)) and not is_taken(rows=())
+    fewest = linear.LEAST_FUSED_ROWS
+    assert is_taken(by=linear._is_worth_fusing, rows=(fewest,), dtype=torch.float16) and is_taken(by=linear._is_worth_fusing, rows=(7, 7))
+    others |= {"rows": (fewest - 1,), "dtype": torch.float64}
+    assert not any(is_taken(by=linear._is_worth_fusing, **{name: value}) for name, value in others.items())
+    assert not is_taken(by=linear._is_worth_fusing, rows=(fewest,), outputs=2**15) and not is_taken(by=linear._is_worth_fusing, rows=(0, 9))
+    assert not is_taken(by=linear._is_worth_fusing, other=torch.float16) and is_taken(by=linear._is_worth_fusing, other=torch.float32)
     for name, value in {"is_autocast_enabled": True, "get_float32_matmul_precision": "high"}.items():
         with monkeypatch.context() as patch:
             patch.setattr(torch, name, lambda *_, value=value: value)

@@ -23,8 +23,9 @@ from pycuda_conv.typing import Precision
 
 #: The fewest multiplications, rows, and features in or out that are worth it.
 LEAST_PRODUCTS, LEAST_ROWS, LEAST_FEATURES = 2**27, 256, 32
-#: The fewest rows that are worth it where more than the product is computed.
-LEAST_FUSED_ROWS = 32
+#: The fewest rows that are worth it where more than the product is computed, and the largest weight if there are not more of them: it is
+#: packed for every call.
+LEAST_FUSED_ROWS, MOST_FUSED_WEIGHT = 48, 2**22
 #: The most rows with which our product is the gradient of the weight.
 MOST_ROWS = 2**13
 
@@ -110,7 +111,8 @@ def _is_worth_fusing(x: Any, weight: Any, others: tuple[Any, ...]) -> bool:
         return False
     if any(one is not None and one.dtype is not x.dtype for one in (weight, *others)):
         return False
-    return min(weight.shape) >= LEAST_FEATURES and x.numel() // x.shape[-1] >= LEAST_FUSED_ROWS
+    rows = x.numel() // max(x.shape[-1], 1)
+    return min(weight.shape) >= LEAST_FEATURES and rows >= (LEAST_FUSED_ROWS if weight.numel() <= MOST_FUSED_WEIGHT else LEAST_ROWS)
 
 
 _TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
