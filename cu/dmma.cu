@@ -8,31 +8,26 @@
 // It is direct_gemm.cu's product with other arithmetic: chains of IEEE fused multiply-adds, as on the plain cores, at up to four times their rate. With
 // CHAINS a chain has 64 products, and chains are added up. Nothing is scaled or split, so Inf, NaN and subnormal numbers need no path of their own.
 // As there, the gradient of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels. But one launch
-// computes neighbouring phases that read the same pixels: they count as channels, `phases` for each of y. Where rows of k would lie scattered in
-// the filter (channels last, and the gradient of the input), dmma_filter packs it before.
+// computes neighbouring phases that read the same pixels: they count as channels, `phases` for each of y. Where neither rows of k nor rows of
+// channels lie together in the filter (several taps of channels last, or of a gradient of the input), dmma_filter packs it before.
 //
 // Mapping  block -> BLOCK_M channels x BLOCK_N pixels; blockIdx.x = ((pixel tile * groups + g) * splits + split) * tiles_m + m tile: blocks
 //          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8; or, with WARPS_K > 1, all of them and 16 k of a stage.
 //          Such warps add up their sums through shared memory at the end, in order, each some columns: small tiles, for small problems.
 // Loads    cp.async copies 16 or 8 bytes with zeros for what lies outside. Where an element lies in x and w depends on k alone, apart
-//          from a pixel's corner and a channel's row: a thread for each k of a stage writes a table of them, STAGES stages ahead. Stages past
-//          the last one are copied as zeros, so that the loop asks no questions.
+//          from a pixel's corner and a channel's row: a thread for each k of a stage writes a table of them, STAGES stages ahead. With ONE_TAP
+//          there is no table: k is the channel. Stages past the last one are copied as zeros, so that the loop asks no questions.
 // Products a warp multiplies slices of 8 k, one column of fragments after the other. It reads fragments three columns ahead, across slices and
 //          stages: the next stage's first reads go beside this one's last products, behind the stage's one barrier. The products then keep
 //          the tensor cores busy with one or two warps a scheduler.
 // Memory   shared: a ring of STAGES stages of BLOCK_K of k; of 16, 8 KB for 64 channels and about as much for 64 pixels. A lies as rows of k,
-//          whose chunks of 32 bytes are at chunk ^ row % 4. B lies so too (B_IN_ROWS_OF_K), or as rows of pixels, BLOCK_N + 4
-//          apart. So the 4 rows and 4 k that half a warp reads at once, 8 bytes a lane, are in 32 different banks, and each element
-//          arrives in the register where the instruction wants it.
+//          whose chunks of 32 bytes are at chunk ^ row % 4 (A_IN_ROWS_OF_K), or as rows of channels, BLOCK_M + 4 apart. B lies as rows of k,
+//          too (B_IN_ROWS_OF_K), or as rows of pixels, BLOCK_N + 4 apart. So the 4 rows and 4 k that half a warp reads at once, 8 bytes a lane,
+//          are in 32 different banks, and each element arrives in the register where the instruction wants it.
 // Registers  32 or 64 sums of 8 bytes a thread, and 24 numbers of fragments; with CHAINS 32 sums of a chain and 32 of all.
 // Split    splits > 1 cuts the sum over k: every part goes to a workspace [splits][size of y], and direct_reduce.cu adds them in order.
 //
 // By hand: nvcc -cubin -arch=sm_90 cu/dmma.cu
-#include "async_copy.cuh"
-
-typedef double acc_t;
-#include "activation.cuh"
-
 #ifndef BLOCK_M
 #define BLOCK_M 64
 #define BLOCK_N 64
@@ -42,10 +37,16 @@ typedef double acc_t;
 #define STAGES 4
 #define MIN_BLOCKS 2
 #define CHAINS 1        // sums are cut
-#define A_VEC 2         // elements of A that a copy takes: 2 where k runs contiguously in w and rows begin at 16 bytes
+#define A_IN_ROWS_OF_K 1  // whether w is copied along k, or along the channels of y, where these are neighbours in it
+#define A_VEC 2         // elements of A that a copy takes: 2 where they are neighbours in w, and all such pairs begin at 16 bytes
 #define B_IN_ROWS_OF_K 0  // whether x is copied along k, whose elements are neighbours in it, or along pixels
 #define B_VEC 1         // elements of B that a copy takes
+#define ONE_TAP 0       // whether k is the channel alone, and no pixel reads outside of an image
 #endif
+#include "async_copy.cuh"
+
+typedef double acc_t;
+#include "activation.cuh"
 
 typedef long long long_t;
 
@@ -77,7 +78,8 @@ constexpr int BLOCK_K = 16 * WARPS_K, WARPS_M = BLOCK_M / WARP_M, WARPS_N = BLOC
 constexpr int PROMOTION = 4;                                                 // stages whose sum is one chain
 constexpr int ROW = 8 * BLOCK_K;                                             // bytes of a row of k
 constexpr int B_PITCH = 8 * (BLOCK_N + 4);                                   // bytes of a row of pixels
-constexpr int A_BYTES = BLOCK_M * ROW, B_BYTES = B_IN_ROWS_OF_K ? BLOCK_N * ROW : BLOCK_K * B_PITCH, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int A_PITCH = 8 * (BLOCK_M + 4);                                   // bytes of a row of channels
+constexpr int A_BYTES = A_IN_ROWS_OF_K ? BLOCK_M * ROW : BLOCK_K * A_PITCH, B_BYTES = B_IN_ROWS_OF_K ? BLOCK_N * ROW : BLOCK_K * B_PITCH, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int OUTSIDE = -(1 << 30);                                          // a coordinate that is in no image
 constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8;
 constexpr int SLICES = 2, QUADS = 2, PLACES = SLICES * FRAGMENTS_N;          // a stage's slices of 8 of k; its places: a column of fragments, a slice
@@ -86,7 +88,7 @@ constexpr int TABLES = STAGES <= 4 ? 4 : 8;
 static_assert(WARP_M % 16 == 0 && WARP_N % 8 == 0, "fragments are 16 x 8");
 static_assert(PLACES % (AHEAD + 1) == 0 && FRAGMENTS_N > AHEAD, "fragments have the same registers in every stage");
 static_assert(STAGES >= 3 && STAGES <= TABLES, "a stage is copied two before it is read; tables of all are written at once");
-static_assert(BLOCK_N % 16 == 0, "rows of pixels meet all banks");
+static_assert(BLOCK_M % 16 == 0 && BLOCK_N % 16 == 0, "rows of channels and of pixels meet all banks");
 static_assert(STAGE_BYTES % 128 == 0, "pieces of a row keep their places");
 static_assert(WARPS_K == 1 || (WARPS_M * WARPS_N == 1 && FRAGMENTS_N % WARPS_K == 0), "warps that share sums finish some columns each");
 static_assert(WARPS_K == 1 || STAGES * STAGE_BYTES >= THREADS * WARP_M * WARP_N / 32 * 8, "their sums fit in the ring");
@@ -108,6 +110,7 @@ DEVICE int4 load4(uint32_t at) {
   asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
   return v;
 }
+DEVICE void load(int& a, uint32_t at) { asm volatile("ld.shared.s32 %0, [%1];" : "=r"(a) : "r"(at)); }
 DEVICE void load(double& a, uint32_t at) { asm volatile("ld.shared.f64 %0, [%1];" : "=d"(a) : "r"(at)); }
 
 // Where element k of a row of k lies.
@@ -157,35 +160,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   block /= (int)p.splits;
   const int g = block % (int)p.groups, pixel0 = block / (int)p.groups * BLOCK_N;
 
-  for (int i = thread; i < BLOCK_N; i += THREADS) {
+  // Where pixel i of the tile lies in y, or -1, and the corner of what it reads.
+  auto place = [&](int i, int4& corner, int& of_y) {
     const int pixel = pixel0 + i, n = divided(pixel, p.by_opq), opq = pixel - n * (int)p.opq;
     const int o = divided(opq, p.by_pq), pq = opq - o * (int)p.pq, row = divided(pq, p.by_q), column = pq - row * (int)p.q;
     const int d = o * (int)p.stride_d - (int)p.pad_d, h = row * (int)p.stride_h - (int)p.pad_h, v = column * (int)p.stride_w - (int)p.pad_w;
-    const int corner = n * (int)p.x_image + g * (int)p.x_group + ((d * (int)p.h + h) * (int)p.w + v) * (int)p.x_pixel;
+    const int at = n * (int)p.x_image + g * (int)p.x_group + ((d * (int)p.h + h) * (int)p.w + v) * (int)p.x_pixel;
     const bool some = pixel < (int)p.pixels;
-    tables.corner[i] = make_int4(corner, some ? d : OUTSIDE, h, v);
-    const int at = (int)p.y_base + o * (int)p.y_d + row * (int)p.y_h + column * (int)p.y_w;
-    tables.y[i] = some ? n * (int)p.y_image + g * (int)p.y_group + at * (int)p.y_pixel : -1;
-  }
-  AFTER_LAST_LAUNCH
-
+    corner = make_int4(at, some ? d : OUTSIDE, h, v);
+    const int in_plane = (int)p.y_base + o * (int)p.y_d + row * (int)p.y_h + column * (int)p.y_w;
+    of_y = some ? n * (int)p.y_image + g * (int)p.y_group + in_plane * (int)p.y_pixel : -1;
+  };
   const int steps = ((int)p.reduction + BLOCK_K - 1) / BLOCK_K, first = split * (int)p.split_steps;
   const int count = max(0, min(steps - first, (int)p.split_steps)), end = min((int)p.reduction, (first + count) * BLOCK_K);
+#if !ONE_TAP
+  for (int i = thread; i < BLOCK_N; i += THREADS) place(i, tables.corner[i], tables.y[i]);
   auto write_table = [&](int step, int i) {
     tabulate(p, (first + step) * BLOCK_K + i, end, tables.x[step % TABLES][i], tables.w[step % TABLES][i]);
   };
   for (int i = thread; i < STAGES * BLOCK_K; i += THREADS) write_table(i / BLOCK_K, i % BLOCK_K);
   __syncthreads();
+#endif
 
-  // this thread's copies: always the same k of a stage, and every so many rows
+  // this thread's copies: always the same k of a stage, and every so many rows; or some rows of k, and there one channel or pixel, or two
+#if A_IN_ROWS_OF_K
   constexpr int A_COLUMNS = BLOCK_K / A_VEC, A_APART = THREADS / A_COLUMNS, A_COPIES = BLOCK_M / A_APART;
   static_assert((A_APART == 2 || A_APART % 4 == 0) && BLOCK_M % A_APART == 0, "below");
   const int a_k = thread % A_COLUMNS * A_VEC, a_row = thread / A_COLUMNS;
-  const double* const w_row = w + (long_t)g * p.w_group + (long_t)(m0 + a_row) * p.w_row;
-  const long_t w_apart = A_APART * p.w_row;
-  const int rows = (int)p.rows - m0 - a_row;  // of this thread's first and below
-  const uint32_t tables_w = shared_address(tables.w[0] + a_k);
   const uint32_t to_a = ring + in_row(a_row, a_k);
+#else
+  constexpr int A_COLUMNS = BLOCK_M / A_VEC, A_COPIES = BLOCK_K * BLOCK_M / A_VEC / THREADS;
+  static_assert(THREADS % A_COLUMNS == 0, "a thread has one channel, or two neighbours");
+  const int a_row = thread % A_COLUMNS * A_VEC, a_k = thread / A_COLUMNS * A_COPIES;
+  const uint32_t to_a = ring + a_k * A_PITCH + a_row * 8;
+#endif
+  const double* const w_row = w + (ONE_TAP ? p.w_base : 0) + (long_t)g * p.w_group + (long_t)(m0 + a_row) * p.w_row;
+#if A_IN_ROWS_OF_K
+  const long_t w_apart = A_APART * p.w_row;
+#endif
+  const int rows = (int)p.rows - m0 - a_row;  // of this thread's first and below
 
   constexpr int B_COPIES = BLOCK_K * BLOCK_N / B_VEC / THREADS;
 #if B_IN_ROWS_OF_K
@@ -198,26 +211,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   static_assert(THREADS % B_COLUMNS == 0, "a thread has one pixel, or two neighbours");
   const int b_pixel = thread % B_COLUMNS * B_VEC, b_k = thread / B_COLUMNS * B_COPIES;
   const uint32_t to_b = ring + A_BYTES + b_k * B_PITCH + b_pixel * 8;
+#if ONE_TAP
+  int4 corner;
+  int of_y;
+  place(b_pixel, corner, of_y);
+#else
   const int4 corner = tables.corner[b_pixel];
+#endif
   const double* const x_pixel = x + corner.x;
 #endif
-  const uint32_t tables_x = shared_address(tables.x[0] + b_k);
-  auto inside = [&](const int4& at, const int4& tap) {
-    return (unsigned)(at.y + tap.y) < (unsigned)p.d && (unsigned)(at.z + tap.z) < (unsigned)p.h && (unsigned)(at.w + tap.w) < (unsigned)p.w;
-  };
+
   // The copies of a stage to the ring's slot that begins at `at`, in parts, one for each place: what it reads of the tables comes before
   // the place's products, the copies after them.
   constexpr int A_PART = (A_COPIES + PLACES - 1) / PLACES, B_PART = (B_COPIES + PLACES - 1) / PLACES;
-  int of_w;
+#if ONE_TAP
+  static_assert(!B_IN_ROWS_OF_K, "pixels are copied along a row");
+  [[maybe_unused]] const int w_channel = (int)p.w_channel;
+  const int x_channel = (int)p.x_channel;
+  const bool there = corner.y != OUTSIDE;
+  auto look_up = [&](int, int) {};
+  auto fetch = [&](int step, uint32_t at, int part) {
+    const int k = (first + step) * BLOCK_K;
+#pragma unroll
+    for (int i = part * A_PART; i < min((part + 1) * A_PART, A_COPIES); ++i) {
+#if A_IN_ROWS_OF_K
+      copy<8 * A_VEC>(below(to_a + at, i * A_APART), w_row + (k + a_k) + i * w_apart, k + a_k < end && i * A_APART < rows);
+#else
+      copy<8 * A_VEC>(to_a + at + i * A_PITCH, w_row + (long_t)(k + a_k + i) * w_channel, k + a_k + i < end && 0 < rows);
+#endif
+    }
+#pragma unroll
+    for (int i = part * B_PART; i < min((part + 1) * B_PART, B_COPIES); ++i)
+      copy<8 * B_VEC>(to_b + at + i * B_PITCH, x_pixel + (k + b_k + i) * x_channel, there && k + b_k + i < end);
+  };
+#else
+  const uint32_t tables_w = shared_address(tables.w[0] + a_k), tables_x = shared_address(tables.x[0] + b_k);
+  auto inside = [&](const int4& at, const int4& tap) {
+    return (unsigned)(at.y + tap.y) < (unsigned)p.d && (unsigned)(at.z + tap.z) < (unsigned)p.h && (unsigned)(at.w + tap.w) < (unsigned)p.w;
+  };
+  int of_w[A_IN_ROWS_OF_K ? 1 : A_PART];
   [[maybe_unused]] int4 tap, of_x[B_PART];
   auto look_up = [&](int step, int part) {
-    const uint32_t of_step = tables_x + step % TABLES * (BLOCK_K * 16);
+    const uint32_t of_step = tables_x + step % TABLES * (BLOCK_K * 16), of_step_w = tables_w + step % TABLES * (BLOCK_K * 4);
     if (part == 0) {
-      asm volatile("ld.shared.s32 %0, [%1];" : "=r"(of_w) : "r"(tables_w + step % TABLES * (BLOCK_K * 4)));
+#if A_IN_ROWS_OF_K
+      load(of_w[0], of_step_w);
+#endif
 #if B_IN_ROWS_OF_K
       tap = load4(of_step);
 #endif
     }
+#if !A_IN_ROWS_OF_K
+#pragma unroll
+    for (int i = part * A_PART; i < min((part + 1) * A_PART, A_COPIES); ++i) load(of_w[i - part * A_PART], of_step_w + i * 4);
+#endif
 #pragma unroll
     for (int i = part * B_PART; i < min((part + 1) * B_PART, B_COPIES); ++i)
 #if B_IN_ROWS_OF_K
@@ -226,10 +273,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       of_x[i - part * B_PART] = load4(of_step + i * 16);
 #endif
   };
-  auto fetch = [&](uint32_t at, int part) {
+  auto fetch = [&](int, uint32_t at, int part) {
 #pragma unroll
-    for (int i = part * A_PART; i < min((part + 1) * A_PART, A_COPIES); ++i)
-      copy<8 * A_VEC>(below(to_a + at, i * A_APART), w_row + of_w + i * w_apart, of_w >= 0 && i * A_APART < rows);
+    for (int i = part * A_PART; i < min((part + 1) * A_PART, A_COPIES); ++i) {
+#if A_IN_ROWS_OF_K
+      copy<8 * A_VEC>(below(to_a + at, i * A_APART), w_row + of_w[0] + i * w_apart, of_w[0] >= 0 && i * A_APART < rows);
+#else
+      const int of = of_w[i - part * A_PART];
+      copy<8 * A_VEC>(to_a + at + i * A_PITCH, w_row + of, of >= 0 && 0 < rows);
+#endif
+    }
 #pragma unroll
     for (int i = part * B_PART; i < min((part + 1) * B_PART, B_COPIES); ++i) {
       const int4& of = of_x[i - part * B_PART];
@@ -240,15 +293,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
     }
   };
+#endif
 
+  AFTER_LAST_LAUNCH
   for (int step = 0; step < STAGES - 1; ++step) {
 #pragma unroll
     for (int part = 0; part < PLACES; ++part) {
       look_up(step, part);
-      fetch(step * STAGE_BYTES, part);
+      fetch(step, step * STAGE_BYTES, part);
     }
     copies_commit();
   }
+#if ONE_TAP  // while they come
+  for (int i = thread; i < BLOCK_N; i += THREADS) {
+    int4 ignored;
+    place(i, ignored, tables.y[i]);
+  }
+#endif
 
   double sum[FRAGMENTS_M][FRAGMENTS_N][4];
 #if CHAINS
@@ -279,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int k = 16 * warp_k + 4 * i + c;
-    of_a[i] = ring + in_row(warp_m + group, k);
+    of_a[i] = ring + (A_IN_ROWS_OF_K ? in_row(warp_m + group, k) : k * A_PITCH + (warp_m + group) * 8);
     of_b[i] = ring + A_BYTES + (B_IN_ROWS_OF_K ? in_row(warp_n + group, k) : k * B_PITCH + (warp_n + group) * 8);
   }
   // A stage's fragments are read AHEAD places before they are multiplied, so its last products go beside the next stage's first reads.
@@ -288,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
     for (int i = 0; i < 2 * FRAGMENTS_M; ++i)
 #pragma unroll
-      for (int k = 0; k < QUADS; ++k) load(a[slice % 2][i / 2][i % 2][k], of_a[slice * QUADS + k] + slot + i * 8 * ROW);
+      for (int k = 0; k < QUADS; ++k) load(a[slice % 2][i / 2][i % 2][k], of_a[slice * QUADS + k] + slot + i * 8 * (A_IN_ROWS_OF_K ? ROW : 8));
   };
   auto read_b = [&](int place, uint32_t slot) {
 #pragma unroll
@@ -307,7 +368,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int place = 0; place < PLACES; ++place) {
       const int slice = place / FRAGMENTS_N, j = place % FRAGMENTS_N;
       if (place == PLACES - AHEAD) {
+#if !ONE_TAP
         if (thread < BLOCK_K) write_table(step + STAGES, thread);
+#endif
         copies_wait<STAGES - 3>();
         __syncthreads();
       }
@@ -317,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (slice == 0 && step % PROMOTION == 0) promote(j);
 #pragma unroll
       for (int i = 0; i < FRAGMENTS_M; ++i) multiply(sum[i][j], a[slice % 2][i], b[place % (AHEAD + 1)]);
-      fetch(free, place);
+      fetch(step + STAGES - 1, free, place);
     }
     copies_commit();
     free = slot;

@@ -152,7 +152,11 @@ def _follow_product(step, memory) -> None:
             part = slice(split * each, (split + 1) * each)
             y[split * p.size + to] = a[:, part] @ b[part]
         # what is copied two at a time are neighbours, begin at 16 bytes, and lie both inside
-        if step.defines["A_VEC"] == 2:
+        if step.defines["ONE_TAP"]:
+            assert inside.all() and p.inner in (1, p.reduction)
+        if step.defines["A_VEC"] == 2 and not step.defines["A_IN_ROWS_OF_K"]:
+            assert p.rows % 2 == 0 and (from_w[::2] % 2 == 0).all() and (np.diff(from_w, axis=0)[::2] == 1).all()
+        elif step.defines["A_VEC"] == 2:
             assert p.reduction % 2 == 0 and (from_w[:, ::2] % 2 == 0).all() and (np.diff(from_w)[:, ::2] == 1).all()
         if step.defines["B_VEC"] == 2 and not step.defines["B_IN_ROWS_OF_K"]:
             assert inside.all() and p.pixels % 2 == 0 and (from_x[:, ::2] % 2 == 0).all() and (np.diff(from_x)[:, ::2] == 1).all()
@@ -223,6 +227,17 @@ def test_large_float64_problems_take_the_tensor_cores(device, of, layout):
     assert isinstance(engines.choose(asked, device), Dmma)
 
 
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize(("of", "x", "w", "options"), [
+    ("y", (2, 24, 8, 8), (40, 24, 1, 1), {}), ("x", (2, 24, 8, 8), (40, 24, 1, 1), {}), ("y", (2, 24, 8, 8), (40, 24, 1, 1), {"stride": 2}),
+    ("x", (2, 9, 8, 8), (7, 9, 2, 2), {"stride": 2}),
+])  # fmt: skip
+def test_a_filter_of_one_tap_is_read_as_it_lies(of, x, w, options, layout):
+    schedule = dmma.schedule(problem(of, x, w, layout, **options), Dmma(), H200)
+    (launch,) = (launch for launches in schedule.whole for launch in launches)
+    assert schedule.filter_bytes == schedule.workspace_bytes == 0 and launch.defines["ONE_TAP"] == (layout == "NCHW")
+
+
 # ---- the kernel compiled
 
 
@@ -234,7 +249,7 @@ def test_every_text_compiles_without_spilling_much():
             for step in (launch for launches in dmma.schedule(asked.launched, config, device).whole for launch in launches):
                 if step.file == "dmma" or step.kernel == "dmma":
                     texts.setdefault((arch, step.source()), replace(step, arch=arch))
-    assert len({key for key in texts if key[0] == "sm_90"}) <= 33  # three tiles, one of them for two kinds of sums, two ways to copy A, four to copy B, and the filter's
+    assert len({key for key in texts if key[0] == "sm_90"}) <= 33  # three tiles, one of them for two kinds of sums, with what they read and how, and the filter's
     chosen = covering(list(texts.values()))
     for step, result in zip(chosen, nvcc_of([(step.source(), step.arch) for step in chosen]), strict=True):
         assert result.returncode == 0, f"{step.arch}: {result.stderr}"

@@ -563,7 +563,7 @@ def test_host_refuses_what_it_does_not_do(command, arguments, words):
 def test_host_lists_its_problems(command):
     status, out, err = command("bench", "--host", "--list")
     assert (status, err) == (OK, "") and [line[:60].rstrip() for line in out.splitlines()] == [str(case) for case in hostbench.CASES]
-    assert len(hostbench.CASES) == 6 and str(hostbench.CASES[0]).startswith("conv2d 32x64x224x224 -> 64x224x224 k3x3")
+    assert len(hostbench.CASES) == 8 and str(hostbench.CASES[-1]).endswith("float64") and str(hostbench.CASES[0]).startswith("conv2d 32x64x224x224 -> 64x224x224 k3x3")
 
 
 def test_the_bus_is_charged_with_the_longer_direction():
@@ -574,7 +574,8 @@ def test_the_bus_is_charged_with_the_longer_direction():
 
 def small(monkeypatch, wrong=None):
     """Small cases, torch on the CPU, ours on OpenCL; `wrong` spoils our results."""
-    monkeypatch.setattr(hostbench, "CASES", tuple(hostbench._case(2, 4, 5, 8, 3, kept=kept) for kept in (False, True)))
+    kinds = (False, "float32"), (True, "float32"), (False, "float64")
+    monkeypatch.setattr(hostbench, "CASES", tuple(hostbench._case(2, 4, 5, 8, 3, *kind) for kind in kinds))
     if wrong is not None:
         way = hostbench.our_way
 
@@ -592,7 +593,8 @@ def test_a_case_is_verified_and_timed(opencl, monkeypatch, wrong):
     for case in hostbench.CASES:
         with torch.no_grad():
             row = hostbench.measure(torch, case, get_device("opencl"), "cpu", np.copy, bus, effort, 0)
-        assert row.out_bytes == 2 * 8 * 25 * 4 and row.in_bytes == 2 * 4 * 25 * 4 + (0 if case.kept else 8 * 4 * 9 * 4)
+        size = case.problem.itemsize
+        assert row.out_bytes == 2 * 8 * 25 * size and row.in_bytes == (2 * 4 * 25 + (0 if case.kept else 8 * 4 * 9)) * size
         assert len(row.cells()) == len(hostbench.COLUMNS)
         if wrong is None:
             assert row.verdict == "ok" and row.error < 1e-6 and row.ratio == pytest.approx(row.torch_ms / row.ours_ms)
@@ -622,7 +624,7 @@ def test_the_whole_report(command, opencl, monkeypatch):
     assert status == OK and "filter kept" in out and "speed-up" in out and "GB/s up" in out
     facts = json.loads(Path("h.json").read_text())
     assert sorted(facts) == ["bus", "machine", "rows", "scaling"] and facts["machine"]["command"] == "pycuda-conv bench --host --devices all --quick"
-    assert [row["verdict"] for row in facts["rows"]] == ["ok", "ok"] and [row["gpus"] for row in facts["scaling"]] == [1, 2]
+    assert [row["verdict"] for row in facts["rows"]] == ["ok"] * 3 and [row["gpus"] for row in facts["scaling"]] == [1, 2]
     assert set(copied) == {(1, False), (2, False)} and all(row["copies_ms"] and row["pinned_copies_ms"] for row in facts["scaling"])
     assert facts["scaling"][0]["speedup"] == 1 and facts["scaling"][1]["bytes_per_second"] > 0
 

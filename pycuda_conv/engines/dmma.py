@@ -96,6 +96,12 @@ TILES = {
 }  # fmt: skip
 #: The same where sums are cut into chains: these need twice the registers, for which a larger tile has none.
 CUT = {(64, 64): replace(TILES[64, 64], rates=(32.0, 43.0), start=4.0), (32, 32): TILES[32, 32]}
+#: Times of the same for one tap, where there are no tables to write and to read: fitted to 332 timings on an H100, met within 13%.
+OF_ONE_TAP = {
+    (64, 64): replace(TILES[64, 64], rates=(49.8, 55.1, 57.0), start=0.9),
+    (128, 64): replace(TILES[128, 64], rates=(46.1, 55.5), start=1.4),
+    (32, 32): replace(TILES[32, 32], rates=(29.8, 38.9), start=1.4),
+}  # fmt: skip
 
 
 class DmmaArguments(NamedTuple):
@@ -267,6 +273,8 @@ class _Form:
     A_VEC: int
     B_IN_ROWS_OF_K: int
     B_VEC: int
+    A_IN_ROWS_OF_K: int = 1
+    ONE_TAP: int = 0
 
     @classmethod
     def of(cls, problem: ConvProblem) -> _Form:
@@ -277,12 +285,30 @@ class _Form:
             even = taps % 2 == 0
             unshifted = unshifted and problem.operand_size == problem.filter_size and problem.result_size == (1, 1, 1)
             return cls(False, 1 + even, 1, 1 + (even and unshifted))
-        packs = problem.layout == "NHWC" or problem.direction == "dgrad"
-        a_vec = 1 + ((channels if packs else channels * taps) % 2 == 0)
-        if problem.layout == "NHWC":
-            return cls(True, a_vec, 1, 1 + (channels % 2 == 0))
+        last = problem.layout == "NHWC"
+        one_tap = not last and all(_stays_inside(part.phase, problem.operand_size) for part in _parts(problem) if part.taps)
+        along_m = problem.direction == "dgrad" and (last or one_tap) and _lies_along_m(problem)
+        packs = not along_m and (problem.direction == "dgrad" or (last and taps > 1))
+        along = problem.result_channels // problem.groups * taps if along_m else channels if packs or last else channels * taps
+        a_vec = 1 + (along % 2 == 0)
+        if last:
+            return cls(packs, a_vec, 1, 1 + (a_vec == 2 and channels % 2 == 0), int(not along_m))
         unshifted = unshifted and taps == 1 and problem.stride == (1, 1, 1) and problem.operand_size == problem.result_size
-        return cls(packs, a_vec, 0, 1 + (a_vec == 2 and unshifted and math.prod(problem.operand_size) % 2 == 0))
+        pairs = a_vec == 2 and unshifted and math.prod(problem.operand_size) % 2 == 0
+        return cls(packs, a_vec, 0, 1 + pairs, int(not along_m), int(one_tap))
+
+
+def _stays_inside(phase: Phase, operand_size: tuple[int, int, int]) -> bool:
+    """Whether a phase has one tap, and no pixel reads outside of the image by it."""
+    places = zip(phase.size, phase.stride, phase.pad, operand_size, strict=True)
+    return phase.taps == (1, 1, 1) and all(pad <= 0 and (pixels - 1) * stride - pad < size for pixels, stride, pad, size in places)
+
+
+def _lies_along_m(problem: ConvProblem) -> bool:
+    """Whether a gradient of the input finds its filter as rows of the channels that it writes, or of these and all phases."""
+    part, *others = _parts(problem)
+    taps = math.prod(problem.filter_size)
+    return taps == 1 or (not others and part.taps == 1 and part.phases == taps and part.phase.first == (0, 0, 0))
 
 
 # ---- launches
@@ -409,7 +435,7 @@ def _product(
     """The launch of a part."""
     tile = _tile(problem, config)
     assert tile is not None, "refused"
-    defines, told = _defines(config, tile, form, device), _arguments(problem, config, part, packed)
+    defines, told = _defines(config, tile, form, device), _arguments(problem, config, form, part, packed)
     shared = defines["STAGES"] * stage_bytes(config, form)
     grid = _tiles(problem, config, part) * config.SPLIT
     buffers = (INPUT, weight, BIAS, SCALE, RESIDUAL, target)
@@ -424,7 +450,7 @@ def _tiles(problem: ConvProblem, config: Dmma, part: _Part) -> int:
 
 def stage_bytes(config: Dmma, form: _Form) -> int:
     """Shared memory of a stage."""
-    return 8 * block_k(config) * (config.BLOCK_M + config.BLOCK_N + (0 if form.B_IN_ROWS_OF_K else 4))
+    return 8 * block_k(config) * (config.BLOCK_M + config.BLOCK_N + (0 if form.A_IN_ROWS_OF_K else 4) + (0 if form.B_IN_ROWS_OF_K else 4))
 
 
 def block_k(config: Dmma) -> int:
@@ -442,15 +468,18 @@ def _defines(config: Dmma, tile: _Tile, form: _Form, device: Device) -> dict[str
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WARP_M": tile.WARP_M, "WARP_N": tile.WARP_N, "WARPS_K": tile.WARPS_K,
         "STAGES": tile.STAGES if device.capability >= (9, 0) else tile.stages_80, "MIN_BLOCKS": len(tile.rates),
         "CHAINS": int(tile in CUT.values()),
-        "A_VEC": form.A_VEC, "B_IN_ROWS_OF_K": form.B_IN_ROWS_OF_K, "B_VEC": form.B_VEC,
+        "A_IN_ROWS_OF_K": form.A_IN_ROWS_OF_K, "A_VEC": form.A_VEC, "B_IN_ROWS_OF_K": form.B_IN_ROWS_OF_K, "B_VEC": form.B_VEC,
+        "ONE_TAP": form.ONE_TAP,
     }
 
 
-def _arguments(problem: ConvProblem, config: Dmma, part: _Part, packed: bool) -> DmmaArguments:
+def _arguments(problem: ConvProblem, config: Dmma, form: _Form, part: _Part, packed: bool) -> DmmaArguments:
     """What the kernel is told of a part; `packed`: the filter lies as :func:`_pack` leaves it."""
     groups, phase, (_, r, s) = problem.groups, part.phase, part.phase.taps
     rows, channels, taps = problem.result_channels // groups * part.phases, problem.operand_channels // groups, part.taps
     w_group, w_row, w_channel = filter_strides(problem)
+    if not form.A_IN_ROWS_OF_K:
+        w_row = 1
     if packed:  # the part's own taps, behind one another, or all
         w_row = channels * (taps if _merges(problem) else math.prod(problem.filter_size))
         w_group, w_channel = rows * w_row, 1
@@ -492,16 +521,25 @@ def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, and how operands can be read; and one that lays filters."""
     for size, tile in dict.fromkeys([*TILES.items(), *CUT.items()]):
         of_tile = _defines(Dmma(*size), tile, _Form(False, 1, 0, 1), device)
-        choices = {name: (value,) for name, value in of_tile.items()} | {"A_VEC": (1, 2), "B_IN_ROWS_OF_K": FLAG, "B_VEC": (1, 2)}
+        choices = {name: (value,) for name, value in of_tile.items()} | {
+            "A_IN_ROWS_OF_K": FLAG, "A_VEC": (1, 2), "B_IN_ROWS_OF_K": FLAG, "B_VEC": (1, 2), "ONE_TAP": FLAG,
+        }  # fmt: skip
         yield TextFamily("dmma", choices, _made)
     yield TextFamily("dmma", {})
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever made: of pairs of pixels only with pairs of channels. Sums of one tap are never cut, but
-    in small tiles."""
-    of_one_tap = d["B_VEC"] == 2 and not d["B_IN_ROWS_OF_K"]
-    return d["B_VEC"] <= d["A_VEC"] and not (of_one_tap and d["CHAINS"] and d["WARPS_K"] == 1)
+    """Whether a product with these defines is ever made.
+
+    A's elements are copied in pairs wherever those of B are. Sums of one tap are never cut, but in small tiles.
+    """
+    a_rows, b_rows, one_tap = d["A_IN_ROWS_OF_K"], d["B_IN_ROWS_OF_K"], d["ONE_TAP"]
+    if b_rows and one_tap:
+        return False
+    if not (b_rows or one_tap) and (d["B_VEC"] == 2 or not a_rows):
+        return False
+    cut = d["CHAINS"] and d["WARPS_K"] == 1
+    return d["B_VEC"] <= d["A_VEC"] and not (cut and (one_tap or not a_rows))
 
 
 # ---- the choice
@@ -522,10 +560,12 @@ def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
     Phases run side by side, and what is left over at the end is most of the longest block. A split sum is written and read once more, in
     the L2 cache if it fits.
     """
-    tile, multiprocessors = _tile(problem, config), device.multiprocessors
+    form, tile, multiprocessors = _Form.of(problem), _tile(problem, config), device.multiprocessors
     if tile is None:
         return math.inf
-    form, at_once, rate = _Form.of(problem), len(tile.rates), tile.rates[-1]
+    if form.ONE_TAP:
+        tile = OF_ONE_TAP[config.BLOCK_M, config.BLOCK_N]
+    at_once, rate = len(tile.rates), tile.rates[-1]
     products = 2 * config.BLOCK_M * config.BLOCK_N * BLOCK_K / (rate * 1e6 / 132)
     stage = math.hypot(products, LINE * _lines(problem, config, form))
     channels = problem.operand_channels // problem.groups
@@ -534,7 +574,7 @@ def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
          ceil(ceil(channels * part.taps, block_k(config)), config.SPLIT) * tile.WARPS_K * stage + tile.start)
         for part in _parts(problem)
     ]  # fmt: skip
-    us = 3.6 if form.packs else 2.0
+    us, added = (1.6, 1.7) if form.ONE_TAP else (3.6 if form.packs else 2.0, 3.0)
     if len(blocks) == 1:
         ((count, length),) = blocks
         rounds, rest = divmod(ceil(count, multiprocessors), at_once)
@@ -545,7 +585,7 @@ def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
         us += LAUNCH * max(0, len(blocks) - 4)
     if config.SPLIT > 1:
         size = math.prod(problem.result_shape) * 8
-        us += 3.0 + size * (2 * config.SPLIT + 1) / (10e6 if config.SPLIT * size < L2 else 3.5e6)
+        us += added + size * (2 * config.SPLIT + 1) / (10e6 if config.SPLIT * size < L2 else 3.5e6)
     return max(us, 3.0 + problem.bytes / 3.4e6)
 
 

@@ -38,7 +38,7 @@ from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_dev
 
 BUS_BYTES = 256 << 20  # of one copy when the bus is measured
 BUS_ROUNDS = 10  # of which the best counts: it is a ceiling
-LIMIT = 1e-5  # norm(ours - torch's) / norm(torch's) above which a result is wrong
+LIMITS = {"float32": 1e-5, "float64": 1e-13}  # norm(ours - torch's) / norm(torch's) above which a result is wrong
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,19 @@ class HostCase:
     kept: bool = False
 
     def __str__(self) -> str:
-        return bench.label(self.problem) + (", filter kept" if self.kept else "")
+        dtype = "" if self.problem.dtype == "float32" else f" {self.problem.dtype}"
+        return bench.label(self.problem) + dtype + (", filter kept" if self.kept else "")
 
 
-def _case(n: int, c: int, h: int, k: int, r: int, kept: bool = False) -> HostCase:
-    return HostCase(ConvProblem.forward(2, (n, c, h, h), (k, c, r, r), padding=1), kept)
+def _case(n: int, c: int, h: int, k: int, r: int, kept: bool = False, dtype: str = "float32") -> HostCase:
+    return HostCase(ConvProblem.forward(2, (n, c, h, h), (k, c, r, r), padding=1, dtype=dtype), kept)
 
 
 #: The first is also what is shared among several GPUs.
 CASES = (
     _case(32, 64, 224, 64, 3), _case(64, 64, 56, 64, 3), _case(1, 1, 4096, 1, 3), _case(32, 512, 7, 512, 3),
-    _case(32, 512, 7, 512, 3, kept=True), _case(2, 4, 5, 8, 3),
+    _case(32, 512, 7, 512, 3, kept=True), _case(2, 4, 5, 8, 3), _case(32, 64, 56, 64, 3, dtype="float64"),
+    _case(8, 512, 28, 512, 3, dtype="float64"),
 )
 
 
@@ -186,7 +188,8 @@ def measure_bus(torch: Any, place: str) -> Bus:
 def draw(problem: ConvProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Random input and filter."""
     rng = np.random.default_rng(seed)
-    x, w = (rng.standard_normal(shape, np.float32) for shape in (problem.input_shape, problem.weight_shape))
+    dtype: Any = problem.dtype
+    x, w = (rng.standard_normal(shape, dtype) for shape in (problem.input_shape, problem.weight_shape))
     return x, w
 
 
@@ -226,7 +229,7 @@ def measure(
     errors = [difference(way(0), reference) for way in ways[1:]]
     error = float(np.max(errors))  # max() would drop a NaN
     known = {"problem": str(case), "in_bytes": in_bytes, "out_bytes": out_bytes, "error": error}
-    if not error < LIMIT:
+    if not error < LIMITS[case.problem.dtype]:
         return HostRow(**known, verdict="WRONG")  # type: ignore[arg-type]
     del reference
     torch_s, ours_s, pinned_s = (median(taken) for taken in wall_times(ways, 1, effort))
@@ -263,7 +266,7 @@ def measure_scaling(
     for i, count in enumerate(numbers):
         both = slice(2 * i, 2 * i + 2)  # from ordinary and from page-locked memory
         error, (ours, pinned), (alone, pinned_alone) = float(np.max(errors[both])), seconds[both], copies[both]
-        if error < LIMIT:
+        if error < LIMITS[case.problem.dtype]:
             rows.append(ScalingRow(
                 count, error, nbytes, ours * 1e3, pinned * 1e3, seconds[0] / ours, alone * 1e3, seconds[1] / pinned, pinned_alone * 1e3
             ))
