@@ -88,7 +88,21 @@ def test_convert_takes_poolings_and_gives_them_back():
     assert type(copy.deepcopy(made)[3]) is type(made[3])
     x = torch.randn(2, 8, 9, 9)
     assert torch.equal(made[3](x), torch.nn.functional.max_pool2d(x, 3, 2, 1))
-    assert type(nn.convert(made)[3]) is torch.nn.MaxPool2d
+    trained, made = type(made[3]), nn.convert(made)
+    assert isinstance(made[3], torch.nn.MaxPool2d) and type(made[3]) not in (trained, torch.nn.MaxPool2d)
+    assert type(copy.deepcopy(made)[3]) is type(made[3]) and type(nn.convert(made, fuse=False)[3]) is torch.nn.MaxPool2d
+
+
+def test_a_pooling_alone_writes_maxima_alone_in_evaluation(monkeypatch):
+    convert = pytest.importorskip("pycuda_conv.nn.convert")
+    calls, x = [], torch.randn(1, 2, 6, 6)
+    monkeypatch.setattr(convert, "evaluated", lambda *windows: (calls.append(windows[1:]), torch.nn.functional.max_pool2d(*windows))[1])
+    for training in (False, True):
+        made = convert.convert(torch.nn.Sequential(torch.nn.MaxPool2d(3, 2, 1, ceil_mode=True)), fuse_training=training)
+        wanted = torch.nn.functional.max_pool2d(x, 3, 2, 1, ceil_mode=True)
+        assert torch.equal(made(x), wanted) and not calls
+        with torch.no_grad():
+            assert torch.equal(made(x), wanted) and calls.pop() == (3, 2, 1, 1, True, False)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,8 @@ kinds of classes are made:
 
 - a convolution becomes one of :mod:`pycuda_conv.nn`; a subclass that computes what its base does becomes a subclass of both;
 - a subclass of a convolution that computes something of its own gets a forward that runs its own inside :class:`routed`;
-- with `fuse_training`, ``nn.MaxPool2d`` keeps less for its gradient: see :mod:`pycuda_conv.nn.pooling`;
+- with `fuse`, ``nn.MaxPool2d`` writes its maxima alone in evaluation, and with `fuse_training` it keeps less for its gradient: see
+  :mod:`pycuda_conv.nn.pooling`;
 - with `linear`, ``nn.Linear`` is a 1x1 convolution: see :mod:`pycuda_conv.nn.linear`;
 - a module whose convolutions can be fused with what follows them gets a forward that does so: see :mod:`pycuda_conv.nn.chains`. It is
   taken in evaluation without gradients, and, if asked for, in training; not in ``torch.compile``. Else the author's forward runs, so a
@@ -30,7 +31,7 @@ from pycuda_conv.nn.classes import is_convolution, origin
 from pycuda_conv.nn.fused import _FusedConvBnReLU
 from pycuda_conv.nn.linear import linear as linear_of
 from pycuda_conv.nn.modules import checked_precision
-from pycuda_conv.nn.pooling import pooled
+from pycuda_conv.nn.pooling import evaluated, pooled
 from pycuda_conv.nn.routing import routed
 from pycuda_conv.typing import Precision
 
@@ -178,8 +179,8 @@ def convert(
                 found[module] = _convert_convolution(name, module, precision)
             except TypeError as error:
                 done.notes.append(f"{name or 'the model'} ({_full_name(type(module))}) was left as it is: {error}")
-        elif fuse_training and type(module) is torch.nn.MaxPool2d:
-            _change_class(module, "pooled")
+        elif fuse and type(module) is torch.nn.MaxPool2d:
+            _change_class(module, "pooled" if fuse_training else "maxima")
         elif linear and type(module) is torch.nn.Linear:
             _change_class(module, "linear")
     if fuse:
@@ -273,17 +274,30 @@ class _Routed(_Changed):
         return forward
 
 
-class _Pooled(_Changed):
+class _Maxima(_Changed):
     """A pooling."""
 
-    @staticmethod
-    def forward_of(cls: Any) -> Any:
+    _trained = False
+
+    @classmethod
+    def forward_of(mixin, cls: Any) -> Any:
         @functools.wraps(cls.forward)
         def forward(self: Any, input: Any) -> Any:
-            made = None if torch.compiler.is_compiling() else pooled(self, input)
-            return cls.forward(self, input) if made is None else made
+            if torch.compiler.is_compiling():
+                return cls.forward(self, input)
+            if torch.is_grad_enabled():
+                made = pooled(self, input) if mixin._trained else None
+                return cls.forward(self, input) if made is None else made
+            windows = self.kernel_size, self.stride, self.padding, self.dilation
+            return evaluated(input, *windows, self.ceil_mode, self.return_indices)
 
         return forward
+
+
+class _Pooled(_Maxima):
+    """One that keeps less in training too."""
+
+    _trained = True
 
 
 class _Linear(_Changed):
@@ -324,7 +338,7 @@ class _Fused(_Changed):
 
 @_remembered
 def _converted_class(cls: Any, kind: str) -> Any:
-    """The class that modules of class `cls` get: "ours", "routed", "pooled", "linear" or "fused"."""
+    """The class that modules of class `cls` get: "ours", "routed", "maxima", "pooled", "linear" or "fused"."""
     bases: tuple[type, ...]
     members: dict[str, Any]
     if kind == "ours":
@@ -335,7 +349,7 @@ def _converted_class(cls: Any, kind: str) -> Any:
             return ours
         bases, members = (_Changed, cls, ours), {}
     else:
-        mixin: Any = {"routed": _Routed, "fused": _Fused, "pooled": _Pooled, "linear": _Linear}[kind]
+        mixin: Any = {"routed": _Routed, "fused": _Fused, "maxima": _Maxima, "pooled": _Pooled, "linear": _Linear}[kind]
         bases, members = (mixin, cls), {"forward": mixin.forward_of(cls)}
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass: Any = type(cls)
