@@ -212,9 +212,11 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-BEGIN, ELEMENT = 2.0, 1e-5  # microseconds of the launch that adds columns, and of an element of the result on 132 multiprocessors
-#: Bytes a microsecond of columns that are read, and of the result, on 132 multiprocessors: with channels last, and in NCHW.
-LAST_RATE, PLANES_RATE = 2.5e6, 1.8e6
+BEGIN = 2.0  # microseconds of the launch that adds columns
+#: Microseconds of an element of the result on 132 multiprocessors, by the layout: with channels last neighbours read from places that lie
+#: apart. Bytes a microsecond of columns, which the product has left in the cache or in memory, and of a residual.
+ELEMENT = {"NCHW": 5.76e-6, "NHWC": 2.34e-6}
+CACHED, CACHED_RATE, COLUMN_RATE, RESIDUAL_RATE = 2e7, 4.17e6, 2.55e6, 5.37e6
 MOST_MET = 64  # taps that a pixel meets: more make many more columns than the result has elements
 MOST_BYTES = 2**30  # of columns, in the workspace
 BEST = 3  # of the product's configurations
@@ -227,9 +229,11 @@ def _columns(problem: ConvProblem) -> int:
 
 def _adding(problem: ConvProblem, device: Device) -> float:
     """Microseconds that it should take to add the columns."""
-    moved_bytes = problem.itemsize * (2 * _columns(problem) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
-    rate = LAST_RATE if problem.layout == "NHWC" else PLANES_RATE
-    return BEGIN + (moved_bytes / rate + ELEMENT * math.prod(problem.result_shape)) * 132 / device.multiprocessors
+    nbytes, results = problem.itemsize * _columns(problem), math.prod(problem.result_shape)
+    us = 2 * nbytes / (CACHED_RATE if nbytes < CACHED else COLUMN_RATE) + ELEMENT[problem.layout] * results
+    if problem.has_residual:
+        us += problem.itemsize * results / RESIDUAL_RATE
+    return BEGIN + us * 132 / device.multiprocessors
 
 
 def _worth_it(problem: ConvProblem) -> bool:

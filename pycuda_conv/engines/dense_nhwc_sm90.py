@@ -441,10 +441,14 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
 # Fitted to 221 times of 70 problems, 16 bits and TF32, on an H200: root mean square of the error 14%. hopper.py says what they are. Later
 # 66 times of 48 random layers were SINCE of that.
 SINCE = 0.9
-MULTIPLIED = 1.27  # of the tensor core's cycles: what products take beside loads
-ADDED, MEMORY, BESIDE, AGAIN = 12.5e3, 3.6e6, 0.98, 0.16
-WIDEST_FINISHED = 14e3  # FINISHED of the widest tile, which has fewer registers for it
+MULTIPLIED = 1.52  # of the tensor core's cycles: what products take beside loads
+ADDED, MEMORY, BESIDE, AGAIN = 10400.0, 3.6e6, 0.98, 0.16
+WIDEST_FINISHED = 24.2e3  # FINISHED of the widest tile, which has fewer registers for it
 FOLLOW = 0.4  # microseconds of a launch behind another one
+#: Microseconds that blocks which leave half of the multiprocessors to the next call's take less; that others take more; and clusters.
+BESIDE_OTHERS, FULL, CLUSTERED = -0.5, 0.746, {2: 0.4, 4: 0.8}
+PARTS_OF_LINES = 0.6e6  # bytes of the result a microsecond of which phases write parts of lines of memory
+VOLUME, VOLUME_NARROW = 1.35, 1.45  # times as long takes a load of a volume; of pixels that have 32 bytes besides rows of 128
 
 
 def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
@@ -454,13 +458,16 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
     channels = problem.result_channels  # what a tile has more of is not loaded
     rows = min(_stage_rows(config, mn_major) - config.BLOCK_M, ceil(channels, 64) * 64 if mn_major else channels)
-    loads = config.BLOCK_M * pixel_cycles(problem.operand_channels * size) + rows * ROW_CYCLES
+    pixel, slower = problem.operand_channels * size, 1.0
+    if walks[0].rank == 3:
+        slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
+    loads = config.BLOCK_M * pixel_cycles(pixel) * slower + rows * ROW_CYCLES
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, loads) / CLOCK
     rate = WIDEST_FINISHED if config.BLOCK_N > NOTED_COLUMNS else FINISHED
     sums = config.BLOCK_M * config.BLOCK_N
     end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
     slots = at_once(device, config.CLUSTER)
-    us = 0.0
+    us, all_jobs = 0.0, 0
     for group in _launches(walks):
         jobs = [math.prod(_tiles(problem, config, walk)) * many * config.CLUSTER for walk in group]
         works = [ceil(_blocks(problem, walk), config.CLUSTER) * step + end for walk in group]
@@ -468,8 +475,13 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         if config.BLOCK_M == 64 and sum(jobs) > slots:
             mean *= BESIDE
         rounds = ceil(sum(jobs), slots)
+        all_jobs += sum(jobs)
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
+    us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else BESIDE_OTHERS if 2 * all_jobs <= device.multiprocessors else FULL
     moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
+    result_bytes = size * math.prod(problem.result_shape)
+    if many > 1 and channels * size < ROW:  # phases write parts of lines
+        us = max(us, result_bytes / PARTS_OF_LINES)
     lies = problem.direction == "fprop" or mn_major or _turns(problem, config, device)
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
     return SINCE * max(us, BEGIN + moved / MEMORY) + transposed

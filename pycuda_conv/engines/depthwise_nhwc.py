@@ -557,10 +557,10 @@ class _Pace(NamedTuple):
 #: Fitted to 227 times of strips, 36 of them on an H200, the others on H100s (root mean square of the error 11%), and to 20 of tiles, all
 #: on an H200 (15%).
 PACES: dict[type[Config], _Pace] = {
-    DepthwiseStrips: _Pace(1.74, 0.508, 0.848, 1.32, 0.074, 4.76e6), Depthwise: _Pace(1.5, 0.73, 0.73, 1.7, 0.26, 3.6e6),
+    DepthwiseStrips: _Pace(1.8, 0.508, 0.707, 1.1, 0.153, 4.76e6), Depthwise: _Pace(2.4, 0.73, 0.73, 1.7, 0.26, 3.6e6),
 }  # fmt: skip
 OF_TILES = 1.55  # instructions of a tile for each that is counted
-OF_STRIPS, BESIDE_PRODUCTS = 845, 0.85  # instructions of a strip before its first row; and for each that is counted beside products
+OF_STRIPS, BESIDE_PRODUCTS = 283.0, 0.59  # instructions of a strip before its first row; and for each that is counted beside products
 FLOAT64_STRIPS = 0.85  # of what is counted: 16 layers on an H200
 
 
@@ -575,7 +575,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
         waits = math.prod(problem.filter_size) * (TAP_WAIT + ELEMENT_WAIT * config.TILE_P * config.TILE_Q)
     strips = isinstance(config, DepthwiseStrips) and _unrolled_by(problem, DepthwiseStrips)
     if problem.K != problem.groups and not _of_filter(problem) and not strips:  # threads load one number at a time
-        return 3 + max(waits, problem.macs / 2e6 * 132 / device.multiprocessors)
+        singly = max(problem.macs / 2e6, math.prod(problem.result_shape) / 0.47e6)
+        return 1.2 + max(waits, singly * 132 / device.multiprocessors)
     if not _unrolled_by(problem, type(config)):  # its loops take the time that a 9x9 filter's were seen to take
         # a load takes as long, of one channel
         narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector(problem, type(config))
@@ -609,7 +610,7 @@ CLOCK = 1700.0  # cycles a microsecond
 RING_MEMORY = 3.0e6  # bytes a microsecond
 RING_BEGIN = 1.5  # microseconds of a launch, with its first rows
 ALONE = 1.47  # warps of a scheduler that take as long as one
-ISSUED = 1.39  # cycles of an instruction
+ISSUED = 1.2  # cycles of an instruction
 
 
 def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> float:

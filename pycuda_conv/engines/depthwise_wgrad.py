@@ -173,7 +173,7 @@ MEMORY = 3e6  # bytes a microsecond
 BEGIN = 2.0  # microseconds of a launch, with its first rows
 RESIDENT, ALONE = 4, 1.62  # blocks of a multiprocessor at once, and those that take as long as one
 #: Cycles of an instruction; in 16 bits with those that take words apart, by 46 times of 18 layers on an H100: error 15%.
-ISSUED, ISSUED_16 = 1.61, 2.17
+ISSUED, ISSUED_16 = 1.43, 2.17
 COPY = 14.0  # instructions of a copy, with what depends on it
 NARROW = 10  # columns of planes: of fewer, direct_wgrad.cu was faster
 #: Bytes of 16-bit arrays from which it is chosen. Of fewer the L2 cache answers direct_wgrad.cu, whose model takes that for granted.

@@ -439,26 +439,31 @@ def _few_sums(filters: int, taps: int) -> bool:
 
 
 STAGED = 0.096  # microseconds in which each thread of a block brings a number of the filter to shared memory
-TAP = 0.42  # microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart
+#: Microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart, and that full multiprocessors take for one.
+TAP, TAP_TOGETHER = 0.42, 0.125
 WARP = 32  # pixels of a warp of direct_single.cu
-CLEARLY = 1.4  # times as long as direct_single.cu's model says a tile has to take for planes of more pixels than that
+CLEARLY = 1.15  # times as long as direct_single.cu's model says a tile has to take for planes of more pixels than that
 #: Microseconds of a launch of direct_single.cu, and of 132 multiprocessors for a tap of a warp, and for a warp.
 SINGLE_START, SINGLE_TAP, SINGLE_WARP = 2.0, 1.12e-5, 6.1e-5
 ALONE = 0.58  # of a full multiprocessor's time: what a single thread's walk takes
-TILE_START = 1.9  # microseconds of a launch of direct_tile.cu
-TILE_ALONE, TILE_ROW_ALONE = 0.045, 0.004  # microseconds of a block for each tap, be it alone; and for each row of a thread
+TILE_START = 2.08  # microseconds of a launch of direct_tile.cu
+#: Microseconds of a block for each row of taps, be it alone; and for each of their taps, by the rows of a thread: many share what is loaded.
+TILE_ALONE, TAP_ALONE = 0.25, {1: 0.075, 2: 0.0168, 7: 0.0274}
 #: What 132 multiprocessors do in a microsecond: taps of pixels; those of threads with two rows, which read more for each; numbers loaded.
 #: And microseconds of a block.
-TILE_TAPS, TWO_ROWS_TAPS, TILE_LOADS, TILE_BLOCK = 12e6, 8e6, 0.87e6, 4.1e-4
-BATCHED_START = 1.1  # microseconds of a launch of direct_batched.cu
-BATCHED_CHANNEL, BATCHED_TAP = 0.21, 0.04  # and of a thread for a channel, and for a tap of it
-STRIDED = 0.37  # which takes the stride along w to the power of this as long
-SLICE_WAIT = 0.7  # microseconds that a thread waits for a slice of a volume with a stride: a filter's slices are loaded one by one
+TILE_TAPS, TWO_ROWS_TAPS, TILE_LOADS, TILE_BLOCK = 12e6, 5.56e6, 0.87e6, 0.000238
+TILE_MEMORY, TILE_RESIDUAL = 2.38e6, 2.59e6  # bytes a microsecond; of a residual, which nothing hides
+BATCHED_START = 2.08  # microseconds of a launch of direct_batched.cu
+BATCHED_CHANNEL, BATCHED_TAP = 0.122, 0.0438  # and of a thread for a channel, and for a tap of it
+STRIDED = 0.281  # which takes the stride along w to the power of this as long
+SLICE_WAIT = 0.583  # microseconds that a thread waits for a slice of a volume with a stride: a filter's slices are loaded one by one
 #: Of direct_wgrad.cu: taps from which on it takes so many times as long as its pixels and taps say; and where a filter's taps lie above
 #: one another, and the stride steps over columns.
 MANY_TAPS, LONGER, SKIPPING = 81, 1.9, 1.5
-DIRECT_MEMORY, RESIDUAL_MEMORY = 3e6, 0.75e6  # bytes a microsecond; of a residual, behind which threads of direct_batched.cu wait
-DGRAD_START, DGRAD_ROUND = 0.7, 0.3  # microseconds of a launch of direct_dgrad.cu, and of a round of blocks
+DIRECT_MEMORY, RESIDUAL_MEMORY = 3e6, 6.25e5  # bytes a microsecond; of a residual, behind which threads of direct_batched.cu wait
+#: Microseconds of a launch of direct_dgrad.cu, and of a round of blocks; rounds count with this power, since they overlap; bytes a
+#: microsecond that are written.
+DGRAD_START, DGRAD_ROUND, DGRAD_ROUNDS, DGRAD_WRITTEN = 0.7, 0.3, 0.9, 1.4e6
 DGRAD_WAIT, DGRAD_TAP = 0.73, 0.08  # microseconds of a thread for a channel whose taps are unrolled: the least, of a tap
 DGRAD_ANY, DGRAD_SUM = 0.033, 0.0075  # and of a tap of others, with each sum that it has
 #: The same of a tap where one channel alone is on its way, as in depthwise layers; and threads of one sum that a multiprocessor has then.
@@ -483,8 +488,12 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         multiplied = taps * (min(_tile_stride(problem)[1], 2) if config.TILE_Q >= 32 else 1)  # neighbours in a warp meet every other bank
         rate = TWO_ROWS_TAPS if config.ROWS == 2 else TILE_TAPS
         of_plane = pixels * multiplied / rate + _tile_loads(problem, config) / TILE_LOADS + blocks * TILE_BLOCK
-        us = max(planes * of_plane * 132 / device.multiprocessors, (TILE_ALONE + TILE_ROW_ALONE * config.ROWS) * taps)
-        return TILE_START + us * (1.0 if problem.K == problem.C else 3.0)  # of several results of a channel each reads it again
+        alone = taps * (TILE_ALONE / problem.filter_size[2] + TAP_ALONE[config.ROWS])
+        moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape)) / TILE_MEMORY
+        if problem.has_residual:
+            moved += problem.itemsize * math.prod(problem.result_shape) / TILE_RESIDUAL
+        us = max(max(planes * of_plane, moved) * 132 / device.multiprocessors, alone)
+        return TILE_START + us * (1.0 if problem.K == problem.C else 2.0)  # of several results of a channel each reads it again
     if isinstance(config, Wgrad):
         return _wgrad_time(problem, config, device.multiprocessors)
     if isinstance(config, Single):
@@ -494,8 +503,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
             warps = problem.N * problem.K * ceil(math.prod(problem.result_size), WARP)  # those without a pixel do nothing
             us = warps * (SINGLE_TAP * math.prod(problem.filter_size) + SINGLE_WARP) * 132 / device.multiprocessors
             return SINGLE_START + max(us, problem.bytes / DIRECT_MEMORY)
-        rounds = max(1.0, math.prod(problem.result_shape) / (1536 * device.multiprocessors))
-        return 3 + rounds * TAP * math.prod(problem.filter_size)
+        rounds = math.prod(problem.result_shape) / (1536 * device.multiprocessors)
+        return 3 + max(TAP, TAP_TOGETHER * rounds) * math.prod(problem.filter_size)
     assert isinstance(config, Batched | Dgrad)
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     taps = math.prod(problem.filter_size)
@@ -521,11 +530,13 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     if isinstance(config, Batched):  # few threads share a multiprocessor's loads
         us = start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
     else:
-        us = DGRAD_START + max(1.0, rounds) * (start + walk)
+        us = DGRAD_START + max(1.0, rounds) ** DGRAD_ROUNDS * (start + walk)
     written_bytes = problem.itemsize * math.prod(problem.result_shape)
     moved = problem.itemsize * math.prod(problem.input_shape) + written_bytes * (2 if problem.has_residual else 1)
     us = max(us, moved / DIRECT_MEMORY)
-    if isinstance(config, Batched) and problem.has_residual:
+    if isinstance(config, Dgrad):
+        us = max(us, written_bytes / DGRAD_WRITTEN)
+    elif problem.has_residual and split == 1:
         us += written_bytes / RESIDUAL_MEMORY
     return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
 

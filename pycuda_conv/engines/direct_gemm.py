@@ -231,16 +231,17 @@ def texts(device: Device) -> Iterator[TextFamily]:
 #: TFLOP/s of the tiles with the machine full. Fitted with the numbers below to 264 times of float32 on an H200: half of them are within 6%,
 #: gradients of many phases not within a factor of three.
 GEMM_RATES = {
-    Gemm(128, 128, 16, 8, 8, 2): 38.1, Gemm(64, 64, 16, 8, 4, 4): 37.5, Gemm(32, 128, 16, 4, 8, 4): 25.8,
+    Gemm(128, 128, 16, 8, 8, 2): 45.7, Gemm(64, 64, 16, 8, 4, 4): 41.1, Gemm(32, 128, 16, 4, 8, 4): 31.0,
 }
-STEPS = 1.1  # of the loop, that a block takes to start and to store
-FILLED = 0.52  # a multiprocessor with n of the m blocks that fit runs at (n/m) to the power of this, of its full rate
+STEPS = 1.0  # of the loop, that a block takes to start and to store
+FILLED = 0.474  # a multiprocessor with n of the m blocks that fit runs at (n/m) to the power of this, of its full rate
 PHASED, LAST = 0.85, 0.5  # times as long blocks of phases take; what the last of them take alone, of a multiprocessor full of the longest
 SECTOR, SCATTERED = 32, 0.92e6  # bytes that memory writes at once; and those that phases write in a microsecond, parts of them
 PHASE_TIME = 1.8  # microseconds that the launch of a phase takes at the least, beside others
 QUEUED = 1.25  # times as long phases of few blocks take that wait for one another: few launches run side by side
-GRADIENT = 1.1  # times as long the gradient of a filter takes
-STORED = 3e6  # bytes of the result, and of a residual, a microsecond
+GRADIENT = 1.32  # times as long the gradient of a filter takes
+STORED = 3.29e6  # bytes of the result, and of a residual, a microsecond
+RESIDUAL_APART = 0.6e6  # of a residual besides, whose numbers are loaded one by one
 BEGIN, JOIN_TIME = 2.2, 1.7  # microseconds of a launch, and of one that adds the parts of a split sum
 CPU_TILE = Gemm(64, 64, 8, 4, 4, 1)
 #: float64 keeps twice the bytes in registers and shared memory.
@@ -313,8 +314,11 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     if config.SPLIT_K > 1:
         bytes_moved = math.prod(problem.result_shape) * accumulator_bytes(problem) * (2 * config.SPLIT_K + 1)
         us += JOIN_TIME + bytes_moved * min(len(blocks), 2) / 3e6  # at 3 TB/s
-    written = problem.itemsize * math.prod(problem.result_shape) * (2 if problem.has_residual else 1)
-    return us + BEGIN + written / STORED
+    written = problem.itemsize * math.prod(problem.result_shape)
+    us += BEGIN + written * (2 if problem.has_residual else 1) / STORED
+    if problem.has_residual and config.SPLIT_K == 1 and math.prod(problem.result_size) % 4:
+        us += written / RESIDUAL_APART
+    return us
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Gemm] | None:

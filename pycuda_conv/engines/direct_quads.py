@@ -256,15 +256,15 @@ def _quads(taps: int) -> tuple[int, ...]:
 
 # Fitted to 223 times on an H200: root mean square of the error 13%.
 CLOCK = 1700.0  # cycles a microsecond
-BEGIN = 1.0  # microseconds of a launch with its first loads
-MEMORY = 3.8e6  # bytes a microsecond
-WAIT = 2.3  # microseconds that a block waits for a buffer
-LOAD_CYCLES = 80.0  # of a multiprocessor, for 128 numbers of a patch, and for each plane's copies of them
+BEGIN = 2.07  # microseconds of a launch with its first loads
+MEMORY, WRITTEN = 3.8e6, 2.17e6  # bytes a microsecond; those that are written
+WAIT = 1.6  # microseconds that a block waits for a buffer
+LOAD_CYCLES = 66.7  # of a multiprocessor, for 128 numbers of a patch, and for each plane's copies of them
 COPY_CYCLES = 27.0
-STORE_CYCLES = 30.0  # of a multiprocessor, for a block's quads of a channel
-RESIDUAL_CYCLES = 290.0  # the same, for a residual that is added
-SINGLE_CYCLES = 290.0  # the same, for numbers that are stored one by one
-FILLED = 0.25  # n blocks together take n to the power of this as long as one alone, which does not fill a multiprocessor
+STORE_CYCLES = 14.5  # of a multiprocessor, for a block's quads of a channel
+RESIDUAL_CYCLES = 348.0  # the same, for a residual that is added
+SINGLE_CYCLES = 250.0  # the same, for numbers that are stored one by one
+FILLED = 0.174  # n blocks together take n to the power of this as long as one alone, which does not fill a multiprocessor
 BUSY = 1.1  # what the multiplications take, of what the multiprocessor could do
 
 
@@ -293,18 +293,19 @@ def time(problem: ConvProblem, config: Quads, device: Device) -> float:
     patch, taps = ceil(tile.patch_rows * tile.patch_columns, 128), ceil(r * s * CHANNELS * config.CHANNEL_WARPS, 128)
     buffers = ceil(tile.planes, tile.at_once)
     loading = buffers * patch * LOAD_CYCLES + tile.planes * (patch + 2 * taps) * COPY_CYCLES
-    storing = CHANNELS * (STORE_CYCLES + (RESIDUAL_CYCLES if problem.has_residual else 0))
+    channels = min(CHANNELS, problem.result_channels // problem.groups)
+    storing = CHANNELS * STORE_CYCLES + (channels * RESIDUAL_CYCLES if problem.has_residual else 0)
     if problem.result_size[2] % 4 and not problem.has_residual:  # rows are stored number by number
         filled = tile.rows * tile.quads * config.CHANNEL_WARPS / (config.QUADS * WARPS * LANES)
-        storing += min(CHANNELS, problem.result_channels // problem.groups) * filled * SINGLE_CYCLES
+        storing += channels * filled * SINGLE_CYCLES
     each = products + loading + config.QUADS * storing
     resident = min(5 if config.QUADS == 1 else 4, 224 * 1024 // (tile.shared + 1024))
     together = ceil(tile.blocks, device.multiprocessors)
-    alone = each * min(together, resident) ** FILLED / CLOCK + buffers * WAIT
+    alone = each * min(together, resident) ** FILLED / CLOCK + (buffers + problem.has_residual) * WAIT
     us = max(together * each / CLOCK, ceil(together, resident) * alone)
     read, written = math.prod(problem.operand_size) * problem.operand_channels, math.prod(problem.result_size) * problem.result_channels
-    moved = 4 * problem.N * (read + written * (2 if problem.has_residual else 1))
-    return BEGIN + max(us, moved / MEMORY)
+    moved = 4 * problem.N * ((read + written * problem.has_residual) / MEMORY + written / WRITTEN)
+    return BEGIN + max(us, moved)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Quads] | None:

@@ -339,16 +339,16 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # Fitted to 480 times of 15 layers in float16 and TF32, all tiles: root mean square of the error 7%. With channels last; of 70 times of 26
 # layers in NCHW on an H100 it is 14%, but for the cycles of pixels that are not written at once, which were counted there.
 CLOCK = 1700.0  # cycles a microsecond
-BEGIN = 3.3  # microseconds of a launch with its first loads
-MEMORY = 3.3e6  # bytes a microsecond
+BEGIN = 2.75  # microseconds of a launch with its first loads
+MEMORY = 2.75e6  # bytes a microsecond
 NARROW_MEMORY = {8: 2.7e6, 2: 0.8e6, 1: 0.6e6}  # of tiles that write 32 bytes of a row of planes, of so many pixels at once
-STEP_CYCLES = 10.6  # of a multiprocessor, for a warp's step of gemm k, and for each eight of its channels
-EIGHT_CYCLES = 2.8
-LOAD_CYCLES = 13.5  # of a multiprocessor, for what a warp's 32 lanes copy at once of a patch
-STORE_CYCLES = 5.0  # of a multiprocessor, for 16 pixels of an eight of channels that a warp finishes and writes
+STEP_CYCLES = 7.36  # of a multiprocessor, for a warp's step of gemm k, and for each eight of its channels
+EIGHT_CYCLES = 6.97
+LOAD_CYCLES = 21.3  # of a multiprocessor, for what a warp's 32 lanes copy at once of a patch
+STORE_CYCLES = 6.0  # of a multiprocessor, for 16 pixels of an eight of channels that a warp finishes and writes
 APART_CYCLES = {8: 5.0, 2: 17.0, 1: 25.0}  # the same in NCHW, of so many pixels at once
 RESIDUAL_CYCLES = 57.0  # the same, for a residual that is added
-TILE_CYCLES = 1600.0  # of a block, for a tile: barriers
+TILE_CYCLES = 845.0  # of a block, for a tile: barriers
 FILTER_CYCLES = 0.35  # of a multiprocessor, for a number of a block's filter
 
 

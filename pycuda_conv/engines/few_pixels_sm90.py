@@ -326,12 +326,12 @@ CLOCK = 1700.0  # cycles a microsecond
 BEGIN = 1.34  # microseconds of a launch
 BLOCK_CYCLES, STAGE_CYCLES = 3160.0, 2260.0  # of a block: its tables, first loads, and the cluster's barriers; of each stage
 STEP_CYCLES = {  # of a quarter of a multiprocessor for a warp's step, by products, bytes of an element, and pixels
-    (3, 4): {32: 302.0, 56: 434.0}, (1, 4): {32: 105.0, 56: 65.0}, (1, 2): {32: 15.0, 56: 11.0},
+    (3, 4): {32: 241.0, 56: 396.0}, (1, 4): {32: 105.0, 56: 65.0}, (1, 2): {32: 15.0, 56: 11.0},
 }  # fmt: skip
-WAIT = 331.0  # cycles of a warp for a step, whoever else there is
-X_BYTES = 9.9  # of images that a multiprocessor loads in a cycle; the filter's bytes cannot be told from the stages
-BESIDE = 0.59  # of the shorter one of loads and products, beside the longer one
-ADDED_CYCLES = 0.49  # of a sum of the tile
+WAIT = 302.0  # cycles of a warp for a step, whoever else there is
+X_BYTES = 11.9  # of images that a multiprocessor loads in a cycle; the filter's bytes cannot be told from the stages
+BESIDE = 0.889  # of the shorter one of loads and products, beside the longer one
+ADDED_CYCLES = 0.615  # of a sum of the tile
 AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters whose blocks are alone on their multiprocessors, of 132
 MOST_TILES = 132  # of the largest size: more pixels and channels fill the machine without clusters
 

@@ -361,11 +361,11 @@ def _tiles(dtype: str) -> tuple[tuple[int, int], ...]:
 #: Microseconds that a multiprocessor of an H200 should take for a pair of tiles, there and back, divided by numbers times log2 of them; and
 #: to judge a pair; TOGETHER where a multiprocessor has room for several pairs. Fitted to 23 times of 13 large filters on H200s and H100s:
 #: root mean square of the error 11%.
-STAGE, TOGETHER, JUDGED = 0.85e-4, 1.15e-4, 12.5
+STAGE, TOGETHER, JUDGED = 7.41e-5, 0.00011, 13.7
 #: MACs of a channel's filters a microsecond by plain cores, of 132 multiprocessors: what a transform has to beat.
 PLAIN_RATE = 10e6
 #: How much less time transforms should take than what else there is: images with dark areas take them two to nine times as long.
-CLEARLY = 1.5
+CLEARLY = 1.2
 
 
 def time(problem: ConvProblem, config: Fft, device: Device) -> float:

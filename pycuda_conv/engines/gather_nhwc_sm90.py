@@ -326,7 +326,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 #: Cycles of a multiprocessor for a row of a stage that is copied, by the bytes of a copy; and to round it. On an H200 16-bit tiles took
 #: 6.1 to 8.7 of copies of 16 bytes, the same whether two small ones shared a multiprocessor or not.
-COPY_CYCLES, ROUND_CYCLES = {16: 6.6, 4: 15.0}, 2.0
+COPY_CYCLES, ROUND_CYCLES = {16: 6.0, 4: 10.0}, 2.0
 MULTIPLIED = 2.1  # of the tensor core's cycles: what products take beside loads
 
 

@@ -262,12 +262,12 @@ def texts(device: Device) -> Iterator[TextFamily]:
 CLOCK = 1700.0     # cycles a microsecond
 MEASURED = 1.85    # times what is counted here: so long blocks took on an H200, in 13 layers, most within a quarter
 SHARED_RATE = 128  # bytes a cycle into or out of shared memory
-ISSUED = 2.4       # instructions a cycle
-ROW, LOADED = 22, 23  # instructions of a row of 16 pixels beside its products, and of a load of 16 bytes
-TILE, BLOCK = 600, 3000  # cycles of a tile and of a block that nothing hides: barriers, waits, stores of sums
+ISSUED = 0.965       # instructions a cycle
+ROW, LOADED = 38.0, 16.0  # instructions of a row of 16 pixels beside its products, and of a load of 16 bytes
+TILE, BLOCK = 720.0, 1000.0  # cycles of a tile and of a block that nothing hides: barriers, waits, stores of sums
 MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
 HALO = 0.25        # the part that comes from memory of what tiles load beside their own pixels
-BEGIN = 3.0        # microseconds of a launch with its first loads
+BEGIN = 1.45        # microseconds of a launch with its first loads
 HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
 

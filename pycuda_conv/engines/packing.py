@@ -839,13 +839,20 @@ def packed_key(problem: ConvProblem, windows: bool = False) -> Hashable:
     return (*asked, packed.folded, packed.group, packed.load, packed.taps, packed.window and packed.window.shift)
 
 
+WINDOWED = 1.8  # times as long it takes to pack images whose windows overlap
 FITTING = 3e7  # bytes that the L2 cache keeps from one launch to the next
 #: By the bytes of an element: bytes a microsecond that launches beside the product move, microseconds of each, and those that a block
 #: which packs FEW pixels adds to one.
-BESIDE = {8: (3.9e6, 0.9, 0.018), 4: (3.9e6, 0.9, 0.018), 2: (3.5e6, 1.5, 0.008)}
+BESIDE = {8: (3.9e6, 0.75, 0.018), 4: (3.9e6, 0.75, 0.018), 2: (3.5e6, 1.0, 0.008)}
 FEW = 32
 SECTOR = 32  # bytes of memory that are read at once
 FILTER_ROW = 1.7e-3  # microseconds that a row of a filter takes to be packed, for each limb, besides its bytes
+#: Of gradients by the input, whose filters are packed from taps that lie side by side, a row; and numbers of a filter that each 64 rows pack
+#: in a microsecond, all of which write to the same lines.
+GRADIENT_ROW, GRADIENT_RATE = 3.2e-3, 43e3
+#: Of the gradient of a filter whose operands' rows are folded, microseconds of the launch that packs both, of a number that is read, of a limb
+#: that is written for the images, of a block of the other operand, and of an image. Fitted to 19 times on an H100: error 14%.
+FOLDED, FOLDED_READ, FOLDED_WRITTEN, FOLDED_BLOCK, FOLDED_IMAGE = 5.2, 3.7e-6, 0.5e-6, 13e-3, 8.6e-3
 JOIN_TIME, JOIN_RATE = 1.9, 9.4e3  # microseconds, and bytes a microsecond, of a block that adds the parts of its tile
 
 
@@ -870,8 +877,9 @@ def overhead(
         moved = _read_filter(problem) + packed_filter * (1 if packed_filter < FITTING else 2)
         rows = limbs(problem) * problem.result_channels
     if packs_images:
-        moved += math.prod(problem.input_shape) * problem.itemsize
-        moved += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
+        images = math.prod(problem.input_shape) * problem.itemsize
+        images += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
+        moved += images * (WINDOWED if packed.window else 1)
     adding = 0.0
     if joined:
         moved += math.prod(problem.result_shape) * 4 * split
@@ -880,10 +888,20 @@ def overhead(
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
         adding = 2.0
     few, (rate, launch_time, few_time) = 0.0, BESIDE[problem.itemsize]
+    if problem.layout == "CNHW" and packed.level and packs_images and problem.itemsize == 4:
+        numbers = math.prod(problem.input_shape) + math.prod(problem.weight_shape)
+        written = limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
+        blocks = FOLDED_BLOCK * _filter_blocks(problem, packed) + FOLDED_IMAGE * problem.N * problem.groups
+        parts = math.prod(problem.result_shape) * (4 if joined else 8) * split if split > 1 else 0
+        return adding + FOLDED + FOLDED_READ * numbers + FOLDED_WRITTEN * written + blocks + parts / rate
     if problem.layout == "CNHW" and math.prod(packed.taps) < FEW:  # blocks of the other operand that have little to do
         few = few_time * _filter_blocks(problem, packed)
     launches = (2 if packs_filter else 0) + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
-    return adding + max(moved / rate + FILTER_ROW * rows, few) + launch_time * launches
+    of_filter = FILTER_ROW * rows
+    if packs_filter and problem.direction == "dgrad":
+        chains = math.prod(problem.weight_shape) * 64 / problem.result_channels / GRADIENT_RATE
+        of_filter = max(GRADIENT_ROW * problem.result_channels, chains)
+    return adding + max(moved / rate + of_filter, few) + launch_time * launches
 
 
 def _read_filter(problem: ConvProblem) -> int:

@@ -189,6 +189,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 BEGIN = 2.0  # microseconds of a launch
+STORED = 2.8e6  # bytes of the result, or of a part of it, a microsecond
 LONGER, VOLUME = {16: 1.5, 32: 1.3, 64: 1.1}, 1.6  # times as long as counted, by the rows of a tile
 SECTOR, SCATTERED = 32, 2e6  # bytes of memory that are written at once; of such a microsecond, where only an element of each is meant
 
@@ -214,6 +215,7 @@ def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     waiting = ceil(deep, fit) * steps * 0.6
     longer = LONGER[config.BLOCK_M] * (VOLUME if problem.has_depth else 1) * (1.45 if problem.itemsize == 2 else 1)
     us = BEGIN + max(busy, waiting) * longer
+    us += accumulator_bytes(problem) * math.prod(problem.result_shape) / STORED
     if problem.layout == "CHWN" and math.prod(problem.output_size) > 1:  # neighbouring sums belong to channels, whose filters lie apart
         us += math.prod(problem.result_shape) * SECTOR / SCATTERED * 132 / multiprocessors
     if config.SLICES > 1:

@@ -283,11 +283,12 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 # Measured on an H200.
-BEGIN = 2.0  # microseconds of a launch, beside its bytes
+BEGIN = 1.39  # microseconds of a launch, beside its bytes
 #: Bytes a microsecond that are read, and written: both by 16 bytes a thread, one of them by less, one of them by elements.
 WIDE, NARROW, SINGLE = 3.6e6, 3.2e6, 2.2e6
-EMPTY = 0.8  # of the time of a tile's bytes, that of a tile with few of them
-FILTER, FILTER_BYTES = 2.5, 0.75e6  # microseconds to pack or to transpose a filter, and its bytes a microsecond
+SCATTERED = 8.3e-6  # microseconds of an element of a filter's gradient whose taps are written one by one
+EMPTY = 0.667  # of the time of a tile's bytes, that of a tile with few of them
+FILTER, FILTER_BYTES = 1.21, 6.25e5  # microseconds to pack or to transpose a filter, and its bytes a microsecond
 
 
 def _transposing(problem: ConvProblem) -> float:
@@ -332,7 +333,15 @@ def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
 
     inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_turned(problem), inner, device)
-    return None if us is None else us + _transposing(problem) + _packing(problem)
+    return None if us is None or inner is None else us + _beside(problem, inner)
+
+
+def _beside(problem: ConvProblem, inner: Config) -> float:
+    """Microseconds besides the other engine's."""
+    us = _transposing(problem) + _packing(problem)
+    if _of_filter(problem) and getattr(inner, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:  # its sums go straight to where taps lie apart
+        us += SCATTERED * math.prod(problem.result_shape)
+    return us
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None:
@@ -345,4 +354,4 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None
         us = None if found is None else engine.time(turned, found[1], device)
         if found and us is not None and (best is None or us < best[0]):
             best = us, found[1]
-    return None if best is None else (best[0] + _transposing(problem) + _packing(problem), _kind(problem)(str(best[1])))
+    return None if best is None else (best[0] + _beside(problem, best[1]), _kind(problem)(str(best[1])))
