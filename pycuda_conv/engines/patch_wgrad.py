@@ -190,7 +190,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 BEGIN = 2.0  # microseconds of a launch
 STORED = 2.8e6  # bytes of the result, or of a part of it, a microsecond
-LONGER, VOLUME = {16: 1.5, 32: 1.3, 64: 1.1}, 1.6  # times as long as counted, by the rows of a tile
+LONGER, VOLUME = {16: 1.3, 32: 1.0, 64: 1.05}, 1.08  # times as long as counted, by the rows of a tile
 SECTOR, SCATTERED = 32, 2e6  # bytes of memory that are written at once; of such a microsecond, where only an element of each is meant
 
 
