@@ -629,7 +629,7 @@ def test_rivals_are_other_orders_of_sums_that_take_hardly_longer(empty):
 
 
 def test_a_size_that_is_given_another_order_of_sums_need_not_wait_for_it(empty, monkeypatch):
-    problem, other = (fprop((9, 256, n, n), (256, 256, 1, 1)).problem() for n in (36, 32))
+    problem, other = (fprop((9, 256, n, n), (256, 256, 1, 1)).problem() for n in (36, 28))
     first, second = (engines.choose(one, empty) for one in (problem, other))
     assert engines.order(problem, first) != engines.order(other, second)
     monkeypatch.setattr(Empty, "known", texts_of(problem, first, empty))
@@ -651,7 +651,7 @@ def test_rivals_are_foreseen_first_and_know_an_unfused_layer(empty):
 
 
 def test_a_call_waits_for_the_text_that_compiles_fastest(empty, monkeypatch):
-    problem = fprop((64, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
+    problem = fprop((64, 256, 28, 28), (256, 256, 3, 3), padding=1).problem()
     chosen = engines.choose(problem, empty)
     for cores in (2, 16):
         monkeypatch.setattr(behind, "cores", lambda cores=cores: cores)
