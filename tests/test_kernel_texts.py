@@ -103,7 +103,7 @@ def test_the_tiles_that_are_chosen_from_lose_little(monkeypatch):
     for tiles in ("TILES", "PHASED_TILES"):
         monkeypatch.setattr(dense_nhwc_sm90, tiles, {(rows, n): dense_nhwc_sm90.CLUSTERS for rows in (128, 64) for n in columns})
     losses = [a / b for a, b in zip(few, (predicted(problem, device) for problem in problems), strict=True) if 0 < b < math.inf]
-    assert any(loss > 1 for loss in losses) and sum(losses) / len(losses) < 1.015 and max(losses) < 1.5
+    assert any(loss > 1 for loss in losses) and sum(losses) / len(losses) < 1.015 and max(losses) < 1.6
 
 
 def test_what_is_listed_is_what_is_launched():

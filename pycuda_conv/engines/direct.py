@@ -447,7 +447,7 @@ CLEARLY = 1.15  # times as long as direct_single.cu's model says a tile has to t
 SINGLE_START, SINGLE_TAP, SINGLE_WARP = 2.0, 1.12e-5, 6.1e-5
 ALONE = 0.58  # of a full multiprocessor's time: what a single thread's walk takes
 TILE_START = 2.08  # microseconds of a launch of direct_tile.cu
-#: Microseconds of a block for each row of taps, be it alone; and for each of their taps, by the rows of a thread: many share what is loaded.
+#: Microseconds of a block for each row of taps, be it alone; and for each of their taps, by the rows of a thread: many share loads.
 TILE_ALONE, TAP_ALONE = 0.25, {1: 0.075, 2: 0.0168, 7: 0.0274}
 #: What 132 multiprocessors do in a microsecond: taps of pixels; those of threads with two rows, which read more for each; numbers loaded.
 #: And microseconds of a block.

@@ -917,7 +917,7 @@ FLAT = 0.93  # the same of 1x1 layers without stride in NCHW
 SECTOR = 32  # bytes of memory that are written at once
 APART = 1.9  # times as long it takes to add the parts of sums that are loaded one by one
 PHASED = 2.08  # the same of pixels of phases in NCHW, whose neighbours lie apart
-#: Times as long take phases in NCHW: those whose columns are written in pairs; and larger tiles of others, which have more to write at once.
+#: Times as long take phases in NCHW: those whose columns are written in pairs; and larger tiles of others, which write more at once.
 PAIRED, PHASED_TILE = 0.86, 1.2
 PARTS_OF_SECTORS = 2.4e6  # bytes of sectors a microsecond, of which each phase writes a part
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
@@ -1021,7 +1021,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     of_pixel = _pixel_cycles(problem, packed) if lying else rates.row_cycles
     loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
     cycles = 4 * count * config.BLOCK_N * config.BLOCK_M / 128 * (LYING_PRODUCT if lying else 1)
-    loaded = stage_bytes(problem, config)
+    loaded = float(stage_bytes(problem, config))
     if not (lying or config.halo):
         slower = UNALIGNED if packed.window is None and packed.pixel * problem.groups % packed.load else 1.0
         slower *= PACKED_VOLUME if walks[0].rank == 3 else 1.0

@@ -847,11 +847,11 @@ BESIDE = {8: (3.9e6, 0.75, 0.018), 4: (3.9e6, 0.75, 0.018), 2: (3.5e6, 1.0, 0.00
 FEW = 32
 SECTOR = 32  # bytes of memory that are read at once
 FILTER_ROW = 1.7e-3  # microseconds that a row of a filter takes to be packed, for each limb, besides its bytes
-#: Of gradients by the input, whose filters are packed from taps that lie side by side, a row; and numbers of a filter that each 64 rows pack
-#: in a microsecond, all of which write to the same lines.
+#: Of gradients by the input, whose filters are packed from taps that lie side by side, microseconds of a row; and numbers that 64 rows
+#: pack in a microsecond, all of which write to the same lines.
 GRADIENT_ROW, GRADIENT_RATE = 3.2e-3, 43e3
-#: Of the gradient of a filter whose operands' rows are folded, microseconds of the launch that packs both, of a number that is read, of a limb
-#: that is written for the images, of a block of the other operand, and of an image. Fitted to 19 times on an H100: error 14%.
+#: Of the gradient of a filter whose operands' rows are folded, microseconds of the launch that packs both, of a number that is read, of a
+#: limb that is written for the images, of a block of the other operand, and of an image. Fitted to 19 times on an H100: error 14%.
 FOLDED, FOLDED_READ, FOLDED_WRITTEN, FOLDED_BLOCK, FOLDED_IMAGE = 5.2, 3.7e-6, 0.5e-6, 13e-3, 8.6e-3
 JOIN_TIME, JOIN_RATE = 1.9, 9.4e3  # microseconds, and bytes a microsecond, of a block that adds the parts of its tile
 

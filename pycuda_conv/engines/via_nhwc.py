@@ -339,7 +339,8 @@ def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
 def _beside(problem: ConvProblem, inner: Config) -> float:
     """Microseconds besides the other engine's."""
     us = _transposing(problem) + _packing(problem)
-    if _of_filter(problem) and getattr(inner, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:  # its sums go straight to where taps lie apart
+    # sums that are not split go straight to where taps lie apart
+    if _of_filter(problem) and getattr(inner, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:
         us += SCATTERED * math.prod(problem.result_shape)
     return us
 
