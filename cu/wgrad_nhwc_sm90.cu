@@ -60,7 +60,7 @@ typedef element<TYPE> data_t;
 
 constexpr int CHANNELS = 128 / (int)sizeof(data_t);                                // of a block
 constexpr int BLOCK_K = CHANNELS, STEPS = TYPE == 32 ? BLOCK_K / 8 : BLOCK_K / 16;  // positions of a stage; steps of the tensor core in one
-constexpr bool TALL = TYPE == 32 && BLOCK_M == 128 && BLOCK_N == 128;
+#define TALL (TYPE == 32 && BLOCK_M == 128 && BLOCK_N == 128)
 constexpr int ACROSS = BLOCK_N / WGMMA_N, DOWN = BLOCK_M == 256 ? 2 : ACROSS > 1 || TALL ? 1 : BLOCK_M / 64, PRODUCTS = BLOCK_M / 64 / DOWN;
 constexpr bool SHARES = TALL || (BLOCK_M == 64 && BLOCK_N <= 192);  // a multiprocessor with another block
 constexpr int CONSUMERS = DOWN * ACROSS, CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + (PRODUCTS == 2 ? 128 : 32);
@@ -244,12 +244,100 @@ DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const T
 
 // ---- the multiplication
 
-#if TYPE == 32
-// The sums of a warp's rows, 32 or twice as many, and of its share of the consumer's columns: 32 of each block of them, in fragments of 16 x 8.
-constexpr int WARP_BLOCKS = WGMMA_N / 64, SUMS = PRODUCTS * WARP_BLOCKS * 32;
+#if TALL
 struct Sums {
-  float of[PRODUCTS][WARP_BLOCKS][2][4][4];
-  DEVICE float& operator[](int i) { return of[i / 32 / WARP_BLOCKS][i / 32 % WARP_BLOCKS][i / 16 % 2][i / 4 % 4][i % 4]; }
+  float of[2][64];
+};
+
+DEVICE void store_vector(uint32_t to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+// A warp turns a block of 32 positions x 32 channels where it lies, by quads of both: a lane loads the channels 4 a and up of the positions 4 p and up, and
+// leaves the positions of these channels. Quads (a, p) and (p, a) change places, and a ^ p is the same for 8 lanes, so they meet none but each other's.
+// Neither their loads nor their stores meet a bank twice.
+DEVICE void turn_block(uint32_t block) {
+  const int lane = threadIdx.x % 32, a = lane % 8;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int p = a ^ (lane / 8 + 4 * i);
+    const uint32_t from = block + p * 512, chunk = a ^ p % 2 * 4, to = block + a * 512, chunk_to = p ^ a % 2 * 4;
+    uint4 v[4];
+#pragma unroll
+    for (int m = 0; m < 4; ++m) v[m] = load_vector(from + m * 128 + (chunk ^ m) * 16);
+    __syncwarp();
+    store_vector(to + chunk_to * 16, v[0].x, v[1].x, v[2].x, v[3].x);
+    store_vector(to + 128 + (chunk_to ^ 1) * 16, v[0].y, v[1].y, v[2].y, v[3].y);
+    store_vector(to + 256 + (chunk_to ^ 2) * 16, v[0].z, v[1].z, v[2].z, v[3].z);
+    store_vector(to + 384 + (chunk_to ^ 3) * 16, v[0].w, v[1].w, v[2].w, v[3].w);
+  }
+}
+
+// Which four of a warp's 32 rows are those of lanes 4 r and up: in this order 8 lanes meet every bank once.
+DEVICE int four(int r) { return r % 2 * 4 + r / 2; }
+
+// The products of all stages. x is turned for wgmma while the stage before is multiplied; dy comes through registers: a warp's rows are a block of it,
+// and a lane's four channels of a position the same place of four fragments.
+DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
+  const int warp = threadIdx.x / 32, r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+  Ring::Position at;
+  auto prepare = [&](const Ring::Position& at) {
+    ring.wait_full(at);
+    turn_block(ring.stage(at) + (DY_BLOCKS + warp) * BLOCK_BYTES);
+    fence_for_bulk();  // wgmma reads shared memory as the bulk copies do
+    named_barrier(2, CONSUMER_THREADS);
+  };
+  if (range.first < range.last) prepare(at);
+  for (int step = range.first; step < range.last; ++step) {
+    const uint32_t stage = ring.stage(at);
+    uint32_t a[STEPS][2][4];
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const uint4 v = load_vector(stage + warp * BLOCK_BYTES + (8 * k + c + 4 * j) * 128 + (four(r) ^ (c + 4 * j)) * 16);
+        a[k][0][2 * j] = v.x;
+        a[k][0][2 * j + 1] = v.y;
+        a[k][1][2 * j] = v.z;
+        a[k][1][2 * j + 1] = v.w;
+      }
+    const uint64_t x = wgmma_descriptor<128>(stage + DY_BLOCKS * BLOCK_BYTES);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) wgmma_tf32(sums.of[i], a[k][i], x + k * 32 / 16, step > range.first || k > 0);
+    wgmma_commit();
+    Ring::Position coming = at;
+    coming.next();
+    if (step + 1 < range.last) prepare(coming);
+    wgmma_wait<0>();
+    ring.give_back(at);
+    at = coming;
+  }
+  const float lost = lost_in(STEPS * (range.last - range.first));
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    wgmma_arrived(sums.of[i]);
+#pragma unroll
+    for (int j = 0; j < 64; ++j) sums.of[i][j] = range.first < range.last ? sums.of[i][j] + give_back_lost(sums.of[i][j], lost) : 0;
+  }
+}
+
+DEVICE void leave(const Sums& sums, float* to) {
+  float* const first = to + (threadIdx.x / 32 * 32 + 4 * four(threadIdx.x % 32 / 4)) * PITCH + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int row = 0; row < 4; ++row)
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      *(float2*)(first + row * PITCH + 8 * i) = make_float2(sums.of[row / 2][4 * i + 2 * (row % 2)], sums.of[row / 2][4 * i + 2 * (row % 2) + 1]);
+}
+#elif TYPE == 32
+// The sums of a warp's 32 rows and of its share of the consumer's columns: 32 of each block of them, in fragments of 16 x 8.
+constexpr int WARP_BLOCKS = WGMMA_N / 64, SUMS = WARP_BLOCKS * 32;
+struct Sums {
+  float of[WARP_BLOCKS][2][4][4];
+  DEVICE float& operator[](int i) { return of[i / 32][i / 16 % 2][i / 4 % 4][i % 4]; }
 };
 
 #if LIMBS == 2
@@ -297,8 +385,8 @@ DEVICE void clear(Sums& sums) {
 // The products of all stages.
 DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  // the first block of this warp's rows, and of its columns; where a lane's channels of its two positions lie in the first eight rows of one
-  const int dy_block = (2 * consumer + warp % 2) * PRODUCTS, x_block = warp / 2 * WARP_BLOCKS;
+  // the block of this warp's rows, and the first of its columns; where a lane's channels of its two positions lie in the first eight rows of one
+  const int dy_block = 2 * consumer + warp % 2, x_block = warp / 2 * WARP_BLOCKS;
   uint32_t place[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) place[i] = (2 * (lane % 4) + i) * 128 + (lane / 4 ^ (2 * (lane % 4) + i)) * 16;
@@ -311,14 +399,12 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t stage = ring.stage(at);
     ring.wait_full(at);
-    uint4 dy[2][PRODUCTS][2], x[2][2];  // four channels of two positions: of a product, and of the next one, which are under way meanwhile
+    uint4 dy[2][2], x[2][2];  // four channels of two positions: of a product, and of the next one, which are under way meanwhile
     auto load = [&](int number) {
       const uint32_t at = stage + number / WARP_BLOCKS * STEP_BYTES, block = (DY_BLOCKS + x_block + number % WARP_BLOCKS) * BLOCK_BYTES;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int row = 0; row < PRODUCTS; ++row)
-          if (number % WARP_BLOCKS == 0) dy[number / WARP_BLOCKS % 2][row][i] = load_vector(at + (dy_block + row) * BLOCK_BYTES + place[i]);
+        if (number % WARP_BLOCKS == 0) dy[number / WARP_BLOCKS % 2][i] = load_vector(at + dy_block * BLOCK_BYTES + place[i]);
         x[number % 2][i] = load_vector(at + block + place[i]);
       }
     };
@@ -331,17 +417,14 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
       if (number + 1 < STEPS * WARP_BLOCKS) load(number + 1);
       const uint4(&right)[2] = x[number % 2];
       const uint32_t b[4][2] = {{right[0].x, right[1].x}, {right[0].y, right[1].y}, {right[0].z, right[1].z}, {right[0].w, right[1].w}};
-#pragma unroll
-      for (int row = 0; row < PRODUCTS; ++row) {
-        const uint4(&left)[2] = dy[number / WARP_BLOCKS % 2][row];
-        const uint32_t a[2][4] = {{left[0].x, left[0].y, left[1].x, left[1].y}, {left[0].z, left[0].w, left[1].z, left[1].w}};
+      const uint4(&left)[2] = dy[number / WARP_BLOCKS % 2];
+      const uint32_t a[2][4] = {{left[0].x, left[0].y, left[1].x, left[1].y}, {left[0].z, left[0].w, left[1].z, left[1].w}};
 #if LIMBS == 2
-        multiply_limbs(main.of[row][number % WARP_BLOCKS], cross.of[row][number % WARP_BLOCKS], a, b);
+      multiply_limbs(main.of[number % WARP_BLOCKS], cross.of[number % WARP_BLOCKS], a, b);
 #else
 #pragma unroll
-        for (int i = 0; i < 8; ++i) multiply<float>(sums.of[row][number % WARP_BLOCKS][i / 4][i % 4], a[i / 4], b[i % 4][0], b[i % 4][1]);
+      for (int i = 0; i < 8; ++i) multiply<float>(sums.of[number % WARP_BLOCKS][i / 4][i % 4], a[i / 4], b[i % 4][0], b[i % 4][1]);
 #endif
-      }
     }
 #if LIMBS == 2
 #pragma unroll
@@ -366,17 +449,15 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
 
 DEVICE void leave(const Sums& sums, float* to) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  float* const first = to + ((2 * consumer + warp % 2) * PRODUCTS * 32 + 4 * (lane / 4)) * PITCH + (warp / 2 * WARP_BLOCKS * 32 + 8 * (lane % 4));
+  float* const first = to + (64 * consumer + 32 * (warp % 2) + 4 * (lane / 4)) * PITCH + (warp / 2 * WARP_BLOCKS * 32 + 8 * (lane % 4));
 #pragma unroll
-  for (int row = 0; row < PRODUCTS; ++row)
+  for (int block = 0; block < WARP_BLOCKS; ++block)
 #pragma unroll
-    for (int block = 0; block < WARP_BLOCKS; ++block)
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {  // a row of a pair, of a half, and four columns
-        const float(&of)[4][4] = sums.of[row][block][i / 4];
-        const int e = i % 4;
-        *(float4*)(first + (32 * row + 2 * (i / 4) + e / 2) * PITCH + 32 * block + 4 * (e % 2)) = make_float4(of[0][e], of[1][e], of[2][e], of[3][e]);
-      }
+    for (int i = 0; i < 8; ++i) {  // a row of a pair, of a half, and four columns
+      const float(&of)[4][4] = sums.of[block][i / 4];
+      const int e = i % 4;
+      *(float4*)(first + (2 * (i / 4) + e / 2) * PITCH + 32 * block + 4 * (e % 2)) = make_float4(of[0][e], of[1][e], of[2][e], of[3][e]);
+    }
 }
 #else
 struct Sums {

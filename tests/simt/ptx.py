@@ -122,6 +122,11 @@ def converted(found: re.Match, to: str, *v: str) -> str:
 
 CTA = r"(?:\.shared::cta)?"
 ORDER = r"(?:\.(?:release|acquire|relaxed)\.(?:cta|cluster))?"
+def store_shared(found, at, value):
+    kind, values = C_TYPES[found[1]], value if isinstance(value, list) else [value]
+    return "; ".join(f"ptx::store_shared<{kind}>({at[0]} + {i} * sizeof({kind}), {v})" for i, v in enumerate(values))
+
+
 #: What an instruction means: a pattern of its name, and a text with its operands or a function of (match, *operands).
 INSTRUCTIONS = {
     rf"mbarrier\.init{CTA}\.b64": "ptx::mbarrier_init({0[0]}, {1})",
@@ -135,7 +140,7 @@ INSTRUCTIONS = {
     r"barrier\.cluster\.wait(?:\.acquire)?(?:\.aligned)?": "ptx::cluster_wait()",
     r"mapa\.shared::cluster\.u32": "{0} = ptx::map_rank({1}, {2})",
     r"ld\.shared(?:::c\w+)?(?:\.v\d)?\.(\w+)": load_shared,
-    r"st\.shared\.(\w+)": lambda found, at, v: f"ptx::store_shared<{C_TYPES[found[1]]}>({at[0]}, {v})",
+    r"st\.shared(?:\.v\d)?\.(\w+)": store_shared,
     r"ld(?:\.acquire\.gpu)?\.global(?:\.nc|\.cg)?(?:\.L2::cache_hint)?(?:\.v\d)?\.(\w+)": load,
     r"st\.global(?:\.v\d)?\.b32": store,
     r"createpolicy\.[\w.:]+": "{0} = 0",
