@@ -199,14 +199,17 @@ struct Own {
   }
 };
 
-// [k][tap][c], a part or dw: a lane has one or two channels of each block of columns.
-template <class T>
+// [k][tap][c], a part or dw: a lane has EACH neighbouring channels of each block of columns, as many lanes as fill a block a row.
+template <int EACH, class T>
 DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, T* to) {
-  constexpr int EACH = CHANNELS / 32;
+  constexpr int LANES = CHANNELS / EACH, ROWS = 32 / LANES;  // of a block; of a warp at once
   struct alignas(EACH * sizeof(T)) Neighbours {
     T v[EACH];
   };
-  const int lane = threadIdx.x % 32, rows = min(BLOCK_M, (int)arg.rows - of.row);
+  struct alignas(4 * (EACH < 4 ? EACH : 4)) Floats {
+    float v[EACH];
+  };
+  const int lane = threadIdx.x % 32 % LANES, rows = min(BLOCK_M, (int)arg.rows - of.row);
   const long long pitch = arg.taps * arg.own_columns;
   for (int i = 0; i < of.x_blocks; ++i) {
     const Column column(arg, of.block + i);
@@ -215,14 +218,23 @@ DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const T
     const Own own(arg, of, c);
     T* const at = to + (of.bundle * arg.rows + of.row) * pitch + column.tap * arg.own_columns + own.channel;
 #pragma unroll 4
-    for (int down = threadIdx.x / 32; down < rows; down += WARPS) {
-      const float* const sum = sums + down * PITCH + CHANNELS * i + EACH * lane;
+    for (int down = threadIdx.x / LANES; down < rows; down += WARPS * ROWS) {
+      const Floats sum = *(const Floats*)(sums + down * PITCH + CHANNELS * i + EACH * lane);
       Neighbours neighbours;
 #pragma unroll
-      for (int e = 0; e < EACH; ++e) neighbours.v[e] = from_float<T>(sum[e]);
+      for (int e = 0; e < EACH; ++e) neighbours.v[e] = from_float<T>(sum.v[e]);
       if (down >= own.first && down < own.end) store_word(at + down * pitch, *(const word<Neighbours>*)&neighbours);
     }
   }
+}
+
+// By 16 bytes, where the channels of a group are a multiple of that.
+template <class T> DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, T* to) {
+  constexpr int WIDE = 16 / sizeof(T);
+  if (arg.own_columns % WIDE == 0)
+    store_rows<WIDE>(sums, arg, of, to);
+  else
+    store_rows<CHANNELS / 32>(sums, arg, of, to);
 }
 
 // [k][c][tap]: neighbouring lanes have the same channel of the tile's blocks of columns, which are neighbouring taps of it.

@@ -632,6 +632,7 @@ LEAST_STAGES = 4  # of a block that shares a sum
 #: By the bytes of an element's factors: cycles of a stage for each of a tile's sums, and how many times as long loads take
 #: as those of 16 bits.
 PRODUCT, LOADS = {2: 1 / 46, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
+TALL = 1 / 19  # the same cycles of tall tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
@@ -675,7 +676,8 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
         of_dy, of_x = pixel_cycles(size * loaded.K // bundles), pixel_cycles(size * loaded.C // bundles)
         cycles = channels * of_dy + columns * of_x
     loads = LOADS[factor] * (BOXED if flat else WALKED) * cycles
-    products, sums = PRODUCT[factor] * config.BLOCK_M * config.BLOCK_N, config.BLOCK_M * config.BLOCK_N
+    sums = config.BLOCK_M * config.BLOCK_N
+    products = (TALL if _tall(config, factor) else PRODUCT[factor]) * sums
     end = 4 * sums / PARTED if config.SPLIT > 1 else size * sums / STORED
 
     def taken(blocks: int) -> float:
