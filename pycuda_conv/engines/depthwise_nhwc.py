@@ -580,7 +580,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     if not _unrolled_by(problem, type(config)):  # its loops take the time that a 9x9 filter's were seen to take
         # a load takes as long, of one channel
         narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector(problem, type(config))
-        loops = LOOPS_OF_FILTER if _of_filter(problem) else LOOPS
+        loops = LOOPS_OF_FILTER / (1 + FEW_TAPS / math.prod(problem.output_size)) if _of_filter(problem) else LOOPS
         return 3 + max(waits, narrow * problem.macs / loops * 132 / device.multiprocessors)
     if isinstance(config, DepthwiseRing):
         return _ring_time(problem, config, device)
@@ -633,6 +633,7 @@ def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> f
 
 #: Multiplications a microsecond of 132 multiprocessors, where loops are not unrolled.
 LOOPS, LOOPS_OF_FILTER = 3.1e6, 2.2e6
+FEW_TAPS = 4  # a gradient's pixel takes as long as so many taps: 1x1x1 filters took 45 us on an H100 where their multiplications say 9
 #: Microseconds that a thread waits for a tap there, and for each element of its tile: images of few pixels take as long as that.
 TAP_WAIT, ELEMENT_WAIT = 0.27, 0.083
 
