@@ -292,10 +292,9 @@ FILTER, FILTER_BYTES = 1.21, 6.25e5  # microseconds to pack or to transpose a fi
 
 
 def _transposing(problem: ConvProblem) -> float:
-    """Microseconds that transposing should take: of a filter's gradient in one launch."""
-    read, written = _read(problem), _written(problem)
-    begun = BEGIN * (len(read) - 1) if _of_filter(problem) and read else 0.0
-    return sum(one.time for one in (*read, *([written] if written else []))) - begun
+    """Microseconds that transposing should take."""
+    written = _written(problem)
+    return sum(one.time for one in (*_read(problem), *([written] if written else [])))
 
 
 def _packing(problem: ConvProblem) -> float:
