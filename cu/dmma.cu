@@ -12,8 +12,7 @@
 // channels lie together in the filter (several taps of channels last, or of a gradient of the input), dmma_filter packs it before.
 //
 // Mapping  block -> BLOCK_M channels x BLOCK_N pixels; blockIdx.x = ((pixel tile * groups + g) * splits + split) * tiles_m + m tile: blocks
-//          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8; or, with WARPS_K > 1, all of them and 16 k of a stage.
-//          Such warps add up their sums through shared memory at the end, in order, each some columns: small tiles, for small problems.
+//          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8.
 // Loads    cp.async copies 16 or 8 bytes with zeros for what lies outside. Where an element lies in x and w depends on k alone, apart
 //          from a pixel's corner and a channel's row: a thread for each k of a stage writes a table of them, STAGES stages ahead. With ONE_TAP
 //          there is no table: k is the channel. Stages past the last one are copied as zeros, so that the loop asks no questions.
@@ -33,7 +32,7 @@
 #define BLOCK_N 64
 #define WARP_M 32
 #define WARP_N 32
-#define WARPS_K 1       // warps that share a stage's k
+#define SLICES 2        // of 8 k, of a stage
 #define STAGES 4
 #define MIN_BLOCKS 2
 #define CHAINS 1        // sums are cut
@@ -74,24 +73,22 @@ struct DmmaArguments {
   long_t has_scale, has_bias, has_residual, activation, slope;  // what finishes a sum; slope: a double's bits
 };
 
-constexpr int BLOCK_K = 16 * WARPS_K, WARPS_M = BLOCK_M / WARP_M, WARPS_N = BLOCK_N / WARP_N, THREADS = 32 * WARPS_M * WARPS_N * WARPS_K;
-constexpr int PROMOTION = 4;                                                 // stages whose sum is one chain
+constexpr int BLOCK_K = 8 * SLICES, WARPS_M = BLOCK_M / WARP_M, WARPS_N = BLOCK_N / WARP_N, THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int PROMOTION = 8 / SLICES;                                        // stages whose sum is one chain
 constexpr int ROW = 8 * BLOCK_K;                                             // bytes of a row of k
 constexpr int B_PITCH = 8 * (BLOCK_N + 4);                                   // bytes of a row of pixels
 constexpr int A_PITCH = 8 * (BLOCK_M + 4);                                   // bytes of a row of channels
 constexpr int A_BYTES = A_IN_ROWS_OF_K ? BLOCK_M * ROW : BLOCK_K * A_PITCH, B_BYTES = B_IN_ROWS_OF_K ? BLOCK_N * ROW : BLOCK_K * B_PITCH, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int OUTSIDE = -(1 << 30);                                          // a coordinate that is in no image
 constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8;
-constexpr int SLICES = 2, QUADS = 2, PLACES = SLICES * FRAGMENTS_N;          // a stage's slices of 8 of k; its places: a column of fragments, a slice
-constexpr int AHEAD = 3;                                                     // places, that fragments are read before they are multiplied
+constexpr int QUADS = 2, PLACES = SLICES * FRAGMENTS_N;                      // a slice's k by four; a stage's places: a column of fragments, a slice
+constexpr int AHEAD = FRAGMENTS_N < 4 ? 1 : 3;                               // places, that fragments are read before they are multiplied
 constexpr int TABLES = STAGES <= 4 ? 4 : 8;
 static_assert(WARP_M % 16 == 0 && WARP_N % 8 == 0, "fragments are 16 x 8");
 static_assert(PLACES % (AHEAD + 1) == 0 && FRAGMENTS_N > AHEAD, "fragments have the same registers in every stage");
 static_assert(STAGES >= 3 && STAGES <= TABLES, "a stage is copied two before it is read; tables of all are written at once");
 static_assert(BLOCK_M % 16 == 0 && BLOCK_N % 16 == 0, "rows of channels and of pixels meet all banks");
 static_assert(STAGE_BYTES % 128 == 0, "pieces of a row keep their places");
-static_assert(WARPS_K == 1 || (WARPS_M * WARPS_N == 1 && FRAGMENTS_N % WARPS_K == 0), "warps that share sums finish some columns each");
-static_assert(WARPS_K == 1 || STAGES * STAGE_BYTES >= THREADS * WARP_M * WARP_N / 32 * 8, "their sums fit in the ring");
 
 struct Tables {
   int4 x[TABLES][BLOCK_K];  // offset in x; d, h, w
@@ -335,11 +332,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
   };
 
-  const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M % WARPS_N * WARP_N, warp_k = WARPS_K > 1 ? warp : 0;
-  uint32_t of_a[4], of_b[4];  // where this lane reads k = 4 i + c of the warp's 16 k and first rows
+  const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
+  uint32_t of_a[SLICES * QUADS], of_b[SLICES * QUADS];  // where this lane reads k = 4 i + c of a stage and the warp's first rows
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int k = 16 * warp_k + 4 * i + c;
+  for (int i = 0; i < SLICES * QUADS; ++i) {
+    const int k = 4 * i + c;
     of_a[i] = ring + (A_IN_ROWS_OF_K ? in_row(warp_m + group, k) : k * A_PITCH + (warp_m + group) * 8);
     of_b[i] = ring + A_BYTES + (B_IN_ROWS_OF_K ? in_row(warp_n + group, k) : k * B_PITCH + (warp_n + group) * 8);
   }
@@ -390,33 +387,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int j = 0; j < FRAGMENTS_N; ++j) promote(j);
 
-  // Whether this warp finishes a column of fragments. Warps that have each a part of k share the columns, and add up all warps' sums there.
-  auto is_mine = [&](int j) { return WARPS_K == 1 || j % WARPS_K == warp_k; };
-#if WARPS_K > 1
-  copies_wait<0>();
-  __syncthreads();
-  double* const all_sums = (double*)ring_memory;
-  auto of_warp = [&](int k, int i, int j, int e) -> double& { return all_sums[(((k * FRAGMENTS_M + i) * FRAGMENTS_N + j) * 4 + e) * 32 + lane]; };
-#pragma unroll
-  for (int i = 0; i < FRAGMENTS_M; ++i)
-#pragma unroll
-    for (int j = 0; j < FRAGMENTS_N; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) of_warp(warp_k, i, j, e) = total[i][j][e];
-  __syncthreads();
-#pragma unroll
-  for (int j = 0; j < FRAGMENTS_N; ++j) {
-    if (!is_mine(j)) continue;
-#pragma unroll
-    for (int i = 0; i < FRAGMENTS_M; ++i)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        total[i][j][e] = of_warp(0, i, j, e);
-#pragma unroll
-        for (int k = 1; k < WARPS_K; ++k) total[i][j][e] += of_warp(k, i, j, e);
-      }
-  }
-#endif
   // A lane has rows `group` of blocks of 8, and columns 2 c and 2 c + 1 of fragments: neighbours of one row of pixels.
   y += split * p.size;
   const int channels = divided((int)p.rows, p.by_phases);
@@ -431,7 +401,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int of_row = of_group * (int)p.y_channel + of_d * (int)p.phase_d + of_h * (int)p.phase_h + (hw - of_h * (int)p.phases_w) * (int)p.phase_w;
 #pragma unroll
       for (int j = 0; j < FRAGMENTS_N; ++j) {
-        if (!is_mine(j)) continue;
         const int2 at = *(const int2*)&tables.y[warp_n + j * 8 + 2 * c];
         double2 v = make_double2(total[i / 2][j][i % 2 * 2], total[i / 2][j][i % 2 * 2 + 1]);
         if (at.x >= 0) finish(v.x, channel, at.x + of_row);

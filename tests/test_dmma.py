@@ -137,7 +137,7 @@ def _follow_product(step, memory) -> None:
     )
     inside = (d >= 0) & (d < p.d) & (h >= 0) & (h < p.h) & (v >= 0) & (v < p.w)
     tiles = -(-p.pixels // step.defines["BLOCK_N"]) * -(-p.rows // step.defines["BLOCK_M"])
-    each = p.split_steps * dmma.BLOCK_K * step.defines["WARPS_K"]
+    each = p.split_steps * 8 * step.defines["SLICES"]
     assert step.grid == tiles * p.groups * p.splits and p.splits * each >= p.reduction
     for g in range(p.groups):
         from_w = p.w_base + g * p.w_group + m * p.w_row + (c * p.w_channel + t * p.w_t + r * p.w_r + s * p.w_s).T
@@ -153,7 +153,7 @@ def _follow_product(step, memory) -> None:
             y[split * p.size + to] = a[:, part] @ b[part]
         # what is copied two at a time are neighbours, begin at 16 bytes, and lie both inside
         if step.defines["ONE_TAP"]:
-            assert inside.all() and p.inner in (1, p.reduction)
+            assert inside.all() and (p.inner in (1, p.reduction) or not p.reduction)
         if step.defines["A_VEC"] == 2 and not step.defines["A_IN_ROWS_OF_K"]:
             assert p.rows % 2 == 0 and (from_w[::2] % 2 == 0).all() and (np.diff(from_w, axis=0)[::2] == 1).all()
         elif step.defines["A_VEC"] == 2:
@@ -249,7 +249,7 @@ def test_every_text_compiles_without_spilling_much():
             for step in (launch for launches in dmma.schedule(asked.launched, config, device).whole for launch in launches):
                 if step.file == "dmma" or step.kernel == "dmma":
                     texts.setdefault((arch, step.source()), replace(step, arch=arch))
-    assert len({key for key in texts if key[0] == "sm_90"}) <= 33  # three tiles, one of them for two kinds of sums, with what they read and how, and the filter's
+    assert len({key for key in texts if key[0] == "sm_90"}) <= 40  # four tiles, two of them for two kinds of sums, with what they read and how, and the filter's
     chosen = covering(list(texts.values()))
     for step, result in zip(chosen, nvcc_of([(step.source(), step.arch) for step in chosen]), strict=True):
         assert result.returncode == 0, f"{step.arch}: {result.stderr}"

@@ -1,8 +1,8 @@
 """float64 convolutions and their gradients on the tensor cores of Ampere and Hopper (``cu/dmma.cu``).
 
 The arrays are read as they lie, and sums are chains of IEEE fused multiply-adds: there is nothing to scale, and no number needs
-a path of its own. A sum is one chain where cuDNN's is no shorter; longer ones are cut into chains of 64 products, as all sums of small
-tiles. A filter is packed only where its rows of gemm k would lie scattered in memory.
+a path of its own. A sum is one chain where cuDNN's is no shorter; longer ones are cut into chains of 64 products. A filter is packed only
+where neither its rows of gemm k nor those of channels lie together in memory.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Tile:
     STAGES, stages_80 : of the ring, on Hopper and on Ampere, which has less shared memory
     rates : TFLOP/s of all 132 multiprocessors with one block each, with two, and so on, up to as many as run at once
     start : microseconds of a block beside its products
-    WARPS_K : warps that share a stage's k, and add up their sums at the end
+    SLICES : of 8 k, of a stage
     """
 
     WARP_M: int
@@ -87,20 +87,22 @@ class _Tile:
     stages_80: int
     rates: tuple[float, ...]
     start: float
-    WARPS_K: int = 1
+    SLICES: int = 2
 
 
 TILES = {
     (64, 64): _Tile(32, 32, 4, 3, (40.0, 43.0, 53.0), 1.4), (128, 64): _Tile(32, 64, 4, 3, (44.0, 58.0), 2.2),
-    (32, 32): _Tile(32, 32, 3, 3, (18.7, 29.0), 1.2, 4),
+    (32, 32): _Tile(16, 16, 5, 3, (20.7, 27.2), 1.1, 4), (32, 64): _Tile(16, 32, 4, 3, (20.2, 31.3, 36.6), 0.9),
 }  # fmt: skip
 #: The same where sums are cut into chains: these need twice the registers, for which a larger tile has none.
-CUT = {(64, 64): replace(TILES[64, 64], rates=(32.0, 43.0), start=4.0), (32, 32): TILES[32, 32]}
-#: Times of the same for one tap, where there are no tables to write and to read: fitted to 332 timings on an H100, met within 13%.
+CUT = {
+    (64, 64): replace(TILES[64, 64], rates=(32.0, 43.0), start=4.0), (32, 32): replace(TILES[32, 32], rates=(18.1, 28.9), start=1.4),
+}  # fmt: skip
+#: Times of the same for one tap, where there are no tables to write and to read: fitted to 470 timings on H100s, met within 13%.
 OF_ONE_TAP = {
     (64, 64): replace(TILES[64, 64], rates=(49.8, 55.1, 57.0), start=0.9),
     (128, 64): replace(TILES[128, 64], rates=(46.1, 55.5), start=1.4),
-    (32, 32): replace(TILES[32, 32], rates=(29.8, 38.9), start=1.4),
+    (32, 32): replace(TILES[32, 32], rates=(38.7, 40.5), start=0.8), (32, 64): replace(TILES[32, 64], rates=(42.9, 50.8, 50.8), start=0.6),
 }  # fmt: skip
 
 
@@ -238,9 +240,9 @@ def _tile(problem: ConvProblem, config: Dmma) -> _Tile | None:
 
 
 def _cuts(problem: ConvProblem, config: Dmma) -> bool:
-    """Whether sums are cut into chains: those that are longer than cuDNN's, of gradients, and in small tiles all."""
+    """Whether sums are cut into chains: those that are longer than cuDNN's, of gradients."""
     part = ceil(ceil(_reduction(problem), BLOCK_K), config.SPLIT)  # in stages
-    return TILES[config.BLOCK_M, config.BLOCK_N].WARPS_K > 1 or part > ceil(_longest_chain(problem), BLOCK_K)
+    return part > ceil(_longest_chain(problem), BLOCK_K)
 
 
 def _longest_chain(problem: ConvProblem) -> int:
@@ -455,17 +457,18 @@ def stage_bytes(config: Dmma, form: _Form) -> int:
 
 def block_k(config: Dmma) -> int:
     """How much of gemm k a stage has."""
-    return BLOCK_K * TILES[config.BLOCK_M, config.BLOCK_N].WARPS_K
+    tile = TILES[config.BLOCK_M, config.BLOCK_N]
+    return 8 * tile.SLICES
 
 
 def _threads(config: Dmma) -> int:
     tile = TILES[config.BLOCK_M, config.BLOCK_N]
-    return 32 * (config.BLOCK_M // tile.WARP_M) * (config.BLOCK_N // tile.WARP_N) * tile.WARPS_K
+    return 32 * (config.BLOCK_M // tile.WARP_M) * (config.BLOCK_N // tile.WARP_N)
 
 
 def _defines(config: Dmma, tile: _Tile, form: _Form, device: Device) -> dict[str, int]:
     return {
-        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WARP_M": tile.WARP_M, "WARP_N": tile.WARP_N, "WARPS_K": tile.WARPS_K,
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WARP_M": tile.WARP_M, "WARP_N": tile.WARP_N, "SLICES": tile.SLICES,
         "STAGES": tile.STAGES if device.capability >= (9, 0) else tile.stages_80, "MIN_BLOCKS": len(tile.rates),
         "CHAINS": int(tile in CUT.values()),
         "A_IN_ROWS_OF_K": form.A_IN_ROWS_OF_K, "A_VEC": form.A_VEC, "B_IN_ROWS_OF_K": form.B_IN_ROWS_OF_K, "B_VEC": form.B_VEC,
@@ -514,7 +517,7 @@ def _arguments(problem: ConvProblem, config: Dmma, form: _Form, part: _Part, pac
 
 def sum_order(problem: ConvProblem, config: Dmma) -> Hashable:
     """Where a sum is cut."""
-    return config.SPLIT, TILES[config.BLOCK_M, config.BLOCK_N].WARPS_K
+    return config.SPLIT, block_k(config)
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
@@ -531,15 +534,14 @@ def texts(device: Device) -> Iterator[TextFamily]:
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever made.
 
-    A's elements are copied in pairs wherever those of B are. Sums of one tap are never cut, but in small tiles.
+    A's elements are copied in pairs wherever those of B are. Sums of one tap are never cut.
     """
     a_rows, b_rows, one_tap = d["A_IN_ROWS_OF_K"], d["B_IN_ROWS_OF_K"], d["ONE_TAP"]
     if b_rows and one_tap:
         return False
     if not (b_rows or one_tap) and (d["B_VEC"] == 2 or not a_rows):
         return False
-    cut = d["CHAINS"] and d["WARPS_K"] == 1
-    return d["B_VEC"] <= d["A_VEC"] and not (cut and (one_tap or not a_rows))
+    return d["B_VEC"] <= d["A_VEC"] and not (d["CHAINS"] and (one_tap or not a_rows))
 
 
 # ---- the choice
@@ -571,7 +573,7 @@ def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
     channels = problem.operand_channels // problem.groups
     blocks = [
         (_tiles(problem, config, part) * config.SPLIT,
-         ceil(ceil(channels * part.taps, block_k(config)), config.SPLIT) * tile.WARPS_K * stage + tile.start)
+         ceil(ceil(channels * part.taps, block_k(config)), config.SPLIT) * block_k(config) // BLOCK_K * stage + tile.start)
         for part in _parts(problem)
     ]  # fmt: skip
     us, added = (1.6, 1.7) if form.ONE_TAP else (3.6 if form.packs else 2.0, 3.0)
