@@ -892,7 +892,7 @@ class Rates(NamedTuple):
 
 
 #: Measured on an H200, by the bytes of an element. float32's were fitted to 258 times: root mean square of the error 17%.
-RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 1.8, 98e3, 21.6e3, 1.92), 2: Rates(1450.0, 2.8, 110e3, 36.1e3, 1.45)}
+RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 1.8, 98e3, 21.6e3, 1.92), 2: Rates(1450.0, 2.8, 110e3, 17.4e3, 3.0)}
 RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split there
 #: Of 16-bit arrays and filters that are read as they lie: cycles a microsecond, cycles of a row of the filter, microseconds of each launch;
 #: times as long products take as the tensor cores need; cycles of a pixel's row of so many bytes. Fitted to 147 times of 57 layers on an
@@ -913,7 +913,7 @@ NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
 FOLLOW = 1.5  # microseconds that a launch of further phases adds
 #: Of three products, tiles of 128 rows, which load less for each product; and those of two stages, where loads are waited for.
 TALL, SHALLOW = 0.9, 1.12
-FLAT = 0.93  # the same of 1x1 layers without stride in NCHW
+FLAT = 1.0  # the same of 1x1 layers without stride in NCHW
 SECTOR = 32  # bytes of memory that are written at once
 APART = 1.9  # times as long it takes to add the parts of sums that are loaded one by one
 PHASED = 2.08  # the same of pixels of phases in NCHW, whose neighbours lie apart
