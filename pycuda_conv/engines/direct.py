@@ -442,7 +442,7 @@ STAGED = 0.096  # microseconds in which each thread of a block brings a number o
 #: Microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart, and that full multiprocessors take for one.
 TAP, TAP_TOGETHER = 0.42, 0.125
 WARP = 32  # pixels of a warp of direct_single.cu
-CLEARLY = 1.3  # times as long as direct_single.cu's model says a tile has to take for planes of more pixels than that
+CLEARLY = 1.4  # times as long as direct_single.cu's model says a tile has to take for planes of more pixels than that
 #: Microseconds of a launch of direct_single.cu, and of 132 multiprocessors for a tap of a warp, and for a warp.
 SINGLE_START, SINGLE_TAP, SINGLE_WARP = 2.0, 1.12e-5, 6.1e-5
 ALONE = 0.58  # of a full multiprocessor's time: what a single thread's walk takes

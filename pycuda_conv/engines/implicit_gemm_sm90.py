@@ -903,7 +903,7 @@ VOLUME = 1.27  # times as long takes a load of a volume
 #: The same of packed images: of volumes; and of pixels that are no multiple of what is loaded at once, so that loads lie across lines.
 PACKED_VOLUME, UNALIGNED = 1.6, 2.0
 #: Bytes of packed images from which on a part of them comes from memory, and bytes a microsecond then.
-FORGOTTEN, REMEMBERED_RATE = 15e6, 2.8e6
+FORGOTTEN, REMEMBERED_RATE = 15e6, 2.5e6
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
 #: Times as long as that takes the gradient of a filter, by products and bytes of an element; and that of a convolution with a stride.
 LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.05, (3, 4): 1.0}, 1.0
