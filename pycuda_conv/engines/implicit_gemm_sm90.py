@@ -903,16 +903,16 @@ VOLUME = 1.27  # times as long takes a load of a volume
 #: The same of packed images: of volumes; and of pixels that are no multiple of what is loaded at once, so that loads lie across lines.
 PACKED_VOLUME, UNALIGNED = 1.6, 2.0
 #: Bytes of packed images from which on a part of them comes from memory, and bytes a microsecond then.
-FORGOTTEN, REMEMBERED_RATE = 15e6, 2.5e6
+FORGOTTEN, REMEMBERED_RATE = 15e6, 2.3e6
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
 #: Times as long as that takes the gradient of a filter, by products and bytes of an element; and that of a convolution with a stride.
-LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.05, (3, 4): 1.0}, 1.0
+LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.05, (3, 4): 0.97}, 1.0
 #: Times as long as all that takes a tile of 64 pixels; one of 128 or more; one of 64 of the gradient of a filter, besides; and what packs
 #: 16-bit images that have their channels last. Seen in 800 times of 140 problems on an H200 and H100s.
 NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
 FOLLOW = 1.5  # microseconds that a launch of further phases adds
 #: Of three products, tiles of 128 rows, which load less for each product; and those of two stages, where loads are waited for.
-TALL, SHALLOW = 0.9, 1.12
+TALL, SHALLOW = 0.96, 1.1
 FLAT = 1.0  # the same of 1x1 layers without stride in NCHW
 SECTOR = 32  # bytes of memory that are written at once
 APART = 1.9  # times as long it takes to add the parts of sums that are loaded one by one
