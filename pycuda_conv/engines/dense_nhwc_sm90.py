@@ -442,7 +442,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
 # 66 times of 48 random layers were SINCE of that.
 SINCE = 0.9
 MULTIPLIED = 1.52  # of the tensor core's cycles: what products take beside loads
-ADDED, MEMORY, BESIDE, AGAIN = 10400.0, 3.6e6, 0.98, 0.16
+ADDED, MEMORY, AGAIN = 10400.0, 3.6e6, 0.16
+#: Times as long blocks of tiles of 64 pixels take where a multiprocessor has two; and clusters that follow others.
+BESIDE, CROWDED = 0.9, 1.2
 WIDEST_FINISHED = 24.2e3  # FINISHED of the widest tile, which has fewer registers for it
 FOLLOW = 0.4  # microseconds of a launch behind another one
 #: Microseconds that blocks which leave half of the multiprocessors to the next call's take less; that others take more; and clusters.
@@ -472,9 +474,11 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         jobs = [math.prod(_tiles(problem, config, walk)) * many * config.CLUSTER for walk in group]
         works = [ceil(_blocks(problem, walk), config.CLUSTER) * step + end for walk in group]
         mean = sum(map(operator.mul, jobs, works)) / sum(jobs)
-        if config.BLOCK_M == 64 and sum(jobs) > slots:
-            mean *= BESIDE
         rounds = ceil(sum(jobs), slots)
+        if rounds == 2 and config.BLOCK_M == 64:
+            mean *= BESIDE
+        elif rounds > 2 and shared:
+            mean *= CROWDED
         all_jobs += sum(jobs)
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
     us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else BESIDE_OTHERS if 2 * all_jobs <= device.multiprocessors else FULL

@@ -205,10 +205,10 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 # Fitted to 27 times of 9 float32 layers on an H200 and an H100: root mean square of the error 15%.
-CLOCK = 933.0  # instructions a microsecond and scheduler
-MEMORY = 2.1e6  # bytes a microsecond
-BEGIN = 3.4  # microseconds of a launch
-ALONE, LONE = 0.627, 1.6  # microseconds that a block waits for memory; times as long as they need instructions take of one warp a scheduler
+CLOCK = 1120.0  # instructions a microsecond and scheduler
+MEMORY = 2.3e6  # bytes a microsecond
+BEGIN = 3.1  # microseconds of a launch
+ALONE, LONE = 1.3, 1.3  # microseconds that a block waits for memory; and times as long instructions take of one warp a scheduler
 RESIDENT = {3: 7, 5: 6, 7: 4}  # blocks of a multiprocessor, as registers allow
 
 

@@ -442,7 +442,7 @@ STAGED = 0.096  # microseconds in which each thread of a block brings a number o
 #: Microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart, and that full multiprocessors take for one.
 TAP, TAP_TOGETHER = 0.42, 0.125
 WARP = 32  # pixels of a warp of direct_single.cu
-CLEARLY = 1.15  # times as long as direct_single.cu's model says a tile has to take for planes of more pixels than that
+CLEARLY = 1.1  # times as long as direct_single.cu's model says a tile has to take for planes of more pixels than that
 #: Microseconds of a launch of direct_single.cu, and of 132 multiprocessors for a tap of a warp, and for a warp.
 SINGLE_START, SINGLE_TAP, SINGLE_WARP = 2.0, 1.12e-5, 6.1e-5
 ALONE = 0.58  # of a full multiprocessor's time: what a single thread's walk takes
@@ -606,7 +606,7 @@ def _wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> fl
     fit = 16 if filters * taps <= 16 else 5 if filters * taps <= 40 else 3  # blocks of a multiprocessor, as registers allow
     step = 0.3 + fit / 16 * (0.03 * filters + taps * (0.02 + 0.01 * filters))
     rounds = max(1.0, _wgrad_blocks(problem, taps, filters) * config.SLICES / (fit * multiprocessors))
-    us = 1 + 1.15 * rounds * ((2 if filters == 1 else 3) + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
+    us = 0.5 + 1.28 * rounds * ((0.6 if filters == 1 else 1.8) + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
     all_taps, across = math.prod(problem.output_size), problem.output_size[2]
     if all_taps >= MANY_TAPS:
         us *= LONGER

@@ -892,7 +892,7 @@ class Rates(NamedTuple):
 
 
 #: Measured on an H200, by the bytes of an element. float32's were fitted to 258 times: root mean square of the error 17%.
-RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 1.8, 98e3, 21.6e3, 1.92), 2: Rates(1450.0, 2.8, 110e3, 36.1e3, 1.45)}
+RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 1.8, 98e3, 21.6e3, 1.92), 2: Rates(1450.0, 2.8, 110e3, 17.4e3, 1.0)}
 RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split there
 #: Of 16-bit arrays and filters that are read as they lie: cycles a microsecond, cycles of a row of the filter, microseconds of each launch;
 #: times as long products take as the tensor cores need; cycles of a pixel's row of so many bytes. Fitted to 147 times of 57 layers on an
@@ -903,17 +903,17 @@ VOLUME = 1.27  # times as long takes a load of a volume
 #: The same of packed images: of volumes; and of pixels that are no multiple of what is loaded at once, so that loads lie across lines.
 PACKED_VOLUME, UNALIGNED = 1.6, 2.0
 #: Bytes of packed images from which on a part of them comes from memory, and bytes a microsecond then.
-FORGOTTEN, REMEMBERED_RATE = 15e6, 2.8e6
+FORGOTTEN, REMEMBERED_RATE = 15e6, 2.3e6
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
 #: Times as long as that takes the gradient of a filter, by products and bytes of an element; and that of a convolution with a stride.
-LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.05, (3, 4): 1.0}, 1.0
+LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.05, (3, 4): 0.97}, 1.0
 #: Times as long as all that takes a tile of 64 pixels; one of 128 or more; one of 64 of the gradient of a filter, besides; and what packs
 #: 16-bit images that have their channels last. Seen in 800 times of 140 problems on an H200 and H100s.
 NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
 FOLLOW = 1.5  # microseconds that a launch of further phases adds
 #: Of three products, tiles of 128 rows, which load less for each product; and those of two stages, where loads are waited for.
-TALL, SHALLOW = 0.9, 1.12
-FLAT = 0.93  # the same of 1x1 layers without stride in NCHW
+TALL, SHALLOW = 0.96, 1.1
+FLAT = 1.0  # the same of 1x1 layers without stride in NCHW
 SECTOR = 32  # bytes of memory that are written at once
 APART = 1.9  # times as long it takes to add the parts of sums that are loaded one by one
 PHASED = 2.08  # the same of pixels of phases in NCHW, whose neighbours lie apart
@@ -1087,7 +1087,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         us = max(us, problem.itemsize * math.prod(problem.result_shape) * parts / PARTS_OF_SECTORS)
     if problem.layout == "NHWC" and problem.itemsize == 2 and not lying:
         us *= LAST_PACKED
-    if problem.layout == "NCHW" and len(walks) > 1:
+    if problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
         small = config.BLOCK_M == 64 == config.BLOCK_N
         us *= PAIRED if paired(problem) else 1.0 if small else PHASED_TILE
     us *= NARROW if config.BLOCK_N <= 64 else WIDE if config.BLOCK_N >= 128 else 1.0
