@@ -19,6 +19,8 @@
 // Words    With 16 bits a word is two neighbours. A pixel may begin in the middle of one: then every row of taps has a word that begins one
 //          element before it. Where pixels of odd columns begin otherwise than those of even ones, there is a copy of the patch for them, one
 //          element further left. What a word has beside a row of taps is masked: the filter is zero there, and zero times Inf would be NaN.
+// PRODUCTS With 3 a float32 is two halves of TF32: hi.hi, hi.lo and lo.hi of eight words are added up by the tensor core, then into the sum. The sums of
+//          a warp that has a NaN are made again: Inf has no lo, and its hi must not meet a lo of zero.
 // y        A lane's columns of 8 or 16 neighbouring columns are neighbouring channels, because the filter is laid out so: it writes 16 or 8 bytes
 //          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of four eights are neighbouring pixels.
 //          Where rows of y are no multiple of eight pixels, a warp turns its sums in shared memory: neighbouring lanes write neighbours.
@@ -28,11 +30,13 @@
 #define TYPE 16      // of the arrays: 32 float, 16 half, 17 bfloat16
 #define BLOCK_N 64   // channels of y of a block: 16, 32, 48 or 64
 #define PLANES 0     // whether the arrays are NCHW, and of 16 bits
+#define PRODUCTS 1   // of float32: 1 or 3
 #endif
 #define MOMENTS 0
 #include "async_copy.cuh"
 #include "finish.cuh"
 #include "fragments.cuh"
+#include "truncation.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -50,6 +54,7 @@ constexpr int BLOCKS = 2;                                         // of a multip
 constexpr int BLOCKS = 1;                                         // what finishes sums whatever there is wants registers
 #endif
 static_assert(COLUMN_TILES % TOGETHER == 0, "whole runs of channels");
+static_assert(PRODUCTS == 1 || (TYPE == 32 && !PLANES), "of float32 with channels last");
 
 // by_n is the divisor n, prepared (division.cuh).
 struct FewInputsArguments {
@@ -93,12 +98,29 @@ DEVICE uint2 load_words(uint32_t from) {
 
 // An element as the tensor core takes it.
 DEVICE data_t factor(data_t v) {
-#if TYPE == 32
+#if TYPE == 32 && PRODUCTS == 1
   return __uint_as_float(to_tf32(v));
 #else
   return v;
 #endif
 }
+
+#if PRODUCTS == 3
+// The halves of a float32, of whose bits the tensor core takes TF32's; `cross` is the hi that meets a lo. `careful`: numbers that TF32 would round to Inf
+// are cut instead, and what is not finite has no other half.
+struct Halves {
+  uint32_t hi, lo, cross;
+  DEVICE Halves(uint32_t v, bool careful) {
+    constexpr uint32_t BITS = 0xffffe000, HALF = 0x1000, INF = 0x7f800000;
+    cross = hi = v + (careful ? 0 : HALF) & BITS;
+    lo = __float_as_uint(__uint_as_float(v) - __uint_as_float(hi)) + HALF;
+    if (careful && (v & INF) == INF) {
+      hi = v;
+      lo = cross = 0;
+    }
+  }
+};
+#endif
 
 // A word of gemm k: the tap that its row begins with, and the element of the row that it begins with, which may be -1.
 struct Word {
@@ -363,7 +385,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (stages > 1 && tile + workers < tiles) copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();
-#if TYPE == 32
+#if TYPE == 32 && PRODUCTS == 3
+#elif TYPE == 32
     for (int i = threadIdx.x; i * 4 < (int)(arg.patch * arg.pitch); i += THREADS) {
       float4* const at = (float4*)((char*)patch + now) + i;
       *at = make_float4(factor(at->x), factor(at->y), factor(at->z), factor(at->w));
@@ -405,7 +428,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     else if (arg.wide == 2) store_turned<2>(arg, sum, turned, bias, scale, residual, y, corner, group, first_k);
     else store_turned<1>(arg, sum, turned, bias, scale, residual, y, corner, group, first_k);
 #else
-    float sum[SIXTEENS][COLUMN_TILES][4] = {};
+    float sum[SIXTEENS][COLUMN_TILES][4];
+#if PRODUCTS == 3
+    for (bool careful = false;; careful = true) {
+      for_all<COLUMN_TILES * SIXTEENS * 4>([&](auto i) { sum[i.value / 4 % SIXTEENS][i.value / (4 * SIXTEENS)][i.value % 4] = 0; });
+      for (int step = 0; step < steps; ++step) {
+        const uint4 at = load_vector(table_lane + step * 64);
+        uint32_t hi[SIXTEENS][4], lo[SIXTEENS][4], cross[SIXTEENS][4];
+#pragma unroll
+        for (int i = 0; i < SIXTEENS; ++i)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const Halves of(load_word(here + base[i] + e % 2 * further + (e < 2 ? at.x : at.z)) & (e < 2 ? at.y : at.w), careful);
+            hi[i][e] = of.hi, lo[i][e] = of.lo, cross[i][e] = of.cross;
+          }
+#pragma unroll
+        for (int eight = 0; eight < COLUMN_TILES; ++eight) {
+          const uint2 b = load_words(filter_lane + (step * COLUMN_TILES + eight) * 256);
+          const Halves first(b.x, careful), second(b.y, careful);
+#pragma unroll
+          for (int i = 0; i < SIXTEENS; ++i) {
+            float part[4] = {};
+            multiply<data_t>(part, lo[i], first.cross, second.cross);
+            multiply<data_t>(part, cross[i], first.lo, second.lo);
+            multiply<data_t>(part, hi[i], first.hi, second.hi);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sum[i][eight][e] += part[e];
+          }
+        }
+      }
+      bool numbers = true;
+      for_all<COLUMN_TILES * SIXTEENS * 4>([&](auto i) {
+        const float v = sum[i.value / 4 % SIXTEENS][i.value / (4 * SIXTEENS)][i.value % 4];
+        numbers = numbers && v == v;
+      });
+      if (careful || __all_sync(~0u, numbers)) break;
+    }
+    for_all<COLUMN_TILES * SIXTEENS * 4>([&](auto i) {
+      float& v = sum[i.value / 4 % SIXTEENS][i.value / (4 * SIXTEENS)][i.value % 4];
+      v += give_back_lost(v, lost_in(1));
+    });
+#else
+    for_all<COLUMN_TILES * SIXTEENS * 4>([&](auto i) { sum[i.value / 4 % SIXTEENS][i.value / (4 * SIXTEENS)][i.value % 4] = 0; });
     for (int step = 0; step < steps; ++step) {
       const uint4 at = load_vector(table_lane + step * 64);
       uint32_t a[SIXTEENS][4];
@@ -423,6 +487,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int i = 0; i < SIXTEENS; ++i) multiply<data_t>(sum[i][eight], a[i], b.x, b.y);
       }
     }
+#endif
 
     // y
     struct alignas(NEIGHBOURS * sizeof(data_t)) Neighbours {
