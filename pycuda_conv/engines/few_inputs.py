@@ -336,7 +336,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a kernel with these defines is ever made."""
-    return not d["PLANES"] and d["TYPE"] == FLOAT or d["PRODUCTS"] == 1 and d["TYPE"] != FLOAT
+    return not d["PLANES"] if d["TYPE"] == FLOAT else d["PRODUCTS"] == 1
 
 
 # ---- the choice
