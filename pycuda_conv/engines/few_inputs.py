@@ -1,7 +1,8 @@
 """Convolutions of few channels, on tensor cores: ``cu/few_inputs.cu``.
 
 The other engines' rows of shared memory have room for 16 channels or more, or their images are packed first. Here the channels of a row of
-taps, which are neighbours in memory, follow one another in the sum. In NCHW the taps of a channel's row are neighbours.
+taps, which are neighbours in memory, follow one another in the sum. In NCHW the taps of a channel's row are neighbours. A float32 product
+is three of TF32 halves.
 """
 
 from __future__ import annotations
