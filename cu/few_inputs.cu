@@ -19,6 +19,8 @@
 // Words    With 16 bits a word is two neighbours. A pixel may begin in the middle of one: then every row of taps has a word that begins one
 //          element before it. Where pixels of odd columns begin otherwise than those of even ones, there is a copy of the patch for them, one
 //          element further left. What a word has beside a row of taps is masked: the filter is zero there, and zero times Inf would be NaN.
+// PRODUCTS With 3 a float32 is two halves of TF32: hi.hi, hi.lo and lo.hi of eight words are added up by the tensor core, then into the sum. The plain
+//          cores compute a warp's tile again if a sum is a NaN, since the halves of Inf make one, or a number so small that its lo loses bits.
 // y        A lane's columns of 8 or 16 neighbouring columns are neighbouring channels, because the filter is laid out so: it writes 16 or 8 bytes
 //          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of four eights are neighbouring pixels.
 //          Where rows of y are no multiple of eight pixels, a warp turns its sums in shared memory: neighbouring lanes write neighbours.
@@ -28,11 +30,13 @@
 #define TYPE 16      // of the arrays: 32 float, 16 half, 17 bfloat16
 #define BLOCK_N 64   // channels of y of a block: 16, 32, 48 or 64
 #define PLANES 0     // whether the arrays are NCHW, and of 16 bits
+#define PRODUCTS 1   // of float32: 1 or 3
 #endif
 #define MOMENTS 0
 #include "async_copy.cuh"
 #include "finish.cuh"
 #include "fragments.cuh"
+#include "truncation.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -50,6 +54,7 @@ constexpr int BLOCKS = 2;                                         // of a multip
 constexpr int BLOCKS = 1;                                         // what finishes sums whatever there is wants registers
 #endif
 static_assert(COLUMN_TILES % TOGETHER == 0, "whole runs of channels");
+static_assert(PRODUCTS == 1 || (TYPE == 32 && !PLANES), "of float32 with channels last");
 
 // by_n is the divisor n, prepared (division.cuh).
 struct FewInputsArguments {
@@ -93,12 +98,27 @@ DEVICE uint2 load_words(uint32_t from) {
 
 // An element as the tensor core takes it.
 DEVICE data_t factor(data_t v) {
-#if TYPE == 32
+#if TYPE == 32 && PRODUCTS == 1
   return __uint_as_float(to_tf32(v));
 #else
   return v;
 #endif
 }
+
+#if PRODUCTS == 3
+// A float32 as two halves, of whose bits the tensor core takes TF32's.
+struct Halves {
+  uint32_t hi, lo;
+  DEVICE Halves(uint32_t v) {
+    constexpr uint32_t BITS = 0xffffe000, HALF = 0x1000;
+    hi = (v + HALF) & BITS;
+    lo = __float_as_uint(__uint_as_float(v) - __uint_as_float(hi)) + HALF;
+  }
+};
+// The bits of a magnitude, of which zero has the most; and those of 2^-100, from which on no lo loses any.
+DEVICE uint32_t magnitude(uint32_t v) { return 2 * v - 1; }
+constexpr uint32_t ENOUGH = 27u << 24;
+#endif
 
 // A word of gemm k: the tap that its row begins with, and the element of the row that it begins with, which may be -1.
 struct Word {
@@ -313,6 +333,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   };
 
   // the filter
+#if PRODUCTS == 3
+  __shared__ uint32_t small_filter[1];
+  if (threadIdx.x == 0) *small_filter = ~0u;
+#endif
   const int order = (int)arg.w_order, all_taps = (int)arg.taps;
   for (int i = threadIdx.x; i < steps * COLUMN_TILES * 16; i += THREADS) ((uint4*)filter)[i] = make_uint4(0, 0, 0, 0);
   for (int i = threadIdx.x; i < c * all_taps; i += THREADS) {  // [channel][tap]
@@ -352,7 +376,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (to[i] >= 0) ((data_t*)filter)[to[i]] = factor(v[i]);
+      if (to[i] >= 0) {
+        ((data_t*)filter)[to[i]] = factor(v[i]);
+#if PRODUCTS == 3
+        if (magnitude(__float_as_uint(v[i])) < ENOUGH) *small_filter = 0;
+#endif
+      }
   }
 
   uint32_t now = 0;  // the patch that is multiplied, in bytes behind the first
@@ -363,7 +392,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (stages > 1 && tile + workers < tiles) copies_wait<1>();
     else copies_wait<0>();
     __syncthreads();
-#if TYPE == 32
+#if TYPE == 32 && PRODUCTS == 3
+#elif TYPE == 32
     for (int i = threadIdx.x; i * 4 < (int)(arg.patch * arg.pitch); i += THREADS) {
       float4* const at = (float4*)((char*)patch + now) + i;
       *at = make_float4(factor(at->x), factor(at->y), factor(at->z), factor(at->w));
@@ -405,7 +435,67 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     else if (arg.wide == 2) store_turned<2>(arg, sum, turned, bias, scale, residual, y, corner, group, first_k);
     else store_turned<1>(arg, sum, turned, bias, scale, residual, y, corner, group, first_k);
 #else
-    float sum[SIXTEENS][COLUMN_TILES][4] = {};
+    float sum[SIXTEENS][COLUMN_TILES][4];
+    const auto each_sum = [&](const auto& f) {
+#pragma unroll
+      for (int i = 0; i < SIXTEENS * COLUMN_TILES * 4; ++i) f(sum[i / (COLUMN_TILES * 4)][i / 4 % COLUMN_TILES][i % 4]);
+    };
+#if PRODUCTS == 3
+    each_sum([&](float& v) { v = 0; });
+    uint32_t least = *small_filter;  // magnitude met
+    for (int step = 0; step < steps; ++step) {
+      const uint4 at = load_vector(table_lane + step * 64);
+      uint32_t hi[SIXTEENS][4], lo[SIXTEENS][4];
+#pragma unroll
+      for (int i = 0; i < SIXTEENS; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const uint32_t v = load_word(here + base[i] + e % 2 * further + (e < 2 ? at.x : at.z)) & (e < 2 ? at.y : at.w);
+          const Halves of(v);
+          hi[i][e] = of.hi, lo[i][e] = of.lo;
+          least = min(least, magnitude(v));
+        }
+#pragma unroll
+      for (int eight = 0; eight < COLUMN_TILES; ++eight) {
+        const uint2 b = load_words(filter_lane + (step * COLUMN_TILES + eight) * 256);
+        const Halves first(b.x), second(b.y);
+#pragma unroll
+        for (int i = 0; i < SIXTEENS; ++i) {
+          float part[4] = {};
+          multiply<data_t>(part, lo[i], first.hi, second.hi);
+          multiply<data_t>(part, hi[i], first.lo, second.lo);
+          multiply<data_t>(part, hi[i], first.hi, second.hi);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[i][eight][e] += part[e];
+        }
+      }
+    }
+    bool good = least >= ENOUGH;
+    each_sum([&](float& v) {
+      good = good && v == v;
+      v += give_back_lost(v, lost_in(1));
+    });
+    if (!__all_sync(~0u, good)) {
+      each_sum([&](float& v) { v = 0; });
+      for (int word = 0; word < (int)arg.words; ++word) {
+        const uint2 at = ((const uint2*)table)[(word / 8 * 4 + word % 4) * 2 + word / 4 % 2];
+        const uint32_t of_word = shared_address(filter) + (word / 8 * COLUMN_TILES * 64 + (lane % 4 * 8 + word % 4) * 2 + word / 4 % 2) * 4;
+        float v[SIXTEENS][2];
+#pragma unroll
+        for (int i = 0; i < 2 * SIXTEENS; ++i) v[i / 2][i % 2] = __uint_as_float(load_word(here + base[i / 2] + i % 2 * further + at.x) & at.y);
+#pragma unroll
+        for (int column = 0; column < 2 * COLUMN_TILES; ++column) {
+          const float factor = __uint_as_float(load_word(of_word + column / 2 * 256 + column % 2 * 32));
+#pragma unroll
+          for (int i = 0; i < 2 * SIXTEENS; ++i) {
+            float& to = sum[i / 2][column / 2][i % 2 * 2 + column % 2];
+            to = fmaf(v[i / 2][i % 2], factor, to);
+          }
+        }
+      }
+    }
+#else
+    each_sum([&](float& v) { v = 0; });
     for (int step = 0; step < steps; ++step) {
       const uint4 at = load_vector(table_lane + step * 64);
       uint32_t a[SIXTEENS][4];
@@ -423,6 +513,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int i = 0; i < SIXTEENS; ++i) multiply<data_t>(sum[i][eight], a[i], b.x, b.y);
       }
     }
+#endif
 
     // y
     struct alignas(NEIGHBOURS * sizeof(data_t)) Neighbours {

@@ -1,13 +1,14 @@
 """Convolutions of few channels, on tensor cores: ``cu/few_inputs.cu``.
 
 The other engines' rows of shared memory have room for 16 channels or more, or their images are packed first. Here the channels of a row of
-taps, which are neighbours in memory, follow one another in the sum. In NCHW the taps of a channel's row are neighbours.
+taps, which are neighbours in memory, follow one another in the sum. In NCHW the taps of a channel's row are neighbours. A float32 product
+is three of TF32 halves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -145,8 +146,8 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes arrays with their channels last, or in NCHW"
     if problem.layout == "NHWC" and problem.groups != 1:
         return "with channels last it takes arrays of one group"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32" or problem.layout == "NCHW"):
-        return "it takes float16 and bfloat16 arrays, and with channels last float32 with precision='tf32'"
+    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.layout == "NCHW"):
+        return "it takes float16 and bfloat16 arrays, and with channels last float32"
     if problem.is_empty:
         return "there is nothing to compute"
     if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
@@ -311,7 +312,7 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
         **by_axis("dilation_", problem.dilation), p=p, q=q, table_at=tile.table_at, places_at=tile.places_at, patch_at=tile.patch_at,
         copy_at=tile.copy_at, wide=wide, turned_at=tile.turned_at, **finish(problem),
     )  # fmt: skip
-    defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes)}
+    defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     return KernelLaunch(
         "few_inputs", defines, workers * tile.chunks, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told,
@@ -330,8 +331,13 @@ def sum_order(problem: ConvProblem, config: FewInputs) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for the type, the channels of a block, and the layout."""
-    choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG}
-    yield TextFamily("few_inputs", choices, lambda d: not (d["PLANES"] and d["TYPE"] == FLOAT))
+    choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG, "PRODUCTS": (1, 3)}
+    yield TextFamily("few_inputs", choices, _made)
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a kernel with these defines is ever made."""
+    return not d["PLANES"] if d["TYPE"] == FLOAT else d["PRODUCTS"] == 1
 
 
 # ---- the choice
@@ -344,6 +350,7 @@ MEMORY = 2.75e6  # bytes a microsecond
 NARROW_MEMORY = {8: 2.7e6, 2: 0.8e6, 1: 0.6e6}  # of tiles that write 32 bytes of a row of planes, of so many pixels at once
 STEP_CYCLES = 7.36  # of a multiprocessor, for a warp's step of gemm k, and for each eight of its channels
 EIGHT_CYCLES = 6.97
+HALVES = 2.3  # times as long, where a product is three: of eight layers on an H100, root mean square of the error 10%
 LOAD_CYCLES = 21.3  # of a multiprocessor, for what a warp's 32 lanes copy at once of a patch
 STORE_CYCLES = 6.0  # of a multiprocessor, for 16 pixels of an eight of channels that a warp finishes and writes
 APART_CYCLES = {8: 5.0, 2: 17.0, 1: 25.0}  # the same in NCHW, of so many pixels at once
@@ -368,15 +375,16 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
 def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
     """Microseconds that `config` should take: a block's filter, and its tiles, each its loads, products and stores; or memory."""
     tile, eights = _tile(problem, config), config.BLOCK_N // 8
-    products = WARPS * tile.steps * (STEP_CYCLES + EIGHT_CYCLES * eights)
+    halves = products(problem) == 3
+    multiplying = WARPS * tile.steps * (STEP_CYCLES + EIGHT_CYCLES * eights) * (HALVES if halves else 1)
     words = tile.patch * tile.pitch * problem.itemsize // WORD
-    again = words if tile.copy_at else words // 4 if problem.itemsize == WORD else 0  # to make a copy, or to round
+    again = words if tile.copy_at else words // 4 if problem.itemsize == WORD and not halves else 0  # to make a copy, or to round
     loading = (tile.patch * tile.pitch // tile.unit + again) / 32 * LOAD_CYCLES
     of_store = STORE_CYCLES if problem.layout == "NHWC" else APART_CYCLES[_run(problem)]
     storing = TILE_PIXELS // 16 * eights * (of_store + (RESIDUAL_CYCLES if problem.has_residual else 0))
     workers = _workers(tile, device)
     together = ceil(workers * tile.chunks, device.multiprocessors)  # blocks of a multiprocessor
-    each = TILE_CYCLES + together * (products + loading + storing)
+    each = TILE_CYCLES + together * (multiplying + loading + storing)
     filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * FILTER_CYCLES
     us = (ceil(tile.tiles, workers) * each + filled) / CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
