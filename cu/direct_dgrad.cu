@@ -12,8 +12,8 @@
 //          With LAYER, all numbers are constants, except the batch, the sizes of images and what follows from them; AXES is then the number of
 //          spatial axes.
 // Order    A thread has several loads on their way: with UNROLLED those of a channel's taps, otherwise those of a tap's channels. It adds what
-//          they bring in that order. It sums block_k filters by themselves where that costs few registers, and in
-//          float64 a tap or some channels, because short sums lose less.
+//          they bring in that order. Short sums lose less, so it makes some by themselves: in float32 of a tap, or of a row of taps where block_k is
+//          small, and with UNROLLED of block_k filters where that costs few registers; in float64 of a tap or some channels.
 // Layout   y (the operand) [n][groups*kg][o][p][q], w [groups*kg][cg][t][r][s], x (the result) [n][groups*cg][d][h][w].
 // Mapping  block -> THREADS consecutive pixels of the batch, n*d*h*w + d*h*w + h*w + w, times BLOCK_C channels of one
 //          group, and one of `split` parts of the sum over filters; GID_0 = ((pixel tile * groups + g) * split + part) * c_tiles + c tile.
@@ -55,19 +55,34 @@ typedef struct DgradArguments {
 #define CHANNELS_OUTSIDE for (int k = 0; k < k_end; ++k)
 #define CHANNELS_INSIDE
 #define END_OF_TAP
-#define END_OF_CHANNEL if (k % 4 == 3 || k == k_end - 1) { ADD_UP_OFTEN }
+#define END_OF_ROW
+#if DTYPE == 64
+#define END_OF_CHANNEL if (k % 4 == 3 || k == k_end - 1) { ADD_UP }
+#else
+#define END_OF_CHANNEL  // it took a third longer with float32
+#endif
 #define UNROLL_TAPS _Pragma("unroll")
 #else
 #define CHANNELS_OUTSIDE
 #define CHANNELS_INSIDE _Pragma("unroll 8") for (int k = 0; k < k_end; ++k)
-#define END_OF_TAP ADD_UP_OFTEN
+#if DTYPE == 64
+#define END_OF_TAP ADD_UP
+#define END_OF_ROW
+#else
+#define END_OF_TAP if (block_k >= 8) { ADD_UP }
+#define END_OF_ROW if (block_k < 8) { ADD_UP }
+#endif
 #define END_OF_CHANNEL
 #define UNROLL_TAPS
 #endif
 #ifndef AXES
 #define AXES 3
 #endif
+#ifdef UNROLLED
 #define TOTALS (DTYPE == 64 || (DTYPE == 32 && BLOCK_C <= 4))  // more of float32 would cost registers
+#else
+#define TOTALS (DTYPE == 64 || DTYPE == 32)
+#endif
 
 #define FIRST(at, stride, dil, every) ((every) == 1 && (stride) == 1 ? 0 : first_tap(at, stride, dil, every))
 
@@ -110,11 +125,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
 #else
 #define ADD_UP {}
 #endif
-#if DTYPE == 64
-#define ADD_UP_OFTEN ADD_UP
-#else
-#define ADD_UP_OFTEN
-#endif
 
   const int k_first = part * (int)arg.run, k_last = k_first + (int)arg.run < kg ? k_first + (int)arg.run : kg;
   for (int k0 = k_first; k0 < k_last; k0 += block_k) {
@@ -146,6 +156,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
                 END_OF_TAP
               }
             }
+            END_OF_ROW
           }
         END_OF_CHANNEL
       }

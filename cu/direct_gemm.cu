@@ -60,6 +60,9 @@
 #define B_LOADS (BLOCK_K * BLOCK_N / B_VEC / THREADS)
 #define B_COLUMNS (BLOCK_N / B_VEC)         // threads along the pixels in a load of B
 #define B_ROWS (THREADS / B_COLUMNS)
+// Steps whose products are added up by themselves, 256 of them: short sums lose less. Tiles of 64x64 would take 5% longer where all sums are short.
+#define TOTALS (DTYPE == 32 && !FIXUP && THREAD_M <= 4)
+#define STEPS_APART (256 / BLOCK_K)
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct GemmArguments {
@@ -353,6 +356,13 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
     for (int j = 0; j < THREAD_N; ++j) sum[i][j] = 0;
+#if TOTALS
+  acc_t total[THREAD_M][THREAD_N];
+#pragma unroll
+  for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+    for (int j = 0; j < THREAD_N; ++j) total[i][j] = 0;
+#endif
 
   const int first = part * (int)arg.split_steps;
   const int steps = (int)((gemm_k + (BLOCK_K - 1)) / BLOCK_K), last = first + (int)arg.split_steps < steps ? first + (int)arg.split_steps : steps;
@@ -369,7 +379,13 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     TO_SHARED(0)
   }
   local_barrier();
+#if TOTALS
+  for (int from = first; from < last; from += STEPS_APART) {
+    const int until = last - from < STEPS_APART ? last : from + STEPS_APART;
+  for (int step = from; step < until; ++step) {
+#else
   for (int step = first; step < last; ++step) {
+#endif
     const int buffer = (step - first) % 2;
     if (step + 1 < last) {
       LOAD_B(step + 1, 1 - buffer)
@@ -395,6 +411,20 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     }
     local_barrier();
   }
+#if TOTALS
+#pragma unroll
+  for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+    for (int j = 0; j < THREAD_N; ++j) {
+      total[i][j] += sum[i][j];
+      sum[i][j] = 0;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+    for (int j = 0; j < THREAD_N; ++j) sum[i][j] = total[i][j];
+#endif
 
   // store: columns are pixels, rows are channels. The loop needs all registers, so the tile's place is computed again.
   {

@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
           for (int e = 0; e < 4; ++e) {
             const int m = column * 8 + lane % 4 * 2 + e % 2;
             float v = sums[row][column][tile][e];
-            if (PRODUCTS == 3) v += give_back_lost(v, LOST);
+            if (PRODUCTS == 3) v = with_lost(v, LOST);
             if (m < used) u[m * plane + part * area + (warp_h * ROWS + row) * tile_columns + warp_w * COLUMNS + tile * 16 + e / 2 * 8 + lane / 4] = v;
           }
     __syncthreads();

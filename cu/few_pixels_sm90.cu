@@ -459,8 +459,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (int down = 0; down < 2; ++down) {
         float2 v = make_float2(totals.sum.of[half][j][2 * down], totals.sum.of[half][j][2 * down + 1]);
         if (TYPE == 32) {  // the rounding of 16 bits hides it
-          v.x += give_back_lost(v.x, lost);
-          v.y += give_back_lost(v.y, lost);
+          v.x = with_lost(v.x, lost);
+          v.y = with_lost(v.y, lost);
         }
         *(float2*)(sums + group * size + (warp_row + 16 * half + 8 * down + lane / 4) * PITCH + 8 * j + lane % 4 * 2) = v;
       }

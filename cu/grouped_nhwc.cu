@@ -243,7 +243,7 @@ struct Worker {
       for (int i = 0; i < 4 * ROWS; ++i) {
         const float sum = sums[i / 4][i % 4 / 2][i % 2 + 2 * half];
         if (i % 2 == 0) good = good && numbers(sum, sums[i / 4][i % 4 / 2][i % 2 + 2 * half + 1]);
-        of_half[i] = TYPE == 32 ? sum + give_back_lost(sum, lost) : sum;  // the rounding of 16 bits hides it
+        of_half[i] = TYPE == 32 ? with_lost(sum, lost) : sum;  // the rounding of 16 bits hides it
       }
       if (shape.mixed && !good) {
         float some[4 * ROWS];

@@ -310,9 +310,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       for (int e = 0; e < 4; ++e) {
         float& total = sums.total[i][j][e];
 #if PRODUCTS == 3
-        total = fmaf(sums.cross[i][j][e] + give_back_lost(total, lost), 0x1p-11f, total);
+        total = fmaf(with_lost(sums.cross[i][j][e], total, lost), 0x1p-11f, total);
 #else
-        if (SCALED && shape.scaled) total += give_back_lost(total, lost);
+        if (SCALED && shape.scaled) total = with_lost(total, lost);
 #endif
       }
   copies_wait<0>();

@@ -994,7 +994,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 2; ++i) {
         sum[half][i] = any ? sum[half][i] : 0;
-        if (SCALED) sum[half][i] += give_back_lost(sum[half][i], part);
+        if (SCALED) sum[half][i] = with_lost(sum[half][i], part);
       }
       const Rows rows(shape, of, half, scale_n, scale_k, scale, bias);
       if (half == 0) stage_output_offsets(rows, shape, consumer, scales, output_offsets, scale_n);
@@ -1207,9 +1207,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
       total[i] = any ? main[i] : 0;
       cross[i] = any ? cross[i] : 0;
     }
-    auto plain = [](float, float last) { return last; };
-    // The products of a stage and some pairs of limbs. `add` adds the main sum to the total while the cross products are under way.
-    auto multiply_and_add = [&](const Place& of, bool both, auto add) {
+    // The products of a stage and some pairs of limbs. The main sum is added to the total while the cross products are under way.
+    auto multiply_and_add = [&](const Place& of, bool both) {
       wgmma_fence();
       multiply_limbs(main, of, 0, 0, true);
       wgmma_commit();
@@ -1220,26 +1219,19 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
       wgmma_wait<1>();
       wgmma_arrived(main);
 #pragma unroll
-      for (int i = 0; i < WGMMA_N / 2; ++i) total[i] += add(total[i], main[i]);
+      for (int i = 0; i < WGMMA_N / 2; ++i) total[i] += main[i];
       wgmma_wait<0>();
       wgmma_arrived(cross);
       give_back(1);
     };
-    auto multiply_next = [&](auto add) {
+    if (early == 2) multiply_and_add(second(), false);  // what was put off
+    for (; step < range.last; ++step) {
       arrived();
-      multiply_and_add(place(), true, add);
-    };
-    if (early == 2) multiply_and_add(second(), false, plain);  // what was put off
-    for (; step + 1 < range.last; ++step) multiply_next(plain);
-    if (step < range.last) {
-      const Promoted promoted(range.last - range.first);
-      multiply_next([&](float so_far, float last) { return promoted.last(so_far, last); });
-#pragma unroll
-      for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i], 0x1p-11f, total[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i] + give_back_lost(total[i], 2048 * lost_in(4)), 0x1p-11f, total[i]);
+      multiply_and_add(place(), true);
     }
+    const Promoted promoted(range.last - range.first, 2048);
+#pragma unroll
+    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(promoted.with_lost(cross[i], total[i], main[i]), 0x1p-11f, total[i]);
 #else
     for (; step < range.last; ++step) {
       multiply_stage(step == range.first);
@@ -1253,7 +1245,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) {
       total[i] = any ? main[i] : 0;
-      if (SCALED) total[i] += give_back_lost(total[i], part);
+      if (SCALED) total[i] = with_lost(total[i], part);
     }
 #endif
     pending = true;

@@ -325,7 +325,7 @@ DEVICE bool store(const Sums& sum, const LinesProduct& shape, const Unit& unit, 
         for (int pixel = 0; pixel < 4; ++pixel) {
           v[pixel] = sum.of[2 * four + pixel / 2][4 * i + 2 * (pixel % 2) + e];
           if (what & CHECK) good &= (fabsf(v[pixel]) >= least && fabsf(v[pixel]) < INFINITY) || !there;
-          if (what & WRITE) v[pixel] += give_back_lost(v[pixel], part);
+          if (what & WRITE) v[pixel] = with_lost(v[pixel], part);
           if (what & WRITE) v[pixel] = Finish<halves>{of_column[j]}.whole(shape, v[pixel], factor, HAS_RESIDUAL ? ((const float*)&added[four])[pixel] : -0.f);
         }
         if (what & WRITE) activate(shape, v);

@@ -400,7 +400,7 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) {
       sum[i] = any ? sum[i] : 0;
-      if (TYPE == 32) sum[i] += give_back_lost(sum[i], part);  // the rounding of 16 bits hides it
+      if (TYPE == 32) sum[i] = with_lost(sum[i], part);  // the rounding of 16 bits hides it
     }
     const auto apart = y_apart(shapes, of);
 #if CLUSTER > 1

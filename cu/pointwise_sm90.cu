@@ -260,18 +260,18 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
   for (int block = 0; block < BLOCKS; ++block) {
     wgmma_arrived(cross.of[block]);
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; ++i)  // Inf times a rest of 0 is no part of the result
-      if (fabsf(total.of[block][i]) < INFINITY) {
-        const float lost = give_back_lost(total.of[block][i], LARGER * PROMOTED);
-        total.of[block][i] = fmaf(cross.of[block][i] + lost, 1 / LARGER, total.of[block][i]);
-      }
+    for (int i = 0; i < BLOCK_N / 2; ++i) {
+      const float small = with_lost(cross.of[block][i], total.of[block][i], LARGER * PROMOTED);
+      // Inf times a rest of 0 is no part of the result
+      if (fabsf(total.of[block][i]) < INFINITY) total.of[block][i] = fmaf(small, 1 / LARGER, total.of[block][i]);
+    }
   }
 #else
   const float part = lost_in(4 * (of.last - of.first));
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / 2; ++i) total.of[block][i] += give_back_lost(total.of[block][i], part);
+    for (int i = 0; i < BLOCK_N / 2; ++i) total.of[block][i] = with_lost(total.of[block][i], part);
 #endif
 }
 

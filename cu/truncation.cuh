@@ -15,19 +15,20 @@ constexpr float STEADY = 0.5e-7f * 16 / 15;
 // The part of itself that a sum of n steps lost.
 __device__ __forceinline__ float lost_in(int n) { return CUT * 0.5f * (n + 1); }
 
-// What to add to a sum: `part` of it, if it was rounded.
-__device__ __forceinline__ float give_back_lost(float sum, float part) { return __float_as_uint(sum) & 15 ? sum * part : 0; }
+// `to` and, if a sum was rounded, `part` of it. The condition must not be one of whether `to` changes: where that is a sum of wgmma in flight, ptxas would
+// have all wgmma wait for one another.
+__device__ __forceinline__ float with_lost(float to, float sum, float part) { return fmaf(sum, __float_as_uint(sum) & 15 ? part : 0, to); }
+__device__ __forceinline__ float with_lost(float sum, float part) { return with_lost(sum, sum, part); }
 
 // The same for a sum of stages of 4 steps, each promoted. A stage whose products are all positive loses more, 1.1e-7, or 0.4e-7 where half of them are zero: its
-// sum grows so large that the products beside it are cut too. Such sums grow steadily, so the last stage's sum is near the mean of all. So is that of 1 in
-// sqrt(4 stages - 3) sums of random signs: steady ones get STEADY more than others, and all sums of random signs as much as before in the mean.
+// sum grows so large that the products beside it are cut too. Such sums grow steadily, so the last stage's sum is near the mean of all: between nothing and twice
+// that. So is that of 2 / pi atan(1 / sqrt(stages - 1)) of sums of random signs, near enough 1 in sqrt(2.467 stages - 1.467): steady ones get STEADY more than
+// others, and all sums of random signs as much as before in the mean.
 struct Promoted {
-  float stages, steady, other;
-  __device__ __forceinline__ explicit Promoted(int n) : stages((float)n), steady(lost_in(4) + STEADY * (1 - rsqrtf(4.0f * n - 3))), other(steady - STEADY) {}
-  // The last stage's sum and, where rounding took something, what to give back of all stages; `so_far` are the others.
-  __device__ __forceinline__ float last(float so_far, float last) const {
-    const float sum = so_far + last;
-    const float part = fabsf(fmaf(last, stages, -sum)) < 0.5f * fabsf(sum) ? steady : other;
-    return fmaf(sum, __float_as_uint(sum) & 15 ? part : 0, last);
+  float stages, steady, other;  // the parts in units of `unit`
+  __device__ __forceinline__ Promoted(int n, float unit) : stages((float)n), steady(unit * (lost_in(4) + STEADY * (1 - rsqrtf(2.467f * n - 1.467f)))), other(steady - unit * STEADY) {}
+  // `to` and what is given back of a sum, whose last stage's was `last`.
+  __device__ __forceinline__ float with_lost(float to, float sum, float last) const {
+    return ::with_lost(to, sum, fabsf(fmaf(last, stages, -sum)) < fabsf(sum) ? steady : other);
   }
 };

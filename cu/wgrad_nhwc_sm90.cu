@@ -449,13 +449,13 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
 #if LIMBS == 2
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) {
-    const float more = cross[i] + give_back_lost(sums[i], LARGER * PROMOTED);
+    const float more = with_lost(cross[i], sums[i], LARGER * PROMOTED);
     if (fabsf(sums[i]) < INFINITY) sums[i] = fmaf(more, 1 / LARGER, sums[i]);  // Inf: the others may be of either sign
   }
 #else
   const float lost = lost_in(STEPS * (range.last - range.first));
 #pragma unroll
-  for (int i = 0; i < SUMS; ++i) sums[i] += give_back_lost(sums[i], lost);
+  for (int i = 0; i < SUMS; ++i) sums[i] = with_lost(sums[i], lost);
 #endif
 }
 
@@ -502,7 +502,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   for (int i = 0; i < PRODUCTS; ++i) {
     wgmma_arrived(sum[i]);
 #pragma unroll
-    for (int j = 0; j < WGMMA_N / 2; ++j) sum[i][j] = range.first < range.last ? sum[i][j] + give_back_lost(sum[i][j], lost) : 0;
+    for (int j = 0; j < WGMMA_N / 2; ++j) sum[i][j] = range.first < range.last ? with_lost(sum[i][j], lost) : 0;
   }
 }
 

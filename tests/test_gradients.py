@@ -183,6 +183,26 @@ def test_long_sums_of_few_channels_are_cut(device, stride):
     assert np.linalg.norm(got - ref) < 5e-7 * np.linalg.norm(ref)
 
 
+def off(config, device, problem, *operands) -> float:
+    """How far a result is from float64, of its norm."""
+    got = run(Plan(problem, device, config=config), *operands)
+    ref = {"fprop": torch.nn.functional.conv2d, "dgrad": torch.nn.functional.conv_transpose2d}[problem.direction](*(torch.from_numpy(a).double() for a in operands)).numpy()
+    return np.linalg.norm(got - ref) / np.linalg.norm(ref)
+
+
+def test_a_matrix_product_adds_up_256_products_by_themselves(device):
+    """One chain of 4096 products would be off by 1.2e-6, and one of 256 is by 3e-7."""
+    x, w = (np.random.default_rng(seed).standard_normal(shape).astype("f") for seed, shape in ((1, (1, 4096, 5, 5)), (2, (64, 4096, 1, 1))))
+    assert off(Gemm(64, 64, 8, 4, 4, 1), device, ConvProblem.forward(2, x.shape, w.shape), x, w) < 4e-7
+
+
+@pytest.mark.parametrize(("size", "limit"), [((3, 3), 1.6e-7), ((5, 7), 2.5e-7)])
+def test_a_transposed_convolution_adds_up_few_filters_or_a_row_by_themselves(device, size, limit):
+    """A block's 16 filters in one chain would be off by 2e-7 and 3.3e-7."""
+    dy, w = (np.random.default_rng(seed).standard_normal(shape).astype("f") for seed, shape in ((1, (1, 16, 9, 9)), (2, (16, 8, *size))))
+    assert off(Dgrad(128, 16, 8), device, ConvProblem.transposed(2, dy.shape, w.shape), dy, w) < limit
+
+
 def test_sums_of_a_block_s_threads_are_added_in_pairs(device):
     """One after the other they would be off by 9.4e-8."""
     x, dy = np.random.default_rng(1).standard_normal((2, 1, 128, 8, 16), np.float32)

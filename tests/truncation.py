@@ -52,9 +52,9 @@ def limbs(v: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     return high, ((v * scale - high) * 2048).astype(np.float16).astype(np.float64), scale
 
 
-def given_back(sum: np.ndarray, part: float) -> np.ndarray:
-    """give_back_lost."""
-    return np.where(sum.astype(np.float32).view(np.int32) & 15, rounded(sum * part), 0)
+def given_back(to: np.ndarray, sum: np.ndarray, part: float | np.ndarray) -> np.ndarray:
+    """with_lost."""
+    return np.where(sum.astype(np.float32).view(np.int32) & 15, rounded(to + sum * part), to)
 
 
 CUT, STEADY = 0.345e-7 * 16 / 15, 0.5e-7 * 16 / 15
@@ -64,15 +64,10 @@ def lost_in(n: int) -> float:
     return CUT * 0.5 * (n + 1)
 
 
-def last_promoted(so_far: np.ndarray, last: np.ndarray, stages: int) -> np.ndarray:
-    """Promoted: the last stage's sum, with what all of them lost."""
-    steady = lost_in(4) + STEADY * (1 - (4 * stages - 3) ** -0.5)
-    total = rounded(so_far + last)
-    part = np.where(abs(last * stages - total) < 0.5 * abs(total), steady, steady - STEADY)
-    return rounded(last + np.where(total.astype(np.float32).view(np.int32) & 15, part, 0) * total)
-
-
-EARLY = 2  # stages that begin a tile; sums that have no more are corrected as single ones
+def promoted(total: np.ndarray, last: np.ndarray, stages: int) -> np.ndarray:
+    """Promoted: the part of itself that a sum of stages is given back."""
+    steady = lost_in(4) + STEADY * (1 - (2.467 * stages - 1.467) ** -0.5)
+    return np.where(abs(last * stages - total) < abs(total), steady, steady - STEADY)
 
 
 def three_products(x: np.ndarray, w: np.ndarray, give_back: bool = True) -> np.ndarray:
@@ -84,11 +79,9 @@ def three_products(x: np.ndarray, w: np.ndarray, give_back: bool = True) -> np.n
         of = slice(64 * stage, 64 * stage + 64)
         main = tensor_sum(None, x_high[of], w_high[of], FP16_STEP)
         cross = tensor_sum(tensor_sum(cross, x_high[of], w_low[of], FP16_STEP), x_low[of], w_high[of], FP16_STEP)
-        if give_back and EARLY <= stage == stages - 1:
-            main = last_promoted(total, main, stages)
         total = main if total is None else rounded(total + main)
-    if give_back and stages <= EARLY:
-        cross = rounded(cross + given_back(total, 2048 * lost_in(4)))
+    if give_back:
+        cross = given_back(cross, total, 2048 * promoted(total, main, stages))
     return rounded(total + cross / 2048) / (x_scale * w_scale)
 
 
@@ -120,7 +113,7 @@ def three_tf32_products(x: np.ndarray, w: np.ndarray, give_back: bool = True) ->
                 cross = tensor_sum(cross, a[of], b[of], TF32_STEP, -126)
         total = main if total is None else rounded(total + main)
     if give_back:
-        cross = rounded(cross + given_back(total, 512 * PROMOTED))
+        cross = given_back(cross, total, 512 * PROMOTED)
     return rounded(total + cross / 512)
 
 
@@ -129,7 +122,7 @@ def one_product(x: np.ndarray, w: np.ndarray, give_back: bool = True) -> tuple[n
     (x, _, x_scale), (w, _, w_scale) = limbs(x), limbs(w)
     total = tensor_sum(None, x, w, FP16_STEP)
     if give_back:
-        total = rounded(total + given_back(total, lost_in(-(-len(x) // FP16_STEP))))
+        total = given_back(total, total, lost_in(-(-len(x) // FP16_STEP)))
     return total / (x_scale * w_scale), x.T @ w / (x_scale * w_scale)
 
 

@@ -395,7 +395,8 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
     if isinstance(config, Wgrad):
         return Wgrad, config.THREADS, config.SLICES
     if isinstance(config, Dgrad):  # which goes through a tap's channels first
-        return Dgrad, config.SPLIT, config.BLOCK_K, problem.dtype == "float32" and config.BLOCK_C <= 4  # TOTALS of the kernel
+        totals = problem.dtype == "float32" and (config.BLOCK_C <= 4 or not _unrolled_dgrad(problem))  # TOTALS of the kernel
+        return Dgrad, config.SPLIT, config.BLOCK_K, totals
     if isinstance(config, Batched) and config.SPLIT > 1:
         return Batched, config.SPLIT, config.BLOCK_C
     return (type(config),)

@@ -207,8 +207,8 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
 
 
 def sum_order(problem: ConvProblem, config: Gemm) -> Hashable:
-    """Where a split sum is cut: at multiples of BLOCK_K."""
-    return config.SPLIT_K, config.BLOCK_K
+    """Where a split sum is cut: at multiples of BLOCK_K. And whether the tile adds up 256 products by themselves: TOTALS of the kernel."""
+    return config.SPLIT_K, config.BLOCK_K, problem.dtype == "float32" and config.THREAD_M <= 4
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
