@@ -14,6 +14,7 @@
 // Memory   shared: two buffers, which are filled and multiplied by turns. A buffer has some planes (the slices of x that the tile meets, of some
 //          channels): the filter's numbers, [plane][r][s][channel], and the patch of x, [plane][row][phase][quad][4]. In a patch columns that are
 //          STRIDE apart are neighbours, so that a quad reads vectors. Copies into one buffer are on their way while the other is multiplied.
+//          In the end sums pass through it whose rows of y are no multiple of four.
 //
 // By hand: nvcc -cubin -arch=sm_90 cu/direct_quads.cu
 #ifndef S
@@ -27,6 +28,7 @@
 
 constexpr int THREADS = 128, CHANNELS = 8;     // channels: of a thread
 constexpr int PHASES = S < STRIDE ? S : STRIDE;  // columns modulo STRIDE that a tap meets
+constexpr int TURNED = QUADS * 128;              // numbers of shared memory in which a warp turns sums, where rows of y do not begin at vectors
 constexpr int PAD = 4;                           // numbers behind the channels of a tap, so that copies meet every bank once
 
 // by_n is the divisor n, prepared (division.cuh).
@@ -156,36 +158,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUADS == 1 ? 5 : 4)
   }
 
   // y
-  const int plane = (int)arg.p * (int)arg.q, groups = (int)arg.groups;
+  const int plane = (int)arg.p * (int)arg.q, channels = (int)(arg.groups * arg.kg), first_channel = tile.group * (int)arg.kg + tile.k + mine;
+  // where a quad's first pixel is, of a slice of y; and from the slice of one channel to that of the next
+  const auto place_of = [&](int row, int quad) { return (tile.p + row) * (int)arg.q + tile.q + 4 * quad; };
+  const int apart = (int)arg.out_d * plane;
+  const int slice = ((tile.image * channels + first_channel) * (int)arg.out_d + tile.slice) * plane;
+  const auto channel_finish = [&](int k) {
+    Finish<false> finish;
+    finish.of = ScaleAndBias(arg, scale, bias, first_channel + k);
+    return finish;
+  };
+  const int of_group = min((int)arg.kg - tile.k - mine, CHANNELS);
+  if (arg.wide) {
+#pragma unroll
+    for (int k = 0; k < CHANNELS; ++k) {
+      if (k >= of_group) break;
+      const Finish<false> finish = channel_finish(k);
+#pragma unroll
+      for (int i = 0; i < QUADS; ++i) {
+        if (!used[i] || tile.p + row[i] >= (int)arg.p || tile.q + 4 * quad[i] >= (int)arg.q) continue;
+        const int to = k * apart + place_of(row[i], quad[i]);
+        float4 added = make_float4(-0.f, -0.f, -0.f, -0.f);
+        if (has_residual(arg)) added = *(const float4*)(residual + slice + to);
+        float v[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[e] = finish.whole(arg, sum[k][i][e], 1, ((float*)&added)[e]);
+        activate(arg, v);
+        store_word(y + slice + to, *(const uint4*)v);
+      }
+    }
+    return;
+  }
+  // A warp turns its sums in shared memory, so that neighbouring lanes write neighbouring pixels.
+  __syncthreads();  // everybody has read the last buffer
+  float* const turned = dynamic + warp * TURNED;
+  int places[QUADS][4];  // of this lane's pixels, or -1
+#pragma unroll
+  for (int i = 0; i < QUADS; ++i)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int number = ((i << 2 - shift) + (warp >> shift)) * 32 + (e * 32 + lane) / 4;
+      const Divided of_row(number, arg.quads, arg.by_quads);
+      const bool inside = number < (int)(arg.rows * arg.quads) && tile.p + of_row.quotient < (int)arg.p && tile.q + 4 * of_row.rest + lane % 4 < (int)arg.q;
+      places[i][e] = inside ? place_of(of_row.quotient, of_row.rest) + lane % 4 : -1;
+    }
 #pragma unroll
   for (int k = 0; k < CHANNELS; ++k) {
-    const int of_group = tile.k + mine + k;
-    if (of_group >= (int)arg.kg) break;
-    const int channel = tile.group * (int)arg.kg + of_group;
-    Finish<false> finish;
-    finish.of = ScaleAndBias(arg, scale, bias, channel);
+    if (k >= of_group) break;
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) *(float4*)(turned + i * 128 + 4 * lane) = make_float4(sum[k][i][0], sum[k][i][1], sum[k][i][2], sum[k][i][3]);
+    __syncwarp();
+    const Finish<false> finish = channel_finish(k);
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) {
-      const int p = tile.p + row[i], q = tile.q + 4 * quad[i], left = (int)arg.q - q;
-      if (!used[i] || p >= (int)arg.p || left <= 0) continue;
-      const int to = (((tile.image * groups * (int)arg.kg + channel) * (int)arg.out_d + tile.slice) * plane) + p * (int)arg.q + q;
-      float4 added = make_float4(-0.f, -0.f, -0.f, -0.f);
-      if (has_residual(arg)) {
-        if (arg.wide) added = *(const float4*)(residual + to);
-        else
+      float v[4], added[4] = {-0.f, -0.f, -0.f, -0.f};
 #pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (e < left) ((float*)&added)[e] = residual[to + e];
-      }
-      float v[4];
+      for (int e = 0; e < 4; ++e)
+        if (has_residual(arg) && places[i][e] >= 0) added[e] = residual[slice + k * apart + places[i][e]];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) v[e] = finish.whole(arg, sum[k][i][e], 1, ((float*)&added)[e]);
+      for (int e = 0; e < 4; ++e) v[e] = finish.whole(arg, turned[i * 128 + e * 32 + lane], 1, added[e]);
       activate(arg, v);
-      if (arg.wide) store_word(y + to, *(const uint4*)v);
-      else
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (e < left) y[to + e] = v[e];
+      for (int e = 0; e < 4; ++e)
+        if (places[i][e] >= 0) y[slice + k * apart + places[i][e]] = v[e];
     }
+    __syncwarp();
   }
 }

@@ -15,7 +15,8 @@
 // lose two bits of eleven.
 //
 // Mapping        filter_rows blocks (every other one at first): one output channel m of w each, or a part of one that does not fit
-//                shared memory, to [m / 64][tap][block of b channels][limb][m % 64][b], rows of b = 64, 32 or 16 channels, swizzled as in shared
+//                shared memory, or one for each of its warps, where there are many short ones,
+//                to [m / 64][tap][block of b channels][limb][m % 64][b], rows of b = 64, 32 or 16 channels, swizzled as in shared
 //                memory: 64 of them are one bulk copy. Rows and channels are filled up with zeros; where a stage takes several blocks,
 //                one of zeros follows each 64 rows', to fill it up.
 //                The other blocks: some pixels x 8 * 2^chunk_bits channels of one image each, to [limb][image][pixel][channel];
@@ -71,7 +72,7 @@ constexpr int PIECES = VECTOR * ITEMS * THREADS;                       // of a b
 // What the kernels are told: by_n is the divisor n, prepared (division.cuh), n_bits its logarithm to base 2. 64 bits each so that the host
 // can pack it without knowing types.
 struct PackArguments {
-  long long filter_rows;                                  // blocks of pack that take a filter's rows, or parts of rows: all of them, or none
+  long long filter_rows, warp_rows;                       // a filter's rows, or parts of them, that are packed: all, or none; whether a warp takes a row
   long long images, lines, by_lines;                      // images, and as many as are packed: a filter's rows are filled up
   long long tiles, by_tiles, tiles_c, by_tiles_c;         // tiles of an image; of those, side by side along the channels
   long long slices, by_slices;                            // blocks that settle an image; 0: none does
@@ -361,16 +362,19 @@ __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restric
   return found;
 }
 
-// One row of a block of 64. scales[m] undoes the scale. Taps are mostly neighbours in w, channels in the packed filter: turned in shared
-// memory, where a whole row mostly fits, so that it is read once; else a block takes as many channels as fit.
+// One row of a block of 64, by a block or, with warp_rows, by each of its warps. scales[m] undoes the scale. Taps are mostly neighbours in w,
+// channels in the packed filter: turned in shared memory, where a whole row mostly fits, so that it is read once; else a block takes as many
+// channels as fit.
 __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags,
                             const PackArguments& shape, int block) {
   constexpr int WIDE = 16 / sizeof(in_t);  // elements of 16 bytes
   const int channels = (int)shape.channels, fitting = (int)shape.fitting, all_taps = (int)shape.all_taps, all = channels * all_taps;
   const bool whole = fitting == channels, in_parts = !FOLDED && fitting > 0 && !whole, last = shape.w_tap != 1;  // taps are not neighbours in w
-  const bool beside = last && shape.w_c == 1;  // channels are
-  float* const turn = (float*)transpose_buffer;
-  const Divided of_row(block, shape.parts, shape.by_parts), of_group(of_row.quotient, shape.padded_group, shape.by_padded_group);
+  const bool beside = last && shape.w_c == 1, by_warps = shape.warp_rows;  // channels are
+  const int threads = by_warps ? 32 : THREADS, thread = threadIdx.x % threads, warp = threadIdx.x / threads;  // of those that take a row
+  float* const turn = (float*)transpose_buffer + warp * (all + (channels + 7) / 8);
+  const Divided of_row(by_warps ? block * (THREADS / 32) + warp : block, shape.parts, shape.by_parts);
+  const Divided of_group(of_row.quotient, shape.padded_group, shape.by_padded_group);
   const int part = of_row.rest, g = of_group.quotient, row = of_group.rest;
   const bool real = row < shape.rows_group;
   w += g * shape.w_group + row * shape.w_m;
@@ -395,32 +399,32 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     const bool row_by_row = (last ? beside && whole && channels % WIDE == 0 : shape.w_c == all_taps) && (size_t)from % 16 == 0;
     const int vectors = row_by_row ? count / WIDE : 0;
     constexpr int VECTORS = IN == 32 ? 5 : 3, SINGLE = FOLDED ? 6 : IN == 32 ? 7 : 9;  // loads of a thread under way
-    for (int first = threadIdx.x; first < vectors; first += VECTORS * THREADS) {
+    for (int first = thread; first < vectors; first += VECTORS * threads) {
       uint4 raw[VECTORS];
 #pragma unroll
       for (int u = 0; u < VECTORS; ++u)
-        if (first + u * THREADS < vectors) raw[u] = ((const uint4*)from)[first + u * THREADS];
+        if (first + u * threads < vectors) raw[u] = ((const uint4*)from)[first + u * threads];
 #pragma unroll
       for (int u = 0; u < VECTORS; ++u) {
-        if (first + u * THREADS >= vectors) break;
+        if (first + u * threads >= vectors) break;
 #pragma unroll
         for (int e = 0; e < WIDE; ++e) {
-          const int i = (first + u * THREADS) * WIDE + e;
+          const int i = (first + u * threads) * WIDE + e;
           take(i, Divided(i, inner, by_inner), to_float(((const in_t*)(raw + u))[e]));
         }
       }
     }
-    for (int first = vectors * WIDE + threadIdx.x; first < count; first += SINGLE * THREADS) {
+    for (int first = vectors * WIDE + thread; first < count; first += SINGLE * threads) {
       in_t raw[SINGLE];
 #pragma unroll
       for (int u = 0; u < SINGLE; ++u) {
-        const int i = first + u * THREADS;
+        const int i = first + u * threads;
         const Divided at(i, inner, by_inner);
         if (i < count && (!last || at.rest < some)) raw[u] = from[at.quotient * outer_step + at.rest * inner_step];
       }
 #pragma unroll
       for (int u = 0; u < SINGLE; ++u) {
-        const int i = first + u * THREADS;
+        const int i = first + u * threads;
         const Divided at(i, inner, by_inner);
         if (i < count && (!last || at.rest < some)) take(i, at, to_float(raw[u]));
       }
@@ -455,31 +459,33 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   }
   float scale = 1;
 #if IN == 32
-  found = over_block(found);
+  if (by_warps) found.over_warp();
+  else found = over_block(found);
   if (real) {
     scale = found.scale();
-    if (threadIdx.x == 0) {
+    if (thread == 0) {
       scales[g * shape.rows_group + row] = 1 / scale;
       flags[g * shape.rows_group + row] = found.flag((int)shape.slack);
     }
   }
 #else
 #if RANGE_CHECK
-  if (real && threadIdx.x == 0) {
+  if (real && thread == 0) {
     scales[g * shape.rows_group + row] = 1;
     flags[g * shape.rows_group + row] = 0;
   }
 #endif
-  __syncthreads();
+  if (!by_warps) __syncthreads();
 #endif
+  if (by_warps) __syncwarp();
   // 16 bytes, 8 channels, at a time: a piece of a row of a block
   const int bits = (int)shape.piece_bits, mask = (1 << bits) - 1, blocks = (int)(shape.taps * shape.channel_blocks), r = row % 64;
   packed += (of_row.quotient / 64 * shape.row_blocks * (LIMBS * 64) + r) << bits;
-  for (int i = (blocks * LIMBS << bits) + threadIdx.x; i < (int)shape.row_blocks * LIMBS << bits; i += THREADS)
+  for (int i = (blocks * LIMBS << bits) + thread; i < (int)shape.row_blocks * LIMBS << bits; i += threads)
     packed[(i >> bits) * 64 * (mask + 1) + (i & mask)] = make_uint4(0, 0, 0, 0);
   const int first = in_parts ? c0 / 8 : 0, pieces = (int)(in_parts ? shape.part_pieces : shape.row_pieces);
   const long long by_pieces = in_parts ? shape.by_part_pieces : shape.by_row_pieces;
-  for (int i = threadIdx.x; i < (int)shape.taps * pieces; i += THREADS) {
+  for (int i = thread; i < (int)shape.taps * pieces; i += threads) {
     const Divided of_tap(i, pieces, by_pieces);
     const int tap = of_tap.quotient, piece = first + of_tap.rest;
     if (piece >= (int)shape.row_pieces) continue;
@@ -576,7 +582,7 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < (int)shape.tickets; i += packing * THREADS) tickets[i] = 0;
   // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
   constexpr int EACH = CLUSTER ? CLUSTER : 1;  // blocks that take the same turn
-  const int filter_rows = (int)shape.filter_rows, turn = blockIdx.x / EACH, rank = blockIdx.x % EACH;
+  const int filter_rows = (int)shape.filter_rows / (shape.warp_rows ? THREADS / 32 : 1), turn = blockIdx.x / EACH, rank = blockIdx.x % EACH;
   const int filter_turns = (filter_rows + EACH - 1) / EACH, image_turns = packing / EACH - filter_turns;
   const bool turns = filter_turns <= image_turns && turn < 2 * filter_turns;
   const bool filter = turns ? turn % 2 == 0 : filter_turns > image_turns && turn < filter_turns;

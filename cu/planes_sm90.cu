@@ -3,15 +3,15 @@
 //   y[image, m, pixel] = sum over c of w[m, c] * x[image, c, pixel], and finish.cuh
 //   gemm m: output channel | gemm n: pixel of an image | gemm k: input channel, in stages of 64
 //
-// Mapping  block: tiles of BLOCK_M channels x BLOCK_N pixels of an image. Tiles of the same pixels run side by side. A consumer warpgroup has 64
+// Mapping  block: tiles of BLOCK_M channels x BLOCK_N pixels of an image. Tiles of the same pixels run side by side. A consumer warpgroup has OWN_M
 //          channels of all pixels of the tile, or, if BLOCK_M is 64 and BLOCK_N is more, of half of them. Behind the consumers is one more warp.
 //          One thread of that, the producer, asks for x and w. Blocks are persistent: loads go on while a tile is stored. Two blocks of the small
 //          tiles share a multiprocessor.
 //          Three consumers need more registers than a launch gives so many threads: the producer's warp is a warpgroup then, which hands over
 //          most of its own.
 // Shared   a ring of STAGES stages (ring.cuh): BLOCK_N / 64 blocks of x, 64 rows of 64 pixels each, then w; rows of 128 bytes, swizzled. Behind the
-//          ring lie the consumers' results, of two tiles if there is room, in blocks of 64 channels x 64 pixels. TMA stores one tile while the other is
-//          filled.
+//          ring lie the consumers' results, in blocks of 64 channels x 64 pixels: of 64 channels, or twice that. Then TMA stores one half while
+//          the other is filled.
 // x        MN-major, which wgmma takes of 16-bit operands. Blocks of pixels that an image does not have are not loaded.
 // w        K-major: 64 input channels of each output channel, as a forward filter lies. W_MN_MAJOR, for the gradient: 64 output channels of each
 //          input channel.
@@ -25,6 +25,8 @@
 #define STAGES 4
 #define TYPE 17       // of the arrays: 16 half, 17 bfloat16
 #define W_MN_MAJOR 0  // output channels of w are neighbours
+#define OWN_M 64      // channels of a consumer
+#define RESULTS 2     // 64 channels of results for which a consumer has room
 #endif
 #if TYPE == 17
 #define WGMMA_TYPE "bf16"
@@ -43,9 +45,9 @@
 typedef element<TYPE> data_t;
 
 constexpr int BLOCK = 64 * 128, STEPS = 4;  // bytes of 64 rows; steps of the tensor core in a stage
-constexpr int CONSUMERS = BLOCK_M / 64 * (BLOCK_N / WGMMA_N), CONSUMER_THREADS = 128 * CONSUMERS;
+constexpr int CONSUMERS = BLOCK_M / OWN_M * (BLOCK_N / WGMMA_N), CONSUMER_THREADS = 128 * CONSUMERS, ROWS = OWN_M / 64;
 constexpr bool HANDS_OVER = CONSUMERS == 3;  // the producer gives registers to the consumers
-constexpr int THREADS = CONSUMER_THREADS + (HANDS_OVER ? 128 : 32), RESULTS = HANDS_OVER ? 1 : 2;  // tiles of results
+constexpr int THREADS = CONSUMER_THREADS + (HANDS_OVER ? 128 : 32);
 constexpr int X_BLOCKS = BLOCK_N / 64, W_BLOCKS = BLOCK_M / 64, OWN_BLOCKS = WGMMA_N / 64, STAGE_BYTES = (X_BLOCKS + W_BLOCKS) * BLOCK;
 static_assert(BLOCK_M % 64 == 0 && WGMMA_N % 64 == 0 && BLOCK_N % WGMMA_N == 0, "whole blocks");
 static_assert(BLOCK_M == 64 || BLOCK_N == WGMMA_N, "consumers side by side, or one below the other");
@@ -135,35 +137,43 @@ DEVICE void consume(const PlanesProduct& arg, const Ring& ring, const CUtensorMa
   results += consumer * RESULTS * OWN_BLOCKS * BLOCK;
   Ring::Position at;
   int turn = 0;
-  float sum[WGMMA_N / 2];
+  float sum[ROWS][WGMMA_N / 2];
   for (int tile = blockIdx.x; tile < (int)arg.tiles; tile += gridDim.x) {
     const Tile of(arg, tile);
     for (int step = 0; step < (int)arg.steps; ++step) {
-      const uint32_t stage = ring.stage(at), w = stage + (X_BLOCKS + down) * BLOCK;
+      const uint32_t stage = ring.stage(at), w = stage + (X_BLOCKS + down * ROWS) * BLOCK;
       ring.wait_full(at);
       const uint64_t a = W_MN_MAJOR ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w);
       const uint64_t b = wgmma_mn_major_descriptor(stage + across * OWN_BLOCKS * BLOCK);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < STEPS; ++k) wgmma(sum, a + (W_MN_MAJOR ? BLOCK / STEPS : 32) / 16 * k, b + BLOCK / STEPS / 16 * k, step > 0 || k > 0);
+      for (int k = 0; k < STEPS; ++k)
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+          wgmma(sum[i], a + (i * BLOCK + (W_MN_MAJOR ? BLOCK / STEPS : 32) * k) / 16, b + BLOCK / STEPS / 16 * k, step > 0 || k > 0);
       ring.commit<1>(at, step > 0);
     }
     wgmma_wait<0>();
-    wgmma_arrived(sum);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) wgmma_arrived(sum[i]);
     ring.give_back(at, 1);
-    const int channel = of.channel + 64 * down, pixel = of.pixel + WGMMA_N * across;
-    uint8_t* const own = results + turn * OWN_BLOCKS * BLOCK;
-    turn = (turn + 1) % RESULTS;
-    if (stores) bulk_wait_read<RESULTS - 1>();
-    named_barrier(1 + consumer, 128);  // the results whose place these take have been read
-    if (plain) leave_results<true>(sum, arg, of.image, channel, pixel, own, scale, bias, residual);
-    else leave_results<false>(sum, arg, of.image, channel, pixel, own, scale, bias, residual);
-    fence_for_bulk();
-    named_barrier(1 + consumer, 128);  // all of them are there
-    if (stores) {
-      for (int i = 0; i < OWN_BLOCKS; ++i)
-        if (pixel + 64 * i < (int)arg.plane && channel < (int)arg.rows) store_box(map_y, shared_address(own + i * BLOCK), pixel + 64 * i, channel, of.image, 0);
-      bulk_commit();
+    const int pixel = of.pixel + WGMMA_N * across;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      const int channel = of.channel + OWN_M * down + 64 * i;
+      uint8_t* const own = results + turn * OWN_BLOCKS * BLOCK;
+      turn = (turn + 1) % RESULTS;
+      if (stores) bulk_wait_read<RESULTS - 1>();
+      named_barrier(1 + consumer, 128);  // the results whose place these take have been read
+      if (plain) leave_results<true>(sum[i], arg, of.image, channel, pixel, own, scale, bias, residual);
+      else leave_results<false>(sum[i], arg, of.image, channel, pixel, own, scale, bias, residual);
+      fence_for_bulk();
+      named_barrier(1 + consumer, 128);  // all of them are there
+      if (stores) {
+        for (int j = 0; j < OWN_BLOCKS; ++j)
+          if (pixel + 64 * j < (int)arg.plane && channel < (int)arg.rows) store_box(map_y, shared_address(own + j * BLOCK), pixel + 64 * j, channel, of.image, 0);
+        bulk_commit();
+      }
     }
   }
   if (stores) bulk_wait<0>();

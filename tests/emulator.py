@@ -323,7 +323,10 @@ def pack(step, memory: Memory) -> None:
 
     if s.tickets:
         store(memory.view(step.buffers[-1], "uint32"), np.arange(s.tickets), 0)
-    blocks = step.grid - in_clusters(s.filter_rows)
+    warps = 8 if s.warp_rows else 1  # a row each
+    assert s.filter_rows % warps == 0 and (warps == 1 or (s.parts == 1 and s.fitting == s.channels))
+    assert not s.filter_rows or 4 * warps * (s.fitting * s.all_taps + ceil(s.fitting, 8)) <= step.shared
+    blocks = step.grid - in_clusters(s.filter_rows // warps)
     rows = s.images // s.rows_group * s.padded_group if step.defines["FILTER"] else s.images
     settling = bool(blocks and step.defines["RANGE_CHECK"] and not cluster)
     assert (s.slices > 0) == settling and s.slices <= s.tiles

@@ -195,6 +195,15 @@ def test_what_the_planner_chooses_computes_the_convolution(case, mode):
     assert_exact(emulated(case, mode, arrays, found[1], multiprocessors=132), case.reference(*arrays))
 
 
+@pytest.mark.parametrize(("case", "by_warps"), [(fprop((1, 24, 5, 7), (264, 24, 1, 1)), 1), (dgrad((1, 16, 5, 7), (16, 132, 3, 3), padding=1, groups=2), 1), (fprop((1, 24, 5, 7), (260, 24, 1, 1)), 0), (fprop((1, 904, 3, 3), (264, 904, 1, 1)), 0)], ids=str)
+def test_many_short_rows_of_a_filter_are_packed_by_warps(case, by_warps):
+    mode = "tf32" if case.transposed else "fp32"
+    arrays = case.integers("float32")
+    ((step,),) = ig.schedule(asked(case, mode), TILES[mode], H200).prepare
+    assert step.arguments.warp_rows == by_warps
+    assert_exact(emulated(case, mode, arrays, multiprocessors=132), case.reference(*arrays))
+
+
 def patches(rows: int, high: int, stages: int = 3) -> ImplicitGemm:
     """A tile of 8 columns and so many rows a consumer, of whose pixels all taps meet what was loaded once."""
     return ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), stages, loader="halo")

@@ -148,6 +148,21 @@ def test_images_of_few_tiles_are_settled_by_the_blocks_of_a_cluster(tiles, monke
     assert_close(got[0][:3], want, 3e-6 * size, config)
 
 
+def test_many_short_rows_of_a_filter_are_packed_by_warps(monkeypatch):
+    """The same bits as by blocks: of rows like any, with Inf, and with numbers that lose bits."""
+    case, mode = fprop((1, 32, 6, 15), (24, 32, 3, 3), padding=1, bias=False), "fp32"
+    x, w, _ = case.normals("float32")
+    w[1, 3, 0, 0] = np.inf
+    w[5, 2] *= np.float32(1e-12)
+    problem, config, got = asked(case, mode), ImplicitGemm(64, 64, 2), []
+    for many in (0, 10**9):
+        monkeypatch.setattr(packing, "MANY_ROWS", many)
+        (first, *_) = [step for stage in emulator.program_of(problem, config, 132).whole for step in stage]
+        assert first.arguments.warp_rows == (many == 0)
+        got.append(simt.computed(problem, config, x, w, multiprocessors=132, seeds=(1,)))
+    assert got[0].tobytes() == got[1].tobytes()
+
+
 def test_blocks_that_settle_images_wait_in_memory_as_it_comes(monkeypatch):
     """Whatever is in the workspace, and however often: the same bits. What they told one another is not there behind the product."""
     case, config = fprop((2, 16, 20, 64), (8, 16, 3, 3), padding=1, bias=False), ImplicitGemm(64, 64, 2)

@@ -190,9 +190,10 @@ def _tile(problem: ConvProblem, config: Quads) -> _Tile:
     buffers = 1 if at_once == planes else 2
     buffer = at_once * sum(of_plane)
     blocks = problem.N * o * tiles_h * tiles_w * group_tiles * groups
+    turned = 0 if q % 4 == 0 else WARPS * config.QUADS * LANES * 4
     return _Tile(
         rows, quads, tiles_w, tiles_h, group_tiles, blocks, at_once, planes, patch_rows, patch_columns, phase, pitch,
-        at_once * of_plane[0], buffer, 4 * buffers * buffer,
+        at_once * of_plane[0], buffer, 4 * max(buffers * buffer, turned),
     )  # fmt: skip
 
 
@@ -263,7 +264,7 @@ LOAD_CYCLES = 66.7  # of a multiprocessor, for 128 numbers of a patch, and for e
 COPY_CYCLES = 27.0
 STORE_CYCLES = 14.5  # of a multiprocessor, for a block's quads of a channel
 RESIDUAL_CYCLES = 348.0  # the same, for a residual that is added
-SINGLE_CYCLES = 250.0  # the same, for numbers that are stored one by one
+SINGLE_CYCLES = 170.0  # the same, for numbers that are stored one by one, by neighbouring lanes
 FILLED = 0.174  # n blocks together take n to the power of this as long as one alone, which does not fill a multiprocessor
 BUSY = 1.1  # what the multiplications take, of what the multiprocessor could do
 

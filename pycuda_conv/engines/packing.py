@@ -44,6 +44,9 @@ PACK_PIXELS = 4  # of 8 channels, that a thread of it takes at once, if an image
 PACK_APART = 2  # the same where taps are folded or channels last: each has addresses of its own
 SLOTS = 4  # blocks a multiprocessor that settle scales, at the most
 CLUSTER = 8  # blocks of a cluster: images of so many tiles have their scale settled while they are packed
+WARPS = PACK_THREADS // 32
+MANY_ROWS = 2  # a multiprocessor: so many rows of a filter are packed by warps, if they are short
+ROWS_ROOM = 7168  # words of shared memory, but for one every eight channels, for the rows of a filter that a block's warps pack
 FILTER_ROOM = 11264  # words of shared memory for a row of a filter: with four such blocks a multiprocessor is not full yet
 
 #: What TMA's im2col mode takes, by the number of spatial axes: corners (lowest, highest), and the largest offset of a tap.
@@ -331,6 +334,7 @@ class PackArguments(NamedTuple):
     """What ``pack.cu`` is told of an array, which its text explains."""
 
     filter_rows: int
+    warp_rows: int
     images: int
     lines: int
     by_lines: int
@@ -493,7 +497,8 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
     }
     fitting, pieces = _fitting(problem, packed), packed.load // 8
     told = arguments(
-        PackArguments, filter_rows=0, images=images, lines=lines, **tile, slices=0, groups=groups, group_chunks=group // 8, channels=read,
+        PackArguments, filter_rows=0, warp_rows=0, images=images, lines=lines, **tile, slices=0, groups=groups,
+        group_chunks=group // 8, channels=read,
         slack=slack(problem), each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image, x_group=strides.group,
         x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
         **_columns(problem, not as_filter and not packed.level), folds=math.prod(packed.folded), fold_r=packed.folded[1],
@@ -564,6 +569,13 @@ def _filter_parts(problem: ConvProblem, packed: PackedLayout) -> int:
     return 1 if whole else ceil(channel_blocks * packed.load, fitting)
 
 
+def _short_rows(problem: ConvProblem, packed: PackedLayout) -> bool:
+    """Whether shared memory takes a filter's row for each warp of a block."""
+    channels = problem.operand_channels // problem.groups
+    whole = _fitting(problem, packed) == channels
+    return whole and WARPS * channels * math.prod(problem.filter_size) <= ROWS_ROOM
+
+
 def packs_filter_last(problem: ConvProblem) -> bool:
     """Whether filters with their second axis last, as those of a model that is, are packed from there."""
     return problem.layout == "NHWC" and math.prod(problem.filter_size) > 1
@@ -610,15 +622,18 @@ def pack_operands(
     filter_rows *= _filter_parts(problem, packed)  # from here on the blocks that pack them
     tickets_at = scratch.take(4 * tickets) if tickets else nowhere
 
+    by_warps = written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed)
+
     def pack(filter_rows: int, blocks: int) -> list[KernelLaunch]:
         buffers = (INPUT, WEIGHT, x_limbs, *of_images, w_limbs, w_scales, w_flags, tickets_at)
-        told = images.arguments._replace(filter_rows=filter_rows, tickets=tickets if blocks else 0)
+        told = images.arguments._replace(filter_rows=filter_rows, warp_rows=int(by_warps), tickets=tickets if blocks else 0)
         if not blocks:
             told = told._replace(slices=0, by_slices=divider(1))
         if filter_last:
             told = told._replace(**dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)))
-        shared = max(images.shared if blocks else 0, images.filter_shared if filter_rows else 0)
-        grid = images.in_clusters(filter_rows) + blocks  # blocks of a cluster all pack one or the other
+        shared = max(images.shared if blocks else 0, images.filter_shared * (WARPS if by_warps else 1) if filter_rows else 0)
+        filter_blocks = filter_rows // WARPS if by_warps else filter_rows
+        grid = images.in_clusters(filter_blocks) + blocks  # blocks of a cluster all pack one or the other
         return [KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=told)]
 
     if problem.layout == "CNHW":  # the filter is as large as the images
