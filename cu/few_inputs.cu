@@ -473,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     bool good = least >= ENOUGH;
     each_sum([&](float& v) {
       good = good && v == v;
-      v += give_back_lost(v, lost_in(1));
+      v = with_lost(v, lost_in(1));
     });
     if (!__all_sync(~0u, good)) {
       each_sum([&](float& v) { v = 0; });

@@ -332,7 +332,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   for (int i = 0; i < 2; ++i) {
     wgmma_arrived(sums.of[i]);
 #pragma unroll
-    for (int j = 0; j < 64; ++j) sums.of[i][j] = range.first < range.last ? sums.of[i][j] + give_back_lost(sums.of[i][j], lost) : 0;
+    for (int j = 0; j < 64; ++j) sums.of[i][j] = range.first < range.last ? with_lost(sums.of[i][j], lost) : 0;
   }
 }
 
