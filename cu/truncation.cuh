@@ -16,8 +16,8 @@ constexpr float STEADY = 0.5e-7f * 16 / 15;
 __device__ __forceinline__ float lost_in(int n) { return CUT * 0.5f * (n + 1); }
 
 // `to` and, if a sum was rounded, `part` of it. The condition must not be one of whether `to` changes: where that is a sum of wgmma in flight, ptxas would
-// have all wgmma wait for one another.
-__device__ __forceinline__ float with_lost(float to, float sum, float part) { return fmaf(sum, __float_as_uint(sum) & 15 ? part : 0, to); }
+// have all wgmma wait for one another. It chooses the sum, not the part: an infinite sum has no such bits, and infinity times 0 would be NaN.
+__device__ __forceinline__ float with_lost(float to, float sum, float part) { return fmaf(__float_as_uint(sum) & 15 ? sum : 0, part, to); }
 __device__ __forceinline__ float with_lost(float sum, float part) { return with_lost(sum, sum, part); }
 
 // The same for a sum of stages of 4 steps, each promoted. A stage whose products are all positive loses more, 1.1e-7, or 0.4e-7 where half of them are zero: its

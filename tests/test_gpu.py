@@ -302,7 +302,7 @@ def test_channels_last_tensors_are_read_where_they_are_or_turned(torch, monkeypa
     assert is_channels_last(got) and torch.equal(got, expected) and not copies
 
 
-TURNED = fprop((2, 4, 12, 10), (4, 2, 3, 3), padding=1, groups=2)  # in float32: no engine reads groups of two channels as they lie
+TURNED = fprop((2, 4, 240, 200), (4, 2, 3, 3), padding=1, groups=2)  # in float32: the kernel that reads groups of two channels as they lie is slow
 
 
 @pytest.fixture
