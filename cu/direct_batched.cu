@@ -7,8 +7,8 @@
 // sum over input channels stays in registers. This is the engine's general kernel: it takes any rank, number of groups, stride, dilation and
 // padding. A 2-d convolution has d = t = o = 1, a 1-d one h = r = p = 1 too.
 //
-// Sizes    They are arguments. R and S may be defined: then the loops over a plane of the filter are unrolled. With LAYER, all numbers are
-//          constants, except the batch, the sizes of images and what follows from them; AXES is then the number of spatial axes.
+// Sizes    They are arguments. R, S and AXES, 2, may be defined, for filters without dilation: then their loops are unrolled. With LAYER, all
+//          numbers are constants, except the batch, the sizes of images and what follows from them; AXES is then the number of spatial axes.
 // Layout   x [n][groups*cg][d][h][w], w [groups*kg][cg][t][r][s], y [n][groups*kg][o][p][q].
 // Mapping  block -> THREADS consecutive pixels of the batch, numbered n*o*p*q + o*p*q + p*q + q, times BLOCK_K output
 //          channels of one group, and one of `split` parts of the sum over channels; GID_0 = ((pixel tile * groups + g) * split + part)
@@ -49,6 +49,11 @@ typedef struct BatchedArguments {
 #define R ((int)arg.r)
 #define S ((int)arg.s)
 #endif
+#if defined(AXES) && !defined(LAYER)
+#define FLAT 1  // a filter of a plane's axes alone, without dilation
+#else
+#define FLAT 0
+#endif
 #ifndef AXES
 #define AXES 3
 #endif
@@ -71,7 +76,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
   LOCAL_ROOM(filter);
   const int groups = OF_LAYER(GROUPS, groups), cg = OF_LAYER(CG, cg), kg = OF_LAYER(KG, kg), k_tiles = OF_LAYER(K_TILES, k_tiles);
   const int d_end = AXES < 3 ? 1 : (int)arg.d, h_end = AXES < 2 ? 1 : (int)arg.h, w_end = (int)arg.w;
-  const int t_end = OF_LAYER(T, t), dil_d = OF_LAYER(DIL_D, dil_d), dil_h = OF_LAYER(DIL_H, dil_h), dil_w = OF_LAYER(DIL_W, dil_w);
+  const int t_end = FLAT ? 1 : OF_LAYER(T, t), dil_d = OF_LAYER(DIL_D, dil_d);
+  const int dil_h = FLAT ? 1 : OF_LAYER(DIL_H, dil_h), dil_w = FLAT ? 1 : OF_LAYER(DIL_W, dil_w);
   const int taps = t_end * R * S, block_c = OF_LAYER(BLOCK_C, block_c), block_taps = OF_LAYER(BLOCK_TAPS, block_taps);
   const int tile = OVER((int)GID_0, k_tiles, by_k_tiles), k0 = ((int)GID_0 - tile * k_tiles) * BLOCK_K;
   const int of_part = divided(tile, arg.by_split), part = tile - of_part * (int)arg.split;
@@ -135,6 +141,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
         const index_t at = (n * (index_t)groups * kg + k) * (index_t)arg.plane + number;
         if (arg.split > 1) {
           ((GLOBAL_MEM acc_t*)y)[part * (index_t)arg.part_size + at] = sum[j];
+        } else if (PLAIN) {
+          STORE(y, at, sum[j] + BIAS_OF(k));
         } else {
           FINISH_AT(sum[j], k, at)
           STORE(y, at, sum[j]);

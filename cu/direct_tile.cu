@@ -129,6 +129,14 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
   EPILOGUE_FLAGS
   const acc_t times = SCALE_OF(k), plus = BIAS_OF(k);
   const int q = tile_q + tx;
+  if (PLAIN) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      const int p = tile_p + ty + i;
+      if (p < p_end && q < q_end) STORE(y, plane * (index_t)(p_end * q_end) + p * q_end + q, sum[i] + plus);
+    }
+    return;
+  }
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     const int p = tile_p + ty + i;

@@ -21,6 +21,8 @@
     SCALE_AND_ADD(v, scale_, has_bias ? (bias_) : (residual_)) \
     (v) += has_bias ? (residual_) : NOTHING;                   \
   }
+// Whether nothing but a bias finishes sums: sum + BIAS_OF(channel) are the same bits then, in far fewer instructions.
+#define PLAIN (!(has_scale | has_residual | activation))
 // the activation of v[0], ... v[count - 1], which are finished but for that
 #define ACTIVATE(v, count) ACTIVATE_SOME(activation, slope, v, count)
 #define FINISH_AT(v, channel, at)                             \

@@ -27,6 +27,20 @@ template <class Arguments> DEVICE int has_residual([[maybe_unused]] const Argume
 #endif
 }
 
+// The arguments of sums that nothing but a bias finishes. A neutral one takes the place of a bias that there is not. A text without LAYER that has
+// a branch for these needs none of the others for each number.
+template <class Arguments> struct Plain : Arguments {};
+template <class Arguments> DEVICE int has_scale(const Plain<Arguments>&) { return 0; }
+template <class Arguments> DEVICE int has_bias(const Plain<Arguments>&) { return 1; }
+template <class Arguments> DEVICE int activation(const Plain<Arguments>&) { return 0; }
+template <class Arguments> DEVICE int has_residual(const Plain<Arguments>&) { return 0; }
+template <class Arguments> DEVICE bool is_plain(const Arguments& arguments) {
+  return !has_scale(arguments) && !has_residual(arguments) && !activation(arguments);
+}
+template <class Arguments> DEVICE const Plain<Arguments>& as_plain(const Arguments& arguments) {
+  return static_cast<const Plain<Arguments>&>(arguments);
+}
+
 // Scale and bias of an output channel, or what is neutral.
 struct ScaleAndBias {
   float scale, bias;
@@ -35,6 +49,9 @@ struct ScaleAndBias {
   template <class Arguments, class T>
   DEVICE ScaleAndBias(const Arguments& arguments, const T* scales, const T* biases, int k)
       : scale(has_scale(arguments) ? to_float(scales[k]) : 1), bias(has_bias(arguments) ? to_float(biases[k]) : -0.f) {}
+  template <class Arguments, class T>  // asks whether there is a bias
+  DEVICE ScaleAndBias(const Plain<Arguments>& arguments, const T* scales, const T* biases, int k)
+      : ScaleAndBias(static_cast<const Arguments&>(arguments), scales, biases, k) {}
 };
 
 // What finishes the sums of a channel, but for the activation. `scaled`: they have a factor of their own.

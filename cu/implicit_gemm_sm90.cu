@@ -179,7 +179,7 @@ struct GemmPhase {
 
 // Moments are of what nothing is added to, and neither phases of neighbouring columns nor the widest tiles take a residual.
 constexpr bool MAY_ADD = !INTERLEAVE_COLUMNS && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG));
-DEVICE bool adds(const GemmPhase& shape) { return MAY_ADD && has_residual(shape); }
+template <class Phase> DEVICE bool adds(const Phase& shape) { return MAY_ADD && has_residual(shape); }
 DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || shape.scaled & 1); }
 
 struct Shapes {
@@ -608,7 +608,8 @@ struct Rows {
 #if INTERLEAVE_COLUMNS
 // The sums of one phase of a pair: kept, or, with those kept, written. A warp has a piece of what is kept for each half of its channels
 // and CHUNK pixels, and as much room before the first: a piece that has been read makes room, with the one before it, for rows of y.
-DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, bool second, uint8_t* kept, const float* scales,
+template <class Phase>
+DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, bool second, uint8_t* kept, const float* scales,
                        const long long* output_offsets, out_t* y) {
   struct alignas(2 * sizeof(out_t)) Vector {
     out_t v[2];
@@ -663,8 +664,8 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 }
 #elif PATCH_ROWS
 // Some rows of a consumer's patch. Four lanes write a row of 8 pixels of a channel.
-template <int first, int last>
-DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const out_t* residual, out_t* y) {
+template <int first, int last, class Phase>
+DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, const out_t* residual, out_t* y) {
   struct alignas(2 * sizeof(out_t)) Vector {
     out_t v[2];
   };
@@ -694,8 +695,8 @@ DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 }
 #elif !TENSOR_STORE
 // A warp's sums of CHUNK pixels from `base` on, turned in its part of shared memory so that neighbours are written together.
-template <int base>
-DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, float* staging, const float* scales, const out_t* residual,
+template <int base, class Phase>
+DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, float* staging, const float* scales, const out_t* residual,
                         out_t* y) {
   constexpr int PITCH = NHWC ? 20 : 40;
   constexpr int width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK;
@@ -778,8 +779,8 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 DEVICE int swizzled(int row, int piece) { return row * 128 + ((piece ^ row % 8) << 4); }
 
 // The same by TMA: `staging` is the consumer's, and its 128 threads fill a tile together.
-template <int base>
-DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, int consumer, uint8_t* staging,
+template <int base, class Phase>
+DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, int consumer, uint8_t* staging,
                                   const float* scales, const out_t* residual, const CUtensorMap* map_y) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   uint8_t* const tile = staging + base / CHUNK % 2 * (STAGING / 2);
@@ -889,13 +890,11 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 #endif
 
 #if !PATCH_ROWS
-// A consumer's 64 channels of a tile, their moments too.
-DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, [[maybe_unused]] int tile, int consumer, uint8_t* staging,
-                       const float* scales, [[maybe_unused]] const long long* output_offsets, const out_t* residual, const CUtensorMap* map_y,
-                       [[maybe_unused]] float* moments, out_t* y) {
-#if NOTES
-  if (OF_LAYER(NOTED, shape.scaled & 2)) store_moments(sum, rows, shape, scales, moments);
-#endif
+// A consumer's 64 channels of a tile.
+template <class Phase>
+DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, [[maybe_unused]] int tile, [[maybe_unused]] int consumer,
+                       uint8_t* staging, const float* scales, [[maybe_unused]] const long long* output_offsets, const out_t* residual,
+                       const CUtensorMap* map_y, out_t* y) {
 #if INTERLEAVE_COLUMNS
   store_pair(sum, rows, shape, tile % 2, staging + threadIdx.x % 128 / 32 * INTERLEAVED, scales, output_offsets, y);
 #else
@@ -908,6 +907,20 @@ DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 #endif
   });
 #endif
+}
+
+// The same, and their moments.
+DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, int tile, int consumer, uint8_t* staging,
+                       const float* scales, const long long* output_offsets, const out_t* residual, const CUtensorMap* map_y,
+                       [[maybe_unused]] float* moments, out_t* y) {
+#if NOTES
+  if (OF_LAYER(NOTED, shape.scaled & 2)) store_moments(sum, rows, shape, scales, moments);
+#endif
+  if (is_plain(shape)) {
+    store_tile(sum, rows, as_plain(shape), tile, consumer, staging, scales, output_offsets, residual, map_y, y);
+  } else {
+    store_tile(sum, rows, shape, tile, consumer, staging, scales, output_offsets, residual, map_y, y);
+  }
 }
 
 // What the stores of a tile need of a consumer's pixels, to its part of shared memory: scales, and, of pairs, places in y.
@@ -1117,7 +1130,12 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #if PATCH_ROWS
   auto store_part = [&](auto part) {
     constexpr int number = decltype(part)::value;
-    store_rows<number * PATCH_ROWS / PARTS, (number + 1) * PATCH_ROWS / PARTS>(total, rows, shapes.of[0], residual, y);
+    constexpr int first = number * PATCH_ROWS / PARTS, last = (number + 1) * PATCH_ROWS / PARTS;
+    if (is_plain(shapes.of[0])) {
+      store_rows<first, last>(total, rows, as_plain(shapes.of[0]), residual, y);
+    } else {
+      store_rows<first, last>(total, rows, shapes.of[0], residual, y);
+    }
   };
   auto store = [&] { for_all<PARTS>(store_part); };
 #else

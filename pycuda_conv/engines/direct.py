@@ -321,8 +321,14 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
     )
     elements = block_taps * config.BLOCK_K
     defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K}
-    common = {"R": r, "S": s} if r == s == COMMON and elements * accumulator_bytes(problem) <= MOST_COMMON else {}
+    fits = _flat(problem) and r == s == COMMON and elements * accumulator_bytes(problem) <= MOST_COMMON
+    common = {"R": r, "S": s, "AXES": 2} if fits else {}
     return defines | common, arguments, _constants(problem, arguments), elements
+
+
+def _flat(problem: ConvProblem) -> bool:
+    """Whether the filter has a plane's axes alone, and no dilation."""
+    return not problem.has_depth and problem.dilation == (1, 1, 1)
 
 
 def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
@@ -418,7 +424,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
                     yield TextFamily("direct_tile", of_tile | {name: (value,) for name, value in layer.items()})
         batched = common | room | {"THREADS": (128,), "BLOCK_K": BLOCKS[device.backend, "fprop"]}
         yield TextFamily("direct_batched", batched)
-        yield TextFamily("direct_batched", batched | {"R": (COMMON,), "S": (COMMON,)})
+        yield TextFamily("direct_batched", batched | {"R": (COMMON,), "S": (COMMON,), "AXES": (2,)})
         dgrad = common | room | {"THREADS": (128,), "BLOCK_C": BLOCKS[device.backend, "dgrad"]}
         yield TextFamily("direct_dgrad", dgrad)
         if device.backend == "cuda":
