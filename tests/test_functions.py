@@ -313,10 +313,10 @@ READ = [  # (problem, where tensors of it are read as they lie)
     ({**LAYER, "weight_shape": (64, 1, 3, 3), "groups": 64}, (HOPPER, AMPERE, TURING)),
     ({**LAYER, "weight_shape": (64, 8, 3, 3), "groups": 8}, ()),
     ({**LAYER, "weight_shape": (64, 8, 3, 3), "groups": 8, "dtype": "bfloat16"}, (HOPPER, AMPERE)),
-    ({"input_shape": (64, 256, 56, 56), "weight_shape": (8, 256, 1, 1), "dtype": "float16"}, (HOPPER, AMPERE)),  # few channels, but deep sums
+    ({"input_shape": (64, 256, 56, 56), "weight_shape": (8, 256, 1, 1), "dtype": "float16"}, (HOPPER, AMPERE, TURING)),  # few channels, but deep sums
     ({"input_shape": (64, 3, 224, 224), "weight_shape": (3, 3, 3, 3), "dtype": "float16"}, (HOPPER, AMPERE)),  # of few channels to few
     ({"input_shape": (64, 16, 224, 224), "weight_shape": (3, 16, 3, 3), "dtype": "float16"}, (HOPPER, AMPERE)),
-    ({"input_shape": (0, 64, 5, 5), "weight_shape": (8, 64, 3, 3)}, ()),
+    ({"input_shape": (0, 64, 5, 5), "weight_shape": (8, 64, 3, 3)}, (HOPPER, AMPERE, TURING)),  # nothing to convert
     ({"input_shape": (1, 1, 2160, 2160), "weight_shape": (1, 1, 7, 7), "padding": 3}, (HOPPER, AMPERE, TURING)),
     ({"input_shape": (1, 2, 2160, 2160), "weight_shape": (2, 1, 9, 9), "padding": 4, "groups": 2}, ()),  # no loops of 9x9 are unrolled there
     ({"input_shape": (1, 1, 2160, 2160), "weight_shape": (1, 1, 9, 9), "padding": 4}, (HOPPER, AMPERE, TURING)),  # a channel lies in either order
@@ -349,13 +349,13 @@ def test_what_was_measured_decides_whether_channels_last_are_read(monkeypatch):
     layer, grouped = (replace(ConvProblem.forward(2, **arguments), layout="NHWC") for arguments in (LAYER, READ[5][0]))
     gemm, tensor_cores = Gemm(64, 64, 16, 8, 8, 6), ImplicitGemm(64, 128, 4)
     for problem, choice, expected in (
-        (layer, Choice(gemm, 1.0), False), (layer, Choice(tensor_cores, 1e6), True),
+        (layer, Choice(gemm, 1e6), False), (layer, Choice(gemm, 1.0), True), (layer, Choice(tensor_cores, 1e6), True),
         (grouped, Choice(tensor_cores, 1e6), False), (grouped, Choice(tensor_cores, 1.0), True),
     ):  # fmt: skip
         monkeypatch.setattr(plan, "lookup", lambda *_, choice=choice: choice)
         assert plan.reads_channels_last(problem, HOPPER) == expected
     monkeypatch.setattr(plan, "lookup", lambda *_: None)
-    monkeypatch.setattr(plan, "tuned", lambda *_: Choice(gemm, 1.0))
+    monkeypatch.setattr(plan, "tuned", lambda *_: Choice(gemm, 1e6))
     assert plan.reads_channels_last(layer, HOPPER) and not plan.reads_channels_last(layer, HOPPER, tune=True)
     monkeypatch.setattr(plan, "tuned", lambda *_: pytest.fail("measured"))
     assert not plan.reads_channels_last(grouped, HOPPER, tune=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -14,6 +17,17 @@ from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.runtime.base import KERNEL_DIR
 
 SIDE = 64  # a case of the model has so many results squared
+
+
+#: What truncation.cuh needs of CUDA.
+SHIM = """
+#include <cmath>
+#include <cstring>
+#define __device__
+#define __forceinline__ inline
+static unsigned __float_as_uint(float v) { unsigned bits; memcpy(&bits, &v, sizeof v); return bits; }
+static float rsqrtf(float v) { return 1 / sqrtf(v); }
+"""
 
 
 def operands(kind: str, depth: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -79,6 +93,22 @@ def test_small_integers_stay_exact(depth):
     x, w = operands("integers", depth)
     for found in three_products(x, w), three_tf32_products(x, w), one_product(x, w)[0]:
         assert (found == x.T @ w).all()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_what_the_kernels_give_back(tmp_path):
+    """The header's own text, by g++: sums that are not finite stay as they are, so do those that nothing was cut from, and others are as in the model."""
+    text = (KERNEL_DIR / "truncation.cuh").read_text().split('#include "numbers.cuh"')[1]
+    (tmp_path / "lost.cpp").write_text(SHIM + text + 'extern "C" float lost(float to, float sum, float part) { return with_lost(to, sum, part); }\n')
+    subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "lost.so", tmp_path / "lost.cpp"], check=True)
+    lost = ctypes.CDLL(str(tmp_path / "lost.so")).lost
+    lost.restype, lost.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    part = truncation.lost_in(36)
+    for v in (np.inf, -np.inf, 0.0, 3.0, -1024.0):
+        assert lost(v, v, part) == v and lost(1.0, v, part) == 1.0
+    assert np.isnan(lost(np.nan, np.nan, part)) and lost(np.inf, 0.3, part) == np.inf
+    sums = np.random.default_rng(1).standard_normal(100).astype(np.float32)
+    assert [lost(v, v, part) for v in sums] == truncation.given_back(sums.astype(np.float64), sums, np.float32(part)).tolist()
 
 
 # ---- on a GPU: a million results
