@@ -16,7 +16,7 @@ constexpr float STEADY = 0.5e-7f * 16 / 15;
 __device__ __forceinline__ float lost_in(int n) { return CUT * 0.5f * (n + 1); }
 
 // `to` and, if a sum was rounded, `part` of it. The condition must not be one of whether `to` changes: where that is a sum of wgmma in flight, ptxas would
-// have all wgmma wait for one another. It chooses the sum, not the part: an infinite sum has no such bits, and infinity times 0 would be NaN.
+// have all wgmma wait for one another. It chooses the sum, not the part: an infinite sum has no such bits, and infinity times 0 would be NaN. So `part` must be finite.
 __device__ __forceinline__ float with_lost(float to, float sum, float part) { return fmaf(__float_as_uint(sum) & 15 ? sum : 0, part, to); }
 __device__ __forceinline__ float with_lost(float sum, float part) { return with_lost(sum, sum, part); }
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ float with_lost(float sum, float part) { return with_
 // others, and all sums of random signs as much as before in the mean.
 struct Promoted {
   float stages, steady, other;  // the parts in units of `unit`
-  __device__ __forceinline__ Promoted(int n, float unit) : stages((float)n), steady(unit * (lost_in(4) + STEADY * (1 - rsqrtf(2.467f * n - 1.467f)))), other(steady - unit * STEADY) {}
+  __device__ __forceinline__ Promoted(int n, float unit) : stages((float)n), steady(unit * (lost_in(4) + STEADY * (1 - rsqrtf(fmaxf(2.467f * n - 1.467f, 1))))), other(steady - unit * STEADY) {}
   // `to` and what is given back of a sum, whose last stage's was `last`.
   __device__ __forceinline__ float with_lost(float to, float sum, float last) const {
     return ::with_lost(to, sum, fabsf(fmaf(last, stages, -sum)) < fabsf(sum) ? steady : other);
