@@ -14,8 +14,9 @@
 // x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images; padding, and what
 //          lies past the last image or channel, arrives as zeros.
 // w        K-major: rows of gemm k, as it lies or as transpose_filter.cu made it. W_MN_MAJOR, for the gradient of the input: rows of gemm n, in
-//          blocks of 128 bytes of channels, or of the 64 bytes of a narrow tile, x 128 bytes of k. Rows and blocks that lie wholly past the last channel of y are not loaded, because
-//          TMA takes three times as long for rows that it has to fill. The sums that belong to them are not written.
+//          blocks of 128 bytes of channels, or of the 64 bytes of a narrow tile, x 128 bytes of k. Rows and blocks that lie wholly past
+//          the last channel of y are not loaded, because TMA takes three times as long for rows that it has to fill. The sums that belong to
+//          them are not written.
 // Turned   wgmma takes TF32 operands along k alone. So TURNERS more warps turn such a filter's blocks of 32 x 32, each in its place, by way of
 //          registers. raw[stage] completes when the filter has arrived, full[stage] when x has and all blocks are turned.
 // Cluster  CLUSTER blocks share a tile: each sums its part of gemm k. They leave their sums in shared memory, and each adds up some of the

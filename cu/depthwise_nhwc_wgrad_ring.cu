@@ -8,8 +8,9 @@
 //          order image, strip of rows, columns; one of `parts` of the units, `rounds` for each thread, one after another.
 //          blockIdx.x = part * blocks of channels + channels.
 //          thread -> V channels, 4 bytes; it walks down each of its units, a row of x a step, which meets up to TAPS rows of y.
-// Memory   registers: TAPS * TAPS * V sums, with BLOCKED twice, and the rows of y that the next rows of x meet, as a ring. Shared: of every warp a ring of rows of x and y,
-//          which arrive some steps before they are needed, with zeros for what lies outside; in the end sums of AT_ONCE taps of all threads.
+// Memory   registers: TAPS * TAPS * V sums, with BLOCKED twice, and the rows of y that the next rows of x meet, as a ring. Shared: of every warp a
+//          ring of rows of x and y, which arrive some steps before they are needed, with zeros for what lies outside;
+//          in the end sums of AT_ONCE taps of all threads.
 // Edges    Rows of y above and below a strip, and columns behind the last, are zeros, and are multiplied like all others. An Inf of x may meet such a
 //          zero. So a sum that is not finite in the end is added up once more, without them.
 // Limits   square filters, no dilation, a filter for each channel of x, pixels of a multiple of 16 bytes.

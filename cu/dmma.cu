@@ -78,7 +78,8 @@ constexpr int PROMOTION = 8 / SLICES;                                        // 
 constexpr int ROW = 8 * BLOCK_K;                                             // bytes of a row of k
 constexpr int B_PITCH = 8 * (BLOCK_N + 4);                                   // bytes of a row of pixels
 constexpr int A_PITCH = 8 * (BLOCK_M + 4);                                   // bytes of a row of channels
-constexpr int A_BYTES = A_IN_ROWS_OF_K ? BLOCK_M * ROW : BLOCK_K * A_PITCH, B_BYTES = B_IN_ROWS_OF_K ? BLOCK_N * ROW : BLOCK_K * B_PITCH, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int A_BYTES = A_IN_ROWS_OF_K ? BLOCK_M * ROW : BLOCK_K * A_PITCH, B_BYTES = B_IN_ROWS_OF_K ? BLOCK_N * ROW : BLOCK_K * B_PITCH;
+constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int OUTSIDE = -(1 << 30);                                          // a coordinate that is in no image
 constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8;
 constexpr int QUADS = 2, PLACES = SLICES * FRAGMENTS_N;                      // a slice's k by four; a stage's places: a column of fragments, a slice

@@ -45,8 +45,10 @@ constexpr int COLUMN_TILES = BLOCK_N / 8;
 constexpr int EACH = 4 / (int)sizeof(data_t);                     // elements of a word
 constexpr int TOGETHER = EACH == 2 && COLUMN_TILES % 4 == 0 ? 4 : 2;  // eights of columns of which a lane's are neighbouring channels
 constexpr int NEIGHBOURS = 2 * TOGETHER;                          // so many
+#if PLANES
 constexpr int EIGHTS = SIXTEENS * 2;                              // of pixels, of a warp
 constexpr int TURNED_PITCH = 36;                                  // floats from one channel's pixels to the next, where a warp turns its sums
+#endif
 constexpr int AT_ONCE = 8;                                        // elements that a thread loads before it keeps the first, where it loads them one by one
 #if defined(LAYER) || BLOCK_N < 64 || PLANES
 constexpr int BLOCKS = 2;                                         // of a multiprocessor at once

@@ -23,8 +23,9 @@
 //          is not written.
 // Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next bundle, only reach sums that
 //          are not written.
-// TF32     a warp has 32 rows, or of tiles of 128 x 128 64, of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are rows, or
-//          columns, of four fragments. A step's 8 positions are 0 2 4 6, 1 3 5 7 in the order of k, so that lanes meet all banks of swizzled rows.
+// TF32     a warp has 32 rows, or of tiles of 128 x 128 64, of half of its consumer's columns. A lane loads four neighbouring channels of a
+//          position at once, which are rows, or columns, of four fragments. A step's 8 positions are
+//          0 2 4 6, 1 3 5 7 in the order of k, so that lanes meet all banks of swizzled rows.
 // LIMBS 2  float32: TMA brings it as it is. A lane splits what it has loaded into two TF32 numbers, and three products are added up: of the first ones, by
 //          stages, which a float32 sum takes, because the tensor core truncates its own; and of first and second ones.
 // Result   With one run of positions it is dw, [k][c][tap] or [k][tap][c]. With more it is parts[run][k][tap][c] in fp32, which wgrad_nhwc_reduce.cu
