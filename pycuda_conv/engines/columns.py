@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
-from pycuda_conv.engines.inner import inner_filter_key, inner_sum_order, moved, parsed
+from pycuda_conv.engines.inner import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
@@ -89,18 +89,7 @@ def why_not(problem: ConvProblem) -> str | None:
 
 def refusal(problem: ConvProblem, config: Columns) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    from pycuda_conv.engines import registry
-
-    reason = why_not(problem)
-    if reason:
-        return reason
-    inner = parsed(config.INNER)
-    if inner is None:
-        return "it takes a configuration as it is printed"
-    engine, product = registry.engine_of(inner), _product(problem)
-    if product.layout not in engine.LAYOUTS:
-        return f"{inner} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {product.layout}"
-    return engine.refusal(product, inner)
+    return why_not(problem) or inner_refusal(_product(problem), config.INNER)
 
 
 # ---- launches

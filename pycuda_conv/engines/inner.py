@@ -26,6 +26,19 @@ def parsed(text: str) -> Config | None:
         return None
 
 
+def inner_refusal(problem: ConvProblem, inner: str) -> str | None:
+    """Why the engine that runs `inner` can't run its problem, which is given, or None if it can."""
+    from pycuda_conv.engines import registry
+
+    config = parsed(inner)
+    if config is None:
+        return "it takes a configuration as it is printed"
+    engine = registry.engine_of(config)
+    if problem.layout not in engine.LAYOUTS:
+        return f"{config} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {problem.layout}"
+    return engine.refusal(problem, config)
+
+
 def inner_filter_key(problem: ConvProblem, inner: str) -> Hashable:
     """As the engine says that runs `inner`, whose problem is given; None where nothing was printed so."""
     from pycuda_conv.engines import registry

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 from pycuda_conv.engines import hopper
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.inner import inner_filter_key, inner_sum_order, moved, parsed
+from pycuda_conv.engines.inner import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -85,20 +85,12 @@ def why_not(problem: ConvProblem) -> str | None:
 
 def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    from pycuda_conv.engines import registry
-
     reason = why_not(problem)
     if reason:
         return reason
     if type(config) is not _kind(problem):
         return f"{_kind(problem).__name__} is for arrays that lie so"
-    inner = parsed(config.INNER)
-    if inner is None:
-        return "it takes a configuration as it is printed"
-    engine, turned = registry.engine_of(inner), _turned(problem)
-    if turned.layout not in engine.LAYOUTS:
-        return f"{inner} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {turned.layout}"
-    return engine.refusal(turned, inner)
+    return inner_refusal(_turned(problem), config.INNER)
 
 
 # ---- launches
