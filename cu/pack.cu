@@ -15,7 +15,7 @@
 // lose two bits of eleven.
 //
 // Mapping        filter_rows blocks (every other one at first): one output channel m of w each, or a part of one that does not fit
-//                shared memory, or one for each of its warps, where there are many short ones,
+//                shared memory, or one for each of its warps, where there are many short ones, or four that are neighbours in memory,
 //                to [m / 64][tap][block of b channels][limb][m % 64][b], rows of b = 64, 32 or 16 channels, swizzled as in shared
 //                memory: 64 of them are one bulk copy. Rows and channels are filled up with zeros; where a stage takes several blocks,
 //                one of zeros follows each 64 rows', to fill it up.
@@ -72,7 +72,8 @@ constexpr int PIECES = VECTOR * ITEMS * THREADS;                       // of a b
 // What the kernels are told: by_n is the divisor n, prepared (division.cuh), n_bits its logarithm to base 2. 64 bits each so that the host
 // can pack it without knowing types.
 struct PackArguments {
-  long long filter_rows, warp_rows;                       // a filter's rows, or parts of them, that are packed: all, or none; whether a warp takes a row
+  long long filter_rows, row_bits;                        // a filter's rows, or parts of them, that are packed: all, or none; log2 of a block's rows:
+                                                          // 0; 2, which are neighbours in memory; 3, one for each of its warps
   long long images, lines, by_lines;                      // images, and as many as are packed: a filter's rows are filled up
   long long tiles, by_tiles, tiles_c, by_tiles_c;         // tiles of an image; of those, side by side along the channels
   long long slices, by_slices;                            // blocks that settle an image; 0: none does
@@ -362,7 +363,7 @@ __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restric
   return found;
 }
 
-// One row of a block of 64, by a block or, with warp_rows, by each of its warps. scales[m] undoes the scale. Taps are mostly neighbours in w,
+// One row of a block of 64, by a block or, with row_bits 3, by each of its warps. scales[m] undoes the scale. Taps are mostly neighbours in w,
 // channels in the packed filter: turned in shared memory, where a whole row mostly fits, so that it is read once; else a block takes as many
 // channels as fit.
 __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags,
@@ -370,7 +371,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   constexpr int WIDE = 16 / sizeof(in_t);  // elements of 16 bytes
   const int channels = (int)shape.channels, fitting = (int)shape.fitting, all_taps = (int)shape.all_taps, all = channels * all_taps;
   const bool whole = fitting == channels, in_parts = !FOLDED && fitting > 0 && !whole, last = shape.w_tap != 1;  // taps are not neighbours in w
-  const bool beside = last && shape.w_c == 1, by_warps = shape.warp_rows;  // channels are
+  const bool beside = last && shape.w_c == 1, by_warps = shape.row_bits == 3;  // channels are
   const int threads = by_warps ? 32 : THREADS, thread = threadIdx.x % threads, warp = threadIdx.x / threads;  // of those that take a row
   float* const turn = (float*)transpose_buffer + warp * (all + (channels + 7) / 8);
   const Divided of_row(by_warps ? block * (THREADS / 32) + warp : block, shape.parts, shape.by_parts);
@@ -538,6 +539,83 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   }
 }
 
+#if !FOLDED
+// Four rows of a block of 64 that are neighbours in memory, as those of a gradient by the input are where the filter's channels are last: a thread
+// reads 8 channels of a tap of all four, 16 bytes at a time. It does so twice, mostly from the caches: the scales are known only when all was read.
+__device__ void pack_four_rows(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags,
+                               const PackArguments& shape, int block) {
+  constexpr int ROWS = 4;
+  typedef typename WordOf<ROWS * sizeof(in_t)>::type row_word;
+  const Divided of_group(ROWS * block, shape.padded_group, shape.by_padded_group);
+  const int g = of_group.quotient, row = of_group.rest, r = row % 64, m = g * (int)shape.rows_group + row;
+  const bool real = row < shape.rows_group;  // all four are, or none
+  w += g * shape.w_group + row;
+  const int pieces = (int)shape.row_pieces, items = (int)shape.taps * pieces;
+  // the rows' values of channels 8 * piece .. 8 * piece + 7 of a tap; zeros behind the last channel
+  auto fetch = [&](in_t (&raw)[8][ROWS], int tap, int piece) {
+    const in_t* from = w + tap * shape.w_tap + piece * 8 * shape.w_c;
+    const int there = real ? (int)shape.channels - piece * 8 : 0;
+#pragma unroll
+    for (int e = 0; e < 8; ++e, from += shape.w_c) *(row_word*)raw[e] = e < there ? *(const row_word*)from : row_word();
+  };
+  __shared__ float scale[ROWS];
+#if IN == 32
+  MagnitudeRange found[ROWS] = {{0, ~0u}, {0, ~0u}, {0, ~0u}, {0, ~0u}};
+#pragma unroll 1
+  for (int i = threadIdx.x; i < items; i += THREADS) {
+    const Divided of_tap(i, pieces, shape.by_row_pieces);
+    in_t raw[8][ROWS];
+    fetch(raw, of_tap.quotient, of_tap.rest);
+#pragma unroll
+    for (int j = 0; j < ROWS; ++j)
+#pragma unroll
+      for (int e = 0; e < 8; e += 2) found[j].add(raw[e][j], raw[e + 1][j]);
+  }
+#pragma unroll
+  for (int j = 0; j < ROWS; ++j) {
+    const MagnitudeRange all = over_block(found[j]);
+    if (threadIdx.x == 0) {
+      scale[j] = all.scale();
+      if (real) {
+        scales[m + j] = 1 / scale[j];
+        flags[m + j] = all.flag((int)shape.slack);
+      }
+    }
+    __syncthreads();  // over_block's room is used again
+  }
+#elif RANGE_CHECK
+  if (real && threadIdx.x < ROWS) {
+    scales[m + threadIdx.x] = 1;
+    flags[m + threadIdx.x] = 0;
+  }
+#endif
+  const int bits = (int)shape.piece_bits, mask = (1 << bits) - 1, blocks = (int)(shape.taps * shape.channel_blocks);
+  packed += ROWS * block / 64 * shape.row_blocks * (LIMBS * 64) << bits;
+  for (int i = (blocks * LIMBS << bits) + threadIdx.x; i < (int)shape.row_blocks * LIMBS << bits; i += THREADS)
+#pragma unroll
+    for (int j = 0; j < ROWS; ++j) packed[((i >> bits) * 64 + r + j) * (mask + 1) + (i & mask)] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < items; i += THREADS) {
+    const Divided of_tap(i, pieces, shape.by_row_pieces);
+    const int tap = of_tap.quotient, piece = of_tap.rest;
+    in_t raw[8][ROWS];
+    fetch(raw, tap, piece);
+    uint4* const to = packed + ((tap * (int)shape.channel_blocks + (piece >> bits)) * (LIMBS * 64) << bits);
+#pragma unroll
+    for (int j = 0; j < ROWS; ++j) {
+      float v[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) v[e] = to_float(raw[e][j]);
+      uint32_t limbs[LIMBS][4];
+      split<limb_t>(v, IN == 32 ? scale[j] : 1, limbs);
+#pragma unroll
+      for (int limb = 0; limb < LIMBS; ++limb)
+        to[(limb * 64 + r + j << bits) + swizzled_piece(r + j, piece & mask, bits)] = piece_of(limbs[limb]);
+    }
+  }
+}
+#endif
+
 #if SAMPLE_SCALE
 // An element of an image for each thread, spread evenly over channels and pixels.
 __device__ float sample(const in_t* __restrict__ x, const PackArguments& shape, bool there) {
@@ -582,13 +660,19 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < (int)shape.tickets; i += packing * THREADS) tickets[i] = 0;
   // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
   constexpr int EACH = CLUSTER ? CLUSTER : 1;  // blocks that take the same turn
-  const int filter_rows = (int)shape.filter_rows / (shape.warp_rows ? THREADS / 32 : 1), turn = blockIdx.x / EACH, rank = blockIdx.x % EACH;
+  const int filter_rows = (int)shape.filter_rows >> (int)shape.row_bits, turn = blockIdx.x / EACH, rank = blockIdx.x % EACH;
   const int filter_turns = (filter_rows + EACH - 1) / EACH, image_turns = packing / EACH - filter_turns;
   const bool turns = filter_turns <= image_turns && turn < 2 * filter_turns;
   const bool filter = turns ? turn % 2 == 0 : filter_turns > image_turns && turn < filter_turns;
   if (!FILTER && filter) {
     const int row = (turns ? turn / 2 : turn) * EACH + rank;
-    if (row < filter_rows) pack_filter(w, w_packed, w_scales, w_flags, shape, row);
+    if (row < filter_rows) {
+#if !FOLDED
+      if (shape.row_bits == 2) pack_four_rows(w, w_packed, w_scales, w_flags, shape, row);
+      else
+#endif
+        pack_filter(w, w_packed, w_scales, w_flags, shape, row);
+    }
     return;
   }
   const int number = turns ? turn / 2 : turn - filter_turns;

@@ -276,7 +276,7 @@ def test_plans_with_equal_filter_keys_pack_a_filter_alike():
                 continue
             ((step,),) = engines.schedule(problem, config, device).prepare
             defines = {name: value for name, value in step.defines.items() if name not in ("NHWC", "VECTOR", "CLUSTER")}  # of the images
-            names = step.arguments._fields[step.arguments._fields.index("rows_group") :] + ("filter_rows", "warp_rows", "channels", "slack", "folds", "fold_r", "fold_s")
+            names = step.arguments._fields[step.arguments._fields.index("rows_group") :] + ("filter_rows", "row_bits", "channels", "slack", "folds", "fold_r", "fold_s")
             told = {name: getattr(step.arguments, name) for name in names}
             taken = step.kernel, step.grid, defines, step.buffers[1], step.buffers[-4:], told
             assert seen.setdefault(engines.filter_key(problem, config), taken) == taken

@@ -200,7 +200,7 @@ def test_many_short_rows_of_a_filter_are_packed_by_warps(case, by_warps):
     mode = "tf32" if case.transposed else "fp32"
     arrays = case.integers("float32")
     ((step,),) = ig.schedule(asked(case, mode), TILES[mode], H200).prepare
-    assert step.arguments.warp_rows == by_warps
+    assert step.arguments.row_bits == 3 * by_warps
     assert_exact(emulated(case, mode, arrays, multiprocessors=132), case.reference(*arrays))
 
 

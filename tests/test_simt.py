@@ -158,8 +158,24 @@ def test_many_short_rows_of_a_filter_are_packed_by_warps(monkeypatch):
     for many in (0, 10**9):
         monkeypatch.setattr(packing, "MANY_ROWS", many)
         (first, *_) = [step for stage in emulator.program_of(problem, config, 132).whole for step in stage]
-        assert first.arguments.warp_rows == (many == 0)
+        assert first.arguments.row_bits == 3 * (many == 0)
         got.append(simt.computed(problem, config, x, w, multiprocessors=132, seeds=(1,)))
+    assert got[0].tobytes() == got[1].tobytes()
+
+
+@pytest.mark.parametrize("case", [dgrad((2, 24, 5, 6), (24, 40, 3, 3), padding=1, bias=False), dgrad((2, 16, 5, 6), (16, 68, 3, 2), stride=2, groups=2, bias=False), dgrad((1, 20, 5, 6), (20, 132, 1, 1), bias=False)], ids=str)
+@pytest.mark.parametrize("mode", ["fp32 last", "fp16 last"])
+def test_rows_of_a_filter_that_are_neighbours_in_memory_are_packed_four_at_a_time(case, mode, monkeypatch):
+    """The same bits as one at a time: of rows like any, with Inf, and with numbers that lose bits."""
+    x, w, _ = case.normals(dtype_of(mode))
+    w[1, 3, 0, 0], w[5] = np.inf, w[5] * np.array(1e-12, w.dtype)
+    problem, config, got = asked(case, mode), ImplicitGemm(64, 64, 2), []
+    for rows in (4, 1 << 20):
+        monkeypatch.setattr(packing, "BESIDE_ROWS", rows)
+        program = emulator.program_of(problem, config, 132)
+        (first, *_) = [step for stage in (program.filter_last or program.whole) for step in stage]
+        assert first.arguments.row_bits == 2 * (rows == 4)
+        got.append(simt.computed(problem, config, x, w, multiprocessors=132, seeds=(1,), filter_last=program.filter_last is not None))
     assert got[0].tobytes() == got[1].tobytes()
 
 

@@ -46,6 +46,7 @@ SLOTS = 4  # blocks a multiprocessor that settle scales, at the most
 CLUSTER = 8  # blocks of a cluster: images of so many tiles have their scale settled while they are packed
 WARPS = PACK_THREADS // 32
 MANY_ROWS = 2  # a multiprocessor: so many rows of a filter are packed by warps, if they are short
+BESIDE_ROWS = 4  # rows of a filter that are neighbours in memory, and packed by one block
 ROWS_ROOM = 7168  # words of shared memory, but for one every eight channels, for the rows of a filter that a block's warps pack
 FILTER_ROOM = 11264  # words of shared memory for a row of a filter: with four such blocks a multiprocessor is not full yet
 
@@ -334,7 +335,7 @@ class PackArguments(NamedTuple):
     """What ``pack.cu`` is told of an array, which its text explains."""
 
     filter_rows: int
-    warp_rows: int
+    row_bits: int
     images: int
     lines: int
     by_lines: int
@@ -497,7 +498,7 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
     }
     fitting, pieces = _fitting(problem, packed), packed.load // 8
     told = arguments(
-        PackArguments, filter_rows=0, warp_rows=0, images=images, lines=lines, **tile, slices=0, groups=groups,
+        PackArguments, filter_rows=0, row_bits=0, images=images, lines=lines, **tile, slices=0, groups=groups,
         group_chunks=group // 8, channels=read,
         slack=slack(problem), each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image, x_group=strides.group,
         x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
@@ -619,20 +620,28 @@ def pack_operands(
     x_tiles: Place = of_images[-1] if tiles else nowhere
     w_tiles: Place = nowhere
 
-    filter_rows *= _filter_parts(problem, packed)  # from here on the blocks that pack them
     tickets_at = scratch.take(4 * tickets) if tickets else nowhere
 
-    by_warps = written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed)
+    w_strides = filter_last_strides(problem) if filter_last else (images.arguments.w_m, images.arguments.w_c, images.arguments.w_tap)
+    row_bits = 0
+    if w_strides[0] == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:
+        row_bits = BESIDE_ROWS.bit_length() - 1
+    elif written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed):
+        row_bits = WARPS.bit_length() - 1
+    else:
+        filter_rows *= _filter_parts(problem, packed)  # from here on the blocks that pack them
 
     def pack(filter_rows: int, blocks: int) -> list[KernelLaunch]:
         buffers = (INPUT, WEIGHT, x_limbs, *of_images, w_limbs, w_scales, w_flags, tickets_at)
-        told = images.arguments._replace(filter_rows=filter_rows, warp_rows=int(by_warps), tickets=tickets if blocks else 0)
+        told = images.arguments._replace(filter_rows=filter_rows, row_bits=row_bits, tickets=tickets if blocks else 0)
         if not blocks:
             told = told._replace(slices=0, by_slices=divider(1))
-        if filter_last:
-            told = told._replace(**dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)))
-        shared = max(images.shared if blocks else 0, images.filter_shared * (WARPS if by_warps else 1) if filter_rows else 0)
-        filter_blocks = filter_rows // WARPS if by_warps else filter_rows
+        told = told._replace(**dict(zip(("w_m", "w_c", "w_tap"), w_strides, strict=True)))
+        if row_bits == 2:  # nothing passes through shared memory
+            told = told._replace(fitting=0, by_fitting=divider(1), part_pieces=0, by_part_pieces=divider(1), parts=1, by_parts=divider(1))
+        of_filter = images.filter_shared * {0: 1, 2: 0, 3: WARPS}[row_bits]
+        shared = max(images.shared if blocks else 0, of_filter if filter_rows else 0)
+        filter_blocks = filter_rows >> row_bits
         grid = images.in_clusters(filter_blocks) + blocks  # blocks of a cluster all pack one or the other
         return [KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=told)]
 
