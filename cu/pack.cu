@@ -541,35 +541,35 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
 
 #if !FOLDED
 // Four rows of a block of 64 that are neighbours in memory, as those of a gradient by the input are where the filter's channels are last: a thread
-// reads 8 channels of a tap of all four, 16 bytes at a time. It does so twice, mostly from the caches: the scales are known only when all was read.
+// reads 4 channels of a tap of all four, 16 bytes at a time. It does so twice, mostly from the caches: the scales are known only when all was read.
 __device__ void pack_four_rows(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags,
                                const PackArguments& shape, int block) {
-  constexpr int ROWS = 4;
+  constexpr int ROWS = 4, CHANNELS = 4;
   typedef typename WordOf<ROWS * sizeof(in_t)>::type row_word;
   const Divided of_group(ROWS * block, shape.padded_group, shape.by_padded_group);
-  const int g = of_group.quotient, row = of_group.rest, r = row % 64, m = g * (int)shape.rows_group + row;
+  const int g = of_group.quotient, row = of_group.rest, r = row % 64;
+  [[maybe_unused]] const int m = g * (int)shape.rows_group + row;
   const bool real = row < shape.rows_group;  // all four are, or none
   w += g * shape.w_group + row;
-  const int pieces = (int)shape.row_pieces, items = (int)shape.taps * pieces;
-  // the rows' values of channels 8 * piece .. 8 * piece + 7 of a tap; zeros behind the last channel
-  auto fetch = [&](in_t (&raw)[8][ROWS], int tap, int piece) {
-    const in_t* from = w + tap * shape.w_tap + piece * 8 * shape.w_c;
-    const int there = real ? (int)shape.channels - piece * 8 : 0;
+  const int pieces = (int)shape.row_pieces, items = (int)shape.taps * pieces * 2;  // halves of pieces
+  // the rows' values of four channels from c on of a tap; zeros behind the last channel
+  auto fetch = [&](in_t (&raw)[CHANNELS][ROWS], int tap, int c) {
+    const in_t* from = w + tap * shape.w_tap + c * shape.w_c;
+    const int there = real ? (int)shape.channels - c : 0;
 #pragma unroll
-    for (int e = 0; e < 8; ++e, from += shape.w_c) *(row_word*)raw[e] = e < there ? *(const row_word*)from : row_word();
+    for (int e = 0; e < CHANNELS; ++e, from += shape.w_c) *(row_word*)raw[e] = e < there ? *(const row_word*)from : row_word();
   };
   __shared__ float scale[ROWS];
 #if IN == 32
   MagnitudeRange found[ROWS] = {{0, ~0u}, {0, ~0u}, {0, ~0u}, {0, ~0u}};
-#pragma unroll 1
   for (int i = threadIdx.x; i < items; i += THREADS) {
-    const Divided of_tap(i, pieces, shape.by_row_pieces);
-    in_t raw[8][ROWS];
-    fetch(raw, of_tap.quotient, of_tap.rest);
+    const Divided of_tap(i / 2, pieces, shape.by_row_pieces);
+    in_t raw[CHANNELS][ROWS];
+    fetch(raw, of_tap.quotient, of_tap.rest * 8 + i % 2 * CHANNELS);
 #pragma unroll
     for (int j = 0; j < ROWS; ++j)
 #pragma unroll
-      for (int e = 0; e < 8; e += 2) found[j].add(raw[e][j], raw[e + 1][j]);
+      for (int e = 0; e < CHANNELS; e += 2) found[j].add(raw[e][j], raw[e + 1][j]);
   }
 #pragma unroll
   for (int j = 0; j < ROWS; ++j) {
@@ -594,23 +594,22 @@ __device__ void pack_four_rows(const in_t* __restrict__ w, uint4* __restrict__ p
   for (int i = (blocks * LIMBS << bits) + threadIdx.x; i < (int)shape.row_blocks * LIMBS << bits; i += THREADS)
 #pragma unroll
     for (int j = 0; j < ROWS; ++j) packed[((i >> bits) * 64 + r + j) * (mask + 1) + (i & mask)] = make_uint4(0, 0, 0, 0);
-#pragma unroll 1
   for (int i = threadIdx.x; i < items; i += THREADS) {
-    const Divided of_tap(i, pieces, shape.by_row_pieces);
+    const Divided of_tap(i / 2, pieces, shape.by_row_pieces);
     const int tap = of_tap.quotient, piece = of_tap.rest;
-    in_t raw[8][ROWS];
-    fetch(raw, tap, piece);
+    in_t raw[CHANNELS][ROWS];
+    fetch(raw, tap, piece * 8 + i % 2 * CHANNELS);
     uint4* const to = packed + ((tap * (int)shape.channel_blocks + (piece >> bits)) * (LIMBS * 64) << bits);
 #pragma unroll
     for (int j = 0; j < ROWS; ++j) {
-      float v[8];
+      float v[CHANNELS];
 #pragma unroll
-      for (int e = 0; e < 8; ++e) v[e] = to_float(raw[e][j]);
-      uint32_t limbs[LIMBS][4];
+      for (int e = 0; e < CHANNELS; ++e) v[e] = to_float(raw[e][j]);
+      uint32_t limbs[LIMBS][CHANNELS / 2];
       split<limb_t>(v, IN == 32 ? scale[j] : 1, limbs);
 #pragma unroll
       for (int limb = 0; limb < LIMBS; ++limb)
-        to[(limb * 64 + r + j << bits) + swizzled_piece(r + j, piece & mask, bits)] = piece_of(limbs[limb]);
+        ((uint2*)(to + (limb * 64 + r + j << bits) + swizzled_piece(r + j, piece & mask, bits)))[i % 2] = make_uint2(limbs[limb][0], limbs[limb][1]);
     }
   }
 }
