@@ -13,6 +13,8 @@
 //          y if a pixel of y is no multiple of 16 bytes. Otherwise lanes exchange words of their sums, and each writes 16 bytes of a pixel.
 // x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images; padding, and what
 //          lies past the last image or channel, arrives as zeros.
+// Tails    TMA takes longer for rows that it has to fill. So a tap's last stage has rows of 64 or 32 bytes where no more is left of its channels,
+//          and products of no more than that, in texts that know their layer. In others all rows are 128 bytes.
 // w        K-major: rows of gemm k, as it lies or as transpose_filter.cu made it. W_MN_MAJOR, for the gradient of the input: rows of gemm n, in
 //          blocks of 128 bytes of channels, or of the 64 bytes of a narrow tile, x 128 bytes of k. Rows and blocks that lie wholly past
 //          the last channel of y are not loaded, because TMA takes three times as long for rows that it has to fill. The sums that belong to
@@ -21,6 +23,8 @@
 //          registers. raw[stage] completes when the filter has arrived, full[stage] when x has and all blocks are turned.
 // Cluster  CLUSTER blocks share a tile: each sums its part of gemm k. They leave their sums in shared memory, and each adds up some of the
 //          tile's rows, over all blocks in their order.
+// Multicast  MULTICAST blocks of a cluster have tiles of neighbouring pixels. Each loads a part of the filter's rows to the shared memory of both:
+//          so half as many rows come from the L2 cache, and TMA of a multiprocessor makes fewer.
 // Moments  for a batch norm behind it (batch_norm.cu). A slice is the 64 pixels of a consumer. moments[slice][2][channel] has the mean of y, and
 //          the sum of squared deviations from it.
 // Phases   the gradient of the input is made of stride phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
@@ -34,6 +38,7 @@
 #define TYPE 17      // of the arrays: 32 float, 16 half, 17 bfloat16
 #define W_MN_MAJOR 0
 #define CLUSTER 1      // blocks that share a tile
+#define MULTICAST 1    // blocks that share the filter's loads
 #define PHASES 1     // of a launch: 1, 2 or 4
 #endif
 
@@ -41,7 +46,7 @@
 struct DensePhase {
   long long tiles, tiles_n, by_tiles_n;                       // all; along channels
   long long blocks, part;                                     // stages of a sum, and of one of CLUSTER parts
-  long long channel_blocks, by_channel_blocks;                // stages of a tap
+  long long channel_blocks, by_channel_blocks, last_steps;    // stages of a tap; steps of the last one
   long long rows, by_rows;                                    // output channels
   long long tap_r, by_tap_r, tap_s, by_tap_s;                 // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;     // number in w of the first tap, and steps from one to the next
@@ -59,12 +64,16 @@ struct DensePhase {
 };
 typedef DensePhase Phase;
 #define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // moments may be asked for: of whole sums, forwards
+#define TAILS  // channel_blocks and last_steps say where a tap ends
 #include "pixel_tiles.cuh"
 
 constexpr int TURNERS = TURNED ? 3 : 0, THREADS = CONSUMER_THREADS + 32 + 32 * TURNERS;
 
 struct Maps {
-  CUtensorMap of[PHASES];
+  CUtensorMap of[PHASES], last[PHASES];  // with rows of 128 bytes, and with those of a tap's last stage
+};
+struct FilterMaps {
+  CUtensorMap whole, last;
 };
 
 // ---- the producer
@@ -72,13 +81,24 @@ struct Maps {
 // How many blocks of the filter a tile has, MN-major.
 DEVICE int blocks_of(const Phase& shape, const Tile& of) { return min(MN_BLOCKS, ((int)shape.rows - of.channel + MN_CHANNELS - 1) / MN_CHANNELS); }
 
+// Rows of the filter that one of MULTICAST blocks loads, K-major: whole swizzle patterns of 8, if there are several.
+DEVICE int filter_part_rows(const Phase& shape) {
+  const int rows = min(BLOCK_N, (int)shape.rows);
+  return MULTICAST == 1 ? rows : (rows + 8 * MULTICAST - 1) / (8 * MULTICAST) * 8;
+}
+
+DEVICE void load_filter(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
+  if (MULTICAST == 1) load_box(to, map, barrier, x, y, z);
+  else load_box_to_both(to, map, barrier, x, y, z);
+}
+
 // `raw` is the first of the filter's barriers, if it is turned.
-DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
+DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
   Ring::Position at;
+  const int rank_of_pair = multicast_rank();
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
     const DensePhase& shape = shapes.of[of.phase];
-    const CUtensorMap* const map_x = maps.of + of.phase;
     const Range range(shape);
     const LoadBase base(shape, of.pixel);
     const int first_tap = (int)shape.tap_base + taps_apart(shapes, of), channel_blocks = (int)shape.channel_blocks, rank = (int)shape.rank;
@@ -94,23 +114,33 @@ DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& sh
     };
     begin_tap();
 #if W_MN_MAJOR
-    const int filter_blocks = blocks_of(shape, of), filter_bytes = filter_blocks * MN_BLOCK;
+    const int filter_blocks = blocks_of(shape, of);
 #else
-    const int filter_bytes = min(BLOCK_N, (int)shape.rows) * 128;
+    const int part_rows = filter_part_rows(shape);
 #endif
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t a = ring.stage(at), b = a + A_BYTES, arrived = ring.arrived(at);
+      const bool whole = span_of(LAST) == 128 || c + 1 < channel_blocks;
+      const int span = whole ? 128 : span_of(LAST);  // bytes of a row
+      const CUtensorMap *const map_x = (whole ? maps.of : maps.last) + of.phase, *const map_w = whole ? &maps_w.whole : &maps_w.last;
+#if W_MN_MAJOR
+      const int filter_bytes = filter_blocks * (MN_BLOCK * span / 128);
+#else
+      const int filter_bytes = MULTICAST * part_rows * span;
+#endif
       ring.wait_empty(at);
       const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
-      barrier_expect(arrived, A_BYTES + (TURNED ? 0 : filter_bytes));
+      barrier_expect(arrived, BLOCK_M * span + (TURNED ? 0 : filter_bytes));
       if (TURNED) barrier_expect(filter_arrived, filter_bytes);
       load_im2col(rank, a, map_x, arrived, c * BLOCK_K, base, x_s, x_r, x_t);
 #if W_MN_MAJOR
 #pragma unroll
       for (int block = 0; block < MN_BLOCKS; ++block)
-        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, filter_arrived, of.channel + MN_CHANNELS * block, tap, c * BLOCK_K);
+        if (block < filter_blocks)
+          load_filter(b + block * MN_BLOCK + rank_of_pair * (MN_BLOCK / MULTICAST * span / 128), map_w, filter_arrived, of.channel + MN_CHANNELS * block,
+                      tap, c * BLOCK_K + rank_of_pair * (BLOCK_K / MULTICAST * span / 128));
 #else
-      load_box(b, map_w, filter_arrived, c * BLOCK_K, tap, of.channel);
+      load_filter(b + rank_of_pair * part_rows * span, map_w, filter_arrived, c * BLOCK_K, tap, of.channel + rank_of_pair * part_rows);
 #endif
       if (++c == channel_blocks) {
         c = 0;
@@ -176,11 +206,11 @@ DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32
 #endif
 
 extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
+#if CLUSTER * MULTICAST > 1
+__cluster_dims__(CLUSTER * MULTICAST, 1, 1)
 #endif
 __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
-    dense_nhwc_sm90(const __grid_constant__ Maps maps_x, const __grid_constant__ CUtensorMap map_w, const data_t* __restrict__ bias,
+    dense_nhwc_sm90(const __grid_constant__ Maps maps_x, const __grid_constant__ FilterMaps maps_w, const data_t* __restrict__ bias,
                     const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y,
 #if NOTES
                     float* __restrict__ moments,
@@ -202,15 +232,20 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     ring.init(TURNED ? 1 + MN_BLOCKS : 1, 4 * CONSUMERS);
   }
   if (threadIdx.x == CONSUMER_THREADS) {
-    prefetch_map(&map_w);
-    for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps_x.of + phase);
+    const bool whole = span_of(LAST) == 128 || (int)shapes.of[0].channel_blocks > 1;
+    prefetch_map(whole ? &maps_w.whole : &maps_w.last);
+    for (int phase = 0; phase < PHASES; ++phase) prefetch_map((whole ? maps_x.of : maps_x.last) + phase);
   }
+#if MULTICAST > 1
+  cluster_barrier();
+#else
   __syncthreads();
+#endif
   AFTER_LAST_LAUNCH
   if (threadIdx.x < CONSUMER_THREADS) {
     consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, noted);
   } else {
-    if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, &map_w, shapes, ring, raw);
+    if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, maps_w, shapes, ring, raw);
 #if W_MN_MAJOR && TYPE == 32
     if (threadIdx.x >= CONSUMER_THREADS + 32) turn((uint8_t*)sums, shapes, ring, raw);
 #endif
@@ -219,7 +254,8 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     cluster_barrier();
 #endif
   }
-#if CLUSTER > 1
-  cluster_barrier();  // shared memory must outlive what other blocks read of it
+#if CLUSTER * MULTICAST > 1
+  __syncwarp();
+  cluster_barrier();  // shared memory must outlive what other blocks read of it, and load into it
 #endif
 }

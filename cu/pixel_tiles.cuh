@@ -4,6 +4,9 @@
 // Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and NOTES, unless they are as here; and Phase, the
 // kernel's arguments for a phase. Of these it reads tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum.
 #pragma once
+#ifndef MULTICAST
+#define MULTICAST 1
+#endif
 #ifndef PHASES
 #define W_MN_MAJOR 0
 #define PHASES 1
@@ -51,8 +54,10 @@ struct Shapes {
 #endif
 };
 
-DEVICE int first_tile() { return blockIdx.x / CLUSTER; }
-DEVICE int next_tile(int tile) { return tile + gridDim.x / CLUSTER; }
+// MULTICAST blocks take tiles of neighbouring pixels, which count as one.
+DEVICE int first_tile() { return blockIdx.x / (CLUSTER * MULTICAST); }
+DEVICE int next_tile(int tile) { return tile + gridDim.x / (CLUSTER * MULTICAST); }
+DEVICE int multicast_rank() { return MULTICAST == 1 ? 0 : blockIdx.x % MULTICAST; }
 DEVICE int all_tiles(const Shapes& shapes) {
   int tiles = 0;
 #pragma unroll
@@ -73,7 +78,7 @@ struct Tile {
     const Phase& shape = shapes.of[phase];
     const Divided across(tile, shape.tiles_n, shape.by_tiles_n);
     channel = across.rest * BLOCK_N;
-    pixel = across.quotient * BLOCK_M;
+    pixel = (across.quotient * MULTICAST + multicast_rank()) * BLOCK_M;
   }
 };
 
@@ -95,7 +100,7 @@ struct Range {
   }
 };
 
-typedef StageRing<STAGES, STAGE_BYTES> Ring;
+typedef StageRing<STAGES, STAGE_BYTES, MULTICAST> Ring;
 
 // ---- sums to y
 
@@ -365,13 +370,35 @@ DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const d
 
 // ---- the multiplication
 
-// The products of a stage; `fresh` begins new sums.
-DEVICE void multiply(float (&sum)[BLOCK_N / 2], uint32_t a, uint32_t b, bool fresh) {
+// Bytes of a row of a stage of so many steps: what a swizzle spans.
+DEVICE constexpr int span_of(int steps) { return steps == 1 ? 32 : steps == 2 ? 64 : 128; }
+
+// The products of a stage of `steps` steps; `fresh` begins new sums.
+template <int steps> DEVICE void multiply(float (&sum)[BLOCK_N / 2], uint32_t a, uint32_t b, bool fresh) {
   constexpr bool MN_MAJOR = W_MN_MAJOR && !TURNED;
-  const uint64_t x = wgmma_descriptor<128>(a), w = MN_MAJOR ? wgmma_mn_major_descriptor<MN_SPAN>(b) : wgmma_descriptor<128>(b);
+  constexpr int SPAN = span_of(steps);
+  const uint64_t x = wgmma_descriptor<SPAN>(a), w = MN_MAJOR ? wgmma_mn_major_descriptor<MN_SPAN>(b) : wgmma_descriptor<TURNED ? 128 : SPAN>(b);
 #pragma unroll
-  for (int k = 0; k < STEPS; ++k) wgmma(sum, x + 2 * k, w + (MN_MAJOR ? 16 * MN_SPAN / 16 : 2) * k, !(fresh && k == 0));
+  for (int k = 0; k < steps; ++k) wgmma(sum, x + 2 * k, w + (MN_MAJOR ? 16 * MN_SPAN / 16 : 2) * k, !(fresh && k == 0));
 }
+
+#ifdef TAILS
+// A tap's last stage has no more steps than its channels fill, and narrower rows if they are few, where that is known. In other texts it is a
+// stage as others are, whose last steps multiply zeros.
+#ifdef LAYER
+constexpr int LAST = LAST_STEPS;
+#else
+constexpr int LAST = STEPS;
+#endif
+// Steps of a range's stages, but for those of zeros.
+DEVICE int steps_of(const Phase& shape, const Range& range) {
+  const int taps = Divided(range.last, (int)shape.channel_blocks, shape.by_channel_blocks).quotient -
+                   Divided(range.first, (int)shape.channel_blocks, shape.by_channel_blocks).quotient;
+  return STEPS * (range.last - range.first) - (STEPS - (int)shape.last_steps) * taps;
+}
+#else
+DEVICE int steps_of(const Phase&, const Range& range) { return STEPS * (range.last - range.first); }
+#endif
 
 // `ready` is told where this consumer's rows of x of a stage that has arrived are.
 template <class Ready>
@@ -384,19 +411,32 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
     const Tile of(shapes, tile);
     const Phase& shape = shapes.of[of.phase];
     const Range range(shape);
-    for (int step = range.first; step < range.last; ++step) {
+    auto multiply_stage = [&](auto steps, int step) {
       const uint32_t stage = ring.stage(at);
       ring.wait_full(at);
       ready(at.stage * STAGE_BYTES + consumer * 64 * 128);
       wgmma_fence();
-      multiply(sum, stage + consumer * 64 * 128, stage + A_BYTES, step == range.first);
-      ring.commit<1>(at, step > range.first);
-    }
+      multiply<decltype(steps)::value>(sum, stage + consumer * 64 * span_of(decltype(steps)::value), stage + A_BYTES, step == range.first);
+      ring.template commit<1>(at, step > range.first);
+    };
+#ifdef TAILS
+    if constexpr (LAST < STEPS) {
+      // loops within a loop: where a branch chose the number of steps, ptxas would have all products wait for one another
+      int step = range.first, whole = (int)shape.channel_blocks - 1 - Divided(step, (int)shape.channel_blocks, shape.by_channel_blocks).rest;
+      while (step < range.last) {
+        for (const int last = min(step + whole, range.last); step < last; ++step) multiply_stage(Constant<STEPS>(), step);
+        if (step == range.last) break;
+        multiply_stage(Constant<LAST>(), step++);
+        whole = (int)shape.channel_blocks - 1;
+      }
+    } else
+#endif
+      for (int step = range.first; step < range.last; ++step) multiply_stage(Constant<STEPS>(), step);
     wgmma_wait<0>();
     wgmma_arrived(sum);
     const bool any = range.first < range.last;
     if (any) ring.give_back(at, 1);
-    const float part = lost_in(STEPS * (range.last - range.first));
+    const float part = lost_in(steps_of(shape, range));
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) {
       sum[i] = any ? sum[i] : 0;

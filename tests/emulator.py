@@ -891,52 +891,66 @@ def transpose_filter(step, memory: Memory) -> None:
 
 def dense_product(step, memory: Memory) -> None:
     """Its phases one after the other; the blocks of a cluster share a tile's stages."""
-    define, w_map = step.defines, step.maps[-1]
+    define, phases = step.defines, step.defines["PHASES"]
+    w_maps, x_maps = step.maps[2 * phases :], list(zip(step.maps[:phases], step.maps[phases : 2 * phases], strict=True))
     shapes, repeats = step.structs[: define["PHASES"]], turns_of(step, step.structs[-1]) if define["PHASES"] > 1 else [(0, 0, 0, 0)]
-    rows, columns, cluster = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"]
+    rows, columns, cluster, parts = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"], define["MULTICAST"]
     tiles = sum(s.tiles for s in shapes)
-    assert len(step.structs) == define["PHASES"] + (define["PHASES"] > 1) == len(step.maps) + (define["PHASES"] > 1) - 1 and step.shared <= MOST_SHARED
+    assert len(step.structs) == phases + (phases > 1) and len(w_maps) == 2 and step.shared <= MOST_SHARED
     assert step.block == 2 * rows + 32 + (96 if define["W_MN_MAJOR"] and define["TYPE"] == 32 else 0)
-    assert step.grid == tiles * cluster if cluster > 1 else 1 <= step.grid <= tiles
+    assert step.grid == tiles * cluster if cluster > 1 else step.grid % parts == 0 and 1 <= step.grid // parts <= tiles
     assert [s.blocks for s in shapes] == sorted((s.blocks for s in shapes), reverse=True), "the longest sums first"
-    wide = 128 // type_of(w_map).itemsize
+    wide = 128 // type_of(w_maps[0]).itemsize
     across = min(wide, columns)
-    assert w_map.box == ((across, 1, wide) if define["W_MN_MAJOR"] else (wide, 1, min(columns, shapes[0].rows)))
-    assert w_map.span == (128 * across // wide if define["W_MN_MAJOR"] else 128)
-    for x_map, shape in zip(step.maps, shapes, strict=False):
-        one = replace(step, arguments=shape, maps=(x_map, w_map))
+    filter_rows = min(columns, shapes[0].rows) if parts == 1 else ceil(min(columns, shapes[0].rows), 8 * parts) * 8
+    assert filter_rows * parts <= columns
+    last = {1: wide // 4, 2: wide // 2, 3: wide, 4: wide}[shapes[0].last_steps]  # channels of a row of a tap's last stage
+    for w_map, row in zip(w_maps, (wide, last), strict=True):
+        assert w_map.box == ((across, 1, row // parts) if define["W_MN_MAJOR"] else (row, 1, filter_rows))
+        assert w_map.span == 128 * (across if define["W_MN_MAJOR"] else row) // wide
+    for of_x, shape in zip(x_maps, shapes, strict=True):
+        one = replace(step, arguments=shape, maps=(*of_x, *w_maps))
         s = named(one)
-        assert x_map.box.pixels == rows and x_map.box.channels == wide and s.part * cluster >= s.blocks
+        assert all(x_map.box.pixels == rows for x_map in of_x) and [x_map.box.channels for x_map in of_x] == [wide, last] and s.part * cluster >= s.blocks
+        assert s.last_steps == shapes[0].last_steps
         for described in one.maps:
             check_map(described, memory)
         assert s.tiles % len(repeats) == 0
         for number in range(s.tiles):
             tile, (_, tap, y, _) = number // len(repeats), repeats[number % len(repeats)]
             shifted = s._replace(tap_base=s.tap_base + tap, out_base=s.out_base + y)
-            dense_tile(one, shifted, memory, tile // s.tiles_n * rows, tile % s.tiles_n * columns)
+            for part in range(parts):
+                pixel = (tile // s.tiles_n * parts + part) * rows
+                if pixel < s.pixels:
+                    dense_tile(one, shifted, memory, pixel, tile % s.tiles_n * columns)
 
 
 def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
-    define, (x_map, w_map), kind = step.defines, step.maps, ELEMENT[step.defines["TYPE"]]
-    rows, columns, wide = define["BLOCK_M"], define["BLOCK_N"], x_map.box.channels
+    define, kind = step.defines, ELEMENT[step.defines["TYPE"]]
+    rows, columns, wide = define["BLOCK_M"], define["BLOCK_N"], step.maps[0].box.channels
     image, inner = divmod(pixel0, s.load_plane)
     start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
     start = (*start[: s.rank], image)
     columns = min(columns, s.rows - channel0 if define["W_MN_MAJOR"] else s.rows)  # what nobody loads has no sums
-    total, b, loads = np.zeros((rows, columns)), [], []
+    total, stages = np.zeros((rows, columns)), {0: ([], []), 1: ([], [])}  # of rows of 128 bytes, and a tap's last ones
     for block in range(s.blocks):
         tap, c = divmod(block, s.channel_blocks)
         t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
         w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
         offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)
-        assert not any(offsets[s.rank :]) and 0 <= w_tap < w_map.sizes[1], "a tap is lost"
+        assert not any(offsets[s.rank :]) and 0 <= w_tap < step.maps[-1].sizes[1], "a tap is lost"
+        which = int(c == s.channel_blocks - 1)
+        (loads, b), w_map = stages[which], step.maps[2 + which]
+        row = wide if not which else step.maps[1].box.channels
         loads.append((c * wide, offsets[: s.rank]))
         if define["W_MN_MAJOR"]:
-            b.append(np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, w_map.box[0])])[:columns])
+            k = range(c * wide, c * wide + row, w_map.box[2])
+            b.append(np.concatenate([np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, at))[:, 0] for at in k]).T for n in range(0, columns, w_map.box[0])])[:columns])
         else:
-            b.append(boxed(w_map, memory, (c * wide, w_tap, channel0))[:, 0])
-    if loads:
-        multiply(total, [load_im2col(x_map, memory, [start], loads)], [np.concatenate(b, axis=1)])
+            b.append(np.concatenate([boxed(w_map, memory, (c * wide, w_tap, channel0 + n * w_map.box[2]))[:, 0] for n in range(define.get("MULTICAST", 1))])[:columns])
+    for which, (loads, b) in stages.items():
+        if loads:
+            multiply(total, [load_im2col(step.maps[which], memory, [start], loads)], [np.concatenate(b, axis=1)])
     pixel, k = np.arange(pixel0, min(pixel0 + rows, s.pixels))[:, None], np.arange(channel0, min(channel0 + columns, s.rows))[None]
     number, inner = np.divmod(pixel, s.plane)
     place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w

@@ -87,6 +87,7 @@ PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (128, 64): (1,), (128, 128): (1,), (64, 32): (1, 2, 8), (64, 64): (1, 8), (64, 128): (1,),
 }  # fmt: skip
 PHASES = 4  # in a launch, or one
+STEPS = 4  # of the tensor cores in a stage
 STAGES = 12  # of a ring, at the most
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
 SLICE = 64  # pixels whose moments are noted together
@@ -98,12 +99,16 @@ NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
 
 @dataclass(frozen=True)
 class DenseNhwc(Config):
-    """One tile of ``dense_nhwc_sm90.cu``: its pixels, its channels, the stages of its ring, and the blocks that share it."""
+    """One tile of ``dense_nhwc_sm90.cu``: its pixels, its channels, the stages of its ring, and the blocks that share it.
+
+    Or `MULTICAST` blocks each have a tile, of neighbouring pixels, and load the filter for all of them together.
+    """
 
     BLOCK_M: int = 128
     BLOCK_N: int = 128
     STAGES: int = 4
     CLUSTER: int = 1
+    MULTICAST: int = 1
 
 
 CONFIGS = (DenseNhwc,)
@@ -153,6 +158,8 @@ def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
         return reason
     if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in COLUMNS or (config.BLOCK_M == 64 and config.BLOCK_N > 128):
         return f"a tile has 128 pixels and {', '.join(map(str, COLUMNS))} channels, or 64 pixels and up to 128 channels"
+    if config.MULTICAST not in (1, 2) or (config.MULTICAST > 1 and (config.BLOCK_M == 64 or config.CLUSTER > 1)):
+        return "two blocks that have a whole tile of 128 pixels each may load the filter together"
     if config.BLOCK_N == 256 and problem.has_residual:
         return "a tile of 256 channels leaves no registers for a residual"
     if config.CLUSTER not in CLUSTERS or (config.CLUSTER > 1 and config.BLOCK_N > 128):
@@ -231,6 +238,7 @@ class DensePhase(NamedTuple):
     part: int
     channel_blocks: int
     by_channel_blocks: int
+    last_steps: int
     rows: int
     by_rows: int
     tap_r: int
@@ -331,19 +339,23 @@ def _product(
     """The launch of some phases, with the moments' `parts` if they are noted."""
     lying, all_walks = _walks(problem)
     told = tuple(_arguments(problem, config, walk, parts is not None) for walk in walks)
-    maps = [image_map(problem, INPUT, lying, walk, config.BLOCK_M) for walk in walks]
     phases = 1 if len(all_walks) == 1 else PHASES
     told += (told[-1]._replace(tiles=0),) * (phases - len(walks))  # of which there is nothing to compute
-    maps += [maps[-1]] * (phases - len(walks)) + [_filter_map(problem, config, place, mn_major)]
+    rows = ROW, _last_row(problem)
+    maps = []
+    for row in rows:
+        images = [image_map(problem, INPUT, lying, walk, config.BLOCK_M, row) for walk in walks]
+        maps += images + [images[-1]] * (phases - len(walks))
+    maps += [_filter_map(problem, config, place, mn_major, row) for row in rows]
     structs: tuple[tuple[int, ...], ...] = told
     if phases > 1:
         structs += (repeat_arguments(problem, lying, 1, repeats(all_walks)),)
     tiles, turned = sum(phase.tiles for phase in told), mn_major and problem.itemsize == 4
-    fitting = multiprocessors * (2 if config.BLOCK_M == 64 else 1)
-    grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
+    fitting = multiprocessors * (2 if config.BLOCK_M == 64 else 1) // config.MULTICAST
+    grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting) * config.MULTICAST
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
-        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
+        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "MULTICAST": config.MULTICAST, "PHASES": phases,
     }
     buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the text may note moments
@@ -351,17 +363,20 @@ def _product(
     return KernelLaunch(
         "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TURNERS if turned else 0), buffers, (),
         maps=tuple(maps), shared=_shared_bytes(config, mn_major and not turned), arch="sm_90a", arguments=structs,
-        layer=finish_constants(told[0]) | {"NOTED": told[0].noted},
+        layer=finish_constants(told[0]) | {"NOTED": told[0].noted, "LAST_STEPS": told[0].last_steps},
     )  # fmt: skip
 
 
-def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major: bool) -> TensorMap:
-    """The filter: of a tap a stage's channels of the rows of a tile, or, MN-major, rows of 128 bytes of as many channels."""
+def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major: bool, row: int) -> TensorMap:
+    """The filter: of a tap `row` bytes of channels of the rows of a tile, or, MN-major, rows of 128 bytes of as many channels."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
     inner, outer = (rows, channels) if mn_major else (channels, rows)
-    wide = stage_channels(problem)
-    box = (min(wide, config.BLOCK_N), 1, wide) if mn_major else (wide, 1, min(config.BLOCK_N, rows))
+    wide, parts = row // size, config.MULTICAST
+    if mn_major:
+        box = min(stage_channels(problem), config.BLOCK_N), 1, wide // parts
+    else:  # whole swizzle patterns of 8 rows, if several blocks load parts
+        box = wide, 1, min(config.BLOCK_N, rows) if parts == 1 else ceil(min(config.BLOCK_N, rows), 8 * parts) * 8
     return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, size * box[0], map_type(problem))
 
 
@@ -370,9 +385,19 @@ def _blocks(problem: ConvProblem, walk: PhaseAddressing) -> int:
     return math.prod(walk.taps) * ceil(problem.operand_channels, stage_channels(problem))
 
 
+def _last_steps(problem: ConvProblem) -> int:
+    """Steps of the tensor cores, of 32 bytes of channels each, that a tap's last stage has something to multiply in."""
+    return (ceil(problem.operand_channels * problem.itemsize, ROW // STEPS) - 1) % STEPS + 1
+
+
+def _last_row(problem: ConvProblem) -> int:
+    """Bytes of a row of a tap's last stage."""
+    return {1: 32, 2: 64}.get(_last_steps(problem), ROW)
+
+
 def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tuple[int, int]:
-    """Tiles along the channels, and the pixels, of a phase."""
-    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M)
+    """Tiles along the channels, and the pixels, of a phase. Those of blocks that load the filter together count as one."""
+    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M * config.MULTICAST)
 
 
 def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing, noted: bool) -> DensePhase:
@@ -385,9 +410,10 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing, n
     del places["out_image"], places["out_row"]
     return arguments(
         DensePhase, tiles=across * down * math.prod(repeats(all_walks)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
-        channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
-        **by_axis("dilation_", walk.dilation), pixels=pixels, **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2],
-        **places, wide=wide_stores(problem, config.BLOCK_N, walk.phase), noted=int(noted), **finish(problem),
+        channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
+        rows=problem.result_channels, **tap_numbers(lying, walk), **by_axis("dilation_", walk.dilation), pixels=pixels,
+        **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2], **places,
+        wide=wide_stores(problem, config.BLOCK_N, walk.phase), noted=int(noted), **finish(problem),
     )  # fmt: skip
 
 
@@ -408,7 +434,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
             stages = _most_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
             choices = {
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": (kind,),
-                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
+                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "MULTICAST": (1,), "PHASES": (1, PHASES),
             }  # fmt: skip
             yield TextFamily("dense_nhwc_sm90", choices, _made, "sm_90a")
     yield from transpose_filter.texts()
@@ -463,12 +489,17 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     pixel, slower = problem.operand_channels * size, 1.0
     if walks[0].rank == 3:
         slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
-    loads = config.BLOCK_M * pixel_cycles(pixel) * slower + rows * ROW_CYCLES
-    step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, loads) / CLOCK
+    channel_blocks = ceil(problem.operand_channels, stage_channels(problem))
+    cycles = pixel_cycles(pixel)
+    if pixel % ROW == _last_row(problem):
+        cycles = ROW_CYCLES
+    loads = config.BLOCK_M * cycles * slower + rows / config.MULTICAST * ROW_CYCLES
+    filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # of the steps of a tap's stages
+    step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
     rate = WIDEST_FINISHED if config.BLOCK_N > NOTED_COLUMNS else FINISHED
     sums = config.BLOCK_M * config.BLOCK_N
     end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
-    slots = at_once(device, config.CLUSTER)
+    slots = at_once(device, config.CLUSTER) // config.MULTICAST
     us, all_jobs = 0.0, 0
     for group in _launches(walks):
         jobs = [math.prod(_tiles(problem, config, walk)) * many * config.CLUSTER for walk in group]
@@ -481,7 +512,10 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
             mean *= CROWDED
         all_jobs += sum(jobs)
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
-    us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else BESIDE_OTHERS if 2 * all_jobs <= device.multiprocessors else FULL
+    if shared:
+        us += CLUSTERED.get(config.CLUSTER, 0.0)
+    else:
+        us += (BESIDE_OTHERS if 2 * all_jobs * config.MULTICAST <= device.multiprocessors else FULL) + 0.3 * (config.MULTICAST - 1)
     moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
     result_bytes = size * math.prod(problem.result_shape)
     if many > 1 and channels * size < ROW:  # phases write parts of lines

@@ -43,8 +43,8 @@ def at_once(device: Device, cluster: int) -> int:
 # ---- channels-last images, of which TMA's im2col mode loads the pixels that a tap meets
 
 
-def image_map(problem: ConvProblem, buffer: int, lying: PackedLayout, walk: PhaseAddressing, pixels: int) -> TensorMap:
-    """The tensor map of the images that `problem` reads first: a load fetches `pixels` neighbouring pixels of `walk`."""
+def image_map(problem: ConvProblem, buffer: int, lying: PackedLayout, walk: PhaseAddressing, pixels: int, row: int = ROW) -> TensorMap:
+    """The tensor map of the images that `problem` reads first: a load fetches `row` bytes of `pixels` neighbouring pixels of `walk`."""
     channels = problem.operand_channels
     pixel = problem.itemsize * channels  # bytes
     if walk.flat:
@@ -57,8 +57,8 @@ def image_map(problem: ConvProblem, buffer: int, lying: PackedLayout, walk: Phas
             strides.append(strides[-1] * size)
         stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
         upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (lying.size[i] - 1) for i in inner]
-    walked = Im2col(tuple(low), tuple(upper), tuple(stride), lying.load, pixels)
-    return TensorMap(buffer, 0, (channels, *axes, images), tuple(strides), walked, ROW, map_type(problem))
+    walked = Im2col(tuple(low), tuple(upper), tuple(stride), lying.load * row // ROW, pixels)
+    return TensorMap(buffer, 0, (channels, *axes, images), tuple(strides), walked, row, map_type(problem))
 
 
 def pixel_cycles(nbytes: int) -> float:
