@@ -146,8 +146,8 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes arrays with their channels last, or in NCHW"
     if problem.layout == "NHWC" and problem.groups != 1:
         return "with channels last it takes arrays of one group"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.layout == "NCHW"):
-        return "it takes float16 and bfloat16 arrays, and with channels last float32"
+    if problem.dtype == "float64":
+        return "it takes arrays of float32, float16 and bfloat16"
     if problem.is_empty:
         return "there is nothing to compute"
     if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
@@ -224,7 +224,7 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     patch_at = ceil(places_at + slices * r * s * channels * WORD, BANKS) * BANKS
     nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes' words of either patch lie in different banks
     copies = int(size == 2 and stride_w * channels % 2 == 1)
-    turned = WARPS * TURNED if problem.layout == "NCHW" and _run(problem) < 8 else 0
+    turned = WARPS * TURNED if problem.layout == "NCHW" and _run(problem) < 16 // size else 0
     stages = 2 if unit * size >= WORD and patch_at + (2 + copies) * nbytes + turned <= SHARED_BYTES else 1
     tiles_w, tiles_h = ceil(q, config.COLUMNS), ceil(p, rows)
     chunks = problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_N)
@@ -256,8 +256,8 @@ def _low(problem: ConvProblem) -> tuple[int, ...]:
 
 
 def _run(problem: ConvProblem) -> int:
-    """Elements of a row of an NCHW result that a lane writes at once."""
-    return next(run for run in (8, 2, 1) if problem.result_size[2] % run == 0)
+    """Elements of a row of an NCHW result that a lane writes at once: 16 bytes, two elements or one."""
+    return next(run for run in (16 // problem.itemsize, 2, 1) if problem.result_size[2] % run == 0)
 
 
 def _resident(tile: _Tile) -> int:
@@ -337,7 +337,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a kernel with these defines is ever made."""
-    return not d["PLANES"] if d["TYPE"] == FLOAT else d["PRODUCTS"] == 1
+    return d["TYPE"] == FLOAT or d["PRODUCTS"] == 1
 
 
 # ---- the choice
@@ -347,13 +347,13 @@ def _made(d: Mapping[str, int]) -> bool:
 CLOCK = 1700.0  # cycles a microsecond
 BEGIN = 2.75  # microseconds of a launch with its first loads
 MEMORY = 2.75e6  # bytes a microsecond
-NARROW_MEMORY = {8: 2.7e6, 2: 0.8e6, 1: 0.6e6}  # of tiles that write 32 bytes of a row of planes, of so many pixels at once
+NARROW_MEMORY = {8: 2.7e6, 4: 2.7e6, 2: 0.8e6, 1: 0.6e6}  # of tiles that write 32 bytes of a row of planes, of so many pixels at once
 STEP_CYCLES = 7.36  # of a multiprocessor, for a warp's step of gemm k, and for each eight of its channels
 EIGHT_CYCLES = 6.97
 HALVES = 2.3  # times as long, where a product is three: of eight layers on an H100, root mean square of the error 10%
 LOAD_CYCLES = 21.3  # of a multiprocessor, for what a warp's 32 lanes copy at once of a patch
 STORE_CYCLES = 6.0  # of a multiprocessor, for 16 pixels of an eight of channels that a warp finishes and writes
-APART_CYCLES = {8: 5.0, 2: 17.0, 1: 25.0}  # the same in NCHW, of so many pixels at once
+APART_CYCLES = {8: 5.0, 4: 8.0, 2: 17.0, 1: 25.0}  # the same in NCHW, of so many pixels at once
 RESIDUAL_CYCLES = 57.0  # the same, for a residual that is added
 TILE_CYCLES = 845.0  # of a block, for a tile: barriers
 FILTER_CYCLES = 0.35  # of a multiprocessor, for a number of a block's filter
