@@ -34,6 +34,7 @@ CHANNELS = (16, 32, 48, 64)  # of the result, of a block
 WORD = 4  # bytes
 STEP_WORDS = 8  # words of gemm k that are multiplied at once
 MOST_CHANNELS = {"NHWC": 8, "NCHW": 16}  # of problems that it is for: more of them fill rows of the other engines
+MOST_OF_HALVES = 32  # the same in NCHW where a product is three: others pack arrays first, or multiply on plain cores
 TURNED = 8 * 36 * 4  # bytes of shared memory in which a warp turns sums of eight channels
 BANKS = 128  # bytes that shared memory reads at once
 COPIES = (16, 8, 4)  # bytes that are copied at once
@@ -361,7 +362,8 @@ FILTER_CYCLES = 0.35  # of a multiprocessor, for a number of a block's filter
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
     """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none for many channels."""
-    if _channels(problem) > MOST_CHANNELS.get(problem.layout, 0) or why_not(problem):
+    most = MOST_OF_HALVES if problem.layout == "NCHW" and products(problem) == 3 else MOST_CHANNELS.get(problem.layout, 0)
+    if _channels(problem) > most or why_not(problem):
         return
     channels = problem.result_channels // problem.groups
     for block in sorted(CHANNELS, key=lambda block: (ceil(channels, block) * block, -block)):
