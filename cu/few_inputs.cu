@@ -22,14 +22,14 @@
 // PRODUCTS With 3 a float32 is two halves of TF32: hi.hi, hi.lo and lo.hi of eight words are added up by the tensor core, then into the sum. The plain
 //          cores compute a warp's tile again if a sum is a NaN, since the halves of Inf make one, or a number so small that its lo loses bits.
 // y        A lane's columns of 8 or 16 neighbouring columns are neighbouring channels, because the filter is laid out so: it writes 16 or 8 bytes
-//          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of four eights are neighbouring pixels.
-//          Where rows of y are no multiple of eight pixels, a warp turns its sums in shared memory: neighbouring lanes write neighbours.
+//          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of two or four
+//          eights are 16 bytes of neighbouring pixels. Where rows of y are no multiple of that, a warp turns its sums in shared memory: neighbouring lanes write neighbours.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/few_inputs.cu
 #ifndef TYPE
 #define TYPE 16      // of the arrays: 32 float, 16 half, 17 bfloat16
 #define BLOCK_N 64   // channels of y of a block: 16, 32, 48 or 64
-#define PLANES 0     // whether the arrays are NCHW, and of 16 bits
+#define PLANES 0     // whether the arrays are NCHW
 #define PRODUCTS 1   // of float32: 1 or 3
 #endif
 #define MOMENTS 0
@@ -47,16 +47,19 @@ constexpr int TOGETHER = EACH == 2 && COLUMN_TILES % 4 == 0 ? 4 : 2;  // eights 
 constexpr int NEIGHBOURS = 2 * TOGETHER;                          // so many
 #if PLANES
 constexpr int EIGHTS = SIXTEENS * 2;                              // of pixels, of a warp
+constexpr int RUN_PIXELS = 4 * EACH;                              // neighbours that a lane writes at once: 16 bytes
+constexpr int RUNS_OF_LANE = 2 * EIGHTS / RUN_PIXELS;             // of each channel; one begins 4 * RUN_PIXELS after the other
+constexpr int EIGHTS_OF_RUN = EIGHTS / RUNS_OF_LANE;
 constexpr int TURNED_PITCH = 36;                                  // floats from one channel's pixels to the next, where a warp turns its sums
 #endif
 constexpr int AT_ONCE = 8;                                        // elements that a thread loads before it keeps the first, where it loads them one by one
-#if defined(LAYER) || BLOCK_N < 64 || PLANES
+#if defined(LAYER) || BLOCK_N < 64 || (PLANES && PRODUCTS == 1)
 constexpr int BLOCKS = 2;                                         // of a multiprocessor at once
 #else
 constexpr int BLOCKS = 1;                                         // what finishes sums whatever there is wants registers
 #endif
 static_assert(COLUMN_TILES % TOGETHER == 0, "whole runs of channels");
-static_assert(PRODUCTS == 1 || (TYPE == 32 && !PLANES), "of float32 with channels last");
+static_assert(PRODUCTS == 1 || TYPE == 32, "of float32");
 
 // by_n is the divisor n, prepared (division.cuh).
 struct FewInputsArguments {
@@ -178,34 +181,43 @@ DEVICE int place_of(const FewInputsArguments& arg, const Corner& corner, int pix
   return row < (int)arg.p && column < (int)arg.q ? (slice * (int)arg.p + row) * (int)arg.q + column : -1;
 }
 
-// The results of a tile. A lane has eight neighbouring pixels of every eighth channel.
+// The results of a tile. A lane has runs of neighbouring pixels of every eighth channel.
 DEVICE void store_planes(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], const data_t* bias, const data_t* scale,
                          const data_t* residual, data_t* y, const Corner& corner, int group, int first_k) {
   struct alignas(16) Run {
-    data_t v[8];
+    data_t v[RUN_PIXELS];
   };
-  const int lane = threadIdx.x % 32, inside = place_of(arg, corner, threadIdx.x / 32 * SIXTEENS * 16 + lane % 4 * 8);
-  if (inside < 0) return;
+  const int lane = threadIdx.x % 32;
+  int inside[RUNS_OF_LANE];
+#pragma unroll
+  for (int run = 0; run < RUNS_OF_LANE; ++run)
+    inside[run] = place_of(arg, corner, threadIdx.x / 32 * SIXTEENS * 16 + (run * 4 + lane % 4) * RUN_PIXELS);
 #pragma unroll
   for (int eight = 0; eight < COLUMN_TILES; ++eight) {
     const int of_group = first_k + eight * 8 + lane / 4, k = group * (int)arg.k + of_group;
     if (of_group >= (int)arg.k) return;
     Finish<false> finish;
     finish.of = ScaleAndBias(arg, scale, bias, k);
-    const int at = (corner.n * (int)(arg.groups * arg.k) + k) * (int)(arg.out_d * arg.p * arg.q) + inside;
-    Run added = {}, out;
-    if (has_residual(arg)) added = *(const Run*)(residual + at);
-    float v[8];
+    const int channel = (corner.n * (int)(arg.groups * arg.k) + k) * (int)(arg.out_d * arg.p * arg.q);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) v[e] = finish.whole(arg, sum[eight / 2][e / 2][eight % 2 * 2 + e % 2], 1, has_residual(arg) ? to_float(added.v[e]) : -0.f);
-    activate(arg, v);
+    for (int run = 0; run < RUNS_OF_LANE; ++run) {
+      if (inside[run] < 0) continue;
+      const int at = channel + inside[run];
+      Run added = {}, out;
+      if (has_residual(arg)) added = *(const Run*)(residual + at);
+      float v[RUN_PIXELS];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) out.v[e] = from_float<data_t>(v[e]);
-    store_word(y + at, *(const word<Run>*)&out);
+      for (int e = 0; e < RUN_PIXELS; ++e)
+        v[e] = finish.whole(arg, sum[eight / 2][run * EIGHTS_OF_RUN + e / 2][eight % 2 * 2 + e % 2], 1, has_residual(arg) ? to_float(added.v[e]) : -0.f);
+      activate(arg, v);
+#pragma unroll
+      for (int e = 0; e < RUN_PIXELS; ++e) out.v[e] = from_float<data_t>(v[e]);
+      store_word(y + at, *(const word<Run>*)&out);
+    }
   }
 }
 
-// The same where rows of y are no multiple of eight: sums are turned in the warp's part of shared memory, so that neighbouring lanes write
+// The same where rows of y are no multiple of a run: sums are turned in the warp's part of shared memory, so that neighbouring lanes write
 // neighbouring runs of RUN pixels of a channel.
 template <int RUN>
 DEVICE void store_turned(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], float* turned, const data_t* bias,
@@ -224,7 +236,8 @@ DEVICE void store_turned(const FewInputsArguments& arg, float (&sum)[COLUMN_TILE
     for (int e = 0; e < 8; e += 4) {
       const auto& low = sum[eight / 2][e / 2];
       const auto& high = sum[eight / 2][e / 2 + 1];
-      *(float4*)(turned + lane / 4 * TURNED_PITCH + lane % 4 * 8 + e) =
+      const int run = e / RUN_PIXELS;
+      *(float4*)(turned + lane / 4 * TURNED_PITCH + (run * 4 + lane % 4) * RUN_PIXELS + e % RUN_PIXELS) =
           make_float4(low[eight % 2 * 2], low[eight % 2 * 2 + 1], high[eight % 2 * 2], high[eight % 2 * 2 + 1]);
     }
     __syncwarp();
@@ -291,8 +304,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     *((uint2*)table + (i / 8 * 4 + i % 4) * 2 + i / 4 % 2) = make_uint2(at, mask);
   }
 
-  // where this lane's pixels of a tile begin in the patch: of each sixteen one, and one 8 columns further. With PLANES the first, and others two
-  // columns further each. They are all odd or all even.
+  // where this lane's pixels of a tile begin in the patch: of each sixteen one, and one 8 columns further. With PLANES the first of a run, and
+  // others two columns further each. They are all odd or all even.
   const bool copied = EACH == 2 && arg.copy_at != 0, odd = copied && lane / 4 % 2 == 1;
   const uint32_t further = (PLANES ? 2 : 8) * (int)arg.stride_w * of_pixel * (int)sizeof(data_t);
   const auto base_of = [&](int pixel) {
@@ -301,7 +314,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
            (uint32_t)sizeof(data_t);
   };
 #if PLANES
-  const uint32_t base = base_of(warp * SIXTEENS * 16 + lane / 8 * 8 + lane / 4 % 2);
+  const auto of_run = [&](int run, int column) { return base_of(warp * SIXTEENS * 16 + (run * 4 + column / 2) * RUN_PIXELS + column % 2); };
+  uint32_t base[RUNS_OF_LANE];
+#pragma unroll
+  for (int run = 0; run < RUNS_OF_LANE; ++run) base[run] = of_run(run, lane / 4);
 #else
   int first_pixel = warp * SIXTEENS * 16 + lane / 4;
   uint32_t base[SIXTEENS];
@@ -414,26 +430,85 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const uint32_t here = patches + (odd ? (uint32_t)arg.copy_at : now);
 #if PLANES
     float sum[COLUMN_TILES / 2][EIGHTS][4] = {};
+#if PRODUCTS == 3
+    const auto each_sum = [&](const auto& f) {
+#pragma unroll
+      for (int i = 0; i < COLUMN_TILES / 2 * EIGHTS * 4; ++i) f(sum[i / (EIGHTS * 4)][i / 4 % EIGHTS][i % 4]);
+    };
+    uint32_t least = *small_filter;  // magnitude met
+#endif
     for (int step = 0; step < steps; ++step) {
       const uint4 at = load_vector(table_lane + step * 64);
       uint32_t b[EIGHTS][2];
 #pragma unroll
       for (int i = 0; i < EIGHTS; ++i) {
-        b[i][0] = load_word(here + base + i * further + at.x) & at.y;
-        b[i][1] = load_word(here + base + i * further + at.z) & at.w;
+        const uint32_t from = here + base[i / EIGHTS_OF_RUN] + i % EIGHTS_OF_RUN * further;
+        b[i][0] = load_word(from + at.x) & at.y;
+        b[i][1] = load_word(from + at.z) & at.w;
       }
+#if PRODUCTS == 3
+      uint32_t lo[EIGHTS][2];
+#pragma unroll
+      for (int i = 0; i < 2 * EIGHTS; ++i) {
+        uint32_t& v = b[i / 2][i % 2];
+        const Halves of(v);
+        least = min(least, magnitude(v));
+        v = of.hi, lo[i / 2][i % 2] = of.lo;
+      }
+#endif
 #pragma unroll
       for (int sixteen = 0; sixteen < COLUMN_TILES / 2; ++sixteen) {
         const uint32_t of_sixteen = filter_lane + (step * COLUMN_TILES + 2 * sixteen) * 256;
         const uint2 low = load_words(of_sixteen), high = load_words(of_sixteen + 256);
+#if PRODUCTS == 3
+        const Halves of[4] = {Halves(low.x), Halves(high.x), Halves(low.y), Halves(high.y)};
+        const uint32_t a[4] = {of[0].hi, of[1].hi, of[2].hi, of[3].hi}, a_lo[4] = {of[0].lo, of[1].lo, of[2].lo, of[3].lo};
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) {
+          float part[4] = {};
+          multiply<data_t>(part, a, lo[i][0], lo[i][1]);
+          multiply<data_t>(part, a_lo, b[i][0], b[i][1]);
+          multiply<data_t>(part, a, b[i][0], b[i][1]);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[sixteen][i][e] += part[e];
+        }
+#else
         const uint32_t a[4] = {low.x, high.x, low.y, high.y};
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) multiply<data_t>(sum[sixteen][i], a, b[i][0], b[i][1]);
+#endif
       }
     }
+#if PRODUCTS == 3
+    bool good = least >= ENOUGH;
+    each_sum([&](float& v) {
+      good = good && v == v;
+      v = with_lost(v, lost_in(1));
+    });
+    if (!__all_sync(~0u, good)) {
+      each_sum([&](float& v) { v = 0; });
+      for (int word = 0; word < (int)arg.words; ++word) {
+        const uint2 at = ((const uint2*)table)[(word / 8 * 4 + word % 4) * 2 + word / 4 % 2];
+        const uint32_t of_word = shared_address(filter) + (word / 8 * COLUMN_TILES * 64 + (lane / 4 * 4 + word % 4) * 2 + word / 4 % 2) * 4;
+        float v[EIGHTS][2];
+#pragma unroll
+        for (int i = 0; i < 2 * EIGHTS; ++i)
+          v[i / 2][i % 2] = __uint_as_float(load_word(here + of_run(i / 2 / EIGHTS_OF_RUN, lane % 4 * 2 + i % 2) + i / 2 % EIGHTS_OF_RUN * further + at.x) & at.y);
+#pragma unroll
+        for (int eight = 0; eight < COLUMN_TILES; ++eight) {
+          const float factor = __uint_as_float(load_word(of_word + eight * 256));
+#pragma unroll
+          for (int i = 0; i < 2 * EIGHTS; ++i) {
+            float& to = sum[eight / 2][i / 2][eight % 2 * 2 + i % 2];
+            to = fmaf(v[i / 2][i % 2], factor, to);
+          }
+        }
+      }
+    }
+#endif
     const Corner corner(arg, tile);
     float* const turned = (float*)((char*)dynamic + arg.turned_at) + warp * 8 * TURNED_PITCH;
-    if (arg.wide == 8) store_planes(arg, sum, bias, scale, residual, y, corner, group, first_k);
+    if (arg.wide == RUN_PIXELS) store_planes(arg, sum, bias, scale, residual, y, corner, group, first_k);
     else if (arg.wide == 2) store_turned<2>(arg, sum, turned, bias, scale, residual, y, corner, group, first_k);
     else store_turned<1>(arg, sum, turned, bias, scale, residual, y, corner, group, first_k);
 #else

@@ -19,13 +19,15 @@ from pycuda_conv.engines.direct_gemm import Gemm
 
 simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
-#: Patches, whose pixels meet one tap; filters longer and shorter than their stride; strides of three with odd sizes, dilation, groups; one to three axes.
+#: Patches, whose pixels meet one tap; filters longer and shorter than their stride; strides of three with odd sizes, dilation, groups; no stride, or one that is
+#: the dilation; one to three axes.
 ONE_TAP = [
     dgrad((2, 24, 3, 4), (24, 3, 4, 4), stride=4, bias=False), dgrad((2, 8, 5, 3), (8, 5, 2, 1), stride=3, padding=(1, 0), bias=False), dgrad((1, 16, 7), (16, 2, 10), stride=12, padding=3, bias=False),
 ]  # fmt: skip
 SEVERAL = [
     dgrad((2, 24, 5, 4), (24, 3, 8, 8), stride=4, padding=2), dgrad((2, 16, 9), (16, 1, 25), stride=10, padding=12), dgrad((1, 20, 6, 5), (20, 7, 4, 7), stride=3, padding=1),
     dgrad((2, 12, 5, 4), (12, 6, 3, 2), stride=3, dilation=2, padding=(2, 1)), dgrad((1, 16, 3, 4, 3), (16, 5, 3, 2, 3), stride=2, padding=(1, 0, 1)), dgrad((2, 12, 4, 5), (12, 2, 3, 3), stride=2, groups=3),
+    dgrad((1, 24, 6, 8), (24, 3, 3, 3), padding=1), dgrad((2, 20, 5, 4), (20, 3, 3, 2), stride=2, dilation=2, padding=1),
 ]  # fmt: skip
 MODES = [mode for mode in ("fp32", "fp32 last", "tf32", "tf32 last", "fp16", "fp16 last", "bf16 last") if dtype_of(mode) in DTYPES]
 
@@ -58,7 +60,7 @@ def test_what_finishes_a_sum():
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (asked(fprop((2, 8, 9, 9), (8, 8, 3, 3), stride=2), "fp32"), Columns(), "gradients by the input"), (asked(dgrad((2, 8, 9, 9), (8, 8, 3, 3)), "fp32"), Columns(), "with a stride"),
+        (asked(fprop((2, 8, 9, 9), (8, 8, 3, 3), stride=2), "fp32"), Columns(), "gradients by the input"), (asked(dgrad((2, 8, 9, 9), (8, 8, 1, 1)), "fp32"), Columns(), "one tap and no stride"),
         (asked(SEVERAL[0], "fp16"), Columns(), "are rounded"), (replace(asked(ONE_TAP[0], "fp16"), has_bias=True), Columns(), "are rounded"), (asked(dgrad((0, 8, 9, 9), (8, 8, 3, 3), stride=2), "fp32"), Columns(), "nothing to compute"),
         (asked(dgrad((8, 2**10, 128, 128), (2**10, 2**10, 4, 4), stride=2), "fp32"), Columns(), "32 bits"), (asked(SEVERAL[0], "fp32"), Columns("Nobody()"), "as it is printed"), (asked(SEVERAL[0], "fp32 last"), Columns("Tile()"), "in the layouts"),
     ],

@@ -34,7 +34,7 @@ from pycuda_conv.engines.few_inputs import FewInputs
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 MODES = tuple(mode for mode, dtype in (("fp32 last", "float32"), ("tf32 last", "float32"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
-PLANES = tuple(mode.split()[0] for mode in MODES if "32" not in mode)  # of NCHW arrays
+PLANES = tuple(mode.split()[0] for mode in MODES)  # of NCHW arrays
 
 #: Tails of channels, rows and columns; pixels that begin at odd elements, and rows of taps that end there; strides, padding, dilation, one to three axes; taps that
 #: are beside one another and apart; gradients, which take the taps in reverse.
@@ -91,13 +91,14 @@ def test_random_data(mode):
 
 
 @on_cpu
+@pytest.mark.parametrize("mode", ["fp32 last", "fp32"])
 @pytest.mark.parametrize("scenario", ["images of their own ranges", "halves 2^-30", "small channels 2^-40"])
-def test_float32_of_every_range(scenario):
+def test_float32_of_every_range(scenario, mode):
     """Halves lose bits of small numbers, and make a NaN of Inf: the plain cores compute those tiles again."""
     case = fprop((4, 3, 3, 16), (40, 3, 2, 2), bias=False)
     x, w = data(scenario, case)
-    got = simt.computed(asked(case, "fp32 last"), FewInputs(48, 16), x, w, seeds=(1,))
-    check_scenario(case, "fp32 last", x, w, got, scenario)
+    got = simt.computed(asked(case, mode), FewInputs(48, 16), x, w, seeds=(1,))
+    check_scenario(case, mode, x, w, got, scenario)
 
 
 @on_cpu
@@ -128,7 +129,7 @@ def test_the_epilogue(mode, channels):
 @pytest.mark.parametrize("mode", PLANES)
 @pytest.mark.parametrize("width", [9, 10, 16])
 def test_the_epilogue_of_planes(mode, width):
-    """Results of eight neighbouring pixels that are written at once, by twos and one by one."""
+    """Results of 16 bytes of neighbouring pixels that are written at once, by twos and one by one."""
     check_epilogue(fprop((2, 3, 5, width), (19, 3, 3, 3), padding=1), mode, FewInputs(32, 16), ACTIVATIONS[width % 3 :: 3])
 
 
@@ -172,7 +173,7 @@ BASE = CASES[0]
     [
         (replace(BASE, options={"groups": 3}, weight_shape=(21, 1, 3, 3)), "fp16 last", FewInputs(), "of one group"),
         (replace(BASE.problem("float16"), direction="wgrad"), None, FewInputs(), "takes arrays in the layouts"),
-        (fprop((0, 3, 4, 4), (4, 3, 1, 1)), "fp16 last", FewInputs(), "nothing to compute"), (BASE, "fp32", FewInputs(), "channels last float32"),
+        (fprop((0, 3, 4, 4), (4, 3, 1, 1)), "fp16 last", FewInputs(), "nothing to compute"), (BASE.problem("float64"), None, FewInputs(), "arrays of float32, float16"),
         (dgrad((2, 3, 4, 4), (3, 8, 3, 3), stride=2), "fp16 last", FewInputs(), "without stride"), (fprop((1, 3, 9, 9), (4, 3, 3, 3), dilation=3), "fp16 last", FewInputs(), "multiples of 4 bytes"),
         (fprop((1, 4, 2**15, 2**14), (4, 4, 3, 3)), "fp16 last", FewInputs(), "in 32 bits"), (BASE, "fp16 last", FewInputs(24), "BLOCK_N must be one of 16, 32, 48, 64"),
         (BASE, "fp16 last", FewInputs(64, 48), "COLUMNS one of 16"), (fprop((1, 4, 40, 40), (64, 4, 30, 30)), "fp16 last", FewInputs(), "bytes of shared memory"),
@@ -192,7 +193,7 @@ def test_other_devices_do_not_have_it():
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of the families that it is for, and others: what is chosen, and each candidate's launches."""
     listed, r, met = list(fi.texts(H200)), random.Random(4), 0
-    kinds = [(way, (*kind, layout)) for layout in ("NHWC", "NCHW") for way, *kind in (("fprop", "float32", "tf32"), ("fprop", "bfloat16", "fp32"), ("dgrad", "float16", "fp32")) if (kind[1], layout) != ("tf32", "NCHW")]
+    kinds = [(way, (*kind, layout)) for layout in ("NHWC", "NCHW") for way, *kind in (("fprop", "float32", "tf32"), ("fprop", "bfloat16", "fp32"), ("dgrad", "float16", "fp32"))]
     for problem in random_problems(r, ("last", "first", "dense 3x3", "odd", "audio", "volume", "grouped"), 6, kinds):
         found = list(fi.configs(problem, H200))
         if not found:

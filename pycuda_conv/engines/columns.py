@@ -78,8 +78,8 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it computes gradients by the input"
     if problem.is_empty:
         return "there is nothing to compute"
-    if math.prod(_every(problem)) == 1:
-        return "it is for filters with a stride"
+    if _taps(problem) == 1 and math.prod(_every(problem)) == 1:
+        return "there is one tap and no stride: the columns are the result"
     if problem.itemsize == 2 and (_met(problem) > 1 or problem.has_bias or problem.has_scale or problem.has_residual or problem.activation):
         return "columns of 16 bits are rounded: each has to be an element of the result"
     if max(_columns(problem), problem.largest_array) >= 2**31:

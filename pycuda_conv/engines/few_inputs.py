@@ -34,6 +34,7 @@ CHANNELS = (16, 32, 48, 64)  # of the result, of a block
 WORD = 4  # bytes
 STEP_WORDS = 8  # words of gemm k that are multiplied at once
 MOST_CHANNELS = {"NHWC": 8, "NCHW": 16}  # of problems that it is for: more of them fill rows of the other engines
+MOST_OF_HALVES = 32  # the same in NCHW where a product is three: others pack arrays first, or multiply on plain cores
 TURNED = 8 * 36 * 4  # bytes of shared memory in which a warp turns sums of eight channels
 BANKS = 128  # bytes that shared memory reads at once
 COPIES = (16, 8, 4)  # bytes that are copied at once
@@ -146,8 +147,8 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes arrays with their channels last, or in NCHW"
     if problem.layout == "NHWC" and problem.groups != 1:
         return "with channels last it takes arrays of one group"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.layout == "NCHW"):
-        return "it takes float16 and bfloat16 arrays, and with channels last float32"
+    if problem.dtype == "float64":
+        return "it takes arrays of float32, float16 and bfloat16"
     if problem.is_empty:
         return "there is nothing to compute"
     if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
@@ -224,7 +225,7 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     patch_at = ceil(places_at + slices * r * s * channels * WORD, BANKS) * BANKS
     nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes' words of either patch lie in different banks
     copies = int(size == 2 and stride_w * channels % 2 == 1)
-    turned = WARPS * TURNED if problem.layout == "NCHW" and _run(problem) < 8 else 0
+    turned = WARPS * TURNED if problem.layout == "NCHW" and _run(problem) < 16 // size else 0
     stages = 2 if unit * size >= WORD and patch_at + (2 + copies) * nbytes + turned <= SHARED_BYTES else 1
     tiles_w, tiles_h = ceil(q, config.COLUMNS), ceil(p, rows)
     chunks = problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_N)
@@ -256,8 +257,8 @@ def _low(problem: ConvProblem) -> tuple[int, ...]:
 
 
 def _run(problem: ConvProblem) -> int:
-    """Elements of a row of an NCHW result that a lane writes at once."""
-    return next(run for run in (8, 2, 1) if problem.result_size[2] % run == 0)
+    """Elements of a row of an NCHW result that a lane writes at once: 16 bytes, two elements or one."""
+    return next(run for run in (16 // problem.itemsize, 2, 1) if problem.result_size[2] % run == 0)
 
 
 def _resident(tile: _Tile) -> int:
@@ -337,7 +338,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a kernel with these defines is ever made."""
-    return not d["PLANES"] if d["TYPE"] == FLOAT else d["PRODUCTS"] == 1
+    return d["TYPE"] == FLOAT or d["PRODUCTS"] == 1
 
 
 # ---- the choice
@@ -353,15 +354,22 @@ EIGHT_CYCLES = 6.97
 HALVES = 2.3  # times as long, where a product is three: of eight layers on an H100, root mean square of the error 10%
 LOAD_CYCLES = 21.3  # of a multiprocessor, for what a warp's 32 lanes copy at once of a patch
 STORE_CYCLES = 6.0  # of a multiprocessor, for 16 pixels of an eight of channels that a warp finishes and writes
-APART_CYCLES = {8: 5.0, 2: 17.0, 1: 25.0}  # the same in NCHW, of so many pixels at once
+APART_CYCLES = {8: 5.0, 4: 8.0, 2: 17.0, 1: 25.0}  # the same in NCHW, of so many pixels at once
 RESIDUAL_CYCLES = 57.0  # the same, for a residual that is added
 TILE_CYCLES = 845.0  # of a block, for a tile: barriers
 FILTER_CYCLES = 0.35  # of a multiprocessor, for a number of a block's filter
+#: Of float32 in NCHW, by products: times as long as the cycles say, where a multiprocessor has one block, and where it has more. Of 123
+#: times of 28 layers on an H100 the root mean square of the error is 7%.
+FLOAT_PLANES = {3: (1.14, 0.92), 1: (1.28, 0.8)}
+FLOAT_MEMORY = 2.4e6  # bytes a microsecond
+#: Bytes a microsecond beyond those that the cache holds, where rows of results are no multiple of 16 bytes, by a tile's columns.
+FLOAT_CACHED, FLOAT_APART = 3e7, {16: 0.7e6, 32: 1.06e6, 64: 1.2e6, 128: 1.9e6}
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
     """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none for many channels."""
-    if _channels(problem) > MOST_CHANNELS.get(problem.layout, 0) or why_not(problem):
+    most = MOST_OF_HALVES if problem.layout == "NCHW" and products(problem) == 3 else MOST_CHANNELS.get(problem.layout, 0)
+    if _channels(problem) > most or why_not(problem):
         return
     channels = problem.result_channels // problem.groups
     for block in sorted(CHANNELS, key=lambda block: (ceil(channels, block) * block, -block)):
@@ -388,6 +396,10 @@ def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
     filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * FILTER_CYCLES
     us = (ceil(tile.tiles, workers) * each + filled) / CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    if problem.layout == "NCHW" and problem.itemsize == WORD:
+        apart = max(0, moved - FLOAT_CACHED) if _run(problem) < 16 // WORD else 0
+        memory = (moved - apart) / FLOAT_MEMORY + apart / FLOAT_APART[config.COLUMNS]
+        return BEGIN + max(us * FLOAT_PLANES[products(problem)][together > 1], memory)
     return BEGIN + max(us, moved / (NARROW_MEMORY[_run(problem)] if problem.layout == "NCHW" and config.COLUMNS == 16 else MEMORY))
 
 
