@@ -324,7 +324,7 @@ def pack(step, memory: Memory) -> None:
     if s.tickets:
         store(memory.view(step.buffers[-1], "uint32"), np.arange(s.tickets), 0)
     rows, warps = {0: (1, 1), 2: (4, 0), 3: (8, 8)}[s.row_bits]  # of a block, and of those, such as pass through shared memory at once
-    assert s.filter_rows % rows == 0 and (warps < 8 or (s.parts == 1 and s.fitting == s.channels)) and (warps or s.w_m == 1 and s.rows_group % 4 == 0)
+    assert s.filter_rows % rows == 0 and (warps < 8 or (s.parts == 1 and s.fitting == s.channels)) and (warps or (s.w_m == 1 and s.rows_group % 4 == 0))
     assert not s.filter_rows or 4 * warps * (s.fitting * s.all_taps + ceil(s.fitting, 8)) <= step.shared
     blocks = step.grid - in_clusters(s.filter_rows // rows)
     rows = s.images // s.rows_group * s.padded_group if step.defines["FILTER"] else s.images

@@ -435,10 +435,7 @@ def nvcc_of(texts: list[tuple[str, str]]) -> list[subprocess.CompletedProcess]:
                     file.write_text(text)
                     alone[text, arch] = nvcc(file, arch)
             else:
-                to = kept(text, arch)
-                written = to.with_suffix(f".{os.getpid()}")
-                written.write_text(said[i])
-                os.replace(written, to)
+                kept_file(kept(text, arch).name, lambda made, told=said[i]: made.write_text(told))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compiled, batches))

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import covering
 import numpy as np
 import pytest
 import toy_engine
@@ -159,3 +160,12 @@ def test_another_engine_is_chosen_predicted_measured_and_kept_in_tables(register
     assert tune._parsed(tune._text(choices)) == choices
     biased = ConvProblem.forward(2, (3, 5, 7, 11), (5, 1, 1, 1), groups=5, bias_shape=(5,))
     assert "plain sums" in engines.refusal(biased, Toy(), H200) and not isinstance(engines.choose(biased, H200), Toy)
+
+
+def test_the_sanitizer_s_cases_have_all_features_of_their_pool():
+    """Of few problems: tests/covering.py."""
+    shown = dict(covering.pool(H200, 10, 1))
+    chosen = covering.cases(H200, 10, 1)
+    assert len(chosen) < len(shown)
+    assert set().union(*(shown[case] for case in chosen)) == set().union(*shown.values())
+    assert covering.missing(H200, chosen) == covering.missing(H200, shown)

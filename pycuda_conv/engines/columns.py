@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.inner import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.texts import TextFamily
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
@@ -52,15 +52,9 @@ def _taps(problem: ConvProblem) -> int:
     return math.prod(problem.filter_size)
 
 
-def _every(problem: ConvProblem) -> Size3:
-    """Taps along each axis from one that a pixel meets to the next."""
-    d, h, w = (stride // math.gcd(stride, dilation) for stride, dilation in zip(problem.stride, problem.dilation, strict=True))
-    return d, h, w
-
-
 def _met(problem: ConvProblem) -> int:
     """Taps that a pixel meets at the most."""
-    return math.prod(ceil(taps, every) for taps, every in zip(problem.filter_size, _every(problem), strict=True))
+    return math.prod(ceil(taps, every) for taps, every in zip(problem.filter_size, taps_apart(problem), strict=True))
 
 
 def _product(problem: ConvProblem) -> ConvProblem:
@@ -78,7 +72,7 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it computes gradients by the input"
     if problem.is_empty:
         return "there is nothing to compute"
-    if _taps(problem) == 1 and math.prod(_every(problem)) == 1:
+    if _taps(problem) == 1 and math.prod(taps_apart(problem)) == 1:
         return "there is one tap and no stride: the columns are the result"
     if problem.itemsize == 2 and (_met(problem) > 1 or problem.has_bias or problem.has_scale or problem.has_residual or problem.activation):
         return "columns of 16 bits are rounded: each has to be an element of the result"
@@ -172,12 +166,11 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
     channel, tap = (1, channels) if filter_last else (taps, 1)
     if not last:
         channel, tap = channel * read, tap * read
-    back = (dilation // math.gcd(stride, dilation) for stride, dilation in zip(problem.stride, problem.dilation, strict=True))
     size = math.prod(problem.result_shape)
     told = arguments(
         ColumnsArguments, size=size, channels=channels, plane=math.prod(problem.result_size), hw=h * w, h=h, w=w, last=int(last),
         image=channels * taps * read, channel=channel, tap=tap, pixel=channels * taps if last else 1, o=o, p=p, q=q, t=t, r=r, s=s,
-        **by_axis("stride_", problem.stride), **by_axis("every_", _every(problem)), **by_axis("back_", tuple(back)),
+        **by_axis("stride_", problem.stride), **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)),
         **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation), **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config
-from pycuda_conv.engines.geometry import accumulator_bytes, ceil, divider, needs_64_bits
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, divider, needs_64_bits, outputs_apart, taps_apart
 from pycuda_conv.engines.schedule import (
     BIAS,
     GRID_LIMIT,
@@ -240,21 +240,21 @@ _SIZES = {
 Made = tuple[dict[str, int], tuple[int, ...], dict[str, int], int]
 
 
-def _constants(problem: ConvProblem, arguments: Any, **others: int) -> dict[str, int]:
+def _constants(problem: ConvProblem, told: Any, **others: int) -> dict[str, int]:
     """What a kernel that knows the layer is compiled with: :attr:`KernelLaunch.layer`."""
-    asked = {*_SIZES[type(arguments)].split(), "slope"}  # a text for each slope would save nothing
-    known = {name.upper(): value for name, value in arguments._asdict().items() if name not in asked and not name.startswith("by_")}
+    asked = {*_SIZES[type(told)].split(), "slope"}  # a text for each slope would save nothing
+    known = {name.upper(): value for name, value in told._asdict().items() if name not in asked and not name.startswith("by_")}
     return {"LAYER": 1, "AXES": problem.ndim} | known | others
 
 
 def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     kernel, make = _KERNELS[type(config)]
-    defines, arguments, layer, room = make(problem, config)
+    defines, told, layer, room = make(problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
     split = _split(config)
     size = math.prod(problem.result_shape)
-    parts = split * max(size, arguments.run if isinstance(arguments, WgradArguments) else 0)
+    parts = split * max(size, told.run if isinstance(told, WgradArguments) else 0)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, parts if split > 1 else 0))} | defines
     if device.backend != "cuda" and "UNROLLED" in defines:  # no faster there
         defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
@@ -265,7 +265,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     shared = room * accumulator_bytes(problem)
     if room and device.backend != "cuda":
         defines["ROOM"], shared = STATIC_SHARED_BYTES // accumulator_bytes(problem), 0
-    launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), shared=shared, arguments=arguments, layer=layer)
+    launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), shared=shared, arguments=told, layer=layer)
     if split == 1:
         return Schedule.plain([[launch]])
     return Schedule.plain([[launch], [reduce_launch(problem, split, WORKSPACE)]], split * size * accumulator_bytes(problem))
@@ -281,32 +281,39 @@ def _split(config: Config) -> int:
 def _single(problem: ConvProblem, config: Single) -> Made:
     (_, h, w), (_, r, s), (_, p, q) = problem.input_size, problem.filter_size, problem.output_size
     tiles = ceil(p * q, config.THREADS)
-    arguments = SingleArguments(
-        tiles, divider(tiles), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C), h, w, r, s, p, q, divider(q),
-        *problem.stride[1:], *problem.padding_before[1:], *problem.dilation[1:], **finish(problem),
-    )
-    return {"THREADS": config.THREADS}, arguments, _constants(problem, arguments), r * s
+    told = arguments(
+        SingleArguments, tiles=tiles, c=problem.C, k=problem.K, by_multiplier=divider(problem.K // problem.C), h=h, w=w, r=r, s=s, p=p, q=q,
+        **_in_plane("stride_", problem.stride), **_in_plane("pad_", problem.padding_before), **_in_plane("dil_", problem.dilation),
+        **finish(problem),
+    )  # fmt: skip
+    return {"THREADS": config.THREADS}, told, _constants(problem, told), r * s
+
+
+def _in_plane(prefix: str, values: Size3) -> dict[str, int]:
+    """`values` of height and width, as arguments."""
+    return by_axis(prefix, values[1:], "hw")
 
 
 def _tile(problem: ConvProblem, config: Tile) -> Made:
     (_, h, w), (_, r, s), (_, p, q) = problem.operand_size, problem.filter_size, problem.result_size
     (stride_h, stride_w), (_, dil_h, dil_w), (_, pad_h, pad_w) = _tile_stride(problem), problem.dilation, problem.padding_before
-    flipped, apart = problem.direction == "dgrad", (0, 0)
+    flipped, apart_h, apart_w = problem.direction == "dgrad", 0, 0
     if flipped:
         pad_h, pad_w = dil_h * (r - 1) - pad_h, dil_w * (s - 1) - pad_w
-        apart = problem.stride[1].bit_length() - 1, problem.stride[2].bit_length() - 1
+        apart_h, apart_w = problem.stride[1].bit_length() - 1, problem.stride[2].bit_length() - 1
     halo_h, halo_w = _halo(problem, config)
     tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
-    arguments = TileArguments(
-        tiles_p, divider(tiles_p), tiles_q, divider(tiles_q), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C),
-        h, w, p, q, pad_h, pad_w, r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), int(flipped), *apart, **finish(problem),
-    )
+    told = arguments(
+        TileArguments, tiles_p=tiles_p, tiles_q=tiles_q, c=problem.C, k=problem.K, by_multiplier=divider(problem.K // problem.C), h=h, w=w,
+        p=p, q=q, pad_h=pad_h, pad_w=pad_w, r=r, s=s, stride_h=stride_h, stride_w=stride_w, dil_h=dil_h, dil_w=dil_w,
+        by_halo_w=divider(halo_w), flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **finish(problem),
+    )  # fmt: skip
     elements = r * s + halo_h * halo_w
-    layer = _constants(problem, arguments)
+    layer = _constants(problem, told)
     if config.TILE_P > 1 and r == s and r in (3, 5, 7) and stride_h == stride_w == dil_h == dil_w == 1:
         names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W"
-        return asdict(config) | {name: layer[name] for name in names}, arguments, layer, elements
-    return asdict(config), arguments, layer, elements
+        return asdict(config) | {name: layer[name] for name in names}, told, layer, elements
+    return asdict(config), told, layer, elements
 
 
 def _batched(problem: ConvProblem, config: Batched) -> Made:
@@ -314,16 +321,17 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
     plane, groups = math.prod(problem.output_size), problem.groups
     cg, kg = problem.C // groups, problem.K // groups
     k_tiles, block_taps = ceil(kg, config.BLOCK_K), config.BLOCK_C * t * r * s
-    arguments = BatchedArguments(
-        _pixels(problem), plane, divider(plane), divider(p * q), p, q, divider(q), groups, divider(groups), cg, kg,
-        k_tiles, divider(k_tiles), config.BLOCK_C, block_taps, divider(block_taps), *_parts(problem, config.SPLIT, cg, config.BLOCK_C),
-        *problem.input_size, t, r, s, *problem.stride, *problem.padding_before, *problem.dilation, **finish(problem, config.SPLIT > 1),
-    )
+    told = arguments(
+        BatchedArguments, n_pixels=_pixels(problem), plane=plane, by_pq=divider(p * q), p=p, q=q, groups=groups, cg=cg, kg=kg,
+        k_tiles=k_tiles, block_c=config.BLOCK_C, block_taps=block_taps, **_parts(problem, config.SPLIT, cg, config.BLOCK_C), t=t, r=r, s=s,
+        **by_axis("", problem.input_size), **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before),
+        **by_axis("dil_", problem.dilation), **finish(problem, config.SPLIT > 1),
+    )  # fmt: skip
     elements = block_taps * config.BLOCK_K
     defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K}
     fits = _flat(problem) and r == s == COMMON and elements * accumulator_bytes(problem) <= MOST_COMMON
     common = {"R": r, "S": s, "AXES": 2} if fits else {}
-    return defines | common, arguments, _constants(problem, arguments), elements
+    return defines | common, told, _constants(problem, told), elements
 
 
 def _flat(problem: ConvProblem) -> bool:
@@ -336,29 +344,24 @@ def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
     plane, groups = math.prod(problem.input_size), problem.groups
     cg, kg = problem.C // groups, problem.K // groups
     c_tiles, taps = ceil(cg, config.BLOCK_C), t * r * s
-    every, back = _every(problem.stride, problem.dilation), _every(problem.dilation, problem.stride)
-    arguments = DgradArguments(
-        _pixels(problem), plane, divider(plane), divider(h * w), h, w, divider(w), groups, divider(groups), cg, kg,
-        c_tiles, divider(c_tiles), config.BLOCK_K, *_parts(problem, config.SPLIT, kg, config.BLOCK_K), *problem.output_size,
-        t, r, s, divider(taps), divider(taps * config.BLOCK_C),
-        *problem.stride, *every, *back, *problem.padding_before, *problem.dilation, **finish(problem, config.SPLIT > 1),
-    )
+    every = taps_apart(problem)
+    told = arguments(
+        DgradArguments, n_pixels=_pixels(problem), plane=plane, by_hw=divider(h * w), h=h, w=w, groups=groups, cg=cg, kg=kg,
+        c_tiles=c_tiles, block_k=config.BLOCK_K, **_parts(problem, config.SPLIT, kg, config.BLOCK_K),
+        **by_axis("", problem.output_size, "opq"), t=t, r=r, s=s, by_taps=divider(taps), by_filters=divider(taps * config.BLOCK_C),
+        **by_axis("stride_", problem.stride), **by_axis("every_", every), **by_axis("back_", outputs_apart(problem)),
+        **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation), **finish(problem, config.SPLIT > 1),
+    )  # fmt: skip
     elements = config.BLOCK_K * taps * config.BLOCK_C
     defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C}
     fits = _unrolled_dgrad(problem) and elements * accumulator_bytes(problem) <= MOST_COMMON
     common = {"UNROLLED": 1, "R": r, "S": s, "EVERY_H": every[1], "EVERY_W": every[2]} if fits else {}
-    return defines | common, arguments, _constants(problem, arguments), elements
+    return defines | common, told, _constants(problem, told), elements
 
 
 def _unrolled_dgrad(problem: ConvProblem) -> bool:
     """Whether the loops of ``direct_dgrad.cu`` over a plane of the filter are unrolled."""
-    return problem.filter_size[1:] == (COMMON, COMMON) and _every(problem.stride, problem.dilation)[1:] in ((1, 1), (2, 2))
-
-
-def _every(stride: Size3, dilation: Size3) -> Size3:
-    """From one tap that a pixel of the input meets to the next, along every axis."""
-    d, h, w = (n // math.gcd(n, by) for n, by in zip(stride, dilation, strict=True))
-    return d, h, w
+    return problem.filter_size[1:] == (COMMON, COMMON) and taps_apart(problem)[1:] in ((1, 1), (2, 2))
 
 
 def _wgrad(problem: ConvProblem, config: Wgrad) -> Made:
@@ -366,14 +369,14 @@ def _wgrad(problem: ConvProblem, config: Wgrad) -> Made:
     taps, pixels, total = math.prod(problem.output_size), math.prod(problem.filter_size), _summed_pixels(problem)
     chunks, kg = ceil(taps, config.TAPS), problem.K // groups
     k_blocks, run = ceil(kg, config.FILTERS), ceil(ceil(total, config.SLICES), config.THREADS) * config.THREADS
-    arguments = WgradArguments(
-        config.SLICES, divider(config.SLICES), chunks, divider(chunks), problem.N, divider(problem.N), groups, kg,
-        k_blocks, divider(k_blocks), total, run, *problem.input_size, pixels, divider(pixels), divider(r * s), r, s, divider(s),
-        taps, divider(p * q), p, q, divider(q), *problem.stride, *problem.padding_before, *problem.dilation,
-    )
+    told = arguments(
+        WgradArguments, slices=config.SLICES, chunks=chunks, images=problem.N, groups=groups, kg=kg, k_blocks=k_blocks, total=total,
+        run=run, **by_axis("", problem.input_size), pixels=pixels, by_rs=divider(r * s), r=r, s=s, taps=taps, by_pq=divider(p * q), p=p,
+        q=q, **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
+    )  # fmt: skip
     defines = {"THREADS": config.THREADS, "TAPS": config.TAPS, "FILTERS": config.FILTERS}
     common = {"Q": q} if _square(problem) and config.TAPS == taps else {}
-    return defines | common, arguments, _constants(problem, arguments, TAPS=config.TAPS, ALL_TAPS=taps), 0
+    return defines | common, told, _constants(problem, told, TAPS=config.TAPS, ALL_TAPS=taps), 0
 
 
 def _square(problem: ConvProblem) -> bool:
@@ -387,9 +390,9 @@ _KERNELS: dict[type, tuple[str, Callable[[ConvProblem, Any], Made]]] = {
 }  # fmt: skip
 
 
-def _parts(problem: ConvProblem, split: int, summed: int, block: int) -> tuple[int, int, int, int]:
-    """The members split, by_split, run and part_size of a kernel that sums `summed` channels, `block` at once."""
-    return split, divider(split), ceil(ceil(summed, block), split) * block, math.prod(problem.result_shape)
+def _parts(problem: ConvProblem, split: int, summed: int, block: int) -> dict[str, int]:
+    """The members split, run and part_size of a kernel that sums `summed` channels, `block` at once."""
+    return {"split": split, "run": ceil(ceil(summed, block), split) * block, "part_size": math.prod(problem.result_shape)}
 
 
 def filter_key(problem: ConvProblem, config: Config) -> None:
@@ -522,12 +525,12 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         if problem.has_depth and max(problem.stride) > 1:
             channel = max(channel, SLICE_WAIT * problem.filter_size[0])
     else:  # of a strided convolution's taps a pixel meets only some; eight channels' loads are on their way at once, or a plane's taps
-        met = taps / math.prod(_every(problem.stride, problem.dilation))
+        met = taps / math.prod(taps_apart(problem))
         block, start = config.BLOCK_C, DGRAD_ROUND
         of_tap = (DGRAD_LONE if lone else DGRAD_ANY) + DGRAD_SUM * block
         channel = max(DGRAD_WAIT, DGRAD_TAP * met) if _unrolled_dgrad(problem) else max(0.1, of_tap * met)
     at_once = config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K
-    split, _, run, size = _parts(problem, config.SPLIT, read, at_once)
+    split, run, size = _parts(problem, config.SPLIT, read, at_once).values()
     threads = _pixels(problem) * problem.groups * ceil(written, block) * split
     channel += STAGED * taps * block / config.THREADS  # of its filter, which a block brings to shared memory
     walked = min(run, read)

@@ -10,7 +10,7 @@ from itertools import product
 from struct import pack, unpack
 from typing import Any, TypeVar
 
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.problem import ConvProblem, Size3
 
 _Arguments = TypeVar("_Arguments", bound=tuple[int, ...])
 
@@ -62,8 +62,9 @@ def row_major(size: tuple[int, int, int]) -> tuple[int, ...]:
 
 
 def arguments(struct: type[_Arguments], **numbers: int) -> _Arguments:
-    """The struct of these numbers, a NamedTuple; its fields that are called ``by_<name>`` are their :func:`divider`."""
-    return struct(**numbers, **{name: divider(max(numbers[name[3:]], 1)) for name in _prepared(struct)})
+    """The struct of these numbers, a NamedTuple. Its fields ``by_<name>`` that are not given are the :func:`divider` of ``<name>``."""
+    missing = (name for name in _prepared(struct) if name not in numbers)
+    return struct(**numbers, **{name: divider(max(numbers[name[3:]], 1)) for name in missing})
 
 
 @cache
@@ -162,6 +163,18 @@ class Phase:
     stride: tuple[int, int, int]
     pad: tuple[int, int, int]
     dilation: tuple[int, int, int]
+
+
+def taps_apart(problem: ConvProblem) -> Size3:
+    """Along each axis, the taps from one that a pixel of the input meets to the next."""
+    d, h, w = (stride // math.gcd(stride, dilation) for stride, dilation in zip(problem.stride, problem.dilation, strict=True))
+    return d, h, w
+
+
+def outputs_apart(problem: ConvProblem) -> Size3:
+    """Along each axis, the pixels of the output from one that a pixel of the input meets to the one before, which the next tap takes."""
+    d, h, w = (dilation // math.gcd(stride, dilation) for stride, dilation in zip(problem.stride, problem.dilation, strict=True))
+    return d, h, w
 
 
 def _axis_phases(size: int, taps: int, stride: int, pad: int, dilation: int) -> list[tuple[int, ...]]:

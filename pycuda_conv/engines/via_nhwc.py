@@ -25,7 +25,7 @@ __all__ = [
     "texts", "time", "unsupported",
 ]  # fmt: skip
 
-THREADS, TILE_BYTES, LEAST_COLUMNS = 256, 8192, 64  # of a block that transposes
+THREADS, TILE_BYTES = 256, 8192  # of a block that transposes
 
 
 @dataclass(frozen=True)

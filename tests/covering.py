@@ -1,0 +1,122 @@
+"""Small launches that use every kernel: problems and configurations that the engines' registry yields, chosen so that little is launched twice."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+from pycuda_conv import ConvProblem, engines
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.schedule import Schedule
+from pycuda_conv.runtime.base import KernelLaunch
+
+#: A problem, a configuration, and whether the moments of the result are noted.
+Case = tuple[ConvProblem, Config, bool]
+#: (C, K, groups): of few channels, dense, depthwise, and groups of several channels.
+CHANNELS = (
+    ((1, 16, 1), (3, 20, 1), (3, 64, 1), (4, 70, 1), (16, 1, 1), (20, 3, 1), (64, 2, 1)),
+    ((8, 40, 1), (24, 40, 1), (33, 24, 1), (64, 136, 1), (72, 33, 1), (136, 64, 1), (200, 320, 1), (192, 192, 1), (96, 256, 1), (256, 384, 1)),
+    ((6, 6, 6), (40, 40, 40), (40, 80, 40), (8, 16, 8)), ((32, 32, 8), (64, 64, 8), (48, 48, 3), (96, 96, 2), (128, 128, 2), (12, 20, 4)),
+)  # fmt: skip
+KINDS = (("float32", "fp32"), ("float32", "tf32"), ("float16", "fp32"), ("bfloat16", "fp32"), ("float64", "fp32"))
+#: (images, size, taps, stride, padding, dilation)
+SHAPES = (
+    (2, (9, 8), 3, 1, 1, 1), (1, (13, 17), 3, 2, 1, 1), (3, (8, 16), 1, 1, 0, 1), (40, (3, 3), 3, 1, 1, 1), (1, (12, 40), (5, 3), (1, 2), (2, 0), 1), (2, (24, 32), 3, 1, 1, 1),
+    (2, (7, 7), 1, 2, 0, 1), (1, (20, 24), 7, 2, 3, 1), (1, (16, 64), 7, 1, 3, 1), (2, (10, 12), 3, 1, 2, 2), (1, (16, 16), 4, 4, 0, 1), (1, (10, 14), 2, 2, 0, 1), (2, (14, 14), 3, (1, 2), 1, (2, 1)),
+    (1, (12, 13), 5, 1, 2, 1), (2, (9, 16), 5, 2, 2, 1), (2, (28, 28), 3, 1, 1, 1), (4, (16, 16), 1, 1, 0, 1), (1, (16, 32), 16, 16, 0, 1), (1, (14, 28), 14, 14, 0, 1), (1, (16, 24), 8, 8, 0, 1),
+    (1, (9, 32), (2, 4), (1, 2), 1, 1), (1, (9, 32), (2, 8), (1, 2), 1, 1), (1, (9, 40), (1, 14), (1, 2), 1, 1), (1, (9, 64), (2, 16), (1, 8), 1, 1),
+    (1, (22, 33), 11, (4, 1), 2, 1), (1, (400,), 10, 5, 0, 1), (1, (300,), 9, 1, 4, 1), (2, (50,), 3, 2, 1, 1), (4, (64,), 1, 1, 0, 1), (1, (5, 6, 8), 3, 1, 1, 1), (2, (4, 8, 8), (1, 3, 3), 1, (0, 1, 1), 1), (1, (90, 70), 31, 1, 15, 1), (1, (5000,), 150, 1, 75, 1),
+)  # fmt: skip
+EPILOGUES: tuple[dict[str, Any], ...] = ({}, {}, {"has_bias": True}, {"has_bias": True, "activation": "relu"}, {"has_bias": True, "has_scale": True, "has_residual": True, "activation": "silu"})
+
+
+def problems(count: int) -> Iterator[ConvProblem]:
+    """Small problems, at most so many: every kind with every shape and every family of channels in turn, everything else by chance."""
+    r = random.Random(1)
+    kinds = [(direction, *kind, layout) for direction in ("fprop", "input", "weight", "transposed") for kind in KINDS for layout in ("NCHW", "NHWC")]
+    for number in range(count):
+        turn, kind = divmod(number, len(kinds))
+        direction, dtype, precision, layout = kinds[kind]
+        (c, k, groups), (n, size, taps, stride, padding, dilation) = r.choice(CHANNELS[turn % len(CHANNELS)]), SHAPES[turn % len(SHAPES)]
+        ndim = len(size)
+        if direction in ("input", "transposed") and stride in (8, 14, 16):
+            continue  # a launch for each of hundreds of phases
+        options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        options |= {"dtype": dtype, "precision": precision, "layout": layout}
+        x, w = (n, c, *size), (k, c // groups, *(taps if isinstance(taps, tuple) else (taps,) * ndim))
+        try:
+            forward = ConvProblem.forward(ndim, x, w, **options)
+            if direction == "fprop":
+                problem = replace(forward, **r.choice(EPILOGUES))
+            elif direction == "transposed":
+                problem = replace(ConvProblem.transposed(ndim, (n, k, *size), w, **options), **r.choice(EPILOGUES))
+            else:
+                problem = ConvProblem.gradient(direction, ndim, x, w, forward.result_shape, **options)
+        except ValueError:
+            continue
+        yield problem
+
+
+def launches(schedule: Schedule) -> list[KernelLaunch]:
+    """All that a schedule may launch."""
+    return [launch for part in (schedule.prepare, schedule.steps, schedule.whole, schedule.filter_last or ()) for step in part for launch in step]
+
+
+def features(config: Config, schedule: Schedule) -> set[tuple]:
+    """What a case shows of kernels: each value of each define with the type of the arrays, and arguments that are negative, 0, 1 and larger."""
+    found: set[tuple] = {(config.__class__.__name__,)}
+    for launch in launches(schedule):
+        file = launch.file or launch.kernel
+        dtype = next((launch.defines[name] for name in ("TYPE", "DTYPE", "OUT", "IN") if name in launch.defines), 0)
+        found |= {(file, launch.kernel), *((file, dtype, *define) for define in launch.defines.items())}
+        for struct in launch.structs:
+            found |= {(file, type(struct).__name__, name, min(max(value, -1), 2)) for name, value in zip(struct._fields, struct, strict=True)}
+    return found
+
+
+def pool(device: Any, count: int, each: int) -> Iterator[tuple[Case, set[tuple]]]:
+    """So many problems by some configurations of each engine, with their features. Configurations that came seldom before come first."""
+    r, came = random.Random(1), Counter[tuple[str, str]]()
+    for problem in problems(count):
+        launched = problem.launched
+        for engine in registry.ENGINES:
+            if launched.layout not in engine.LAYOUTS or engine.unsupported(device):
+                continue
+            configs = [config for config in engine.configs(launched, device) if engine.refusal(launched, config) is None]
+            r.shuffle(configs)
+            for config in sorted(configs, key=lambda one: came[str(one), problem.dtype])[:each]:
+                came[str(config), problem.dtype] += 1
+                noted = r.random() < 0.4
+                yield (problem, config, noted), features(config, engines.schedule(problem, config, device, noted))
+
+
+def cases(device: Any, count: int = 5280, each: int = 1) -> list[Case]:
+    """Cases of the pool that have all of its features between them, those with the most new ones first."""
+    known = list(pool(device, count, each))
+    waiting = [(-len(shown), i) for i, (_, shown) in enumerate(known)]
+    heapify(waiting)
+    found: list[Case] = []
+    met: set[tuple] = set()
+    while waiting:
+        expected, i = heappop(waiting)
+        case, shown = known[i]
+        new = len(shown - met)
+        if -expected > new > 0:  # others have taken some of them: one with more may wait
+            heappush(waiting, (-new, i))
+        elif new:
+            found.append(case)
+            met |= shown
+    return found
+
+
+def missing(device: Any, chosen: Iterable[Case]) -> list[str]:
+    """Values of defines that the registry's texts have and no case has."""
+    shown = (launch for problem, config, noted in chosen for launch in launches(engines.schedule(problem, config, device, noted)))
+    met = {(launch.file or launch.kernel, *define) for launch in shown for define in launch.defines.items()}
+    wanted = {(family.file, name, value) for family in registry.texts(device) for name, values in family.choices.items() for value in values}
+    return [f"{file} {name}={value}" for file, name, value in sorted(wanted - met)]
