@@ -472,6 +472,7 @@ ADDED, MEMORY, AGAIN = 10400.0, 3.6e6, 0.16
 #: Times as long blocks of tiles of 64 pixels take where a multiprocessor has two; and clusters that follow others.
 BESIDE, CROWDED = 0.9, 1.2
 WIDEST_FINISHED = 24.2e3  # FINISHED of the widest tile, which has fewer registers for it
+CACHE_RATE = 4.6e6  # bytes a microsecond of pixels that all multiprocessors load from the L2 cache
 FOLLOW = 0.4  # microseconds of a launch behind another one
 #: Microseconds that blocks which leave half of the multiprocessors to the next call's take less; that others take more; and clusters.
 BESIDE_OTHERS, FULL, CLUSTERED = -0.5, 0.746, {2: 0.4, 4: 0.8}
@@ -500,7 +501,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     sums = config.BLOCK_M * config.BLOCK_N
     end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
     slots = at_once(device, config.CLUSTER) // config.MULTICAST
-    us, all_jobs = 0.0, 0
+    us, all_jobs, loaded = 0.0, 0, 0.0
     for group in _launches(walks):
         jobs = [math.prod(_tiles(problem, config, walk)) * many * config.CLUSTER for walk in group]
         works = [ceil(_blocks(problem, walk), config.CLUSTER) * step + end for walk in group]
@@ -512,10 +513,14 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
             mean *= CROWDED
         all_jobs += sum(jobs)
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
+        loaded += sum(math.prod(_tiles(problem, config, walk)) * _blocks(problem, walk) for walk in group) / len(walks)
     if shared:
         us += CLUSTERED.get(config.CLUSTER, 0.0)
     else:
         us += (BESIDE_OTHERS if 2 * all_jobs * config.MULTICAST <= device.multiprocessors else FULL) + 0.3 * (config.MULTICAST - 1)
+    # tiles of other channels, and of other phases, load the same pixels together; others come from the L2 cache one by one
+    loaded *= config.MULTICAST * config.BLOCK_M * min(pixel, ROW) / ceil(channels, config.BLOCK_N)
+    us = max(us, BEGIN + loaded / CACHE_RATE)
     moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
     result_bytes = size * math.prod(problem.result_shape)
     if many > 1 and channels * size < ROW:  # phases write parts of lines

@@ -892,44 +892,46 @@ class Rates(NamedTuple):
 
 
 #: Measured on an H200, by the bytes of an element. float32's were fitted to 258 times: root mean square of the error 17%.
-RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 1.8, 98e3, 21.6e3, 1.92), 2: Rates(1450.0, 2.8, 110e3, 17.4e3, 1.0)}
+RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 2.07, 98e3, 21.6e3, 1.79), 2: Rates(1180.0, 2.61, 110e3, 40.2e3, 1.15)}
 RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split there
 #: Of 16-bit arrays and filters that are read as they lie: cycles a microsecond, cycles of a row of the filter, microseconds of each launch;
 #: times as long products take as the tensor cores need; cycles of a pixel's row of so many bytes. Fitted to 147 times of 57 layers on an
 #: H200 and an H100: root mean square of the error 17%, and 18% for layers that were left out.
 LYING, LYING_PRODUCT = (1860.0, 3.5, 1.7), 1.64
-PIXEL_CYCLES = {128: 2.1, 64: 1.6, 32: 2.0, 16: 2.0}
-VOLUME = 1.27  # times as long takes a load of a volume
+PIXEL_CYCLES = {128: 2.59, 64: 1.49, 32: 2.0, 16: 2.0}
+VOLUME = 1.18  # times as long takes a load of a volume
 #: The same of packed images: of volumes; and of pixels that are no multiple of what is loaded at once, so that loads lie across lines.
-PACKED_VOLUME, UNALIGNED = 1.6, 2.0
+PACKED_VOLUME, UNALIGNED = 1.23, 2.0
 #: Bytes of packed images from which on a part of them comes from memory, and bytes a microsecond then.
 FORGOTTEN, REMEMBERED_RATE = 15e6, 2.3e6
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
 #: Times as long as that takes the gradient of a filter, by products and bytes of an element; and that of a convolution with a stride.
-LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.05, (3, 4): 0.97}, 1.0
+LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.05, (3, 4): 0.97}, 0.93
 #: Times as long as all that takes a tile of 64 pixels; one of 128 or more; one of 64 of the gradient of a filter, besides; and what packs
 #: 16-bit images that have their channels last. Seen in 800 times of 140 problems on an H200 and H100s.
 NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
-FOLLOW = 1.5  # microseconds that a launch of further phases adds
+SHORT_ROW = {64: 0.87, 32: 1.0, 16: 1.0}
+CACHE_RATE = 5e6  # bytes a microsecond of pixels that all multiprocessors load from the L2 cache
+FOLLOW = 1.4  # microseconds that a launch of further phases adds
 #: Of three products, tiles of 128 rows, which load less for each product; and those of two stages, where loads are waited for.
 TALL, SHALLOW = 0.96, 1.1
 FLAT = 1.0  # the same of 1x1 layers without stride in NCHW
 SECTOR = 32  # bytes of memory that are written at once
-APART = 1.9  # times as long it takes to add the parts of sums that are loaded one by one
+APART = 2.0  # times as long it takes to add the parts of sums that are loaded one by one
 PHASED = 2.08  # the same of pixels of phases in NCHW, whose neighbours lie apart
 #: Times as long take phases in NCHW: those whose columns are written in pairs; and larger tiles of others, which write more at once.
 PAIRED, PHASED_TILE = 0.86, 1.2
-PARTS_OF_SECTORS = 2.4e6  # bytes of sectors a microsecond, of which each phase writes a part
+PARTS_OF_SECTORS = 2.6e6  # bytes of sectors a microsecond, of which each phase writes a part
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
 #: Of the same tiles, elements of a residual that a microsecond adds to them, which nothing hides; and the microseconds that splitting
 #: images takes besides. From 27 layers of 64 channels on an H100: without, these took up to 1.6 times as long as predicted.
 HALO_JOINED, HALO_SPLIT = 2.5e3, 8.5
-PINGPONG_PRODUCT, PINGPONG_STORE = 1.0, 0.54  # of a tile's products and stores, where consumers take tiles by turns
+PINGPONG_PRODUCT, PINGPONG_STORE, PINGPONG_ALONE = 1.15, 0.54, 1.15  # of a tile's products and stores, where consumers take tiles by turns
 #: The same as TILE_TIME and `stored` for 16-bit results with their channels last, which TMA stores; where tiles are no multiple of what it
 #: stores; where phases scatter them; and the elements of a residual that a microsecond adds to them.
-JOINED_PLANES, JOINED_APART = 4.1e3, 2.33  # elements of a residual that a microsecond adds to other tiles; longer where one at a time
-LYING_TILE, LYING_STORED, LYING_APART, PHASED_STORED, JOINED = 0.4, 25e3, 12e3, 10e3, 3.3e3
-TILE_TIME = 0.8  # microseconds to start and drain a tile
+JOINED_PLANES, JOINED_APART = 4.7e3, 2.33  # elements of a residual that a microsecond adds to other tiles; longer where one at a time
+LYING_TILE, LYING_STORED, LYING_APART, PHASED_STORED, JOINED = 0.26, 25e3, 12.9e3, 9.3e3, 4.4e3
+TILE_TIME = 0.75  # microseconds to start and drain a tile
 
 
 def configs(problem: ConvProblem, device: Device) -> tuple[ImplicitGemm, ...]:
@@ -1018,7 +1020,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     packed, walks = _form(problem)
     count, lying, rates = products(problem), _reads_filter(problem), RATES[problem.itemsize]
     clock, of_filter, launch_time = LYING if lying else (rates.clock, 0.0, 0.0)
-    of_pixel = _pixel_cycles(problem, packed) if lying else rates.row_cycles
+    of_pixel = _pixel_cycles(problem, packed) if lying else rates.row_cycles * SHORT_ROW[packed.load]
     loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
     cycles = 4 * count * config.BLOCK_N * config.BLOCK_M / 128 * (LYING_PRODUCT if lying else 1)
     loaded = float(stage_bytes(problem, config))
@@ -1027,6 +1029,8 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         slower *= PACKED_VOLUME if walks[0].rank == 3 else 1.0
         loaded += (slower - 1) * limbs(problem) * config.BLOCK_N * 128
     step = max(cycles / clock, loads / clock, loaded / rates.loaded)
+    # bytes of a stage that only blocks of the same pixels ask for; those of a gradient of a filter are taps, which share most of theirs
+    of_pixels = 0.0 if problem.layout == "CNHW" else loaded - limbs(problem) * config.BLOCK_M * 128
     last = problem.layout == "NHWC" and config.SPLIT == 1 and problem.itemsize == 2
     tile, stored = (LYING_TILE, PHASED_STORED if len(walks) > 1 else LYING_STORED) if last else (TILE_TIME, rates.stored)
     if last and len(walks) == 1 and _whole_rows(problem, 1) and not tensor_store(problem, config):
@@ -1053,11 +1057,13 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     def tile_time(steps: int) -> float:
         product = ceil(steps, config.SPLIT) * step
         if config.takes_turns:  # stores beside products slow these down, but are waited for only at the end
-            return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between)
+            return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, PINGPONG_ALONE * between)
         return max(product, stores) + added / HALO_JOINED if config.halo else product + between
 
     us = (0.0 if lying else rates.launch_time) + launch_time + (HALO_SPLIT if config.splits_images else 0)
     at_once, joined = _at_once(problem), 0.0
+    # tiles of the same pixels and other rows load them together, and so do phases; others come from the L2 cache one by one
+    from_cache = 0.0
     longest = shared = 0.0  # launches of phases run beside one another: of them the longest, and what all take of the multiprocessors
     for number, (group, stages) in enumerate(_stages_of_launches(problem)):
         us += FOLLOW if number else 0.0
@@ -1070,7 +1076,9 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         # phases come by turns, so that blocks have as much of each
         own = max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
         longest, shared = max(longest, own), shared + own * grid / multiprocessors
-    of_product = max(longest, shared)
+        _, across = _tiles(problem, config, group)
+        from_cache += across * problem.groups * sum(stages) / len(walks) * of_pixels
+    of_product = max(longest, shared, between + from_cache / CACHE_RATE)
     kept = 0 if lying or config.splits_images else 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
     if kept > FORGOTTEN:
         written = problem.itemsize * math.prod(problem.result_shape) * (2 if problem.has_residual else 1)

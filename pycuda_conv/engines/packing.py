@@ -867,17 +867,19 @@ WINDOWED = 1.8  # times as long it takes to pack images whose windows overlap
 FITTING = 3e7  # bytes that the L2 cache keeps from one launch to the next
 #: By the bytes of an element: bytes a microsecond that launches beside the product move, microseconds of each, and those that a block
 #: which packs FEW pixels adds to one.
-BESIDE = {8: (3.9e6, 0.75, 0.018), 4: (3.9e6, 0.75, 0.018), 2: (3.5e6, 0.75, 0.008)}
+BESIDE = {8: (3.9e6, 0.75, 0.018), 4: (3.4e6, 0.7, 0.018), 2: (3.5e6, 0.86, 0.008)}
 FEW = 32
 SECTOR = 32  # bytes of memory that are read at once
-FILTER_ROW = 1.7e-3  # microseconds that a row of a filter takes to be packed, for each limb, besides its bytes
+#: Microseconds that a row of a filter takes to be packed, for each limb, besides its bytes; times as long where taps are folded; and times
+#: as long its bytes take where a row has parts.
+FILTER_ROW, FOLDED_ROW, PARTED = 2.2e-3, 1.9, 2.4
 #: Of gradients by the input, whose filters are packed from taps that lie side by side, microseconds of a row; and numbers that 64 rows
 #: pack in a microsecond, all of which write to the same lines.
-GRADIENT_ROW, GRADIENT_RATE = 3.2e-3, 43e3
+GRADIENT_ROW, GRADIENT_RATE = 6.5e-3, 52e3
 #: Of the gradient of a filter whose operands' rows are folded, microseconds of the launch that packs both, of a number that is read, of a
 #: limb that is written for the images, of a block of the other operand, and of an image. Fitted to 19 times on an H100: error 14%.
-FOLDED, FOLDED_READ, FOLDED_WRITTEN, FOLDED_BLOCK, FOLDED_IMAGE = 5.2, 3.7e-6, 0.5e-6, 13e-3, 8.6e-3
-JOIN_TIME, JOIN_RATE = 1.9, 9.4e3  # microseconds, and bytes a microsecond, of a block that adds the parts of its tile
+FOLDED, FOLDED_READ, FOLDED_WRITTEN, FOLDED_BLOCK, FOLDED_IMAGE = 5.2, 4.6e-6, 0.5e-6, 13e-3, 8e-3
+JOIN_TIME, JOIN_RATE = 1.9, 10.8e3  # microseconds, and bytes a microsecond, of a block that adds the parts of its tile
 
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration
@@ -894,12 +896,11 @@ def overhead(
 
     `joined`: bytes of the parts that a block of the product adds, where no launch does.
     """
-    moved = 0.0
-    rows = 0
+    moved = of_filter = 0.0
     if packs_filter:  # a tap's channels are filled up, and what is much is read from memory again
         packed_filter = 2.0 * limbs(problem) * 64 * packed.load * math.prod(filter_sizes(problem, packed)) * problem.groups
-        moved = _read_filter(problem) + packed_filter * (1 if packed_filter < FITTING else 2)
-        rows = limbs(problem) * problem.result_channels
+        moved = _read_filter(problem, packed) + packed_filter * (1 if packed_filter < FITTING else 2)
+        of_filter = _filter_time(problem, packed)
     if packs_images:
         images = math.prod(problem.input_shape) * problem.itemsize
         images += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
@@ -921,16 +922,23 @@ def overhead(
     if problem.layout == "CNHW" and math.prod(packed.taps) < FEW:  # blocks of the other operand that have little to do
         few = few_time * _filter_blocks(problem, packed)
     launches = (2 if packs_filter else 0) + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
-    of_filter = FILTER_ROW * rows
-    if packs_filter and problem.direction == "dgrad":
-        chains = math.prod(problem.weight_shape) * 64 / problem.result_channels / GRADIENT_RATE
-        of_filter = max(GRADIENT_ROW * problem.result_channels, chains)
-    return adding + max(moved / rate + of_filter, few) + launch_time * launches
+    bytes_time = moved / rate
+    both = math.hypot(bytes_time, of_filter) if problem.direction == "dgrad" else bytes_time + of_filter
+    return adding + max(both, few) + launch_time * launches
 
 
-def _read_filter(problem: ConvProblem) -> int:
+def _filter_time(problem: ConvProblem, packed: PackedLayout) -> float:
+    """Microseconds that packing a filter takes besides its bytes."""
+    if problem.direction != "dgrad":
+        return FILTER_ROW * limbs(problem) * problem.result_channels * (FOLDED_ROW if packed.level else 1)
+    rows = problem.result_channels // problem.groups
+    chains = math.prod(problem.weight_shape) * min(64, rows) / problem.result_channels / GRADIENT_RATE
+    return max(GRADIENT_ROW * problem.result_channels, chains)
+
+
+def _read_filter(problem: ConvProblem, packed: PackedLayout) -> float:
     """Bytes of a filter that packing it reads: a row of a gradient by the input has the taps of one channel side by side, and no more."""
     taps = math.prod(problem.filter_size)
     if problem.direction != "dgrad":
-        return math.prod(problem.weight_shape) * problem.itemsize
+        return math.prod(problem.weight_shape) * problem.itemsize * (PARTED if _filter_parts(problem, packed) > 1 else 1)
     return math.prod(problem.weight_shape) // taps * (taps * problem.itemsize + SECTOR - problem.itemsize)
