@@ -188,9 +188,9 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 
-BEGIN = 2.0  # microseconds of a launch
-STORED = 2.8e6  # bytes of the result, or of a part of it, a microsecond
-LONGER, VOLUME = {16: 1.3, 32: 1.0, 64: 1.05}, 1.08  # times as long as counted, by the rows of a tile
+BEGIN = 3.1  # microseconds of a launch
+STORED = 1.25e6  # bytes of the result, or of a part of it, a microsecond
+LONGER, VOLUME = {16: 1.21, 32: 0.93, 64: 0.98}, 0.88  # times as long as counted, by the rows of a tile
 SECTOR, SCATTERED = 32, 2e6  # bytes of memory that are written at once; of such a microsecond, where only an element of each is meant
 
 
