@@ -456,29 +456,31 @@ CLEARLY = 1.1  # times as long as direct_single.cu's model says a tile has to ta
 #: Microseconds of a launch of direct_single.cu, and of 132 multiprocessors for a tap of a warp, and for a warp.
 SINGLE_START, SINGLE_TAP, SINGLE_WARP = 2.0, 1.12e-5, 6.1e-5
 ALONE = 0.58  # of a full multiprocessor's time: what a single thread's walk takes
-TILE_START = 2.08  # microseconds of a launch of direct_tile.cu
+TILE_START = 2.57  # microseconds of a launch of direct_tile.cu
 #: Microseconds of a block for each row of taps, be it alone; and for each of their taps, by the rows of a thread: many share loads.
-TILE_ALONE, TAP_ALONE = 0.25, {1: 0.075, 2: 0.0168, 7: 0.0274}
+TILE_ALONE, TAP_ALONE = 0.108, {1: 0.075, 2: 0.0168, 7: 0.0389}
 #: What 132 multiprocessors do in a microsecond: taps of pixels; those of threads with two rows, which read more for each; numbers loaded.
 #: And microseconds of a block.
-TILE_TAPS, TWO_ROWS_TAPS, TILE_LOADS, TILE_BLOCK = 12e6, 5.56e6, 0.87e6, 0.000238
+TILE_TAPS, TWO_ROWS_TAPS, TILE_LOADS, TILE_BLOCK = 12.9e6, 6.39e6, 1.07e6, 0.000388
 TILE_MEMORY, TILE_RESIDUAL = 2.38e6, 2.59e6  # bytes a microsecond; of a residual, which nothing hides
-BATCHED_START = 2.08  # microseconds of a launch of direct_batched.cu
-BATCHED_CHANNEL, BATCHED_TAP = 0.122, 0.0438  # and of a thread for a channel, and for a tap of it
+BATCHED_START = 2.23  # microseconds of a launch of direct_batched.cu
+BATCHED_CHANNEL, BATCHED_TAP, BATCHED_SUM = 0.089, 0.0265, 0.0023  # and of a thread for a channel, for a tap of it, and each sum of that
+BATCHED_STORE = 0.078  # and for each sum that it finishes and writes
 STRIDED = 0.281  # which takes the stride along w to the power of this as long
-SLICE_WAIT = 0.583  # microseconds that a thread waits for a slice of a volume with a stride: a filter's slices are loaded one by one
+SLICE_WAIT = 0.544  # microseconds that a thread waits for a slice of a volume with a stride: a filter's slices are loaded one by one
 #: Of direct_wgrad.cu: taps from which on it takes so many times as long as its pixels and taps say; and where a filter's taps lie above
 #: one another, and the stride steps over columns.
 MANY_TAPS, LONGER, SKIPPING = 81, 1.9, 1.5
-DIRECT_MEMORY, RESIDUAL_MEMORY = 3e6, 6.25e5  # bytes a microsecond; of a residual, behind which threads of direct_batched.cu wait
+DIRECT_MEMORY, RESIDUAL_MEMORY = 3e6, 5.6e5  # bytes a microsecond; of a residual, behind which threads of direct_batched.cu wait
 #: Microseconds of a launch of direct_dgrad.cu, and of a round of blocks; rounds count with this power, since they overlap; bytes a
 #: microsecond that are written.
-DGRAD_START, DGRAD_ROUND, DGRAD_ROUNDS, DGRAD_WRITTEN = 0.7, 0.3, 0.9, 1.4e6
-DGRAD_WAIT, DGRAD_TAP = 0.73, 0.08  # microseconds of a thread for a channel whose taps are unrolled: the least, of a tap
-DGRAD_ANY, DGRAD_SUM = 0.033, 0.0075  # and of a tap of others, with each sum that it has
+DGRAD_START, DGRAD_ROUND, DGRAD_ROUNDS, DGRAD_WRITTEN = 0.8, 0.92, 0.9, 1.4e6
+DGRAD_WAIT, DGRAD_TAP = 0.417, 0.06  # microseconds of a thread for a channel whose taps are unrolled: the least, of a tap
+#: And of a tap of others, with each sum that it has; and of a tap's loop over the channels whose filter is there.
+DGRAD_ANY, DGRAD_SUM, DGRAD_LOOP = 0.01, 0.0075, 0.34
 #: The same of a tap where one channel alone is on its way, as in depthwise layers; and threads of one sum that a multiprocessor has then.
 DGRAD_LONE, LONE_THREADS = 0.65, 2048
-CHUNK = 0.7  # microseconds in which a block turns from the channels whose filter it has there to the next ones
+CHUNK = 0.13  # microseconds in which a block turns from the channels whose filter it has there to the next ones
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
@@ -521,13 +523,14 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     lone = isinstance(config, Dgrad) and min(config.BLOCK_K, read) == 1 and not _unrolled_dgrad(problem)
     if isinstance(config, Batched):
         block, start = config.BLOCK_K, BATCHED_START
-        channel = (BATCHED_CHANNEL + BATCHED_TAP * taps) * problem.stride[2] ** STRIDED
+        channel = (BATCHED_CHANNEL + (BATCHED_TAP + BATCHED_SUM * block) * taps) * problem.stride[2] ** STRIDED
         if problem.has_depth and max(problem.stride) > 1:
             channel = max(channel, SLICE_WAIT * problem.filter_size[0])
     else:  # of a strided convolution's taps a pixel meets only some; eight channels' loads are on their way at once, or a plane's taps
-        met = taps / math.prod(taps_apart(problem))
+        # and a warp, whose pixels are neighbours, as many as any of them, one at the least
+        met = math.prod(max(1.0, n / every) for n, every in zip(problem.filter_size, taps_apart(problem), strict=True))
         block, start = config.BLOCK_C, DGRAD_ROUND
-        of_tap = (DGRAD_LONE if lone else DGRAD_ANY) + DGRAD_SUM * block
+        of_tap = (DGRAD_LONE if lone else DGRAD_ANY + DGRAD_LOOP / max(1, min(config.BLOCK_K, read))) + DGRAD_SUM * block
         channel = max(DGRAD_WAIT, DGRAD_TAP * met) if _unrolled_dgrad(problem) else max(0.1, of_tap * met)
     at_once = config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K
     split, run, size = _parts(problem, config.SPLIT, read, at_once).values()
@@ -538,6 +541,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     rounds = threads / (fit * device.multiprocessors)
     walk = walked * channel + CHUNK * (ceil(walked, at_once) - 1)
     if isinstance(config, Batched):  # few threads share a multiprocessor's loads
+        walk += BATCHED_STORE * block
         us = start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
     else:
         us = DGRAD_START + max(1.0, rounds) ** DGRAD_ROUNDS * (start + walk)

@@ -231,18 +231,18 @@ def texts(device: Device) -> Iterator[TextFamily]:
 #: TFLOP/s of the tiles with the machine full. Fitted with the numbers below to 264 times of float32 on an H200: half of them are within 6%,
 #: gradients of many phases not within a factor of three.
 GEMM_RATES = {
-    Gemm(128, 128, 16, 8, 8, 2): 45.7, Gemm(64, 64, 16, 8, 4, 4): 41.1, Gemm(32, 128, 16, 4, 8, 4): 31.0,
+    Gemm(128, 128, 16, 8, 8, 2): 47.3, Gemm(64, 64, 16, 8, 4, 4): 42.6, Gemm(32, 128, 16, 4, 8, 4): 29.9,
 }
 STEPS = 1.0  # of the loop, that a block takes to start and to store
-FILLED = 0.474  # a multiprocessor with n of the m blocks that fit runs at (n/m) to the power of this, of its full rate
+FILLED = 0.508  # a multiprocessor with n of the m blocks that fit runs at (n/m) to the power of this, of its full rate
 PHASED, LAST = 0.85, 0.5  # times as long blocks of phases take; what the last of them take alone, of a multiprocessor full of the longest
-SECTOR, SCATTERED = 32, 0.92e6  # bytes that memory writes at once; and those that phases write in a microsecond, parts of them
+SECTOR, SCATTERED = 32, 1.02e6  # bytes that memory writes at once; and those that phases write in a microsecond, parts of them
 PHASE_TIME = 1.8  # microseconds that the launch of a phase takes at the least, beside others
 QUEUED = 1.45  # times as long phases of few blocks take that wait for one another: few launches run side by side
-GRADIENT = 1.32  # times as long the gradient of a filter takes
-STORED = 3.29e6  # bytes of the result, and of a residual, a microsecond
-RESIDUAL_APART = 0.6e6  # of a residual besides, whose numbers are loaded one by one
-BEGIN, JOIN_TIME = 2.2, 1.7  # microseconds of a launch, and of one that adds the parts of a split sum
+GRADIENT = 1.27  # times as long the gradient of a filter takes
+STORED = 3.18e6  # bytes of the result, and of a residual, a microsecond
+WRITTEN_APART, RESIDUAL_APART = 0.9e6, 0.6e6  # the same besides, of planes whose numbers are written, and loaded, one by one
+BEGIN, JOIN_TIME = 2.2, 0.97  # microseconds of a launch, and of one that adds the parts of a split sum
 CPU_TILE = Gemm(64, 64, 8, 4, 4, 1)
 #: float64 keeps twice the bytes in registers and shared memory.
 GEMM_RATES_64 = {Gemm(64, 64, 8, 8, 8, 2): 16.8, Gemm(32, 64, 8, 4, 4, 2): 10.6}
@@ -316,8 +316,8 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
         us += JOIN_TIME + bytes_moved * min(len(blocks), 2) / 3e6  # at 3 TB/s
     written = problem.itemsize * math.prod(problem.result_shape)
     us += BEGIN + written * (2 if problem.has_residual else 1) / STORED
-    if problem.has_residual and config.SPLIT_K == 1 and math.prod(problem.result_size) % 4:
-        us += written / RESIDUAL_APART
+    if problem.layout == "NCHW" and config.SPLIT_K == 1 and math.prod(problem.result_size) % 4:  # numbers are written one by one
+        us += written / WRITTEN_APART + (written / RESIDUAL_APART if problem.has_residual else 0.0)
     return us
 
 

@@ -257,16 +257,16 @@ def _quads(taps: int) -> tuple[int, ...]:
 
 # Fitted to 223 times on an H200: root mean square of the error 13%.
 CLOCK = 1700.0  # cycles a microsecond
-BEGIN = 2.07  # microseconds of a launch with its first loads
+BEGIN = 2.14  # microseconds of a launch with its first loads
 MEMORY, WRITTEN = 3.8e6, 2.17e6  # bytes a microsecond; those that are written
-WAIT = 1.6  # microseconds that a block waits for a buffer
-LOAD_CYCLES = 66.7  # of a multiprocessor, for 128 numbers of a patch, and for each plane's copies of them
-COPY_CYCLES = 27.0
+WAIT = 1.39  # microseconds that a block waits for a buffer
+LOAD_CYCLES = 69.1  # of a multiprocessor, for 128 numbers of a patch, and for each plane's copies of them
+COPY_CYCLES = 30.0
 STORE_CYCLES = 14.5  # of a multiprocessor, for a block's quads of a channel
-RESIDUAL_CYCLES = 348.0  # the same, for a residual that is added
-SINGLE_CYCLES = 170.0  # the same, for numbers that are stored one by one, by neighbouring lanes
+RESIDUAL_CYCLES = 336.0  # the same, for a residual that is added
+SINGLE_CYCLES = 116.0  # the same, for numbers that are stored one by one, by neighbouring lanes
 FILLED = 0.174  # n blocks together take n to the power of this as long as one alone, which does not fill a multiprocessor
-BUSY = 1.1  # what the multiplications take, of what the multiprocessor could do
+BUSY = 1.14  # what the multiplications take, of what the multiprocessor could do
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Quads]:

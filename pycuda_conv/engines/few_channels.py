@@ -333,16 +333,16 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # Counted, not measured one by one; of 76 layers on an H200 in four modes, the blocks took MEASURED times as long, most within a quarter.
 # Fitted once more to 98 times of float32: root mean square of the error 19%.
-MEASURED, MEASURED_FP32 = 2.3, 3.0
+MEASURED, MEASURED_FP32 = 2.14, 3.0
 CLOCK = 1700.0  # cycles a microsecond
-BEGIN = 4.08  # microseconds of a launch with its first loads
-MEMORY = 3.5e6  # bytes a microsecond
-PRODUCT_CYCLES = 1.8  # of a multiprocessor, for a product of 16 x 8, of half a step's channels
+BEGIN = 4.53  # microseconds of a launch with its first loads
+MEMORY = 2.3e6  # bytes a microsecond
+PRODUCT_CYCLES = 1.27  # of a multiprocessor, for a product of 16 x 8, of half a step's channels
 LOAD_BYTES = 116.0  # that a multiprocessor loads in a cycle from L1 and L2, a lane's channels at once
-SINGLE_CYCLES = 2.9  # of a warp's load of single elements
+SINGLE_CYCLES = 3.2  # of a warp's load of single elements
 SHARED_RATE = 128.0  # bytes a cycle from and to shared memory
-STORE_CYCLES = 26.0  # of a multiprocessor, for 32 elements of the result, besides their taps, and for as many of a residual
-MANY_ROWS, LARGE = 7, 0.864  # taps one above another, from which on blocks take so much of what is counted: they wait less
+STORE_CYCLES = 25.0  # of a multiprocessor, for 32 elements of the result, besides their taps, and for as many of a residual
+MANY_ROWS, LARGE = 7, 0.994  # taps one above another, from which on blocks take so much of what is counted: they wait less
 WAIT = 340.0  # cycles of a warp that waits for a step of channels
 TILE_CYCLES = 1120.0  # of a block, for a tile: first loads, barriers
 FILTER_CYCLES = 0.74  # of a block, for an element of the filter that it lays in order first

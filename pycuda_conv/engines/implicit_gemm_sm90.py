@@ -899,7 +899,7 @@ RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split ther
 #: H200 and an H100: root mean square of the error 17%, and 18% for layers that were left out.
 LYING, LYING_PRODUCT = (1860.0, 3.5, 1.7), 1.64
 PIXEL_CYCLES = {128: 2.59, 64: 1.49, 32: 2.0, 16: 2.0}
-VOLUME = 1.18  # times as long takes a load of a volume
+VOLUME = 1.05  # times as long takes a load of a volume
 #: The same of packed images: of volumes; and of pixels that are no multiple of what is loaded at once, so that loads lie across lines.
 PACKED_VOLUME, UNALIGNED = 1.23, 2.0
 #: Bytes of packed images from which on a part of them comes from memory, and bytes a microsecond then.
@@ -914,13 +914,13 @@ SHORT_ROW = {64: 0.87, 32: 1.0, 16: 1.0}
 CACHE_RATE = 5e6  # bytes a microsecond of pixels that all multiprocessors load from the L2 cache
 FOLLOW = 1.4  # microseconds that a launch of further phases adds
 #: Of three products, tiles of 128 rows, which load less for each product; and those of two stages, where loads are waited for.
-TALL, SHALLOW = 0.96, 1.1
+TALL, SHALLOW = 0.96, 1.03
 FLAT = 1.0  # the same of 1x1 layers without stride in NCHW
 SECTOR = 32  # bytes of memory that are written at once
 APART = 2.0  # times as long it takes to add the parts of sums that are loaded one by one
-PHASED = 2.08  # the same of pixels of phases in NCHW, whose neighbours lie apart
+PHASED = 1.85  # the same of pixels of phases in NCHW, whose neighbours lie apart
 #: Times as long take phases in NCHW: those whose columns are written in pairs; and larger tiles of others, which write more at once.
-PAIRED, PHASED_TILE = 0.86, 1.2
+PAIRED, PHASED_TILE = 0.92, 1.2
 PARTS_OF_SECTORS = 2.6e6  # bytes of sectors a microsecond, of which each phase writes a part
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
 #: Of the same tiles, elements of a residual that a microsecond adds to them, which nothing hides; and the microseconds that splitting
@@ -1037,7 +1037,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         stored = LYING_APART
     stores = config.BLOCK_M * config.BLOCK_N * _stored_bytes(problem, config) / stored
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
-        stores *= SCATTERED
+        stores *= SCATTERED if len(walks) == 1 or _defines_of(problem)["VEC"] == 1 else 1.0
     elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and _defines_of(problem)["VEC"] == 1:
         # elements one by one, so far apart: memory, which all multiprocessors share, writes so many sectors
         stored_at_once = math.prod(_tiles(problem, config, walks[:1])) * problem.groups * len(walks) / multiprocessors

@@ -351,11 +351,11 @@ def texts(device: Device) -> tuple[TextFamily, ...]:
 
 # Fitted to 32 times on an H200: root mean square of the error 10%.
 CLOCK = {False: 1900.0, True: 1300.0}  # cycles a microsecond, of products beside what feeds them, by FP16_OPERANDS
-FILL = 40.8e3  # bytes a microsecond to a multiprocessor, from the L2 cache
-STORED = {8: 26.3e3, 16: 34e3, 32: 38e3}  # and from it, by the pixels of a unit's rows
-LAUNCHES_TIME = {False: 2.15, True: 5.02}  # microseconds, the filter's among them
-RESIDUAL_RATE = 8.9e3  # bytes of a residual a microsecond and multiprocessor that a tile reads and adds
-TILE_TIME = 0.864  # of a tile beside all that
+FILL = 42.3e3  # bytes a microsecond to a multiprocessor, from the L2 cache
+STORED = {8: 30.2e3, 16: 37.8e3, 32: 40.8e3}  # and from it, by the pixels of a unit's rows
+LAUNCHES_TIME = {False: 2.47, True: 3.42}  # microseconds, the filter's among them
+RESIDUAL_RATE = 5.85e3  # bytes of a residual a microsecond and multiprocessor that a tile reads and adds
+TILE_TIME = 1.18  # of a tile beside all that
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Lines]:

@@ -364,12 +364,12 @@ def _made(d: Mapping[str, int]) -> bool:
 #: Columns up to which a tile is tried with a raw filter, by its blocks: each tile along the rows splits these once more.
 RAW_COLUMNS = {1: 32, 2: 64}
 # Fitted to 80 times on an H200: root mean square of the error 8%; what a raw filter takes, to 23 pairs on an H100.
-CLOCK, WAIT_CYCLES = 1400.0, 405  # cycles a microsecond, and of a stage beside its products
-FILL, MOVED = 56e3, 30e3  # bytes a microsecond to a multiprocessor, all of them at once: from the caches; from memory, and to it
-RESIDUAL_RATE = 12.8e3  # bytes of a residual a microsecond and multiprocessor that a tile reads and adds
-STORE_TIME = 1.4  # microseconds to store 256 rows x 64 columns
-SPLIT_CYCLES, SPLIT_TIME = 6.0, 1.0  # cycles of a stage to split a column of a raw filter; microseconds of the launch that this saves
-LAUNCHES_TIME = {False: 3.3, True: 3.0}  # microseconds of launches; of the gradient of a filter, before parts are added
+CLOCK, WAIT_CYCLES = 1610.0, 466  # cycles a microsecond, and of a stage beside its products
+FILL, MOVED = 74e3, 25.2e3  # bytes a microsecond to a multiprocessor, all of them at once: from the caches; from memory, and to it
+RESIDUAL_RATE = 10.4e3  # bytes of a residual a microsecond and multiprocessor that a tile reads and adds
+STORE_TIME = 2.45  # microseconds to store 256 rows x 64 columns
+SPLIT_CYCLES, SPLIT_TIME = 10.5, 1.0  # cycles of a stage to split a column of a raw filter; microseconds of the launch that this saves
+LAUNCHES_TIME = {False: 3.79, True: 2.9}  # microseconds of launches; of the gradient of a filter, before parts are added
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:

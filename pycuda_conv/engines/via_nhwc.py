@@ -275,12 +275,12 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 # Measured on an H200.
-BEGIN = 1.7  # microseconds of a launch, beside its bytes
+BEGIN = 1.3  # microseconds of a launch, beside its bytes
 #: Bytes a microsecond that are read, and written: both by 16 bytes a thread, one of them by less, one of them by elements.
-WIDE, NARROW, SINGLE = 3.6e6, 3.2e6, 2.2e6
+WIDE, NARROW, SINGLE = 3.1e6, 3.2e6, 1.9e6
 SCATTERED = 8.3e-6  # microseconds of an element of a filter's gradient whose taps are written one by one
-EMPTY = 0.8  # of the time of a tile's bytes, that of a tile with few of them
-FILTER, FILTER_BYTES = 2.0, 0.7e6  # microseconds to pack or to transpose a filter, and its bytes a microsecond
+EMPTY = 0.4  # of the time of a tile's bytes, that of a tile with few of them
+FILTER, FILTER_BYTES = 1.7, 0.7e6  # microseconds to pack or to transpose a filter, and its bytes a microsecond
 
 
 def _transposing(problem: ConvProblem) -> float:

@@ -621,18 +621,18 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # Fitted to 3300 times of 115 layers, 16 bits and TF32, on H100s: root mean square of the error 9%. STORED and TALL are
 # of 142 later ones, with fp32: 10%.
-FIRST, AGAIN = 2.8, 0.9  # microseconds of a launch, and of each further round of blocks, which do not persist
+FIRST, AGAIN = 2.43, 1.47  # microseconds of a launch, and of each further round of blocks, which do not persist
 MEMORY = 2.8e6  # bytes a microsecond
-PARTED, STORED = 85e3, 25e3  # bytes a microsecond and multiprocessor: parts, and results
+PARTED, STORED = 79e3, 25e3  # bytes a microsecond and multiprocessor: parts, and results
 #: How many times as long loads take as pixel_cycles says: those that walk nothing, and im2col.
 BOXED, WALKED = 1.5 / 3.1, 2.1 / 3.1
-WAIT, STEP = 860, 280  # cycles until a load is there, and of a stage beside its products
-REDUCE, ADDED = 1.7, 2.3e6  # microseconds of the launch that adds the parts, and their bytes a microsecond
-COPY, COPIED = 1.6, 2.75e6  # the same of a launch that folds
+WAIT, STEP = 922, 280  # cycles until a load is there, and of a stage beside its products
+REDUCE, ADDED = 1.2, 3.04e6  # microseconds of the launch that adds the parts, and their bytes a microsecond
+COPY, COPIED = 1.3, 2.23e6  # the same of a launch that folds
 LEAST_STAGES = 4  # of a block that shares a sum
 #: By the bytes of an element's factors: cycles of a stage for each of a tile's sums, and how many times as long loads take
 #: as those of 16 bits.
-PRODUCT, LOADS = {2: 1 / 46, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
+PRODUCT, LOADS = {2: 1 / 43, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
 TALL = 1 / 22  # the same cycles of tall tiles
 
 
