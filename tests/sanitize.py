@@ -6,8 +6,8 @@
 
 The cases come from the engines' registry (covering.py): between them they have every kernel, every value of every define in each type, and
 each argument as 0, as 1 and larger. What is missing is told first: kernels of arrays of 2^31 elements (INDEX_64=1), for one. A regular
-expression chooses the cases in whose line it is found. `--part I/N` takes every N-th case from the I-th on. Each array is an allocation of
-its own, so that a read or write past its end is seen; no pool, no torch. On an H100 with 16 processors all takes memcheck some ten minutes,
+expression chooses the cases in whose line it is found. `--part I/N` takes every N-th case from the I-th on. Kernels run in their general
+form, without constants of the layer. Each array is an allocation of its own, so that a read or write past its end is seen; no pool, no torch. On an H100 with 16 processors all takes memcheck some ten minutes,
 most of it to compile the kernels.
 
 racecheck takes copies of gather_nhwc_sm90.cu for races with the consumers' reads of them in TF32: of 31 lanes of a warp, since lane 0 alone
@@ -17,6 +17,7 @@ initcheck finds the words that pack.cu's blocks wait for in memory as it comes (
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -155,6 +156,7 @@ def main() -> int:
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression: only the cases in whose line it is found")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th case, from the I-th on")
     options = parser.parse_args()
+    os.environ["PYCUDA_CONV_BACKGROUND"] = "0"
     first, step = map(int, options.part.split("/"))
     wanted, bad = re.compile(options.pattern).search, 0
     cases = covering.cases(get_device("cuda"))
