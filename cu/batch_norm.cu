@@ -130,7 +130,16 @@ typedef struct { acc_t of[VEC]; } item_t;
   const index_t slice = divided((int)GID_0, walk.by_tiles), per = (index_t)walk.per, total = (index_t)walk.total, start = slice * per; \
   const index_t end = inside ? (start + per < total ? start + per : total) : start
 
+// What a thread's channels are normalised by: (y - centre) * a + b. `more` is done for each channel as well.
 #define PARAMETER(p, otherwise) ((p) ? (p)[CHANNEL(j)] : (otherwise))
+#define NORMALISED_BY(more)                          \
+  acc_t centre[OWN], a[OWN], b[OWN];                 \
+  for (int j = 0; j < OWN && inside; ++j) {          \
+    centre[j] = mean[CHANNEL(j)];                    \
+    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)]; \
+    b[j] = PARAMETER(beta, 0);                       \
+    more                                             \
+  }
 
 // (n, mean, m2) of two sets together; n itself is added by the caller. An empty set changes nothing.
 #define COMBINE(n, mean, m2, n_, mean_, m2_)                                        \
@@ -353,12 +362,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
     GLOBAL_MEM data_t* RESTRICT out, const Walk walk, const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
   STAND;
-  acc_t centre[OWN], a[OWN], b[OWN];
-  for (int j = 0; j < OWN && inside; ++j) {
-    centre[j] = mean[CHANNEL(j)];
-    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
-    b[j] = PARAMETER(beta, 0);
-  }
+  NORMALISED_BY()
   normalise(y, residual, out, walk, column, lane, down, start, end, centre, a, b, activation, slope);
 }
 
@@ -439,12 +443,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[2 * OWN * THREADS];
   STAND;
-  acc_t centre[OWN], a[OWN], b[OWN];
-  for (int j = 0; j < OWN && inside; ++j) {
-    centre[j] = mean[CHANNEL(j)];
-    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
-    b[j] = PARAMETER(beta, 0);
-  }
+  NORMALISED_BY()
   sum_gradients(y, dout, out, masked, walk, column, lane, down, start, end, centre, a, b, activation, slope, sums);
   if (inside && lane == 0)
     for (int j = 0; j < OWN; ++j) {
@@ -487,15 +486,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
     const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
   STAND;
-  acc_t centre[OWN], a[OWN], b[OWN], less[OWN], rate[OWN];
-  for (int j = 0; j < OWN && inside; ++j) {
-    centre[j] = mean[CHANNEL(j)];
-    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
-    b[j] = PARAMETER(beta, 0);
+  acc_t less[OWN], rate[OWN];
+  NORMALISED_BY({
     const acc_t share = of_batch ? a[j] / (acc_t)VALUES(total) : 0;
     less[j] = share * sums[CHANNEL(j)];
     rate[j] = share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)];
-  }
+  })
   spread_gradients(y, dout, dy, walk, column, lane, down, start, end, centre, a, b, less, rate, activation, slope);
 }
 

@@ -32,7 +32,7 @@ from pycuda_conv import dispatch
 from pycuda_conv.arrays import LAZY, ArrayKind, CupyKind, NumpyKind, check_same_type, kind_of
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
-from pycuda_conv.execute import pipeline
+from pycuda_conv.execute import pipeline, staging
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import default_backend, get_device
 
@@ -211,7 +211,7 @@ def _joined(block: Any, axes: Sequence[int], *rims: Any, place: ChunkPlace | Non
                 parts.append((y[there], rim))
         inner[axis] = slice(None)
     if isinstance(y, np.ndarray):
-        pipeline.copy(y, *parts)
+        staging.copy(y, *parts)
     else:
         for view, part in parts:
             view[...] = part

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from pathlib import Path
 from typing import Any
 
-from pycuda_conv import ConvProblem, engines
+from pycuda_conv import ConvProblem, engines, tune
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.runtime.base import KernelLaunch
 
+TABLES = Path(tune.__file__).with_name("tuned")  # of measured choices: those that are shipped
 #: A problem, a configuration, and whether the moments of the result are noted.
 Case = tuple[ConvProblem, Config, bool]
 #: (C, K, groups): of few channels, dense, depthwise, and groups of several channels.
@@ -28,7 +30,7 @@ KINDS = (("float32", "fp32"), ("float32", "tf32"), ("float16", "fp32"), ("bfloat
 SHAPES = (
     (2, (9, 8), 3, 1, 1, 1), (1, (13, 17), 3, 2, 1, 1), (3, (8, 16), 1, 1, 0, 1), (40, (3, 3), 3, 1, 1, 1), (1, (12, 40), (5, 3), (1, 2), (2, 0), 1), (2, (24, 32), 3, 1, 1, 1),
     (2, (7, 7), 1, 2, 0, 1), (1, (20, 24), 7, 2, 3, 1), (1, (16, 64), 7, 1, 3, 1), (2, (10, 12), 3, 1, 2, 2), (1, (16, 16), 4, 4, 0, 1), (1, (10, 14), 2, 2, 0, 1), (2, (14, 14), 3, (1, 2), 1, (2, 1)),
-    (1, (12, 13), 5, 1, 2, 1), (2, (9, 16), 5, 2, 2, 1), (2, (28, 28), 3, 1, 1, 1), (4, (16, 16), 1, 1, 0, 1), (1, (16, 32), 16, 16, 0, 1), (1, (14, 28), 14, 14, 0, 1), (1, (16, 24), 8, 8, 0, 1),
+    (1, (12, 13), 5, 1, 2, 1), (2, (9, 16), 5, 2, 2, 1), (1, (28, 56), 3, 1, 1, 1), (4, (16, 16), 1, 1, 0, 1), (1, (16, 32), 16, 16, 0, 1), (1, (14, 28), 14, 14, 0, 1), (1, (16, 24), 8, 8, 0, 1),
     (1, (9, 32), (2, 4), (1, 2), 1, 1), (1, (9, 32), (2, 8), (1, 2), 1, 1), (1, (9, 40), (1, 14), (1, 2), 1, 1), (1, (9, 64), (2, 16), (1, 8), 1, 1),
     (1, (22, 33), 11, (4, 1), 2, 1), (1, (400,), 10, 5, 0, 1), (1, (300,), 9, 1, 4, 1), (2, (50,), 3, 2, 1, 1), (4, (64,), 1, 1, 0, 1), (1, (5, 6, 8), 3, 1, 1, 1), (2, (4, 8, 8), (1, 3, 3), 1, (0, 1, 1), 1), (1, (90, 70), 31, 1, 15, 1), (1, (5000,), 150, 1, 75, 1),
 )  # fmt: skip
@@ -79,18 +81,29 @@ def features(config: Config, schedule: Schedule) -> set[tuple]:
     return found
 
 
+def _words(config: Config) -> str:
+    """A configuration without its numbers."""
+    return " ".join([type(config).__name__, *(str(value) for value in vars(config).values() if type(value) is not int)])
+
+
 def pool(device: Any, count: int, each: int) -> Iterator[tuple[Case, set[tuple]]]:
-    """So many problems by some configurations of each engine, with their features. Configurations that came seldom before come first."""
+    """So many problems by some configurations of each engine, with their features. Configurations that came seldom before come first.
+
+    They are those worth comparing, and those that were measured to be the fastest for some problem.
+    """
+    measured = [choice.config for path in sorted(TABLES.glob("*.json")) for choice in tune.Table(path).read().values()]
     r, came = random.Random(1), Counter[tuple[str, str]]()
     for problem in problems(count):
         launched = problem.launched
         for engine in registry.ENGINES:
             if launched.layout not in engine.LAYOUTS or engine.unsupported(device):
                 continue
-            configs = [config for config in engine.configs(launched, device) if engine.refusal(launched, config) is None]
+            known = dict.fromkeys([*engine.configs(launched, device), *(config for config in measured if type(config) in engine.CONFIGS)])
+            configs = [config for config in known if engine.refusal(launched, config) is None]
             r.shuffle(configs)
-            for config in sorted(configs, key=lambda one: came[str(one), problem.dtype])[:each]:
-                came[str(config), problem.dtype] += 1
+            keys = {config: ((_words(config), problem.dtype), (str(config), problem.dtype)) for config in configs}
+            for config in sorted(configs, key=lambda one: [came[key] for key in keys[one]])[:each]:
+                came.update(keys[config])
                 noted = r.random() < 0.4
                 yield (problem, config, noted), features(config, engines.schedule(problem, config, device, noted))
 

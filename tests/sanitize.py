@@ -6,9 +6,9 @@
 
 The cases come from the engines' registry (covering.py): between them they have every kernel, every value of every define in each type, and
 each argument as 0, as 1 and larger. What is missing is told first: kernels of arrays of 2^31 elements (INDEX_64=1), for one. A regular
-expression chooses the cases in whose line it is found. `--part I/N` takes every N-th case from the I-th on. Each array is an allocation of
-its own, so that a read or write past its end is seen; no pool, no torch. On an H100 with 16 processors all takes memcheck some ten minutes,
-most of it to compile the kernels.
+expression chooses the cases in whose line it is found. `--part I/N` takes every N-th case from the I-th on. Kernels run in their general
+form, without constants of the layer. Each array is an allocation of its own, so that a read or write past its end is seen; no pool, no
+torch. On an H100 twelve parts side by side take memcheck a minute and a half once the kernels are compiled, and racecheck some minutes.
 
 racecheck takes copies of gather_nhwc_sm90.cu for races with the consumers' reads of them in TF32: of 31 lanes of a warp, since lane 0 alone
 arrives at the barrier, behind a __syncwarp() that all lanes enter when their copies have arrived. It knows of no other.
@@ -17,6 +17,7 @@ initcheck finds the words that pack.cu's blocks wait for in memory as it comes (
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -120,9 +121,10 @@ def with_buffers(launch, inputs, outs, workspace: int = 0) -> bool:
     drv = device._drv
     with device:
         buffers = [0 if a is None else drv.to_device(a.view(np.uint8)) for a in (*inputs, *outs)]
-        launch([int(b) for b in (*buffers, drv.mem_alloc(workspace) if workspace else 0)], None)
+        buffers.append(drv.mem_alloc(workspace) if workspace else 0)  # kept until the results are read
+        launch([int(b) for b in buffers], None)
         good = True
-        for out, buffer in zip(outs, buffers[len(inputs) :], strict=True):
+        for out, buffer in zip(outs, buffers[len(inputs) : -1], strict=True):
             if out is not None:
                 found = np.empty_like(out)
                 drv.memcpy_dtoh(found.view(np.uint8), buffer)
@@ -155,6 +157,7 @@ def main() -> int:
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression: only the cases in whose line it is found")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th case, from the I-th on")
     options = parser.parse_args()
+    os.environ["PYCUDA_CONV_BACKGROUND"] = "0"
     first, step = map(int, options.part.split("/"))
     wanted, bad = re.compile(options.pattern).search, 0
     cases = covering.cases(get_device("cuda"))

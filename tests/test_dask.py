@@ -23,7 +23,7 @@ from reference import DTYPES, EPS
 
 import pycuda_conv as pc
 from pycuda_conv import dispatch
-from pycuda_conv.execute import pipeline
+from pycuda_conv.execute import staging
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import device_count, get_device
 
@@ -351,30 +351,30 @@ def test_chunks_are_joined_in_memory_that_a_gpu_reads(monkeypatch):
 def test_arrays_are_copied_by_threads(monkeypatch, threads, copier):
     """Several ones into one, whatever their strides; each byte to its place, and no other one is touched."""
     if copier == "numpy":
-        monkeypatch.setattr(pipeline, "copier_in_c", lambda: None)
-    elif pipeline.copier_in_c() is None:
+        monkeypatch.setattr(staging, "copier_in_c", lambda: None)
+    elif staging.copier_in_c() is None:
         pytest.skip("the threads in C were not built")
-    monkeypatch.setattr(pipeline, "COPYING", threads)
-    monkeypatch.setattr(pipeline, "LEAST_PART_BYTES", 100)
-    monkeypatch.setattr(pipeline, "LEAST_MOVED_BYTES", 200)
+    monkeypatch.setattr(staging, "COPYING", threads)
+    monkeypatch.setattr(staging, "LEAST_PART_BYTES", 100)
+    monkeypatch.setattr(staging, "LEAST_MOVED_BYTES", 200)
     sources = draw(5, 7, 90), draw(90, 7, 5).T, draw(1, 1, 4000)[..., ::2], draw(3), draw(2, 0, 3), draw(4, 9, 5, 6)[:, ::-1], draw(6, 300).astype(">f4"), draw(5000), draw(3, 701, dtype="float16")
     for source in (*sources, np.broadcast_to(draw(9), (8, 7, 9)), draw(3, 2, 1, 2, 1, 2, 40)):
         whole = np.zeros((*source.shape[:-1], source.shape[-1] + 5), source.dtype)
         rim = draw(*source.shape[:-1], 2).astype(source.dtype)
-        pipeline.copy(whole, (whole[..., 1:-4], source), (whole[..., -3:-1], rim))
+        staging.copy(whole, (whole[..., 1:-4], source), (whole[..., -3:-1], rim))
         assert np.array_equal(whole[..., 1:-4], source) and np.array_equal(whole[..., -3:-1], rim)
         assert not whole[..., [0, -4, -1]].any()
     inner = np.zeros((40, 50, 60), "f")
-    pipeline.copy(inner, (inner[3:-2, 5:, 1:-1], draw(35, 45, 58)))
+    staging.copy(inner, (inner[3:-2, 5:, 1:-1], draw(35, 45, 58)))
     assert np.array_equal(inner[3:-2, 5:, 1:-1], draw(35, 45, 58)) and not inner[:3].any() and not inner[-2:].any() and not inner[:, :5].any()
     fixed = np.broadcast_to(np.zeros(1, "f"), (5000,))
     with pytest.raises(ValueError, match="read-only"):
-        pipeline.copy(fixed, (fixed, draw(5000)))
+        staging.copy(fixed, (fixed, draw(5000)))
 
 
-@pytest.mark.skipif(pipeline.copier_in_c() is None, reason="the threads in C were not built")
+@pytest.mark.skipif(staging.copier_in_c() is None, reason="the threads in C were not built")
 def test_the_threads_of_c_refuse_boxes_that_cannot_be():
-    move, box = pipeline.copier_in_c().move, (1, 2, 0, 4, (1,), (4,), (4,))
+    move, box = staging.copier_in_c().move, (1, 2, 0, 4, (1,), (4,), (4,))
     for wrong in (((box[:6],), 1, 1, 1), ((box,), 0, 1, 1), ((box,), 1, 0, 1), (((*box[:4], (), (), ()),), 1, 1, 1), (((1, 2, -1, *box[3:]),), 1, 1, 1)):
         with pytest.raises((ValueError, TypeError)):
             move(*wrong)

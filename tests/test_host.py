@@ -39,6 +39,7 @@ from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.schedule import PACKED, WEIGHT, Schedule
 from pycuda_conv.execute import pipeline as host
+from pycuda_conv.execute import staging
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime import KernelLaunch, cuda, get_device, pinned
 from pycuda_conv.runtime.opencl import opencl_device
@@ -91,8 +92,8 @@ def busy():
     ours = {t.ident for t in threading.enumerate() if t.name.startswith("pycuda_conv")} - _given_up
     found = {}
     for ident, frame in sys._current_frames().items():
-        while ident in ours and frame is not None and frame.f_code is not host._Worker.run.__code__:
-            if frame.f_code.co_filename == host.__file__:
+        while ident in ours and frame is not None and frame.f_code is not staging._Worker.run.__code__:
+            if frame.f_code.co_filename in (host.__file__, staging.__file__):
                 found[ident] = f"in {frame.f_code.co_name}, line {frame.f_lineno}"
                 break
             frame = frame.f_back
@@ -477,12 +478,12 @@ VIEWS = {
 def some_parts(rng, view, count, width):
     rows = max(1, rng.randrange(count, 2 * count + 1))
     array = VIEWS[view](np.arange(rows * width, dtype="f4").reshape(rows, width) + 1)
-    return host._parts(array, max(1, array.nbytes // count))
+    return staging._parts(array, max(1, array.nbytes // count))
 
 
 def feed(parts, rng, stop=None):
     """Take the parts as the launching thread does, checking each; `stop` of them only, if given."""
-    uploader = host._Uploader(Bench(), parts, host.THREADS)
+    uploader = staging._Uploader(Bench(), parts, staging.THREADS)
     try:
         for i, part in enumerate(parts[:stop]):
             buffer, staged = uploader.take()
@@ -497,7 +498,7 @@ def feed(parts, rng, stop=None):
 def land(parts, rng, stop=None):
     """Let copies of the parts land where zeros are, and look what is there."""
     places = [replace(part, view=np.zeros_like(part.view, subok=False)) for part in parts]
-    downloader = host._Downloader(Bench(), places, host.THREADS)
+    downloader = staging._Downloader(Bench(), places, staging.THREADS)
     try:
         for part, place in list(zip(parts, places, strict=True))[:stop]:
             buffer, landed = downloader.buffer(place.view)
@@ -511,9 +512,9 @@ def land(parts, rng, stop=None):
 
 def with_threads(monkeypatch, threads, helped):
     """So many threads, however little there is to copy."""
-    monkeypatch.setattr(host, "THREADS", threads)
-    monkeypatch.setattr(host, "PART_BYTES", 1)
-    monkeypatch.setattr(host, "HELPED_BYTES", 1 << 60 if helped else 0)
+    monkeypatch.setattr(staging, "THREADS", threads)
+    monkeypatch.setattr(staging, "PART_BYTES", 1)
+    monkeypatch.setattr(staging, "HELPED_BYTES", 1 << 60 if helped else 0)
 
 
 TEAMS = [(threads, helped) for threads in range(9) for helped in (True, False) if threads or helped]
@@ -557,7 +558,7 @@ def test_an_error_in_a_thread_is_raised_and_not_waited_for(monkeypatch, threads)
     parts = some_parts(random.Random(1), "plain", 40, 100)
 
     def upload_with_error():
-        uploader = host._Uploader(Bench(), parts, host.THREADS)
+        uploader = staging._Uploader(Bench(), parts, staging.THREADS)
         try:
             for i in range(len(parts)):
                 buffer, _ = uploader.take()
@@ -566,7 +567,7 @@ def test_an_error_in_a_thread_is_raised_and_not_waited_for(monkeypatch, threads)
             uploader.close()
 
     def download_with_error():
-        downloader = host._Downloader(Bench(), parts, host.THREADS)
+        downloader = staging._Downloader(Bench(), parts, staging.THREADS)
         try:
             for i, part in enumerate(parts):
                 buffer, landed = downloader.buffer(part.view)
@@ -926,7 +927,7 @@ def test_an_error_of_the_driver_has_its_name(monkeypatch):
 @pytest.fixture
 def in_c(simulated, monkeypatch):
     """Two simulated GPUs whose arrays are copied by threads of C, however short their runs are."""
-    monkeypatch.setattr(host, "LEAST_RUN_BYTES", 1)
+    monkeypatch.setattr(staging, "LEAST_RUN_BYTES", 1)
     for device in simulated:
         device.copier = COPIER
     yield simulated
@@ -959,7 +960,7 @@ def cut(monkeypatch):
             ("SMALL_BYTES", 0), ("CHUNK_BYTES", chunk_bytes), ("LEAST_CHUNK_BYTES", min(chunk_bytes, 2000)), ("PART_BYTES", part_bytes),
             ("LEAST_PART_BYTES", min(part_bytes, 100)), ("THREADS", threads),
         ):  # fmt: skip
-            monkeypatch.setattr(host, name, value)
+            monkeypatch.setattr(host if hasattr(host, name) else staging, name, value)
 
     patch()
     return patch
@@ -1307,7 +1308,7 @@ def test_many_calls_leave_memory_as_it_was(gpus, cut):
     x = y = None
     with gpus[0]:
         (now, locked_now, free_now), (then, locked_then, free_then) = state(), before
-    assert now == then and threading.active_count() <= threads + 2 * host.THREADS
+    assert now == then and threading.active_count() <= threads + 2 * staging.THREADS
     assert locked_now - locked_then <= 4 << 20 and abs(free_now - free_then) < 1 << 26
     settle()
 
@@ -1382,7 +1383,7 @@ def test_an_interrupted_call_leaves_nothing(gpus, cut, monkeypatch, point):
 
         out = np.full(expected.shape, np.nan, "f")
         with monkeypatch.context() as patch:
-            for owner in (host._Uploader, host._Downloader, host._InC, host._Lane, host._Pipeline):
+            for owner in (staging._Uploader, staging._Downloader, staging._InC, host._Lane, host._Pipeline):
                 if hasattr(owner, point):
                     patch.setattr(owner, point, stopped(getattr(owner, point)))
             try:
@@ -1427,7 +1428,7 @@ def test_an_error_of_the_driver_in_the_threads_of_c_is_raised(in_c, cut, name, d
 @pytest.mark.parametrize("threads", [0, 1, 5])
 def test_any_number_of_threads_of_c_will_do(in_c, cut, monkeypatch, threads):
     """Without any, the thread that launches does what it would wait for."""
-    monkeypatch.setattr(host, "THREADS_IN_C", threads)
+    monkeypatch.setattr(staging, "THREADS_IN_C", threads)
     for way, chunk_bytes, part_bytes in itertools.product(("images", "rows", "transposed rows"), (900, 1 << 20), (100, 100_000)):
         cut(chunk_bytes, part_bytes)
         case = WAYS[way]
@@ -1885,8 +1886,8 @@ def test_a_bound_plan_s_filter_is_sent_once_and_its_memory_given_back(gpus, cut,
     bound = Plan(case.problem(), gpus[0]).bind(w, b)
     assert sum(memory(gpus)[0]) == sum(before[0]) + 2
     monkeypatch.setattr(type(gpus[0]), "copy_in", lambda self, target, whole, part, stream: (sent.append(part.nbytes), original(self, target, whole, part, stream)))
-    in_c = host._InC.__init__
-    monkeypatch.setattr(host._InC, "__init__", lambda self, lanes, arrays, *rest: (sent.extend(array.nbytes for array in arrays), in_c(self, lanes, arrays, *rest))[1])
+    in_c = staging._InC.__init__
+    monkeypatch.setattr(staging._InC, "__init__", lambda self, lanes, arrays, *rest: (sent.extend(array.nbytes for array in arrays), in_c(self, lanes, arrays, *rest))[1])
     for small in (0, 1 << 20):
         sent.clear()
         monkeypatch.setattr(host, "SMALL_BYTES", small)

@@ -1083,24 +1083,6 @@ RANGES = [
 SEED, RANDOM = int(os.environ.get("PYCUDA_CONV_TEST_SEED", "20")), 200
 
 
-#: Every kind of kernel, small, for the memory checker: sanitize.py.
-SANITIZED = [
-    (BASE, "fp32", ImplicitGemm(64, 128, 3)), (BASE, "fp32", ImplicitGemm(128, 72, 2)), (BASE, "fp32 last", ImplicitGemm(64, 128, 3)), (BASE, "fp32 last", ImplicitGemm(128, 72, 3, 2)),
-    (fprop((2, 24, 5, 7), (33, 24, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 64, 3)), (BASE, "tf32", ImplicitGemm(64, 128, 4, 3)), (BASE, "tf32 last", ImplicitGemm(128, 64, 4)),
-    (BASE, "fp16", ImplicitGemm(128, 128, 4)), (BASE, "fp16 last", ImplicitGemm(64, 128, 4)), (BASE, "bf16", ImplicitGemm(64, 128, 3, 2)), (BASE, "bf16 last", ImplicitGemm(128, 32, 4)),
-    *((case, mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "fp32 last", "fp16") for case in (
-        fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 20, 5, 6), (20, 40, 3, 2), stride=2, padding=1), fprop((2, 48, 7, 6), (80, 24, 3, 3), groups=2),
-        fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=(1, 0, 2)), fprop((3, 20, 60), (8, 20, 3), stride=2), fprop((3, 20, 5, 6), (12, 20, 1, 1)))),
-    *((dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "tf32", "fp16")),
-    *HALOS[:12], *HALOS[-6::3], *RAWS[::3], *PINGPONG[::3],
-    *((case, mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "fp16") for case in (
-        fprop((2, 72, 100), (9, 72, 3), stride=12, padding=1), fprop((1, 1300, 3, 4), (9, 1300, 3, 3), padding=1), fprop((2, 136, 7, 7), (9, 136, 1, 1)))),
-    *((dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp16 last", "bf16 last")),
-    (fprop((2, 24, 70, 70), (40, 24, 3, 3), padding=1), "fp32", ImplicitGemm(64, 128, 3)), (dgrad((2, 24, 70, 70), (24, 40, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 128, 3)),
-]  # fmt: skip
-SANITIZED = [run for run in SANITIZED if run[1] in MODES]
-
-
 @cache
 def random_runs() -> list:
     """So many different problems at random, the same for the same seed."""
@@ -1118,7 +1100,7 @@ def random_runs() -> list:
 
 
 GROUPS = {
-    "runs": lambda: RUNS, "sanitized": lambda: SANITIZED, "awkward": lambda: AWKWARD_RUNS, "ranges": lambda: RANGES, "not finite": lambda: NOT_FINITE_ON_THE_GPU, "random": random_runs,
+    "runs": lambda: RUNS, "awkward": lambda: AWKWARD_RUNS, "ranges": lambda: RANGES, "not finite": lambda: NOT_FINITE_ON_THE_GPU, "random": random_runs,
 }  # fmt: skip
 
 

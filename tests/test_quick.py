@@ -456,7 +456,7 @@ def test_a_saved_operand_that_was_written_since_is_noticed(warm):
 def test_one_launch_adds_the_parts_of_both_gradients(warm, monkeypatch, most):
     """Where they are few."""
     monkeypatch.setattr(quick, "MOST_TOGETHER", most)
-    images, filters = torch.randn(4, 16, 32, 32, requires_grad=True), torch.randn(32, 16, 3, 3, requires_grad=True)
+    images, filters = torch.randn(4, 16, 32, 32, requires_grad=True), torch.randn(24, 16, 3, 3, requires_grad=True)
     asked = []
     for _ in range(4):  # at the second one they are remembered
         made = pc.conv2d(images, filters, padding=1)

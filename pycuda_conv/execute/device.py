@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream: Any, packed: Any = None) -> Any:
     """Run `plan` on arrays that fit it. `packed` is the filter as :func:`pack` made it."""
     device: Any = plan.device
-    pointer, order = kind.pointer, plan.order
-    input, weight, bias, scale, residual = operands
     pushed = kind.uses_pycuda or not device.is_current()
     if pushed:
         device.push()
     try:
-        x, w, b = pointer(input), pointer(weight), 0 if bias is None else pointer(bias)
-        s, r = 0 if scale is None else pointer(scale), 0 if residual is None else pointer(residual)
+        addresses = [0 if array is None else kind.pointer(array) for array in operands]
         home = kind.current_stream(device)
         on = home if stream is None else stream_of(stream)
         if kind.has_producers:
@@ -34,40 +31,29 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
                 producer = None if array is None else kind.producer(array)
                 if producer is not None:
                     device.order(producer, home)
-        copies = {}
-        if x % ALIGNMENT or not kind.is_laid_out_as(input, order):
-            copies["input"] = input
+        w, weight = addresses[1], operands.weight
         filter_last = plan.reads_filter_last and packed is None and not w % ALIGNMENT and kind.is_laid_out_as(weight, plan.filter_order)
-        if not filter_last and (w % ALIGNMENT or not kind.is_laid_out_as(weight, plan.weight_order)):
-            copies["weight"] = weight
-        if bias is not None and not kind.contiguous(bias):
-            copies["bias"] = bias
-        if scale is not None and not kind.contiguous(scale):
-            copies["scale"] = scale
-        if residual is not None and (r % ALIGNMENT or not kind.is_laid_out_as(residual, order)):
-            copies["residual"] = residual
+        copies = _unreadable(kind, plan, operands, addresses, filter_last)
         result_order = plan.result_order
         if plan.lays_filter_last(kind, out):
             filter_last, result_order = True, plan.filter_order
         if out is not None:
-            residual_is_out = _check_out(kind, out, plan, result_order, operands, (x, w, b, s, r), copies)
+            residual_is_out = _check_out(kind, out, plan, result_order, operands, addresses, copies)
             if residual_is_out and plan.redoes:
-                copies["residual"] = residual
+                copies["residual"] = operands.residual
         if copies:
             if stream is not None:  # what is copied may still be written there
                 device.order(on, home)
-            orders = {"input": order, "residual": order, "weight": plan.weight_order}
-            copies = {name: kind.copy(a, orders.get(name)) for name, a in copies.items()}
-            named = zip(Operands._fields, (x, w, b, s, r), strict=True)
-            x, w, b, s, r = (pointer(copies[name]) if name in copies else at for name, at in named)
-        result = kind.empty(plan.result_shape, input, device, result_order) if out is None else out
+            orders = {"input": plan.order, "residual": plan.order, "weight": plan.weight_order}
+            copies = {name: kind.copy(array, orders.get(name)) for name, array in copies.items()}
+            named = zip(Operands._fields, addresses, strict=True)
+            addresses = [kind.pointer(copies[name]) if name in copies else at for name, at in named]
+        result = kind.empty(plan.result_shape, operands.input, device, result_order) if out is None else out
         if not plan.empty:
-            for name, at, array in ("input", x, input), ("weight", w, weight):
-                if not at and 0 not in array.shape:
-                    raise ConvArgumentError(f"{name} has no memory: its address is 0; was its storage freed or resized?")
-            nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.schedule.workspace_bytes, pointer(packed))
-            workspace = kind.workspace(nbytes, input, device) if nbytes else None
-            buffers = (x, w, b, s, r, pointer(result), 0 if workspace is None else pointer(workspace))
+            _check_memory(operands, addresses)
+            nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.schedule.workspace_bytes, kind.pointer(packed))
+            workspace = kind.workspace(nbytes, operands.input, device) if nbytes else None
+            buffers = (*addresses, kind.pointer(result), 0 if workspace is None else kind.pointer(workspace))
             if stream is None:
                 plan.launch(buffers, on, at, filter_last)
             else:  # memory of the current stream's is used on another: it was written before and is given back after
@@ -79,6 +65,31 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
     finally:
         if pushed:
             device.pop()
+
+
+def _unreadable(kind: DeviceKind, plan: Plan, operands: Operands, addresses: Sequence[int], filter_last: bool) -> dict[str, Any]:
+    """The operands that the kernels can't read as they lie, by name. With `filter_last` they read the filter."""
+    input, weight, bias, scale, residual = operands
+    x, w, _, _, r = addresses
+    found = {}
+    if x % ALIGNMENT or not kind.is_laid_out_as(input, plan.order):
+        found["input"] = input
+    if not filter_last and (w % ALIGNMENT or not kind.is_laid_out_as(weight, plan.weight_order)):
+        found["weight"] = weight
+    if bias is not None and not kind.contiguous(bias):
+        found["bias"] = bias
+    if scale is not None and not kind.contiguous(scale):
+        found["scale"] = scale
+    if residual is not None and (r % ALIGNMENT or not kind.is_laid_out_as(residual, plan.order)):
+        found["residual"] = residual
+    return found
+
+
+def _check_memory(operands: Operands, addresses: Sequence[int]) -> None:
+    """Refuse an array whose address is 0."""
+    for name, array, at in zip(("input", "weight"), operands, addresses, strict=False):
+        if not at and 0 not in array.shape:
+            raise ConvArgumentError(f"{name} has no memory: its address is 0; was its storage freed or resized?")
 
 
 def convolve_and_turn(

@@ -13,26 +13,22 @@ may be larger than its memory.
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, wait
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
-from queue import SimpleQueue
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from pycuda_conv import engines
+from pycuda_conv.execute import staging
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime.cuda import copier_in_c
 from pycuda_conv.tune import lookup
 
 if TYPE_CHECKING:
@@ -52,18 +48,6 @@ SMALL_BYTES = 1 << 20
 #: Where they are smaller than this, kernels read and write them in page-locked memory: to begin a copy takes longer than their way over
 #: the bus, also where several blocks read the same.
 IN_PLACE_BYTES = 16 << 10
-#: What one thread copies at a time; less where there is less to share.
-PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20
-#: Below this the launching thread copies parts itself where it would wait, and half as many threads are woken.
-HELPED_BYTES = 128 << 20
-#: Threads of Python that copy between ordinary and page-locked memory, in each direction of a call. More get in each other's way.
-THREADS = min(6, os.cpu_count() or 1)
-#: Such threads of C, in each direction and for each GPU of a call.
-THREADS_IN_C = 8
-#: Threads that copy one array to another one. Several of these go on at a time.
-COPYING = max(1, min(8, (os.cpu_count() or 1) // 4))
-#: What such threads take: less is copied before they wake up.
-LEAST_MOVED_BYTES, MOST_AXES = 128 << 10, 6
 #: Less than this, in and out together, is not shared among GPUs: there would be one chunk for each.
 LEAST_SHARED_BYTES = 8 * LEAST_CHUNK_BYTES
 #: The input with which is measured how long a host takes to copy to GPUs and back, and how often. Less would lie in the host's cache.
@@ -73,48 +57,6 @@ PACE_BYTES, PACE_ROUNDS = 256 << 20, 3
 WORTH, TRIES, NEAR = 1.03, 3, 1.25
 #: Calls of a plan before which all but the best number is forgotten, and tried again: the host may have been busy before.
 AGAIN = frozenset(16 * 4**i for i in range(16))
-#: Shorter runs of bytes that lie together are left to numpy.
-LEAST_RUN_BYTES = 64
-
-
-class _Worker(threading.Thread):
-    """A thread that runs one job after the other. Idle ones are kept; there are as many as were ever busy at once.
-
-    It counts as idle before its job counts as done, so that a caller who makes the next call at once finds it.
-    """
-
-    _idle: ClassVar[list[_Worker]] = []
-
-    def __init__(self) -> None:
-        super().__init__(name="pycuda_conv", daemon=True)
-        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
-        self.start()
-
-    @classmethod
-    def submit(cls, job: Callable[[], None]) -> Future[None]:
-        """Run `job` in a thread; the future is its end."""
-        try:
-            worker = cls._idle.pop()
-        except IndexError:
-            worker = cls()
-        done: Future[None] = Future()
-        worker._jobs.put((job, done))
-        return done
-
-    def run(self) -> None:
-        while True:
-            job, done = self._jobs.get()
-            error = None
-            try:
-                job()
-            except BaseException as caught:
-                error = caught
-            self._idle.append(self)
-            if error is None:
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-            del job, done, error  # nothing of a call is kept until the next one
 
 
 # ---- cutting a problem up
@@ -128,11 +70,6 @@ class Piece:
     images: slice
     rows_in: slice
     rows_out: slice
-
-
-def _cuts(n: int, count: int) -> list[tuple[int, int]]:
-    """0 to `n` in `count` runs of neighbours, as even as it goes: (first, end) of each."""
-    return list(pairwise(n * i // count for i in range(count + 1)))
 
 
 def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
@@ -149,10 +86,10 @@ def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
     ) * problem.itemsize
     images = min(problem.N, max(1, chunk_bytes // image_bytes))
     if image_bytes <= 2 * chunk_bytes:
-        cuts = _cuts(problem.N, -(-problem.N // images))
+        cuts = staging.cuts(problem.N, -(-problem.N // images))
         return [Piece(replace(problem, N=end - first), slice(first, end), whole_in, whole_out) for first, end in cuts]
     rows = problem.result_size[axis]
-    bands = [_rows(problem, axis, *cut) for cut in _cuts(rows, min(rows, -(-image_bytes // chunk_bytes)))]
+    bands = [_rows(problem, axis, *cut) for cut in staging.cuts(rows, min(rows, -(-image_bytes // chunk_bytes)))]
     return [replace(band, images=slice(n, n + 1)) for n in range(problem.N) for band in bands]
 
 
@@ -278,293 +215,6 @@ class Filter:
         return self._kept.get(device)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A part of a host array that is packed on the device: where it begins in the array's block there."""
-
-    offset: int
-    view: np.ndarray
-
-
-def _parts(array: np.ndarray, part_bytes: int) -> list[_Part]:
-    """`array` cut along its first axis that can be, so that each part is packed on the device as well."""
-    axis = next((i for i, n in enumerate(array.shape) if n > 1), 0)
-    n = array.shape[axis] if array.ndim else 1
-    lead = (slice(None),) * axis
-    found = []
-    for first, end in _cuts(n, min(n, max(1, array.nbytes // part_bytes))):
-        place = (*lead, slice(first, end))
-        found.append(_Part(array.nbytes // n * first, array[place]))
-    return found
-
-
-def copy(target: np.ndarray, *places: tuple[np.ndarray, Any]) -> None:
-    """Copy arrays to their places in `target`, which has no gaps: views of it and what goes there. Threads of C do it where they can."""
-    copier = copier_in_c() if target.nbytes >= LEAST_MOVED_BYTES else None
-    if copier is None or not all(_moves(view, source) for view, source in places):
-        for view, source in places:
-            view[...] = source
-        return
-    rows, axis = target.shape[0], 0
-    while rows < 4 * COPYING and axis < target.ndim - 1:
-        axis += 1
-        rows *= target.shape[axis]
-    boxes = [_box(target, axis, view[i], source[i]) for view, source in places if view.nbytes for i in np.ndindex(view.shape[:axis])]
-    copier.threads(COPYING)
-    copier.move(tuple(boxes), rows, -(-rows // max(target.nbytes // LEAST_PART_BYTES, 4 * COPYING)), COPYING)
-
-
-def _moves(view: np.ndarray, source: Any) -> bool:
-    """Whether bytes alone are to be copied."""
-    same = isinstance(source, np.ndarray) and source.dtype == view.dtype and source.shape == view.shape
-    return same and view.flags.writeable and view.ndim <= MOST_AXES
-
-
-def _box(target: np.ndarray, axis: int, view: np.ndarray, source: np.ndarray) -> tuple[Any, ...]:
-    """What goes to a part of `target` as ``_copy.c`` takes it. Its rows are counted along `axis` and the axes before, which views lack."""
-    axes = max(_runs(view)[0], _runs(source)[0], 1)
-    run = math.prod(view.shape[axes:]) * view.itemsize
-    source_at, at, start = (a.__array_interface__["data"][0] for a in (source, view, target))
-    return source_at, at, (at - start) // target.strides[axis], run, view.shape[:axes], source.strides[:axes], view.strides[:axes]
-
-
-class _Threads:
-    """Threads that copy parts between ordinary memory and a ring of page-locked buffers; closing it waits for them.
-
-    They meet the thread that launches in queues only, since what Python does between two copies holds all of them up.
-    """
-
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int) -> None:
-        self._device = device
-        self._nbytes = nbytes = max(part.view.nbytes for part in parts)
-        #: buffers, each with the events after which it may be used again
-        self._free: SimpleQueue[tuple[np.ndarray | None, Sequence[Any]]] = SimpleQueue()
-        self._error: BaseException | None = None
-        for _ in range(min(threads + 5, len(parts))):
-            self._free.put((device.pinned_or_ordinary((nbytes,), np.dtype(np.uint8)), ()))
-        self._running: list[Future[None]] = []
-        with suppress(RuntimeError):  # the interpreter is about to end and starts no more threads: then there are none
-            for _ in range(threads):
-                self._running.append(_Worker.submit(self._run))
-
-    def _run(self) -> None:
-        try:
-            with self._device:
-                self.work()
-        except BaseException as error:
-            self._error = error
-            for _ in range(THREADS + 1):  # wake whoever waits for a buffer
-                self._free.put((None, ()))
-            self.failed()
-            raise
-
-    def failed(self) -> None:
-        """Wake the launching thread after an error."""
-
-    def work(self) -> None:
-        """What each thread does."""
-        raise NotImplementedError
-
-    def buffer(self, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A free buffer, and its beginning as an array like `view` in the device's byte order."""
-        buffer, until = self._free.get()
-        if buffer is None:
-            raise RuntimeError("copying to or from page-locked memory failed") from self._error
-        for event in until:
-            event.synchronize()
-        return buffer, buffer[: view.nbytes].view(view.dtype.newbyteorder("=")).reshape(view.shape)
-
-    def free(self, buffer: np.ndarray, *until: Any) -> None:
-        """Let `buffer` be used again, after some events."""
-        self._free.put((buffer, until))
-
-    def close(self) -> None:
-        """Wait for the threads, all of them; then an error of theirs is raised."""
-        wait(self._running)
-        for future in self._running:
-            future.result()
-
-
-class _Uploader(_Threads):
-    """Fills buffers with `parts` in their order, ahead of the copies to the device."""
-
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int, sizes: Sequence[int] = ()) -> None:
-        total = sum(part.view.nbytes for part in parts)
-        #: whether the launching thread copies as well
-        self._helped = total < HELPED_BYTES
-        self._offsets, self._sizes = [part.offset for part in parts], deque(sizes)
-        self._parts = deque(enumerate(parts))
-        self._filled: SimpleQueue[tuple[int, np.ndarray, np.ndarray] | None] = SimpleQueue()
-        self._early: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        self._taken = 0
-        self._lock = threading.Lock()
-        self._closed = False
-        super().__init__(device, parts, min(threads // 2 if self._helped else threads, total // PART_BYTES))
-
-    def work(self) -> None:
-        while self._fill():
-            pass
-
-    def _fill(self, wait: bool = True) -> bool:
-        """Stage one part; False if there is none left or, unless it may wait, no buffer."""
-        # the first part without a buffer gets the next one, or the others might hold them all
-        if not self._lock.acquire(blocking=wait):
-            return False
-        try:
-            if self._closed or not self._parts or (not wait and self._free.empty()):
-                return False
-            number, part = self._parts.popleft()
-            buffer, staged = self.buffer(part.view)
-        finally:
-            self._lock.release()
-        np.copyto(staged, part.view)  # which puts strides and byte order right on the way
-        self._filled.put((number, buffer, staged))
-        return True
-
-    def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """The next part in order, once it is filled: its buffer, to be given back, and the part."""
-        while self._taken not in self._early:
-            if (self._helped or not self._running) and self._filled.empty():
-                self._fill(wait=False)  # the launching thread must not wait: only it gives buffers back
-            item = self._filled.get()
-            if item is None:
-                raise RuntimeError("copying to page-locked memory failed") from self._error
-            number, buffer, staged = item
-            self._early[number] = buffer, staged
-        self._taken += 1
-        return self._early.pop(self._taken - 1)
-
-    def send(self, targets: Sequence[tuple[_Lane, int]]) -> None:
-        """Copy the next array to blocks of memory on GPUs, given by their addresses; each part from one buffer."""
-        for _ in range(self._sizes.popleft()):
-            buffer, staged = self.take()
-            offset, events = self._offsets[self._taken - 1], []
-            for lane, address in targets:
-                with lane.device as device:
-                    device.copy_in(address + offset, staged, staged, lane.up)
-                    events.append(lane.recorded(lane.up))
-            self.free(buffer, *events)
-
-    def failed(self) -> None:
-        self._filled.put(None)
-
-    def close(self) -> None:
-        self._closed = True  # after an exception nobody takes the rest, nor gives buffers back
-        for _ in self._running:
-            self.free(np.empty(self._nbytes, np.uint8))
-        super().close()
-        while not self._free.empty():
-            self._free.get()  # events have to go while their GPU's context is current
-
-
-class _Downloader(_Threads):
-    """Empties buffers into ordinary memory, each when the copy from the device has come."""
-
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int, sizes: Sequence[int] = ()) -> None:
-        self._landed: SimpleQueue[tuple[np.ndarray, np.ndarray, np.ndarray, Any] | None] = SimpleQueue()
-        self._coming, self._sizes = deque(parts), deque(sizes)
-        total = sum(part.view.nbytes for part in parts)
-        super().__init__(device, parts, max(1, min(threads, len(parts), total // PART_BYTES)))
-
-    def work(self) -> None:
-        while (item := self._landed.get()) is not None:
-            buffer, landed, place, arrived = item
-            arrived.synchronize()
-            np.copyto(place, landed)
-            self.free(buffer)
-
-    def receive(self, lane: _Lane, address: int) -> None:
-        """Copy the next array from a block of memory on a GPU, whose context is current."""
-        for _ in range(self._sizes.popleft()):
-            part = self._coming.popleft()
-            buffer, landed = self.buffer(part.view)
-            lane.device.copy_out(landed, landed, address + part.offset, lane.down)
-            self.put(buffer, landed, part.view, lane.recorded(lane.down))
-
-    def put(self, buffer: np.ndarray, landed: np.ndarray, place: np.ndarray, arrived: Any) -> None:
-        """Let a thread copy `landed`, which is in `buffer`, to `place` after the event."""
-        self._landed.put((buffer, landed, place, arrived))
-        if not self._running:
-            self._landed.put(None)
-            self.work()
-
-    def close(self) -> None:
-        for _ in self._running:
-            self._landed.put(None)
-        super().close()
-
-
-class _InC:
-    """What :class:`_Uploader` and :class:`_Downloader` do, by threads that hold nobody up: those of ``runtime/_copy.c``."""
-
-    def __init__(self, devices: Sequence[CudaDevice], arrays: Sequence[np.ndarray], part_bytes: int, threads: int, up: bool) -> None:
-        device = devices[0]
-        self._device, self._native, self._numbers = device, device.copier, {one: i for i, one in enumerate(devices)}
-        described, sizes, largest = zip(*(_described(array, part_bytes) for array in arrays), strict=True)
-        self._sizes = deque(sizes)
-        slots, nbytes = min(max(2 * threads, 4), sum(sizes)), max(largest)
-        ring = device.pinned_or_ordinary((slots * nbytes,), np.dtype(np.uint8))
-        self._next = 0
-        contexts = tuple(one.context.handle for one in devices)
-        address = ring.__array_interface__["data"][0]
-        job = self._native.job(device.copy_functions, up, described, address, nbytes, slots, contexts, threads, (ring, arrays))
-        if isinstance(job, int):
-            device.check_code(job, "creating events")
-        self._job = job
-        self._native.threads(min(len(devices) * 3 * THREADS_IN_C, os.cpu_count() or 1))
-
-    def send(self, targets: Sequence[tuple[_Lane, int]]) -> None:
-        """As :meth:`_Uploader.send`."""
-        count = self._sizes.popleft()
-        at_once = count if len(targets) == 1 else 1
-        for _ in range(0, count, at_once):
-            for lane, address in targets:
-                last = lane is targets[-1][0]
-                code = self._native.send(self._job, self._next, at_once, self._numbers[lane.device], address, lane.up.handle, last)
-                self._device.check_code(code, "copying to the GPU")
-            self._next += at_once
-
-    def receive(self, lane: _Lane, address: int) -> None:
-        """As :meth:`_Downloader.receive`."""
-        count = self._sizes.popleft()
-        code = self._native.receive(self._job, self._next, count, self._numbers[lane.device], address, lane.down.handle, True)
-        self._device.check_code(code, "copying from the GPU")
-        self._next += count
-
-    def close(self) -> None:
-        """Wait for the threads; then an error of theirs is raised."""
-        self._device.check_code(self._native.close(self._job), "copying through page-locked memory")
-
-
-def _runs(view: np.ndarray) -> tuple[int, int]:
-    """How many of the first axes of `view` are made of runs, and the bytes of a run, which lie together."""
-    axes, run = view.ndim, view.itemsize
-    while axes and (view.strides[axes - 1] == run or view.shape[axes - 1] == 1):
-        axes -= 1
-        run *= view.shape[axes]
-    return axes, run
-
-
-def _described(array: np.ndarray, part_bytes: int) -> tuple[tuple[Any, ...], int, int]:
-    """An array as ``_copy.c`` takes it, the number of its parts, and the bytes of the largest one."""
-    axes, run = _runs(array)
-    if axes:
-        axis = next(i for i, n in enumerate(array.shape) if n > 1)
-        rows = array.shape[axis]
-        row = array.nbytes // rows
-        step = min(max(1, part_bytes // row), rows)
-    else:
-        axis, rows, row, step = -1, array.nbytes, 1, min(-(-part_bytes // 4096) * 4096, array.nbytes)
-    address = array.__array_interface__["data"][0]
-    return (address, array.nbytes, run, array.shape[:axes], array.strides[:axes], axis, step), -(-rows // step), step * row
-
-
-def _for_c(array: np.ndarray) -> bool:
-    """Whether ``_copy.c`` can copy an array, and no slower than numpy would."""
-    axes, run = _runs(array)
-    return array.dtype.isnative and axes <= 6 and (run >= LEAST_RUN_BYTES or not axes)
-
-
 class _Lane:
     """What one GPU has of a call: streams, blocks of memory, and the chunks that it was given. Its context must be current."""
 
@@ -677,7 +327,7 @@ class _Pipeline:
         device, chunks = gpus[0]  # all GPUs have the same chunks, but for their plans
         # what goes up: the filter, then the chunks; in parts where it has to be staged
         total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.out_bytes if residual is not None else 0) for chunk in chunks)
-        self._part_bytes = min(PART_BYTES if device.copier is None else PART_BYTES // 2, max(total // 24, LEAST_PART_BYTES))
+        self._part_bytes = staging.part_bytes(total, device.copier is not None)
         self._up: list[np.ndarray] = []
         #: which of the filter's arrays go up
         self._filter_up: list[int] = []
@@ -700,11 +350,14 @@ class _Pipeline:
     def run(self, after: Any = None) -> None:
         """Convolve all chunks, after what the stream `after` holds now; returns when the results are in place."""
         # an exception too must not leave a copy running into memory that is given back: streams end first, then threads
+        devices = [device for device, _ in self._gpus]
         with ExitStack() as stack:
             stack.callback(self._close_lanes)
             # threads begin to copy while the GPUs' memory is made ready
-            uploader = stack.enter_context(closing(self._copies(self._up, True))) if self._up else None
-            downloader = stack.enter_context(closing(self._copies(self._down, False))) if self._down else None
+            uploader, downloader = (
+                stack.enter_context(closing(staging.copies(devices, arrays, self._part_bytes, up))) if arrays else None
+                for arrays, up in ((self._up, True), (self._down, False))
+            )
             for device, chunks in self._gpus:
                 with device:
                     if after is not None:
@@ -718,15 +371,6 @@ class _Pipeline:
     def _close_lanes(self) -> None:
         for lane in self._lanes:
             lane.close()
-
-    def _copies(self, arrays: Sequence[np.ndarray], up: bool) -> Any:
-        """What copies `arrays` to the GPUs, or from them, by way of page-locked buffers."""
-        devices = [device for device, _ in self._gpus]
-        if devices[0].copier is not None and all(map(_for_c, arrays)):
-            return _InC(devices, arrays, self._part_bytes, min(len(devices) * THREADS_IN_C, os.cpu_count() or 1), up)
-        cut = [_parts(array, self._part_bytes) for array in arrays]
-        parts, sizes = [part for parts in cut for part in parts], [len(parts) for parts in cut]
-        return (_Uploader if up else _Downloader)(devices[0], parts, THREADS, sizes)
 
     def _launch(self, uploader: Any, downloader: Any) -> None:
         """Queue all copies and kernels."""
