@@ -220,7 +220,8 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     patch_rows = (rows - 1) * stride_h + (r - 1) * dilation_h + 1
     columns = ((config.COLUMNS - 1) * stride_w + (s - 1) * dilation_w + 1) * channels
     pitch = ceil(shift + columns + each - 1, max(unit, each)) * max(unit, each)  # the last word may have an element behind the row
-    table_at = steps * config.BLOCK_N * STEP_WORDS * WORD
+    halves = 2 if problem.layout == "NCHW" and products(problem) == 3 else 1  # the filter is kept as halves
+    table_at = steps * config.BLOCK_N * STEP_WORDS * WORD * halves
     places_at = table_at + steps * STEP_WORDS * 2 * WORD
     patch_at = ceil(places_at + slices * r * s * channels * WORD, BANKS) * BANKS
     nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes' words of either patch lie in different banks
