@@ -9,9 +9,9 @@
 //
 // Mapping  block -> BLOCK_N channels of y, and of its tiles of 256 pixels, which are rows x columns of a slice of an image, one after another.
 //          warp -> 32 pixels, sixteens of neighbours in a row, by all the channels. Sums are in registers.
-// Memory   shared: the filter [step][8 of gemm n][lane][8 bytes], or with PLANES [step][16 of gemm m][hi, lo][lane][16 bytes], as the tensor core takes it; where each word of gemm k lies in the patch,
-//          from the pixel's first on, and which of its bytes count; one or two patches: the rows of x that a tile's pixels meet. With two, one
-//          is loaded while the other is multiplied.
+// Memory   shared: the filter as the tensor core takes it, [step][8 of gemm n][lane][8 bytes], or with PLANES [step][16 of gemm m][hi, lo][lane][16 bytes];
+//          where each word of gemm k lies in the patch, from the pixel's first on, and which of its bytes count; one or two patches: the rows of x that a
+//          tile's pixels meet. With two, one is loaded while the other is multiplied.
 // Filter   It is read in the order of its memory, each number once, and goes to its place among zeros, beside the first patch's loads. A table
 //          says where in a channel's words each tap and channel of x goes.
 // Loads    Rows of x are copied as runs of 16, 8 or 4 bytes, whichever divides a row, so a row of the patch may begin some elements before
@@ -22,8 +22,8 @@
 // PRODUCTS With 3 a float32 is two halves of TF32: hi.hi, hi.lo and lo.hi of eight words are added up by the tensor core, then into the sum. The plain
 //          cores compute a warp's tile again if a sum is a NaN, since the halves of Inf make one, or a number so small that its lo loses bits.
 // y        A lane's columns of 8 or 16 neighbouring columns are neighbouring channels, because the filter is laid out so: it writes 16 or 8 bytes
-//          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of two or four
-//          eights are 16 bytes of neighbouring pixels. Where rows of y are no multiple of that, a warp turns its sums in shared memory: neighbouring lanes write neighbours.
+//          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of two or four eights are 16 bytes of
+//          neighbouring pixels. Where rows of y are no multiple of that, a warp turns its sums in shared memory: neighbouring lanes write neighbours.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/few_inputs.cu
 #ifndef TYPE
@@ -515,8 +515,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const uint32_t of_word = shared_address(filter) + (word / 8 * STEP_FILTER + (lane / 4 * 4 + word % 4) * 4 + word / 4 % 2 * 2) * 4;
         float v[EIGHTS][2];
 #pragma unroll
-        for (int i = 0; i < 2 * EIGHTS; ++i)
-          v[i / 2][i % 2] = __uint_as_float(load_word(here + of_run(i / 2 / EIGHTS_OF_RUN, lane % 4 * 2 + i % 2) + i / 2 % EIGHTS_OF_RUN * further + at.x) & at.y);
+        for (int i = 0; i < 2 * EIGHTS; ++i) {
+          const uint32_t from = here + of_run(i / 2 / EIGHTS_OF_RUN, lane % 4 * 2 + i % 2) + i / 2 % EIGHTS_OF_RUN * further;
+          v[i / 2][i % 2] = __uint_as_float(load_word(from + at.x) & at.y);
+        }
 #pragma unroll
         for (int eight = 0; eight < COLUMN_TILES; ++eight) {
           const uint32_t of_eight = of_word + (eight / 2 * OF_SIXTEEN + eight % 2) * 4;
