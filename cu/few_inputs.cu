@@ -9,9 +9,9 @@
 //
 // Mapping  block -> BLOCK_N channels of y, and of its tiles of 256 pixels, which are rows x columns of a slice of an image, one after another.
 //          warp -> 32 pixels, sixteens of neighbours in a row, by all the channels. Sums are in registers.
-// Memory   shared: the filter [step][8 of gemm n][lane][8 bytes], as the tensor core takes it; where each word of gemm k lies in the patch,
-//          from the pixel's first on, and which of its bytes count; one or two patches: the rows of x that a tile's pixels meet. With two, one
-//          is loaded while the other is multiplied.
+// Memory   shared: the filter as the tensor core takes it, [step][8 of gemm n][lane][8 bytes], or with PLANES [step][16 of gemm m][hi, lo][lane][16 bytes];
+//          where each word of gemm k lies in the patch, from the pixel's first on, and which of its bytes count; one or two patches: the rows of x that a
+//          tile's pixels meet. With two, one is loaded while the other is multiplied.
 // Filter   It is read in the order of its memory, each number once, and goes to its place among zeros, beside the first patch's loads. A table
 //          says where in a channel's words each tap and channel of x goes.
 // Loads    Rows of x are copied as runs of 16, 8 or 4 bytes, whichever divides a row, so a row of the patch may begin some elements before
@@ -22,8 +22,8 @@
 // PRODUCTS With 3 a float32 is two halves of TF32: hi.hi, hi.lo and lo.hi of eight words are added up by the tensor core, then into the sum. The plain
 //          cores compute a warp's tile again if a sum is a NaN, since the halves of Inf make one, or a number so small that its lo loses bits.
 // y        A lane's columns of 8 or 16 neighbouring columns are neighbouring channels, because the filter is laid out so: it writes 16 or 8 bytes
-//          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of two or four
-//          eights are 16 bytes of neighbouring pixels. Where rows of y are no multiple of that, a warp turns its sums in shared memory: neighbouring lanes write neighbours.
+//          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of two or four eights are 16 bytes of
+//          neighbouring pixels. Where rows of y are no multiple of that, a warp turns its sums in shared memory: neighbouring lanes write neighbours.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/few_inputs.cu
 #ifndef TYPE
@@ -51,6 +51,12 @@ constexpr int RUN_PIXELS = 4 * EACH;                              // neighbours 
 constexpr int RUNS_OF_LANE = 2 * EIGHTS / RUN_PIXELS;             // of each channel; one begins 4 * RUN_PIXELS after the other
 constexpr int EIGHTS_OF_RUN = EIGHTS / RUNS_OF_LANE;
 constexpr int TURNED_PITCH = 36;                                  // floats from one channel's pixels to the next, where a warp turns its sums
+#endif
+#if PLANES
+constexpr int STEP_FILTER = BLOCK_N * 8 * (PRODUCTS == 3 ? 2 : 1);  // words of a step
+constexpr int OF_SIXTEEN = STEP_FILTER / (BLOCK_N / 16);            // of 16 channels; the second half of them are the lo
+#else
+constexpr int STEP_FILTER = BLOCK_N * 8;
 #endif
 constexpr int AT_ONCE = 8;                                        // elements that a thread loads before it keeps the first, where it loads them one by one
 #if defined(LAYER) || BLOCK_N < 64 || (PLANES && PRODUCTS == 1)
@@ -120,6 +126,14 @@ struct Halves {
     lo = __float_as_uint(__uint_as_float(v) - __uint_as_float(hi)) + HALF;
   }
 };
+// Of a number that is not finite hi is the number, and lo next to nothing.
+DEVICE Halves kept_halves(float v) {
+  Halves of(__float_as_uint(v));
+  if (!(fabsf(v) < INFINITY)) of.hi = __float_as_uint(v) | (v != v ? 0x400000 : 0), of.lo = 0x1000;
+  return of;
+}
+// The number again.
+DEVICE float whole_of(uint32_t hi, uint32_t lo) { return __uint_as_float(hi) + __uint_as_float(lo - 0x1000); }
 // The bits of a magnitude, of which zero has the most; and those of 2^-100, from which on no lo loses any.
 DEVICE uint32_t magnitude(uint32_t v) { return 2 * v - 1; }
 constexpr uint32_t ENOUGH = 27u << 24;
@@ -324,7 +338,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
   for (int i = 0; i < SIXTEENS; ++i) base[i] = base_of(first_pixel + i * 16);
 #endif
-  const uint32_t table_lane = shared_address(table) + lane % 4 * 16, filter_lane = shared_address(filter) + lane * 8;
+  const uint32_t table_lane = shared_address(table) + lane % 4 * 16, filter_lane = shared_address(filter) + lane * (PLANES ? 16 : 8);
   const uint32_t patches = shared_address(patch);
   const int row_elements = (int)arg.width * of_pixel, first_tile = of_worker.rest, tiles = (int)arg.tiles, workers = (int)arg.workers, stages = (int)arg.stages;
   const auto load = [&](int tile, uint32_t to) {
@@ -356,14 +370,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   if (threadIdx.x == 0) *small_filter = ~0u;
 #endif
   const int order = (int)arg.w_order, all_taps = (int)arg.taps;
-  for (int i = threadIdx.x; i < steps * COLUMN_TILES * 16; i += THREADS) ((uint4*)filter)[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < steps * (STEP_FILTER / 4); i += THREADS) ((uint4*)filter)[i] = make_uint4(0, 0, 0, 0);
   for (int i = threadIdx.x; i < c * all_taps; i += THREADS) {  // [channel][tap]
     const Divided of_channel(i, arg.taps, arg.by_taps);
     const int tap = arg.last_tap < 0 ? of_channel.rest : (int)arg.last_tap - of_channel.rest;
     const Divided row(tap, arg.row_taps, arg.by_row_taps);
     const int element = row.rest * of_pixel + (PLANES ? 0 : of_channel.quotient) + (int)arg.lead;
     const int word = (PLANES ? of_channel.quotient * (int)arg.channel_words : 0) + row.quotient * (int)arg.row_words + element / EACH;
-    const int place = ((word / 8 * COLUMN_TILES * 32 + word % 4) * 2 + word / 4 % 2) * EACH + element % EACH;
+    const int of_lane = PLANES ? 4 : 2, place = (word / 8 * STEP_FILTER + word % 4 * of_lane + word / 4 % 2 * (of_lane / 2)) * EACH + element % EACH;
     places[order == K_TAP_CHANNEL ? of_channel.rest * c + of_channel.quotient : i] = place;
   }
   if (stages > 1 && first_tile < tiles) load(first_tile, patches);
@@ -386,16 +400,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       const bool mine = number < (int)arg.filters && first_k + k < (int)arg.k;
       v[i] = data_t(), to[i] = -1;
       if (mine) {
-        const int eight = PLANES ? k / 8 : k / (8 * TOGETHER) * TOGETHER + k % NEIGHBOURS / 2;
-        const int column = PLANES ? k % 8 : k % (8 * TOGETHER) / NEIGHBOURS * 2 + k % 2;
+#if PLANES
+        const int of_channel = k / 16 * OF_SIXTEEN + k % 8 * 16 + k / 8 % 2;
+#else
+        const int eight = k / (8 * TOGETHER) * TOGETHER + k % NEIGHBOURS / 2, column = k % (8 * TOGETHER) / NEIGHBOURS * 2 + k % 2;
+        const int of_channel = (eight * 32 + column * 4) * 2;
+#endif
         v[i] = w[group * (int)arg.w_group + first_k * (int)arg.w_k + from];
-        to[i] = places[at] + (eight * 32 + column * 4) * 2 * EACH;
+        to[i] = places[at] + of_channel * EACH;
       }
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
       if (to[i] >= 0) {
+#if PLANES && PRODUCTS == 3
+        const Halves of = kept_halves(v[i]);
+        filter[to[i]] = of.hi, filter[to[i] + OF_SIXTEEN / 2] = of.lo;
+#else
         ((data_t*)filter)[to[i]] = factor(v[i]);
+#endif
 #if PRODUCTS == 3
         if (magnitude(__float_as_uint(v[i])) < ENOUGH) *small_filter = 0;
 #endif
@@ -458,11 +481,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
 #pragma unroll
       for (int sixteen = 0; sixteen < COLUMN_TILES / 2; ++sixteen) {
-        const uint32_t of_sixteen = filter_lane + (step * COLUMN_TILES + 2 * sixteen) * 256;
-        const uint2 low = load_words(of_sixteen), high = load_words(of_sixteen + 256);
+        const uint32_t of_sixteen = filter_lane + (step * STEP_FILTER + sixteen * OF_SIXTEEN) * 4;
+        const uint4 of = load_vector(of_sixteen);
+        const uint32_t a[4] = {of.x, of.y, of.z, of.w};
 #if PRODUCTS == 3
-        const Halves of[4] = {Halves(low.x), Halves(high.x), Halves(low.y), Halves(high.y)};
-        const uint32_t a[4] = {of[0].hi, of[1].hi, of[2].hi, of[3].hi}, a_lo[4] = {of[0].lo, of[1].lo, of[2].lo, of[3].lo};
+        const uint4 of_lo = load_vector(of_sixteen + OF_SIXTEEN * 2);
+        const uint32_t a_lo[4] = {of_lo.x, of_lo.y, of_lo.z, of_lo.w};
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) {
           float part[4] = {};
@@ -473,7 +497,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
           for (int e = 0; e < 4; ++e) sum[sixteen][i][e] += part[e];
         }
 #else
-        const uint32_t a[4] = {low.x, high.x, low.y, high.y};
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) multiply<data_t>(sum[sixteen][i], a, b[i][0], b[i][1]);
 #endif
@@ -489,14 +512,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       each_sum([&](float& v) { v = 0; });
       for (int word = 0; word < (int)arg.words; ++word) {
         const uint2 at = ((const uint2*)table)[(word / 8 * 4 + word % 4) * 2 + word / 4 % 2];
-        const uint32_t of_word = shared_address(filter) + (word / 8 * COLUMN_TILES * 64 + (lane / 4 * 4 + word % 4) * 2 + word / 4 % 2) * 4;
+        const uint32_t of_word = shared_address(filter) + (word / 8 * STEP_FILTER + (lane / 4 * 4 + word % 4) * 4 + word / 4 % 2 * 2) * 4;
         float v[EIGHTS][2];
 #pragma unroll
-        for (int i = 0; i < 2 * EIGHTS; ++i)
-          v[i / 2][i % 2] = __uint_as_float(load_word(here + of_run(i / 2 / EIGHTS_OF_RUN, lane % 4 * 2 + i % 2) + i / 2 % EIGHTS_OF_RUN * further + at.x) & at.y);
+        for (int i = 0; i < 2 * EIGHTS; ++i) {
+          const uint32_t from = here + of_run(i / 2 / EIGHTS_OF_RUN, lane % 4 * 2 + i % 2) + i / 2 % EIGHTS_OF_RUN * further;
+          v[i / 2][i % 2] = __uint_as_float(load_word(from + at.x) & at.y);
+        }
 #pragma unroll
         for (int eight = 0; eight < COLUMN_TILES; ++eight) {
-          const float factor = __uint_as_float(load_word(of_word + eight * 256));
+          const uint32_t of_eight = of_word + (eight / 2 * OF_SIXTEEN + eight % 2) * 4;
+          const float factor = whole_of(load_word(of_eight), load_word(of_eight + OF_SIXTEEN * 2));
 #pragma unroll
           for (int i = 0; i < 2 * EIGHTS; ++i) {
             float& to = sum[eight / 2][i / 2][eight % 2 * 2 + i % 2];

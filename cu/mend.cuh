@@ -3,7 +3,7 @@
 // pack.cu flags images and channels of the filter. Flag 2 says that one holds Inf, NaN or what no scale fits: every result that depends on it is
 // computed again. Flag 1 says that it has numbers that are too small: results are computed again if they may show it, which are small for their
 // scales and have small summands. Residual and bias are taken off a result first; what is rounded away so could not be seen in the result. Behind an
-// activation the sum can't be told from the result, and all are computed again.
+// activation the sum can't be told from the result, and summands alone decide: nearly always the first that are not zero are large enough.
 //
 // Mapping  a warp takes MENDED channels x 32 pixels at a time, a lane one pixel. All lanes together look at a suspect's summands.
 #pragma once
@@ -93,7 +93,7 @@ DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& a
     const float least = x_scale * __shfl_sync(~0u, w_least, i), sum = found[i] - __shfl_sync(~0u, w_bias, i);
     if (!there || i >= count || !flag) continue;
     mine |= 1u << i;
-    any |= flag > 1 || !known;
+    any |= flag > 1;
     if (known && flag == 1 && !(fabsf(sum) >= least)) suspects |= 1u << i;
   }
   any = __any_sync(~0u, any) || __reduce_add_sync(~0u, __popc(suspects)) > SUSPECTS;
@@ -131,6 +131,24 @@ DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& a
       for (int half = 16; half > 0; half /= 2) size += __shfl_xor_sync(~0u, size, half);
       any = __any_sync(~0u, some) && !(size >= 4.f * gemm_k);
     }
+  }
+  if (!known && !any) {  // a lane adds up its own results' sizes, until none is small
+    unsigned small = mine, some = 0;
+    float size[MENDED] = {};
+    const float to_x = __fdividef(1, x_scale), own_to_w = __fdividef(1, of.w_scales[own]);
+#pragma unroll 1
+    for (Summand at = {}; at.c < channels && __any_sync(~0u, small); at.next(phase, 1)) {
+      const float b = x_at(image, d0, h0, w0, at);
+      const float* a = w_at(0, at);
+#pragma unroll
+      for (int i = 0; i < MENDED; ++i) {
+        size[i] += fabsf(*a * __shfl_sync(~0u, own_to_w, i) * (b * to_x));
+        if (size[i] >= 4.f * gemm_k) small &= ~(1u << i);
+        if (*a != 0 && b != 0) some |= 1u << i;
+        if (i + 1 < count) a += arrays.w_m;  // else there is none
+      }
+    }
+    any = __any_sync(~0u, small & some);
   }
   if (!any) return false;
   float sum[MENDED] = {};

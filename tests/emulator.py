@@ -1367,8 +1367,8 @@ def direct_gemm(step, memory: Memory) -> None:
         store(memory.view(redone, "int32"), 0, int(memory.mended > before))
 
 
-def mend(memory: Memory, a, kind: str, asked: dict, buffers) -> None:
-    """Compute once more what flagged images and channels make doubtful."""
+def mend(memory: Memory, a, kind: str, asked: dict, buffers, by_summands: bool = False) -> None:
+    """Compute once more what flagged images and channels make doubtful: behind an activation all results, or those that have small summands."""
     source, filters, bias, scale, residual, y, unit_flags, filter_flags, unit_scales, filter_scales, *_ = buffers
     x, w, out = memory.view(source, kind), memory.view(filters, kind), memory.view(y, kind)
     image, inner = np.divmod(np.arange(a.n_pixels), a.plane)
@@ -1402,9 +1402,10 @@ def mend(memory: Memory, a, kind: str, asked: dict, buffers) -> None:
                 written = written - inside(memory.view(bias, kind), g * a.m + m)[:, None].astype(float)
             scales = inside(memory.view(unit_scales, "float32"), unit) * inside(memory.view(filter_scales, "float32"), g * a.m + m)[:, None]
             factor = np.abs(inside(memory.view(scale, kind), g * a.m + m)[:, None].astype(float)) if a.has_scale else 1
-            seen = (np.abs(written) >= 2 * math.sqrt(a.gemm_k) * scales * factor) | (sizes == 0) | (sizes >= 4 * a.gemm_k * scales)
+            large = (sizes == 0) | (sizes >= 4 * a.gemm_k * scales)
+            seen = (np.abs(written) >= 2 * math.sqrt(a.gemm_k) * scales * factor) | large
             if a.activation:
-                seen = np.zeros_like(seen)
+                seen = large if by_summands else np.zeros_like(seen)
             wanted = (flags > 1) | ((flags > 0) & ~seen)
             memory.mended += int(wanted.sum())
             store(out, at[wanted], total[wanted].astype(kind))
@@ -1427,7 +1428,7 @@ def mend_own(step, s, phase, arrays, memory: Memory) -> None:
         y_d=s.out_d * pixel, y_h=s.out_h * pixel, y_w=s.out_w * pixel, has_bias=s.has_bias, has_scale=s.has_scale, activation=s.activation,
     )  # fmt: skip
     asked = {"HAS_SCALE": s.has_scale, "HAS_BIAS": s.has_bias, "HAS_RESIDUAL": s.has_residual, "ACTIVATION": (s.activation, s.slope)}
-    mend(memory, a, "float32", asked, (x, w, bias, scale, residual, y, x_flags, w_flags, x_scales, w_scales))
+    mend(memory, a, "float32", asked, (x, w, bias, scale, residual, y, x_flags, w_flags, x_scales, w_scales), by_summands=True)
 
 
 # ---- a whole call

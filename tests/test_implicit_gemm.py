@@ -1258,6 +1258,18 @@ def test_every_range_is_kept(torch, run, scenario):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", RANGES, ids=ids_of(RANGES))
+def test_every_range_is_kept_behind_an_activation(torch, run):
+    """Which can be taken back: what is negative is halved."""
+    case, mode, config = run
+    plan = Plan(replace(asked(case, mode), activation=("leaky_relu", 0.5)), "cuda", config=config)
+    for scenario in SCENARIOS:
+        x, w = data(scenario, case)
+        got = Arrays(torch, plan, x, w).launch()
+        check_range(case, mode, x, w, np.where(got < 0, 2 * got, got), scenario)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RANGES, ids=ids_of(RANGES))
 def test_an_image_that_takes_the_exact_path_leaves_the_others_their_bits(torch, run):
     case, _, _ = run
     plan, (x, w, _) = plans("ranges")[str(run)], case.normals("float32", seed=6)
@@ -1295,6 +1307,9 @@ def test_a_few_small_values_do_not_make_an_image_be_computed_again(case, mode):
     others = (rng.normal(size=shape).astype("float32") for shape in ((case.channels,), (case.channels,), finished.result_shape))
     emulator.emulate(finished, ImplicitGemm(64, 32, 2), x, w, *others, keep=False, mended=mended)
     assert mended[0] < 0.01 * got.size, "bias, scale and residual hide the sums"
+    mended.clear()
+    emulator.emulate(replace(asked(case, mode), activation="relu"), ImplicitGemm(64, 32, 2), x, w, keep=False, mended=mended)
+    assert mended[0] < 0.01 * got.size, "behind an activation"
     mended.clear()
     x[1] *= 2.0**-45
     x[1, 0, 0, 0] = 1  # beside it nothing but small values: most results are
