@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.timing import Effort
 from pycuda_conv.tools import bench, hostbench, report, suite, terminal, training, verify
-from pycuda_conv.tools.floors import Floor, floor, for_plain_units, plain_floor, tensor_floor
+from pycuda_conv.tools.floors import Floor, _places, floor, for_plain_units, plain_floor, tensor_floor
 from pycuda_conv.tools.oracle import compare, reference, torch_for
 from pycuda_conv.tools.report import Row, geometric_mean, quantile
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
@@ -229,6 +230,15 @@ def test_pixels_that_no_tap_meets_are_not_in_the_floor():
     every, few = (tensor_floor(_layer(f"conv1d 128x512x448 -> 1024x{size} k3 s{stride}", "tf32")) for size, stride in ((448, 1), (28, 16)))
     assert few.pack == pytest.approx(every.pack * (3 * 28 - 1) / 448)  # the first tap lies in the padding
     assert tensor_floor(_layer("conv_transpose2d 32x512x7x7 -> 512x14x14", "tf32")).pack == pytest.approx(32 * 512 * 49 * 6 / 4.3e6)
+
+
+def test_places_are_counted_as_one_by_one():
+    generator = random.Random(1)
+    for _ in range(300):
+        size, first, *numbers = (generator.randint(*ends) for ends in ((1, 30), (-12, 2), (1, 9), (1, 5), (1, 9), (1, 5)))
+        few, many = numbers[:2], numbers[2:]
+        every = {first + i * few[1] + j * many[1] for i in range(few[0]) for j in range(many[0])}
+        assert _places(size, first, few, many) == _places(size, first, many, few) == len(every & set(range(size)))
 
 
 def test_a_depthwise_layer_s_floor_is_its_bytes():

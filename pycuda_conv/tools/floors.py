@@ -50,10 +50,20 @@ def _met(problem: ConvProblem) -> float:
         return 1.0
     met = 1.0
     for i, size in enumerate(problem.operand_size):
-        first, stride, dilation = -problem.padding_before[i], problem.stride[i], problem.dilation[i]
-        places = {first + p * stride + s * dilation for p in range(problem.output_size[i]) for s in range(problem.filter_size[i])}
-        met *= sum(0 <= place < size for place in places) / size
+        outputs, taps = (problem.output_size[i], problem.stride[i]), (problem.filter_size[i], problem.dilation[i])
+        met *= _places(size, -problem.padding_before[i], *sorted((outputs, taps))) / size
     return met
+
+
+def _places(size: int, first: int, few: tuple[int, int], many: tuple[int, int]) -> int:
+    """How many of the places 0 to size - 1 are first + i x step + j x step; `few` and `many` are the number of i and j, and each's step."""
+    (count, apart), (length, step) = few, many
+    met = bytearray(size)
+    for start in range(first, first + count * apart, apart):
+        begin, end = max(0, -(start // step)), min(length, -((start - size) // step))
+        if begin < end:
+            met[start + begin * step : start + (end - 1) * step + 1 : step] = bytes([1]) * (end - begin)
+    return sum(met)
 
 
 def tensor_floor(problem: ConvProblem, packed: bool = True) -> Floor:
