@@ -7,15 +7,12 @@
 
 DEVICE int cluster_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
 
-#if CLUSTER > 1 || MULTICAST > 1
+#if CLUSTER > 1
 DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 // the same where nobody reads what this thread has written: it waits for no store
 DEVICE void cluster_barrier_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-#endif
-
-#if CLUSTER > 1
 // two words of the shared memory of block `rank` of the cluster, at the place that is `address` in one's own
 DEVICE uint2 load_two_of_rank(uint32_t address, int rank) {
   uint2 v;

@@ -23,8 +23,6 @@
 //          registers. raw[stage] completes when the filter has arrived, full[stage] when x has and all blocks are turned.
 // Cluster  CLUSTER blocks share a tile: each sums its part of gemm k. They leave their sums in shared memory, and each adds up some of the
 //          tile's rows, over all blocks in their order.
-// Multicast  MULTICAST blocks of a cluster have tiles of neighbouring pixels. Each loads a part of the filter's rows to the shared memory of both:
-//          so half as many rows come from the L2 cache, and TMA of a multiprocessor makes fewer.
 // Moments  for a batch norm behind it (batch_norm.cu). A slice is the 64 pixels of a consumer. moments[slice][2][channel] has the mean of y, and
 //          the sum of squared deviations from it.
 // Phases   the gradient of the input is made of stride phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
@@ -38,7 +36,6 @@
 #define TYPE 17      // of the arrays: 32 float, 16 half, 17 bfloat16
 #define W_MN_MAJOR 0
 #define CLUSTER 1      // blocks that share a tile
-#define MULTICAST 1    // blocks that share the filter's loads
 #define PHASES 1     // of a launch: 1, 2 or 4
 #endif
 
@@ -81,21 +78,9 @@ struct FilterMaps {
 // How many blocks of the filter a tile has, MN-major.
 DEVICE int blocks_of(const Phase& shape, const Tile& of) { return min(MN_BLOCKS, ((int)shape.rows - of.channel + MN_CHANNELS - 1) / MN_CHANNELS); }
 
-// Rows of the filter that one of MULTICAST blocks loads, K-major: whole swizzle patterns of 8, if there are several.
-DEVICE int filter_part_rows(const Phase& shape) {
-  const int rows = min(BLOCK_N, (int)shape.rows);
-  return MULTICAST == 1 ? rows : (rows + 8 * MULTICAST - 1) / (8 * MULTICAST) * 8;
-}
-
-DEVICE void load_filter(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
-  if (MULTICAST == 1) load_box(to, map, barrier, x, y, z);
-  else load_box_to_both(to, map, barrier, x, y, z);
-}
-
 // `raw` is the first of the filter's barriers, if it is turned.
 DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
   Ring::Position at;
-  const int rank_of_pair = multicast_rank();
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
     const DensePhase& shape = shapes.of[of.phase];
@@ -115,8 +100,6 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
     begin_tap();
 #if W_MN_MAJOR
     const int filter_blocks = blocks_of(shape, of);
-#else
-    const int part_rows = filter_part_rows(shape);
 #endif
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t a = ring.stage(at), b = a + A_BYTES, arrived = ring.arrived(at);
@@ -126,7 +109,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
 #if W_MN_MAJOR
       const int filter_bytes = filter_blocks * (MN_BLOCK * span / 128);
 #else
-      const int filter_bytes = MULTICAST * part_rows * span;
+      const int filter_bytes = min(BLOCK_N, (int)shape.rows) * span;
 #endif
       ring.wait_empty(at);
       const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
@@ -136,11 +119,9 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
 #if W_MN_MAJOR
 #pragma unroll
       for (int block = 0; block < MN_BLOCKS; ++block)
-        if (block < filter_blocks)
-          load_filter(b + block * MN_BLOCK + rank_of_pair * (MN_BLOCK / MULTICAST * span / 128), map_w, filter_arrived, of.channel + MN_CHANNELS * block,
-                      tap, c * BLOCK_K + rank_of_pair * (BLOCK_K / MULTICAST * span / 128));
+        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, filter_arrived, of.channel + MN_CHANNELS * block, tap, c * BLOCK_K);
 #else
-      load_filter(b + rank_of_pair * part_rows * span, map_w, filter_arrived, c * BLOCK_K, tap, of.channel + rank_of_pair * part_rows);
+      load_box(b, map_w, filter_arrived, c * BLOCK_K, tap, of.channel);
 #endif
       if (++c == channel_blocks) {
         c = 0;
@@ -206,8 +187,8 @@ DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32
 #endif
 
 extern "C" __global__ void
-#if CLUSTER * MULTICAST > 1
-__cluster_dims__(CLUSTER * MULTICAST, 1, 1)
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     dense_nhwc_sm90(const __grid_constant__ Maps maps_x, const __grid_constant__ FilterMaps maps_w, const data_t* __restrict__ bias,
@@ -236,11 +217,7 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     prefetch_map(whole ? &maps_w.whole : &maps_w.last);
     for (int phase = 0; phase < PHASES; ++phase) prefetch_map((whole ? maps_x.of : maps_x.last) + phase);
   }
-#if MULTICAST > 1
-  cluster_barrier();
-#else
   __syncthreads();
-#endif
   AFTER_LAST_LAUNCH
   if (threadIdx.x < CONSUMER_THREADS) {
     consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, noted);
@@ -251,11 +228,10 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
 #endif
 #if CLUSTER > 1
     __syncwarp();
-    cluster_barrier();
+    cluster_barrier_relaxed();
 #endif
   }
-#if CLUSTER * MULTICAST > 1
-  __syncwarp();
-  cluster_barrier();  // shared memory must outlive what other blocks read of it, and load into it
+#if CLUSTER > 1
+  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read of it
 #endif
 }

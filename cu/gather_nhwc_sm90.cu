@@ -193,10 +193,10 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     produce(x, &map_w, shapes, ring);
 #if CLUSTER > 1
     __syncwarp();
-    cluster_barrier();
+    cluster_barrier_relaxed();
 #endif
   }
 #if CLUSTER > 1
-  cluster_barrier();  // shared memory must outlive what other blocks read of it
+  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read of it
 #endif
 }

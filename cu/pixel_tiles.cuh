@@ -4,9 +4,6 @@
 // Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and NOTES, unless they are as here; and Phase, the
 // kernel's arguments for a phase. Of these it reads tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum.
 #pragma once
-#ifndef MULTICAST
-#define MULTICAST 1
-#endif
 #ifndef PHASES
 #define W_MN_MAJOR 0
 #define PHASES 1
@@ -54,10 +51,8 @@ struct Shapes {
 #endif
 };
 
-// MULTICAST blocks take tiles of neighbouring pixels, which count as one.
-DEVICE int first_tile() { return blockIdx.x / (CLUSTER * MULTICAST); }
-DEVICE int next_tile(int tile) { return tile + gridDim.x / (CLUSTER * MULTICAST); }
-DEVICE int multicast_rank() { return MULTICAST == 1 ? 0 : blockIdx.x % MULTICAST; }
+DEVICE int first_tile() { return blockIdx.x / CLUSTER; }
+DEVICE int next_tile(int tile) { return tile + gridDim.x / CLUSTER; }
 DEVICE int all_tiles(const Shapes& shapes) {
   int tiles = 0;
 #pragma unroll
@@ -78,7 +73,7 @@ struct Tile {
     const Phase& shape = shapes.of[phase];
     const Divided across(tile, shape.tiles_n, shape.by_tiles_n);
     channel = across.rest * BLOCK_N;
-    pixel = (across.quotient * MULTICAST + multicast_rank()) * BLOCK_M;
+    pixel = across.quotient * BLOCK_M;
   }
 };
 
@@ -100,7 +95,7 @@ struct Range {
   }
 };
 
-typedef StageRing<STAGES, STAGE_BYTES, MULTICAST> Ring;
+typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 // ---- sums to y
 

@@ -22,9 +22,8 @@ template <int count> struct RingPosition {
   }
 };
 
-// `count` stages of `bytes` bytes, the first at `stages`. `blocks` of a cluster fill one another's stages, so a stage is empty once all of them have
-// read theirs.
-template <int count, int bytes, int blocks = 1> struct StageRing {
+// `count` stages of `bytes` bytes, the first at `stages`.
+template <int count, int bytes> struct StageRing {
   typedef RingPosition<count> Position;
   uint32_t stages, full, empty;
   // `memory` is the block's dynamic shared memory. Swizzle patterns follow absolute addresses, so stages begin at multiples of 1024 bytes.
@@ -34,7 +33,7 @@ template <int count, int bytes, int blocks = 1> struct StageRing {
   DEVICE void init(int producers, int consumers) const {
     for (int i = 0; i < count; ++i) {
       barrier_init(full + 8 * i, producers);
-      barrier_init(empty + 8 * i, blocks * consumers);
+      barrier_init(empty + 8 * i, consumers);
     }
     barrier_init_done();
   }
@@ -43,11 +42,11 @@ template <int count, int bytes, int blocks = 1> struct StageRing {
   DEVICE void wait_full(const Position& at) const { barrier_wait(full + 8 * at.stage, at.parity); }
   DEVICE void wait_empty(const Position& at) const { barrier_wait(empty + 8 * at.stage, at.parity ^ 1); }
   // A warp gives back the stage at `at`, or the one that lies `ago` positions before it.
-  DEVICE void give_back(const Position& at) const { give_back(at, 0); }
+  DEVICE void give_back(const Position& at) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * at.stage);
+  }
   DEVICE void give_back(const Position& at, int ago) const {
-    const uint32_t barrier = empty + 8 * (ago == 0 ? at.stage : (at.stage + count - ago) % count);
-    if (blocks == 1 && threadIdx.x % 32 == 0) barrier_arrive(barrier);
-    if (blocks > 1 && threadIdx.x % 32 < blocks) barrier_arrive_at(barrier, threadIdx.x % 32);
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * ((at.stage + count - ago) % count));
   }
   // A consumer commits the products of the stage at `at`, all of which it has issued, and moves on. The products of `behind` stages, 0 or 1, go on
   // while the next stage is waited for. The stage that has been read is given back: this one, or the one before, if `follows` says that there is one.

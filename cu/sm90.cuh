@@ -12,12 +12,6 @@ DEVICE void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 DEVICE void barrier_arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-// the same at the barrier of block `rank` of the cluster that lies where `barrier` is in one's own. With .release.cluster each would wait, some 1,500
-// cycles, until all stores are seen everywhere; here it follows reads alone.
-DEVICE void barrier_arrive_at(uint32_t barrier, int rank) {
-  asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1; mbarrier.arrive.shared::cluster.b64 _, [there];}"
-               ::"r"(barrier), "r"(rank) : "memory");
-}
 DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
@@ -53,12 +47,6 @@ DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
 DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
                ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
-// the same to the same place of both blocks of a cluster of two, whose barriers there it completes
-DEVICE void load_box_to_both(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;"
-               ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"((uint16_t)3) : "memory");
 }
 
 // im2col mode: as many consecutive output pixels as the map says from the base (w, h, d, n) on, each shifted by the tap's offsets

@@ -894,19 +894,17 @@ def dense_product(step, memory: Memory) -> None:
     define, phases = step.defines, step.defines["PHASES"]
     w_maps, x_maps = step.maps[2 * phases :], list(zip(step.maps[:phases], step.maps[phases : 2 * phases], strict=True))
     shapes, repeats = step.structs[: define["PHASES"]], turns_of(step, step.structs[-1]) if define["PHASES"] > 1 else [(0, 0, 0, 0)]
-    rows, columns, cluster, parts = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"], define["MULTICAST"]
+    rows, columns, cluster = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"]
     tiles = sum(s.tiles for s in shapes)
     assert len(step.structs) == phases + (phases > 1) and len(w_maps) == 2 and step.shared <= MOST_SHARED
     assert step.block == 2 * rows + 32 + (96 if define["W_MN_MAJOR"] and define["TYPE"] == 32 else 0)
-    assert step.grid == tiles * cluster if cluster > 1 else step.grid % parts == 0 and 1 <= step.grid // parts <= tiles
+    assert step.grid == tiles * cluster if cluster > 1 else 1 <= step.grid <= tiles
     assert [s.blocks for s in shapes] == sorted((s.blocks for s in shapes), reverse=True), "the longest sums first"
     wide = 128 // type_of(w_maps[0]).itemsize
     across = min(wide, columns)
-    filter_rows = min(columns, shapes[0].rows) if parts == 1 else ceil(min(columns, shapes[0].rows), 8 * parts) * 8
-    assert filter_rows * parts <= columns
     last = {1: wide // 4, 2: wide // 2, 3: wide, 4: wide}[shapes[0].last_steps]  # channels of a row of a tap's last stage
     for w_map, row in zip(w_maps, (wide, last), strict=True):
-        assert w_map.box == ((across, 1, row // parts) if define["W_MN_MAJOR"] else (row, 1, filter_rows))
+        assert w_map.box == ((across, 1, row) if define["W_MN_MAJOR"] else (row, 1, min(columns, shapes[0].rows)))
         assert w_map.span == 128 * (across if define["W_MN_MAJOR"] else row) // wide
     for of_x, shape in zip(x_maps, shapes, strict=True):
         one = replace(step, arguments=shape, maps=(*of_x, *w_maps))
@@ -919,10 +917,7 @@ def dense_product(step, memory: Memory) -> None:
         for number in range(s.tiles):
             tile, (_, tap, y, _) = number // len(repeats), repeats[number % len(repeats)]
             shifted = s._replace(tap_base=s.tap_base + tap, out_base=s.out_base + y)
-            for part in range(parts):
-                pixel = (tile // s.tiles_n * parts + part) * rows
-                if pixel < s.pixels:
-                    dense_tile(one, shifted, memory, pixel, tile % s.tiles_n * columns)
+            dense_tile(one, shifted, memory, tile // s.tiles_n * rows, tile % s.tiles_n * columns)
 
 
 def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
@@ -941,13 +936,11 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
         assert not any(offsets[s.rank :]) and 0 <= w_tap < step.maps[-1].sizes[1], "a tap is lost"
         which = int(c == s.channel_blocks - 1)
         (loads, b), w_map = stages[which], step.maps[2 + which]
-        row = wide if not which else step.maps[1].box.channels
         loads.append((c * wide, offsets[: s.rank]))
         if define["W_MN_MAJOR"]:
-            k = range(c * wide, c * wide + row, w_map.box[2])
-            b.append(np.concatenate([np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, at))[:, 0] for at in k]).T for n in range(0, columns, w_map.box[0])])[:columns])
+            b.append(np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, w_map.box[0])])[:columns])
         else:
-            b.append(np.concatenate([boxed(w_map, memory, (c * wide, w_tap, channel0 + n * w_map.box[2]))[:, 0] for n in range(define.get("MULTICAST", 1))])[:columns])
+            b.append(boxed(w_map, memory, (c * wide, w_tap, channel0))[:, 0])
     for which, (loads, b) in stages.items():
         if loads:
             multiply(total, [load_im2col(step.maps[which], memory, [start], loads)], [np.concatenate(b, axis=1)])

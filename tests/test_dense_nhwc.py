@@ -52,11 +52,8 @@ CASES = [
 
 
 def tiles(case: Case, mode: str) -> list[DenseNhwc]:
-    """One of each kind: the small and the large, of a cluster and alone, with a filter that two load together, whole blocks of 64 channels and not."""
-    found = (
-        DenseNhwc(64, 64, 2), DenseNhwc(128, 96, 3), DenseNhwc(64, 32, 4, 8), DenseNhwc(128, 128, 3, 2), DenseNhwc(128, 256, 2), DenseNhwc(64, 32, 3),
-        DenseNhwc(128, 96, 3, 1, 2),
-    )  # fmt: skip
+    """One of each kind: the small and the large, of a cluster and alone, whole blocks of 64 channels and not."""
+    found = (DenseNhwc(64, 64, 2), DenseNhwc(128, 96, 3), DenseNhwc(64, 32, 4, 8), DenseNhwc(128, 128, 3, 2), DenseNhwc(128, 256, 2), DenseNhwc(64, 32, 3))
     return [config for config in found if dn.refusal(asked(case, mode), config) is None]
 
 
@@ -88,12 +85,12 @@ def test_every_kind_of_case_is_among_them():
     assert {d["W_MN_MAJOR"] for d in defines if "W_MN_MAJOR" in d} == {0, 1} and {d["PHASES"] for d in defines if "PHASES" in d} == {1, 4}
 
 
-@pytest.mark.parametrize("multiprocessors", [2, 7, 1000])
-@pytest.mark.parametrize("config", [DenseNhwc(64, 32, 4), DenseNhwc(64, 32, 4, 4), DenseNhwc(128, 64, 4, 1, 2)], ids=str)
-def test_every_grid(multiprocessors, config):
+@pytest.mark.parametrize("multiprocessors", [1, 7, 1000])
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_every_grid(multiprocessors, cluster):
     case = CASES[2]
     arrays = case.integers("float32")
-    got = emulated(case, "tf32 last", arrays, config, multiprocessors=multiprocessors)
+    got = emulated(case, "tf32 last", arrays, DenseNhwc(64, 32, 4, cluster), multiprocessors=multiprocessors)
     assert_exact(got, case.reference(*arrays))
 
 
@@ -144,7 +141,6 @@ BASE = CASES[0]
         (fprop((2, 8, 2**15, 2**15), (4, 8, 1, 1)), "fp16 last", DenseNhwc(), "32 bits"), (fprop((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)), "fp16 last", DenseNhwc(), "padding or dilation"),
         (BASE, "fp16 last", DenseNhwc(96), "128 pixels"), (BASE, "fp16 last", DenseNhwc(64, 160), "up to 128"), (BASE, "fp16 last", DenseNhwc(128, 80), "32, 64, 96"),
         (BASE, "fp16 last", DenseNhwc(64, 64, 4, 3), "shared by 1, 2, 4, 8"), (BASE, "fp16 last", DenseNhwc(128, 160, 4, 2), "shared by"), (BASE, "fp16 last", DenseNhwc(128, 128, 2, 2), "no room for the sums"),
-        (BASE, "fp16 last", DenseNhwc(64, 64, 4, 1, 2), "load the filter together"), (BASE, "fp16 last", DenseNhwc(128, 128, 3, 2, 2), "load the filter together"),
         (BASE, "fp16 last", DenseNhwc(128, 256, 6), "bytes of shared memory"), (BASE, "fp16 last", DenseNhwc(64, 64, 1), "bytes of shared memory"),
     ],
     ids=lambda v: str(v)[:40],

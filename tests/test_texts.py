@@ -37,7 +37,7 @@ LISTS = {
     },
     "dense_nhwc_sm90": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,
-        "CLUSTER": {1, 2, 4, 8}, "MULTICAST": {1, 2}, "PHASES": {1, 4},
+        "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4},
     },
     "gather_nhwc_sm90": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128}, "STAGES": set(range(2, 9)), "TYPE": {16, 17, 32}, "COPY": {4, 16}, "CLUSTER": {1, 2, 4, 8},

@@ -91,7 +91,7 @@ STEPS = 4  # of the tensor cores in a stage
 STAGES = 12  # of a ring, at the most
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
 SLICE = 64  # pixels whose moments are noted together
-FEW_CHANNELS, MANY_STAGES = 48, 32 * 132  # of filters that are transposed first: channels at most, and stages of 128 pixels at least
+FEW_CHANNELS, MANY_STAGES = 192, 32 * 132  # of filters that are transposed first: channels at most, and stages of 128 pixels at least
 MOST_TURNED = 32, 128  # stages of a multiprocessor whose filter is turned there, by blocks that have a tile of their own, and that share it
 TURNERS = 3  # warps that do it
 NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
@@ -99,16 +99,12 @@ NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
 
 @dataclass(frozen=True)
 class DenseNhwc(Config):
-    """One tile of ``dense_nhwc_sm90.cu``: its pixels, its channels, the stages of its ring, and the blocks that share it.
-
-    Or `MULTICAST` blocks each have a tile, of neighbouring pixels, and load the filter for all of them together.
-    """
+    """One tile of ``dense_nhwc_sm90.cu``: its pixels, its channels, the stages of its ring, and the blocks that share it."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 128
     STAGES: int = 4
     CLUSTER: int = 1
-    MULTICAST: int = 1
 
 
 CONFIGS = (DenseNhwc,)
@@ -158,8 +154,6 @@ def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
         return reason
     if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in COLUMNS or (config.BLOCK_M == 64 and config.BLOCK_N > 128):
         return f"a tile has 128 pixels and {', '.join(map(str, COLUMNS))} channels, or 64 pixels and up to 128 channels"
-    if config.MULTICAST not in (1, 2) or (config.MULTICAST > 1 and (config.BLOCK_M == 64 or config.CLUSTER > 1)):
-        return "two blocks that have a whole tile of 128 pixels each may load the filter together"
     if config.BLOCK_N == 256 and problem.has_residual:
         return "a tile of 256 channels leaves no registers for a residual"
     if config.CLUSTER not in CLUSTERS or (config.CLUSTER > 1 and config.BLOCK_N > 128):
@@ -194,12 +188,12 @@ def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
 def _reads_mn_major(problem: ConvProblem) -> bool:
     """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be.
 
-    TMA brings 64 rows of k a stage then, and has to fill those of few channels. Where there are many stages a filter of few channels is
-    transposed first: it has as many rows as channels.
+    TMA brings 64 rows of k a stage for each 64 channels of the result then, and has to fill those of fewer. Where there are many stages
+    such a filter is transposed first, unless most of its channels are whole blocks: it has as many rows as channels.
     """
     if problem.direction != "dgrad" or problem.itemsize != 2 or problem.weight_shape[1] % 8:
         return False
-    if problem.result_channels > FEW_CHANNELS:
+    if problem.result_channels > FEW_CHANNELS or problem.result_channels % stage_channels(problem) == 0:
         return True
     pixels = problem.N * math.prod(problem.operand_size)  # of the stride's phases, each of which has a part of the taps
     stages = pixels / 128 * math.prod(problem.filter_size) * ceil(problem.operand_channels, stage_channels(problem))
@@ -351,11 +345,11 @@ def _product(
     if phases > 1:
         structs += (repeat_arguments(problem, lying, 1, repeats(all_walks)),)
     tiles, turned = sum(phase.tiles for phase in told), mn_major and problem.itemsize == 4
-    fitting = multiprocessors * (2 if config.BLOCK_M == 64 else 1) // config.MULTICAST
-    grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting) * config.MULTICAST
+    fitting = multiprocessors * (2 if config.BLOCK_M == 64 else 1)
+    grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
-        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "MULTICAST": config.MULTICAST, "PHASES": phases,
+        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
     }
     buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the text may note moments
@@ -372,11 +366,8 @@ def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major:
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
     inner, outer = (rows, channels) if mn_major else (channels, rows)
-    wide, parts = row // size, config.MULTICAST
-    if mn_major:
-        box = min(stage_channels(problem), config.BLOCK_N), 1, wide // parts
-    else:  # whole swizzle patterns of 8 rows, if several blocks load parts
-        box = wide, 1, min(config.BLOCK_N, rows) if parts == 1 else ceil(min(config.BLOCK_N, rows), 8 * parts) * 8
+    wide = row // size
+    box = (min(stage_channels(problem), config.BLOCK_N), 1, wide) if mn_major else (wide, 1, min(config.BLOCK_N, rows))
     return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, size * box[0], map_type(problem))
 
 
@@ -396,8 +387,8 @@ def _last_row(problem: ConvProblem) -> int:
 
 
 def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tuple[int, int]:
-    """Tiles along the channels, and the pixels, of a phase. Those of blocks that load the filter together count as one."""
-    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M * config.MULTICAST)
+    """Tiles along the channels, and the pixels, of a phase."""
+    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M)
 
 
 def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing, noted: bool) -> DensePhase:
@@ -434,7 +425,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
             stages = _most_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
             choices = {
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": (kind,),
-                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "MULTICAST": (1,), "PHASES": (1, PHASES),
+                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
             yield TextFamily("dense_nhwc_sm90", choices, _made, "sm_90a")
     yield from transpose_filter.texts()
@@ -480,13 +471,22 @@ PARTS_OF_LINES = 0.6e6  # bytes of the result a microsecond of which phases writ
 VOLUME, VOLUME_NARROW = 1.35, 1.45  # times as long takes a load of a volume; of pixels that have 32 bytes besides rows of 128
 
 
+def _filter_cycles(problem: ConvProblem, config: DenseNhwc, mn_major: bool) -> float:
+    """What loads of the filter take in a stage. What a tile has more channels than the result is not loaded."""
+    if not mn_major:
+        return min(config.BLOCK_N, problem.result_channels) * ROW_CYCLES
+    wide = min(stage_channels(problem), config.BLOCK_N)
+    channels = min(problem.result_channels, ceil(config.BLOCK_N, wide) * wide)
+    stages = ceil(problem.operand_channels, stage_channels(problem))  # of a tap, the last of which has fewer rows of k
+    rows = (ROW * (stages - 1) + _last_row(problem)) / stages / problem.itemsize
+    return rows * ceil(channels, wide) * pixel_cycles(channels * problem.itemsize)
+
+
 def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
     _, walks = _walks(problem)
     many = math.prod(repeats(walks))
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
-    channels = problem.result_channels  # what a tile has more of is not loaded
-    rows = min(_stage_rows(config, mn_major) - config.BLOCK_M, ceil(channels, 64) * 64 if mn_major else channels)
     pixel, slower = problem.operand_channels * size, 1.0
     if walks[0].rank == 3:
         slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
@@ -494,13 +494,13 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     cycles = pixel_cycles(pixel)
     if pixel % ROW == _last_row(problem):
         cycles = ROW_CYCLES
-    loads = config.BLOCK_M * cycles * slower + rows / config.MULTICAST * ROW_CYCLES
+    loads = config.BLOCK_M * cycles * slower + _filter_cycles(problem, config, mn_major)
     filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # of the steps of a tap's stages
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
     rate = WIDEST_FINISHED if config.BLOCK_N > NOTED_COLUMNS else FINISHED
     sums = config.BLOCK_M * config.BLOCK_N
     end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
-    slots = at_once(device, config.CLUSTER) // config.MULTICAST
+    slots = at_once(device, config.CLUSTER)
     us, all_jobs, loaded = 0.0, 0, 0.0
     for group in _launches(walks):
         jobs = [math.prod(_tiles(problem, config, walk)) * many * config.CLUSTER for walk in group]
@@ -514,16 +514,13 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         all_jobs += sum(jobs)
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
         loaded += sum(math.prod(_tiles(problem, config, walk)) * _blocks(problem, walk) for walk in group) / len(walks)
-    if shared:
-        us += CLUSTERED.get(config.CLUSTER, 0.0)
-    else:
-        us += (BESIDE_OTHERS if 2 * all_jobs * config.MULTICAST <= device.multiprocessors else FULL) + 0.3 * (config.MULTICAST - 1)
+    us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else BESIDE_OTHERS if 2 * all_jobs <= device.multiprocessors else FULL
     # tiles of other channels, and of other phases, load the same pixels together; others come from the L2 cache one by one
-    loaded *= config.MULTICAST * config.BLOCK_M * min(pixel, ROW) / ceil(channels, config.BLOCK_N)
+    loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels, config.BLOCK_N)
     us = max(us, BEGIN + loaded / CACHE_RATE)
     moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
     result_bytes = size * math.prod(problem.result_shape)
-    if many > 1 and channels * size < ROW:  # phases write parts of lines
+    if many > 1 and problem.result_channels * size < ROW:  # phases write parts of lines
         us = max(us, result_bytes / PARTS_OF_LINES)
     lies = problem.direction == "fprop" or mn_major or _turns(problem, config, device)
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY

@@ -211,7 +211,6 @@ struct Place {
   int count, at[5];
 };
 void tensor_load(u32 to, u64 map, Place place, u32 barrier);
-void tensor_load_to_all(u32 to, u64 map, Place place, u32 barrier, u32 ranks);  // the same place of the blocks of `ranks`, a bit each
 void tensor_load_im2col(u32 to, u64 map, Place place, u32 barrier, Place offsets);
 void tensor_store(u64 map, Place place, u32 from);
 void bulk_commit();

@@ -62,11 +62,6 @@ def tensor_load(found: re.Match, to: list, of: list, barrier: list, offsets: lis
     return f"ptx::tensor_load_im2col({to[0]}, {name}, {place(coordinates)}, {barrier[0]}, {place(offsets)})"
 
 
-def tensor_load_to_all(found: re.Match, to: list, of: list, barrier: list, ranks: str) -> str:
-    assert len(of[1]) == int(found[1]), "coordinates for each axis"
-    return f"ptx::tensor_load_to_all({to[0]}, {of[0]}, {place(of[1])}, {barrier[0]}, {ranks})"
-
-
 def wgmma(found: re.Match, sums: list[str], a: str | list[str], b: str, accumulate: str, scale_a: str, scale_b: str, *turned: str) -> str:
     n, k, kind = found[1], found[2], found[3]
     assert kind == found[4] and (scale_a, scale_b) == ("1", "1") and k == ("8" if kind == "tf32" else "16")
@@ -152,7 +147,6 @@ INSTRUCTIONS = {
     r"cp\.async\.bulk\.shared::c\w+\.global\.mbarrier::complete_tx::bytes": "ptx::bulk_load({0[0]}, {1[0]}, {2}, {3[0]})",
     r"cp\.async\.bulk\.global\.shared::cta\.bulk_group": "ptx::bulk_store({0[0]}, {1[0]}, {2})",
     r"cp\.async\.bulk\.tensor\.(\d)d\.shared::c\w+\.global\.(tile|im2col)\.mbarrier::complete_tx::bytes": tensor_load,
-    r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cluster\.global\.tile\.mbarrier::complete_tx::bytes\.multicast::cluster": tensor_load_to_all,
     r"cp\.async\.bulk\.tensor\.(\d)d\.global\.shared::cta\.tile\.bulk_group": lambda _, to, at: f"ptx::tensor_store({to[0]}, {place(to[1])}, {at[0]})",
     r"cp\.async\.bulk\.commit_group": "ptx::bulk_commit()",
     r"cp\.async\.bulk\.wait_group(\.read)?": lambda found, groups: f"ptx::bulk_wait({groups}, {'true' if found[1] else 'false'})",

@@ -200,18 +200,6 @@ void tensor_load(u32 to, u64 map, Place place, u32 barrier) {
   begin(std::move(t));
   perhaps_yield();
 }
-void tensor_load_to_all(u32 to, u64 map, Place place, u32 barrier, u32 ranks) {
-  const Map& of = map_of(map);
-  if (!ranks || ranks >> blocks.size()) simt::fail("a load to blocks %#x of a cluster of %zu", ranks, blocks.size());
-  for (u32 rank = 0; rank < blocks.size(); ++rank) {
-    perhaps_yield();
-    if (!(ranks >> rank & 1)) continue;
-    Transfer t = transfer_of(of, Transfer::LOAD, map_rank(to, rank), barrier);
-    boxed(t, of, place, to);
-    begin(std::move(t));
-  }
-  perhaps_yield();
-}
 void tensor_load_im2col(u32 to, u64 map, Place place, u32 barrier, Place offsets) {
   perhaps_yield();
   const Map& of = map_of(map);
