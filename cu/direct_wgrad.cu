@@ -14,7 +14,7 @@
 //          thread -> every THREADS-th pixel of its run: FILTERS values of y meet TAPS of x, neighbours of what the threads beside it read.
 //          A run does not end with an image, so that a single large image fills the machine, and planes of few pixels fill their blocks.
 // Memory   registers: FILTERS * TAPS sums. Shared: where each of TAPS lies, and [TAPS][THREADS] sums at the end, added in two steps, in pairs,
-//          always in the same order.
+//          always in the same order. They lie so that threads which read at once meet different banks.
 //          With slices > 1 each slice writes its part to a workspace [slices][size of w] and direct_reduce.cu adds them.
 //
 // By hand: nvcc -cubin cu/direct_wgrad.cu
@@ -51,6 +51,9 @@ typedef struct WgradArguments {
 #endif
 
 #define PARTS 8  // in which a tap's sums are added first
+#define OF_PART (THREADS / PARTS)
+// where the sum of a thread lies: a number is left out behind each part
+#define PLACE(tap, thread) ((tap) * (THREADS + PARTS) + (thread) + (thread) / OF_PART)
 // Adds `count` numbers, a power of two, up in v[0]. In pairs log2(count) roundings follow one another, in a chain count - 1.
 #define ADD_IN_PAIRS(v, count)                                            \
   _Pragma("unroll") for (int half_ = (count) / 2; half_ > 0; half_ /= 2)  \
@@ -75,7 +78,7 @@ typedef struct ALIGNED Tap {
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT y,
                                                    GLOBAL_MEM data_t* RESTRICT w, const WgradArguments arg) {
   AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t sums[TAPS * THREADS];
+  LOCAL_MEM acc_t sums[TAPS * (THREADS + PARTS)];
   const int d_end = AXES < 3 ? 1 : (int)arg.d, h_end = AXES < 2 ? 1 : (int)arg.h, w_end = (int)arg.w, pixels = (int)arg.pixels;
   const int groups = OF_LAYER(GROUPS, groups), kg = OF_LAYER(KG, kg), images = OF_LAYER(IMAGES, images), chunks = OF_LAYER(CHUNKS, chunks);
   const int k_blocks = OF_LAYER(K_BLOCKS, k_blocks), taps = OF_LAYER(ALL_TAPS, taps);
@@ -142,21 +145,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
 #pragma unroll
   for (int f = 0; f < FILTERS; ++f) {
 #pragma unroll
-    for (int i = 0; i < TAPS; ++i) sums[i * THREADS + LID_0] = sum[f][i];
+    for (int i = 0; i < TAPS; ++i) sums[PLACE(i, LID_0)] = sum[f][i];
     local_barrier();
     for (int i = LID_0; i < TAPS * PARTS; i += THREADS) {
-      acc_t part[THREADS / PARTS];
+      acc_t part[OF_PART];
 #pragma unroll
-      for (int j = 0; j < THREADS / PARTS; ++j) part[j] = sums[i * (THREADS / PARTS) + j];
-      ADD_IN_PAIRS(part, THREADS / PARTS)
-      sums[i * (THREADS / PARTS)] = part[0];  // nobody else reads these
+      for (int j = 0; j < OF_PART; ++j) part[j] = sums[i * (OF_PART + 1) + j];
+      ADD_IN_PAIRS(part, OF_PART)
+      sums[i * (OF_PART + 1)] = part[0];  // nobody else reads these
     }
     local_barrier();
     for (int i = LID_0; i < TAPS; i += THREADS)
       if (first_tap + i < taps && k0 + f < kg) {
         acc_t part[PARTS];
 #pragma unroll
-        for (int j = 0; j < PARTS; ++j) part[j] = sums[i * THREADS + j * (THREADS / PARTS)];
+        for (int j = 0; j < PARTS; ++j) part[j] = sums[PLACE(i, j * OF_PART)];
         ADD_IN_PAIRS(part, PARTS)
         const index_t filter = (slice * (index_t)(groups * kg) + g * kg + k0 + f) * (index_t)images + c;
         STORE_SUM(filter * (index_t)taps + first_tap + i, part[0])

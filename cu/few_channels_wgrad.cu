@@ -13,19 +13,26 @@
 //          columns, parts. A tile is `rows` x `columns` pixels, in groups of 16 of a row.
 //          warp -> 8 * N_TILES columns of gemm n, and every so many groups. Then one warp of each columns adds the sums of the others.
 // Memory   shared: two tiles of the dense array, [row][column][channels], with so much between pixels that no banks conflict; outside the array zeros.
-//          What a tile meets of the thin array, [row][column, channel], as the tensor core takes it: TF32, or a word of an element and of the one that
-//          the next pixel meets by the same tap. The next tile's comes to registers while this one is multiplied.
+//          What a tile meets of the thin array, [row][column, channel], as the tensor core takes it: one or two TF32 numbers, or a word of an element
+//          and of the one that the next pixel meets by the same tap. The next tile's comes to registers while this one is multiplied.
+// LIMBS 2  float32: an element is two TF32 numbers. Three products are added up: of the first ones, by 16 pixels, which a float32 sum takes, because
+//          the tensor core truncates its own; and of first and second ones.
 // Sums     float32, in registers. Each part is stored like dw, and direct_reduce.cu adds them in order; a single one of float32 is dw.
-// Zeros    Inf or NaN times a zero that stands for a pixel outside an array is a NaN. So a sum that is not finite is added up again without them.
+// Zeros    Inf or NaN times a zero that stands for a pixel outside an array is a NaN. So a sum that is not finite is added up again without them. So is
+//          one of floats whose second number overflows.
 // Limits   fewer than 2^31 elements of either array.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/few_channels_wgrad.cu
 #ifndef TYPE
-#define TYPE 17    // of x, dy: 32 float, multiplied as TF32, 16 half, 17 bfloat16
+#define TYPE 17    // of x, dy: 32 float, 16 half, 17 bfloat16
+#define LIMBS 1    // TF32 numbers of a float
 #define M_TILES 2  // sixteens of channels of the dense array, of a block
 #define N_TILES 3  // eights of columns of gemm n, of a warp
 #endif
 #include "grouped.cuh"
+#include "truncation.cuh"
+
+static_assert(LIMBS == 1 || TYPE == 32, "16 bits are one number");
 
 typedef element<TYPE> data_t;
 
@@ -61,6 +68,19 @@ struct Tile {
 constexpr int STEP = 32 / sizeof(data_t);   // pixels of a product
 constexpr int HALF = STEP / 2;              // pixels from a lane's first word to its second
 constexpr int PIXELS = 4 / sizeof(data_t);  // of a word
+constexpr int WORD = 4 * LIMBS;             // bytes of what an element, or two of 16 bits, become in shared memory
+
+#if TYPE == 32
+// What the first TF32 number leaves is kept so many times larger: then it is there even of subnormals.
+constexpr float LARGER = 4096;
+// The part of itself that a sum of two steps loses in the mean. See truncation.cuh.
+[[maybe_unused]] constexpr float LOST = 0.42e-7f * 16 / 15;
+// A float as a TF32 number, and LARGER times what that leaves, of which the tensor core takes the first bits.
+struct Limbs {
+  uint32_t high, low;
+  DEVICE explicit Limbs(float v) : high(to_tf32(v)), low(__float_as_uint((v - __uint_as_float(high)) * LARGER)) {}
+};
+#endif
 
 // What a tile meets of the thin array: this thread's words, as they lie. Nothing is asked of them before they are stored, so all loads are under way
 // while a tile is multiplied. Elements outside the array are not loaded, but the first one is, which is as quick as none.
@@ -73,42 +93,44 @@ struct ThinWords {
     const int row_size = (int)(arg.w * arg.thin), beside = (int)(arg.step_w * arg.thin);
     const data_t* const image = thin + (long long)tile.image * ((int)arg.h * row_size);
     inside = 0;
+    each(arg, [&](int i, int number) {
+      const Divided at(number, arg.tile_w, arg.by_tile_w);
+      const int h = h0 + at.quotient;
+      const bool of_row = number < (int)arg.tile_words && (unsigned)h < (unsigned)arg.h;
 #pragma unroll
-    for (int some = 0; some < WORDS; some += TOGETHER) {
-      if (some * THREADS >= (int)arg.tile_words) break;
-#pragma unroll
-      for (int i = some; i < some + TOGETHER; ++i) {
-        const int number = threadIdx.x + i * THREADS;
-        const Divided at(number, arg.tile_w, arg.by_tile_w);
-        const int h = h0 + at.quotient;
-        const bool of_row = number < (int)arg.tile_words && (unsigned)h < (unsigned)arg.h;
-#pragma unroll
-        for (int pixel = 0; pixel < PIXELS; ++pixel) {
-          const int e = first + at.rest + pixel * beside;
-          const bool there = of_row && (unsigned)e < (unsigned)row_size;
-          element[i][pixel] = *(there ? image + h * row_size + e : thin);
-          inside |= (uint32_t)there << (i * PIXELS + pixel);
-        }
+      for (int pixel = 0; pixel < PIXELS; ++pixel) {
+        const int e = first + at.rest + pixel * beside;
+        const bool there = of_row && (unsigned)e < (unsigned)row_size;
+        element[i][pixel] = *(there ? image + h * row_size + e : thin);
+        inside |= (uint32_t)there << (i * PIXELS + pixel);
       }
-    }
+    });
   }
 
   DEVICE void store(const FewChannelsWgradArguments& arg, uint32_t* to) const {
     const data_t zero = from_float<data_t>(0);
     auto get = [&](int i, int pixel) { return inside >> (i * PIXELS + pixel) & 1 ? element[i][pixel] : zero; };
+    each(arg, [&](int i, int number) {
+      if (number >= (int)arg.tile_words) return;
+#if LIMBS == 2
+      const Limbs limbs(get(i, 0));
+      ((uint2*)to)[number] = make_uint2(limbs.high, limbs.low);
+#elif TYPE == 32
+      to[number] = to_tf32(get(i, 0));
+#else
+      to[number] = word_of(get(i, 0), get(i, 1));
+#endif
+    });
+  }
+
+ private:
+  // This thread's words and their numbers in the tile: some at once, past the tile's end too.
+  template <class Word> DEVICE void each(const FewChannelsWgradArguments& arg, Word word) const {
 #pragma unroll
     for (int some = 0; some < WORDS; some += TOGETHER) {
       if (some * THREADS >= (int)arg.tile_words) break;
 #pragma unroll
-      for (int i = some; i < some + TOGETHER; ++i) {
-        const int number = threadIdx.x + i * THREADS;
-#if TYPE == 32
-        const uint32_t word = to_tf32(get(i, 0));
-#else
-        const uint32_t word = word_of(get(i, 0), get(i, 1));
-#endif
-        if (number < (int)arg.tile_words) to[number] = word;
-      }
+      for (int i = some; i < some + TOGETHER; ++i) word(i, threadIdx.x + i * THREADS);
     }
   }
 };
@@ -117,29 +139,45 @@ struct ThinWords {
 
 typedef float Sums[M_TILES][N_TILES][4];
 
+// Calls f(m, j, e) for each sum [m][j][e].
+template <class F> DEVICE void each_sum(F f) {
+#pragma unroll
+  for (int i = 0; i < M_TILES * N_TILES * 4; ++i) f(i / 4 / N_TILES, i / 4 % N_TILES, i % 4);
+}
+
 DEVICE uint32_t load_word(uint32_t from) {
   uint32_t v;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
   return v;
 }
+DEVICE void load_word(uint32_t (&v)[1], uint32_t from) { v[0] = load_word(from); }
+DEVICE void load_word(uint32_t (&v)[2], uint32_t from) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(from) : "memory");
+}
 
-// sixteen channels of the pixels of a product, whose first one is at `from`: a[0], a[1] of the first half of the pixels, a[2], a[3] of the second
-DEVICE void load_channels(uint32_t (&a)[4], uint32_t from) {
+// Sixteen channels of the pixels of a product, whose first one is at `from`: a[..][0], a[..][1] of the first half of the pixels, a[..][2], a[..][3] of
+// the second.
+DEVICE void load_channels(uint32_t (&a)[LIMBS][4], uint32_t from) {
   const int lane = threadIdx.x % 32;
 #if TYPE == 32
   from += lane % 4 * PIXEL + lane / 4 * 4;
 #pragma unroll
-  for (int e = 0; e < 4; ++e) a[e] = to_tf32(__uint_as_float(load_word(from + e / 2 * 4 * PIXEL + e % 2 * 32)));
+  for (int e = 0; e < 4; ++e) {
+    const Limbs limbs(__uint_as_float(load_word(from + e / 2 * 4 * PIXEL + e % 2 * 32)));
+    a[0][e] = limbs.high;
+    if (LIMBS == 2) a[LIMBS - 1][e] = limbs.low;
+  }
 #else
   from += (lane % 8 + lane / 16 * 8) * PIXEL + lane / 8 % 2 * 16;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(from) : "memory");
+               : "=r"(a[0][0]), "=r"(a[0][1]), "=r"(a[0][2]), "=r"(a[0][3]) : "r"(from) : "memory");
 #endif
 }
 
-// Adds a tile's groups from `group` on. `offsets` are the words from what a pixel meets first to what the columns of this lane are made of.
+// Adds a tile's groups from `group` on; with LIMBS 2, of products of first and second numbers, to `cross`. `offsets` are the words from what a pixel
+// meets first to what the columns of this lane are made of.
 DEVICE void multiply_tile(const FewChannelsWgradArguments& arg, const Tile& tile, int group, int groups_apart, uint32_t dense, uint32_t thin,
-                          const int (&offsets)[N_TILES], Sums& sums) {
+                          const int (&offsets)[N_TILES], Sums& sums, Sums& cross) {
   const int lane = threadIdx.x % 32, rows = (int)arg.p - tile.p, columns = (int)arg.q - tile.q, step_w = (int)(arg.step_w * arg.thin);
   for (; group < (int)arg.groups; group += groups_apart) {
     const Divided at(group, arg.groups_q, arg.by_groups_q);
@@ -147,22 +185,32 @@ DEVICE void multiply_tile(const FewChannelsWgradArguments& arg, const Tile& tile
     if (row >= rows) break;
     if (column >= columns) continue;
     const uint32_t from = dense + (row * (int)arg.columns + column) * PIXEL;
-    const uint32_t met = thin + 4 * (row * (int)(arg.step_h * arg.tile_w) + (column + lane % 4 * PIXELS) * step_w);
+    const uint32_t met = thin + WORD * (row * (int)(arg.step_h * arg.tile_w) + (column + lane % 4 * PIXELS) * step_w);
+#if LIMBS == 2
+    Sums main = {};
+#else
+    Sums& main = sums;
+#endif
 #pragma unroll
     for (int step = 0; step < 16; step += STEP) {
-      uint32_t b[N_TILES][2];
+      uint32_t b[N_TILES][2][LIMBS];
 #pragma unroll
       for (int j = 0; j < N_TILES; ++j)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) b[j][i] = load_word(met + 4 * (offsets[j] + (step + i * HALF) * step_w));
+        for (int i = 0; i < 2; ++i) load_word(b[j][i], met + WORD * (offsets[j] + (step + i * HALF) * step_w));
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) {
-        uint32_t a[4];
+        uint32_t a[LIMBS][4];
         load_channels(a, from + step * PIXEL + m * 16 * (int)sizeof(data_t));
 #pragma unroll
-        for (int j = 0; j < N_TILES; ++j) multiply<data_t>(sums[m][j], a, b[j][0], b[j][1]);
+        for (int pair = 0; pair < 2 * LIMBS - 1; ++pair)
+#pragma unroll
+          for (int j = 0; j < N_TILES; ++j) multiply<data_t>((pair ? cross : main)[m][j], a[pair / 2], b[j][0][pair % 2], b[j][1][pair % 2]);
       }
     }
+#if LIMBS == 2
+    each_sum([&](int m, int j, int e) { sums[m][j][e] += main[m][j][e]; });
+#endif
   }
 }
 
@@ -227,7 +275,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     copies_commit();
   };
-  Sums sums = {};
+  Sums sums = {}, cross = {};
   ThinWords coming;
   coming.fetch(arg, Tile(arg, part), thin);
   load(part, 0);
@@ -239,25 +287,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     load(next, slot ^ 1);
     copies_wait<1>();
     __syncthreads();  // this tile has arrived for all
-    multiply_tile(arg, Tile(arg, number), of_warp.quotient, beside, tiles + slot * tile_size, met, offsets, sums);
+    multiply_tile(arg, Tile(arg, number), of_warp.quotient, beside, tiles + slot * tile_size, met, offsets, sums, cross);
     __syncthreads();  // it has been read, its place is taken next
   }
   copies_wait<0>();
+#if LIMBS == 2
+  each_sum([&](int m, int j, int e) { sums[m][j][e] = fmaf(with_lost(cross[m][j][e], sums[m][j][e], LARGER * LOST), 1 / LARGER, sums[m][j][e]); });
+#endif
 
   // the first warp of the columns adds the others' sums, one after the other
   constexpr int ALL = M_TILES * N_TILES * 4;
   float* const left = (float*)dynamic + of_warp.rest * (ALL * 32) + lane;
   for (int other = 1; other < beside; ++other) {
     __syncthreads();
-    if (of_warp.quotient == other) {
-#pragma unroll
-      for (int i = 0; i < ALL; ++i) left[32 * i] = sums[i / 4 / N_TILES][i / 4 % N_TILES][i % 4];
-    }
+    if (of_warp.quotient == other) each_sum([&](int m, int j, int e) { left[32 * ((m * N_TILES + j) * 4 + e)] = sums[m][j][e]; });
     __syncthreads();
-    if (of_warp.quotient == 0) {
-#pragma unroll
-      for (int i = 0; i < ALL; ++i) sums[i / 4 / N_TILES][i / 4 % N_TILES][i % 4] += left[32 * i];
-    }
+    if (of_warp.quotient == 0) each_sum([&](int m, int j, int e) { sums[m][j][e] += left[32 * ((m * N_TILES + j) * 4 + e)]; });
   }
   if (of_warp.quotient > 0) return;
   dw += part * arg.size;

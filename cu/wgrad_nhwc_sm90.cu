@@ -28,6 +28,8 @@
 //          0 2 4 6, 1 3 5 7 in the order of k, so that lanes meet all banks of swizzled rows.
 // LIMBS 2  float32: TMA brings it as it is. A lane splits what it has loaded into two TF32 numbers, and three products are added up: of the first ones, by
 //          stages, which a float32 sum takes, because the tensor core truncates its own; and of first and second ones.
+// FLIPPED  The same sum over the pixels of x, of a filter without strides: rows are channels of x, and columns (tap, channel of dy), taps in reverse.
+//          Zeros stand for pixels outside dy then, and a zero times an Inf of x is NaN: a sum that is not finite is added up again without them.
 // Result   With one run of positions it is dw, [k][c][tap] or [k][tap][c]. With more it is parts[run][k][tap][c] in fp32, which wgrad_nhwc_reduce.cu
 //          adds for the former, and wgrad_nhwc_add.cu for the latter.
 //
@@ -40,6 +42,7 @@
 #define TYPE 17    // of the arrays: 32 float, 16 half, 17 bfloat16
 #define LIMBS 1    // TF32 numbers of a float
 #define PLANES 0   // NCHW
+#define FLIPPED 0
 #endif
 #if TYPE == 17
 #define WGMMA_TYPE "bf16"
@@ -71,7 +74,7 @@ constexpr int BEHIND = STAGES > 2 ? 1 : 0;                      // stages whose 
 constexpr int PITCH = BLOCK_N + 8;                              // floats of a row of sums
 constexpr int WARPS = 4 * CONSUMERS;                            // that write
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
-static_assert(!PLANES || TYPE != 32, "16-bit numbers");
+static_assert(!PLANES || (TYPE != 32 && !FLIPPED), "16-bit numbers, which are pixels of either");
 static_assert(LIMBS == 1 || (TYPE == 32 && WGMMA_N == 64), "three sums of a result fit the registers");
 static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "as many registers as there are");
 
@@ -94,6 +97,18 @@ struct WgradNhwcArguments {
   long long size, taps_fastest;                               // of dw: elements, and whether its taps are fastest, or the channels
   long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
+
+#if FLIPPED
+// What becomes of the sums. A channel of dy as it is loaded is (fold, channel), where innermost taps were folded into channels.
+struct FlippedArguments {
+  long long own, by_own, folds;                               // channels of dy, and taps of a loaded one
+  long long out_k, out_tap, out_c;                            // elements from one k, tap and c to the next, of dw or of a part
+  long long pixels, plane, by_plane, pq, by_pq, q, by_q;      // pixels of x: all, of an image, a slice and a row
+  long long d, h, w, low_d, low_h, low_w;                     // pixels of dy; pixel o of x meets o + low_d by tap 0, and so on
+  long long tap_r, by_tap_r, tap_s, by_tap_s, apart_d, apart_h, apart_w;  // all taps, and pixels from one to the next
+  long long folded_axes, dense, thin, size_d, size_h, size_w;  // how many; channels of x and of dy, and pixels of dy, as they are loaded
+};
+#endif
 
 // What a block has to do: of bundle `bundle`, the rows from `row` on, the blocks of columns from `block` on, and how many there are.
 struct Tile {
@@ -254,6 +269,58 @@ DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const T
       if (down >= own.first && down < own.end) at[down * pitch] = from_float<data_t>(sums[down * PITCH + CHANNELS * block + inside]);
   }
 }
+
+#if FLIPPED
+// A sum of this block's run, of channel `row` of x, channel `channel` of dy as it is loaded, and tap `tap` of all, without pixels outside dy.
+DEVICE float sum_again(const FlippedArguments& flip, const Range& range, const data_t* x, const data_t* dy, int row, int channel, int tap) {
+  const Divided s_of(tap, flip.tap_s, flip.by_tap_s), r_of(s_of.quotient, flip.tap_r, flip.by_tap_r);
+  const int end = min(range.last * BLOCK_K, (int)flip.pixels);
+  float sum = 0;
+  for (int at = range.first * BLOCK_K; at < end; ++at) {
+    const Divided image(at, flip.plane, flip.by_plane), slice(image.rest, flip.pq, flip.by_pq), line(slice.rest, flip.q, flip.by_q);
+    const int d = slice.quotient + (int)flip.low_d + r_of.quotient * (int)flip.apart_d;
+    int h = line.quotient + (int)flip.low_h + r_of.rest * (int)flip.apart_h, w = line.rest + (int)flip.low_w + s_of.rest * (int)flip.apart_w;
+    if ((unsigned)d >= (unsigned)flip.d || (unsigned)h >= (unsigned)flip.h || (unsigned)w >= (unsigned)flip.w) continue;
+    if (flip.folded_axes > 1) h = line.quotient;
+    if (flip.folded_axes > 0) w = line.rest;
+    const long long met = ((image.quotient * flip.size_d + d) * flip.size_h + h) * flip.size_w + w;
+    sum = fmaf(to_float(x[(long long)at * flip.dense + row]), to_float(dy[met * flip.thin + channel]), sum);
+    if (sum != sum) break;
+  }
+  return sum;
+}
+
+// A lane has a row and four neighbouring columns at once, a warp 32 rows.
+template <class T>
+DEVICE void store_flipped(const float* sums, const WgradNhwcArguments& arg, const FlippedArguments& flip, const Tile& of, const Range& range,
+                          const data_t* x, const data_t* dy, T* to) {
+  const int rows = min(BLOCK_M, (int)arg.rows - of.row);
+  for (int first = threadIdx.x / 32 * 4; first < of.x_blocks * CHANNELS; first += 4 * WARPS) {
+    const Column column(arg, of.block + first / CHANNELS);
+    const int channel = column.channel + first % CHANNELS;
+    for (int row = threadIdx.x % 32; row < rows; row += 32) {
+      T* const at = to + (of.row + row) * flip.out_c;
+      const float4 four = *(const float4*)(sums + row * PITCH + first);
+      auto store = [&](int e, float sum, bool again = false) {
+        const Divided fold(channel + e, flip.own, flip.by_own);
+        const int tap = column.tap * (int)flip.folds + fold.quotient, taps = (int)(arg.taps * flip.folds);
+        if (fold.quotient >= (int)flip.folds) return;  // behind the last channel
+        if (again && !(fabsf(sum) <= 3.4e38f)) sum = sum_again(flip, range, x, dy, of.row + row, channel + e, tap);
+        at[fold.rest * flip.out_k + (taps - 1 - tap) * flip.out_tap] = from_float<T>(sum);
+      };
+      if (fabsf(four.x) + fabsf(four.y) + fabsf(four.z) + fabsf(four.w) <= 3.4e38f) {
+        store(0, four.x);
+        store(1, four.y);
+        store(2, four.z);
+        store(3, four.w);
+      } else {
+#pragma unroll 1
+        for (int e = 0; e < 4; ++e) store(e, sums[row * PITCH + first + e], true);
+      }
+    }
+  }
+}
+#endif
 
 // ---- the multiplication
 
@@ -514,23 +581,38 @@ DEVICE void leave(const Sums& sums, float* to) {
 }
 #endif
 
-DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const Range& range, const Ring& ring, float* sums, void* to) {
+#if FLIPPED
+#define IF_FLIPPED(...) __VA_ARGS__
+#else
+#define IF_FLIPPED(...)
+#endif
+
+DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const Range& range, const Ring& ring, float* sums,
+                    void* to IF_FLIPPED(, const data_t* x, const data_t* dy, const FlippedArguments& flip)) {
   Sums summed;
   multiply_stages(summed, range, ring);
   named_barrier(1, CONSUMER_THREADS);  // the ring has been read
   leave(summed, sums);
   named_barrier(1, CONSUMER_THREADS);  // all sums are there
+#if FLIPPED
+  if (arg.splits > 1)
+    store_flipped(sums, arg, flip, of, range, x, dy, (float*)to + of.split * arg.size);
+  else
+    store_flipped(sums, arg, flip, of, range, x, dy, (data_t*)to);
+#else
   if (arg.splits > 1)
     store_rows(sums, arg, of, (float*)to + of.split * arg.size);
   else if (arg.taps_fastest)
     store_taps(sums, arg, of, (data_t*)to);
   else
     store_rows(sums, arg, of, (data_t*)to);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
     wgrad_nhwc_sm90(const __grid_constant__ CUtensorMap map_dy, const __grid_constant__ CUtensorMap map_x, void* __restrict__ to,
-                    const __grid_constant__ WgradNhwcArguments arg) {
+                    IF_FLIPPED(const data_t* __restrict__ x, const data_t* __restrict__ dy,)
+                    const __grid_constant__ WgradNhwcArguments arg IF_FLIPPED(, const __grid_constant__ FlippedArguments flip)) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const Ring ring(dynamic, barriers);
@@ -546,7 +628,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
   const Range range(arg, of);
   if (threadIdx.x < CONSUMER_THREADS) {
     if constexpr (PRODUCTS == 2) registers_up<TALL ? 208 : 224>();
-    consume(arg, of, range, ring, sums, to);
+    consume(arg, of, range, ring, sums, to IF_FLIPPED(, x, dy, flip));
   } else {
     if constexpr (PRODUCTS == 2) registers_down<TALL ? 40 : 56>();
     if (threadIdx.x == CONSUMER_THREADS) produce(&map_dy, &map_x, arg, of, range, ring);

@@ -1480,10 +1480,10 @@ def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5, 
     return memory.result(problem, x.dtype.name), mean, squares / count.sum(), bool(redone.any())
 
 
-def wgrad_sums(problem) -> int:
+def wgrad_sums(problem, config) -> int:
     from pycuda_conv.engines.wgrad_nhwc_sm90 import _sums
 
-    return _sums(problem)
+    return _sums(problem, config)
 
 
 def emulate(
@@ -1504,7 +1504,7 @@ def emulate(
         (counts,) = memory.writes.values()
         sums = math.prod(problem.result_shape)
         if type(config).__name__ == "WgradNhwc":  # of zeros, too, that channels are filled up with
-            sums = wgrad_sums(problem.launched)
+            sums = wgrad_sums(problem.launched, config)
         assert len(counts) == getattr(config, "SPLIT", 1) * sums and (counts == 1).all(), "elements were written twice or not at all"
         results.append(memory.result(problem, x.dtype.name))
         if mended is not None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 from functools import cache
 
-import numpy as np
 import pytest
 import simt
 from reference import assert_close, assert_exact
 from test_implicit_gemm import H200, NVCC, check_compiled, check_steps, side_by_side, torch  # noqa: F401 -- torch: a fixture
 from test_kernels import check_refused
-from test_wgrad_nhwc import TYPES, Filter, check_on_the_gpu, ids_of, launched
+from test_wgrad_nhwc import TYPES, Filter, check_met_only, check_on_the_gpu, check_precise, ids_of, launched, precise
 
 from pycuda_conv import Plan, engines
 from pycuda_conv.engines import few_channels_wgrad as fw
@@ -39,12 +38,28 @@ TILES = (
 RUNS = [(case, dtype, config) for case in CASES for dtype in TYPES for config in TILES if fw.refusal(case.problem(dtype).launched, config) is None]
 SOME = [(case, dtype, config) for case, dtype, config in RUNS if (CASES.index(case) + TYPES.index(dtype) + TILES.index(config)) % 4 == 0]
 
+#: float32 by three products.
+TILES_FP32 = FewChannelsWgrad(1, 4, 2, 4, 16), FewChannelsWgrad(2, 3, 1, 2, 16, 2), FewChannelsWgrad(1, 2, 8, 2, 32), FewChannelsWgrad(2, 2, 4, 4, 16)
+RUNS_FP32 = [(case, config) for case in CASES for config in TILES_FP32 if fw.refusal(precise(case).launched, config) is None]
+
 
 @simulated
 @pytest.mark.parametrize(("case", "dtype", "config"), SOME, ids=ids_of(SOME))
 def test_the_kernel_computes_the_gradient(case, dtype, config):
     arrays = case.integers(dtype)
     assert_exact(simt.computed(case.problem(dtype), config, *arrays, seeds=(1 + SOME.index((case, dtype, config)) % 3,)), case.reference(*arrays), config)
+
+
+@simulated
+@pytest.mark.parametrize(("case", "config"), RUNS_FP32[::4], ids=str)
+def test_float32(case, config):
+    arrays = case.integers("float32")
+    assert_exact(simt.computed(precise(case), config, *arrays), case.reference(*arrays), config)
+
+
+@simulated
+def test_float32_at_random():
+    check_precise(lambda case, x, dy: simt.computed(precise(case), TILES_FP32[1], x, dy), Filter((2, 3, 9, 11), (24, 3, 1, 2)))
 
 
 def test_every_kind_is_among_them():
@@ -67,34 +82,19 @@ def test_numbers_at_random():
 NOT_FINITE = (Filter((2, 3, 5, 7), (16, 3, 3, 3), padding=(1,)), Filter((2, 16, 5, 7), (3, 16, 3, 3), padding=(1,)))
 
 
-def check_not_finite(case: Filter, run) -> None:
-    """Such numbers reach the results that they are part of, and no others."""
-    x, dy = case.integers("float16", seed=1)
-    clean = run(case, x, dy)
-    assert_exact(clean, case.reference(x, dy))
-    for value in (np.inf, -np.inf, np.nan):
-        for of_x in (True, False):
-            bad, marked = (np.ones_like(x), np.ones_like(dy)), (np.ones_like(x), np.ones_like(dy))
-            marked[not of_x][:] = 0
-            for arrays, one in ((bad, value), (marked, 1)):
-                arrays[not of_x][1, 2, 0, 6] = one  # in the last column of the first row: some taps never meet it
-            met = case.reference(*marked) != 0
-            assert np.array_equal(~np.isfinite(run(case, *bad)), met) and met.any() and not met.all()
-
-
 @simulated
 @pytest.mark.parametrize("case", NOT_FINITE, ids=str)
 def test_what_is_not_finite(case):
-    check_not_finite(case, lambda case, x, dy: simt.computed(case.problem(), FewChannelsWgrad(1, 2, 2, 2, 16, 2), x, dy))
+    check_met_only(case, lambda case, x, dy: simt.computed(case.problem(), FewChannelsWgrad(1, 2, 2, 2, 16, 2), x, dy))
 
 
 @simulated
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (("to[number] = word;", "to[number ^ 1] = word;"), "elements differ"), (("slot ^= 1", "slot ^= 0"), "elements differ"),
+        (("to[number] = word_of(", "to[number ^ 1] = word_of("), "elements differ"), (("slot ^= 1", "slot ^= 0"), "elements differ"),
         (("    __syncthreads();  // it has been read, its place is taken next\n", ""), "elements differ"),
-        (("    __syncthreads();\n    if (of_warp.quotient == 0) {", "    if (of_warp.quotient == 0) {"), "elements differ"),
+        (("    __syncthreads();\n    if (of_warp.quotient == 0)", "    if (of_warp.quotient == 0)"), "elements differ"),
     ],
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
@@ -114,7 +114,7 @@ BASE = CASES[0]
 @pytest.mark.parametrize(
     ("case", "dtype", "layout", "config", "reason"),
     [
-        (BASE, "float16", "NCHW", FewChannelsWgrad(), "in the layouts CHWN"), (BASE, "float64", "NHWC", FewChannelsWgrad(), "float16 and bfloat16"),
+        (BASE, "float16", "NCHW", FewChannelsWgrad(), "in the layouts CHWN"), (BASE, "float64", "NHWC", FewChannelsWgrad(), "float16, bfloat16 and float32"),
         (Filter((2, 16, 9, 11), (32, 4, 3, 3), groups=4), "float16", "NHWC", FewChannelsWgrad(), "of one group"),
         (Filter((0, 3, 9, 11), (32, 3, 3, 3)), "float16", "NHWC", FewChannelsWgrad(), "nothing to compute"),
         (Filter((2, 3, 4, 4, 4), (32, 3, 3, 3, 3)), "float16", "NHWC", FewChannelsWgrad(), "two spatial axes"),
@@ -142,7 +142,8 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random first and last layers: what is chosen, and each candidate's launch."""
     r, met, listed = random.Random(3), 0, list(fw.texts(H200))
     for _ in range(24):
-        problem = families.problem(families.layer(r, r.choice(("first", "last"))), "wgrad", r.choice(("float16", "float32")), "tf32", "NHWC").launched
+        dtype, precision = r.choice((("float16", "fp32"), ("float32", "tf32"), ("float32", "fp32")))
+        problem = families.problem(families.layer(r, r.choice(("first", "last"))), "wgrad", dtype, precision, "NHWC").launched
         found = list(fw.configs(problem, H200))
         assert len(set(found)) < 60
         for config in found[::5]:
@@ -164,6 +165,10 @@ def test_the_kernels_compile_and_do_not_spill():
     steps = {}
     for dtype, config in (("float16", FewChannelsWgrad(4, 3, 4, 2, 16)), ("float32", FewChannelsWgrad(4, 3, 8, 2, 16)), ("bfloat16", FewChannelsWgrad(1, 1, 1, 2, 16))):
         launch = fw.schedule(BASE.problem(dtype).launched, config, H200).whole[0][0]
+        steps[launch.source()] = launch, str(config)
+    for rows, columns in fw.TILES[2].items():
+        config = FewChannelsWgrad(rows, columns[-1], 1, 2, 16)
+        launch = fw.schedule(precise(BASE).launched, config, H200).whole[0][0]
         steps[launch.source()] = launch, str(config)
     check_compiled(steps)
 
@@ -187,6 +192,15 @@ def test_on_the_gpu(torch, run):  # noqa: F811
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("case", "config"), [*RUNS_FP32, (LARGE, FewChannelsWgrad(1, 4, 8, 4, 32, 20))], ids=str)
+def test_float32_on_the_gpu(torch, case, config):  # noqa: F811
+    plan = Plan(precise(case), "cuda", config=config)
+    arrays = case.integers("float32")
+    assert_exact(launched(torch, plan, *arrays), case.reference(*arrays), plan)
+    check_precise(lambda case, x, dy: launched(torch, plan, x, dy), case)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", NOT_FINITE, ids=str)
 def test_what_is_not_finite_on_the_gpu(torch, case):  # noqa: F811
-    check_not_finite(case, lambda case, x, dy: launched(torch, Plan(case.problem(), "cuda", config=FewChannelsWgrad(1, 2, 2, 2, 16, 2)), x, dy))
+    check_met_only(case, lambda case, x, dy: launched(torch, Plan(case.problem(), "cuda", config=FewChannelsWgrad(1, 2, 2, 2, 16, 2)), x, dy))

@@ -44,7 +44,7 @@ LISTS = {
     },
     "grouped_nhwc": {"TYPE": {16, 17, 32}, "TAPS_R": {1, 3}, "STRIDE_H": {1, 2}, "PHASES": {1, 4}},
     "grouped_nhwc_wgrad": {"TYPE": {16, 17}, "TAPS": {1, 9}, "WHOLE": FLAG},
-    "few_channels_wgrad": {"TYPE": {16, 17, 32}, "M_TILES": {1, 2, 4}, "N_TILES": {2, 3, 4}},
+    "few_channels_wgrad": {"TYPE": {16, 17, 32}, "LIMBS": {1, 2}, "M_TILES": {1, 2, 4}, "N_TILES": {2, 3, 4}},
     "patch_wgrad": {
         "DTYPE": {16, 17, 32, 64}, "INDEX_64": FLAG, "BLOCK_M": {16, 32, 64}, "BLOCK_N": {32, 64}, "BLOCK_K": {16}, "THREAD_M": {4, 8}, "THREAD_N": {4, 8},
         "CHANNELS_LAST": FLAG,
@@ -52,7 +52,7 @@ LISTS = {
     "transpose_filter": {"BYTES": {2, 4}}, "fold_channels": {"BYTES": {2, 4}, "UNIT": {2, 4, 8, 16}}, "via_nhwc": {"BYTES": {2, 4}}, "columns_add": {"DTYPE": {16, 17, 32, 64}, "INDEX_64": {0}, "THREADS": {256}},
     "wgrad_nhwc_sm90": {
         "BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256, 384, 576}, "WGMMA_N": {64, 128, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32},
-        "LIMBS": {1, 2}, "PLANES": FLAG,
+        "LIMBS": {1, 2}, "PLANES": FLAG, "FLIPPED": FLAG,
     },
     "wgrad_nhwc_reduce": {"TYPE": {16, 17, 32}}, "wgrad_nhwc_add": {"TYPE": {16, 17, 32}, "EACH": {2, 4}},
     "planes_sm90": {"BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256}, "WGMMA_N": {64, 128, 192}, "STAGES": set(range(2, 9)), "TYPE": {16, 17}, "W_MN_MAJOR": FLAG, "OWN_M": {64, 128}, "RESULTS": {1, 2}},

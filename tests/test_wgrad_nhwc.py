@@ -16,6 +16,7 @@ from test_kernels import check_refused
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import wgrad_nhwc_sm90 as wn
+from pycuda_conv.engines.schedule import RESULT
 from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
 from pycuda_conv.tools import families
 
@@ -128,6 +129,22 @@ PLANES = [
     Filter((2, 10, 3, 4, 2), (201, 10, 1, 1, 1), layout="NCHW"), Filter((5, 200, 14, 12), (264, 200, 1, 1), layout="NCHW"),
 ]  # fmt: skip
 
+#: Flipped tiles, where dy has few channels: these folded with the taps of a row, of a plane, and not; odd numbers of channels; one to three axes.
+FEW = [
+    Filter((2, 136, 7, 5), (12, 136, 3, 2), padding=(1, 0)), Filter((1, 136, 5, 6), (72, 136, 3, 3), padding=(1,)), Filter((2, 91, 9, 8), (21, 91, 3, 3), padding=(1,)),
+    Filter((2, 24, 4, 6, 5), (19, 24, 3, 3, 2), padding=(1, 0, 1)), Filter((1, 40, 7, 10), (4, 40, 3, 5), padding=((2, 0), (0, 1)), dilation=(1, 2)), Filter((2, 40, 50), (16, 40, 5), padding=(2,)),
+]  # fmt: skip
+FLIPPED = {
+    2: (WgradNhwc(128, 64, 4, 2, True), WgradNhwc(128, 192, 3, 1, True), WgradNhwc(256, 192, 3, 2, True), WgradNhwc(128, 128, 3, 9, True)),
+    4: (WgradNhwc(128, 64, 4, 2, True), WgradNhwc(128, 64, 3, 1, True)), 8: (WgradNhwc(128, 64, 4, 2, True), WgradNhwc(128, 64, 3, 1, True)),
+}  # fmt: skip
+
+
+def flipped(size: int, i: int) -> WgradNhwc:
+    """One of the flipped tiles for factors of so many bytes."""
+    return FLIPPED[size][i % len(FLIPPED[size])]
+
+
 #: Rings go round, and round again.
 DEEP = Filter((4, 24, 20, 21), (72, 24, 3, 3), padding=(1,))
 
@@ -148,6 +165,7 @@ CONFIGS_PLANES = WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3), WgradNhwc(64, 64,
 #: float32 by three products.
 CONFIGS_FP32 = WgradNhwc(64, 64, 4), WgradNhwc(128, 64, 3, 4), WgradNhwc(64, 64, 2, 9), WgradNhwc(128, 64, 8)
 PRECISE = [(case, case.legal(CONFIGS_FP32[i % len(CONFIGS_FP32)], "float32")) for i, case in enumerate([*CASES[:4], CASES[10], *CASES[14:18], *PADDED[1:4], PADDED[7]])]
+PRECISE_FLIPPED = [(case, flipped(8, i)) for i, case in enumerate(FEW[::2])]
 
 
 def precise(case: Filter) -> ConvProblem:
@@ -198,6 +216,7 @@ def test_every_kind_of_case_is_among_them():
     copied = [launch.arguments for launch in launches if launch.kernel == "fold_channels"]
     assert {s.chunks == 1 for s in copied} == {s.stride_h > 1 for s in copied} == {s.dilation_w > 1 for s in copied} == {True, False} and any(s.channels == 1 for s in copied)
     assert {wn._level(case.problem(dtype).launched) for case, dtype in PLANNED} == {0, 1, 2}
+    assert {wn._level(wn._flipped(case.problem().launched)) for case in FEW} == {0, 1, 2}
     assert {s.taps_inner for s in structs} == {0, 1}
     assert {s.rank for s in structs} == {0, 1, 2, 3} and {s.taps > 1 for s in structs} == {s.bundles > 1 for s in structs} == {s.own_columns < s.columns for s in structs} == {True, False}
     assert {s.tiles_m > 1 for s in structs} == {s.tiles_n > 1 for s in structs} == {s.stages < s.splits for s in structs} == {True, False}
@@ -231,6 +250,8 @@ BASE = CASES[0]
         (Filter((1, 16, 40, 40), (8, 16, 2, 2), stride=(9,)).problem(), WgradNhwc(), "stride, padding or dilation"),
         (BASE.problem(), WgradNhwc(96), "a tile has 64 rows"), (BASE.problem(), WgradNhwc(256, 256), "256 rows and 192 columns"),
         (BASE.problem(), WgradNhwc(64, 192, 4), "bytes of shared memory"), (BASE.problem(), WgradNhwc(192, 192, 5), "bytes of shared memory"),
+        (BASE.problem(), WgradNhwc(64, 64, 3, 2, True), "a tile has 128 rows and 64"), (CASES[1].problem(), WgradNhwc(128, 64, 3, 2, True), "and several taps"), (CASES[9].problem(), WgradNhwc(128, 64, 3, 2, True), "no strides"),
+        (Filter((1, 16, 9, 8), (8, 16, 3, 3), padding=(3,)).problem(), WgradNhwc(128, 64, 3, 2, True), "no padding wider"),
         (BASE.problem(), WgradNhwc(64, 64, 1), "bytes of shared memory"), (BASE.problem(), WgradNhwc(128, 128, 4, 0), "at least one split"), (BASE.problem(), WgradNhwc(128, 128, 4, 2**31), "its grid"),
     ],
     ids=lambda v: str(v)[:50],
@@ -261,7 +282,7 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
             assert len(set(found)) == len(found) and wn.choose(problem, H200)[1] in found and all(wn.refusal(problem, config) is None for config in found)
             program = wn.schedule(problem, r.choice(found), H200)
             launches = [launch for step in program.whole for launch in step]
-            parts = [4 * one.arguments.splits * one.arguments.size for one in launches if one.kernel == "wgrad_nhwc_sm90" and one.buffers != (3,)]
+            parts = [4 * one.structs[0].splits * one.structs[0].size for one in launches if one.kernel == "wgrad_nhwc_sm90" and one.buffers[0] != RESULT]
             copies = [16 * one.arguments.words for one in launches if one.kernel == "fold_channels"]
             assert program.workspace_bytes == sum(-(-nbytes // 256) * 256 for nbytes in parts + copies)
             for launch in launches:
@@ -309,6 +330,25 @@ def check_not_finite(run, dtype: str = "float16", values: tuple = (np.inf, -np.i
         bad[0, 3, 4, 6] = value
         got = run(case, x, bad)
         assert not np.isfinite(got[3]).any() and np.array_equal(np.delete(got, 3, 0), np.delete(clean, 3, 0))
+
+
+def check_met_only(case: Filter, run) -> None:
+    """Numbers of either array that are not finite reach the results that they are part of, and no others."""
+    x, dy = case.integers("float16", seed=1)
+    clean = run(case, x, dy)
+    assert_exact(clean, case.reference(x, dy))
+    for value in (np.inf, -np.inf, np.nan):
+        for of_x in (True, False):
+            bad, marked = (np.ones_like(x), np.ones_like(dy)), (np.ones_like(x), np.ones_like(dy))
+            marked[not of_x][:] = 0
+            for arrays, one in ((bad, value), (marked, 1)):
+                arrays[not of_x][1, 2, 0, 6] = one  # in the last column of the first row: some taps never meet it
+            met = case.reference(*marked) != 0
+            assert np.array_equal(~np.isfinite(run(case, *bad)), met) and met.any() and not met.all()
+
+
+#: Of flipped tiles: with the taps of a row folded, of all, and none.
+NOT_FINITE = [Filter((2, 24, 5, 7), (channels, 24, 3, 3), padding=(1,)) for channels in (12, 6, 64)]
 
 
 def check_precise(run, case: Filter) -> None:
@@ -361,7 +401,8 @@ def test_the_planner_s_kernels_compile_and_do_not_spill():
         for rows, columns, widest in tiles:
             for dtype in types:
                 if widest or dtype == types[0]:
-                    config = WgradNhwc(rows, columns, wn._most_stages(rows, columns, size), 2)
+                    turned = widest and columns in wn.FLIPPED_TILES[size].get(rows, ())
+                    config = WgradNhwc(rows, columns, wn._most_stages(rows, columns, size), 2, turned)
                     for launch in (launch for step in wn.schedule(BASE.problem(dtype).launched, config, H200).whole for launch in step):
                         steps[launch.source()] = launch, str(config)
     for rows in wn.TILES[8]:
@@ -382,6 +423,7 @@ RUNS = [(case, dtype, case.legal(config, dtype)) for case in (*CASES, DEEP) for 
 LARGE = Filter((9, 192, 28, 28), (256, 192, 3, 3), padding=(1,))
 RUNS += [(case, dtype, case.legal(config, dtype)) for case in PADDED for dtype in TYPES for config in configs_of(dtype)[2:6]]
 RUNS += [(case, dtype, config) for case in PLANES for dtype in TYPES if dtype != "float32" for config in CONFIGS_PLANES]
+RUNS += [(case, dtype, flipped(4 if dtype == "float32" else 2, i + more)) for i, case in enumerate(FEW) for dtype in TYPES for more in (0, 1)]
 RUNS += [
     (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._most_stages(rows, widths[-1], 4 if dtype == "float32" else 2), split))
     for dtype in TYPES for rows, widths in wn.TILES[4 if dtype == "float32" else 2].items() for split in (1, 2, 9)
@@ -440,7 +482,7 @@ def test_on_the_gpu(torch, run):  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "config"), [*PRECISE, *((case, WgradNhwc(rows, 64, 6, split)) for case in (DEEP, LARGE) for rows in (64, 128) for split in (1, 9))], ids=str)
+@pytest.mark.parametrize(("case", "config"), [*PRECISE, *PRECISE_FLIPPED, *((case, WgradNhwc(rows, 64, 6, split)) for case in (DEEP, LARGE) for rows in (64, 128) for split in (1, 9))], ids=str)
 def test_float32_on_the_gpu(torch, case, config):  # noqa: F811
     plan = Plan(precise(case), "cuda", config=config)
     arrays = case.integers("float32")
@@ -453,6 +495,12 @@ def test_float32_on_the_gpu(torch, case, config):  # noqa: F811
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_what_is_not_finite_on_the_gpu(torch, config, dtype):  # noqa: F811
     check_not_finite(lambda case, x, dy: launched(torch, Plan(case.problem(dtype, precision="fp32"), "cuda", config=config), x, dy), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NOT_FINITE, ids=str)
+def test_flipped_tiles_keep_what_is_not_finite_to_its_results_on_the_gpu(torch, case):  # noqa: F811
+    check_met_only(case, lambda case, x, dy: launched(torch, Plan(case.problem(), "cuda", config=WgradNhwc(128, 64, 4, 2, True)), x, dy))
 
 
 @pytest.mark.gpu

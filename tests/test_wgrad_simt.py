@@ -14,14 +14,19 @@ from test_wgrad_nhwc import (
     CONFIGS_PLANES,
     CONFIGS_TF32,
     DEEP,
+    FEW,
+    NOT_FINITE,
     PLANES,
     PLANNED,
     PRECISE,
+    PRECISE_FLIPPED,
     TYPES,
     Filter,
+    check_met_only,
     check_not_finite,
     check_precise,
     configs_of,
+    flipped,
     ids_of,
     precise,
 )
@@ -35,6 +40,7 @@ RUNS = sharing([[(case, dtype, case.legal(config, dtype)) for config in configs_
 HALVES = [dtype for dtype in TYPES if dtype != "float32"]
 RUNS += [(DEEP, HALVES[i % len(HALVES)], config) for i, config in enumerate((*CONFIGS, WgradNhwc(128, 192, 5), WgradNhwc(64, 64, 6, 5)))]
 RUNS += [(case, HALVES[i % len(HALVES)], CONFIGS_PLANES[(i + more) % len(CONFIGS_PLANES)]) for i, case in enumerate(PLANES) for more in (0, 2)]
+RUNS += [(case, dtype, flipped(4 if dtype == "float32" else 2, i)) for i, case in enumerate(FEW) for dtype in TYPES[i % len(TYPES) :][:1]]
 RUNS += [(DEEP, "float32", config) for config in CONFIGS_TF32[::2] if "float32" in TYPES]
 
 
@@ -66,7 +72,7 @@ def test_numbers_at_random():
         assert_close(simt.computed(DEEP.problem(dtype), WgradNhwc(128, *((128, 3) if dtype == "float32" else (192, 5)), 2), *arrays), ref, DEEP.bound(*arrays, ref))
 
 
-@pytest.mark.parametrize(("case", "config"), PRECISE, ids=str)
+@pytest.mark.parametrize(("case", "config"), [*PRECISE, *PRECISE_FLIPPED], ids=str)
 def test_float32(case, config):
     arrays = case.integers("float32")
     assert_exact(simt.computed(precise(case), config, *arrays, filter_last=case.has_taps), case.reference(*arrays), config)
@@ -83,6 +89,11 @@ def test_float32_that_is_not_finite(value):
 
 def test_what_is_not_finite():
     check_not_finite(lambda case, x, dy: simt.computed(case.problem(), WgradNhwc(64, 128, 4, 2), x, dy))
+
+
+@pytest.mark.parametrize("case", NOT_FINITE, ids=str)
+def test_flipped_tiles_keep_what_is_not_finite_to_its_results(case):
+    check_met_only(case, lambda case, x, dy: simt.computed(case.problem(), WgradNhwc(128, 64, 4, 2, True), x, dy))
 
 
 @pytest.mark.parametrize(

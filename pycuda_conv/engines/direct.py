@@ -142,7 +142,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
     elif isinstance(config, (Batched, Dgrad)):
         shared = config.BLOCK_K * config.BLOCK_C * taps * acc
     elif isinstance(config, Wgrad):
-        shared = config.TAPS * (config.THREADS * acc + 32)  # 32 for the place of a tap
+        shared = config.TAPS * ((config.THREADS + 8) * acc + 32)  # 8 between them; 32 for the place of a tap
     if shared > STATIC_SHARED_BYTES:
         return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
     if _grid(problem, config) > GRID_LIMIT:

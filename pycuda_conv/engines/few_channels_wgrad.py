@@ -1,7 +1,7 @@
 """Gradients of filters with few channels in or out, from arrays with their channels last, as they lie (``cu/few_channels_wgrad.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``. The taps and the few channels together are columns of a matrix product,
-whose sums run over the pixels of the array with more channels. Nothing is copied first.
+They are float16, bfloat16 and float32. Three products of TF32 make one of float32, unless ``precision="tf32"``. The taps and the few
+channels together are columns of a matrix product, whose sums run over the pixels of the array with more channels. Nothing is copied first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
-from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, limbs, products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -28,12 +28,13 @@ __all__ = [
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2         # that share a multiprocessor
-#: Sixteens of channels of a block, and the eights of columns that a warp may have then: as many sums as there are registers for.
-TILES = {1: (2, 4), 2: (2, 3, 4), 4: (2, 3)}
+#: By the numbers that an element is split into: sixteens of channels of a block, and the eights of columns that a warp may have
+#: then. There are registers for so many sums.
+TILES: dict[int, dict[int, tuple[int, ...]]] = {1: {1: (2, 4), 2: (2, 3, 4), 4: (2, 3)}, 2: {1: (2, 4), 2: (2, 3)}}
 WARPS_N = (1, 2, 4, 8)
 GROUP = 16         # pixels of a row that a warp takes at once
 WORDS = 12 * THREADS  # of the thin array, that a tile meets at the most
-MOST_THIN = 16     # channels: with more of them others are faster
+MOST_THIN = {1: 16, 2: 32}  # channels, by the numbers of an element: with more of them others are faster
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.layout not in LAYOUTS or problem.groups != 1:
         return "it takes gradients of filters of one group, from arrays with their channels last"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    if problem.dtype not in ELEMENTS:
+        return "it takes float16, bfloat16 and float32 arrays"
     if problem.is_empty:
         return "there is nothing to compute"
     if problem.has_depth:
@@ -72,8 +73,8 @@ def why_not(problem: ConvProblem) -> str | None:
     roles = _roles(problem)
     if roles.dense * problem.itemsize % 16:
         return "it loads a pixel's channels of the array that has more of them by 16 bytes"
-    if roles.thin > MOST_THIN:
-        return f"it takes at most {MOST_THIN} channels of the input or, without strides, of the output"
+    if roles.thin > (most := MOST_THIN[limbs(problem)]):
+        return f"it takes at most {most} channels of the input or, without strides, of the output"
     return "it counts elements in 32 bits" if problem.largest_array >= 2**31 else None
 
 
@@ -82,8 +83,9 @@ def refusal(problem: ConvProblem, config: FewChannelsWgrad) -> str | None:
     reason = why_not(problem)
     if reason:
         return reason
-    if config.N_TILES not in TILES.get(config.M_TILES, ()) or config.WARPS_N not in WARPS_N:
-        return f"N_TILES must be one of {TILES}, by M_TILES, and WARPS_N of {WARPS_N}"
+    tiles = TILES[limbs(problem)]
+    if config.N_TILES not in tiles.get(config.M_TILES, ()) or config.WARPS_N not in WARPS_N:
+        return f"N_TILES must be one of {tiles}, by M_TILES, and WARPS_N of {WARPS_N}"
     if config.TILE_Q % GROUP:
         return f"TILE_Q must be a multiple of {GROUP}"
     words = math.prod(_met(_roles(problem), config))
@@ -170,7 +172,8 @@ def _pixel(config: FewChannelsWgrad, itemsize: int) -> int:
 
 def _shared_bytes(problem: ConvProblem, config: FewChannelsWgrad) -> int:
     """Shared memory of a block: two tiles of the dense array and what one meets, or the sums of a warp of each columns."""
-    tiles = 2 * config.TILE_P * config.TILE_Q * _pixel(config, problem.itemsize) + 4 * math.prod(_met(_roles(problem), config))
+    met = 4 * limbs(problem) * math.prod(_met(_roles(problem), config))
+    tiles = 2 * config.TILE_P * config.TILE_Q * _pixel(config, problem.itemsize) + met
     return max(tiles, config.WARPS_N * config.M_TILES * config.N_TILES * 4 * 32 * 4 if config.WARPS_N < WARPS else 0)
 
 
@@ -230,7 +233,7 @@ class FewChannelsWgradArguments(NamedTuple):
 
 def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    defines = {"TYPE": ELEMENTS[problem.dtype], "M_TILES": config.M_TILES, "N_TILES": config.N_TILES}
+    defines = {"TYPE": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "M_TILES": config.M_TILES, "N_TILES": config.N_TILES}
     whole = config.PARTS == 1 and problem.itemsize == 4  # other sums are rounded by the launch that adds parts
     arrays = (INPUT, WEIGHT) if _roles(problem).flipped else (WEIGHT, INPUT)  # x and dy
     launch = KernelLaunch(
@@ -271,8 +274,10 @@ def sum_order(problem: ConvProblem, config: FewChannelsWgrad) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for the type and a warp's sums."""
-    for m_tiles, n_tiles in TILES.items():
-        yield TextFamily("few_channels_wgrad", {"TYPE": tuple(ELEMENTS.values()), "M_TILES": (m_tiles,), "N_TILES": n_tiles})
+    for split, tiles in TILES.items():
+        types = tuple(ELEMENTS.values()) if split == 1 else (FLOAT,)
+        for m_tiles, n_tiles in tiles.items():
+            yield TextFamily("few_channels_wgrad", {"TYPE": types, "LIMBS": (split,), "M_TILES": (m_tiles,), "N_TILES": n_tiles})
 
 
 # ---- the choice
@@ -292,7 +297,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannelsWgrad]:
     if why_not(problem):
         return
     roles = _roles(problem)
-    for m_tiles, n_tiles, warps in _cut(roles, problem.itemsize):
+    for m_tiles, n_tiles, warps in _cut(roles, problem.itemsize, limbs(problem)):
         for columns in WIDTHS:
             if columns > max(ceil(roles.right.dense, GROUP) * GROUP, WIDTHS[0]):
                 break
@@ -306,23 +311,25 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannelsWgrad]:
                     yield replace(config, PARTS=ceil(tiles, ceil(tiles, min(wanted, tiles))))
 
 
-def _cut(roles: _Roles, itemsize: int) -> list[tuple[int, int, int]]:
+def _cut(roles: _Roles, itemsize: int, split: int) -> list[tuple[int, int, int]]:
     """The sixteens of channels, eights of columns and warps beside one another that take the fewest instructions for 16 pixels."""
     channels, columns = ceil(roles.dense, 16), ceil(_columns(roles), 8)
     fetched = 1.5 * GROUP * roles.right.step * roles.down.step * roles.thin  # words, with what tiles have in common
 
     def instructions(cut: tuple[int, int, int]) -> float:
         m, n, warps = cut
-        return ceil(channels, m) * ceil(columns, n * warps) * (warps * _products(m, n, itemsize) + _loading(fetched, GROUP * m * itemsize))
+        of_group = warps * _products(m, n, itemsize, split) + _loading(fetched, GROUP * m * itemsize)
+        return ceil(channels, m) * ceil(columns, n * warps) * of_group
 
-    found = [(m, n, warps) for m, columns_of in TILES.items() for n in columns_of for warps in WARPS_N]
+    found = [(m, n, warps) for m, columns_of in TILES[split].items() for n in columns_of for warps in WARPS_N]
     return sorted(found, key=instructions)[:4]
 
 
-def _products(m_tiles: int, n_tiles: int, itemsize: int) -> int:
-    """Instructions of a warp for 16 pixels."""
-    fragments = m_tiles * (1 if itemsize == 2 else 8) + 2 * n_tiles
-    return GROUP_WORK + itemsize // 2 * (fragments + m_tiles * n_tiles)
+def _products(m_tiles: int, n_tiles: int, itemsize: int, split: int) -> int:
+    """Instructions of a warp for 16 pixels, whose elements are so many numbers."""
+    fragments = m_tiles * (1 if itemsize == 2 else 8 * split) + 2 * n_tiles
+    added = 4 * m_tiles * n_tiles if split == 2 else 0
+    return GROUP_WORK + itemsize // 2 * (fragments + (2 * split - 1) * m_tiles * n_tiles) + added
 
 
 def _loading(words: float, loads: int) -> float:
@@ -336,10 +343,10 @@ def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> floa
     groups = config.TILE_P * config.TILE_Q // GROUP * config.WARPS_N  # of all warps
     steps, size = itemsize // 2, math.prod(problem.result_shape)
     sums = config.M_TILES * config.N_TILES
-    multiplied = groups * sums * steps * 16 * 8 * 16 / product_rate(device)
+    multiplied = products(problem) * groups * sums * steps * 16 * 8 * 16 / product_rate(device)
     words, loads = math.prod(_met(roles, config)), config.TILE_P * config.TILE_Q * config.M_TILES * itemsize
-    shared = groups * steps * (4 * config.M_TILES + 3 * config.N_TILES) + (words + 4 * loads) / 32
-    issued = (groups * _products(config.M_TILES, config.N_TILES, itemsize) + _loading(words, loads)) / ISSUED
+    shared = groups * steps * (4 * config.M_TILES + 3 * limbs(problem) * config.N_TILES) + (words + 4 * loads) / 32
+    issued = (groups * _products(config.M_TILES, config.N_TILES, itemsize, limbs(problem)) + _loading(words, loads)) / ISSUED
     busy, blocks = max(multiplied, shared, issued), ceil(_grid(problem, config), multiprocessors)  # of a multiprocessor
     at_once = min(blocks, BLOCKS)
     cycles = ceil(_tiles(problem, config), config.PARTS) * max(at_once * busy, busy + TILE) + BLOCK

@@ -278,7 +278,8 @@ def texts(device: Device) -> Iterator[TextFamily]:
 BEGIN = 1.3  # microseconds of a launch, beside its bytes
 #: Bytes a microsecond that are read, and written: both by 16 bytes a thread, one of them by less, one of them by elements.
 WIDE, NARROW, SINGLE = 3.1e6, 3.2e6, 1.9e6
-SCATTERED = 8.3e-6  # microseconds of an element of a filter's gradient whose taps are written one by one
+#: Microseconds of an element of a filter's gradient whose taps are written one by one, by its bytes. Of an H100.
+SCATTERED = {2: 2.5e-6, 4: 4.5e-6}
 EMPTY = 0.4  # of the time of a tile's bytes, that of a tile with few of them
 FILTER, FILTER_BYTES = 1.7, 0.7e6  # microseconds to pack or to transpose a filter, and its bytes a microsecond
 
@@ -333,7 +334,7 @@ def _beside(problem: ConvProblem, inner: Config) -> float:
     us = _transposing(problem) + _packing(problem)
     # sums that are not split go straight to where taps lie apart
     if _of_filter(problem) and getattr(inner, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:
-        us += SCATTERED * math.prod(problem.result_shape)
+        us += SCATTERED[problem.itemsize] * math.prod(problem.result_shape)
     return us
 
 

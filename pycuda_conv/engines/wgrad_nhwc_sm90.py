@@ -8,10 +8,14 @@ are.
 
 An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind their channels (``cu/fold_channels.cu``). Where x has
 few channels, the copy also makes channels of taps: of a row of them, or of all. To load taps of few channels one by one takes longer.
+
+Where dy has few channels, a tile of the product would have few rows. So without strides the same sums may run over the pixels of x
+instead, with x and dy in one another's places: flipped tiles.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -56,18 +60,22 @@ ADD_THREADS = 256  # of a block of wgrad_nhwc_add.cu
 LONGEST, MOST_LANES = 8, 32  # runs that a thread adds before others share its results, and threads that do
 #: The tiles for NCHW arrays: others won nothing.
 PLANES_TILES = {64: (64,), 128: (64, 128, 192)}
+#: Flipped tiles, which are tried where dy has at most so many channels, and fewer than x: others have a single row of tiles then.
+MOST_FLIPPED = 64
+FLIPPED_TILES: dict[int, dict[int, tuple[int, ...]]] = {2: {128: (64, 128, 192), 256: (192,)}, 4: {128: (64,)}, 8: {128: (64,)}}
 FOLD_THREADS = 256  # of a block that folds
 
 
 @dataclass(frozen=True)
 class WgradNhwc(Config):
     """One tile of ``wgrad_nhwc_sm90.cu``: its channels of dy, its columns (channels of x of some taps), the stages of its ring, and the
-    runs of positions."""
+    runs of positions. FLIPPED: dy and x change places."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 192
     STAGES: int = 4
     SPLIT: int = 1
+    FLIPPED: bool = False
 
 
 CONFIGS = (WgradNhwc,)
@@ -161,6 +169,25 @@ def _form(problem: ConvProblem) -> tuple[PackedLayout, PhaseAddressing] | None:
     return None if walk is None else (lying, walk)
 
 
+@lru_cache(maxsize=1024)
+def _flipped(problem: ConvProblem) -> ConvProblem:
+    """The same sums over the pixels of x: x and dy have changed places, and taps come in reverse. Without strides, of one group."""
+    forward = forward_of(problem)
+
+    def mirrored(padding: tuple[int, int, int]) -> Any:
+        return tuple((tap - 1) * d - p for tap, d, p in zip(forward.filter_size, forward.dilation, padding, strict=True))
+
+    return replace(
+        problem, N=forward.K, K=forward.C, input_size=forward.output_size, filter_size=forward.input_size,
+        padding_before=mirrored(forward.padding_before), padding_after=mirrored(forward.padding_after),
+    )  # fmt: skip
+
+
+def _seen(problem: ConvProblem, config: WgradNhwc) -> ConvProblem:
+    """`problem` as the tiles of `config` see it."""
+    return _flipped(problem) if config.FLIPPED else problem
+
+
 def _bundle(problem: ConvProblem) -> int:
     """The groups of a bundle: as many as a row of an operand holds of x; 0 if no number of them is a multiple of 16 bytes."""
     forward = forward_of(problem)
@@ -217,23 +244,33 @@ def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
     return "it counts stages in 31 bits" if problem.largest_array >= 2**31 else None
 
 
-def _tiles_of(problem: ConvProblem) -> dict[int, tuple[int, ...]]:
+def _why_not_flipped(problem: ConvProblem) -> str | None:
+    """Why flipped tiles can't run `problem`, which others can, or None if they can."""
+    forward = forward_of(problem)
+    if _planes(problem) or forward.groups > 1 or forward.stride != (1, 1, 1) or math.prod(forward.filter_size) == 1:
+        return "flipped tiles take channels-last arrays, one group, no strides and several taps"
+    if min(*_flipped(problem).padding_before, *_flipped(problem).padding_after) < 0:
+        return "flipped tiles take no padding wider than the filter"
+    return why_not(_flipped(problem))
+
+
+def _tiles_of(problem: ConvProblem, flipped: bool) -> dict[int, tuple[int, ...]]:
     """Rows of a tile, and the columns that it may have."""
-    return PLANES_TILES if _planes(problem) else TILES[_factor_bytes(problem)]
+    return PLANES_TILES if _planes(problem) else (FLIPPED_TILES if flipped else TILES)[_factor_bytes(problem)]
 
 
 def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
+    reason = why_not(problem) or (_why_not_flipped(problem) if config.FLIPPED else None)
     if reason:
         return reason
-    tiles_of = _tiles_of(problem)
+    tiles_of, seen = _tiles_of(problem, config.FLIPPED), _seen(problem, config)
     if config.BLOCK_N not in tiles_of.get(config.BLOCK_M, ()):
         shown = "; ".join(f"{rows} rows and {', '.join(map(str, columns))} columns" for rows, columns in tiles_of.items())
         return f"a tile has {shown}"
-    if config.SPLIT == 1 and _loaded(problem).C != forward_of(problem).C:
+    if config.SPLIT == 1 and not config.FLIPPED and _loaded(problem).C != forward_of(problem).C:
         return "channels that are filled up or folded are written by the launch that adds the parts of several"
-    tiles = math.prod(_tiles(problem, config)) * _bundles(problem) * config.SPLIT
+    tiles = math.prod(_tiles(seen, config)) * _bundles(problem) * config.SPLIT
     if max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS)) > GRID_LIMIT:
         return f"its grid is larger than {GRID_LIMIT:,} blocks"
     return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config, _factor_bytes(problem)), config.SPLIT)
@@ -332,6 +369,43 @@ class WgradNhwcArguments(NamedTuple):
     by_image_stages: int
 
 
+class FlippedArguments(NamedTuple):
+    """The second struct of ``wgrad_nhwc_sm90.cu``, of flipped tiles."""
+
+    own: int
+    by_own: int
+    folds: int
+    out_k: int
+    out_tap: int
+    out_c: int
+    pixels: int
+    plane: int
+    by_plane: int
+    pq: int
+    by_pq: int
+    q: int
+    by_q: int
+    d: int
+    h: int
+    w: int
+    low_d: int
+    low_h: int
+    low_w: int
+    tap_r: int
+    by_tap_r: int
+    tap_s: int
+    by_tap_s: int
+    apart_d: int
+    apart_h: int
+    apart_w: int
+    folded_axes: int
+    dense: int
+    thin: int
+    size_d: int
+    size_h: int
+    size_w: int
+
+
 class WgradNhwcAddArguments(NamedTuple):
     """The struct of ``wgrad_nhwc_add.cu``, which says what its members are."""
 
@@ -396,11 +470,12 @@ class FoldChannelsArguments(NamedTuple):
 
 def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    scratch = Arena(WORKSPACE)
-    parts = scratch.take(4 * config.SPLIT * _sums(problem)) if config.SPLIT > 1 else None
-    places: dict[int, Place] = {}
+    scratch, seen = Arena(WORKSPACE), _seen(problem, config)
+    parts = scratch.take(4 * config.SPLIT * _sums(problem, config)) if config.SPLIT > 1 else None
+    places: dict[int, Place] = {INPUT: INPUT, WEIGHT: WEIGHT}
     copies = []
-    for buffer, told in _copies(problem):
+    for array, told in _copies(seen):
+        buffer = array if not config.FLIPPED else WEIGHT if array == INPUT else INPUT
         places[buffer] = place = scratch.take(16 * told.words)
         grid = ceil(told.words, FOLD_THREADS)
         unit = math.gcd(16, problem.itemsize * told.channels)
@@ -408,7 +483,7 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: boo
         copies.append(KernelLaunch("fold_channels", defines, grid, FOLD_THREADS, (buffer, place), (), arguments=told))
 
     def steps(taps_fastest: bool) -> list[list[KernelLaunch]]:
-        product = _product(problem, config, places.get(INPUT, INPUT), places.get(WEIGHT, WEIGHT), parts, taps_fastest)
+        product = _product(problem, config, places[INPUT], places[WEIGHT], parts, taps_fastest)
         last = []
         if parts:
             apart = taps_fastest and _lanes(config) == 1
@@ -449,35 +524,58 @@ def _copies(problem: ConvProblem) -> tuple[tuple[int, FoldChannelsArguments], ..
     return tuple(found)
 
 
-def _sums(problem: ConvProblem) -> int:
+def _lying(problem: ConvProblem, config: WgradNhwc) -> ConvProblem:
+    """The convolution whose filter is a part."""
+    return _folded(problem, 0) if config.FLIPPED else _loaded(problem)
+
+
+def _sums(problem: ConvProblem, config: WgradNhwc) -> int:
     """Those of a part: dw's, with zeros for the channels that x is filled up with."""
-    loaded = _loaded(problem)
-    return forward_of(problem).K * (loaded.C // loaded.groups) * math.prod(loaded.filter_size)
+    lying = _lying(problem, config)
+    return forward_of(problem).K * (lying.C // lying.groups) * math.prod(lying.filter_size)
 
 
 def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts: Place | None, taps_fastest: bool) -> KernelLaunch:
     """The launch that multiplies: it writes the result, or parts of it."""
-    forward, loaded, bundles = forward_of(problem), _loaded(problem), _bundles(problem)
-    stages, (down, across) = _stages(problem), _tiles(problem, config)
-    walked, maps = _plane_maps(problem) if _planes(problem) else _maps(problem, x, dy)
+    seen = _seen(problem, config)
+    of_columns, of_rows = (dy, x) if config.FLIPPED else (x, dy)
+    forward, loaded, bundles = forward_of(seen), _loaded(seen), _bundles(seen)
+    stages, (down, across) = _stages(seen), _tiles(seen, config)
+    walked, maps = _plane_maps(seen) if _planes(seen) else _maps(seen, of_columns, of_rows)
     _, tap_r, tap_s = loaded.filter_size
-    taps, taps_inner = math.prod(loaded.filter_size), int(taps_fastest and parts is None)
+    taps, taps_inner = math.prod(loaded.filter_size), int(taps_fastest and parts is None and not config.FLIPPED)
     told = arguments(
         WgradNhwcArguments, tiles_m=down, tiles_n=across, bundles=bundles, splits=config.SPLIT, stages=stages,
-        part=_part(problem, config), rows=forward.K // bundles, columns=loaded.C // bundles,
+        part=_part(seen, config), rows=(loaded if config.FLIPPED and parts else forward).K // bundles, columns=loaded.C // bundles,
         own_rows=forward.K // forward.groups, own_columns=loaded.C // forward.groups,
-        column_blocks=_column_blocks(problem), inner=taps if taps_inner else _tap_blocks(problem), taps_inner=taps_inner,
+        column_blocks=_column_blocks(seen), inner=taps if taps_inner else _tap_blocks(seen), taps_inner=taps_inner,
         taps=taps, tap_r=tap_r,
-        tap_s=tap_s, **walked, size=_sums(problem), taps_fastest=int(taps_fastest), image_stages=_image_stages(problem),
+        tap_s=tap_s, **walked, size=_sums(problem, config), taps_fastest=int(taps_fastest), image_stages=_image_stages(seen),
     )  # fmt: skip
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
-        "TYPE": ELEMENTS[problem.dtype], "LIMBS": _limbs(problem), "PLANES": int(_planes(problem)),
+        "TYPE": ELEMENTS[problem.dtype], "LIMBS": _limbs(problem), "PLANES": int(_planes(problem)), "FLIPPED": int(config.FLIPPED),
     }
+    buffers, structs = ((x, dy), (told, _of_flipped(problem, parts is None, taps_fastest))) if config.FLIPPED else ((), told)
     grid = down * across * bundles * config.SPLIT
     return KernelLaunch(
-        "wgrad_nhwc_sm90", defines, grid, _threads(config, _factor_bytes(problem)), (parts or RESULT,), (), maps=maps,
-        shared=_shared_bytes(config), arch="sm_90a", arguments=told,
+        "wgrad_nhwc_sm90", defines, grid, _threads(config, _factor_bytes(problem)), (parts or RESULT, *buffers), (), maps=maps,
+        shared=_shared_bytes(config), arch="sm_90a", arguments=structs,
+    )  # fmt: skip
+
+
+def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> FlippedArguments:
+    """What flipped tiles do with their sums: `whole` says that these are the result."""
+    seen = _flipped(problem)
+    forward, loaded, (_, p, q) = forward_of(seen), _loaded(seen), forward_of(seen).output_size
+    taps, (_, tap_r, tap_s) = math.prod(forward.filter_size), forward.filter_size
+    channels = forward.K if whole else _folded(problem, 0).C
+    out_tap, out_c = (1, taps) if whole and taps_fastest else (channels, 1)
+    return arguments(
+        FlippedArguments, own=forward.C, folds=taps // math.prod(loaded.filter_size), out_k=channels * taps, out_tap=out_tap, out_c=out_c,
+        pixels=_positions(seen), plane=math.prod(forward.output_size), pq=p * q, q=q, **by_axis("", forward.input_size),
+        **by_axis("low_", tuple(-pad for pad in forward.padding_before)), tap_r=tap_r, tap_s=tap_s, **by_axis("apart_", forward.dilation),
+        folded_axes=_level(seen), dense=loaded.K, thin=loaded.C, **by_axis("size_", loaded.input_size),
     )  # fmt: skip
 
 
@@ -512,13 +610,13 @@ def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, 
 
 def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaunch:
     """The launch that adds few parts, where the taps of the result are fastest."""
-    loaded, own = _loaded(problem), problem.N
+    loaded, own = _lying(problem, config), problem.N
     taps, pitch = math.prod(loaded.filter_size), loaded.C // problem.groups
     folds = math.prod(problem.result_size) // taps
     channels = own * folds
     tiles_t = ceil(taps, REDUCE_TAPS)
     told = arguments(
-        WgradNhwcReduceArguments, size=_sums(problem), splits=config.SPLIT, taps=taps, channels=channels, pitch=pitch, own=own,
+        WgradNhwcReduceArguments, size=_sums(problem, config), splits=config.SPLIT, taps=taps, channels=channels, pitch=pitch, own=own,
         folds=folds, tile_taps=ceil(taps, tiles_t),
         tiles_c=ceil(channels, REDUCED_CHANNELS), tiles_t=tiles_t,
     )  # fmt: skip
@@ -529,8 +627,8 @@ def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaun
 
 def _add(problem: ConvProblem, config: WgradNhwc, parts: Place, taps_fastest: bool) -> KernelLaunch:
     """The launch that adds the parts, where the channels of the result are fastest, or the parts are many."""
-    loaded = _loaded(problem)
-    taps, pitch, size = math.prod(loaded.filter_size), loaded.C // problem.groups, _sums(problem)
+    loaded = _lying(problem, config)
+    taps, pitch, size = math.prod(loaded.filter_size), loaded.C // problem.groups, _sums(problem, config)
     folds = math.prod(problem.result_size) // taps
     each = 4 if pitch % 4 == 0 else 2
     lanes = _lanes(config)
@@ -592,18 +690,19 @@ def filter_key(problem: ConvProblem, config: WgradNhwc) -> None:
 
 def sum_order(problem: ConvProblem, config: WgradNhwc) -> Hashable:
     """Where a sum is cut: its stages follow one another in all tiles."""
-    return config.SPLIT
+    return config.FLIPPED, config.SPLIT
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile and the type."""
-    for size, types in ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,))):
-        for rows, widths in TILES[size].items():
+    for flipped, (size, types) in itertools.product((False, True), ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,)))):
+        for rows, widths in (FLIPPED_TILES if flipped else TILES)[size].items():
             for columns in widths:
                 config = WgradNhwc(rows, columns, _most_stages(rows, columns, size))
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": types, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 else (0,),
+                    "TYPE": types, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
+                    "FLIPPED": (int(flipped),),
                 }  # fmt: skip
                 yield TextFamily("wgrad_nhwc_sm90", choices, _made, "sm_90a")
     yield TextFamily("wgrad_nhwc_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
@@ -634,27 +733,41 @@ LEAST_STAGES = 4  # of a block that shares a sum
 #: as those of 16 bits.
 PRODUCT, LOADS = {2: 1 / 43, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
 TALL = 1 / 22  # the same cycles of tall tiles
+TURNED = 1.15  # how many times as long flipped tiles take in 16 bits
+CROWDED, BESIDE = 1.35, 3  # how many times as long loads take where a tile has so many taps of the same channels, of groups
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     """The configurations worth comparing for `problem`: runs of positions that fill the machine once, or a few times."""
     if why_not(problem):
         return
-    stages, least = _stages(problem), 1 if _loaded(problem).C == forward_of(problem).C else 2
-    tiles_of = _tiles_of(problem)
-    for rows in _useful(tuple(tiles_of), problem.K // _bundles(problem)):
-        for columns in _useful(tiles_of[rows], _column_blocks(problem) * _channels(problem)):
-            config = WgradNhwc(rows, columns, _most_stages(rows, columns, _factor_bytes(problem)))
-            tiles = math.prod(_tiles(problem, config)) * _bundles(problem)
-            filling = device.multiprocessors * (1 + _shares(config, _factor_bytes(problem))) // tiles
-            # blocks of several rounds are dealt out more evenly, which pays where products take long
-            more = (2 * filling, 4 * filling) if filling < 4 and problem.itemsize == 4 else ()
-            tried = (1, ceil(filling, 4), ceil(filling, 2), filling, *more) if filling else (1, 2, 3, 4)
-            most = max(stages // LEAST_STAGES, least)
-            for split in sorted({max(min(split, most), least) for split in tried}):
-                one = replace(config, SPLIT=split)
-                if refusal(problem, one) is None:
-                    yield one
+    forward = forward_of(problem)
+    fewer = forward.K < forward.C and forward.K <= MOST_FLIPPED
+    for flipped in (False, True) if fewer and _why_not_flipped(problem) is None else (False,):
+        for tile in _useful_tiles(problem, flipped):
+            yield from (one for one in _cut(problem, tile, device) if refusal(problem, one) is None)
+
+
+def _useful_tiles(problem: ConvProblem, flipped: bool) -> Iterator[WgradNhwc]:
+    """The tiles whose rows and columns `problem` can fill, and some that it almost can."""
+    tiles_of, size, seen = _tiles_of(problem, flipped), _factor_bytes(problem), _seen(problem, WgradNhwc(FLIPPED=flipped))
+    for rows in _useful(tuple(tiles_of), seen.K // _bundles(seen)):
+        for columns in _useful(tiles_of[rows], _column_blocks(seen) * _channels(seen)):
+            yield WgradNhwc(rows, columns, _most_stages(rows, columns, size), FLIPPED=flipped)
+
+
+def _cut(problem: ConvProblem, tile: WgradNhwc, device: Device) -> Iterator[WgradNhwc]:
+    """`tile` with numbers of runs."""
+    seen = _seen(problem, tile)
+    stages, least = _stages(seen), 1 if tile.FLIPPED or _loaded(seen).C == forward_of(seen).C else 2
+    tiles = math.prod(_tiles(seen, tile)) * _bundles(seen)
+    filling = device.multiprocessors * (1 + _shares(tile, _factor_bytes(problem))) // tiles
+    # blocks of several rounds are dealt out more evenly, which pays where products take long
+    more = (2 * filling, 4 * filling) if filling < 4 and problem.itemsize == 4 else ()
+    tried = (1, ceil(filling, 4), ceil(filling, 2), filling, *more) if filling else (1, 2, 3, 4)
+    most = max(stages // LEAST_STAGES, least)
+    for split in sorted({max(min(split, most), least) for split in tried}):
+        yield replace(tile, SPLIT=split)
 
 
 def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
@@ -664,19 +777,21 @@ def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
 
 def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads, arithmetic or bytes from memory; sums that leave the blocks, and rounds of these."""
-    forward, loaded, size, block = forward_of(problem), _loaded(problem), problem.itemsize, _channels(problem)
+    seen = _seen(problem, config)
+    forward, loaded, size, block = forward_of(seen), _loaded(seen), problem.itemsize, _channels(problem)
     factor = _factor_bytes(problem)
-    down, across = _tiles(problem, config)
-    bundles = _bundles(problem)
+    down, across = _tiles(seen, config)
+    bundles = _bundles(seen)
     channels = min(config.BLOCK_M, ceil(forward.K // bundles, block) * block)
-    columns = min(config.BLOCK_N, _column_blocks(problem) * block)
-    flat = _planes(problem) or _flat(problem)
+    columns = min(config.BLOCK_N, _column_blocks(seen) * block)
+    flat = _planes(problem) or _flat(seen)
     if _planes(problem):
         cycles = (channels + columns) * pixel_cycles(size * math.prod(forward.output_size))
     else:
         of_dy, of_x = pixel_cycles(size * loaded.K // bundles), pixel_cycles(size * loaded.C // bundles)
         cycles = channels * of_dy + columns * of_x
-    loads = LOADS[factor] * (BOXED if flat else WALKED) * cycles
+    crowded = bundles > 1 and columns >= BESIDE * block * _tap_blocks(seen)
+    loads = LOADS[factor] * (BOXED if flat else WALKED) * cycles * (CROWDED if crowded else 1)
     sums = config.BLOCK_M * config.BLOCK_N
     products = (TALL if _tall(config, factor) else PRODUCT[factor]) * sums
     end = 4 * sums / PARTED if config.SPLIT > 1 else size * sums / STORED
@@ -685,13 +800,14 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
         """By blocks that are all there at once."""
         beside = ceil(blocks, device.multiprocessors)
         step = _together(beside * products, beside * loads, products + STEP, (WAIT + loads) / (config.STAGES - 1)) / CLOCK
-        return _part(problem, config) * step + beside * end
+        return _part(seen, config) * step + beside * end
 
     blocks, slots = down * across * bundles * config.SPLIT, device.multiprocessors * (1 + _shares(config, factor))
     again = ceil(blocks, slots) - 1
     us = again * (taken(slots) + AGAIN) + taken(blocks - again * slots)
-    added = REDUCE + 4 * config.SPLIT * _sums(problem) / ADDED if config.SPLIT > 1 else 0
-    copied = sum(COPY + 32 * told.words / COPIED for _, told in _copies(problem))
+    us *= TURNED if config.FLIPPED and size == 2 else 1
+    added = REDUCE + 4 * config.SPLIT * _sums(problem, config) / ADDED if config.SPLIT > 1 else 0
+    copied = sum(COPY + 32 * told.words / COPIED for _, told in _copies(seen))
     return FIRST + _together(us, _moved(problem) / MEMORY) + added + copied
 
 
