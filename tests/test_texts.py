@@ -59,6 +59,7 @@ LISTS = {
     "few_channels": {
         "TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "COLUMN_TILES": {1, 2, 3, 6}, "ROWS": {2, 3, 4, 6}, "PIXEL_TILES": {1, 2}, "WIDE_LOADS": FLAG,
     },
+    "depthwise_toeplitz": {"TYPE": {16, 17}, "STRIDE": {1, 2}, "STEPS": {1, 2}, "GRAD": FLAG, "LAST": FLAG},
     "few_inputs": {"TYPE": {16, 17, 32}, "BLOCK_N": {16, 32, 48, 64}, "PLANES": FLAG, "PRODUCTS": {1, 3}},
     "few_pixels_sm90": {"TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "BLOCK_N": {32, 56}, "CLUSTER": {2, 4, 8}, "PHASES": {1, 4}},
     "pointwise_sm90": {

@@ -204,7 +204,8 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-# Fitted to 27 times of 9 float32 layers on an H200 and an H100: root mean square of the error 15%.
+# Fitted to 27 times of 9 float32 layers on an H200 and an H100: root mean square of the error 15%. Of 15 layers in
+# 16 bits on an H100 it is 14%.
 CLOCK = 1120.0  # instructions a microsecond and scheduler
 MEMORY = 2.3e6  # bytes a microsecond
 BEGIN = 3.1  # microseconds of a launch
@@ -236,28 +237,20 @@ def time(problem: ConvProblem, config: DepthwisePlanes, device: Device) -> float
     return BEGIN + max(busy, waits, problem.itemsize * elements / MEMORY)
 
 
-#: Pixels of a plane of the result up to which runs of memory win; above, direct_tile.cu's tiles are filled and its loop is shorter.
+#: Pixels of a plane of the result up to which runs of memory win in float64; above, direct_tile.cu's tiles are
+#: filled and its loop is shorter.
 SMALL_PLANE = 512
-#: In 16 bits larger planes come here too, where they fill less than this part of such tiles: by the models of both kernels that pays.
-TILE, FILLED = (14, 32), 0.5
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, DepthwisePlanes] | None:
-    """The configuration that should be the fastest, of float32 behind the microseconds it should take; None where another one is faster.
+    """The configuration that should be the fastest, behind the microseconds it should take; None where another one is faster.
 
-    In other types, whose times the model was not fitted to, a rule decides: small planes that fill the machine. Of 19 layers in three types
-    on an H200, those with such planes took 0.4 to 0.9 of direct_tile.cu's time, most others 1.0 to 1.4 of it. In 16 bits,
-    filters of 3x3 with a stride took 0.7 and 0.9 of it in larger planes too, on an H100.
+    In float64, to which the model was not fitted, a rule decides: small planes that fill the machine.
     """
-    if problem.dtype == "float32":
+    if problem.dtype != "float64":
         return fastest((time(problem, config, device), config) for config in configs(problem, device))
     config = next(configs(problem, device), None)
-    pixels = math.prod(problem.result_size)
-    tiled = math.prod(ceil(n, tile) * tile for n, tile in zip(problem.result_size[1:], TILE, strict=True))
-    in_planes = pixels <= SMALL_PLANE
-    if problem.itemsize == 2:
-        in_planes |= pixels < FILLED * tiled or (problem.stride[1] == 2 and problem.filter_size[1] == 3)
-    if config is None or problem.K != problem.C or not in_planes:
+    if config is None or problem.K != problem.C or math.prod(problem.result_size) > SMALL_PLANE:
         return None
     unit = _unit(problem, config)
     assert unit is not None

@@ -1,0 +1,388 @@
+"""Depthwise layers of 16 bits on tensor cores: ``cu/depthwise_toeplitz.cu``.
+
+A row of a filter is a Toeplitz matrix, which multiplies rows of the input. Memory bounds such layers, where plain cores would be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from typing import NamedTuple
+
+from pycuda_conv.engines import depthwise_nhwc
+from pycuda_conv.engines.ampere import unsupported
+from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "DepthwiseToeplitz", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
+]  # fmt: skip
+
+WARPS = {"NCHW": 4, "NHWC": 8}  # of a block
+ROWS, EIGHT = 16, 8  # rows of a task; columns of a tile
+MOST_COLUMNS, MOST_BANDS = 80, 4  # with channels last: columns of a block at most, and sixteens of rows
+CHANNELS, PIXEL, ROW_PAD = 16, 24, 4  # with channels last: of a block; elements of shared memory of a pixel, and behind a row
+WORD = 4
+SHARED_KIB = 227  # of a multiprocessor of Hopper
+#: Eights of columns of a task, and sixteens of columns of the input that an eight meets, by the stride.
+TILES = {1: 5, 2: 3}
+STEPS = {1: (1, 2), 2: (2,)}
+GRAD_TILES, GRAD_TAPS = 6, 64  # of the gradient of a convolution of stride 2; words of a row of its filter
+#: KiB of shared memory of a block at most.
+UNITS = {"NCHW": (24, 12, 48), "NHWC": (48, 72, 110)}
+
+
+@dataclass(frozen=True)
+class DepthwiseToeplitz(Config):
+    """Shared memory that a block may take at most, in KiB, which decides how many planes or rows it has: ``depthwise_toeplitz.cu``."""
+
+    UNIT_KIB: int = 24
+
+
+CONFIGS = (DepthwiseToeplitz,)
+LAYOUTS = "NCHW", "NHWC"
+TENSOR_CORES = True
+
+
+class DepthwiseToeplitzArguments(NamedTuple):
+    """The struct of ``depthwise_toeplitz.cu``, which says what its members are."""
+
+    planes: int
+    all_planes: int
+    band: int
+    bands: int
+    by_bands: int
+    sixteens: int
+    by_sixteens: int
+    groups: int
+    by_groups: int
+    k: int
+    by_k: int
+    multiplier: int
+    by_multiplier: int
+    h: int
+    w: int
+    p: int
+    q: int
+    r: int
+    by_r: int
+    s: int
+    stride_h: int
+    pad_h: int
+    pad_w: int
+    dil_h: int
+    dil_w: int
+    by_dil_w: int
+    flipped: int
+    y_off: int
+    x_off: int
+    columns: int
+    by_columns: int
+    spans: int
+    by_spans: int
+    chunks: int
+    by_chunks: int
+    units: int
+    by_units: int
+    pitch: int
+    plane_pitch: int
+    x_rows: int
+    by_x_rows: int
+    taps_pitch: int
+    by_taps_pitch: int
+    y_at: int
+    x_at: int
+    x_size: int
+    has_bias: int
+    has_scale: int
+    has_residual: int
+    activation: int
+    slope: int
+
+
+# ---- what runs
+
+
+def refusal(problem: ConvProblem, config: DepthwiseToeplitz) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.UNIT_KIB not in UNITS[problem.layout]:
+        return f"UNIT_KIB must be one of {', '.join(map(str, UNITS[problem.layout]))}"
+    unit = _unit(problem, config)
+    if unit is None:
+        return f"a plane's {ROWS} rows take more than {config.UNIT_KIB} KiB of shared memory"
+    if unit.blocks > GRID_LIMIT:
+        return f"its grid is larger than {GRID_LIMIT:,} blocks"
+    return None
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever the unit, or None if it can."""
+    if problem.direction not in ("fprop", "dgrad"):
+        return "it computes forward convolutions and gradients by the input"
+    if problem.groups != problem.C or problem.has_depth:
+        return "it takes one input channel a group and at most two spatial axes"
+    if problem.itemsize != 2:
+        return "it takes float16 and bfloat16 arrays"
+    if problem.stride[2] not in TILES:
+        return "it takes strides of 1 and 2 along rows"
+    if problem.direction != "fprop" and (problem.K != problem.C or problem.stride[1] != problem.stride[2]):
+        return "of gradients it computes those of a layer with as many channels out as in and one stride"
+    if _strided(problem) and (problem.dilation[1:] != (1, 1) or problem.filter_size[2] > 2 * EIGHT):
+        return "of gradients with a stride it takes filters without dilation of up to 16 columns"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if _steps(problem) is None:
+        return "eight results of a row meet at most 32 columns of the input"
+    if problem.layout == "NHWC":
+        if problem.K != problem.C or problem.K % 4:
+            return "with channels last it takes as many channels out as in, a multiple of four"
+        if problem.K * max(math.prod(problem.operand_size), math.prod(problem.result_size)) >= 2**31:
+            return "it counts the elements of an image in 32 bits"
+    elif problem.largest_array >= 2**31:
+        return "it counts elements in 32 bits"
+    return None
+
+
+def _strided(problem: ConvProblem) -> bool:
+    """Whether it is the gradient of a convolution of stride 2."""
+    return problem.direction == "dgrad" and problem.stride[2] > 1
+
+
+def _padding(problem: ConvProblem) -> tuple[int, int]:
+    """Rows and columns before the first of the image that is read; a gradient is a convolution with the filter turned by half a circle."""
+    _, pad_h, pad_w = problem.padding_before
+    if problem.direction == "fprop" or _strided(problem):
+        return pad_h, pad_w
+    (_, r, s), (_, dil_h, dil_w) = problem.filter_size, problem.dilation
+    return (r - 1) * dil_h - pad_h, (s - 1) * dil_w - pad_w
+
+
+def _shift(problem: ConvProblem) -> int:
+    """Column of the result that eight 0 begins with: the first that meets no column before 0 of the input."""
+    return ceil(_padding(problem)[1], problem.stride[2])
+
+
+def _steps(problem: ConvProblem) -> int | None:
+    """Sixteens of columns of the input that eight results meet, or None if these are too many."""
+    if _strided(problem):
+        return 1
+    stride = problem.stride[2]
+    off = stride * _shift(problem) - _padding(problem)[1]
+    columns = off + stride * (EIGHT - 1) + (problem.filter_size[2] - 1) * problem.dilation[2] + 1
+    return next((steps for steps in STEPS[stride] if columns <= 16 * steps), None)
+
+
+class _Unit(NamedTuple):
+    """What a block computes."""
+
+    planes: int
+    band: int  # rows of the result
+    columns: int  # of the result
+    bands: int
+    spans: int  # of columns
+    blocks: int
+    groups: int  # tasks side by side
+    x_rows: int  # of a plane
+    units: int  # eights of columns of x
+    pitch: int
+    plane_pitch: int
+    y_off: int  # columns of the result and of the input that eight 0 begins with
+    x_off: int
+    taps_pitch: int  # words of a row of the filter
+    y_at: int
+    x_at: int
+    shared: int
+
+
+@lru_cache(maxsize=1024)  # the planner asks for it several times
+def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
+    """The unit that fits into the shared memory of `config` and reads the least beside what it computes; None where none fits."""
+    (_, h, _), (_, p, q), (_, r, _), (_, stride_h, stride) = problem.operand_size, problem.result_size, problem.filter_size, problem.stride
+    most, steps, last, all_planes = config.UNIT_KIB * 1024, _steps(problem), problem.layout == "NHWC", problem.N * problem.K
+    assert steps is not None
+    span = (r - 1) * problem.dilation[1] + 1
+    grad, taps = _strided(problem), problem.filter_size[2]
+    pad_w = _padding(problem)[1]
+    if grad:
+        taps_pitch, of_task = GRAD_TAPS, GRAD_TILES
+        # column n of the result meets column k of the input by tap n - 2 k + y_off + pad_w - 2 x_off; these three are in [taps - 1, 16]
+        if last:
+            y_off, x_off = 0, (pad_w - taps + 1) // 2
+        else:
+            x_off = 0 if pad_w >= taps - 1 else -EIGHT
+            y_off = min(0, 2 * EIGHT - pad_w + 2 * x_off)
+    else:
+        taps_pitch, of_task = 16 * steps + EIGHT * stride, TILES[stride]
+        first = 0 if last else -ceil(_shift(problem), EIGHT)
+        y_off = 0 if last else EIGHT * first + _shift(problem)
+        x_off = -pad_w if last else EIGHT * stride * first
+    granule = 2 * EIGHT if grad else EIGHT  # columns
+    least_rows = 2 * ROWS if grad else ROWS
+
+    def unit(planes: int, band: int, columns: int) -> _Unit:
+        bands, spans, eights = ceil(p, band), ceil(q - y_off, columns), columns // EIGHT
+        met = (band + r) // 2 + 1 if grad else (band - 1) * stride_h + span
+        x_rows = min(met, h) if last or bands > 1 else h
+        units = eights // 2 + 1 if grad else stride * (eights - 1) + 2 * steps
+        pitch = units | 1  # odd: no bank conflicts
+        plane_pitch = x_rows * pitch | last  # odd where neighbouring channels are stored together
+        y_at = ceil(planes * r * taps_pitch * WORD, 16) * 16
+        x_at = y_at + (ceil(2 * band * (columns * PIXEL + ROW_PAD), 16) * 16 if last else ceil(2 * (planes * band * q + EIGHT), 16) * 16)
+        beside = of_task * stride  # eights that a task reads beside the row: of tiles that there are not
+        blocks = bands * spans * (problem.N * ceil(problem.K, CHANNELS) if last else ceil(all_planes, planes))
+        shared = x_at + (planes * plane_pitch + pitch + beside) * 16
+        return _Unit(
+            planes, band, columns, bands, spans, blocks, ceil(eights, of_task), x_rows, units, pitch, plane_pitch, y_off, x_off, taps_pitch,
+            y_at, x_at, shared,
+        )  # fmt: skip
+
+    row = ceil(q - y_off, granule) * granule
+    bands = range(least_rows, p + least_rows, least_rows)
+    if last:
+        columns = sorted({min(some, row) for some in range(granule, MOST_COLUMNS + granule, granule)})
+        each = (unit(CHANNELS, min(band, p), some) for band in bands[:MOST_BANDS] for some in columns)
+        read = ((one.bands * one.spans * one.x_rows * (one.units + 1), one.shared, one) for one in each if one.shared <= most)
+        return min(read, key=lambda found: found[:2], default=(0, 0, None))[2]
+    one = unit(1, p, row)
+    if one.shared <= most:
+        of_plane = unit(2, p, row).shared - one.shared
+        return unit(min(1 + (most - one.shared) // (of_plane + 16), all_planes), p, row)
+    fitting = takewhile(lambda one: one.shared <= most, (unit(1, band, row) for band in bands[:-1]))
+    return max(fitting, key=lambda one: one.band, default=None)
+
+
+def _sixteens(problem: ConvProblem, unit: _Unit) -> int:
+    """Tasks of a unit below one another."""
+    return 2 * ceil(unit.band, 2 * ROWS) if _strided(problem) else ceil(unit.band, ROWS)
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, noted: bool = False) -> Schedule:
+    """The launch of `config`, which can run `problem`; it notes no moments."""
+    (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
+    (_, stride_h, stride_w), (_, dil_h, dil_w), (pad_h, pad_w) = problem.stride, problem.dilation, _padding(problem)
+    unit, grad = _unit(problem, config), _strided(problem)
+    assert unit is not None
+    told = arguments(
+        DepthwiseToeplitzArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands,
+        sixteens=_sixteens(problem, unit), groups=unit.groups, k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, r=r, s=s,
+        stride_h=stride_h, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flipped=int(problem.direction == "dgrad" and not grad),
+        y_off=unit.y_off, x_off=unit.x_off, columns=unit.columns, spans=unit.spans,
+        chunks=ceil(problem.K, CHANNELS) if problem.layout == "NHWC" else 1, units=unit.units, pitch=unit.pitch,
+        plane_pitch=unit.plane_pitch, x_rows=unit.x_rows, taps_pitch=unit.taps_pitch, y_at=unit.y_at, x_at=unit.x_at,
+        x_size=problem.N * problem.C * h * w, **finish(problem),
+    )  # fmt: skip
+    steps = _steps(problem)
+    assert steps is not None
+    defines = {
+        "TYPE": ELEMENTS[problem.dtype], "STRIDE": 1 if grad else stride_w, "STEPS": steps, "GRAD": int(grad),
+        "LAST": int(problem.layout == "NHWC"),
+    }  # fmt: skip
+    threads = 32 * WARPS[problem.layout]
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    launch = KernelLaunch(
+        "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=told, layer=finish_constants(told)
+    )
+    return Schedule.plain([[launch]])
+
+
+def filter_key(problem: ConvProblem, config: DepthwiseToeplitz) -> None:
+    """None: the kernel reads the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: DepthwiseToeplitz) -> Hashable:
+    """The same for all."""
+    return DepthwiseToeplitz
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a type, a stride, and how far a row of the filter reaches."""
+    for stride, steps in STEPS.items():
+        choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "GRAD": FLAG, "LAST": FLAG}
+        yield TextFamily("depthwise_toeplitz", choices, _made)
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a kernel with these defines is ever made."""
+    return not d["GRAD"] or (d["STRIDE"], d["STEPS"]) == (1, 1)
+
+
+# ---- the choice
+
+
+class _Pace(NamedTuple):
+    """What takes how long: cycles of a multiprocessor, or microseconds."""
+
+    product: float  # of 16 x 8 x 16
+    row: float  # of the filter, of a task, besides
+    task: float  # its results
+    whole: float  # eight columns of a row of the input, of rows of a multiple of eight elements
+    eight: float  # and of others
+    tap: float  # a word of the filters
+    block: float
+    begin: float  # microseconds of a launch
+    wave: float  # microseconds that the blocks of a multiprocessor wait
+    memory: float  # bytes a microsecond
+
+
+#: Fitted to 56 and 50 times of 20 and 20 layers in float16 on an H100: root mean square of the error 13% and 7%.
+PACES = {
+    "NCHW": _Pace(1.96, 4.22, 92.2, 0.1, 0.89, 0.84, 47.0, 3.86, 0.095, 2.95e6),
+    "NHWC": _Pace(2.54, 4.35, 33.6, 0.37, 0.83, 0.94, 134.0, 4.71, 0.19, 1.46e6),
+}  # fmt: skip
+RESIDENT = {"NCHW": 5, "NHWC": 3}  # blocks of a multiprocessor, as registers allow
+CLOCK = 1700.0  # cycles a microsecond
+LONG = 1.12  # times as long in NCHW, where blocks are large: nothing is loaded or stored meanwhile
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]:
+    """The configurations worth comparing for `problem`."""
+    return (config for config in map(DepthwiseToeplitz, UNITS[problem.layout]) if refusal(problem, config) is None)
+
+
+def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> float:
+    """Microseconds that `config` should take: memory and the multiprocessors' cycles, of which the shorter hides in part, and waits."""
+    unit, stride, steps, pace = _unit(problem, config), problem.stride[2], _steps(problem), PACES[problem.layout]
+    assert unit is not None and steps is not None
+    r, whole = problem.filter_size[1], problem.layout == "NCHW" and problem.operand_size[2] % EIGHT == 0
+    tasks = unit.planes * _sixteens(problem, unit) * unit.groups
+    met, tiles = (r / 2, GRAD_TILES) if _strided(problem) else (r, TILES[stride])
+    cycles = tasks * (met * (tiles * steps * pace.product + pace.row) + pace.task) + pace.block
+    cycles += unit.planes * (unit.x_rows * unit.units * (pace.whole if whole else pace.eight) + r * unit.taps_pitch * pace.tap)
+    resident = max(1, min(RESIDENT[problem.layout], SHARED_KIB * 1024 // (unit.shared + 1024)))
+    busy = max(1.0, unit.blocks / device.multiprocessors) * cycles / CLOCK
+    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    moving = moved / pace.memory * 132 / device.multiprocessors
+    us = pace.begin + math.hypot(busy, moving) + pace.wave * ceil(unit.blocks, device.multiprocessors * resident)
+    return us * LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs.
+
+    With channels last no engine is compared with depthwise_nhwc.py, and strips and tiles of unrolled filters were faster on all of 16
+    layers but a small one. It is chosen for other filters, where it should take less time than depthwise_nhwc.py's choice.
+    """
+    found = fastest((time(problem, config, device), config) for config in configs(problem, device))
+    if found is None or problem.layout == "NCHW":
+        return found
+    (_, r, s), (_, stride_h, stride_w) = problem.filter_size, problem.stride
+    if r == s and r in depthwise_nhwc.UNROLLED and stride_h == stride_w and problem.dilation == (1, 1, 1):
+        return None
+    other = depthwise_nhwc.choose(problem, device)
+    us = None if other is None else depthwise_nhwc.time(problem, other[1], device)
+    return (BY_RULE, found[1]) if us is None or found[0] < us else None
