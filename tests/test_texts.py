@@ -56,6 +56,7 @@ LISTS = {
     },
     "wgrad_nhwc_reduce": {"TYPE": {16, 17, 32}}, "wgrad_nhwc_add": {"TYPE": {16, 17, 32}, "EACH": {2, 4}},
     "planes_sm90": {"BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256}, "WGMMA_N": {64, 128, 192}, "STAGES": set(range(2, 9)), "TYPE": {16, 17}, "W_MN_MAJOR": FLAG, "OWN_M": {64, 128}, "RESULTS": {1, 2}},
+    "gathered_planes_sm90": {"BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 128}, "STAGES": set(range(2, 9)), "TYPE": {16, 17, 32}, "W_TURNED": FLAG, "CLUSTER": {1, 2, 4, 8}, "GROUPS": {2, 4}},
     "few_channels": {
         "TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "COLUMN_TILES": {1, 2, 3, 6}, "ROWS": {2, 3, 4, 6}, "PIXEL_TILES": {1, 2}, "WIDE_LOADS": FLAG,
     },

@@ -22,6 +22,7 @@ from pycuda_conv.engines import (
     few_pixels_sm90,
     fft,
     gather_nhwc_sm90,
+    gathered_planes_sm90,
     grouped_nhwc,
     grouped_nhwc_wgrad,
     implicit_gemm_sm80,
@@ -46,7 +47,8 @@ from pycuda_conv.runtime.base import Device
 ENGINES: tuple[Engine, ...] = (
     depthwise_toeplitz, depthwise_nhwc, fft, depthwise_planes, depthwise_wgrad, direct, patch_wgrad, direct_gemm, direct_quads, dmma,
     grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, dense_nhwc_sm90, gather_nhwc_sm90, wgrad_nhwc_sm90,
-    implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80, planes_sm90, via_nhwc, columns,
+    implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80, planes_sm90, gathered_planes_sm90, via_nhwc,
+    columns,
 )  # fmt: skip
 
 NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most

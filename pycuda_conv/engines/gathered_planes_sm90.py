@@ -1,0 +1,280 @@
+"""1x1 convolutions of NCHW arrays whose planes tensor loads don't take, and of few pixels, on Hopper (``cu/gathered_planes_sm90.cu``).
+
+The arrays are float16, bfloat16, and float32 with ``precision="tf32"``. Planes may have any size, and pixels of x may lie a stride apart.
+Tiles go on from one image to the next. Threads load what a tile reads, so one launch does everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.hopper import CLOCK, ROW, SHARED_BYTES, at_once, map_type, stage_channels, unsupported
+from pycuda_conv.engines.packing import MOST_PIXELS
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_so_many
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GatheredPlanes", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time",
+    "unsupported",
+]  # fmt: skip
+
+#: Channels and pixels of a tile; the blocks that share one, and the groups of warps that load.
+TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
+    (64, 32): ((1, 2), (8, 2), (1, 4), (2, 4)), (64, 64): ((1, 2), (2, 2), (4, 2), (1, 4), (2, 4)), (128, 128): ((1, 2),),
+}  # fmt: skip
+STAGES = 8  # of a ring, at the most
+BLOCK = 64  # channels of the filter that are loaded at once
+
+
+@dataclass(frozen=True)
+class GatheredPlanes(Config):
+    """One tile of ``gathered_planes_sm90.cu``.
+
+    Its output channels and its pixels, the stages of its ring, the blocks that share it, and the groups of warps that load.
+    """
+
+    BLOCK_M: int = 64
+    BLOCK_N: int = 64
+    STAGES: int = 6
+    CLUSTER: int = 1
+    GROUPS: int = 2
+
+
+CONFIGS = (GatheredPlanes,)
+LAYOUTS = ("NCHW",)
+TENSOR_CORES = True
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.groups != 1:
+        return "it takes arrays of one group"
+    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
+        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if problem.filter_size != (1, 1, 1):
+        return "it takes 1x1 filters"
+    if not _gathers_filter(problem) and problem.weight_shape[1] * problem.itemsize % 16:
+        return "tensor loads take rows of the filter of a multiple of 16 bytes"
+    if problem.largest_array >= 2**31 or problem.N * math.prod(problem.result_size) >= MOST_PIXELS:
+        return "it counts elements and pixels in 32 bits"
+    return None
+
+
+def _gathers_filter(problem: ConvProblem) -> bool:
+    """Whether threads load the filter, which wgmma can't read as it lies."""
+    return problem.direction == "dgrad" and problem.itemsize == 4
+
+
+def refusal(problem: ConvProblem, config: GatheredPlanes) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
+        return f"its tiles are of {', '.join(f'{rows} x {pixels}' for rows, pixels in TILES)} channels and pixels"
+    shares = TILES[config.BLOCK_M, config.BLOCK_N]
+    if (config.CLUSTER, config.GROUPS) not in shares:
+        return f"its blocks and groups are {', '.join(f'{blocks} and {groups}' for blocks, groups in shares)}"
+    if _sum_bytes(config) > _shared_bytes(config) - 1024:
+        return "its ring leaves no room for the sums of a tile"
+    return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config.BLOCK_M), config.CLUSTER)
+
+
+def _sum_bytes(config: GatheredPlanes) -> int:
+    return 4 * config.BLOCK_M * (config.BLOCK_N + 8)
+
+
+def _beside(config: GatheredPlanes) -> int:
+    """Blocks that share a multiprocessor."""
+    return 2 if config.BLOCK_M == 64 and config.GROUPS == 2 else 1
+
+
+def _most_shared(rows: int) -> int:
+    """Shared memory that a block may take: two of the small tiles may share a multiprocessor."""
+    return SHARED_BYTES if rows == 128 else SHARED_BYTES // 2 - 1024
+
+
+def _shared_bytes(config: GatheredPlanes) -> int:
+    """Shared memory of a block: the ring, and room to align it."""
+    return config.STAGES * ROW * (config.BLOCK_M + config.BLOCK_N) + 1024
+
+
+def _widest(rows: int, pixels: int, cluster: int, groups: int) -> GatheredPlanes:
+    """A tile with the stages that its ring has room for."""
+    tiles = (GatheredPlanes(rows, pixels, stages, cluster, groups) for stages in range(STAGES, 1, -1))
+    return next(config for config in tiles if _shared_bytes(config) <= _most_shared(rows))
+
+
+# ---- launches
+
+
+class GatheredPlanesProduct(NamedTuple):
+    """The struct of ``gathered_planes_sm90.cu``, which says what its members are."""
+
+    tiles_m: int
+    by_tiles_m: int
+    steps: int
+    part: int
+    rows: int
+    channels: int
+    depth: int
+    height: int
+    width: int
+    x_image: int
+    x_channel: int
+    pixels: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    low_d: int
+    low_h: int
+    low_w: int
+    apart: int
+    apart_d: int
+    by_apart_d: int
+    apart_h: int
+    by_apart_h: int
+    apart_w: int
+    by_apart_w: int
+    load_plane: int
+    by_load_plane: int
+    load_pq: int
+    by_load_pq: int
+    load_q: int
+    by_load_q: int
+    y_image: int
+    y_channel: int
+    wide: int
+    pairs: int
+    has_bias: int
+    has_scale: int
+    has_residual: int
+    activation: int
+    slope: int
+
+
+def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`."""
+    down, across, steps = _tiles(problem, config)
+    (depth, height, width), (_, high, wide) = problem.operand_size, problem.result_size
+    channels, rows = problem.operand_channels, problem.result_channels
+    x_plane, plane = depth * height * width, math.prod(problem.result_size)
+    backward, gathers = problem.direction == "dgrad", _gathers_filter(problem)
+    told = arguments(
+        GatheredPlanesProduct, tiles_m=down, steps=steps, part=ceil(steps, config.CLUSTER), rows=rows, channels=channels, depth=depth,
+        height=height, width=width, x_image=channels * x_plane, x_channel=x_plane, pixels=problem.N * plane,
+        **by_axis("stride_", (1, 1, 1) if backward else problem.stride),
+        **by_axis("low_", [pad if backward else -pad for pad in problem.padding_before]),
+        apart=int(backward and problem.stride != (1, 1, 1)), **by_axis("apart_", problem.stride), load_plane=plane, load_pq=high * wide,
+        load_q=wide, y_image=rows * plane, y_channel=plane,
+        wide=int(_wide(problem)), pairs=int(plane % 2 == 0), **finish(problem),
+    )  # fmt: skip
+    first, last = problem.weight_shape[:2]
+    size, box = problem.itemsize, stage_channels(problem)
+    box_of_filter = (BLOCK, box, 1) if backward else (box, BLOCK, 1)
+    maps = () if gathers else (
+        TensorMap(WEIGHT, 0, (last, first, 1), (size * last, size * last * first), box_of_filter, ROW, map_type(problem)),
+    )  # fmt: skip
+    defines = {
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
+        "W_TURNED": int(backward), "CLUSTER": config.CLUSTER, "GROUPS": config.GROUPS,
+    }  # fmt: skip
+    launch = KernelLaunch(
+        "gathered_planes_sm90", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,
+        (*((WEIGHT,) if gathers else ()), INPUT, BIAS, SCALE, RESIDUAL, RESULT), (), maps=maps, shared=_shared_bytes(config), arch="sm_90a",
+        arguments=told, layer=finish_constants(told),
+    )  # fmt: skip
+    return Schedule.plain([[launch]])
+
+
+def _wide(problem: ConvProblem) -> bool:
+    """Whether two neighbouring pixels, and rows of a filter that threads load, may be loaded at once."""
+    flat = problem.stride == (1, 1, 1) and problem.operand_size == problem.result_size and not any(problem.padding_before)
+    return flat and math.prod(problem.result_size) % 2 == 0 and not (_gathers_filter(problem) and problem.result_channels % 2)
+
+
+def _tiles(problem: ConvProblem, config: GatheredPlanes) -> tuple[int, int, int]:
+    """Tiles along the channels, and the pixels of all images; stages of a sum."""
+    pixels, steps = problem.N * math.prod(problem.result_size), ceil(problem.operand_channels, stage_channels(problem))
+    return ceil(problem.result_channels, config.BLOCK_M), ceil(pixels, config.BLOCK_N), steps
+
+
+def filter_key(problem: ConvProblem, config: GatheredPlanes) -> None:
+    """None: nothing is packed."""
+
+
+def sum_order(problem: ConvProblem, config: GatheredPlanes) -> Hashable:
+    """Where a sum is cut."""
+    return config.CLUSTER
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile, the blocks that share it, the type, and the direction."""
+    for (rows, pixels), shares in TILES.items():
+        for cluster, groups in shares:
+            choices = {
+                "BLOCK_M": (rows,), "BLOCK_N": (pixels,), "STAGES": (_widest(rows, pixels, cluster, groups).STAGES,),
+                "TYPE": tuple(ELEMENTS.values()), "W_TURNED": FLAG, "CLUSTER": (cluster,), "GROUPS": (groups,),
+            }  # fmt: skip
+            yield TextFamily("gathered_planes_sm90", choices, arch="sm_90a")
+
+
+# ---- the choice
+
+# Fitted to 218 times of 31 layers on an H100: root mean square of the error 13%. What is chosen took 2.5% longer in the mean than the
+# best tile.
+BEGIN, AGAIN = 2.97, 1.5  # microseconds of a launch with its first loads, and of each further round of blocks
+WAIT = 0.566  # microseconds that a group waits for what it loads of a stage
+GATHERED = 3.5  # cycles of a multiprocessor for a load of 32 numbers, or of 64 where these are pairs
+MULTIPLIED = 2.43  # of the tensor core's cycles
+STORED = 14.1e3  # sums a microsecond and multiprocessor that are written
+JOINED = 0.75  # microseconds that blocks wait for one another to add up what they share
+MEMORY = 1.71e6  # bytes a microsecond
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[GatheredPlanes]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    for (rows, pixels), shares in TILES.items():
+        for cluster, groups in shares:
+            config = _widest(rows, pixels, cluster, groups)
+            down, across, steps = _tiles(problem, config)
+            if cluster == 1 or (steps >= 2 * cluster and down * across * cluster <= 4 * device.multiprocessors):
+                yield config
+
+
+def time(problem: ConvProblem, config: GatheredPlanes, device: Device) -> float:
+    """Microseconds that `config` should take: loads or products of a stage, or the wait for them; stores, rounds; or memory."""
+    (down, across, steps), shared = _tiles(problem, config), config.CLUSTER > 1
+    rows = config.BLOCK_N + (config.BLOCK_M if _gathers_filter(problem) else 0)
+    loads = GATHERED * stage_channels(problem) * rows / (64 if _wide(problem) else 32)
+    busy = max(loads, MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32) / CLOCK
+    slots, beside, blocks = at_once(device, config.CLUSTER), _beside(config), down * across * config.CLUSTER
+    rounds, together = ceil(blocks, slots * beside), min(beside, ceil(blocks, slots))
+    end = config.BLOCK_M * config.BLOCK_N / config.CLUSTER / STORED + (JOINED if shared else 0)
+    work = ceil(steps, config.CLUSTER) * (WAIT / config.GROUPS + busy * together) + end * together
+    # rows and slices that the pixels step over are not read; columns are, beside their neighbours
+    stepped = problem.stride[0] * problem.stride[1] if problem.direction == "fprop" else 1
+    read = problem.N * problem.operand_channels * math.prod(problem.operand_size) // stepped
+    moved = problem.itemsize * (read + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
+    return BEGIN + max(rounds * work + AGAIN * (rounds - 1), moved / MEMORY)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, GatheredPlanes] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))
