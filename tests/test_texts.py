@@ -124,11 +124,16 @@ def test_sizes_and_batches_of_a_layer_ask_for_few_texts(name):
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_with_a_tile_no_text_depends_on_the_number_of_images(name):
-    """But for the gradient of a filter, whose channels they are, and its sums, which are split by how many there are."""
+    """But for the gradient of a filter, whose channels they are, and its sums, which are split by how many there are.
+
+    And but for filters that blocks of dense_nhwc_sm90 turn themselves where they have few stages.
+    """
     device = DEVICES[name]
     for layer, _ in layers(40, 6):
         one = as_called(layer(4, 24), device)
         config = engines.choose(one, device)
+        if one.precision == "tf32" and "DenseNhwc" in str(config):
+            continue
         for n in (5, 12, 40):
             other = replace(layer(n, 24), layout=one.layout)
             if one.direction == "wgrad" or engines.refusal(other, config, device):
