@@ -139,7 +139,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #else
   const int top = p0 * (int)arg.stride_h - (int)arg.pad_h, below = top + (rows - 1) * (int)arg.stride_h + (filter_r - 1) * (int)arg.dil_h + 1;
 #endif
-  const int y_column = of_span.rest * (int)arg.columns + (int)arg.y_off, x_column = of_span.rest * (GRAD ? (int)arg.columns / 2 : (int)arg.columns * STRIDE) + (int)arg.x_off;
+  const int y_column = of_span.rest * (int)arg.columns + (int)arg.y_off;
+  const int x_column = of_span.rest * (GRAD ? (int)arg.columns / 2 : (int)arg.columns * STRIDE) + (int)arg.x_off;
   const int units = (int)arg.units, q_stop = min(q_end, y_column + (int)arg.columns);
 #if LAST
   const int image = of_band.quotient, k_all = (int)arg.k, first_plane = of_chunk.rest * CHANNELS, planes = min(CHANNELS, k_all - first_plane), x_first = first_plane;
