@@ -892,7 +892,7 @@ class Rates(NamedTuple):
 
 
 #: Measured on an H200, by the bytes of an element. float32's were fitted to 258 times: root mean square of the error 17%.
-RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 2.07, 98e3, 21.6e3, 1.79), 2: Rates(1180.0, 2.61, 110e3, 40.2e3, 1.15)}
+RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 2.07, 98e3, 21.6e3, 1.79), 2: Rates(1450.0, 2.8, 110e3, 17.4e3, 1.0)}
 RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split there
 #: Of 16-bit arrays and filters that are read as they lie: cycles a microsecond, cycles of a row of the filter, microseconds of each launch;
 #: times as long products take as the tensor cores need; cycles of a pixel's row of so many bytes. Fitted to 147 times of 57 layers on an

@@ -867,7 +867,7 @@ WINDOWED = 1.8  # times as long it takes to pack images whose windows overlap
 FITTING = 3e7  # bytes that the L2 cache keeps from one launch to the next
 #: By the bytes of an element: bytes a microsecond that launches beside the product move, microseconds of each, and those that a block
 #: which packs FEW pixels adds to one.
-BESIDE = {8: (3.9e6, 0.75, 0.018), 4: (3.4e6, 0.7, 0.018), 2: (3.5e6, 0.86, 0.008)}
+BESIDE = {8: (3.9e6, 0.75, 0.018), 4: (3.4e6, 0.7, 0.018), 2: (3.5e6, 0.75, 0.008)}
 FEW = 32
 SECTOR = 32  # bytes of memory that are read at once
 #: Microseconds that a row of a filter takes to be packed, for each limb, besides its bytes; times as long where taps are folded; and times
