@@ -38,6 +38,7 @@ from test_kernels import check_refused
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import few_pixels_sm90 as fp
 from pycuda_conv.engines.few_pixels_sm90 import FewPixels
+from pycuda_conv.engines.gathered_planes_sm90 import GatheredPlanes
 from pycuda_conv.runtime.base import KERNEL_DIR
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
@@ -260,7 +261,7 @@ def test_few_pixels_choose_it(channels, size, k, taps, mode):
     dtype, precision = ("float32", mode) if mode in ("fp32", "tf32") else ({"fp16": "float16", "bf16": "bfloat16"}[mode], "fp32")
     problem = ConvProblem.forward(2, (1, channels, size, size), (k, channels, taps, taps), padding=taps // 2, dtype=dtype, precision=precision)
     config = engines.choose(problem, H200)
-    assert isinstance(config, FewPixels)
+    assert isinstance(config, FewPixels if taps > 1 or mode == "fp32" else GatheredPlanes)  # 5.0 us on an H100 for such a layer, 8.7 by the best other
     assert len([launch for step in engines.schedule(problem, config, H200).whole for launch in step]) == 1
 
 

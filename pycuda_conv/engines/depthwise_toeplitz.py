@@ -12,9 +12,8 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
-from pycuda_conv.engines import depthwise_nhwc
 from pycuda_conv.engines.ampere import unsupported
-from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
@@ -374,15 +373,6 @@ def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> flo
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs.
 
-    With channels last no engine is compared with depthwise_nhwc.py, and strips and tiles of unrolled filters were faster on all of 16
-    layers but a small one. It is chosen for other filters, where it should take less time than depthwise_nhwc.py's choice.
+    With channels last strips and tiles of unrolled filters were faster on all of 16 layers but a small one: depthwise_nhwc.py takes those by rule.
     """
-    found = fastest((time(problem, config, device), config) for config in configs(problem, device))
-    if found is None or problem.layout == "NCHW":
-        return found
-    (_, r, s), (_, stride_h, stride_w) = problem.filter_size, problem.stride
-    if r == s and r in depthwise_nhwc.UNROLLED and stride_h == stride_w and problem.dilation == (1, 1, 1):
-        return None
-    other = depthwise_nhwc.choose(problem, device)
-    us = None if other is None else depthwise_nhwc.time(problem, other[1], device)
-    return (BY_RULE, found[1]) if us is None or found[0] < us else None
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -45,7 +45,7 @@ from pycuda_conv.runtime.base import Device
 
 #: Of equal predictions the first engine's counts.
 ENGINES: tuple[Engine, ...] = (
-    depthwise_toeplitz, depthwise_nhwc, fft, depthwise_planes, depthwise_wgrad, direct, patch_wgrad, direct_gemm, direct_quads, dmma,
+    depthwise_nhwc, depthwise_toeplitz, fft, depthwise_planes, depthwise_wgrad, direct, patch_wgrad, direct_gemm, direct_quads, dmma,
     grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, dense_nhwc_sm90, gather_nhwc_sm90, wgrad_nhwc_sm90,
     implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80, planes_sm90, gathered_planes_sm90, via_nhwc,
     columns,
