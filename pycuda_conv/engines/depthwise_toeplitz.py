@@ -373,6 +373,7 @@ def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> flo
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs.
 
-    With channels last strips and tiles of unrolled filters were faster on all of 16 layers but a small one: depthwise_nhwc.py takes those by rule.
+    With channels last strips and tiles of unrolled filters were faster on all of 16 layers but a small one: depthwise_nhwc.py takes those
+    by rule.
     """
     return fastest((time(problem, config, device), config) for config in configs(problem, device))
