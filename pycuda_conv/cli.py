@@ -284,8 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _interrupted()
     except BrokenPipeError:  # the reader, head for one, has had enough
         _finish_output()
         return OK
@@ -297,6 +296,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ToolError, BackendError, MemoryError) as error:
         print(f"{command}: {' '.join(str(error).split()) or 'too little memory'}", file=sys.stderr)
         return UNUSABLE
+    except RuntimeError as error:  # Python before 3.12 wraps what is raised while a class tells its attributes their names
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        return _interrupted()
+
+
+def _interrupted() -> int:
+    print("interrupted", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _finish_output() -> None:

@@ -307,6 +307,18 @@ def test_an_interrupted_picture_leaves_nothing(command, opencl, monkeypatch):
     assert names() == ["a.png"]
 
 
+def test_an_interrupt_while_a_library_makes_its_classes_is_one(command, opencl, monkeypatch):
+    """Python before 3.12 makes a RuntimeError of what a class's attribute raises when it is told its name."""
+
+    class Attribute:
+        def __set_name__(self, owner, name):
+            raise KeyboardInterrupt
+
+    save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
+    monkeypatch.setattr(pc, "conv2d", lambda *_, **__: type("Library", (), {"attribute": Attribute()}))
+    assert command("run", *ARRAYS, "--device", "opencl") == (INTERRUPTED, "", "interrupted\n")
+
+
 def test_a_full_disk_is_met_before_the_work(command, opencl, monkeypatch):
     save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
 
