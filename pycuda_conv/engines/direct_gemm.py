@@ -285,8 +285,12 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     if all_at_once is None:
         return None
     rate = all_at_once / multiprocessors * 1e6  # FLOP/us of one multiprocessor
-    if (problem.layout == "NHWC" and problem.groups == 1) or (problem.layout == "CNHW" and problem.itemsize == 2):
+    if problem.layout == "NHWC" and problem.itemsize == 2:
+        rate /= 1.7 if problem.groups > 1 else 2.0
+    elif (problem.layout == "NHWC" and problem.groups == 1) or (problem.layout == "CNHW" and problem.itemsize == 2):
         rate /= 1.6  # neighbouring pixels lie all channels apart, or are elements of two bytes that loads take one by one
+    elif problem.direction == "fprop" and problem.layout == "NCHW" and problem.stride[2] * problem.itemsize * 2 >= SECTOR:
+        rate /= 1.3  # few of a sector's elements are met at once
     step, fit = 2 * config.BLOCK_M * config.BLOCK_N * config.BLOCK_K, config.MIN_BLOCKS
     reduction = problem.operand_channels // problem.groups
     blocks = _grids(problem, config)
