@@ -44,7 +44,7 @@ constexpr int WARPS = 8, THREADS = 32 * WARPS, SIXTEENS = 2;  // of pixels, of a
 constexpr int COLUMN_TILES = BLOCK_N / 8;
 constexpr int EACH = 4 / (int)sizeof(data_t);                     // elements of a word
 constexpr int TOGETHER = EACH == 2 && COLUMN_TILES % 4 == 0 ? 4 : 2;  // eights of columns of which a lane's are neighbouring channels
-constexpr int NEIGHBOURS = 2 * TOGETHER;                          // so many
+[[maybe_unused]] constexpr int NEIGHBOURS = 2 * TOGETHER;                          // so many
 #if PLANES
 constexpr int EIGHTS = SIXTEENS * 2;                              // of pixels, of a warp
 constexpr int RUN_PIXELS = 4 * EACH;                              // neighbours that a lane writes at once: 16 bytes
@@ -137,6 +137,16 @@ DEVICE float whole_of(uint32_t hi, uint32_t lo) { return __uint_as_float(hi) + _
 // The bits of a magnitude, of which zero has the most; and those of 2^-100, from which on no lo loses any.
 DEVICE uint32_t magnitude(uint32_t v) { return 2 * v - 1; }
 constexpr uint32_t ENOUGH = 27u << 24;
+// Adds to all sums of a lane what truncation lost, and tells whether the whole warp may keep its sums: none is a NaN, and no magnitude that was met,
+// of which `least` is this lane's, is too small.
+template <class EachSum> DEVICE bool sums_stand(const EachSum& each_sum, uint32_t least) {
+  bool good = least >= ENOUGH;
+  each_sum([&](float& v) {
+    good = good && v == v;
+    v = with_lost(v, lost_in(1));
+  });
+  return __all_sync(~0u, good);
+}
 #endif
 
 // A word of gemm k: the tap that its row begins with, and the element of the row that it begins with, which may be -1.
@@ -503,12 +513,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       }
     }
 #if PRODUCTS == 3
-    bool good = least >= ENOUGH;
-    each_sum([&](float& v) {
-      good = good && v == v;
-      v = with_lost(v, lost_in(1));
-    });
-    if (!__all_sync(~0u, good)) {
+    if (!sums_stand(each_sum, least)) {
       each_sum([&](float& v) { v = 0; });
       for (int word = 0; word < (int)arg.words; ++word) {
         const uint2 at = ((const uint2*)table)[(word / 8 * 4 + word % 4) * 2 + word / 4 % 2];
@@ -573,12 +578,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
       }
     }
-    bool good = least >= ENOUGH;
-    each_sum([&](float& v) {
-      good = good && v == v;
-      v = with_lost(v, lost_in(1));
-    });
-    if (!__all_sync(~0u, good)) {
+    if (!sums_stand(each_sum, least)) {
       each_sum([&](float& v) { v = 0; });
       for (int word = 0; word < (int)arg.words; ++word) {
         const uint2 at = ((const uint2*)table)[(word / 8 * 4 + word % 4) * 2 + word / 4 % 2];
