@@ -622,27 +622,28 @@ def pack_operands(
 
     tickets_at = scratch.take(4 * tickets) if tickets else nowhere
 
-    w_strides = filter_last_strides(problem) if filter_last else (images.arguments.w_m, images.arguments.w_c, images.arguments.w_tap)
-    row_bits = 0
-    if w_strides[0] == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:
-        row_bits = BESIDE_ROWS.bit_length() - 1
+    strides = dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)) if filter_last else {}
+    of_filter = images.arguments._replace(**strides)
+    shared = images.filter_shared
+    if of_filter.w_m == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:  # nothing passes through shared memory
+        by_one = divider(1)
+        of_filter = of_filter._replace(fitting=0, by_fitting=by_one, part_pieces=0, by_part_pieces=by_one, parts=1, by_parts=by_one)
+        of_filter = of_filter._replace(row_bits=BESIDE_ROWS.bit_length() - 1)
+        shared = 0
     elif written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed):
-        row_bits = WARPS.bit_length() - 1
+        of_filter = of_filter._replace(row_bits=WARPS.bit_length() - 1)
+        shared *= WARPS
     else:
         filter_rows *= _filter_parts(problem, packed)  # from here on the blocks that pack them
+    images = replace(images, arguments=of_filter, filter_shared=shared)
 
     def pack(filter_rows: int, blocks: int) -> list[KernelLaunch]:
         buffers = (INPUT, WEIGHT, x_limbs, *of_images, w_limbs, w_scales, w_flags, tickets_at)
-        told = images.arguments._replace(filter_rows=filter_rows, row_bits=row_bits, tickets=tickets if blocks else 0)
+        told = images.arguments._replace(filter_rows=filter_rows, tickets=tickets if blocks else 0)
         if not blocks:
             told = told._replace(slices=0, by_slices=divider(1))
-        told = told._replace(**dict(zip(("w_m", "w_c", "w_tap"), w_strides, strict=True)))
-        if row_bits == 2:  # nothing passes through shared memory
-            told = told._replace(fitting=0, by_fitting=divider(1), part_pieces=0, by_part_pieces=divider(1), parts=1, by_parts=divider(1))
-        of_filter = images.filter_shared * {0: 1, 2: 0, 3: WARPS}[row_bits]
-        shared = max(images.shared if blocks else 0, of_filter if filter_rows else 0)
-        filter_blocks = filter_rows >> row_bits
-        grid = images.in_clusters(filter_blocks) + blocks  # blocks of a cluster all pack one or the other
+        shared = max(images.shared if blocks else 0, images.filter_shared if filter_rows else 0)
+        grid = images.in_clusters(filter_rows >> told.row_bits) + blocks  # blocks of a cluster all pack one or the other
         return [KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=told)]
 
     if problem.layout == "CNHW":  # the filter is as large as the images
