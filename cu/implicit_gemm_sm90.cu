@@ -3,61 +3,61 @@
 //   y[n, k, pixel] = scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c], and epilogue.cuh
 //   gemm m: output channel | gemm n: pixel (n,o,p,q) of the batch | gemm k: (tap, c), c fastest, in blocks of LOAD_CHANNELS channels
 //
-// Both operands were packed by pack.cu: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi for fp32 accuracy. The
-// tensor core's own sum truncates, so it is added into fp32 registers every 64 of k (promotion); the two cross products are 2^-11 of the result
-// and stay in the tensor core. PRODUCTS = 1 takes the first limb alone, or arrays that have 16 bits to begin with. Method: Ootomo and Yokota,
+// pack.cu packed both operands: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi for fp32 accuracy. The tensor
+// core's own sum truncates, so the kernel adds it to fp32 registers every 64 of k (promotion). The two cross products are 2^-11 of the result and
+// stay in the tensor core. PRODUCTS = 1 multiplies the first limb alone, or arrays that have 16 bits to begin with. Method: Ootomo and Yokota,
 // 2022 (doi 10.1177/10943420221090256).
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of BLOCK_M channels x BLOCK_N pixels.
 //          Tile order, fastest first: channels, split, pixels, group. So blocks that share pixels run together.
-//          warpgroup 0: one thread, the producer, asks for the tiles of x and w. Two consumer warpgroups multiply:
+//          warpgroup 0: one thread, the producer, issues the loads of w and x. Two consumer warpgroups multiply:
 //          64 channels x BLOCK_N each (BLOCK_M = 128), or 64 channels x BLOCK_N / 2 (BLOCK_M = 64).
-//          PINGPONG: each consumer has whole tiles, by turns, and one multiplies while the other stores (BLOCK_M = 128, one product).
-//          turn[consumer] completes when the other consumer has taken all stages of its tile. Before that, parities say nothing of later stages.
+//          PINGPONG: the consumers take whole tiles in turn, so that one multiplies while the other stores (BLOCK_M = 128, one product).
+//          turn[consumer] completes when the other consumer has taken all stages of its tile. Until then the parity of later stages is ambiguous.
 // Shared   a ring of STAGES stages (ring.cuh). A stage holds 64 of k as sub-tiles of LOAD_CHANNELS channels, whose rows of 2 * LOAD_CHANNELS bytes are
 //          swizzled as wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][BLOCK_N]. Behind the ring lie the consumers' staging
-//          tiles, which turn sums into rows of y, and the scales of their pixels; with INTERLEAVE_COLUMNS the pixels' places in y too. A warp's
+//          tiles, which turn sums into rows of y, and the scales of their pixels; with INTERLEAVE_COLUMNS the pixels' offsets in y too. A warp's
 //          staging tile is 16 channels x 32 pixels, pitch 40 floats, or [32 pixels][16 channels], pitch 20 (no bank conflicts). With TENSOR_STORE a
-//          consumer has two of 32 pixels x 64 channels, swizzled.
-// y        NCHW, three products: results have registers of their own, and are written while the next tile's first stages are multiplied. Nothing can
-//          be promoted into these registers meanwhile, so only the first stage's hi.hi is multiplied then; the second one's follows.
-//          Channels last: TMA writes whole rows of channels (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
-// Halo     PATCH_ROWS > 0 is for filters of several taps, without stride, on float32 NCHW results that such patches fill. A consumer's pixels are
-//          a patch of 8 columns x PATCH_ROWS rows of an image, and x is loaded once for all taps. (Otherwise each pixel is loaded once for each tap,
-//          which bounds filters of 64 channels.) x has a ring of its own, of x_stages stages: what the patches' taps meet of 64 channels, halo_w
-//          pixels wide and halo_h high. A tap's pixels begin at the tap's place in there, and wgmma steps from row to row of a patch by halo_w
-//          pixels. Stages of the other ring hold w alone, and gemm k runs through the taps first. Each thread writes two neighbours of y straight
-//          from its sums; four threads write a sector. Results of one product, too, have registers of their own, and are written while the next
-//          tile is multiplied. Windows (pack.cu) have no stride left: a row of taps is one pixel's channels.
-// Raw      FUSED_SPLIT: images for such patches, of up to 64 channels, are read as they lie and not packed (BLOCK_M = 64). What a tile's taps meet is
-//          read once and becomes limbs in the ring of x, with a scale of its own. The scale is a guess from what is read first; if the extremes
-//          of all say that it was wrong, it is another one. CONVERTERS warps do that, the first warpgroup's idle ones and a fourth warpgroup. Each
-//          takes some rows of 8 channels at a time, by tensor loads into raw_stages places of its own; a lane converts one pixel of these.
-//          unit_scales and unit_flags (pack.cu) are a patch's.
+//          consumer has two tiles of 32 pixels x 64 channels, swizzled.
+// y        NCHW, three products: finished sums have registers of their own (total), and are written while the next tile's first stages are multiplied.
+//          Until they are written nothing can be promoted. So only the first stage's hi.hi is multiplied then; that of the second stage follows.
+//          Channels last: TMA writes whole rows of channels (TENSOR_STORE), if their pitch is a multiple of 16 bytes.
+// Halo     PATCH_ROWS > 0 is for filters of several taps, without stride, and float32 NCHW results that whole patches fill. A consumer's pixels are
+//          a patch of an image, 8 columns x PATCH_ROWS rows, and x is loaded once for all taps. (Otherwise each pixel is loaded once for each tap,
+//          which bounds filters of 64 channels.) x has a ring of its own, of x_stages stages. A stage is the halo of the patches in 64 channels, halo_w
+//          pixels wide and halo_h high. A tap's pixels begin at the tap's offset in the halo, and wgmma steps from row to row of a patch by halo_w
+//          pixels. Stages of the main ring hold w alone, and gemm k runs through the taps first. Each thread writes two neighbours of y straight
+//          from its sums; four threads write a sector. Here the finished sums of one product, too, have registers of their own, and are written while
+//          the next tile is multiplied. Windows (pack.cu) have no stride left: a row of taps is one pixel's channels.
+// Raw      FUSED_SPLIT: the kernel reads unpacked images of up to 64 channels for such patches (BLOCK_M = 64). It reads a tile's halo once and stores
+//          its limbs in the ring of x, with a scale of the patch's own. The scale is guessed from what is read first. If the extremes of the whole
+//          halo show that the guess was wrong, the halo is split again with their scale. CONVERTERS warps do this: the first warpgroup's idle ones
+//          and a fourth warpgroup. Each takes some rows of 8 channels at a time, by tensor loads into raw_stages slots of its own, and a lane
+//          converts one pixel of them. unit_scales and unit_flags (pack.cu) have one entry a patch.
 // w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile with all limbs. Tensor loads would
 //          make about one row in three cycles, and x needs that rate for itself.
-//          A 16-bit filter with its channels last is read as it lies, by tensor loads (w_lies), which made no product slower. For the gradient of the
-//          input its output channels are last: W_MN_MAJOR, rows of 64 of them, which wgmma transposes.
+//          A 16-bit filter with its channels last is read as it lies, by tensor loads (w_lies). In dgrad its output channels are last:
+//          W_MN_MAJOR, rows of 64 of them, which wgmma transposes.
 // x        TMA's im2col mode: one load fetches BLOCK_N consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros. Pixels may overlap in memory: windows, pack.cu.
-// Residual  is read where the sums are in the order of y, as wide as they are written. With TENSOR_STORE it is added while they still lie in
-//          registers; it was asked for while another tile was multiplied.
-// Registers  of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
-// Moments  for a batch norm behind it (batch_norm.cu). A slice is a consumer's pixels of a tile.
+// Residual  is read where the sums are in the order of y, in vectors as wide as the stores. With TENSOR_STORE it is added while the sums are still in
+//          registers; it was prefetched while the tile before was multiplied.
+// Registers  of a consumer's thread: its sums, WGMMA_N / 2, once for one product and three times for three (main, cross, total).
+// Moments  for a batch norm behind it (batch_norm.cu). A slice is one consumer's pixels of a tile.
 //          moments[slice][2][channel] has the mean of y, and the sum of squared deviations from it.
 // Mending  The consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way. If any is set, they compute
-//          some of the block's results in plain fp32 after its last tile: mend.cuh. direct_gemm.cu does that for split sums that another launch
-//          adds, and for FUSED_SPLIT.
+//          the flagged results of the block's tiles in plain fp32 after its last tile: mend.cuh. direct_gemm.cu does that for split sums that another
+//          launch adds, and for FUSED_SPLIT.
 // Split    splits > 1 cuts gemm k for problems of few tiles. Each part goes to a workspace [splits][size of y] in fp32. JOINS: after its last tile a
-//          block takes a ticket for each of its tiles, and the block that gets a tile's last ticket adds its parts, in their order, finishes and
-//          mends them. pack.cu sets tickets to zero first; they count to splits and are zero again then. Where parts are many, one block would
-//          read them for too long: there joins is 0, and direct_reduce.cu adds them, as it adds those of 16-bit results.
-// Phases   the gradient of the input is made of stride phases: stride-1 convolutions with some of the taps (tap_base, tap_*), each of which writes
-//          every out_h-th row and out_w-th column. A launch takes some of them, by turns tile by tile. All count as many tiles: those past
-//          the end of a phase that has fewer pixels are empty. It is told of at most PHASES, and how far from each of these the repeats of it lie, which
-//          read the same pixels: so many along each axis, a pixel of y and a tap further. INTERLEAVE_COLUMNS, for a
+//          block takes a ticket for each of its tiles. The block that gets a tile's last ticket adds the tile's parts in their order, finishes and
+//          mends them. pack.cu sets tickets to zero first; they count to splits and wrap to zero. One block would read many parts for too long:
+//          then joins is 0, and direct_reduce.cu adds them, as it adds those of 16-bit results.
+// Phases   dgrad with a stride is a set of phases: stride-1 convolutions with some of the taps (tap_base, tap_*), each of which writes
+//          every out_h-th row and out_w-th column. A launch computes some of them, in turn, tile by tile. All count the same number of tiles: in a
+//          phase of fewer pixels those past its end are empty. The launch is told of at most PHASES, and of their repeats (repeats.cuh): phases
+//          that read the same pixels, and whose y and taps begin a fixed distance further along each axis. INTERLEAVE_COLUMNS, for a
 //          stride of 2 along w: a block takes the same tile of two phases, of even and odd columns, one after the other. So a thread has neighbours
-//          in y at the same place of its sums. Sums of the first phase are kept in shared memory, and those of both are turned into rows of y.
+//          in y at the same place of its sums. The first phase's sums are kept in shared memory, and those of both are turned into rows of y.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/implicit_gemm_sm90.cu
 #ifndef BLOCK_M
@@ -70,15 +70,15 @@
 #define OUT 32       // y: 32 float, 16 half, 17 bfloat16
 #define NHWC 0       // layout of y
 #define TENSOR_STORE 0
-#define VEC 4        // else: elements of y that a thread writes at once: 1 or 4; they must be neighbours at a multiple of VEC
+#define VEC 4  // without TENSOR_STORE: elements of y that a thread writes at once, 1 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
-#define PINGPONG 0   // consumers take tiles by turns
-#define W_MN_MAJOR 0  // w as it lies, with the channels of y last
-#define PHASES 1     // of a launch at the most: 1 or 4
-#define PATCH_ROWS 0  // rows of pixels a consumer, where x is loaded once for all taps
-#define FUSED_SPLIT 0  // x is split here
-#define INTERLEAVE_COLUMNS 0  // phases of neighbouring columns are written together
+#define PINGPONG 0  // the consumers take whole tiles in turn
+#define W_MN_MAJOR 0  // w is read as it lies, with the channels of y last
+#define PHASES 1  // phases that a launch can be told of: 1 or 4
+#define PATCH_ROWS 0  // rows of a consumer's patch where x is loaded once for all taps; else 0
+#define FUSED_SPLIT 0  // the kernel splits x into limbs itself
+#define INTERLEAVE_COLUMNS 0  // phases of even and odd columns are written together
 #endif
 #define WGMMA_MN_MAJOR_B "0"
 #define WITH_MAP_W (PRODUCTS == 1 && NHWC)  // 16-bit filters may be read as they lie
@@ -95,14 +95,14 @@
 #if FUSED_SPLIT
 #include "limbs.cuh"
 #endif
-#define MENDS (OUT == 32 && !BF16 && !FUSED_SPLIT)  // blocks look at their flagged results when they are through: where SCALED
-#define JOINS (OUT == 32 && !BF16 && !PATCH_ROWS && !PINGPONG)  // blocks may be told to add the parts of split sums
+#define MENDS (OUT == 32 && !BF16 && !FUSED_SPLIT)  // blocks compute their flagged results once more at their end: where SCALED
+#define JOINS (OUT == 32 && !BF16 && !PATCH_ROWS && !PINGPONG)  // blocks add the parts of split sums if they are told to
 #ifdef LAYER
-#define ADDS_PARTS false  // launches that add them have a text without LAYER, so others need not wait for a compiler of what they don't do
+#define ADDS_PARTS false  // launches that add parts have a text without LAYER, so that the texts with LAYER compile without this code
 #else
 #define ADDS_PARTS JOINS
 #endif
-// moments may be asked for: forwards, of common layers' whole sums, where these leave registers
+// the text can note moments: forward, whole sums of common layers, where they leave registers
 #define NOTES (DENSE && VEC == 4 && LOAD_CHANNELS == 64 && !PATCH_ROWS && !W_MN_MAJOR && !(BF16 && OUT == 32) && (PRODUCTS == 1 || WGMMA_N <= 128))
 #include "finish.cuh"
 #include "truncation.cuh"
@@ -112,12 +112,12 @@
 #include "mend.cuh"
 #endif
 
-constexpr bool SCALED = OUT == 32 && !BF16;  // there may be scales: of limbs, but not of parts of 16-bit sums
+constexpr bool SCALED = OUT == 32 && !BF16;  // operands may have scales: limbs have them; sums of 16-bit operands in parts do not
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / LOAD_CHANNELS, SPAN = 2 * LOAD_CHANNELS;
-constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * BLOCK_M * 128;  // 64 rows of a limb; of all limbs; a stage
+constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * BLOCK_M * 128;  // 64 rows of one limb; of all limbs; w of a stage
 constexpr int B_BYTES = BLOCK_N * 128, STAGE_BYTES = A_BYTES + (PATCH_ROWS ? 0 : LIMBS * B_BYTES);
 constexpr int CONSUMERS = 2, CHUNK = 32;  // warpgroups; pixels of a staging tile
-[[maybe_unused]] constexpr int STORED = 3;  // the barrier of the consumers when they have stored all
+[[maybe_unused]] constexpr int STORED = 3;  // the named barrier behind which the consumers have stored all
 [[maybe_unused]] constexpr int CONVERTERS = 7;  // warps
 constexpr int THREADS = 128 * (1 + CONSUMERS + FUSED_SPLIT);
 static_assert(!W_MN_MAJOR || (LOAD_CHANNELS == 64 && !PATCH_ROWS), "whole blocks of 64 channels");
@@ -125,10 +125,10 @@ static_assert(!PATCH_ROWS || (LOAD_CHANNELS == 64 && DENSE && OUT == 32 && !NHWC
 static_assert(!PATCH_ROWS || BLOCK_N == 8 * PATCH_ROWS * (BLOCK_M == 128 ? 1 : 2), "whole patches");
 static_assert(!FUSED_SPLIT || (PATCH_ROWS && BLOCK_M == 64), "patches");
 static_assert(!PINGPONG || (PRODUCTS == 1 && BLOCK_M == 128 && !PATCH_ROWS && !INTERLEAVE_COLUMNS), "a consumer has all sums of a tile");
-[[maybe_unused]] constexpr bool OVERLAP = PATCH_ROWS || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
-// parts of a patch, each written while a stage of the next one is multiplied
+[[maybe_unused]] constexpr bool OVERLAP = PATCH_ROWS || (PRODUCTS == 3 && !TENSOR_STORE);  // one product's sums leave no registers for a second tile's
+// a patch is stored in so many parts, each while a stage of the next patch is multiplied
 [[maybe_unused]] constexpr int PARTS = PRODUCTS == 3 ? (PATCH_ROWS < 3 ? PATCH_ROWS : 3) : PATCH_ROWS % 2 ? PATCH_ROWS : PATCH_ROWS / 2;
-[[maybe_unused]] constexpr int EARLY = 2;  // stages of three products that are multiplied while the tile before is stored
+[[maybe_unused]] constexpr int EARLY = 2;  // stages of the next tile that three products multiply while a tile is stored
 static_assert(!PATCH_ROWS || PRODUCTS == 1 || STAGES > EARLY, "those stages are held");
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (BLOCK_M == 128 ? BLOCK_N : BLOCK_N / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
@@ -137,22 +137,22 @@ static_assert(PHASES == 1 || (PHASES == 4 && !PATCH_ROWS), "a block meets all ph
 typedef element<OUT> out_t;
 
 // bytes of a consumer
-[[maybe_unused]] constexpr int INTERLEAVED_PIECE = 8 * CHUNK * 4, INTERLEAVED = 16 * WGMMA_N * 4 + INTERLEAVED_PIECE;  // of a warp, INTERLEAVE_COLUMNS
+[[maybe_unused]] constexpr int INTERLEAVED_PIECE = 8 * CHUNK * 4, INTERLEAVED = 16 * WGMMA_N * 4 + INTERLEAVED_PIECE;  // with INTERLEAVE_COLUMNS, of a warp
 constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : INTERLEAVE_COLUMNS ? 4 * INTERLEAVED : PATCH_ROWS ? 0 : 4 * 32 * 20 * 4;
 
-// What the kernel is told of a phase of the problem. by_n is the divisor n, prepared (division.cuh).
+// A phase of the launch. by_n is the divisor n, prepared (division.cuh).
 struct GemmPhase {
-  long long tiles;                                         // all of a phase
+  long long tiles;  // all tiles of a phase
   long long tiles_m, by_tiles_m;                           // along the channels of a group
-  long long splits, by_splits, split_stages;               // splits; stages of the ring in one
+  long long splits, by_splits, split_stages;  // splits of gemm k; stages of the ring in one split
   long long tiles_pixels, by_tiles_pixels;                 // along the pixels
-  long long image_tiles, by_image_tiles;                   // of those, of an image: PATCH_ROWS
-  long long across, by_across;                             // of those, patches side by side: PATCH_ROWS
-  long long blocks, channel_blocks, by_channel_blocks;     // blocks of LOAD_CHANNELS along gemm k, and how many of them belong to one tap
-  long long rows_group, rows;                              // output channels of a group, and of all
+  long long image_tiles, by_image_tiles;  // tiles along the pixels of one image: PATCH_ROWS
+  long long across, by_across;  // patches side by side in an image: PATCH_ROWS
+  long long blocks, channel_blocks, by_channel_blocks;  // blocks of LOAD_CHANNELS along gemm k, and how many of them belong to one tap
+  long long rows_group, rows;  // output channels of a group, and of all groups
   long long w_lies;                                        // whether w is read as it lies, by map_w: WITH_MAP_W
   long long blocks_group, row_blocks;                      // of w: blocks of 64 rows of a group, and blocks of LOAD_CHANNELS channels of 64 rows
-  long long channels_group, channels;                      // packed input channels of a group, and of all
+  long long channels_group, channels;  // packed input channels of a group, and of all groups
   long long tap_r, by_tap_r, tap_s, by_tap_s;              // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
   long long dilation_d, dilation_h, dilation_w;            // offset in x from one tap to the next
@@ -169,15 +169,15 @@ struct GemmPhase {
   long long scaled;                                        // 1: there are scales, SCALED; 2: moments are written, NOTES; or 3, both
   long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
   long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
-  long long halo_w, by_halo_w, halo_h;                     // PATCH_ROWS: pixels of x that the taps of a patch meet in a row, and rows;
+  long long halo_w, by_halo_w, halo_h;  // PATCH_ROWS: the halo's width and height in pixels of x;
   long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
-  long long groups, x_channels, x_h, x_w;                  // FUSED_SPLIT: groups of x, their channels, and its size;
-  long long slack, raw_stages, raw_rounds;                 // slack of a patch's limbs (pack.cu); places of a converter, and items of a patch;
-  long long raw_rows, raw_run;                             // of an item: rows, and pixels of a row that taps meet;
-  long long raw_shift, raw_pitch, raw_channel;             // in shared memory: floats before those, of a row and of a channel
+  long long groups, x_channels, x_h, x_w;  // FUSED_SPLIT: groups of x, channels of a group, and x's size;
+  long long slack, raw_stages, raw_rounds;  // slack of a patch's limbs (pack.cu); slots of a converter; its items of a patch;
+  long long raw_rows, raw_run;  // rows of an item, and pixels of the halo in them;
+  long long raw_shift, raw_pitch, raw_channel;  // floats in shared memory: before an item's first pixel, from row to row, from channel to channel
 };
 
-// Moments are of what nothing is added to, and neither phases of neighbouring columns nor the widest tiles take a residual.
+// No residual is added where moments are noted, where columns are interleaved, and in the widest tiles.
 constexpr bool MAY_ADD = !INTERLEAVE_COLUMNS && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG));
 template <class Phase> DEVICE bool adds(const Phase& shape) { return MAY_ADD && has_residual(shape); }
 DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || shape.scaled & 1); }
@@ -192,7 +192,7 @@ struct Maps {
   CUtensorMap of[PHASES];
 };
 #if JOINS
-// What becomes of a split sum whose parts are added here, if joins: what finishes it.
+// Split sums: whether the product adds their parts (joins), and what finishes them then.
 struct JoinArguments {
   long long joins, has_bias, has_scale, has_residual, activation, slope;
 };
@@ -204,8 +204,8 @@ struct Mends {
 };
 __shared__ int any_flag;  // whether anything is flagged: consumers write it while the first loads are under way, and read it behind a barrier
 #endif
-// Tiles of all phases of the launch, and which phase tile number `tile` belongs to. The grid and the phases (or the pairs of them) have no common factor, so a block
-// meets all phases.
+// Tiles of all phases of the launch, and the phase of tile number `tile`. The grid and the number of phases (or of pairs of phases) have no common
+// factor, so a block meets all phases.
 #if PHASES > 1
 DEVICE int all_tiles(const Shapes& shapes) { return (int)(shapes.of[0].tiles * shapes.repeats.turns); }
 DEVICE int inside_phase(const Shapes& shapes, int tile) { return divided(tile, shapes.repeats.by_turns); }
@@ -228,7 +228,7 @@ DEVICE int first_tile() { return INTERLEAVE_COLUMNS ? 2 * blockIdx.x : blockIdx.
 DEVICE int next_tile(int tile) { return !INTERLEAVE_COLUMNS ? tile + gridDim.x : tile % 2 ? tile - 1 + 2 * gridDim.x : tile + 1; }
 
 struct Tile {
-  int m, pixel, end, group, split;  // pixels that count are below `end`; of a patch, those of its image
+  int m, pixel, end, group, split;  // pixels of the tile below `end` are real; a patch's end is that of its image
   [[maybe_unused]] int patch, row, column;
   DEVICE Tile(const GemmPhase& shape, int tile) {
     const Divided down(tile, shape.tiles_m, shape.by_tiles_m);
@@ -253,7 +253,7 @@ struct Tile {
   DEVICE int image(const GemmPhase& shape) const { return divided(pixel, shape.by_plane); }
 };
 
-// stages of gemm k that a tile's split takes: first to last
+// The stages of gemm k of a tile's split: [first, last).
 struct Range {
   int first, last;
   DEVICE Range(const GemmPhase& shape, const Tile& of) {
@@ -266,7 +266,7 @@ struct Range {
 typedef StageRing<STAGES, STAGE_BYTES> Ring;
 typedef Ring::Position Position;
 
-// The same of the ring of x, whose stages are no constant.
+// A place in the ring of x, as Position in the main ring; its number of stages is no constant.
 struct XPosition {
   int stage = 0, parity = 0;
   DEVICE void next(const GemmPhase& shape) {
@@ -277,7 +277,7 @@ struct XPosition {
   }
 };
 
-// Which tap comes next, where one after the other is met: along s first.
+// The tap of the stage that comes next, along s first.
 struct Tap {
   int s = 0, r = 0, number = 0;
   // to the next one; whether that was the last
@@ -291,7 +291,7 @@ struct Tap {
   }
 };
 
-// The ring of stages, and that of x alone, where there is one, and the barriers that say whose turn it is.
+// The main ring, the ring of x and the slots of raw images where there are any, and the barriers of PINGPONG.
 struct Rings : Ring {
   using Ring::Ring;
   uint32_t x, x_full, x_empty;
@@ -301,11 +301,11 @@ struct Rings : Ring {
 
 // ---- the producer
 
-// Whether there are 64 rows of w behind the first 64 of a tile. Else those are loaded twice: sums of rows that there are not are not stored.
+// Whether w has 64 rows behind the first 64 of a tile. If not, the first ones are loaded twice, and sums of the missing rows are not stored.
 DEVICE bool next_rows(const Tile& of, const GemmPhase& shape) { return of.m / 64 + 1 < (int)shape.blocks_group; }
 
 #if PATCH_ROWS
-// One thread asks for the filter, tap by tap, ...
+// One thread loads the filter, tap by tap, ...
 DEVICE void produce(const uint8_t* w, const GemmPhase& shape, const Rings& rings) {
   Position at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
@@ -329,7 +329,7 @@ DEVICE void produce(const uint8_t* w, const GemmPhase& shape, const Rings& rings
 }
 
 #if !FUSED_SPLIT
-// ... and another for what the taps of a tile meet of x.
+// ... and another loads the halos of x.
 DEVICE void produce_halos(const CUtensorMap* map_x, const GemmPhase& shape, const Rings& rings) {
   prefetch_map(map_x);
   XPosition at;
@@ -349,12 +349,12 @@ DEVICE void produce_halos(const CUtensorMap* map_x, const GemmPhase& shape, cons
   }
 }
 #else
-// ... and the converters split what the taps of a tile meet of x.
+// ... and the converters split the halos of x.
 DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float* __restrict__ unit_scales, int* __restrict__ unit_flags,
                     const GemmPhase& shape, const Rings& rings, uint8_t* dynamic, float* scales) {
   const int slots = (int)shape.raw_stages, slot_bytes = 32 * (int)shape.raw_channel, halo_bytes = (int)shape.halo_bytes;
   const int run = (int)shape.raw_run, rounds = (int)shape.raw_rounds, slack = (int)shape.slack;
-  __shared__ MagnitudeRange of_warps[2][2][CONVERTERS];  // of the stages of the ring of x
+  __shared__ MagnitudeRange of_warps[2][2][CONVERTERS];  // by the stage of the ring of x
   const int warp = threadIdx.x / 32 < 4 ? threadIdx.x / 32 - 1 : threadIdx.x / 32 - 4 * CONSUMERS - 1, lane = threadIdx.x % 32;
   auto is_met = [&](int pixel) { return lane < run && pixel < (int)(shape.halo_w * shape.halo_h); };
   uint8_t* const x_ring = dynamic + (rings.x - shared_address(dynamic));
@@ -364,7 +364,8 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
 
   // what is loaded next: item (run of rows, 8 channels) number next_round * CONVERTERS + warp of tile `next`
   int next = blockIdx.x, next_round = 0, row, column, unit;
-  // the place whose item comes next, and, once that has been taken, of what is loaded next; the parity of its round, after a first one of loads alone
+  // `slot` holds the item that comes next; once that has been taken, the next load goes there. `parity` is that of the slot's round, after a first
+  // round of loads alone
   int slot = 0, parity = 1;
   auto begin = [&] {
     const Tile of(shape, next);
@@ -388,14 +389,14 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
       if (next < (int)shape.tiles) begin();
     }
   };
-  // 8 channels of this lane's pixel, of the item that comes next; nonsense from lane `run` on
+  // 8 channels of this lane's pixel of the item that comes next; undefined from lane `run` on
   auto take = [&](float(&v)[8]) {
     barrier_wait(arrived + 8 * slot, parity);
     const float* const of_slot = (const float*)(raw_pixel + slot * slot_bytes);
 #pragma unroll
     for (int e = 0; e < 8; ++e) v[e] = of_slot[e * (int)shape.raw_channel];
   };
-  // the extremes of all threads
+  // the extremes of all of a warp's lanes, to its entry of `room`
   auto together = [&](MagnitudeRange mine, MagnitudeRange(&room)[CONVERTERS]) {
     mine.over_warp();
     if (lane == 0) room[warp] = mine;
@@ -407,7 +408,7 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
     return all;
   };
 
-  // and those of the item that comes next, if there is a tile `number`, by which the scale of that tile is guessed
+  // the extremes of the item that comes next, if there is a tile `number`: the scale of that tile is guessed from them
   auto sample = [&](int number) {
     MagnitudeRange found = {0, ~0u};
     if (number >= (int)shape.tiles) return found;
@@ -426,7 +427,7 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
   named_barrier(3, 32 * CONVERTERS);
   int guess = combined(of_warps[1][1]).guess();
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x, at.next(shape)) {
-    // where the first limbs of 8 channels of a pixel lie, swizzled as wgmma wants them; the others, halo_bytes further
+    // the first limbs of 8 channels of a pixel, swizzled as wgmma wants them; further limbs lie halo_bytes behind one another
     auto place = [&](int pixel, int chunk) { return x_ring + at.stage * LIMBS * halo_bytes + pixel * 128 + ((chunk ^ pixel % 8) << 4); };
     auto store = [&](const float(&v)[8], float scale, int pixel, int chunk) {
       uint32_t limbs[LIMBS][4];
@@ -446,8 +447,8 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
         found.add(v);
         store(v, scale, pixel, item % 8);
       }
-      // All lanes have theirs: what they made of it is stored. A load that was only issued may wait behind the consumers' stores for so
-      // long that it finds what comes next: nothing orders TMA's writes after it.
+      // Every lane must have stored its limbs before the slot is loaded again: nothing orders TMA's writes after a lane's loads that were
+      // issued and not yet used, which may wait for long behind the consumers' stores.
       __syncwarp();
       load();
     }
@@ -514,7 +515,7 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
     const Divided of_tap(block, channel_blocks, shape.by_channel_blocks), of_row(of_tap.quotient, shape.tap_s, shape.by_tap_s);
     const Divided of_slice(of_row.quotient, shape.tap_r, shape.by_tap_r);
     int c = of_tap.rest, s = of_row.rest, r = of_slice.rest, t = of_slice.quotient;
-    int tap, x_s, x_r, x_t;  // its number in w and offsets in x, which take this thread long to make of a phase's numbers
+    int tap, x_s, x_r, x_t;  // the tap's number in w and its offsets in x: computed once a tap, since the producer thread takes long to compute them
     auto begin_tap = [&] {
       tap = first_tap + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
       x_s = s * (int)shape.dilation_w;
@@ -528,7 +529,7 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int sub = 0; sub < SUB_TILES; ++sub) {
-        // blocks past the end, to fill the last stage: the zeros at the end of w's, and of x what lies past the last channel
+        // blocks past the end fill the last stage: with the zeros at the end of w, and with channels of x past the last one, which arrive as zeros
         const bool real = SUB_TILES == 1 || block < blocks;
         const uint8_t* const from = w_tile + (real ? (long long)tap * channel_blocks + c : shape.row_blocks - 1) * A_SUB;
 #pragma unroll
@@ -574,13 +575,13 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps
 // ---- a tile's sums, scaled and so on, to y
 
 // What a thread has to know to store its sums: where its consumer's channels and pixels begin, and what finishes the sums of
-// its two channels. Loaded while a tile is multiplied.
+// its two channels. It is loaded while the tile is multiplied.
 struct Rows {
   int m, pixel, end, group, split;
-  [[maybe_unused]] int patch;      // its number
-  [[maybe_unused]] bool real[2];   // whether there are a thread's two channels
-  [[maybe_unused]] long long at;   // offset in y of its first pixel there
-  [[maybe_unused]] float scale_x;  // of its image, or patch
+  [[maybe_unused]] int patch;  // the patch's number
+  [[maybe_unused]] bool real[2];  // whether a thread's two channels exist
+  [[maybe_unused]] long long at;  // offset in y of the thread's first pixel
+  [[maybe_unused]] float scale_x;  // of the image, or of the patch
   float scale_w[2];                // of the packed filter
   Finish<SCALED> finish[2];
   DEVICE Rows(const GemmPhase& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const out_t* scales, const out_t* biases)
@@ -606,8 +607,8 @@ struct Rows {
 };
 
 #if INTERLEAVE_COLUMNS
-// The sums of one phase of a pair: kept, or, with those kept, written. A warp has a piece of what is kept for each half of its channels
-// and CHUNK pixels, and as much room before the first: a piece that has been read makes room, with the one before it, for rows of y.
+// Keeps the sums of a pair's first phase, or writes them with those of the second. A warp keeps one piece for each half of its channels and CHUNK
+// pixels, behind one piece of free room: once a piece has been read, its own room and that before it hold rows of y.
 template <class Phase>
 DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, bool second, uint8_t* kept, const float* scales,
                        const long long* output_offsets, out_t* y) {
@@ -620,11 +621,11 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
   for_all<(WGMMA_N + CHUNK - 1) / CHUNK>([&](auto chunk) {
     constexpr int base = decltype(chunk)::value * CHUNK, width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK, SIZE = 8 * width * 4;
     const bool real = lane < width && rows.pixel + base + lane < rows.end;
-    out_t* const to = y + (real ? output_offsets[base + lane] - 1 : 0);  // the second phase's are those of second columns
+    out_t* const to = y + (real ? output_offsets[base + lane] - 1 : 0);  // the second phase's offsets, which are those of odd columns
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint8_t* const piece = kept + INTERLEAVED_PIECE + base * 64 + half * SIZE;
-      // neighbouring rows, 16 bytes by 16 bytes, in different banks
+      // neighbouring rows lie in different banks, 16 bytes by 16 bytes
       float4* const turned = (float4*)(piece - SIZE);
       auto place = [](int row, int at) { return row * (width / 2) + (width % 16 ? at : at ^ row % 2 * 4); };
       float value[width / 4];
@@ -694,7 +695,7 @@ DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
   }
 }
 #elif !TENSOR_STORE
-// A warp's sums of CHUNK pixels from `base` on, turned in its part of shared memory so that neighbours are written together.
+// Stores a warp's sums of CHUNK pixels from `base` on: its part of shared memory transposes them, so that neighbours are written together.
 template <int base, class Phase>
 DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, float* staging, const float* scales, const out_t* residual,
                         out_t* y) {
@@ -744,7 +745,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 #endif
   y += first;
   residual += first;
-  auto place = [&](int i) -> long long {  // of this thread's vector number i, from there
+  auto place = [&](int i) -> long long {  // offset of this thread's vector number i
 #if NHWC
     const int pixel = pixel0 + down + i * STEP;
     if (DENSE) return pixel * shape.rows;
@@ -754,7 +755,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
     return i * STEP * shape.out_row;
 #endif
   };
-  // loads of the residual that are under way together, in the place of the sums that have gone to shared memory: more would spill
+  // loads of the residual under way together: they take the registers of sums that have gone to shared memory; more would spill
   constexpr int COUNT = DOWN / STEP, MOST = DENSE ? 8 : 4, BATCH = COUNT < MOST ? COUNT : MOST;
   Vector added[BATCH] = {};
 #pragma unroll
@@ -775,17 +776,17 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 }
 #else
 
-// the byte of a tile with rows of 128 bytes, swizzled, where 16-byte piece `piece` of a row lies
+// The byte at which 16-byte piece `piece` of row `row` lies in a tile of swizzled rows of 128 bytes.
 DEVICE int swizzled(int row, int piece) { return row * 128 + ((piece ^ row % 8) << 4); }
 
-// The same by TMA: `staging` is the consumer's, and its 128 threads fill a tile together.
+// Stores a consumer's sums of CHUNK pixels from `base` on by TMA: its 128 threads fill a tile of `staging` together.
 template <int base, class Phase>
 DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, int consumer, uint8_t* staging,
                                   const float* scales, const out_t* residual, const CUtensorMap* map_y) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   uint8_t* const tile = staging + base / CHUNK % 2 * (STAGING / 2);
   out_t added[CHUNK / 8][2][2] = {};
-  // a warp reads 8 neighbouring channels of 4 pixels at once, and the 8 next to them; all under way before anything is waited for
+  // a warp reads 8 channels of 4 pixels at once, and the 8 channels next to them; all loads are issued before the first wait
   if (adds(shape)) {
 #pragma unroll
     for (int i = 0; i < CHUNK / 8; ++i)
@@ -797,7 +798,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
           if (m < (int)shape.rows_group && pixel < rows.end) added[i][half][e] = residual[pixel * shape.rows + rows.group * (int)shape.rows_group + m];
         }
   }
-  // the last chunk but one has left this tile; where a consumer's chunks are odd in number, the first tile's last user is the very last
+  // the store before last has read this tile; if a consumer's chunks are odd in number, the first tile's last store is the very last one
   if (thread == 0) bulk_wait_read<base == 0 && WGMMA_N / CHUNK % 2 ? 0 : 1>();
   named_barrier(1 + consumer, 128);
 #pragma unroll
@@ -824,7 +825,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
         *(float*)(tile + row / 32 * (CHUNK * 128) + swizzled(column + e, row % 32 / 4) + row % 4 * 4) = v[2 * half + e];
       }
 #else
-    // 8 x 8 blocks of 16-bit numbers, turned, one row of 8 channels a lane
+    // 8 x 8 blocks of 16-bit numbers, transposed, one row of 8 channels a lane
     const uint32_t packed[2] = {word_of(from_float<out_t>(v[0]), from_float<out_t>(v[1])), word_of(from_float<out_t>(v[2]), from_float<out_t>(v[3]))};
     store_turned(shared_address(tile) + swizzled(8 * i + lane % 8, 2 * warp + lane / 8 % 2), packed);
 #endif
@@ -841,12 +842,12 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 #endif
 
 #if NOTES
-// Four lanes have a channel's pixels.
+// Four lanes share a channel's pixels.
 DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const float* scales, float* moments) {
   const int lane = threadIdx.x % 32, count = min(rows.end - rows.pixel, WGMMA_N);
   if (count <= 0) return;
   const int slice = rows.pixel / WGMMA_N;
-  // mostly all pixels count and have one scale: then the sums can be taken as they are, and what becomes of them applied at the end
+  // if all pixels are real and have one scale, which is common, the raw sums' moments are scaled at the end
   bool alike = OUT == 32 && count == WGMMA_N;
   auto scale_of = [&](int pixel) { return SCALED ? scales[pixel] : 1; };
 #pragma unroll
@@ -890,7 +891,7 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 #endif
 
 #if !PATCH_ROWS
-// A consumer's 64 channels of a tile.
+// Stores a consumer's 64 channels of a tile.
 template <class Phase>
 DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, [[maybe_unused]] int tile, [[maybe_unused]] int consumer,
                        uint8_t* staging, const float* scales, [[maybe_unused]] const long long* output_offsets, const out_t* residual,
@@ -909,7 +910,7 @@ DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 #endif
 }
 
-// The same, and their moments.
+// Stores a consumer's sums, and notes their moments.
 DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, int tile, int consumer, uint8_t* staging,
                        const float* scales, const long long* output_offsets, const out_t* residual, const CUtensorMap* map_y,
                        [[maybe_unused]] float* moments, out_t* y) {
@@ -923,7 +924,7 @@ DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
   }
 }
 
-// What the stores of a tile need of a consumer's pixels, to its part of shared memory: scales, and, of pairs, places in y.
+// Puts into shared memory what the stores of a tile need of a consumer's pixels: scales, and with INTERLEAVE_COLUMNS offsets in y.
 DEVICE void stage_output_offsets(const Rows& rows, const GemmPhase& shape, int consumer, float* scales, long long* output_offsets, const float* scale_n) {
   if (!SCALED && !INTERLEAVE_COLUMNS) return;
   named_barrier(1 + consumer, 128);  // the last tile's have been read
@@ -953,8 +954,8 @@ DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh
   }
 }
 
-// Asks for what will be added to a consumer's share of a tile: of each pixel its channels of y. Their loads wait for the L2 cache then, not for
-// memory, chunk after chunk.
+// Prefetches a consumer's share of a tile's residual: the channels of each pixel. The stores' loads then wait for the L2 cache alone, not for
+// memory chunk by chunk.
 DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, const out_t* residual) {
 #if TENSOR_STORE
   if (tile >= all_tiles(shapes)) return;
@@ -975,7 +976,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
   Position at;
   float sum[2][WGMMA_N / 2];
   bool mine = consumer == 0;
-  int parity = consumer == 0;  // the first turn comes without waiting
+  int parity = consumer == 0;  // the first turn is free
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile), mine = !mine) {
     const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
     const Tile of(shape, inside_phase(shapes, tile));
@@ -1028,7 +1029,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #else
   constexpr int halo_w = 0, halo_bytes = 0;
 #endif
-  // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
+  // where a consumer's share of w and x begins; an MN-major block of 64 channels takes as many bytes as 64 rows
   const uint32_t a0 = rings.stages + (BLOCK_M == 128 ? SUB_TILES * A_SUB * consumer : 0);
   const uint32_t b0 = PATCH_ROWS ? rings.x + (BLOCK_M == 128 ? 0 : PATCH_ROWS * halo_w * SPAN * consumer)
                                  : rings.stages + A_BYTES + (BLOCK_M == 128 ? 0 : WGMMA_N * SPAN * consumer);
@@ -1076,20 +1077,20 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   auto multiply_limbs = [&](float(&d)[WGMMA_N / 2], const Place& of, int limb_a, int limb_b, bool fresh) {
     multiply(d, w_descriptor(of.w + limb_a * A_BLOCK), x_descriptor(of.x + limb_b * (PATCH_ROWS ? halo_bytes : B_BYTES), halo_w), fresh);
   };
-  // give the stage that was multiplied so many stages ago, 1 to 3, back to the producer
+  // give the stage that was multiplied `ago` stages ago (1 to 3) back to the producer
   auto give_back = [&](int ago) {
     if (threadIdx.x % 32 != 0) return;
     barrier_arrive(rings.empty + 8 * ((at.stage + STAGES - ago) % STAGES));
 #if PATCH_ROWS
-    if (tap.number == ago - 1)  // it was of the last of at least 3 taps
+    if (tap.number == ago - 1)  // that stage was of the last tap, of at least 3
       barrier_arrive(rings.x_empty + 8 * ((x_at.stage ? x_at.stage : (int)shapes.of[0].x_stages) - 1));
 #endif
   };
   [[maybe_unused]] int stored = first_tile();  // the tile that total and rows belong to
   Rows rows(shapes.of[phase_of(shapes, stored)], Tile(shapes.of[phase_of(shapes, stored)], inside_phase(shapes, stored)), consumer, scale_n, scale_k, scale, bias);
 #if PRODUCTS == 3
-  // The products of the tile's stage that comes next, its first or second, while registers hold the tile before. The second one's main products and
-  // half of its cross products are put off: a main sum of two stages would lose more to cuts, and nothing can be promoted yet.
+  // Multiplies the first or second stage of a tile while `total` still holds the tile before. The second stage's main product and half of its
+  // cross products are put off: a main sum over two stages would lose more to truncation, and nothing can be promoted yet.
   auto multiply_early = [&](auto number) {
     constexpr int n = decltype(number)::value;
     arrived();
@@ -1111,14 +1112,14 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     Place of;
     of.w = a0 + stage * STAGE_BYTES;
 #if PATCH_ROWS
-    of.x = b0 + x_at.stage * LIMBS * halo_bytes + (shapes.of[0].tap_s > 1 ? dilation_w : dilation_h * halo_w) * SPAN;  // of 3 taps or more
+    of.x = b0 + x_at.stage * LIMBS * halo_bytes + (shapes.of[0].tap_s > 1 ? dilation_w : dilation_h * halo_w) * SPAN;  // there are 3 taps or more
 #else
     of.x = b0 + stage * STAGE_BYTES;
 #endif
     return of;
   };
 #else
-  // the products of the stage that comes next; `fresh` begins new sums
+  // multiplies the stage that comes next; `fresh` begins new sums
   auto multiply_stage = [&](bool fresh) {
     arrived();
     wgmma_fence();
@@ -1144,13 +1145,13 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     store_sums(total, rows, shapes.of[phase_of(shapes, stored)], stored, consumer, staging, scales, output_offsets, residual + apart, map_y, moments, y + apart);
   };
 #endif
-  bool pending = false;  // total holds the tile before, not stored yet
+  bool pending = false;  // total holds the tile before, which is not stored yet
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
     prefetch_residual(shapes, next_tile(tile), consumer, residual);
     const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
 #if PATCH_ROWS
-    // The tile before is stored a part beside each of the first stages; what this one's stores will need comes beside them too, for one
-    // product before, for three, whose registers are full, after.
+    // One part of the tile before is stored beside each of the first stages. What this tile's stores need is loaded beside them too for one
+    // product, and after them for three, whose registers are full.
     const Range range(shape, Tile(shape, tile));
     int step = range.first;
 #if FUSED_SPLIT
@@ -1187,23 +1188,23 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     });
     rows = look_ahead();
 #endif
-    const bool any = range.first < range.last;  // always, but a compiler that knows it gives main and total a fourth set of registers, and spills
+    const bool any = range.first < range.last;  // always true here; a compiler that knew would give main and total a fourth set of registers, and spill
 #else
     const Tile of(shape, inside_phase(shapes, tile));
     const Range range(shape, of);
     const bool any = range.first < range.last;
     int step = range.first;
-    auto look_ahead = [&] {  // what the tile's stores will need; the tile before has been stored
+    auto look_ahead = [&] {  // loads what this tile's stores need; the tile before has been stored
       rows = Rows(shape, of, consumer, scale_n, scale_k, scale, bias);
       stored = tile;
       stage_output_offsets(rows, shape, consumer, scales, output_offsets, scale_n);
     };
 #if PRODUCTS == 3
-    if (MAY_ADD && !OVERLAP) {  // they are overwritten, but the compiler would keep them while the tile before is stored
+    if (MAY_ADD && !OVERLAP) {  // both are overwritten, but the compiler would keep their registers while the tile before is stored
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = cross[i] = 0;
     }
-    // two stages at once, while the tile before is stored; from then on total is this tile's
+    // two stages at once, while the tile before is stored; from then on total belongs to this tile
     for_all<EARLY>([&](auto number) {
       if (step < range.last) {
         multiply_early(number);
@@ -1225,7 +1226,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
       total[i] = any ? main[i] : 0;
       cross[i] = any ? cross[i] : 0;
     }
-    // The products of a stage and some pairs of limbs. The main sum is added to the total while the cross products are under way.
+    // Multiplies a stage and two pairs of limbs, or with `both` all three. The main sum is added to the total while the cross products are under way.
     auto multiply_and_add = [&](const Place& of, bool both) {
       wgmma_fence();
       multiply_limbs(main, of, 0, 0, true);
@@ -1242,7 +1243,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
       wgmma_arrived(cross);
       give_back(1);
     };
-    if (early == 2) multiply_and_add(second(), false);  // what was put off
+    if (early == 2) multiply_and_add(second(), false);  // what multiply_early put off
     for (; step < range.last; ++step) {
       arrived();
       multiply_and_add(place(), true);
@@ -1259,7 +1260,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     wgmma_wait<0>();
     wgmma_arrived(main);
     if (any) give_back(1);
-    [[maybe_unused]] const float part = scaled(shape) ? lost_in(4 * (range.last - range.first)) : 0;  // of 16-bit numbers, which rounding hides
+    [[maybe_unused]] const float part = scaled(shape) ? lost_in(4 * (range.last - range.first)) : 0;  // 0 for 16-bit operands: their rounding hides what is lost
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) {
       total[i] = any ? main[i] : 0;
@@ -1277,7 +1278,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #endif
 
 #if MENDS
-// Whether this thread of the consumers finds an image or a channel that is flagged.
+// Whether this thread of the consumers finds a flagged image or channel.
 DEVICE bool any_of_flags(const GemmPhase& shape, const int* __restrict__ x_flags, const int* __restrict__ w_flags) {
   const int images = divided((int)shape.pixels, shape.by_plane), rows = (int)shape.rows;
   int found = 0;
@@ -1286,7 +1287,7 @@ DEVICE bool any_of_flags(const GemmPhase& shape, const int* __restrict__ x_flags
   return found != 0;
 }
 
-// A tile that the block stored, once more where limbs were too few. The warps of the consumers share it.
+// Computes a tile that the block stored once more where its limbs did not fit. The consumers' warps share it.
 __device__ __noinline__ void mend_tile(const Shapes& shapes, int tile, const MendFinish& what, const Mends& mends, MendOperands operands,
                                        [[maybe_unused]] int* redone, out_t* y) {
   const int phase = phase_of(shapes, tile);
@@ -1297,7 +1298,7 @@ __device__ __noinline__ void mend_tile(const Shapes& shapes, int tile, const Men
   operands.residual += apart;
   operands.w += w_apart(shapes, tile);
   const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
-#pragma unroll 1  // results are seldom computed again, and every call with an empty cache waits for the compiler
+#pragma unroll 1  // results are seldom computed again, and unrolled code would lengthen every compilation
   for (int strip = warp; strip < BLOCK_M / MENDED * ((BLOCK_N + 31) / 32); strip += 4 * CONSUMERS) {
     const int m = of.m + strip % (BLOCK_M / MENDED) * MENDED, inside = strip / (BLOCK_M / MENDED) * 32 + lane;
     if (m >= (int)shape.rows_group) continue;
@@ -1316,8 +1317,8 @@ __device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends
 #endif
 
 #if ADDS_PARTS
-// The sums of a tile's parts, finished. A thread takes VEC neighbours at a time, and several such runs at once: each waits for memory as long
-// as all of them together.
+// Adds and finishes the parts of a tile. A thread takes VEC neighbours at a time, and RUNS such vectors at once: their loads wait for memory
+// together.
 DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const float* bias, const float* scale,
                       const float* residual, float* y) {
   constexpr int ACROSS = (NHWC ? BLOCK_M : BLOCK_N) / VEC, ALL = BLOCK_M * BLOCK_N / VEC, APART = 128 * CONSUMERS, RUNS = VEC == 4 ? 4 : 8;
@@ -1325,7 +1326,7 @@ DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const T
     float v[VEC];
   };
   for (int first = threadIdx.x - 128; first < ALL; first += RUNS * APART) {
-    long long at[RUNS];  // in y; -1 where there is nothing
+    long long at[RUNS];  // offsets in y; -1 where there is nothing
     int k[RUNS];
     float v[RUNS][VEC] = {};
 #pragma unroll
@@ -1379,7 +1380,7 @@ struct JoinOperands {
   void* y;
 };
 
-// The block's tiles whose last part it stored. Only the consumers' threads come here, when all they stored is there.
+// Adds the parts of those tiles whose last part this block stored. Only the consumers' threads come here, once all that they stored is visible.
 __device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArguments& join, const JoinOperands& operands
 #if MENDS
                                         , const Mends& mends, const MendOperands& flagged
@@ -1454,7 +1455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
                        ) {
   extern __shared__ uint8_t dynamic[];
-  constexpr int X_STAGES = PATCH_ROWS ? 4 : 0;  // at the most
+  constexpr int X_STAGES = PATCH_ROWS ? 4 : 0;  // the most there can be
   __shared__ alignas(8) uint64_t barriers[2 * (STAGES + X_STAGES) + CONSUMERS];
   Rings rings(dynamic, barriers);
   rings.x_full = rings.empty + 8 * STAGES;
@@ -1484,7 +1485,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 #if MENDS
 #if ADDS_PARTS
-  const bool mends_own = shapes.of[0].splits == 1 || join.joins;  // else mending is left to what adds the parts
+  const bool mends_own = shapes.of[0].splits == 1 || join.joins;  // else the launch that adds the parts mends them
 #else
   const bool mends_own = !JOINS || shapes.of[0].splits == 1;
 #endif
@@ -1492,7 +1493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
   __syncthreads();
   AFTER_LAST_LAUNCH
-  if (FUSED_SPLIT) NEXT_LAUNCH_MAY_COME  // few blocks, which mostly find nothing to do
+  if (FUSED_SPLIT) NEXT_LAUNCH_MAY_COME  // the next launch's few blocks mostly find nothing to do
 #if !NOTES
   float* const moments = nullptr;
 #endif

@@ -1,7 +1,7 @@
 """The implicit GEMM engine for Hopper: convolutions on tensor cores fed by TMA (``cu/implicit_gemm_sm90.cu``).
 
-How operands are packed and problems walked is in :mod:`pycuda_conv.engines.packing`; here are the tiles, the tensor maps and
-the launch of a phase. :func:`choose` picks tiles by a short model of time.
+:mod:`pycuda_conv.engines.packing` says how operands are packed and how phases walk them. This module has the tiles, the tensor maps and
+the launch of a phase. :func:`choose` picks a tile by a short model of time.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
 
-JOINED_BYTES = 512 << 10  # of a tile's parts, which one block reads
-CONVERTERS = 7  # warps that split what all taps of a tile meet
-KEPT_PIECE = 1024  # bytes of a warp beside the sums it keeps of the first of two phases, to turn those of both to rows
+JOINED_BYTES = 512 << 10  # the most bytes of parts of one tile that a block of the product adds itself
+CONVERTERS = 7  # warps that split float32 images for the halo_split loader
+KEPT_PIECE = 1024  # bytes of staging a warp needs beside the sums it keeps of the first of two paired phases
 __all__ = [
     "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
     "time",
     "unsupported",
 ]  # fmt: skip
 
-#: Pixels of the tiles that are chosen from, by their rows, for each value of :func:`_seldom`: the more seldom a product, the fewer of the
-#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 0.8% longer in the mean
-#: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which are six times as many kernels.
-#: Behind (of three products, the result's pixels lie side by side). Pixels that lie apart are at least seldom.
+#: The tiles worth choosing from: BLOCK_M -> the BLOCK_Ns, for each value of :func:`_seldom`. The rarer a product, the fewer its tiles,
+#: because each tile is one kernel for each of the many ways to load and to store. By the model, random problems take 0.8% longer in the
+#: mean with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which are six times as many kernels.
+#: The key is (three products, the result's pixels are contiguous). Pixels that are not contiguous have a `_seldom` of 1 or more.
 PIXELS: dict[tuple[bool, bool], tuple[dict[int, tuple[int, ...]], ...]] = {
     (False, True): (
         {128: (64, 128), 64: (64, 96, 144, 256)}, {128: (64, 128), 64: (64, 144, 256)}, {128: (128,), 64: (64, 256)}, {64: (64, 256)},
@@ -66,19 +66,20 @@ PIXELS: dict[tuple[bool, bool], tuple[dict[int, tuple[int, ...]], ...]] = {
     (True, True): ({128: (64, 96), 64: (64, 96, 144, 256)}, {128: (64,), 64: (64, 144, 256)}, *2 * ({128: (64,), 64: (64, 256)},)),
     (True, False): ({}, {128: (64,), 64: (64, 144, 256)}, {128: (64,), 64: (64, 256)}, {128: (64,), 64: (64,)}),
 }  # fmt: skip
-#: Of tiles whose sums are parts of bfloat16's, which have kernels of their own: where sums are split, tiles are few.
+#: The same for bfloat16 sums that are split, whose fp32 parts need kernels of their own: they have few tiles.
 BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64, 144)}, {128: (128,), 64: (64,)}, {64: (64,)}, {64: (64,)})
-#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are loaded once for all taps, split then or before.
+#: The same for ping-pong consumers: BLOCK_N by `_seldom`.
 PINGPONG_PIXELS: tuple[tuple[int, ...], ...] = ((128, 160), (128,), (128,), ())
+#: (BLOCK_M, BLOCK_N) of the tiles of both halo loaders.
 HALOS = ((64, 224),)
-#: Of a launch, no more than its parameters hold arguments and tensor maps.
+#: Phases of one launch at the most: its parameters have room for the arguments and tensor maps of so many.
 PHASES = 4
 
 
-#: How a tile's pixels reach shared memory: each tap's from packed images by TMA's im2col mode; once for all taps, from packed images; or
-#: from float32 images, which the kernel splits itself.
+#: How a tile's pixels reach shared memory. "im2col": TMA's im2col mode loads packed images once for each tap. "halo": packed images are
+#: loaded once for all taps. "halo_split": float32 images are loaded once for all taps, and the kernel splits them into limbs.
 Loader = Literal["im2col", "halo", "halo_split"]
-#: Whether the two consumers share each tile, or take tiles by turns, so that one multiplies while the other stores.
+#: "cooperative": the two consumers share each tile. "pingpong": they take tiles in turn, so that one multiplies while the other stores.
 Pipeline = Literal["cooperative", "pingpong"]
 LOADERS, PIPELINES = get_args(Loader), get_args(Pipeline)
 
@@ -87,8 +88,8 @@ LOADERS, PIPELINES = get_args(Loader), get_args(Pipeline)
 class ImplicitGemm(Config):
     """One tile of ``implicit_gemm_sm90.cu``.
 
-    Its output channels, its pixels, the stages of its ring, and splits of gemm k; how its pixels are loaded, and how its two
-    consumers take turns. The pixels of a halo are 8 columns.
+    BLOCK_M output channels, BLOCK_N pixels, the STAGES of its ring, SPLIT parts of gemm k, how its pixels are loaded, and how its two
+    consumers share the work. A tile of a halo loader is 8 columns wide.
     """
 
     BLOCK_M: int = 128
@@ -107,7 +108,7 @@ class ImplicitGemm(Config):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether each consumer takes whole tiles."""
+        """Whether the consumers take whole tiles in turn."""
         return self.schedule == "pingpong"
 
     @property
@@ -122,12 +123,12 @@ class ImplicitGemm(Config):
 
     @property
     def packs_images(self) -> bool:
-        """Whether images are packed before the product, unless they lie as it wants them."""
+        """Whether images are packed before the product, unless they are already 16-bit and channels last."""
         return self.loader in ("im2col", "halo")
 
     @classmethod
     def from_table(cls, values: Mapping[str, Any]) -> ImplicitGemm:
-        """:meth:`Config.from_table`; older tables have flags in place of `loader` and `schedule`, or a loader that is no more."""
+        """:meth:`Config.from_table` for older tables too: they have flags for `loader` and `schedule`, or the former loader "planes"."""
         flags = {name: value for name, value in values.items() if name in ("POINTWISE", "HALO", "RAW", "PINGPONG")}
         if not all(isinstance(value, bool) for value in flags.values()):
             raise ValueError(f"flags must be true or false, but are {flags}")
@@ -146,7 +147,7 @@ TENSOR_CORES = True
 
 
 def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
-    """The packing and the walks of `problem` here: TMA's loads may overlap."""
+    """The packed layout and the phases' addressing of `problem`. TMA's loads may overlap in memory, so windows are allowed."""
     return packed_layout(problem, windows=True)
 
 
@@ -160,7 +161,7 @@ def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         return reason
     if config.BLOCK_M not in (64, 128):
         return "a tile has 64 or 128 rows"
-    # their sums, three times or once, fill the registers
+    # a consumer's sums fill its registers: one set of them, or three for three products
     most = 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
     if config.halo:
         most = 112 if config.splits_images else 128
@@ -193,7 +194,7 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why a tile's pixels can't be loaded at once for all taps, or None if they can."""
     packed, walks = _form(problem)
     alone = len(walks) == 1 and walks[0].rank == 2 and not walks[0].flat and walks[0].stride == (1, 1, 1) == walks[0].phase.step
-    few = math.prod(walks[0].taps) < 3  # as many stages are multiplied before the first of them is given back
+    few = math.prod(walks[0].taps) < 3  # the first stage is given back only after that many have been multiplied
     folded = packed.level > 0 and packed.window is None
     if problem.layout != "NCHW" or problem.itemsize != 4 or packed.load != 64 or folded or not alone or few:
         return "all taps are loaded for at once if they are 3 or more, 2-d, without stride, on NCHW float32 arrays, 64 channels a load"
@@ -222,52 +223,52 @@ def _not_raw(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 
 def halo(problem: ConvProblem, config: ImplicitGemm) -> tuple[int, int]:
-    """Pixels of the images that all taps of a tile of 8 columns meet: in a row, and rows."""
+    """Width and height, in pixels of x, of the halo of an 8-column output tile."""
     _, (walk, *_) = _form(problem)
     reach_h, reach_w = ((walk.taps[i] - 1) * walk.dilation[i] for i in (1, 2))
     return 8 + reach_w, config.BLOCK_N // 8 + reach_h
 
 
 def _x_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Bytes of a stage of the ring of x alone, if there is one."""
+    """Bytes of one stage of the ring of x; 0 without a halo, where x has no ring of its own."""
     return limbs(problem) * ceil(math.prod(halo(problem, config)) * 128, 1024) * 1024 if config.halo else 0
 
 
 def _x_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Stages of that ring that fit beside the other."""
+    """Stages of the ring of x that fit beside the main ring; 2 without a halo."""
     nbytes = _x_bytes(problem, config)
     return min(2 if config.splits_images else 4, (SHARED_BYTES - _ring_bytes(problem, config)) // nbytes) if nbytes else 2
 
 
 def _raw_shift(problem: ConvProblem) -> int:
-    """Columns from a multiple of 16 bytes to the first one that taps meet."""
+    """Columns of x that are loaded before the first one that a tap reads: loads begin at multiples of 16 bytes."""
     _, (walk, *_) = _form(problem)
     return walk.low[2] % 4
 
 
 def _raw_pitch(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Floats that are loaded of a row: loads begin and end at multiples of 16 bytes."""
+    """Floats loaded of each row of the halo: loads begin and end at multiples of 16 bytes."""
     return ceil(_raw_shift(problem) + halo(problem, config)[0], 4) * 4
 
 
 def _raw_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Bytes of what the converters load at once, some rows of 8 channels each, and of its barriers."""
+    """Bytes that the converters load at once, some rows of 8 channels each, with a barrier for each converter."""
     wide, _ = halo(problem, config)
     return CONVERTERS * (32 * (32 // wide) * _raw_pitch(problem, config) + 8)
 
 
 def _raw_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """How many of that fit beside the rings."""
+    """Loads of a converter that may be in flight: as many as fit beside the rings, at most 6."""
     return min(6, (SHARED_BYTES - 256 - _bytes_beside_raw(problem, config)) // _raw_bytes(problem, config))
 
 
 def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Bytes of one stage of the ring: 64 of gemm k."""
+    """Bytes of one stage of the main ring: 64 of gemm k."""
     return limbs(problem) * (config.BLOCK_M + (0 if config.halo else config.BLOCK_N)) * 128
 
 
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Shared memory of a block: the rings, room to align them, the consumers' staging tiles, what they know of pixels; what is split."""
+    """Shared memory of a block in bytes: rings and their alignment, staging tiles, the pixels' scales and places, converters' loads."""
     split = _raw_stages(problem, config) * _raw_bytes(problem, config) if config.splits_images else 0
     return _bytes_beside_raw(problem, config) + split
 
@@ -282,7 +283,7 @@ def _ring_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
         staging = 4 * (4 * 16 * _consumer_pixels(config) + KEPT_PIECE)
     if config.halo:
         staging = 0
-    of_pixel = 4 + 8 if paired(problem) else 4  # a scale, and a place
+    of_pixel = 4 + 8 if paired(problem) else 4  # a scale, and with paired phases a place in y
     return config.STAGES * stage_bytes(problem, config) + 2 * (staging + of_pixel * _consumer_pixels(config)) + 1024
 
 
@@ -293,14 +294,14 @@ def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
 
 
 def _whole_rows(problem: ConvProblem, split: int) -> bool:
-    """Whether what is written of a pixel is multiples of 16 bytes."""
+    """Whether the channels that are written of one pixel and group are a multiple of 16 bytes."""
     nbytes = 4 if split > 1 else problem.itemsize
     return problem.result_channels // problem.groups * nbytes % 16 == 0
 
 
 def _arithmetic(problem: ConvProblem, phase: Phase, split: int) -> dict[str, int]:
-    """:func:`arithmetic`; what has no whole vectors is written as if it lay apart, for which there is a kernel:
-    rows of channels, and planes where loads have few channels."""
+    """:func:`arithmetic`, with DENSE = 0 where elements are stored one by one: rows of channels that are no multiple of 16 bytes, and
+    planes where loads have fewer than 64 channels. The kernel for scattered results stores these, so they need no other text."""
     defines = arithmetic(problem, phase, split > 1)
     if defines["NHWC"] and defines["DENSE"] and not _whole_rows(problem, split):
         defines["VEC"] = 1
@@ -310,13 +311,13 @@ def _arithmetic(problem: ConvProblem, phase: Phase, split: int) -> dict[str, int
 
 @lru_cache(maxsize=1024)
 def paired(problem: ConvProblem) -> bool:
-    """Whether phases of even and odd columns are written together."""
+    """Whether the phases of even and odd columns are written together."""
     gradient = problem.direction == "dgrad" and problem.layout == "NCHW" and not problem.has_residual
     return gradient and problem.stride[2] == 2 and problem.result_size[2] % 2 == 0
 
 
 def _stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Bytes of an element that the product writes: of the result, or of a part of a split sum."""
+    """Bytes of an element that the product writes: an element of the result, or of an fp32 part of a split sum."""
     return 4 if config.SPLIT > 1 else problem.itemsize
 
 
@@ -328,7 +329,7 @@ def _consumer_pixels(config: ImplicitGemm) -> int:
 
 
 def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, noted: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
+    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
     multiprocessors = device.multiprocessors
     made = _schedule(problem, config, multiprocessors, noted)
     if _reads_filter(problem):
@@ -341,7 +342,7 @@ def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, noted: 
 def _schedule(
     problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool, map_w: TensorMap | None = None, filter_last: bool = False
 ) -> Schedule:
-    """:func:`schedule` with the filter packed, from its channels last too, or read as it lies by `map_w`."""
+    """:func:`schedule` for a filter that is packed (from channels last if `filter_last`), or read as it lies through `map_w`."""
     moments = _moments(problem, config) if noted else None
 
     def products(
@@ -369,9 +370,9 @@ def _schedule(
 
 
 def joins(problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether blocks of the product add the parts of split sums: float32's, where images are packed before, and a tile has few parts.
+    """Whether the product's blocks add the parts of split sums themselves: for float32 that was packed, if a tile has few parts.
 
-    In 16 bits a launch of its own that adds them is faster: three layers took 19, 39 and 23 us so, and 37, 50 and 28.
+    In 16 bits a separate launch that adds them is faster: three layers took 19, 39 and 23 us so, and 37, 50 and 28 us with joins.
     """
     packed, _ = _form(problem)
     if config.SPLIT == 1 or config.takes_turns or packed.as_is or _parts_bytes(config) > JOINED_BYTES:
@@ -380,22 +381,22 @@ def joins(problem: ConvProblem, config: ImplicitGemm) -> bool:
 
 
 def _parts_bytes(config: ImplicitGemm) -> int:
-    """Of a tile."""
+    """Bytes of the fp32 parts of one tile."""
     return 4 * config.SPLIT * config.BLOCK_M * config.BLOCK_N
 
 
 def _results(problem: ConvProblem, config: ImplicitGemm, walks: Sequence[PhaseAddressing]) -> int:
-    """Tiles of a launch of some phases, those that share their sums counted once; filled up to 16 bytes of tickets."""
+    """Tickets of a launch: one for each tile of each phase, whatever its splits; rounded up to a multiple of 16 bytes."""
     return ceil(math.prod(_tiles(problem, config, walks)) * problem.groups * _turns(problem, walks), 4) * 4
 
 
 def _may_mend(problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether blocks of its text look at what is flagged: of float32's, which also writes the parts of float16 sums."""
+    """Whether the kernel's text can mend flagged results: that of float32 can, which also writes the fp32 parts of float16 sums."""
     return not config.splits_images and (problem.dtype == "float32" or (problem.dtype == "float16" and config.SPLIT > 1))
 
 
 def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
-    """What a product can note of its result: forward, whole sums of common layers, that need no more registers than there are."""
+    """The moments that a product can note: forward, whole sums of common layers, if registers suffice."""
     if problem.direction != "fprop" or problem.layout == "CNHW" or config.SPLIT > 1 or problem.has_residual or problem.activation:
         return None
     if config.halo or not _common(_defines_of(problem)) or (problem.layout == "NHWC" and not _whole_rows(problem, 1)):
@@ -407,7 +408,7 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
 
 
 def _launches(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
-    """Phases that share a launch, which has their repeats too; such as write into each other's gaps first."""
+    """The phases of each launch, without their repeats, which the launch computes too; in the order of their first pixels."""
     told = first_ones(*_alike(problem))
     for first in range(0, len(told), PHASES):
         yield told[first : first + PHASES]
@@ -415,17 +416,17 @@ def _launches(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
 
 @lru_cache(maxsize=64)  # the planner asks for it once a configuration
 def _alike(problem: ConvProblem) -> tuple[Sequence[PhaseAddressing], Size3]:
-    """The phases, all loaded along as many axes, in the order of their pixels; and how many are repeats of one, along each axis."""
+    """The phases in the order of their first pixels, all loaded along equally many axes; and the number of repeats along each axis."""
     _, walks = _form(problem)
     if len(walks) > 1 and not all(walk.flat for walk in walks):
         rank = max(walk.rank for walk in walks)
         walks = tuple(replace(walk, rank=rank, flat=False) for walk in walks)
     d, h, w = repeats(tuple(walks))
-    return sorted(walks, key=lambda walk: walk.phase.origin), (d, h, 1 if paired(problem) else w)  # columns are a pair
+    return sorted(walks, key=lambda walk: walk.phase.origin), (d, h, 1 if paired(problem) else w)  # a pair's columns are no repeats
 
 
 def _packed_strides(problem: ConvProblem, packed: PackedLayout, axes: Sequence[int]) -> list[int]:
-    """Bytes of the packed images from one pixel to the next along these axes, innermost first, and from one image to the next."""
+    """Byte strides of the packed images: from pixel to pixel along each of `axes`, innermost first, then from image to image."""
     pixel = 2 * problem.groups * packed.pixel
     strides = [pixel if packed.window is None else pixel * problem.stride[2]]  # windows overlap
     for i in axes:
@@ -454,7 +455,7 @@ def _image_map(
 
 
 def _halo_map(problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, place: tuple[int, int]) -> TensorMap:
-    """Packed images, loaded at once for all taps of a tile."""
+    """The map of packed images for the halo loader: a box is the halo of a tile."""
     _, high, wide = packed.size
     sizes = (problem.groups * packed.group, wide, high, limbs(problem) * problem.N)
     strides = tuple(_packed_strides(problem, packed, (2, 1)))
@@ -462,7 +463,7 @@ def _halo_map(problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, 
 
 
 def _raw_map(problem: ConvProblem, config: ImplicitGemm) -> TensorMap:
-    """Images as they lie, of which a converter loads 8 channels of some rows at once."""
+    """The map of float32 images for the halo_split loader: a box is 8 channels of some rows."""
     (_, high, wide), groups = problem.operand_size, problem.groups
     channels, (halo_w, _) = problem.operand_channels // groups, halo(problem, config)
     strides = (4 * wide, 4 * wide * high, 4 * wide * high * channels)
@@ -476,7 +477,7 @@ def _operand(problem: ConvProblem) -> str:
 
 
 def _filter_map(problem: ConvProblem) -> TensorMap:
-    """A 16-bit filter with its second axis last, as it lies: of a tap so many channels of 64 of the first axis."""
+    """The map of a 16-bit filter whose second axis is last: a box is `packed.load` channels of one tap of 64 rows of the first axis."""
     packed, _ = _form(problem)
     first, last = problem.weight_shape[:2]
     taps = math.prod(problem.filter_size)
@@ -484,16 +485,16 @@ def _filter_map(problem: ConvProblem) -> TensorMap:
 
 
 def _reads_filter(problem: ConvProblem) -> bool:
-    """Whether a filter with its second axis last can be read as it lies: beside 16-bit images that are not packed either."""
+    """Whether a filter with its second axis last can be read as it lies: 16-bit, beside images that need no packing either."""
     packed, _ = _form(problem)
     if problem.itemsize != 2 or problem.layout == "CNHW" or problem.weight_shape[1] % 8 or packed.level:
         return False
-    # of the gradient of the input that axis is gemm m
+    # in dgrad that last axis is gemm m
     return packed.as_is and (problem.direction == "fprop" or packed.load == 64)
 
 
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> TensorMap:
-    """The result, or the parts of a split one, as the product writes them; the axes keep tails out of the next group or part."""
+    """The map of the result, or of a split sum's parts. Groups and parts have axes of their own, so a tail never reaches the next one."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     size, groups, rows = _stored_bytes(problem, config), problem.groups, problem.result_channels
     pixels = problem.N * math.prod(problem.result_size)
@@ -506,7 +507,7 @@ def _product(
     buffers: tuple[Place, ...], flagged: tuple[Place, ...], multiprocessors: int, layout: MomentsLayout, map_w: TensorMap | None,
     filter_last: bool, tickets: Place | None,
 ) -> KernelLaunch:
-    """The launch of some phases; it adds the parts of split sums with `tickets`, and looks at what is `flagged`."""
+    """The launch of some phases. With `tickets` it adds the parts of split sums; with `flagged` it computes flagged results once more."""
     defines = _arithmetic(problem, walks[0].phase, config.SPLIT) | {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "LOAD_CHANNELS": packed.load,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)),
@@ -522,10 +523,10 @@ def _product(
         maps = [_halo_map(problem, config, packed, operands.x_limbs)]
     else:
         maps = [_image_map(problem, config, packed, walk, operands.x_limbs) for walk in walks]
-    unused = defines["PHASES"] - len(walks)  # the launch's arguments have room for so many more phases
+    unused = defines["PHASES"] - len(walks)  # the kernel's parameters always hold PHASES phases: the last one fills the rest
     maps += maps[-1:] * unused
     if products(problem) == 1 and problem.layout == "NHWC":
-        maps.append(map_w or maps[0])  # of a filter that is packed there is none
+        maps.append(map_w or maps[0])  # the text has this parameter even where the filter is packed
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
     noted, tiles = layout.moments is not None, _tiles(problem, config, walks)
@@ -540,7 +541,7 @@ def _product(
         buffers += (layout.parts if noted else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
     else:
         buffers += flagged
-    if defines["OUT"] == FLOAT and not (defines["BF16"] or config.halo or config.takes_turns):  # its text may add parts
+    if defines["OUT"] == FLOAT and not (defines["BF16"] or config.halo or config.takes_turns):  # the kernel's JOINS
         buffers += RESULT, tickets or RESULT
         kept = finish(problem) if tickets else dict.fromkeys(finish(problem), 0)
         structs += (JoinArguments(joins=int(tickets is not None), **kept),)
@@ -550,30 +551,30 @@ def _product(
         "implicit_gemm_sm90", defines, _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
         buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
         arguments=structs,
-        layer={} if tickets else finish_constants(phases[0]) | {"NOTED": int(noted)},  # of the parts, or of the sum
+        layer={} if tickets else finish_constants(phases[0]) | {"NOTED": int(noted)},  # the epilogue runs on whole sums, not on a part
     )
 
 
 def _grid(problem: ConvProblem, walks: Sequence[PhaseAddressing], tiles: int, multiprocessors: int) -> int:
-    """Blocks of the launch of some phases, of so many tiles each. A block takes a tile, or that of two phases, and meets all of these."""
+    """Blocks of a launch. Their number and that of the phases (or pairs of them) have no common factor, so each block meets all phases."""
     turns = _turns(problem, walks) // _at_once(problem)
     some = multiprocessors if tiles * turns <= multiprocessors or math.gcd(multiprocessors, turns) == 1 else multiprocessors - 1
     return min(tiles * turns, some)
 
 
 def _turns(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> int:
-    """The phases of a launch, with their repeats."""
+    """The phases of a launch, repeats included."""
     _, many = _alike(problem)
     return len(walks) * math.prod(many)
 
 
 def _at_once(problem: ConvProblem) -> int:
-    """Phases of which a block takes a tile at a time."""
+    """Phases whose tiles a block computes together."""
     return 2 if paired(problem) else 1
 
 
 class GemmPhase(NamedTuple):
-    """What the kernel is told of a phase, which its text explains."""
+    """A phase's arguments: the struct of the kernel, which explains each member."""
 
     tiles: int
     tiles_m: int
@@ -664,7 +665,7 @@ class GemmPhase(NamedTuple):
 
 
 class JoinArguments(NamedTuple):
-    """What the kernel is told of split sums, which its text explains."""
+    """The arguments of a split sum that the product adds: the struct of the kernel, which explains each member."""
 
     joins: int
     has_bias: int
@@ -678,14 +679,14 @@ def _arguments(
     problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing, tiles: tuple[int, int],
     of_launch: Mapping[str, int],
 ) -> GemmPhase:
-    """The kernel's arguments of a phase, with those `of_launch`, whose phases all count so many `tiles`."""
+    """The kernel's arguments of a phase. All phases of a launch count the same `tiles`; `of_launch` are its other common values."""
     phase, groups, rows = walk.phase, problem.groups, problem.result_channels
     tiles_m, tiles_pixels = tiles
     blocks_group, _, channel_blocks = filter_sizes(problem, packed)
     plane, size = math.prod(phase.size), phase.size
     blocks = channel_blocks * math.prod(walk.taps)
     pixels = problem.N * plane
-    # as the loads count pixels: all images are one row of them where no tap looks elsewhere
+    # loads see all images of a flat walk as one row of pixels
     stride, low = (((1, 1, 1), (0, 0, 0)) if walk.flat else (walk.stride, walk.low))
     wide, high = halo(problem, config) if config.halo else (0, 0)
     _, x_h, x_w = problem.operand_size
@@ -705,7 +706,7 @@ def _arguments(
 
 
 def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
-    """The arguments of images that are split by the product, all zero if they are not."""
+    """The arguments of the halo_split loader; all zero for other loaders."""
     if not config.splits_images:
         return dict.fromkeys(("raw_stages", "raw_rounds", "raw_rows", "raw_run", "raw_shift", "raw_pitch", "raw_channel"), 0)
     wide, high = halo(problem, config)
@@ -717,7 +718,7 @@ def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
 
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm, walks: Sequence[PhaseAddressing]) -> tuple[int, int]:
-    """Tiles of a group: along its channels, and along the pixels of the phase with the most."""
+    """Tiles of a group along the channels, and along the pixels of the launch's largest phase."""
     plane = max(math.prod(walk.phase.size) for walk in walks)
     across = problem.N * plane // config.BLOCK_N if config.halo else ceil(problem.N * plane, config.BLOCK_N)
     return ceil(problem.result_channels // problem.groups, config.BLOCK_M), across
@@ -729,16 +730,17 @@ def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
 
 
 def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
-    """The order of gemm k, where it is cut and added up in fp32; and of what scale is: that of a patch depends on the tile."""
+    """Everything that fixes the order of a sum: the splits, the order of gemm k, and who adds the parts. A patch's scale is chosen from
+    the patch, so with halo_split it depends on BLOCK_N too."""
     how = config.SPLIT, config.loader, joins(problem, config)
     return (*how, config.BLOCK_N) if config.splits_images else how
 
 
 def _seldom(defines: Mapping[str, int]) -> int:
-    """How seldom a product with such defines is asked for, from 0 to 3: where it is seldom few tiles will do.
+    """How rare a product with these defines is, from 0 (common) to 3: rare ones get few tiles.
 
-    One counts for loads of 32 channels, two for those of 16, one for results that lie apart or whose rows are no multiples of four, and one
-    for one product of arrays with their channels last, most of which another engine reads as they lie.
+    Loads of 32 channels count one and loads of 16 two. Results that are scattered, or not stored by fours, count one. A single product of
+    channels-last arrays counts one, because another engine reads most of these as they lie.
     """
     few, scattered = {64: 0, 32: 1, 16: 2}[defines["LOAD_CHANNELS"]], not defines["DENSE"]
     lying = bool(defines["NHWC"] and defines["PRODUCTS"] == 1)
@@ -746,33 +748,33 @@ def _seldom(defines: Mapping[str, int]) -> int:
 
 
 def _in_parts(defines: Mapping[str, int]) -> bool:
-    """Whether a sum of 16-bit products with such defines may be split: of phases none is, and of bfloat16 those of :data:`BFLOAT_PARTS`."""
+    """Whether 16-bit sums with these defines may be split: not those of phases, and in bfloat16 only those of :data:`BFLOAT_PARTS`."""
     if not defines["DENSE"] and not (defines["NHWC"] and defines["VEC"] == 1):
         return False
     return not defines["BF16"] or defines["BLOCK_N"] in BFLOAT_PARTS[_seldom(defines)].get(defines["BLOCK_M"], ())
 
 
 def _common(defines: Mapping[str, int]) -> bool:
-    """Whether a product with such defines loads 64 channels and stores rows of four: others note no moments of their results."""
+    """Whether these defines load 64 channels and store by fours: only such products note moments."""
     return defines["LOAD_CHANNELS"] == 64 and defines["VEC"] == 4
 
 
 def _may_note(defines: Mapping[str, int]) -> bool:
-    """Whether the text with these defines can note moments: NOTES of the kernel."""
+    """Whether the kernel with these defines can note moments: its NOTES."""
     parts, few = defines["BF16"] and defines["OUT"] == FLOAT, defines["PRODUCTS"] == 1 or defines["WGMMA_N"] <= 128
     return bool(defines["DENSE"] and _common(defines) and few and not (defines["PATCH_ROWS"] or defines["W_MN_MAJOR"] or parts))
 
 
 def _defines_of(problem: ConvProblem) -> dict[str, int]:
-    """The defines of a problem, whose sums are not split, that do not depend on the tile."""
+    """The defines of `problem` that do not depend on the tile, for sums that are not split."""
     packed, walks = _form(problem)
     return _arithmetic(problem, walks[0].phase, 1) | {"LOAD_CHANNELS": packed.load}
 
 
 def _ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitGemm]:
-    """The tiles that are chosen from, see :data:`PIXELS`, without stages and splits, of images that are loaded tap by tap.
+    """The tiles of the im2col loader worth choosing from (:data:`PIXELS`), without stages and splits.
 
-    Consumers take turns only where a product is one, not `three` of limbs, and the result's pixels lie side by side (`dense`).
+    Ping-pong tiles are among them if there is one product (not `three`) and the result's pixels are contiguous (`dense`).
     """
     for rows, widths in PIXELS[three, dense][seldom].items():
         yield from (ImplicitGemm(rows, pixels) for pixels in widths)
@@ -780,7 +782,7 @@ def _ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitG
         yield from (ImplicitGemm(128, pixels, schedule="pingpong") for pixels in PINGPONG_PIXELS[seldom])
 
 
-#: The tiles of images that are loaded in other ways.
+#: The tiles of the halo loaders.
 _SPECIAL_TILES = (
     *(ImplicitGemm(*tile, loader="halo") for tile in HALOS), *(ImplicitGemm(*tile, loader="halo_split") for tile in HALOS),
 )  # fmt: skip
@@ -802,7 +804,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
             yield TextFamily("implicit_gemm_sm90", choices, _made, "sm_90a")
 
 
-#: The defines of a product whose images are loaded tap by tap, and written pixel by pixel.
+#: Defines of the im2col loader whose results are stored pixel by pixel; STAGES is filled in.
 _ORDINARY: dict[str, tuple[int, ...]] = {
     "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": (1, PHASES),
     "INTERLEAVE_COLUMNS": (0,), "PATCH_ROWS": (0,), "FUSED_SPLIT": (0,), "STAGES": (0,),
@@ -814,14 +816,14 @@ _PAIRED: dict[str, tuple[int, ...]] = {
 _HALO: dict[str, tuple[int, ...]] = {
     "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "LOAD_CHANNELS": (64,), "PHASES": (1,), "W_MN_MAJOR": (0,), "STAGES": (6, 5, 4, 3),
 }
-#: What else may be of it, by how images are loaded.
+#: For each loader, the defines that differ from :data:`_ORDINARY`.
 _SPECIAL: dict[Loader, tuple[dict[str, tuple[int, ...]], ...]] = {
     "im2col": ({}, _STORED, _PAIRED), "halo": (_HALO,), "halo_split": (_HALO | {"STAGES": (4, 3)},),
 }  # fmt: skip
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever made."""
+    """Whether a product with these defines is ever launched."""
     consumer, three, of_float32 = d["WGMMA_N"], d["PRODUCTS"] == 3, d["OUT"] == FLOAT and not d["BF16"]
     parts = d["OUT"] == FLOAT and d["BF16"]
     if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
@@ -854,7 +856,7 @@ def _made(d: Mapping[str, int]) -> bool:
     return True
 
 
-#: Stages of a ring that are tried.
+#: Numbers of stages that are tried, largest first; "im2col" cooperative tiles of 64 rows also try 2.
 _DEPTHS: dict[tuple[Loader, Pipeline], tuple[int, ...]] = {
     ("im2col", "cooperative"): (6, 5, 4, 3), ("im2col", "pingpong"): (6, 5, 4, 3),
     ("halo", "cooperative"): (6, 5, 4, 3), ("halo_split", "cooperative"): (4, 3),
@@ -862,7 +864,7 @@ _DEPTHS: dict[tuple[Loader, Pipeline], tuple[int, ...]] = {
 
 
 def _most_stages(d: Mapping[str, int]) -> int:
-    """The stages of the ring that shared memory has room for, as :func:`configs` asks for them."""
+    """The most stages that shared memory has room for, among those that :func:`configs` tries; 0 if none fits."""
     consumer, stored = d["WGMMA_N"], 4 if d["OUT"] == FLOAT else 2
     staging = 2 * 32 * 64 * stored if d["TENSOR_STORE"] else 4 * 4 * 32 * 20
     if d["INTERLEAVE_COLUMNS"]:
@@ -878,10 +880,18 @@ def _most_stages(d: Mapping[str, int]) -> int:
 
 
 class Rates(NamedTuple):
-    """Of float32's arrays, or of those of 16 bits.
+    """Measured rates for elements of one size.
 
-    Cycles a microsecond, which the power limit keeps so low under such a load; cycles of a tensor load for each pixel's row of channels;
-    bytes a microsecond and multiprocessor: into shared memory, and of the result, all of them writing at once; microseconds of a launch.
+    Attributes
+    ----------
+    clock : float
+        Cycles a microsecond, which the power limit keeps low under this load.
+    row_cycles : float
+        Cycles of a tensor load for each pixel's row of channels.
+    loaded, stored : float
+        Bytes a microsecond and multiprocessor into shared memory, and of the result, while all multiprocessors write.
+    launch_time : float
+        Microseconds of a launch.
     """
 
     clock: float
@@ -891,45 +901,48 @@ class Rates(NamedTuple):
     launch_time: float
 
 
-#: Measured on an H200, by the bytes of an element. float32's were fitted to 258 times: root mean square of the error 17%.
+#: Measured on an H200, by the bytes of an element. Those of float32 were fitted to 258 times: root mean square of the error 17%.
 RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 2.07, 98e3, 21.6e3, 1.79), 2: Rates(1450.0, 2.8, 110e3, 17.4e3, 1.0)}
-RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split there
-#: Of 16-bit arrays and filters that are read as they lie: cycles a microsecond, cycles of a row of the filter, microseconds of each launch;
-#: times as long products take as the tensor cores need; cycles of a pixel's row of so many bytes. Fitted to 147 times of 57 layers on an
-#: H200 and an H100: root mean square of the error 17%, and 18% for layers that were left out.
+RAW_RATE = 8.8e3  # bytes of float32 images that a multiprocessor's converters split in a microsecond
+#: For 16-bit images and filters that are read as they lie. LYING: cycles a microsecond, cycles of a filter row, microseconds of each
+#: launch. LYING_PRODUCT: the time of products relative to the tensor cores' peak. PIXEL_CYCLES: cycles of a pixel's row, by its bytes.
+#: Fitted to 147 times of 57 layers on an H200 and an H100: root mean square of the error 17%, and 18% for layers that were left out.
 LYING, LYING_PRODUCT = (1860.0, 3.5, 1.7), 1.64
 PIXEL_CYCLES = {128: 2.59, 64: 1.49, 32: 2.0, 16: 2.0}
-VOLUME = 1.05  # times as long takes a load of a volume
-#: The same of packed images: of volumes; and of pixels that are no multiple of what is loaded at once, so that loads lie across lines.
+VOLUME = 1.05  # relative time of a load of a volume, as it lies
+#: Relative times of loads of packed images: of volumes; and of pixels that are no multiple of a load, so that loads straddle cache lines.
 PACKED_VOLUME, UNALIGNED = 1.23, 2.0
-#: Bytes of packed images from which on a part of them comes from memory, and bytes a microsecond then.
+#: Bytes of packed images beyond which the L2 cache does not keep them all, and the bytes a microsecond that are moved then.
 FORGOTTEN, REMEMBERED_RATE = 15e6, 2.3e6
-SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
-#: Times as long as that takes the gradient of a filter, by products and bytes of an element; and that of a convolution with a stride.
+SCATTERED = 4.0  # relative time of stores if a pixel's channels are no multiple of 16 bytes, or 16-bit planes are no multiple of 8
+#: Relative times of wgrad: by (products, bytes of an element); and where the convolution has a stride.
 LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.05, (3, 4): 0.97}, 0.93
-#: Times as long as all that takes a tile of 64 pixels; one of 128 or more; one of 64 of the gradient of a filter, besides; and what packs
-#: 16-bit images that have their channels last. Seen in 800 times of 140 problems on an H200 and H100s.
+#: Relative times of tiles of at most 64 pixels, of 128 pixels or more, of at most 64 pixels in wgrad (besides), and of 16-bit
+#: channels-last images that are packed. From 800 times of 140 problems on an H200 and H100s.
 NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
+#: Relative cycles of a packed pixel's row, by the channels of a load.
 SHORT_ROW = {64: 0.87, 32: 1.0, 16: 1.0}
-CACHE_RATE = 5e6  # bytes a microsecond of pixels that all multiprocessors load from the L2 cache
-FOLLOW = 1.4  # microseconds that a launch of further phases adds
-#: Of three products, tiles of 128 rows, which load less for each product; and those of two stages, where loads are waited for.
+CACHE_RATE = 5e6  # bytes of pixels that all multiprocessors together load from the L2 cache in a microsecond
+FOLLOW = 1.4  # microseconds that each further launch of phases adds
+#: Relative times with three products: of tiles of 128 rows, which load less for each product; and of two stages, which wait for loads.
 TALL, SHALLOW = 0.96, 1.03
-FLAT = 1.0  # the same of 1x1 layers without stride in NCHW
-SECTOR = 32  # bytes of memory that are written at once
-APART = 2.0  # times as long it takes to add the parts of sums that are loaded one by one
-PHASED = 1.85  # the same of pixels of phases in NCHW, whose neighbours lie apart
-#: Times as long take phases in NCHW: those whose columns are written in pairs; and larger tiles of others, which write more at once.
+FLAT = 1.0  # relative time of 1x1 layers without stride in NCHW
+SECTOR = 32  # bytes that memory writes at once
+APART = 2.0  # relative time of adding the parts of a sum if its elements are loaded one by one
+PHASED = 1.85  # relative time of stores of phases in NCHW, whose neighbouring pixels are apart in memory
+#: Relative times of float32 phases in NCHW: with columns written in pairs; and with tiles larger than 64x64, which write more at once.
 PAIRED, PHASED_TILE = 0.92, 1.2
-PARTS_OF_SECTORS = 2.6e6  # bytes of sectors a microsecond, of which each phase writes a part
-HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
-#: Of the same tiles, elements of a residual that a microsecond adds to them, which nothing hides; and the microseconds that splitting
-#: images takes besides. From 27 layers of 64 channels on an H100: without, these took up to 1.6 times as long as predicted.
+PARTS_OF_SECTORS = 2.6e6  # bytes of sectors that memory writes in a microsecond where each phase writes a part of a sector
+HALO_STAGE = 0.26  # microseconds of a stage of the halo loaders beside its products
+#: For the halo loaders: elements of a residual that are added in a microsecond, which nothing hides; and the microseconds that splitting
+#: images adds. From 27 layers of 64 channels on an H100: without these terms they took up to 1.6 times as long as predicted.
 HALO_JOINED, HALO_SPLIT = 2.5e3, 8.5
-PINGPONG_PRODUCT, PINGPONG_STORE, PINGPONG_ALONE = 1.15, 0.54, 1.15  # of a tile's products and stores, where consumers take tiles by turns
-#: The same as TILE_TIME and `stored` for 16-bit results with their channels last, which TMA stores; where tiles are no multiple of what it
-#: stores; where phases scatter them; and the elements of a residual that a microsecond adds to them.
-JOINED_PLANES, JOINED_APART = 4.7e3, 2.33  # elements of a residual that a microsecond adds to other tiles; longer where one at a time
+#: Relative times of ping-pong tiles: of products and of stores that overlap, and of stores where these take longer than the products.
+PINGPONG_PRODUCT, PINGPONG_STORE, PINGPONG_ALONE = 1.15, 0.54, 1.15
+#: Elements of a residual that a microsecond adds to other tiles; and how many times as long it takes one element at a time.
+JOINED_PLANES, JOINED_APART = 4.7e3, 2.33
+#: For 16-bit channels-last results: TILE_TIME; the rate `stored` of TMA's stores, of other stores, and of phases' scattered stores; and the
+#: elements of a residual that are added in a microsecond.
 LYING_TILE, LYING_STORED, LYING_APART, PHASED_STORED, JOINED = 0.26, 25e3, 12.9e3, 9.3e3, 4.4e3
 TILE_TIME = 0.75  # microseconds to start and drain a tile
 
@@ -950,11 +963,11 @@ def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
     for tile in (*_ordinary_tiles(seldom, products(problem) == 3, dense), *_SPECIAL_TILES):
         if tile.BLOCK_M == 128 and problem.result_channels // problem.groups <= 64:
             continue
-        if tile.splits_images and products(problem) == 1:  # which does not take as long as its loads
+        if tile.splits_images and products(problem) == 1:  # one product takes longer than its loads, so splitting images would not pay
             continue
         if tile.takes_turns and problem.layout == "NHWC" and tile.BLOCK_N % 32:  # rows of channels by TMA: multiples of 32
             continue
-        if tile.takes_turns and problem.has_residual and tile.BLOCK_N > 160:  # there are no registers for both
+        if tile.takes_turns and problem.has_residual and tile.BLOCK_N > 160:  # registers do not hold both the sums and the residual
             continue
         depths = _DEPTHS[tile.loader, tile.schedule]
         if (tile.loader, tile.schedule) == ("im2col", "cooperative"):
@@ -972,11 +985,11 @@ def _changed(tile: ImplicitGemm, split: int, stages: int) -> ImplicitGemm:
 
 
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
-    """`config` with as many stages as are legal, if any: of `depths`, which descend."""
+    """`config` with the most stages of `depths` (largest first) that it can have; nothing if it can't run with the fewest."""
     least = _changed(config, config.SPLIT, depths[-1])
     if refusal(problem, least) is not None:  # what has room for more stages has room for fewer
         return
-    if config.halo:  # what lies beside the ring depends on its stages
+    if config.halo:  # the stages of the ring of x depend on those of the main ring
         tried = (_changed(config, config.SPLIT, stages) for stages in depths[:-1])
         yield next((one for one in tried if refusal(problem, one) is None), least)
     else:
@@ -985,13 +998,13 @@ def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]
 
 
 def _steps(problem: ConvProblem) -> int:
-    """Stages of the ring that a tile without splits goes through, at the most."""
+    """The most stages that a tile without splits multiplies."""
     packed, walks = _form(problem)
     return ceil(ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
 
 
 def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
-    """Of a load of a pixel's channels from an array as it lies: rows that it has to fill take longer, odd ones most."""
+    """Cycles to load one pixel's channels from an array as it lies: rows that the load has to fill up take longer, odd ones longest."""
     row, pixel = packed.load * problem.itemsize, problem.operand_channels * problem.itemsize
     slower = VOLUME if _form(problem)[1][0].rank == 3 else 1.0
     return slower * PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else 1.4 if pixel % 32 == 0 else 2.0)
@@ -999,7 +1012,7 @@ def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
 
 @lru_cache(maxsize=64)
 def _stages_of_launches(problem: ConvProblem) -> tuple[tuple[Sequence[PhaseAddressing], tuple[int, ...]], ...]:
-    """The phases of each launch, and the stages of the ring that a tile of each goes through without splits."""
+    """The phases of each launch, with the stages that a tile of each multiplies without splits."""
     packed, _ = _form(problem)
     blocks, at_once = ceil(packed.group, packed.load), 64 // packed.load
     return tuple(
@@ -1010,7 +1023,7 @@ def _stages_of_launches(problem: ConvProblem) -> tuple[tuple[Sequence[PhaseAddre
 def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes into shared memory, rounds of tiles.
 
-    A filter that can be read as it lies is taken to lie so.
+    The model assumes that a filter that can be read as it lies does lie so.
     """
     return _time(problem, config, device.multiprocessors)
 
@@ -1029,7 +1042,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         slower *= PACKED_VOLUME if walks[0].rank == 3 else 1.0
         loaded += (slower - 1) * limbs(problem) * config.BLOCK_N * 128
     step = max(cycles / clock, loads / clock, loaded / rates.loaded)
-    # bytes of a stage that only blocks of the same pixels ask for; those of a gradient of a filter are taps, which share most of theirs
+    # bytes of a stage that are loaded for the same pixels only; wgrad's pixels are taps, which share most of theirs
     of_pixels = 0.0 if problem.layout == "CNHW" else loaded - limbs(problem) * config.BLOCK_M * 128
     last = problem.layout == "NHWC" and config.SPLIT == 1 and problem.itemsize == 2
     tile, stored = (LYING_TILE, PHASED_STORED if len(walks) > 1 else LYING_STORED) if last else (TILE_TIME, rates.stored)
@@ -1039,7 +1052,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
         stores *= SCATTERED if len(walks) == 1 or _defines_of(problem)["VEC"] == 1 else 1.0
     elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and _defines_of(problem)["VEC"] == 1:
-        # elements one by one, so far apart: memory, which all multiprocessors share, writes so many sectors
+        # elements are stored one by one, each in a sector of its own; all multiprocessors share the memory's rate for sectors
         stored_at_once = math.prod(_tiles(problem, config, walks[:1])) * problem.groups * len(walks) / multiprocessors
         stores *= SCATTERED * max(1.0, min(walks[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
     elif problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
@@ -1050,21 +1063,21 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     between = tile + stores
     if config.halo:  # neither loads nor stores are waited for, unless stores take longer
         step, between = HALO_STAGE + cycles / rates.clock, 0
-    if config.splits_images:  # rows of 16 floats or so, of 64 channels
+    if config.splits_images:  # a row has some 16 floats, of 64 channels
         _, high = halo(problem, config)
         step = max(step, 64 * 4 * high * _raw_pitch(problem, config) / RAW_RATE / math.prod(walks[0].taps))
 
     def tile_time(steps: int) -> float:
         product = ceil(steps, config.SPLIT) * step
-        if config.takes_turns:  # stores beside products slow these down, but are waited for only at the end
+        if config.takes_turns:  # stores slow the other consumer's products down, but only the last ones are waited for
             return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, PINGPONG_ALONE * between)
         return max(product, stores) + added / HALO_JOINED if config.halo else product + between
 
     us = (0.0 if lying else rates.launch_time) + launch_time + (HALO_SPLIT if config.splits_images else 0)
     at_once, joined = _at_once(problem), 0.0
-    # tiles of the same pixels and other rows load them together, and so do phases; others come from the L2 cache one by one
+    # blocks of the same pixels and other channels load them together, and so do phases; all else comes from the L2 cache again
     from_cache = 0.0
-    longest = shared = 0.0  # launches of phases run beside one another: of them the longest, and what all take of the multiprocessors
+    longest = shared = 0.0  # launches of phases overlap: the longest one counts, or the sum of what each takes of the multiprocessors
     for number, (group, stages) in enumerate(_stages_of_launches(problem)):
         us += FOLLOW if number else 0.0
         works = [sum(map(tile_time, stages[i : i + at_once])) for i in range(0, len(group), at_once)]
@@ -1073,7 +1086,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         rounds = ceil(tiles * turns // at_once, grid)
         if joins(problem, config):
             joined += _parts_bytes(config) * ceil(tiles * turns, config.SPLIT * grid)
-        # phases come by turns, so that blocks have as much of each
+        # a block takes tiles of all phases in turn, equally many of each
         own = max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
         longest, shared = max(longest, own), shared + own * grid / multiprocessors
         _, across = _tiles(problem, config, group)
@@ -1109,14 +1122,14 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     return us
 
 
-#: What another order of sums than most layers' has to gain, by the model's word: a new order has to wait for the compiler.
+#: How much faster the model must find a loader other than im2col. Another order of sums needs kernels that no other layer has compiled.
 CLEARLY = 1.15
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where there is none.
+    """The configuration that should be fastest, behind the microseconds it should take; None where there is none.
 
-    One whose order of sums is that of most layers is preferred to one that is hardly faster, so that sizes of a layer share kernels.
+    An im2col configuration is preferred to one that is hardly faster: most layers have its order of sums, so they share its kernels.
     """
     timed = [(time(problem, config, device), config) for config in configs(problem, device)]
     best = fastest(timed)
