@@ -3,30 +3,29 @@
 //   y[pixel, k] = sum over taps and c of x[pixel + tap, c] * w[k, tap, c], and finish.cuh
 //   gemm m: pixel (n,o,p,q) of the batch | gemm n: output channel | gemm k: (tap, c), c fastest, in stages of 128 bytes of channels
 //
-// Nothing is packed: TMA brings both operands from the arrays into the form that wgmma wants, and rounds float32 to TF32 on the way.
+// Nothing is packed: TMA loads both operands from the arrays in the layout that wgmma wants, and rounds float32 to TF32 on the way.
 //
 // Mapping  block: tiles of BLOCK_M pixels x BLOCK_N channels. Tiles of the same pixels run side by side. A block has a consumer warpgroup for each 64
-//          pixels, and behind them one more warp. One thread of that, the producer, asks for x and w. Blocks are persistent, unless a cluster
+//          pixels, and behind them one more warp. One thread of that, the producer, loads x and w. Blocks are persistent, unless a cluster
 //          shares a tile.
 // Shared   a ring of STAGES stages (ring.cuh), 128 bytes of k each: rows of BLOCK_M pixels of x, swizzled, then BLOCK_N rows of w. Behind it lie
 //          the warps' moments, and for each warp a tile of 16 pixels x 32 channels of sums, pitch 40 floats. From that tile a warp writes rows of
 //          y if a pixel of y is no multiple of 16 bytes. Otherwise lanes exchange words of their sums, and each writes 16 bytes of a pixel.
 // x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images; padding, and what
 //          lies past the last image or channel, arrives as zeros.
-// Tails    TMA takes longer for rows that it has to fill. So a tap's last stage has rows of 64 or 32 bytes where no more is left of its channels,
-//          and products of no more than that, in texts that know their layer. In others all rows are 128 bytes.
-// w        K-major: rows of gemm k, as it lies or as transpose_filter.cu made it. W_MN_MAJOR, for the gradient of the input: rows of gemm n, in
+// Tails    TMA takes longer for rows that it has to fill up. So in texts that know their layer, a tap's last stage has rows of 64 or 32 bytes if its
+//          channels fill no more, and only these are multiplied. In other texts all rows are 128 bytes.
+// w        K-major: rows of gemm k, as w lies or as transpose_filter.cu made it. W_MN_MAJOR, for dgrad: rows of gemm n, in
 //          blocks of 128 bytes of channels, or of the 64 bytes of a narrow tile, x 128 bytes of k. Rows and blocks that lie wholly past
-//          the last channel of y are not loaded, because TMA takes three times as long for rows that it has to fill. The sums that belong to
-//          them are not written.
-// Turned   wgmma takes TF32 operands along k alone. So TURNERS more warps turn such a filter's blocks of 32 x 32, each in its place, by way of
-//          registers. raw[stage] completes when the filter has arrived, full[stage] when x has and all blocks are turned.
-// Cluster  CLUSTER blocks share a tile: each sums its part of gemm k. They leave their sums in shared memory, and each adds up some of the
-//          tile's rows, over all blocks in their order.
+//          the last channel of y are not loaded, because TMA takes three times as long for rows that it has to fill. Their sums are not written.
+// TF32     wgmma takes TF32 operands along k alone. So with W_MN_MAJOR, TURNERS more warps transpose the filter's blocks of 32 x 32, each in its place,
+//          through registers. raw[stage] completes when the filter has arrived, full[stage] when x has arrived and all blocks are transposed.
+// Cluster  CLUSTER blocks share a tile: each sums its part of gemm k. They leave their sums in shared memory, and each block adds some of the
+//          tile's rows over all blocks, in their order.
 // Moments  for a batch norm behind it (batch_norm.cu). A slice is the 64 pixels of a consumer. moments[slice][2][channel] has the mean of y, and
 //          the sum of squared deviations from it.
-// Phases   the gradient of the input is made of stride phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
-//          row and out_w-th column. A launch takes PHASES of them, one after the other, the longest first, and the repeats of each.
+// Phases   dgrad with a stride is a set of phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
+//          row and out_w-th column. A launch takes PHASES of them, one after the other, those with most taps first, and the repeats of each (repeats.cuh).
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/dense_nhwc_sm90.cu
 #ifndef BLOCK_M
@@ -36,14 +35,14 @@
 #define TYPE 17      // of the arrays: 32 float, 16 half, 17 bfloat16
 #define W_MN_MAJOR 0
 #define CLUSTER 1      // blocks that share a tile
-#define PHASES 1     // of a launch: 1, 2 or 4
+#define PHASES 1     // of a launch: 1 or 4
 #endif
 
-// What the kernel is told of a phase. by_n is the divisor n, prepared (division.cuh).
+// A phase of the launch. by_n is the divisor n, prepared (division.cuh).
 struct DensePhase {
-  long long tiles, tiles_n, by_tiles_n;                       // all; along channels
+  long long tiles, tiles_n, by_tiles_n;  // all tiles; those along channels
   long long blocks, part;                                     // stages of a sum, and of one of CLUSTER parts
-  long long channel_blocks, by_channel_blocks, last_steps;    // stages of a tap; steps of the last one
+  long long channel_blocks, by_channel_blocks, last_steps;  // stages of a tap; wgmma steps of its last stage
   long long rows, by_rows;                                    // output channels
   long long tap_r, by_tap_r, tap_s, by_tap_s;                 // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;     // number in w of the first tap, and steps from one to the next
@@ -54,20 +53,20 @@ struct DensePhase {
   long long stride_d, stride_h, stride_w;                     // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
   long long low_d, low_h, low_w;
   long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
-  long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first one, and from one to the next
+  long long out_size, out_base, out_d, out_h, out_w;  // pixels of an image of y, the first pixel of the phase, and from one to the next
   long long wide;                                             // how channels of y are written: Wide
   long long noted;                                            // whether moments are written, where NOTES
   long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
 };
 typedef DensePhase Phase;
-#define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // moments may be asked for: of whole sums, forwards
+#define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can note moments: forward, of whole sums
 #define TAILS  // channel_blocks and last_steps say where a tap ends
 #include "pixel_tiles.cuh"
 
 constexpr int TURNERS = TURNED ? 3 : 0, THREADS = CONSUMER_THREADS + 32 + 32 * TURNERS;
 
 struct Maps {
-  CUtensorMap of[PHASES], last[PHASES];  // with rows of 128 bytes, and with those of a tap's last stage
+  CUtensorMap of[PHASES], last[PHASES];  // with rows of 128 bytes, and with the rows of a tap's last stage
 };
 struct FilterMaps {
   CUtensorMap whole, last;
@@ -75,10 +74,10 @@ struct FilterMaps {
 
 // ---- the producer
 
-// How many blocks of the filter a tile has, MN-major.
+// Blocks that a tile has of an MN-major filter.
 DEVICE int blocks_of(const Phase& shape, const Tile& of) { return min(MN_BLOCKS, ((int)shape.rows - of.channel + MN_CHANNELS - 1) / MN_CHANNELS); }
 
-// `raw` is the first of the filter's barriers, if it is turned.
+// `raw` is the first of the barriers of the filter, where it is transposed.
 DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
   Ring::Position at;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
@@ -90,7 +89,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
     const Divided of_tap(range.first, channel_blocks, shape.by_channel_blocks), of_row(of_tap.quotient, shape.tap_s, shape.by_tap_s);
     const Divided of_slice(of_row.quotient, shape.tap_r, shape.by_tap_r);
     int c = of_tap.rest, s = of_row.rest, r = of_slice.rest, t = of_slice.quotient;
-    int tap, x_s, x_r, x_t;  // its number in w and offsets in x, which take this thread long to make of a phase's numbers
+    int tap, x_s, x_r, x_t;  // the tap's number in w and its offsets in x: computed once a tap, since the producer thread takes long to compute them
     auto begin_tap = [&] {
       tap = first_tap + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
       x_s = s * (int)shape.dilation_w;
@@ -140,10 +139,10 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
 }
 
 #if W_MN_MAJOR && TYPE == 32
-// ---- the turning warps
+// ---- the warps that transpose the filter
 
-// A warp turns 32 rows of k of 32 channels, from swizzled rows to swizzled rows. A lane has 4 x 4 numbers twice; which ones leaves no two of eight
-// lanes the same banks, neither when they read nor when they write.
+// A warp transposes 32 rows of k x 32 channels, from swizzled rows to swizzled rows. A lane has 4 x 4 numbers twice, chosen so that no two of eight
+// lanes use the same banks when they read or write.
 DEVICE void turn_block(uint8_t* block) {
   const int across = threadIdx.x % 8, further = threadIdx.x % 32 / 8;
   uint4 v[2][4];
@@ -163,7 +162,7 @@ DEVICE void turn_block(uint8_t* block) {
   }
 }
 
-// The warps take the blocks of the stages by turns. `stages` is the ring's memory.
+// The warps take the stages' blocks in turn. `stages` is the ring's memory.
 DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32_t raw) {
   Ring::Position at;
   int block = threadIdx.x / 32 - CONSUMER_THREADS / 32 - 1;
@@ -172,7 +171,7 @@ DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32
     const Range range(shapes.of[of.phase]);
     const int filter_blocks = blocks_of(shapes.of[of.phase], of);
     for (int step = range.first; step < range.last; ++step) {
-      barrier_wait(raw + 8 * at.stage, at.parity);  // by all warps: one that left out a round would take the round before for its own
+      barrier_wait(raw + 8 * at.stage, at.parity);  // all warps wait: one that skipped a round would mistake the round before for its own
       for (; block < MN_BLOCKS; block += TURNERS) {
         if (block < filter_blocks) turn_block(stages + at.stage * STAGE_BYTES + A_BYTES + block * MN_BLOCK);
         fence_for_bulk();
@@ -232,6 +231,6 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
 #endif
   }
 #if CLUSTER > 1
-  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read of it
+  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read from it
 #endif
 }

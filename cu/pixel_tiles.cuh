@@ -1,13 +1,13 @@
 // pixel_tiles.cuh: consumers and stores of dense_nhwc_sm90.cu and gather_nhwc_sm90.cu, whose tiles are pixels x channels of channels-last arrays.
 // The two kernels differ in how x reaches shared memory.
 //
-// Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and NOTES, unless they are as here; and Phase, the
-// kernel's arguments for a phase. Of these it reads tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum.
+// A kernel defines before it includes this: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and NOTES, unless they are as here; and
+// Phase, its arguments of a phase. Of these the code here reads tiles, blocks, part, rows, pixels, the offsets of y's pixels, and the epilogue's.
 #pragma once
 #ifndef PHASES
 #define W_MN_MAJOR 0
 #define PHASES 1
-#define NOTES 0  // moments may be asked for
+#define NOTES 0  // the text can note moments
 #endif
 #define WGMMA_N BLOCK_N
 #if TYPE == 32
@@ -32,10 +32,10 @@
 
 typedef element<TYPE> data_t;
 
-constexpr int BLOCK_K = 128 / (int)sizeof(data_t), STEPS = 4;  // channels of a stage; steps of the tensor core in one
+constexpr int BLOCK_K = 128 / (int)sizeof(data_t), STEPS = 4;  // channels of a stage; wgmma steps in one
 constexpr int CONSUMERS = BLOCK_M / 64, CONSUMER_THREADS = 128 * CONSUMERS;
 constexpr bool TURNED = W_MN_MAJOR && TYPE == 32;                     // w is MN-major in memory, K-major once a stage is full
-constexpr int MN_CHANNELS = BLOCK_N < BLOCK_K ? BLOCK_N : BLOCK_K, MN_SPAN = MN_CHANNELS * (int)sizeof(data_t);  // of a row of k, MN-major; its bytes
+constexpr int MN_CHANNELS = BLOCK_N < BLOCK_K ? BLOCK_N : BLOCK_K, MN_SPAN = MN_CHANNELS * (int)sizeof(data_t);  // channels of an MN-major row, and its bytes
 constexpr int MN_BLOCK = BLOCK_K * MN_SPAN, MN_BLOCKS = (BLOCK_N + MN_CHANNELS - 1) / MN_CHANNELS;  // bytes of BLOCK_K such rows; blocks of a tile
 constexpr int A_BYTES = BLOCK_M * 128, B_BYTES = W_MN_MAJOR ? MN_BLOCKS * MN_BLOCK : BLOCK_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CHUNK = 32, PITCH = 40;    // channels of a staging tile; floats of a row of it
@@ -60,7 +60,7 @@ DEVICE int all_tiles(const Shapes& shapes) {
   return tiles;
 }
 
-// A tile: its phase, and which repeat of it, its first pixel, and its first channel.
+// A tile: its phase, the repeat of the phase, its first pixel, and its first channel.
 struct Tile {
   int phase = 0, repeat = 0, pixel, channel;
   DEVICE Tile(const Shapes& shapes, int tile) {
@@ -77,7 +77,7 @@ struct Tile {
   }
 };
 
-// how far a tile's repeat lies behind the phase
+// how far a tile's repeat lies from its phase: in taps, and in pixels of y
 #if PHASES > 1
 DEVICE int taps_apart(const Shapes& shapes, const Tile& of) { return taps_apart(shapes.repeats, of.repeat); }
 DEVICE long long y_apart(const Shapes& shapes, const Tile& of) { return y_apart(shapes.repeats, of.repeat); }
@@ -86,7 +86,7 @@ DEVICE int taps_apart(const Shapes&, const Tile&) { return 0; }
 DEVICE int y_apart(const Shapes&, const Tile&) { return 0; }
 #endif
 
-// the stages of gemm k that this block takes
+// The stages of gemm k that this block sums: [first, last).
 struct Range {
   int first, last;
   DEVICE Range(const Phase& shape) {
@@ -99,19 +99,19 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 // ---- sums to y
 
-// Which pixel of y a pixel of the phase is, or -1.
+// The pixel of y that pixel `pixel` of the phase is; -1 past the end.
 DEVICE int place_of(const Phase& shape, int pixel) {
   if (pixel >= (int)shape.pixels) return -1;
   const Divided of_image(pixel, shape.plane, shape.by_plane);
   return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
 }
 
-// How channels of y are written: one at a time; four neighbours at once; where all of a pixel's are in one chunk and pixels follow one
-// another, as neighbours of a warp's whole run of pixels; or 16 bytes at once, from the registers of the sums.
+// How channels of y are written. SINGLE: one at a time. FOURS: four neighbours at once. RUN: if all channels of a pixel are in one chunk and pixels
+// are contiguous, neighbours of a warp's whole run of pixels. SIXTEEN_BYTES: 16 bytes at once, from the registers of the sums.
 enum Wide { SINGLE, FOURS, RUN, SIXTEEN_BYTES };
-// Four neighbouring channels of y, and what finishes their sums.
+// Stores four neighbouring channels of y.
 struct Four {
-  int first, count;  // how many there are
+  int first, count;  // channels that exist
   Finish<false> finish[4];
   DEVICE Four(const Phase& shape, int channel, const data_t* scales, const data_t* biases)
       : first(channel), count(min((int)shape.rows - channel, 4)) {
@@ -122,7 +122,7 @@ struct Four {
     struct alignas(4 * sizeof(data_t)) Vector {
       data_t v[4];
     };
-    const bool there = place >= 0 && count > 0, wide = (int)shape.wide % 2 == 1;  // FOURS, or more; no branch: several stores are made at once
+    const bool there = place >= 0 && count > 0, wide = (int)shape.wide % 2 == 1;  // FOURS or SIXTEEN_BYTES; no branch, so that several stores are issued at once
     const long long at = place * shape.rows + first;
     const bool added_to = MAY_ADD && has_residual(shape);
     Vector added = {}, out;
@@ -143,7 +143,7 @@ struct Four {
   }
 };
 
-// A warp's staging tile to a run of y, of pixels from `pixel` on: a lane takes two neighbours at a time, whatever pixels they are of.
+// Stores a warp's staging tile to a run of y, from pixel `pixel` on: a lane takes two neighbours at a time, whichever pixels they belong to.
 DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const data_t* scales, const data_t* biases, const data_t* residual, data_t* y) {
   struct alignas(2 * sizeof(data_t)) Pair {
     data_t v[2];
@@ -171,8 +171,8 @@ DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const
 }
 
 #if NOTES
-// The moments of a chunk: a lane has the channel `channel` of its warp's 16 pixels, and one of the consumer's warps adds up those of all four.
-// `noted`: [warp][mean, squares][channel], another one for each second chunk, so that one barrier a chunk is enough.
+// Notes the moments of a chunk: a lane has channel `channel` of its warp's 16 pixels, and one of the consumer's warps combines those of all four.
+// `noted` is [warp][mean, squares][channel], and another one for each second chunk, so that one barrier a chunk is enough.
 DEVICE void note_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* noted, const data_t* scale,
                          const data_t* bias, float* moments) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, pixel = of.pixel + 64 * consumer;
@@ -205,7 +205,7 @@ DEVICE void note_moments(const float* staging, const Phase& shape, const Tile& o
 }
 #endif
 
-// Words of two lanes whose numbers differ in the bit `beside` change places: the lower lane has a of both then, the other b of both.
+// Exchanges words of two lanes whose numbers differ in the bit `beside`: the lower lane then has both lanes' a, the upper one both lanes' b.
 DEVICE void swap_words(uint32_t& a, uint32_t& b, int beside) {
   const bool upper = threadIdx.x & beside;
   const uint32_t got = __shfl_xor_sync(~0u, upper ? a : b, beside);
@@ -213,8 +213,8 @@ DEVICE void swap_words(uint32_t& a, uint32_t& b, int beside) {
   b = upper ? b : got;
 }
 
-// What wgmma leaves to four lanes of a row of sums, turned to runs of 16 bytes, and back.
-constexpr int EIGHTS = 8 / (int)sizeof(data_t);  // of columns, of each of which a lane has two neighbours in a row
+// A row of sums as wgmma leaves it to four lanes, exchanged between them into runs of 16 bytes; turn() is its own inverse.
+constexpr int EIGHTS = 8 / (int)sizeof(data_t);  // groups of 8 columns in a run; a lane has two neighbours of each
 struct alignas(16) Run {
   uint32_t words[4];
   DEVICE void turn() {
@@ -228,11 +228,11 @@ struct alignas(16) Run {
       swap_words(words[1], words[3], 1);
     }
   }
-  // the channel that a lane's run begins at, among those of the four lanes
+  // the first channel of this lane's run, counted from that of the four lanes
   static DEVICE int channel() { return threadIdx.x % 4 * 8 - (EIGHTS == 2 ? threadIdx.x % 4 / 2 * 12 : 0); }
 };
 
-// A consumer's sums of a tile from its registers, where 16 bytes of y belong to one pixel. `plain`: nothing finishes them.
+// Stores a consumer's sums of a tile from registers, where 16 bytes of y belong to one pixel. `plain`: without an epilogue.
 template <bool plain>
 DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const data_t* scale, const data_t* bias,
                        const data_t* residual, data_t* y) {
@@ -261,7 +261,7 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
     for_all<2 * EIGHTS / AT_ONCE>([&](auto part) {
       constexpr int from = decltype(part)::value * AT_ONCE;
       float scales[AT_ONCE], biases[AT_ONCE];
-      auto load = [&](float (&to)[AT_ONCE], bool there, const data_t* of_channels, float otherwise) {  // a branch for all of them
+      auto load = [&](float (&to)[AT_ONCE], bool there, const data_t* of_channels, float otherwise) {  // one branch for all of them
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) to[i] = otherwise;
         if (there)
@@ -301,7 +301,7 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
   });
 }
 
-// A consumer's sums of a tile, by way of its warps' staging tiles or not; `moments` is null if they are not asked for.
+// Stores a consumer's sums of a tile, through its warps' staging tiles or from registers; `moments` is null if they are not asked for.
 DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] float* noted,
                        const data_t* scale, const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
   const bool as_runs = (int)shape.wide == SIXTEEN_BYTES;
@@ -328,7 +328,7 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
       store_run(staging, shape, of.pixel + 16 * warp, scale, bias, residual, y);
     } else if (!as_runs) {
       const Four four(shape, of.channel + base + 4 * (lane % 8), scale, bias);
-      constexpr int BATCH = BLOCK_N > 160 ? 1 : 4;  // fours of rows that are read before the first of them is written, if there are registers
+      constexpr int BATCH = BLOCK_N > 160 ? 1 : 4;  // fours of rows that are read before the first of them is written, as registers allow
 #pragma unroll(BATCH == 1 ? 1 : 4)
       for (int down = 0; down < 16; down += 4 * BATCH) {
         float4 v[BATCH];
@@ -350,7 +350,7 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
 }
 
 #if CLUSTER > 1
-// This block's rows of the tile, of which all blocks have left their sums.
+// Adds this block's rows of the tile, once all blocks have left their sums.
 DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const data_t* scale, const data_t* bias, const data_t* residual,
                       data_t* y) {
   constexpr int ROWS = BLOCK_M / CLUSTER, ACROSS = BLOCK_N / 4;
@@ -365,7 +365,7 @@ DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const d
 
 // ---- the multiplication
 
-// Bytes of a row of a stage of so many steps: what a swizzle spans.
+// Bytes of a row of a stage of `steps` steps: the span of its swizzle.
 DEVICE constexpr int span_of(int steps) { return steps == 1 ? 32 : steps == 2 ? 64 : 128; }
 
 // The products of a stage of `steps` steps; `fresh` begins new sums.
@@ -378,14 +378,14 @@ template <int steps> DEVICE void multiply(float (&sum)[BLOCK_N / 2], uint32_t a,
 }
 
 #ifdef TAILS
-// A tap's last stage has no more steps than its channels fill, and narrower rows if they are few, where that is known. In other texts it is a
-// stage as others are, whose last steps multiply zeros.
+// A tap's last stage has no more steps than its channels fill, and narrower rows if they are few, in texts that know the layer. In other texts it
+// is like other stages, and its last steps multiply zeros.
 #ifdef LAYER
 constexpr int LAST = LAST_STEPS;
 #else
 constexpr int LAST = STEPS;
 #endif
-// Steps of a range's stages, but for those of zeros.
+// wgmma steps of a range's stages, without those that multiply zeros.
 DEVICE int steps_of(const Phase& shape, const Range& range) {
   const int taps = Divided(range.last, (int)shape.channel_blocks, shape.by_channel_blocks).quotient -
                    Divided(range.first, (int)shape.channel_blocks, shape.by_channel_blocks).quotient;
@@ -395,7 +395,7 @@ DEVICE int steps_of(const Phase& shape, const Range& range) {
 DEVICE int steps_of(const Phase&, const Range& range) { return STEPS * (range.last - range.first); }
 #endif
 
-// `ready` is told where this consumer's rows of x of a stage that has arrived are.
+// Multiplies and stores a consumer's part of each tile. `ready` is called with the offset of the consumer's rows of x in each stage that arrives.
 template <class Ready>
 DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, [[maybe_unused]] float* sums, [[maybe_unused]] float* staging, const data_t* scale,
                     const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
@@ -435,7 +435,7 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) {
       sum[i] = any ? sum[i] : 0;
-      if (TYPE == 32) sum[i] = with_lost(sum[i], part);  // the rounding of 16 bits hides it
+      if (TYPE == 32) sum[i] = with_lost(sum[i], part);  // the rounding to 16 bits hides it
     }
     const auto apart = y_apart(shapes, of);
 #if CLUSTER > 1

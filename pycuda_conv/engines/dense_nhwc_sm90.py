@@ -1,8 +1,8 @@
 """Convolutions of channels-last arrays as they lie, on Hopper's tensor cores (``cu/dense_nhwc_sm90.cu``).
 
 They are float16, bfloat16, and float32 with ``precision="tf32"``. Nothing is packed or scaled, and one launch does everything. Only a
-filter that the tensor cores can't read as it lies is transposed first: one in C order, and that of the gradient of the input in TF32, where
-the blocks of the launch would turn it too often. The blocks of a cluster share a long sum for few results.
+filter that the tensor cores can't read as it lies is transposed first: one in C order, and that of the gradient of the input in TF32, if
+the launch's blocks would transpose it too often. The blocks of a cluster share a long sum for few results.
 """
 
 from __future__ import annotations
@@ -76,30 +76,32 @@ __all__ = [
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
-#: Tiles that are chosen from, a kernel for each: (pixels, channels), and the blocks that share one. What is shared are long sums for few
-#: results, so small tiles. By the model the best of these take 0.2% longer in the mean of random problems than the best of all.
+#: The tiles worth choosing from, each a kernel of its own: (BLOCK_M, BLOCK_N) -> CLUSTERs. Only long sums for few results are shared by a
+#: cluster, so only small tiles. By the model random problems take 0.2% longer in the mean with these tiles than with all.
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
     **{(128, columns): (1,) for columns in (64, 96, 128, 160, 192, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)},
     (64, 96): (1, 8),
 }  # fmt: skip
-#: Those of them that are chosen from for phases, which are seldom wide.
+#: The same for phases, whose results are seldom wide.
 PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (128, 64): (1,), (128, 128): (1,), (64, 32): (1, 2, 8), (64, 64): (1, 8), (64, 128): (1,),
 }  # fmt: skip
-PHASES = 4  # in a launch, or one
-STEPS = 4  # of the tensor cores in a stage
-STAGES = 12  # of a ring, at the most
-STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
-SLICE = 64  # pixels whose moments are noted together
-FEW_CHANNELS, MANY_STAGES = 192, 32 * 132  # of filters that are transposed first: channels at most, and stages of 128 pixels at least
-MOST_TURNED = 32, 128  # stages of a multiprocessor whose filter is turned there, by blocks that have a tile of their own, and that share it
-TURNERS = 3  # warps that do it
-NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
+PHASES = 4  # phases of a launch, where there are more than one
+STEPS = 4  # wgmma steps of a stage
+STAGES = 12  # the most stages of a ring
+STAGING = 2560 + 512  # bytes of a warp's staging tile, and of the moments of its two chunks
+SLICE = 64  # pixels of a slice of moments
+#: An MN-major filter is transposed first if it has at most so many channels, and x at least so many stages of 128 pixels.
+FEW_CHANNELS, MANY_STAGES = 192, 32 * 132
+#: Stages of a multiprocessor up to which its blocks transpose the filter themselves: with tiles of their own, and with shared tiles.
+MOST_TURNED = 32, 128
+TURNERS = 3  # a block's warps that transpose the filter
+NOTED_COLUMNS = 192  # the widest tile whose sums leave registers for moments
 
 
 @dataclass(frozen=True)
 class DenseNhwc(Config):
-    """One tile of ``dense_nhwc_sm90.cu``: its pixels, its channels, the stages of its ring, and the blocks that share it."""
+    """One tile of ``dense_nhwc_sm90.cu``: BLOCK_M pixels, BLOCK_N channels, STAGES of its ring, CLUSTER blocks that share it."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 128
@@ -117,7 +119,7 @@ TENSOR_CORES = True
 
 @lru_cache(maxsize=1024)
 def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
-    """The arrays as the loads see them, and the walks of the phases, the longest first; None if tensor loads can't make them."""
+    """The arrays as the loads see them, and the phases' addressing, those with most taps first; None if tensor loads can't make it."""
     load = stage_channels(problem)
     lying = PackedLayout(True, 0, (1, 1, 1), problem.operand_size, problem.operand_channels, load, problem.filter_size)
     walks = [phase_addressing(problem, phase, lying) for phase in phases(problem)]
@@ -126,7 +128,7 @@ def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ..
 
 
 def _walks(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
-    """:func:`_form` of a problem that has one."""
+    """:func:`_form`, for a problem that has one."""
     found = _form(problem)
     assert found is not None
     return found
@@ -164,51 +166,51 @@ def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
 
 
 def _most_shared(config: DenseNhwc) -> int:
-    """Shared memory that a block may take: two of the small tiles share a multiprocessor."""
+    """The most shared memory of a block in bytes: two blocks of small tiles share a multiprocessor."""
     return SHARED_BYTES if config.BLOCK_M == 128 else SHARED_BYTES // 2 - 1024
 
 
 def _stage_rows(config: DenseNhwc, mn_major: bool) -> int:
-    """Rows of a stage: the pixels, and those of the filter, blocks of 64 if it is MN-major, in the narrowest tile of half a row each."""
+    """Rows of a stage: BLOCK_M of x, and those of w. An MN-major w has whole blocks of 64 rows, or in the narrowest tile 32 rows."""
     return config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major and config.BLOCK_N > 32 else config.BLOCK_N)
 
 
 def _shared_bytes(config: DenseNhwc, mn_major: bool) -> int:
-    """Shared memory of a block: the ring, room to align it, the warps' staging tiles."""
+    """Shared memory of a block in bytes: the ring and its alignment, the warps' staging tiles and moments."""
     staging = config.BLOCK_M // 16 * STAGING if config.CLUSTER == 1 else 0
     return config.STAGES * ROW * _stage_rows(config, mn_major) + staging + 1024
 
 
 def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
-    """The stages that a ring has room for."""
+    """The most stages of a ring that shared memory has room for."""
     tiles = (DenseNhwc(rows, columns, stages, cluster) for stages in range(STAGES, 1, -1))
     return next(tile.STAGES for tile in tiles if _shared_bytes(tile, mn_major) <= _most_shared(tile))
 
 
 def _reads_mn_major(problem: ConvProblem) -> bool:
-    """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be.
+    """Whether dgrad reads a 16-bit filter with its second axis last as it lies: MN-major.
 
-    TMA brings 64 rows of k a stage for each 64 channels of the result then, and has to fill those of fewer. Where there are many stages
-    such a filter is transposed first, unless most of its channels are whole blocks: it has as many rows as channels.
+    TMA then loads 64 rows of k a stage for each 64 channels of the result, and takes longer if it has to fill up channels. So a narrow
+    filter with a tail is transposed first if there are many stages.
     """
     if problem.direction != "dgrad" or problem.itemsize != 2 or problem.weight_shape[1] % 8:
         return False
     if problem.result_channels > FEW_CHANNELS or problem.result_channels % stage_channels(problem) == 0:
         return True
-    pixels = problem.N * math.prod(problem.operand_size)  # of the stride's phases, each of which has a part of the taps
+    pixels = problem.N * math.prod(problem.operand_size)  # a phase has fewer taps, but all phases together have these stages
     stages = pixels / 128 * math.prod(problem.filter_size) * ceil(problem.operand_channels, stage_channels(problem))
     return stages < MANY_STAGES
 
 
 def _may_turn(rows: int, columns: int) -> bool:
-    """Whether a tile leaves room and registers for warps that turn a filter: a small one does."""
+    """Whether a tile leaves shared memory and registers for warps that transpose a filter: small tiles do."""
     return rows == 64 and columns < 128
 
 
 def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
-    """Whether blocks turn the float32 filter of the gradient of the input themselves, stage by stage, instead of a launch before them.
+    """Whether blocks transpose a float32 filter of dgrad themselves, stage by stage, instead of a launch before them.
 
-    They do where a multiprocessor has few stages. Of a tile that several blocks share each has so few that turning them hides behind loads.
+    They do if a multiprocessor has few stages. With a shared tile a block has so few that transposing hides behind the loads.
     """
     gradient = problem.direction == "dgrad" and problem.itemsize == 4 and problem.weight_shape[1] % 4 == 0
     if not gradient or not _may_turn(config.BLOCK_M, config.BLOCK_N):
@@ -223,7 +225,7 @@ def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
 
 
 class DensePhase(NamedTuple):
-    """What the kernel is told of a phase, which its text explains."""
+    """A phase's arguments: the struct of the kernel, which explains each member."""
 
     tiles: int
     tiles_n: int
@@ -281,7 +283,7 @@ class DensePhase(NamedTuple):
 
 
 def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
+    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
     scratch = Arena(WORKSPACE)
     layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
@@ -289,11 +291,11 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: boo
 
     def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
         tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
-        if tile.STAGES == _most_stages(*shape, _reads_mn_major(problem)):  # as many as there was room for: then as now
+        if tile.STAGES == _most_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
             tile = replace(tile, STAGES=_most_stages(*shape, mn_major and problem.itemsize == 2))
         return [[_product(problem, tile, walks, place, mn_major, multiprocessors, parts) for walks in _launches(_walks(problem)[1])]]
 
-    # with its second axis last the filter is K-major forwards, and MN-major for the gradient
+    # a filter with its second axis last is K-major in fprop, and MN-major in dgrad
     last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
     mn_major = _reads_mn_major(problem) or _turns(problem, config, device)
     lying = products(WEIGHT, mn_major) if last or mn_major else None
@@ -301,7 +303,7 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: boo
         return Schedule([], lying, lying, scratch.used, 0, moments=layout.moments, filter_last=lying)
     kept = Arena(PACKED)
     place = kept.take(problem.itemsize * math.prod(problem.weight_shape))
-    # elements of the filter from one channel of the result, tap, and channel of the input, to the next
+    # strides of the filter, in elements: of a channel of the result, of a tap (1), of a channel of the input
     _, row, channel = filter_strides(problem)
     prepare, steps = [[transpose_filter.launch(problem, place, (row, 1, channel))]], products(place, False)
     if not lying and problem.direction == "dgrad":
@@ -311,7 +313,7 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: boo
 
 
 def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
-    """What the product can note of its result: forward, whole sums, to which nothing is added."""
+    """The moments that the product can note: forward, whole sums without a residual or an activation."""
     if problem.direction != "fprop" or config.CLUSTER > 1 or problem.has_residual or problem.activation:
         return None
     if config.BLOCK_N > NOTED_COLUMNS:
@@ -320,7 +322,7 @@ def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
 
 
 def _launches(walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
-    """Phases that share a launch, which has their repeats too."""
+    """The phases of each launch, without their repeats, which the launch computes too."""
     told = first_ones(walks, repeats(walks))
     for first in range(0, len(told), PHASES):
         yield told[first : first + PHASES]
@@ -330,11 +332,11 @@ def _product(
     problem: ConvProblem, config: DenseNhwc, walks: Sequence[PhaseAddressing], place: Place, mn_major: bool, multiprocessors: int,
     parts: Place | None,
 ) -> KernelLaunch:
-    """The launch of some phases, with the moments' `parts` if they are noted."""
+    """The launch of some phases. It notes moments if it is given a place for their `parts`."""
     lying, all_walks = _walks(problem)
     told = tuple(_arguments(problem, config, walk, parts is not None) for walk in walks)
     phases = 1 if len(all_walks) == 1 else PHASES
-    told += (told[-1]._replace(tiles=0),) * (phases - len(walks))  # of which there is nothing to compute
+    told += (told[-1]._replace(tiles=0),) * (phases - len(walks))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
     maps = []
     for row in rows:
@@ -352,7 +354,7 @@ def _product(
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
     }
     buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
-    if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the text may note moments
+    if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the kernel's NOTES
         buffers += (parts or RESULT,)
     return KernelLaunch(
         "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TURNERS if turned else 0), buffers, (),
@@ -362,7 +364,7 @@ def _product(
 
 
 def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major: bool, row: int) -> TensorMap:
-    """The filter: of a tap `row` bytes of channels of the rows of a tile, or, MN-major, rows of 128 bytes of as many channels."""
+    """The filter's map. A box is `row` bytes of k of one tap x a tile's channels, or, MN-major, channels x k."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
     inner, outer = (rows, channels) if mn_major else (channels, rows)
@@ -372,22 +374,22 @@ def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major:
 
 
 def _blocks(problem: ConvProblem, walk: PhaseAddressing) -> int:
-    """Stages of a sum of a phase."""
+    """Stages of a phase's sum."""
     return math.prod(walk.taps) * ceil(problem.operand_channels, stage_channels(problem))
 
 
 def _last_steps(problem: ConvProblem) -> int:
-    """Steps of the tensor cores, of 32 bytes of channels each, that a tap's last stage has something to multiply in."""
+    """wgmma steps in a tap's last stage: each multiplies 32 bytes of channels."""
     return (ceil(problem.operand_channels * problem.itemsize, ROW // STEPS) - 1) % STEPS + 1
 
 
 def _last_row(problem: ConvProblem) -> int:
-    """Bytes of a row of a tap's last stage."""
+    """Bytes of a row of a tap's last stage: what TMA loads of it."""
     return {1: 32, 2: 64}.get(_last_steps(problem), ROW)
 
 
 def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tuple[int, int]:
-    """Tiles along the channels, and the pixels, of a phase."""
+    """Tiles of a phase along the channels, and along the pixels."""
     return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M)
 
 
@@ -414,12 +416,12 @@ def filter_key(problem: ConvProblem, config: DenseNhwc) -> Hashable:
 
 
 def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
-    """Where a sum is cut: its stages follow one another in all tiles."""
+    """How many blocks cut a sum; all tiles sum the stages in the same order."""
     return config.CLUSTER
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, the type, and the phases."""
+    """A text for each tile, cluster, type, filter layout, and for one or more phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
         for mn_major, cluster, kind in product((0, 1), clusters, ELEMENTS.values()):
             stages = _most_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
@@ -432,7 +434,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever made."""
+    """Whether a product with these defines is ever launched."""
     if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_turn(d["BLOCK_M"], d["BLOCK_N"]):
         return False
     return d["CLUSTER"] in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
@@ -455,29 +457,31 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
                 yield config
 
 
-# Fitted to 221 times of 70 problems, 16 bits and TF32, on an H200: root mean square of the error 14%. hopper.py says what they are. Later
-# 66 times of 48 random layers were SINCE of that.
+# Fitted to 221 times of 70 problems, 16 bits and TF32, on an H200: root mean square of the error 14%. hopper.py has the shared constants.
+# SINCE: 66 later times of 48 random layers, relative to the model.
 SINCE = 0.9
-MULTIPLIED = 1.52  # of the tensor core's cycles: what products take beside loads
+MULTIPLIED = 1.52  # relative time of products beside loads, of the tensor cores' peak
+#: Bytes a microsecond and multiprocessor of shared sums; bytes a microsecond of memory; microseconds of each further round of clusters.
 ADDED, MEMORY, AGAIN = 10400.0, 3.6e6, 0.16
-#: Times as long blocks of tiles of 64 pixels take where a multiprocessor has two; and clusters that follow others.
+#: Relative times of blocks of 64-pixel tiles in two rounds; and of clusters in more than two.
 BESIDE, CROWDED = 0.9, 1.2
 WIDEST_FINISHED = 24.2e3  # FINISHED of the widest tile, which has fewer registers for it
-CACHE_RATE = 4.6e6  # bytes a microsecond of pixels that all multiprocessors load from the L2 cache
-FOLLOW = 0.4  # microseconds of a launch behind another one
-#: Microseconds that blocks which leave half of the multiprocessors to the next call's take less; that others take more; and clusters.
+CACHE_RATE = 4.6e6  # bytes of pixels that all multiprocessors together load from the L2 cache in a microsecond
+FOLLOW = 0.4  # microseconds of each further launch
+#: Microseconds that a launch takes more: with blocks for half of the multiprocessors or less; with more; with clusters, by size.
 BESIDE_OTHERS, FULL, CLUSTERED = -0.5, 0.746, {2: 0.4, 4: 0.8}
-PARTS_OF_LINES = 0.6e6  # bytes of the result a microsecond of which phases write parts of lines of memory
-VOLUME, VOLUME_NARROW = 1.35, 1.45  # times as long takes a load of a volume; of pixels that have 32 bytes besides rows of 128
+PARTS_OF_LINES = 0.6e6  # bytes of the result a microsecond if each phase writes parts of cache lines
+#: Relative times of a load of a volume; and if a pixel has 32 bytes besides rows of 128.
+VOLUME, VOLUME_NARROW = 1.35, 1.45
 
 
 def _filter_cycles(problem: ConvProblem, config: DenseNhwc, mn_major: bool) -> float:
-    """What loads of the filter take in a stage. What a tile has more channels than the result is not loaded."""
+    """Cycles that loads of the filter take in a stage. Rows of a tile past the result's last channel are not loaded."""
     if not mn_major:
         return min(config.BLOCK_N, problem.result_channels) * ROW_CYCLES
     wide = min(stage_channels(problem), config.BLOCK_N)
     channels = min(problem.result_channels, ceil(config.BLOCK_N, wide) * wide)
-    stages = ceil(problem.operand_channels, stage_channels(problem))  # of a tap, the last of which has fewer rows of k
+    stages = ceil(problem.operand_channels, stage_channels(problem))  # of a tap; the last stage has fewer rows of k
     rows = (ROW * (stages - 1) + _last_row(problem)) / stages / problem.itemsize
     return rows * ceil(channels, wide) * pixel_cycles(channels * problem.itemsize)
 
@@ -495,7 +499,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     if pixel % ROW == _last_row(problem):
         cycles = ROW_CYCLES
     loads = config.BLOCK_M * cycles * slower + _filter_cycles(problem, config, mn_major)
-    filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # of the steps of a tap's stages
+    filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # part of the steps of a tap's stages that are multiplied
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
     rate = WIDEST_FINISHED if config.BLOCK_N > NOTED_COLUMNS else FINISHED
     sums = config.BLOCK_M * config.BLOCK_N
@@ -515,12 +519,12 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
         loaded += sum(math.prod(_tiles(problem, config, walk)) * _blocks(problem, walk) for walk in group) / len(walks)
     us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else BESIDE_OTHERS if 2 * all_jobs <= device.multiprocessors else FULL
-    # tiles of other channels, and of other phases, load the same pixels together; others come from the L2 cache one by one
+    # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
     loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels, config.BLOCK_N)
     us = max(us, BEGIN + loaded / CACHE_RATE)
     moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
     result_bytes = size * math.prod(problem.result_shape)
-    if many > 1 and problem.result_channels * size < ROW:  # phases write parts of lines
+    if many > 1 and problem.result_channels * size < ROW:  # each phase writes parts of cache lines
         us = max(us, result_bytes / PARTS_OF_LINES)
     lies = problem.direction == "fprop" or mn_major or _turns(problem, config, device)
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
@@ -528,5 +532,5 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, DenseNhwc] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    """The configuration that should be fastest, behind the microseconds it should take; None where none runs."""
     return min(((time(problem, config, device), config) for config in configs(problem, device)), key=lambda pair: pair[0], default=None)

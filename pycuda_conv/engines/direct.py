@@ -1,8 +1,7 @@
 """The direct engine: one output pixel a thread on plain cores, on CUDA and on OpenCL.
 
-Each configuration class is one kernel of the ladder in ``cu/`` (``direct_single.cu`` to ``direct_wgrad.cu``); its fields
-are the kernel's tuning constants under the same names. Which of an engine's own kernels runs is a rule; what it takes, beside
-other engines' kernels, a model says.
+Each configuration class is one kernel in ``cu/`` (``direct_single.cu`` to ``direct_wgrad.cu``), and its fields are the kernel's tuning
+constants under the same names. A rule says which of these kernels runs; a model says how long it takes, so that other engines compare.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class Batched(Config):
 
 @dataclass(frozen=True)
 class Dgrad(Config):
-    """The transposed convolution as a gather, one thread a pixel times BLOCK_C channels, the sum in SPLIT parts: ``direct_dgrad.cu``."""
+    """dgrad as a gather, one thread a pixel times BLOCK_C channels, the sum over K in SPLIT parts: ``direct_dgrad.cu``."""
 
     THREADS: int = 128
     BLOCK_K: int = 4
@@ -74,7 +73,7 @@ class Dgrad(Config):
 
 @dataclass(frozen=True)
 class Wgrad(Config):
-    """The gradient of FILTERS filters, TAPS of one channel's taps and one of SLICES of the pixels a block: ``direct_wgrad.cu``."""
+    """wgrad: a block sums TAPS taps of FILTERS filters and one channel over one of SLICES of the pixels: ``direct_wgrad.cu``."""
 
     THREADS: int = 128
     TAPS: int = 9
@@ -83,20 +82,20 @@ class Wgrad(Config):
 
 
 CONFIGS = (Single, Tile, Batched, Dgrad, Wgrad)
-#: Rows and columns of the filters whose loops are unrolled in general forms too, and the bytes of shared memory up to which they are.
+#: R and S of the filters whose loops texts without the layer's constants unroll, and the most bytes of shared memory with which they do.
 COMMON, MOST_COMMON = 3, 16 << 10
-#: Channels of a thread of direct_batched.cu and direct_dgrad.cu, the most first. OpenCL's devices have fewer kernels to choose from. A
-#: thread of direct_batched.cu waits for memory as long with two channels as with one.
+#: Channels of a thread of direct_batched.cu and direct_dgrad.cu, the most first. OpenCL devices have fewer kernels to choose from. In
+#: direct_batched.cu one channel a thread would not be faster: a thread waits for memory as long with two.
 BLOCKS = {("cuda", "fprop"): (8, 4, 2), ("cuda", "dgrad"): (8, 4, 2, 1), ("opencl", "fprop"): (8, 2), ("opencl", "dgrad"): (8, 2)}
-#: Taps at once of filters that :func:`_square` does not know, by how many of these a thread has.
+#: TAPS of a block for filters that are not :func:`_square`, by FILTERS of a block.
 WGRAD_TAPS: dict[str, dict[int, tuple[int, ...]]] = {"cuda": {1: (1, 9, 16), 4: (1, 3, 9, 16)}, "opencl": {1: (1, 9)}}
-SQUARE = (3, 5, 7)  # rows, and columns, of the filters that it knows
-MOST_SUMS = 64  # of a thread, where it has several filters
-DIRECT_SPLITS = (1, 2, 4, 8)  # of the sum over channels of direct_batched.cu and direct_dgrad.cu
-#: Pixels that a thread of direct_wgrad.cu adds up at most before others' sums are added: a longer row of sums would lose more digits.
+SQUARE = (3, 5, 7)  # R and S of the filters that are
+MOST_SUMS = 64  # of a thread with several filters
+DIRECT_SPLITS = (1, 2, 4, 8)  # SPLIT of direct_batched.cu and direct_dgrad.cu
+#: Pixels that a thread of direct_wgrad.cu adds up before other threads' sums are added: longer sums would lose more digits.
 WGRAD_RUN = 128
-FEW = 1024  # results: below, the launch is all there is, and the smallest kernel wins
-MOST_MACS = 2e9  # of problems whose sums may be split: of larger ones matrix products are faster
+FEW = 1024  # results; for fewer the launch takes most of the time, and the smallest kernel wins
+MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
 
@@ -142,7 +141,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
     elif isinstance(config, (Batched, Dgrad)):
         shared = config.BLOCK_K * config.BLOCK_C * taps * acc
     elif isinstance(config, Wgrad):
-        shared = config.TAPS * ((config.THREADS + 8) * acc + 32)  # 8 between them; 32 for the place of a tap
+        shared = config.TAPS * ((config.THREADS + 8) * acc + 32)  # 8 sums between two taps' rows; 32 bytes for the offsets of a tap
     if shared > STATIC_SHARED_BYTES:
         return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
     if _grid(problem, config) > GRID_LIMIT:
@@ -151,12 +150,12 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
 
 
 def _flips(problem: ConvProblem) -> bool:
-    """Whether a gradient of the input is a depthwise convolution with the filter's taps in reverse: of dy, or of dy with zeros between."""
+    """Whether direct_tile.cu can compute a dgrad: as a depthwise convolution of dy with flipped taps, with zeros between dy's pixels."""
     return problem.direction == "dgrad" and set(problem.stride) <= {1, 2, 4} and problem.K == problem.C == problem.groups
 
 
 def _tile_stride(problem: ConvProblem) -> tuple[int, int]:
-    """Of the convolution that direct_tile.cu computes."""
+    """stride_h and stride_w of the convolution that direct_tile.cu computes."""
     _, stride_h, stride_w = problem.stride if problem.direction == "fprop" else (1, 1, 1)
     return stride_h, stride_w
 
@@ -176,27 +175,27 @@ def _grid(problem: ConvProblem, config: Config) -> int:
     if isinstance(config, Batched):
         return ceil(_pixels(problem), config.THREADS) * problem.groups * ceil(problem.K // problem.groups, config.BLOCK_K) * config.SPLIT
     if isinstance(config, Dgrad):
-        # without channels to write, as for an empty operand, the grid is empty too
+        # if there are no channels to write, as for an empty operand, the grid is empty
         return ceil(_pixels(problem), config.THREADS) * problem.groups * ceil(problem.C // problem.groups, config.BLOCK_C) * config.SPLIT
     assert isinstance(config, Wgrad)
     return _wgrad_blocks(problem, config.TAPS, config.FILTERS) * config.SLICES
 
 
 def _wgrad_blocks(problem: ConvProblem, taps: int, filters: int) -> int:
-    """Blocks of a slice of the pixels."""
+    """Blocks of one slice of the pixels."""
     groups = problem.groups
     return groups * ceil(problem.K // max(groups, 1), filters) * problem.N * ceil(math.prod(problem.output_size), taps)
 
 
 def _summed_pixels(problem: ConvProblem) -> int:
-    """Pixels of all images over which the gradient of a filter is summed."""
+    """Pixels of all images over which wgrad sums."""
     return problem.operand_channels // max(problem.groups, 1) * math.prod(problem.filter_size)
 
 
 # ---- launches
 
 
-# The structs of the kernels, which say what their members are.
+# The structs of the kernels, which explain each member.
 
 SingleArguments = namedtuple(
     "SingleArguments",
@@ -229,20 +228,20 @@ WgradArguments = namedtuple(
     "stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w",
 )
 
-#: Members that follow from the batch and from sizes of images; all others are constants of a layer.
+#: Members that depend on the batch and on sizes of images; all others are constants of a layer.
 _SIZES = {
     SingleArguments: "tiles h w p q", TileArguments: "tiles_p tiles_q h w p q",
     BatchedArguments: "n_pixels plane p q split run part_size d h w", DgradArguments: "n_pixels plane h w split run part_size o p q",
     WgradArguments: "slices total run d h w pixels r s",
 }  # fmt: skip
 
-#: Defines, arguments, constants that the layer may add, and how many sums of shared memory a block asks for.
+#: Defines, arguments, constants of the layer, and elements of shared memory that a block asks for.
 Made = tuple[dict[str, int], tuple[int, ...], dict[str, int], int]
 
 
 def _constants(problem: ConvProblem, told: Any, **others: int) -> dict[str, int]:
-    """What a kernel that knows the layer is compiled with: :attr:`KernelLaunch.layer`."""
-    asked = {*_SIZES[type(told)].split(), "slope"}  # a text for each slope would save nothing
+    """The defines of a kernel that is compiled for this layer: :attr:`KernelLaunch.layer`."""
+    asked = {*_SIZES[type(told)].split(), "slope"}  # compiling a text for each slope would save nothing
     known = {name.upper(): value for name, value in told._asdict().items() if name not in asked and not name.startswith("by_")}
     return {"LAYER": 1, "AXES": problem.ndim} | known | others
 
@@ -256,7 +255,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     size = math.prod(problem.result_shape)
     parts = split * max(size, told.run if isinstance(told, WgradArguments) else 0)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, parts if split > 1 else 0))} | defines
-    if device.backend != "cuda" and "UNROLLED" in defines:  # no faster there
+    if device.backend != "cuda" and "UNROLLED" in defines:  # unrolling gains nothing there
         defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
     result = RESULT if split == 1 else WORKSPACE
     buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, result)
@@ -272,7 +271,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
 
 
 def _split(config: Config) -> int:
-    """Parts of the sum."""
+    """The parts of the sum, each of which is a part of the workspace."""
     if isinstance(config, Wgrad):
         return config.SLICES
     return config.SPLIT if isinstance(config, Batched | Dgrad) else 1
@@ -290,7 +289,7 @@ def _single(problem: ConvProblem, config: Single) -> Made:
 
 
 def _in_plane(prefix: str, values: Size3) -> dict[str, int]:
-    """`values` of height and width, as arguments."""
+    """Height and width of `values` as arguments."""
     return by_axis(prefix, values[1:], "hw")
 
 
@@ -335,7 +334,7 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
 
 
 def _flat(problem: ConvProblem) -> bool:
-    """Whether the filter has a plane's axes alone, and no dilation."""
+    """Whether the filter is 2-d or 1-d and has no dilation."""
     return not problem.has_depth and problem.dilation == (1, 1, 1)
 
 
@@ -360,7 +359,7 @@ def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
 
 
 def _unrolled_dgrad(problem: ConvProblem) -> bool:
-    """Whether the loops of ``direct_dgrad.cu`` over a plane of the filter are unrolled."""
+    """Whether ``direct_dgrad.cu`` unrolls its loops over r and s."""
     return problem.filter_size[1:] == (COMMON, COMMON) and taps_apart(problem)[1:] in ((1, 1), (2, 2))
 
 
@@ -380,7 +379,7 @@ def _wgrad(problem: ConvProblem, config: Wgrad) -> Made:
 
 
 def _square(problem: ConvProblem) -> bool:
-    """Whether a filter whose gradient is asked for has one of the common sizes, without dilation."""
+    """Whether the problem is wgrad of a filter of 3 x 3, 5 x 5 or 7 x 7 without dilation."""
     return problem.output_size in [(1, q, q) for q in SQUARE] and problem.stride[1:] == (1, 1)
 
 
@@ -391,7 +390,7 @@ _KERNELS: dict[type, tuple[str, Callable[[ConvProblem, Any], Made]]] = {
 
 
 def _parts(problem: ConvProblem, split: int, summed: int, block: int) -> dict[str, int]:
-    """The members split, run and part_size of a kernel that sums `summed` channels, `block` at once."""
+    """The members split, run and part_size of a kernel that sums over `summed` channels, `block` at a time."""
     return {"split": split, "run": ceil(ceil(summed, block), split) * block, "part_size": math.prod(problem.result_shape)}
 
 
@@ -400,10 +399,10 @@ def filter_key(problem: ConvProblem, config: Config) -> None:
 
 
 def sum_order(problem: ConvProblem, config: Config) -> Hashable:
-    """The kernel, where it cuts a sum, and how many threads share those of the gradient of a filter; the rest of a tile doesn't matter."""
+    """The kernel, where it cuts a sum, and in wgrad how many threads share one; the rest of a tile does not change a bit."""
     if isinstance(config, Wgrad):
         return Wgrad, config.THREADS, config.SLICES
-    if isinstance(config, Dgrad):  # which goes through a tap's channels first
+    if isinstance(config, Dgrad):  # it sums over the channels of a tap before the next tap
         totals = problem.dtype == "float32" and (config.BLOCK_C <= 4 or not _unrolled_dgrad(problem))  # TOTALS of the kernel
         return Dgrad, config.SPLIT, config.BLOCK_K, totals
     if isinstance(config, Batched) and config.SPLIT > 1:
@@ -412,7 +411,7 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile and a type; and one for each of a few common filters."""
+    """A text for each tile and type, and one with the constants of each common filter."""
     for code in DTYPE_CODES.values():
         acc = 8 if code == 64 else 4
         room = {} if device.backend == "cuda" else {"ROOM": (STATIC_SHARED_BYTES // acc,)}
@@ -448,56 +447,56 @@ def _few_sums(filters: int, taps: int) -> bool:
 # ---- the choice
 
 
-STAGED = 0.096  # microseconds in which each thread of a block brings a number of the filter to shared memory
-#: Microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart, and that full multiprocessors take for one.
+STAGED = 0.096  # microseconds in which a thread brings one element of the filter to shared memory
+#: Microseconds that a thread of direct_single.cu waits for a tap of scattered pixels, and that full multiprocessors take for one.
 TAP, TAP_TOGETHER = 0.42, 0.125
 WARP = 32  # pixels of a warp of direct_single.cu
-CLEARLY = 1.1  # times as long as direct_single.cu's model says a tile has to take for planes of more pixels than that
-#: Microseconds of a launch of direct_single.cu, and of 132 multiprocessors for a tap of a warp, and for a warp.
+CLEARLY = 1.1  # factor on direct_single.cu's time for planes of more than WARP pixels: its model knows few times
+#: Microseconds of a launch of direct_single.cu; and that 132 multiprocessors take for each tap of a warp, and for each warp.
 SINGLE_START, SINGLE_TAP, SINGLE_WARP = 2.0, 1.12e-5, 6.1e-5
-ALONE = 0.58  # of a full multiprocessor's time: what a single thread's walk takes
+ALONE = 0.58  # a single thread's walk takes so much of the time in which a full multiprocessor's threads walk
 TILE_START = 2.57  # microseconds of a launch of direct_tile.cu
-#: Microseconds of a block for each row of taps, be it alone; and for each of their taps, by the rows of a thread: many share loads.
+#: Microseconds that a block takes at least: for each row of taps; and for each tap, by ROWS of a thread, which share loads.
 TILE_ALONE, TAP_ALONE = 0.108, {1: 0.075, 2: 0.0168, 7: 0.0389}
-#: What 132 multiprocessors do in a microsecond: taps of pixels; those of threads with two rows, which read more for each; numbers loaded.
-#: And microseconds of a block.
+#: What 132 multiprocessors do in a microsecond: products of a tap and a pixel; the same for threads with two rows, which read more for
+#: each; elements loaded. And the microseconds of a block.
 TILE_TAPS, TWO_ROWS_TAPS, TILE_LOADS, TILE_BLOCK = 12.9e6, 6.39e6, 1.07e6, 0.000388
-TILE_MEMORY, TILE_RESIDUAL = 2.38e6, 2.59e6  # bytes a microsecond; of a residual, which nothing hides
+TILE_MEMORY, TILE_RESIDUAL = 2.38e6, 2.59e6  # bytes a microsecond; and those of a residual, whose loads nothing hides
 BATCHED_START = 2.23  # microseconds of a launch of direct_batched.cu
-BATCHED_CHANNEL, BATCHED_TAP, BATCHED_SUM = 0.089, 0.0265, 0.0023  # and of a thread for a channel, for a tap of it, and each sum of that
-BATCHED_STORE = 0.078  # and for each sum that it finishes and writes
-STRIDED = 0.281  # which takes the stride along w to the power of this as long
-SLICE_WAIT = 0.544  # microseconds that a thread waits for a slice of a volume with a stride: a filter's slices are loaded one by one
-#: Of direct_wgrad.cu: taps from which on it takes so many times as long as its pixels and taps say; and where a filter's taps lie above
-#: one another, and the stride steps over columns.
+BATCHED_CHANNEL, BATCHED_TAP, BATCHED_SUM = 0.089, 0.0265, 0.0023  # a thread's microseconds for a channel, each tap, each sum of a tap
+BATCHED_STORE = 0.078  # a thread's microseconds to finish and write a sum
+STRIDED = 0.281  # a channel takes stride_w to this power times as long
+SLICE_WAIT = 0.544  # microseconds that a thread waits for each slice of a volume's filter with a stride: slices are loaded one by one
+#: direct_wgrad.cu: from MANY_TAPS taps on it takes LONGER times what its pixels and taps say. A filter one tap wide and several high, of a
+#: convolution with a stride along w, takes SKIPPING times as long.
 MANY_TAPS, LONGER, SKIPPING = 81, 1.9, 1.5
-DIRECT_MEMORY, RESIDUAL_MEMORY = 3e6, 5.6e5  # bytes a microsecond; of a residual, behind which threads of direct_batched.cu wait
-#: Microseconds of a launch of direct_dgrad.cu, and of a round of blocks; rounds count with this power, since they overlap; bytes a
-#: microsecond that are written.
+DIRECT_MEMORY, RESIDUAL_MEMORY = 3e6, 5.6e5  # bytes a microsecond; and those of a residual, for which threads of direct_batched.cu wait
+#: direct_dgrad.cu: microseconds of a launch, and of a round of blocks; the power with which rounds count, since they overlap; bytes
+#: written a microsecond.
 DGRAD_START, DGRAD_ROUND, DGRAD_ROUNDS, DGRAD_WRITTEN = 0.8, 0.92, 0.9, 1.4e6
-DGRAD_WAIT, DGRAD_TAP = 0.417, 0.06  # microseconds of a thread for a channel whose taps are unrolled: the least, of a tap
-#: And of a tap of others, with each sum that it has; and of a tap's loop over the channels whose filter is there.
+DGRAD_WAIT, DGRAD_TAP = 0.417, 0.06  # a thread's microseconds for a channel with unrolled taps: at the least, and for each tap
+#: A thread's microseconds for a tap that is not unrolled: without sums, for each sum, and for its loop over the channels in shared memory.
 DGRAD_ANY, DGRAD_SUM, DGRAD_LOOP = 0.01, 0.0075, 0.34
-#: The same of a tap where one channel alone is on its way, as in depthwise layers; and threads of one sum that a multiprocessor has then.
+#: The same for a tap if one channel is loaded at a time, as in depthwise layers; and the threads of one sum that fit a multiprocessor then.
 DGRAD_LONE, LONE_THREADS = 0.65, 2048
-CHUNK = 0.13  # microseconds in which a block turns from the channels whose filter it has there to the next ones
+CHUNK = 0.13  # microseconds in which a block changes to the next channels of the filter in shared memory
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
-    """Microseconds that `config` should take; None for direct_single.cu where it is chosen by rule: of few results.
+    """Microseconds that `config` should take; None for direct_single.cu where a rule chooses it: for few results.
 
-    A thread of direct_batched.cu and direct_dgrad.cu waits for memory at every channel, so what counts are the channels that one walks
-    and how many threads are there for each that fits, not the multiplications. So it is with pixels in direct_wgrad.cu. A tile costs its
-    multiplications, those of its overhang included, and its loads, and its block. Fitted to 119 times of float32 on an H200: half
-    of a tile's are within 7%, of the others most within a quarter. direct_wgrad.cu's are older. direct_single.cu
-    costs the taps of its warps, where each channel has one result: 11 times of float32 are within 16%.
+    A thread of direct_batched.cu or direct_dgrad.cu waits for memory at every channel. So its time follows from the channels that it
+    walks and from how many threads there are for each that fits, not from multiplications. The same holds for pixels in direct_wgrad.cu.
+    direct_tile.cu takes its multiplications, overhang included, its loads, and its blocks. Fitted to 119 times of float32 on an H200:
+    half of a tile's are within 7%, most of the others within a quarter. direct_wgrad.cu's times are older. direct_single.cu takes the
+    taps of its warps where each channel has one result: 11 times of float32 are within 16%.
     """
     if isinstance(config, Tile):
         _, p, q = problem.result_size
         planes, taps = problem.N * problem.K, math.prod(problem.filter_size)
         pixels = ceil(p, config.TILE_P) * config.TILE_P * ceil(q, config.TILE_Q) * config.TILE_Q
         blocks = ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
-        multiplied = taps * (min(_tile_stride(problem)[1], 2) if config.TILE_Q >= 32 else 1)  # neighbours in a warp meet every other bank
+        multiplied = taps * (min(_tile_stride(problem)[1], 2) if config.TILE_Q >= 32 else 1)  # a warp's lanes read every other bank
         rate = TWO_ROWS_TAPS if config.ROWS == 2 else TILE_TAPS
         of_plane = pixels * multiplied / rate + _tile_loads(problem, config) / TILE_LOADS + blocks * TILE_BLOCK
         alone = taps * (TILE_ALONE / problem.filter_size[2] + TAP_ALONE[config.ROWS])
@@ -505,14 +504,14 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         if problem.has_residual:
             moved += problem.itemsize * math.prod(problem.result_shape) / TILE_RESIDUAL
         us = max(max(planes * of_plane, moved) * 132 / device.multiprocessors, alone)
-        return TILE_START + us * (1.0 if problem.K == problem.C else 2.0)  # of several results of a channel each reads it again
+        return TILE_START + us * (1.0 if problem.K == problem.C else 2.0)  # the results of a channel each read it again
     if isinstance(config, Wgrad):
         return _wgrad_time(problem, config, device.multiprocessors)
     if isinstance(config, Single):
         if math.prod(problem.result_shape) <= FEW:
             return None  # by rule
         if problem.K == problem.C:
-            warps = problem.N * problem.K * ceil(math.prod(problem.result_size), WARP)  # those without a pixel do nothing
+            warps = problem.N * problem.K * ceil(math.prod(problem.result_size), WARP)  # warps without a pixel do nothing
             us = warps * (SINGLE_TAP * math.prod(problem.filter_size) + SINGLE_WARP) * 132 / device.multiprocessors
             return SINGLE_START + max(us, problem.bytes / DIRECT_MEMORY)
         rounds = math.prod(problem.result_shape) / (1536 * device.multiprocessors)
@@ -526,8 +525,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         channel = (BATCHED_CHANNEL + (BATCHED_TAP + BATCHED_SUM * block) * taps) * problem.stride[2] ** STRIDED
         if problem.has_depth and max(problem.stride) > 1:
             channel = max(channel, SLICE_WAIT * problem.filter_size[0])
-    else:  # of a strided convolution's taps a pixel meets only some; eight channels' loads are on their way at once, or a plane's taps
-        # and a warp, whose pixels are neighbours, as many as any of them, one at the least
+    else:  # with a stride a pixel meets some of the taps, and a warp of neighbouring pixels as many as any of them, at least one;
+        # eight channels' loads are under way at once, or those of a plane of taps
         met = math.prod(max(1.0, n / every) for n, every in zip(problem.filter_size, taps_apart(problem), strict=True))
         block, start = config.BLOCK_C, DGRAD_ROUND
         of_tap = (DGRAD_LONE if lone else DGRAD_ANY + DGRAD_LOOP / max(1, min(config.BLOCK_K, read))) + DGRAD_SUM * block
@@ -535,7 +534,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     at_once = config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K
     split, run, size = _parts(problem, config.SPLIT, read, at_once).values()
     threads = _pixels(problem) * problem.groups * ceil(written, block) * split
-    channel += STAGED * taps * block / config.THREADS  # of its filter, which a block brings to shared memory
+    channel += STAGED * taps * block / config.THREADS  # a block brings that much of the filter to shared memory
     walked = min(run, read)
     fit = LONE_THREADS if lone and block == 1 else 512 if block == 8 else 768  # a thread of 8 sums has more registers
     rounds = threads / (fit * device.multiprocessors)
@@ -556,24 +555,24 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
-    """On a GPU the configuration that should be the fastest; else the first legal one by rules that were measured."""
+    """On a GPU the configuration that should be fastest, behind its time; elsewhere the first legal one by measured rules."""
     legal = [config for config in _by_rule(problem, device) if refusal(problem, config) is None]
     if device.backend != "cuda":
         little = next(_for_little_work(problem, device), None)
         return (BY_RULE, legal[0]) if legal else (LAST_RESORT, little) if little else None
     alone = problem.direction == "fprop" and problem.layout == "NCHW" and problem.K == problem.C == problem.groups
-    if alone and legal and problem.dtype == "float64":  # of whose depthwise layers depthwise_planes has a rule
+    if alone and legal and problem.dtype == "float64":  # depthwise_planes has a rule for depthwise float64
         return BY_RULE, legal[0]
     if not (alone and legal):
         legal += [part for config in _for_little_work(problem, device) for part in _in_parts(problem, config)]
     timed = [(time(problem, config, device), config) for config in legal]
-    if alone and len(legal) > 1 and math.prod(problem.result_size) > WARP:  # direct_single.cu's model knows few times
+    if alone and len(legal) > 1 and math.prod(problem.result_size) > WARP:  # see CLEARLY
         timed = [(us if us is None or config != Single() else us * CLEARLY, config) for us, config in timed]
     return min(((BY_RULE if us is None else us, config) for us, config in timed), key=lambda pair: pair[0], default=None)
 
 
 def _in_parts(problem: ConvProblem, config: Config) -> Iterator[Config]:
-    """`config` with its sum over channels in so many parts, each of whole blocks of channels."""
+    """`config` with SPLIT of 1, 2, 4 and 8: each part sums over whole blocks of channels."""
     assert isinstance(config, Batched | Dgrad)
     read = problem.operand_channels // problem.groups
     for split in DIRECT_SPLITS if problem.macs < MOST_MACS else (1,):
@@ -586,7 +585,7 @@ def _in_parts(problem: ConvProblem, config: Config) -> Iterator[Config]:
 
 
 def _by_rule(problem: ConvProblem, device: Device) -> Iterator[Config]:
-    """Configurations that are faster than this engine's others, from the best downwards."""
+    """Configurations that beat this engine's others, the best first."""
     if problem.direction == "fprop" and problem.C == problem.groups:
         if math.prod(problem.result_shape) > FEW:
             yield from sorted(_tiles(device), key=lambda config: _tile_loads(problem, config))
@@ -600,11 +599,11 @@ def _by_rule(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 
 def _for_little_work(problem: ConvProblem, device: Device) -> Iterator[Config]:
-    """Configurations for problems too small for tiles of a matrix product: on a GPU all of them, on OpenCL from the best downwards."""
+    """Configurations for problems too small for tiles of a matrix product: on a GPU all of them, on OpenCL the best first."""
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     blocks = BLOCKS[device.backend, problem.direction]
     for block in blocks:
-        # on OpenCL as many channels a thread as leave every multiprocessor 256 threads: reuse of x against parallelism
+        # on OpenCL the most channels a thread with 256 threads a multiprocessor: reuse of x against parallelism
         filled = device.backend == "cuda" or _pixels(problem) * problem.groups * ceil(written, block) >= 256 * device.multiprocessors
         if block == blocks[-1] or (block <= written and filled):
             tiles = (
@@ -615,16 +614,16 @@ def _for_little_work(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 
 def _wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> float:
-    """A thread waits for memory at each of its pixels; a full multiprocessor is kept busy by the loads, and by the multiplications."""
+    """A thread waits for memory at each of its pixels; loads and multiplications keep a full multiprocessor busy."""
     filters, taps = config.FILTERS, config.TAPS
-    fit = 16 if filters * taps <= 16 else 5 if filters * taps <= 40 else 3  # blocks of a multiprocessor, as registers allow
+    fit = 16 if filters * taps <= 16 else 5 if filters * taps <= 40 else 3  # blocks that fit a multiprocessor by their registers
     step = 0.3 + fit / 16 * (0.03 * filters + taps * (0.02 + 0.01 * filters))
     rounds = max(1.0, _wgrad_blocks(problem, taps, filters) * config.SLICES / (fit * multiprocessors))
     us = 0.5 + 1.28 * rounds * ((0.6 if filters == 1 else 1.8) + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
     all_taps, across = math.prod(problem.output_size), problem.output_size[2]
     if all_taps >= MANY_TAPS:
         us *= LONGER
-    elif all_taps > across == 1 < problem.dilation[2]:  # of a convolution with a stride: columns between its taps are loaded for nothing
+    elif all_taps > across == 1 < problem.dilation[2]:  # a strided convolution: columns between its taps are loaded for nothing
         us *= SKIPPING
     if config.SLICES > 1:
         us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
@@ -637,10 +636,10 @@ def wgrad_config(problem: ConvProblem, device: Device) -> Wgrad:
 
 
 def _wgrad_configs(problem: ConvProblem, device: Device) -> Iterator[Wgrad]:
-    """For every number of filters: few idle sums, and slices that fill the machine and keep a thread's sums short."""
+    """One for each number of filters a block: few idle sums, and slices that fill the GPU and keep a thread's sums short."""
     taps, total, kg = math.prod(problem.output_size), _summed_pixels(problem), problem.K // max(problem.groups, 1)
     for filters, known in WGRAD_TAPS[device.backend].items():
-        # a chunk of taps costs about two taps more, for reading y
+        # reading y costs a chunk of taps as much as two more taps
         at_once = min(known, key=lambda n: ceil(taps, n) * (n + 2))
         if _square(problem) and _few_sums(filters, taps) and refusal(problem, Wgrad(128, taps)) is None:
             at_once = taps
@@ -661,7 +660,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         found += (*_tiles(device), Single())
     if _flips(problem):
         found += _tiles(device)
-    if problem.macs < 400e6 or written < 16:  # beyond that the matrix products win
+    if problem.macs < 400e6 or written < 16:  # beyond that, matrix products win
         blocks = BLOCKS[device.backend, problem.direction]
         for block in blocks:
             for reduction in (16, 4):
@@ -674,20 +673,20 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         yield chosen[1]
 
 
-#: The tiles that were best for some depthwise layer or image among the 40 tried on an H200, and that load least of some.
+#: Each was the best for some depthwise layer or image, of 40 tried on an H200, or loads the least for some.
 TILES = (Tile(14, 64, 7), Tile(14, 32, 7), Tile(8, 16, 2), Tile(1, 256, 1))
 
 
 def _tiles(device: Device) -> tuple[Tile, ...]:
-    """Those that are chosen from on `device`: for OpenCL one of planes and one of rows."""
+    """The tiles to choose from on `device`: OpenCL has one for planes and one for rows."""
     return TILES if device.backend == "cuda" else (TILES[1], TILES[-1])
 
 
 def _tile_loads(problem: ConvProblem, config: Tile) -> int:
-    """Elements that the tiles of one plane load, halos and overhang included: what such a kernel spends its time on."""
+    """Elements that the tiles of one plane load, halos and overhang included. They take most of the kernel's time."""
     _, p, q = problem.result_size
     return ceil(p, config.TILE_P) * ceil(q, config.TILE_Q) * math.prod(_halo(problem, config))
 
 
-#: Where less of a matrix product's tiles is used, a CPU computes the gradient of a filter by direct_wgrad.cu.
+#: If less than this part of a matrix product's tiles would be used, a CPU computes wgrad by direct_wgrad.cu.
 LEAST_FILLED = 1 / 8
