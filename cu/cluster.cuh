@@ -1,6 +1,6 @@
 // cluster.cuh: the CLUSTER blocks of a cluster each sum a part of a tile's gemm k, and add these sums up together.
 //
-// Each block leaves its sums in its shared memory, as rows of `pitch` floats. Then it adds up some of the rows, over all blocks in their order.
+// Each block leaves its sums in its shared memory, as rows of `pitch` floats. Then each block adds some of the rows over all blocks, in their order.
 // CLUSTER, a constant, is set before this is included.
 #pragma once
 #include "sm90.cuh"
@@ -9,11 +9,11 @@ DEVICE int cluster_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
 
 #if CLUSTER > 1
 DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
-// the same where nobody reads what this thread has written: it waits for no store
+// the same for a thread whose stores nobody reads: it waits for none of them
 DEVICE void cluster_barrier_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// two words of the shared memory of block `rank` of the cluster, at the place that is `address` in one's own
+// two words of block `rank`'s shared memory, at the same offset as `address` in one's own
 DEVICE uint2 load_two_of_rank(uint32_t address, int rank) {
   uint2 v;
   uint32_t there;
@@ -21,7 +21,7 @@ DEVICE uint2 load_two_of_rank(uint32_t address, int rank) {
   asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(there) : "memory");
   return v;
 }
-// four floats of the shared memory of block `rank` of the cluster, at the place that is `address` in one's own
+// four floats of block `rank`'s shared memory, at the same offset as `address` in one's own
 DEVICE float4 load_of_rank(uint32_t address, int rank) {
   float4 v;
   uint32_t there;
@@ -29,7 +29,7 @@ DEVICE float4 load_of_rank(uint32_t address, int rank) {
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
   return v;
 }
-// the sums of four floats of all blocks
+// the sums over all blocks of four floats
 DEVICE float4 add_of_ranks(uint32_t address) {
   float4 part[CLUSTER];
 #pragma unroll

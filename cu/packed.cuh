@@ -1,4 +1,4 @@
-// packed.cuh: what the kernels of the tensor cores share: element types, wide stores, moments, divisions, places in the result.
+// packed.cuh: what the tensor-core kernels share: element types, wide stores, moments, divisions, offsets in the result.
 #pragma once
 #include "division.cuh"
 #include "launch.cuh"
@@ -23,13 +23,13 @@ template <class T> DEVICE T from_float(float v);
 template <> DEVICE float from_float<float>(float v) { return v; }
 template <> DEVICE __half from_float<__half>(float v) { return __float2half_rn(v); }
 template <> DEVICE __nv_bfloat16 from_float<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
-// The nearest TF32 number. Products ignore the 13 bits behind it.
+// Rounds to the nearest TF32 number: products ignore the 13 bits behind it.
 DEVICE uint32_t to_tf32(float v) {
   uint32_t bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
   return bits;
 }
-// Two neighbours of a 16-bit type as a word, and two floats rounded to such.
+// Two neighbours of a 16-bit type as one word; the second two round floats to that type.
 DEVICE uint32_t word_of(__half low, __half high) { return low.bits | (uint32_t)high.bits << 16; }
 DEVICE uint32_t word_of(__nv_bfloat16 low, __nv_bfloat16 high) { return low.bits | (uint32_t)high.bits << 16; }
 template <class T> DEVICE uint32_t word_of(float low, float high);
@@ -42,7 +42,7 @@ template <> DEVICE uint32_t word_of<__nv_bfloat16>(float low, float high) {
   return *(const uint32_t*)&both;
 }
 
-// ---- neighbours that are stored at once, as a word of their bytes. Left to itself nvcc takes some of such stores apart.
+// ---- neighbours that are stored at once, as one word. nvcc would split some of these stores.
 
 template <int bytes> struct WordOf;
 template <> struct WordOf<2> { typedef uint16_t type; };
@@ -58,7 +58,7 @@ DEVICE void store_word(void* to, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// ---- f(Constant<0>), ... f(Constant<count - 1>): numbers known to the compiler as arguments, as what names registers must be
+// ---- f(Constant<0>), ... f(Constant<count - 1>): calls with compile-time numbers, so that they can index arrays in registers
 
 template <int n> struct Constant {
   static constexpr int value = n;
@@ -72,14 +72,14 @@ template <int count, int i = 0, class F> DEVICE void for_all(const F& f) {
 
 // ---- moments of y
 
-// Of numbers, how far they are off a first one, summed, and the squares of that: a large mean costs no digits.
+// The deviations of some numbers from a first one, and their squares, summed: so a large mean costs no digits.
 struct Deviations {
   float all = 0, squares = 0;
   DEVICE void add(float off) {
     all += off;
     squares = fmaf(off, off, squares);
   }
-  // what lanes have whose numbers differ in these bits
+  // adds the sums of the lanes whose numbers differ in the bits from `from` up to `to`, excluded
   template <int from, int to> DEVICE void add_lanes() {
 #pragma unroll
     for (int beside = from; beside < to; beside *= 2) {
@@ -88,23 +88,23 @@ struct Deviations {
     }
   }
   DEVICE float mean(float first, int count) const { return first + all / count; }
-  DEVICE float off_mean(int count) const { return fmaxf(squares - all * (all / count), 0); }  // squared, summed
+  DEVICE float off_mean(int count) const { return fmaxf(squares - all * (all / count), 0); }  // the sum of squared deviations from the mean
 };
 
-// ---- what blocks that packed told one another (packed_tiles.cuh): no launch reads it any more
+// ---- clears what packing blocks told one another (packed_tiles.cuh), once no launch reads it any more
 
 DEVICE void clear_packed_tiles(uint4* tiles, int count, int first, int apart) {
   for (int i = first; i < count; i += apart) tiles[i] = make_uint4(0, 0, 0, 0);
 }
 
-// ---- a quotient and what remains, by a divisor and the same prepared
+// ---- quotient and remainder of a division by d, whose prepared form is `by`
 
 struct Divided {
   int quotient, rest;
   DEVICE Divided(int n, long long d, divider_t by) : quotient(divided(n, by)), rest(n - quotient * (int)d) {}
 };
 
-// ---- where pixel number `inside` of an image of a launch lies in a plane of y; dense: there too it is number `inside`
+// ---- the offset in a plane of y of pixel number `inside` of a phase's image; dense: the phase is the whole plane
 
 template <bool dense, class Shape> DEVICE int plane_offset(const Shape& shape, int inside) {
   if (dense) return inside;

@@ -1,13 +1,13 @@
-// repeats.cuh: stride phases of the gradient of the input that read the same pixels of x, each with a tap behind the last one's for the next pixel of y.
-// Filters that are as large as their stride have no others. A launch is told of the first of them, and how far its repeats lie behind it.
+// repeats.cuh: repeats of a stride phase of dgrad: phases that read the same pixels of x, each with the next tap for the next pixel of y. A filter that
+// is as large as its stride has no other phases. A launch is told of the first phase, and how far its repeats are apart.
 #pragma once
 #include "packed.cuh"
 
 struct Repeats {
-  long long phases, by_phases, turns, by_turns;      // phases that take turns, tile by tile; with their repeats
+  long long phases, by_phases, turns, by_turns;  // phases that take turns, tile by tile; the same with their repeats
   long long along_r, by_along_r, along_s, by_along_s;  // repeats along r and s
-  long long tap_t, tap_r, tap_s;                     // from a repeat to the next along t, r and s: taps of the packed filter,
-  long long y_t, y_r, y_s, w_t, w_r, w_s;            // elements of y, and of w
+  long long tap_t, tap_r, tap_s;  // taps of the packed filter from one repeat to the next along t, r and s;
+  long long y_t, y_r, y_s, w_t, w_r, w_s;  // elements of y from one to the next, and elements of w
 };
 
 DEVICE long long apart(const Repeats& of, int repeat, long long t, long long r, long long s) {

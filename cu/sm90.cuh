@@ -1,8 +1,8 @@
-// sm90.cuh: what the Hopper kernels say to the hardware in PTX: barriers in shared memory, tensor (TMA) loads, fences.
+// sm90.cuh: the PTX of the Hopper kernels: barriers in shared memory, tensor (TMA) loads and stores, fences, registers.
 #pragma once
 #include "packed.cuh"
 
-// ---- mbarriers: `count` arrivals and all expected bytes complete a phase; waiters name the phase's parity
+// ---- mbarriers: `count` arrivals and all expected bytes complete a phase; waiters give the phase's parity
 
 DEVICE void barrier_init(uint32_t barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -26,17 +26,17 @@ DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
 // a barrier among `threads` threads of the block; 0 is __syncthreads()
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
-// ---- bulk loads: neighbouring bytes, a multiple of 16 of them, at multiples of 16
+// ---- bulk loads: contiguous bytes, a multiple of 16 of them, from and to multiples of 16
 
 DEVICE void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// ---- tensor loads: a box of a tensor map to shared memory; what lies outside the tensor arrives as zeros
+// ---- tensor loads: a box of a tensor map to shared memory; elements outside the tensor arrive as zeros
 
 DEVICE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-// a line of memory to the L2 cache, which nobody waits for
+// prefetches a line of memory to the L2 cache
 DEVICE void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
@@ -49,7 +49,7 @@ DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
                ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// im2col mode: as many consecutive output pixels as the map says from the base (w, h, d, n) on, each shifted by the tap's offsets
+// im2col mode: the map's number of consecutive output pixels from the base (w, h, d, n) on, each shifted by the tap's offsets
 template <int axes>
 DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, int w, int h, int d, int n, int s, int r, int t) {
   if constexpr (axes == 1) {
@@ -64,8 +64,8 @@ DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, i
   }
 }
 
-// Where the loads of an output pixel begin. `shape` says how they count pixels, of an image, a slice and a row: load_plane, load_pq and
-// load_q; pixel (o, p, q) begins at o * stride_d + low_d and so on.
+// Where the loads of an output pixel begin. `shape` has the pixels of an image, a slice and a row as the loads count them: load_plane, load_pq and
+// load_q. Pixel (o, p, q) begins at o * stride_d + low_d and so on.
 struct LoadBase {
   int image, w, h, d;
   template <class Shape> DEVICE LoadBase(const Shape& shape, int pixel) {
@@ -83,27 +83,27 @@ DEVICE void load_im2col(int axes, uint32_t to, const CUtensorMap* map, uint32_t 
   if (axes == 3) load_im2col<3>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
 }
 
-// ---- tensor stores: a box of shared memory to a tensor map; what lies outside the tensor is not written
+// ---- tensor stores: a box of shared memory to a tensor map; elements outside the tensor are not written
 
-// order ordinary stores to shared memory before the bulk copies that a barrier lets begin
+// orders ordinary stores to shared memory before the bulk copies, and wgmma's reads, that a barrier starts
 DEVICE void fence_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z, int w) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// all but the last `groups` commits of this thread have read their shared memory
+// waits until all but the last `groups` commits of this thread have read their shared memory
 template <int groups> DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory"); }
-// all but the last `groups` commits of this thread have been written, and it sees that
+// waits until all but the last `groups` commits of this thread are written and visible to it
 template <int groups> DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(groups) : "memory"); }
 
-// ---- two 8 x 8 blocks of 16-bit numbers from a warp's registers, turned; lanes 0 to 15 name the rows
+// ---- two 8 x 8 blocks of 16-bit numbers from a warp's registers, transposed; lanes 0 to 15 give the rows' addresses
 
 DEVICE void store_turned(uint32_t row, const uint32_t (&v)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(v[0]), "r"(v[1]) : "memory");
 }
 
-// ---- registers between warpgroups: the launch gives every thread the same number; producers hand theirs over
+// ---- registers between warpgroups: the launch gives each thread the same number, and producers hand most of theirs over
 
 template <int count> DEVICE void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count)); }
 template <int count> DEVICE void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count)); }

@@ -1,37 +1,36 @@
-// wgrad_nhwc_sm90.cu: the gradient of a filter from channels-last arrays as they lie, on Hopper's tensor cores: 16 bits, and float32 in TF32 or by three
-// products of TF32.
+// wgrad_nhwc_sm90.cu: wgrad from channels-last arrays as they lie, on Hopper's tensor cores: 16 bits, and float32 in TF32 or by three products of TF32.
 //
 //   dw[k, c, tap] = sum over positions of dy[position, k] * x[position + tap, c]
 //   gemm m: channel of dy | gemm n: (tap, channel of x in blocks of CHANNELS) | gemm k: position (n,o,p,q) of dy
 //
-// Nothing is packed: a row of TMA is CHANNELS channels of a position, 128 bytes. wgmma takes 16-bit operands so, with k not the fastest axis. It does
-// not take TF32 operands so: for these warps load fragments from the same rows for mma.sync, and TMA rounds float32 on the way.
+// Nothing is packed: a row that TMA loads is CHANNELS channels of a position, 128 bytes. wgmma takes such 16-bit operands, whose k is not the fastest
+// axis, but not TF32 operands: for those, warps load fragments from the same rows, and TMA rounds float32 on the way.
 //
-// Planes   PLANES: 1x1 filters without stride on 16-bit NCHW arrays as they lie. A row of TMA is BLOCK_K pixels of a channel of an image, so
-//          wgmma's operands lie along k. A stage belongs to one image; zeros fill up an image's last stage.
+// Planes   PLANES: 1x1 filters without stride on 16-bit NCHW arrays as they lie. A row that TMA loads is BLOCK_K pixels of a channel of an image, so
+//          wgmma's operands are K-major. A stage belongs to one image; zeros fill up an image's last stage.
 //
 // Mapping  block -> a tile of BLOCK_M x BLOCK_N sums over one of `splits` runs of positions.
 //          A block has DOWN x ACROSS consumer warpgroups, each with PRODUCTS x 64 rows of WGMMA_N columns, and behind them one more warp. One thread
-//          of that, the producer, asks for dy and x. If a consumer has 2 x 64 rows, the producer's warp is a whole warpgroup, which hands most of
+//          of that, the producer, loads dy and x. If a consumer has 2 x 64 rows, the producer's warp is a whole warpgroup, which hands most of
 //          its registers over.
 // Shared   a ring of STAGES stages (ring.cuh) of BLOCK_K positions: blocks of CHANNELS channels of dy, rows of 128 bytes, swizzled, then such blocks
 //          of x. When the ring has been read, the tile's sums take its place, pitch BLOCK_N + 8 floats, and are written from there. They may need
 //          more room than the ring.
-// dy       boxes of BLOCK_K positions. x: TMA's im2col mode, as many consecutive positions, shifted by a block's tap, across rows and images.
+// Loads    of dy: boxes of BLOCK_K positions. Of x: TMA's im2col mode, as many consecutive positions, shifted by a block's tap, across rows and images.
 //          Padding, and what lies behind the last position of either, arrives as zeros.
-// Groups   A bundle is neighbouring groups whose channels of x fit a block of them, or one group. What a channel of one group and one of another make
-//          is not written.
+// Groups   A bundle is neighbouring groups whose channels of x fit a block, or one group. Products of channels of two different groups are not
+//          written.
 // Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next bundle, only reach sums that
 //          are not written.
-// TF32     a warp has 32 rows, or of tiles of 128 x 128 64, of half of its consumer's columns. A lane loads four neighbouring channels of a
-//          position at once, which are rows, or columns, of four fragments. A step's 8 positions are
-//          0 2 4 6, 1 3 5 7 in the order of k, so that lanes meet all banks of swizzled rows.
-// LIMBS 2  float32: TMA brings it as it is. A lane splits what it has loaded into two TF32 numbers, and three products are added up: of the first ones, by
-//          stages, which a float32 sum takes, because the tensor core truncates its own; and of first and second ones.
-// FLIPPED  The same sum over the pixels of x, of a filter without strides: rows are channels of x, and columns (tap, channel of dy), taps in reverse.
-//          Zeros stand for pixels outside dy then, and a zero times an Inf of x is NaN: a sum that is not finite is added up again without them.
-// Result   With one run of positions it is dw, [k][c][tap] or [k][tap][c]. With more it is parts[run][k][tap][c] in fp32, which wgrad_nhwc_reduce.cu
-//          adds for the former, and wgrad_nhwc_add.cu for the latter.
+// TF32     mma.sync: a warp has 32 rows of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are
+//          rows, or columns, of four fragments. A step's 8 positions are 0 2 4 6, 1 3 5 7 in the order of k, so that lanes use all banks of
+//          swizzled rows. TALL, tiles of 128 x 128: wgmma; warps transpose x in shared memory, and dy comes through registers.
+// LIMBS 2  float32: TMA loads it as it is. A lane splits what it has loaded into two TF32 numbers and adds three products: that of the first numbers,
+//          stage by stage, into a float32 sum, because the tensor core truncates its own sum; and those of first and second numbers.
+// FLIPPED  The same sums over the pixels of x, for a filter without strides: rows are channels of x, and columns (tap, channel of dy), taps in reverse.
+//          Pixels outside dy are zeros then, and 0 x Inf of x is NaN: so a sum that is not finite is computed again without them.
+// Result   With one run of positions it is dw, [k][c][tap] or [k][tap][c]. With more it is parts[run][k][tap][c] in fp32. wgrad_nhwc_reduce.cu
+//          adds few parts to [k][c][tap], wgrad_nhwc_add.cu all others.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/wgrad_nhwc_sm90.cu
 #ifndef BLOCK_M
@@ -40,7 +39,7 @@
 #define WGMMA_N 192  // columns of a consumer
 #define STAGES 5
 #define TYPE 17    // of the arrays: 32 float, 16 half, 17 bfloat16
-#define LIMBS 1    // TF32 numbers of a float
+#define LIMBS 1  // TF32 numbers that a float is split into
 #define PLANES 0   // NCHW
 #define FLIPPED 0
 #endif
@@ -62,17 +61,17 @@
 
 typedef element<TYPE> data_t;
 
-constexpr int CHANNELS = 128 / (int)sizeof(data_t);                                // of a block
-constexpr int BLOCK_K = CHANNELS, STEPS = TYPE == 32 ? BLOCK_K / 8 : BLOCK_K / 16;  // positions of a stage; steps of the tensor core in one
+constexpr int CHANNELS = 128 / (int)sizeof(data_t);  // channels of a block
+constexpr int BLOCK_K = CHANNELS, STEPS = TYPE == 32 ? BLOCK_K / 8 : BLOCK_K / 16;  // positions of a stage; tensor-core steps in one
 #define TALL (TYPE == 32 && BLOCK_M == 128 && BLOCK_N == 128)
 constexpr int ACROSS = BLOCK_N / WGMMA_N, DOWN = BLOCK_M == 256 ? 2 : ACROSS > 1 || TALL ? 1 : BLOCK_M / 64, PRODUCTS = BLOCK_M / 64 / DOWN;
-constexpr bool SHARES = TALL || (BLOCK_M == 64 && BLOCK_N <= 192);  // a multiprocessor with another block
+constexpr bool SHARES = TALL || (BLOCK_M == 64 && BLOCK_N <= 192);  // two blocks fit a multiprocessor
 constexpr int CONSUMERS = DOWN * ACROSS, CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + (PRODUCTS == 2 ? 128 : 32);
-constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = PLANES ? 32 : BLOCK_BYTES / STEPS;  // of CHANNELS channels
+constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = PLANES ? 32 : BLOCK_BYTES / STEPS;  // bytes of CHANNELS channels of a stage, and of a step
 constexpr int DY_BLOCKS = BLOCK_M / CHANNELS, X_BLOCKS = BLOCK_N / CHANNELS, STAGE_BYTES = (DY_BLOCKS + X_BLOCKS) * BLOCK_BYTES;
-constexpr int BEHIND = STAGES > 2 ? 1 : 0;                      // stages whose products may go on while the next one is waited for
+constexpr int BEHIND = STAGES > 2 ? 1 : 0;  // stages whose products may still run while the next one is waited for
 constexpr int PITCH = BLOCK_N + 8;                              // floats of a row of sums
-constexpr int WARPS = 4 * CONSUMERS;                            // that write
+constexpr int WARPS = 4 * CONSUMERS;  // warps that write
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
 static_assert(!PLANES || (TYPE != 32 && !FLIPPED), "16-bit numbers, which are pixels of either");
 static_assert(LIMBS == 1 || (TYPE == 32 && WGMMA_N == 64), "three sums of a result fit the registers");
@@ -80,37 +79,37 @@ static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "a
 
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcArguments {
-  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // of a bundle
-  long long bundles, by_bundles, splits;                      // runs of positions
-  long long stages, part;                                     // of all positions, and of a run
-  long long rows, columns;                                    // channels of a bundle of dy, and of x
-  long long own_rows, own_columns, by_own_columns;            // of a group
+  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;  // tiles of a bundle
+  long long bundles, by_bundles, splits;  // bundles; runs of positions
+  long long stages, part;  // stages of all positions, and of a run
+  long long rows, columns;  // channels of dy, and of x, of a bundle
+  long long own_rows, own_columns, by_own_columns;  // channels of dy, and of x, of a group
   long long column_blocks;                                    // blocks of CHANNELS channels of a bundle of x, for all taps
-  long long inner, by_inner, taps_inner;                      // neighbouring blocks: the channels of a tap or, with taps_inner, the taps of channels
-  long long taps, tap_r, by_tap_r, tap_s, by_tap_s;           // all; along r and s
+  long long inner, by_inner, taps_inner;  // neighbouring blocks: of the channels of a tap or, with taps_inner, of the taps of some channels
+  long long taps, tap_r, by_tap_r, tap_s, by_tap_s;  // taps: all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
-  long long rank;                                             // spatial axes of the loads; 0: position n of dy meets pixel n of x
+  long long rank;  // spatial axes of the loads; 0: position n of dy reads pixel n of x
   long long load_plane, by_load_plane;                        // positions of an image, as x is loaded,
   long long load_pq, by_load_pq, load_q, by_load_q;           // of a slice and of a row
   long long stride_d, stride_h, stride_w;                     // x of position (o, p, q), tap 0: o * stride_d + low_d and so on
   long long low_d, low_h, low_w;
-  long long size, taps_fastest;                               // of dw: elements, and whether its taps are fastest, or the channels
+  long long size, taps_fastest;  // elements of dw; whether its taps are fastest, or its channels
   long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
 
 #if FLIPPED
-// What becomes of the sums. A channel of dy as it is loaded is (fold, channel), where innermost taps were folded into channels.
+// What flipped tiles do with their sums. A channel of dy as it is loaded is (fold, channel), where innermost taps were folded into channels.
 struct FlippedArguments {
-  long long own, by_own, folds;                               // channels of dy, and taps of a loaded one
+  long long own, by_own, folds;  // channels of dy, and how many taps are folded into a loaded channel
   long long out_k, out_tap, out_c;                            // elements from one k, tap and c to the next, of dw or of a part
   long long pixels, plane, by_plane, pq, by_pq, q, by_q;      // pixels of x: all, of an image, a slice and a row
-  long long d, h, w, low_d, low_h, low_w;                     // pixels of dy; pixel o of x meets o + low_d by tap 0, and so on
-  long long tap_r, by_tap_r, tap_s, by_tap_s, apart_d, apart_h, apart_w;  // all taps, and pixels from one to the next
-  long long folded_axes, dense, thin, size_d, size_h, size_w;  // how many; channels of x and of dy, and pixels of dy, as they are loaded
+  long long d, h, w, low_d, low_h, low_w;  // size of dy; tap 0 of pixel o of x reads pixel o + low_d of dy, and so on
+  long long tap_r, by_tap_r, tap_s, by_tap_s, apart_d, apart_h, apart_w;  // taps along r and s; pixels from one tap to the next
+  long long folded_axes, dense, thin, size_d, size_h, size_w;  // axes folded; loaded channels of x and of dy; loaded size of dy
 };
 #endif
 
-// What a block has to do: of bundle `bundle`, the rows from `row` on, the blocks of columns from `block` on, and how many there are.
+// What a block computes: of bundle `bundle`, the rows from `row` on and the columns of the blocks from `block` on; dy_blocks and x_blocks are real.
 struct Tile {
   int split, bundle, row, block, dy_blocks, x_blocks;
   DEVICE Tile(const WgradNhwcArguments& arg) {
@@ -125,7 +124,7 @@ struct Tile {
   }
 };
 
-// the stages that this block takes
+// The stages that this block sums: [first, last).
 struct Range {
   int first, last;
   DEVICE Range(const WgradNhwcArguments& arg, const Tile& of) {
@@ -135,7 +134,7 @@ struct Range {
   }
 };
 
-// A block of columns: its tap, and its first channel in a bundle.
+// A block of columns: its tap, and its first channel in the bundle.
 struct Column {
   int tap, channel;
   DEVICE Column(const WgradNhwcArguments& arg, int block) {
@@ -173,7 +172,7 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
 DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
                     const Ring& ring) {
   int c[X_BLOCKS];
-  uint32_t offsets[X_BLOCKS];  // of a block's tap: along w in 16 bits, h in 8, d in 8, which is what the loads take
+  uint32_t offsets[X_BLOCKS];  // of a block's tap, packed as the loads take them: along w in 16 bits, h in 8, d in 8
 #pragma unroll
   for (int i = 0; i < X_BLOCKS; ++i) {
     const Column column(arg, of.block + i);
@@ -204,7 +203,7 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
 
 // ---- sums to dw, or to a part of it: a warp writes every WARPS-th row
 
-// Where a channel of x belongs: its number in its group, and that group's rows of the tile.
+// Where a channel of x belongs: its number in its group, and the rows of the tile that belong to that group.
 struct Own {
   int channel, first, end;
   DEVICE Own(const WgradNhwcArguments& arg, const Tile& of, int c) {
@@ -215,10 +214,10 @@ struct Own {
   }
 };
 
-// [k][tap][c], a part or dw: a lane has EACH neighbouring channels of each block of columns, as many lanes as fill a block a row.
+// Stores [k][tap][c], a part or dw: a lane has EACH neighbouring channels of each block of columns, and LANES lanes fill a block's row.
 template <int EACH, class T>
 DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, T* to) {
-  constexpr int LANES = CHANNELS / EACH, ROWS = 32 / LANES;  // of a block; of a warp at once
+  constexpr int LANES = CHANNELS / EACH, ROWS = 32 / LANES;  // lanes of a block's row; rows of a warp at once
   struct alignas(EACH * sizeof(T)) Neighbours {
     T v[EACH];
   };
@@ -244,7 +243,7 @@ DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const T
   }
 }
 
-// By 16 bytes, where the channels of a group are a multiple of that.
+// The same by 16 bytes, if a group's channels are a multiple of that.
 template <class T> DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, T* to) {
   constexpr int WIDE = 16 / sizeof(T);
   if (arg.own_columns % WIDE == 0)
@@ -253,7 +252,7 @@ template <class T> DEVICE void store_rows(const float* sums, const WgradNhwcArgu
     store_rows<CHANNELS / 32>(sums, arg, of, to);
 }
 
-// [k][c][tap]: neighbouring lanes have the same channel of the tile's blocks of columns, which are neighbouring taps of it.
+// Stores [k][c][tap]: neighbouring lanes have the same channel of the tile's blocks of columns, which are neighbouring taps of it.
 DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const Tile& of, data_t* dw) {
   const int lane = threadIdx.x % 32, rows = min(BLOCK_M, (int)arg.rows - of.row);
   const long long pitch = arg.taps * arg.own_columns;
@@ -271,7 +270,7 @@ DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const T
 }
 
 #if FLIPPED
-// A sum of this block's run, of channel `row` of x, channel `channel` of dy as it is loaded, and tap `tap` of all, without pixels outside dy.
+// Computes one sum of this block's run without pixels outside dy: for channel `row` of x, loaded channel `channel` of dy, and tap `tap` of all.
 DEVICE float sum_again(const FlippedArguments& flip, const Range& range, const data_t* x, const data_t* dy, int row, int channel, int tap) {
   const Divided s_of(tap, flip.tap_s, flip.by_tap_s), r_of(s_of.quotient, flip.tap_r, flip.by_tap_r);
   const int end = min(range.last * BLOCK_K, (int)flip.pixels);
@@ -290,7 +289,7 @@ DEVICE float sum_again(const FlippedArguments& flip, const Range& range, const d
   return sum;
 }
 
-// A lane has a row and four neighbouring columns at once, a warp 32 rows.
+// Stores flipped tiles: a lane has a row and four neighbouring columns at once, a warp 32 rows.
 template <class T>
 DEVICE void store_flipped(const float* sums, const WgradNhwcArguments& arg, const FlippedArguments& flip, const Tile& of, const Range& range,
                           const data_t* x, const data_t* dy, T* to) {
@@ -304,7 +303,7 @@ DEVICE void store_flipped(const float* sums, const WgradNhwcArguments& arg, cons
       auto store = [&](int e, float sum, bool again = false) {
         const Divided fold(channel + e, flip.own, flip.by_own);
         const int tap = column.tap * (int)flip.folds + fold.quotient, taps = (int)(arg.taps * flip.folds);
-        if (fold.quotient >= (int)flip.folds) return;  // behind the last channel
+        if (fold.quotient >= (int)flip.folds) return;  // past the last channel
         if (again && !(fabsf(sum) <= 3.4e38f)) sum = sum_again(flip, range, x, dy, of.row + row, channel + e, tap);
         at[fold.rest * flip.out_k + (taps - 1 - tap) * flip.out_tap] = from_float<T>(sum);
       };
@@ -333,9 +332,9 @@ DEVICE void store_vector(uint32_t to, uint32_t x, uint32_t y, uint32_t z, uint32
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-// A warp turns a block of 32 positions x 32 channels where it lies, by quads of both: a lane loads the channels 4 a and up of the positions 4 p and up, and
-// leaves the positions of these channels. Quads (a, p) and (p, a) change places, and a ^ p is the same for 8 lanes, so they meet none but each other's.
-// Neither their loads nor their stores meet a bank twice.
+// A warp transposes a block of 32 positions x 32 channels where it lies, by quads of both: a lane loads channels 4 a to 4 a + 3 of positions 4 p to
+// 4 p + 3, and stores the positions of these channels. Quads (a, p) and (p, a) are exchanged, and a ^ p is the same for 8 lanes, so these touch each
+// other's quads alone. Neither their loads nor their stores use a bank twice.
 DEVICE void turn_block(uint32_t block) {
   const int lane = threadIdx.x % 32, a = lane % 8;
 #pragma unroll
@@ -353,18 +352,18 @@ DEVICE void turn_block(uint32_t block) {
   }
 }
 
-// Which four of a warp's 32 rows are those of lanes 4 r and up: in this order 8 lanes meet every bank once.
+// Which four of a warp's 32 rows lanes 4 r to 4 r + 3 have: in this order 8 lanes use every bank once.
 DEVICE int four(int r) { return r % 2 * 4 + r / 2; }
 
-// The products of all stages. x is turned for wgmma while the stage before is multiplied; dy comes through registers: a warp's rows are a block of it,
-// and a lane's four channels of a position the same place of four fragments.
+// Multiplies all stages. The warps transpose x for wgmma while the stage before is multiplied. dy comes through registers: a warp's rows are a block
+// of it, and a lane's four channels of a position are the same element of four fragments.
 DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   const int warp = threadIdx.x / 32, r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
   Ring::Position at;
   auto prepare = [&](const Ring::Position& at) {
     ring.wait_full(at);
     turn_block(ring.stage(at) + (DY_BLOCKS + warp) * BLOCK_BYTES);
-    fence_for_bulk();  // wgmma reads shared memory as the bulk copies do
+    fence_for_bulk();  // wgmma reads shared memory as bulk copies do
     named_barrier(2, CONSUMER_THREADS);
   };
   if (range.first < range.last) prepare(at);
@@ -413,7 +412,7 @@ DEVICE void leave(const Sums& sums, float* to) {
       *(float2*)(first + row * PITCH + 8 * i) = make_float2(sums.of[row / 2][4 * i + 2 * (row % 2)], sums.of[row / 2][4 * i + 2 * (row % 2) + 1]);
 }
 #elif TYPE == 32
-// The sums of a warp's 32 rows and of its share of the consumer's columns: 32 of each block of them, in fragments of 16 x 8.
+// The sums of a warp's 32 rows and of its half of the consumer's columns: 32 of each block, in fragments of 16 x 8.
 constexpr int WARP_BLOCKS = WGMMA_N / 64, SUMS = WARP_BLOCKS * 32;
 struct Sums {
   float of[WARP_BLOCKS][2][4][4];
@@ -421,10 +420,10 @@ struct Sums {
 };
 
 #if LIMBS == 2
-// What the first TF32 number leaves is kept so many times larger: then it is there of all normal numbers.
+// The second limb is kept so many times larger: then every normal number has one.
 constexpr float LARGER = 512;
-// A float as the nearest TF32 number and LARGER times what that leaves, of which the tensor core takes the first bits. Neither of a finite number is
-// Inf: what would become Inf is the largest number. So is Inf, and what that leaves is Inf. A NaN of all bits becomes a zero, and leaves a NaN.
+// Splits a float into the nearest TF32 number and LARGER times the rest, of which the tensor core takes the first bits. Neither limb of a finite number
+// is Inf: a limb that would be Inf is the largest number instead. An Inf becomes that number and Inf, a NaN with all bits set becomes zero and NaN.
 struct Limbs {
   uint32_t high, low;
   DEVICE explicit Limbs(uint32_t word) {
@@ -434,10 +433,10 @@ struct Limbs {
     low = __float_as_uint((__uint_as_float(word) - first) * LARGER);
   }
 };
-// The part of itself that a sum of 4 steps loses in the mean: its cuts, less what rounding gives. See truncation.cuh.
+// The part of itself that a sum of 4 steps loses in the mean: what truncation loses, less what rounding gives. See truncation.cuh.
 constexpr float PROMOTED = 0.67e-7f * 16 / 15;
 
-// A step of a block of 32 x 32.
+// Multiplies a step of a block of 32 x 32.
 DEVICE void multiply_limbs(float (&main)[2][4][4], float (&cross)[2][4][4], const uint32_t (&a)[2][4], const uint32_t (&b)[4][2]) {
   uint32_t a_high[2][4], a_low[2][4], b_high[4][2], b_low[4][2];
 #pragma unroll
@@ -462,10 +461,10 @@ DEVICE void clear(Sums& sums) {
   for (int i = 0; i < SUMS; ++i) sums[i] = 0;
 }
 
-// The products of all stages.
+// Multiplies all stages.
 DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  // the block of this warp's rows, and the first of its columns; where a lane's channels of its two positions lie in the first eight rows of one
+  // the block of this warp's rows, and the first block of its columns; the offsets of a lane's channels of its two positions in a block's first eight rows
   const int dy_block = 2 * consumer + warp % 2, x_block = warp / 2 * WARP_BLOCKS;
   uint32_t place[2];
 #pragma unroll
@@ -479,7 +478,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t stage = ring.stage(at);
     ring.wait_full(at);
-    uint4 dy[2][2], x[2][2];  // four channels of two positions: of a product, and of the next one, which are under way meanwhile
+    uint4 dy[2][2], x[2][2];  // four channels of two positions: of one product, and of the next one, loaded meanwhile
     auto load = [&](int number) {
       const uint32_t at = stage + number / WARP_BLOCKS * STEP_BYTES, block = (DY_BLOCKS + x_block + number % WARP_BLOCKS) * BLOCK_BYTES;
 #pragma unroll
@@ -518,7 +517,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) {
     const float more = with_lost(cross[i], sums[i], LARGER * PROMOTED);
-    if (fabsf(sums[i]) < INFINITY) sums[i] = fmaf(more, 1 / LARGER, sums[i]);  // Inf: the others may be of either sign
+    if (fabsf(sums[i]) < INFINITY) sums[i] = fmaf(more, 1 / LARGER, sums[i]);  // after an Inf the cross products may have either sign
   }
 #else
   const float lost = lost_in(STEPS * (range.last - range.first));
@@ -544,7 +543,7 @@ struct Sums {
   float of[PRODUCTS][WGMMA_N / 2];
 };
 
-// The products of all stages.
+// Multiplies all stages.
 DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
   Ring::Position at;
@@ -565,7 +564,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
     ring.commit<BEHIND>(at, !fresh);
   }
   wgmma_wait<0>();
-  const float lost = lost_in(STEPS * (range.last - range.first));  // long sums lose more than 16 bits hide
+  const float lost = lost_in(STEPS * (range.last - range.first));  // long sums lose more than rounding to 16 bits hides
 #pragma unroll
   for (int i = 0; i < PRODUCTS; ++i) {
     wgmma_arrived(sum[i]);

@@ -1,4 +1,4 @@
-"""What the engines for Hopper (compute capability 9.0) share: its limits, numbers for models of time, images as TMA loads them."""
+"""What the engines for Hopper (compute capability 9.0) share: limits, constants of models of time, images as TMA loads them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pycuda_conv.engines.packing import PackedLayout, PhaseAddressing
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, TensorMap
 
-MOST_SHARED = 227 * 1024  # bytes that a block of an sm_90 GPU may have
-SHARED_BYTES = MOST_SHARED - 256  # but for the barriers
-THREADS = 384  # a producer's warpgroup and two consumers'
-ROW = 128  # bytes of a row of an operand that lies in shared memory as TMA brings it
+MOST_SHARED = 227 * 1024  # shared memory of a block on sm_90, in bytes
+SHARED_BYTES = MOST_SHARED - 256  # the same without the barriers
+THREADS = 384  # threads of a producer's warpgroup and two consumers'
+ROW = 128  # bytes of an operand's row in shared memory, as TMA loads it
 CHUNK = 32  # channels that the kernels of cu/pixel_tiles.cuh write together
 
-# The engines that read channels-last arrays as they lie have these in their models of time, unless they have numbers of their own.
+# Constants of the time models of engines that read channels-last arrays as they lie, unless an engine has its own.
 # Fitted to 329 times of an earlier dense_nhwc_sm90.cu on an H200, of 47 problems: root mean square of the error 12%.
 CLOCK = 1850.0  # cycles a microsecond
-ROW_CYCLES = 3.1  # of a tensor load, for each row
-FILLED_CYCLES, ODD_CYCLES = 4.7, 9.0  # the same of rows shorter than 128 bytes, of a multiple of 32 bytes, and of others
+ROW_CYCLES = 3.1  # cycles of a tensor load for each row
+FILLED_CYCLES, ODD_CYCLES = 4.7, 9.0  # the same for shorter rows: of a multiple of 32 bytes, and others
 MEMORY = 3.5e6  # bytes a microsecond
-#: Of tiles that cu/pixel_tiles.cuh stores: bytes of the result a microsecond and multiprocessor, from registers; sums by way of shared
-#: memory, in which the type hardly matters; and elements of a residual that a microsecond adds.
+#: For tiles that cu/pixel_tiles.cuh stores, a microsecond and multiprocessor: bytes of the result, from registers; sums through shared
+#: memory, whatever their type; elements of a residual that are added.
 FINISHED, STAGED, JOINED = 22e3, 5.4e3, 4.5e3
-BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads, and of each further round of blocks, where they do not persist
-ADDED = 17.7e3  # bytes of sums a microsecond and multiprocessor that a cluster adds up
+BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads; of each further round of blocks that are not persistent
+ADDED = 17.7e3  # bytes of sums that a multiprocessor of a cluster adds in a microsecond
 
 
 def unsupported(device: Device) -> str | None:
@@ -36,15 +36,15 @@ def unsupported(device: Device) -> str | None:
 
 
 def at_once(device: Device, cluster: int) -> int:
-    """How many multiprocessors clusters of `cluster` blocks fill. A cluster needs neighbouring ones, so large clusters leave a few idle."""
+    """Multiprocessors that clusters of `cluster` blocks can fill. A cluster needs neighbouring ones, so large clusters leave some idle."""
     return device.multiprocessors * 10 // 11 if cluster >= 4 else device.multiprocessors
 
 
-# ---- channels-last images, of which TMA's im2col mode loads the pixels that a tap meets
+# ---- channels-last images, whose pixels TMA's im2col mode loads
 
 
 def image_map(problem: ConvProblem, buffer: int, lying: PackedLayout, walk: PhaseAddressing, pixels: int, row: int = ROW) -> TensorMap:
-    """The tensor map of the images that `problem` reads first: a load fetches `row` bytes of `pixels` neighbouring pixels of `walk`."""
+    """The tensor map of the first operand's images: a load fetches `row` bytes of `pixels` neighbouring pixels of `walk`."""
     channels = problem.operand_channels
     pixel = problem.itemsize * channels  # bytes
     if walk.flat:

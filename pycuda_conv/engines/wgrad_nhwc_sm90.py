@@ -1,16 +1,15 @@
 """Gradients of filters from channels-last arrays as they lie, on Hopper's tensor cores (``cu/wgrad_nhwc_sm90.cu``).
 
-The arrays are float16, bfloat16 and float32. Three products of TF32 make one of float32, unless ``precision="tf32"``. Of 1x1
-filters, 16-bit arrays may be NCHW too. Gradients are long sums over the positions of the convolution's result, for few results.
-So a sum is cut into runs of positions. What several runs give is added by a second launch: ``cu/wgrad_nhwc_add.cu`` where the
-gradient's channels are fastest in memory, as the parts' are, or runs are many, and ``cu/wgrad_nhwc_reduce.cu`` where its taps
-are.
+The arrays are float16, bfloat16 and float32. float32 takes three products of TF32, or one with ``precision="tf32"``. For 1x1 filters,
+16-bit arrays may be NCHW too. The gradients are few, and each is a long sum over the positions of the convolution's result. So the
+positions are cut into runs, and a second launch adds the sums of several runs: ``cu/wgrad_nhwc_reduce.cu`` if the gradient's taps are
+fastest in memory and the runs are few, ``cu/wgrad_nhwc_add.cu`` otherwise.
 
-An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind their channels (``cu/fold_channels.cu``). Where x has
-few channels, the copy also makes channels of taps: of a row of them, or of all. To load taps of few channels one by one takes longer.
+An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind its channels (``cu/fold_channels.cu``). If x has few
+channels, the copy also folds taps into channels: one row of taps, or all. Loading taps of few channels one by one would take longer.
 
-Where dy has few channels, a tile of the product would have few rows. So without strides the same sums may run over the pixels of x
-instead, with x and dy in one another's places: flipped tiles.
+If dy has few channels, a tile would have few rows. Without strides the same sums may then run over the pixels of x, with x and dy
+exchanged: flipped tiles.
 """
 
 from __future__ import annotations
@@ -47,29 +46,29 @@ __all__ = [
     "time", "unsupported",
 ]  # fmt: skip
 
-LEAST_OF_GROUP = 4  # channels of a group, of several: of fewer, most of what is multiplied is thrown away
-#: Rows of a tile, and the columns that it may have, by the bytes of an element's factors: their sums fit the registers of the consumers.
+LEAST_OF_GROUP = 4  # channels of a group, if there are several: with fewer, most products would be thrown away
+#: BLOCK_M -> the BLOCK_Ns of the tiles, by the bytes of an element's limbs. Their sums fit the consumers' registers.
 TILES: dict[int, dict[int, tuple[int, ...]]] = {
     2: {64: (64, 128, 192, 384), 128: (64, 128, 192, 256), 192: (128, 192), 256: (192,)}, 4: {64: (64, 128), 128: (64, 128)},
     8: {64: (64,), 128: (64,)},
 }  # fmt: skip
-PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multiprocessor
-STAGES = 12  # of a ring, at the most
-REDUCE_TAPS, REDUCED_CHANNELS = 16, 64  # of a block of the reduction: taps at the most, channels
+PAIRED = 192  # columns of the widest tile of 64 rows with two blocks on a multiprocessor
+STAGES = 12  # the most stages of a ring
+REDUCE_TAPS, REDUCED_CHANNELS = 16, 64  # the most taps, and the channels, of a block of wgrad_nhwc_reduce.cu
 ADD_THREADS = 256  # of a block of wgrad_nhwc_add.cu
-LONGEST, MOST_LANES = 8, 32  # runs that a thread adds before others share its results, and threads that do
-#: The tiles for NCHW arrays: others won nothing.
+LONGEST, MOST_LANES = 8, 32  # the most runs that a thread adds before more threads share a result, and the most threads that do
+#: The tiles for NCHW arrays: others gained nothing.
 PLANES_TILES = {64: (64,), 128: (64, 128, 192)}
-#: Flipped tiles, which are tried where dy has at most so many channels, and fewer than x: others have a single row of tiles then.
+#: Flipped tiles are tried if dy has at most so many channels, and fewer than x: other tiles would then have a single row.
 MOST_FLIPPED = 64
 FLIPPED_TILES: dict[int, dict[int, tuple[int, ...]]] = {2: {128: (64, 128, 192), 256: (192,)}, 4: {128: (64,)}, 8: {128: (64,)}}
-FOLD_THREADS = 256  # of a block that folds
+FOLD_THREADS = 256  # threads of a block of fold_channels.cu
 
 
 @dataclass(frozen=True)
 class WgradNhwc(Config):
-    """One tile of ``wgrad_nhwc_sm90.cu``: its channels of dy, its columns (channels of x of some taps), the stages of its ring, and the
-    runs of positions. FLIPPED: dy and x change places."""
+    """One tile of ``wgrad_nhwc_sm90.cu``: BLOCK_M channels of dy, BLOCK_N columns (channels of x for some taps), STAGES of its ring, and
+    SPLIT runs of positions. FLIPPED: x and dy are exchanged."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 192
@@ -87,27 +86,27 @@ TENSOR_CORES = True
 
 
 def _word(problem: ConvProblem) -> int:
-    """Elements of 16 bytes."""
+    """Elements in 16 bytes."""
     return 16 // problem.itemsize
 
 
 def _limbs(problem: ConvProblem) -> int:
-    """The numbers of TF32, or of 16 bits, that an element is split into."""
+    """The TF32 or 16-bit numbers that an element is split into."""
     return 2 if problem.dtype == "float32" and problem.precision == "fp32" else 1
 
 
 def _factor_bytes(problem: ConvProblem) -> int:
-    """Bytes of an element's factors."""
+    """Bytes of an element's limbs."""
     return problem.itemsize * _limbs(problem)
 
 
 def _map_type(problem: ConvProblem) -> str:
-    """As tensor maps name the elements of `problem`: they round float32 to TF32, but for what is split."""
+    """The element type of the tensor maps: they round float32 to TF32, unless the kernel splits it."""
     return "float32" if _limbs(problem) == 2 else map_type(problem)
 
 
 def _channels(problem: ConvProblem) -> int:
-    """Channels of a block, which is a row of an operand in shared memory; a stage has as many positions."""
+    """Channels of a block: a row of an operand in shared memory. A stage has equally many positions."""
     return stage_channels(problem)
 
 
@@ -117,7 +116,7 @@ def _planes(problem: ConvProblem) -> bool:
 
 
 def _folded(problem: ConvProblem, level: int) -> ConvProblem:
-    """:func:`forward_of`, with so many channels as tensor loads read, and with the taps of so many innermost axes as channels of x."""
+    """:func:`forward_of` with `level` innermost axes of taps folded into channels of x, and with as many channels as tensor loads need."""
     forward = forward_of(problem)
     if forward.groups > 1 or _planes(problem):
         return forward
@@ -137,7 +136,7 @@ def _folded(problem: ConvProblem, level: int) -> ConvProblem:
 
 @lru_cache(maxsize=1024)
 def _level(problem: ConvProblem) -> int:
-    """How many innermost axes are folded: so many that folding and loading take the least time."""
+    """How many innermost axes are folded: the number for which folding and loading take the least time."""
     forward = forward_of(problem)
 
     def microseconds(level: int) -> float:
@@ -161,7 +160,7 @@ def _loaded(problem: ConvProblem) -> ConvProblem:
 
 @lru_cache(maxsize=1024)
 def _form(problem: ConvProblem) -> tuple[PackedLayout, PhaseAddressing] | None:
-    """x as the loads see it, and how they walk it; None if tensor loads can't make that."""
+    """How x lies as the loads see it, and how they walk it; None if tensor loads can't make that."""
     forward = _loaded(problem)
     lying = PackedLayout(True, 0, (1, 1, 1), forward.input_size, forward.C, _channels(problem), forward.filter_size)
     (whole,) = phases(forward)
@@ -171,7 +170,7 @@ def _form(problem: ConvProblem) -> tuple[PackedLayout, PhaseAddressing] | None:
 
 @lru_cache(maxsize=1024)
 def _flipped(problem: ConvProblem) -> ConvProblem:
-    """The same sums over the pixels of x: x and dy have changed places, and taps come in reverse. Without strides, of one group."""
+    """The problem with x and dy exchanged, which has the same sums with the taps in reverse. It has no strides and one group."""
     forward = forward_of(problem)
 
     def mirrored(padding: tuple[int, int, int]) -> Any:
@@ -189,7 +188,7 @@ def _seen(problem: ConvProblem, config: WgradNhwc) -> ConvProblem:
 
 
 def _bundle(problem: ConvProblem) -> int:
-    """The groups of a bundle: as many as a row of an operand holds of x; 0 if no number of them is a multiple of 16 bytes."""
+    """Groups of a bundle: as many as fit a row of an operand with their channels of x; 0 if no such number has a multiple of 16 bytes."""
     forward = forward_of(problem)
     if forward.groups == 1:
         return 1
@@ -203,7 +202,7 @@ def _bundles(problem: ConvProblem) -> int:
 
 
 def _flat(problem: ConvProblem) -> bool:
-    """Whether position n of dy meets pixel n of x, as in 1x1 filters without stride and padding: then loads of x walk nothing."""
+    """Whether position n of dy reads pixel n of x, as for 1x1 filters without stride and padding."""
     form = _form(problem)
     return form is not None and form[1].flat
 
@@ -230,7 +229,7 @@ def why_not(problem: ConvProblem) -> str | None:
 
 
 def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
-    """Why the kernel can't run `problem`, of NCHW arrays, or None if it can."""
+    """Why the kernel can't run `problem`, whose arrays are NCHW, or None if it can."""
     ones = (1, 1, 1)
     if problem.itemsize != 2:
         return "it takes NCHW arrays of float16 and bfloat16"
@@ -245,7 +244,7 @@ def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
 
 
 def _why_not_flipped(problem: ConvProblem) -> str | None:
-    """Why flipped tiles can't run `problem`, which others can, or None if they can."""
+    """Why flipped tiles can't run `problem`, which other tiles can run, or None if they can."""
     forward = forward_of(problem)
     if _planes(problem) or forward.groups > 1 or forward.stride != (1, 1, 1) or math.prod(forward.filter_size) == 1:
         return "flipped tiles take channels-last arrays, one group, no strides and several taps"
@@ -255,7 +254,7 @@ def _why_not_flipped(problem: ConvProblem) -> str | None:
 
 
 def _tiles_of(problem: ConvProblem, flipped: bool) -> dict[int, tuple[int, ...]]:
-    """Rows of a tile, and the columns that it may have."""
+    """BLOCK_M -> the BLOCK_Ns of the tiles for `problem`."""
     return PLANES_TILES if _planes(problem) else (FLIPPED_TILES if flipped else TILES)[_factor_bytes(problem)]
 
 
@@ -277,43 +276,43 @@ def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
 
 
 def _tall(config: WgradNhwc, size: int) -> bool:
-    """Whether a consumer has all 128 rows; `size`: bytes of an element's factors."""
+    """Whether one consumer has all 128 rows of a tile, TALL in the kernel; `size`: bytes of an element's limbs."""
     return size == 4 and config.BLOCK_M == config.BLOCK_N == 128
 
 
 def _shares(config: WgradNhwc, size: int) -> bool:
-    """Whether two blocks share a multiprocessor."""
+    """Whether two blocks fit a multiprocessor."""
     return _tall(config, size) or (config.BLOCK_M == 64 and config.BLOCK_N <= PAIRED)
 
 
 def _most_shared(config: WgradNhwc, size: int) -> int:
-    """Shared memory that a block may take."""
+    """The most shared memory of a block in bytes."""
     return SHARED_BYTES // 2 - 1024 if _shares(config, size) else SHARED_BYTES
 
 
 def _consumer_columns(config: WgradNhwc) -> int:
-    """Columns of a consumer: of the widest tiles there are two or three side by side."""
+    """Columns of a consumer: the widest tiles have two consumers side by side."""
     return config.BLOCK_N if config.BLOCK_N <= 256 else 192
 
 
 def _threads(config: WgradNhwc, size: int) -> int:
-    """Of a block: its consumers, and a producer, which is a warpgroup where consumers take 128 rows and need its registers."""
+    """Threads of a block: consumers and a producer, which is a warpgroup if consumers of 128 rows need its registers, or else a warp."""
     across = config.BLOCK_N // _consumer_columns(config)
     down = 2 if config.BLOCK_M == 256 else 1 if across > 1 or _tall(config, size) else config.BLOCK_M // 64
     return 128 * down * across + (128 if config.BLOCK_M == 128 * down else 32)
 
 
 def _stage_bytes(config: WgradNhwc) -> int:
-    return ROW * (config.BLOCK_M + config.BLOCK_N)  # as many positions as a row has channels
+    return ROW * (config.BLOCK_M + config.BLOCK_N)  # a stage has as many positions as a row has channels
 
 
 def _shared_bytes(config: WgradNhwc) -> int:
-    """Shared memory of a block: the ring, whose place the sums take, and room to align it."""
+    """Shared memory of a block in bytes: the ring, which the sums overwrite in the end, and its alignment."""
     return max(config.STAGES * _stage_bytes(config), 4 * config.BLOCK_M * (config.BLOCK_N + 8)) + 1024
 
 
 def _most_stages(rows: int, columns: int, size: int) -> int:
-    """The stages that a ring has room for."""
+    """The most stages of a ring that shared memory has room for."""
     tiles = (WgradNhwc(rows, columns, stages) for stages in range(STAGES, 1, -1))
     return next(tile.STAGES for tile in tiles if _shared_bytes(tile) <= _most_shared(tile, size))
 
@@ -322,7 +321,7 @@ def _most_stages(rows: int, columns: int, size: int) -> int:
 
 
 class WgradNhwcArguments(NamedTuple):
-    """The struct of ``wgrad_nhwc_sm90.cu``, which says what its members are."""
+    """The struct of ``wgrad_nhwc_sm90.cu``, which explains each member."""
 
     tiles_m: int
     by_tiles_m: int
@@ -370,7 +369,7 @@ class WgradNhwcArguments(NamedTuple):
 
 
 class FlippedArguments(NamedTuple):
-    """The second struct of ``wgrad_nhwc_sm90.cu``, of flipped tiles."""
+    """The second struct of ``wgrad_nhwc_sm90.cu``, for flipped tiles."""
 
     own: int
     by_own: int
@@ -407,7 +406,7 @@ class FlippedArguments(NamedTuple):
 
 
 class WgradNhwcAddArguments(NamedTuple):
-    """The struct of ``wgrad_nhwc_add.cu``, which says what its members are."""
+    """The struct of ``wgrad_nhwc_add.cu``, which explains each member."""
 
     size: int
     splits: int
@@ -425,7 +424,7 @@ class WgradNhwcAddArguments(NamedTuple):
 
 
 class WgradNhwcReduceArguments(NamedTuple):
-    """The struct of ``wgrad_nhwc_reduce.cu``, which says what its members are."""
+    """The struct of ``wgrad_nhwc_reduce.cu``, which explains each member."""
 
     size: int
     splits: int
@@ -444,7 +443,7 @@ class WgradNhwcReduceArguments(NamedTuple):
 
 
 class FoldChannelsArguments(NamedTuple):
-    """The struct of ``fold_channels.cu``, which says what its members are."""
+    """The struct of ``fold_channels.cu``, which explains each member."""
 
     words: int
     chunks: int
@@ -498,7 +497,7 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: boo
 
 @lru_cache(maxsize=1024)
 def _copies(problem: ConvProblem) -> tuple[tuple[int, FoldChannelsArguments], ...]:
-    """The arrays that are copied to as many channels as :func:`_loaded` has: their buffers, and how."""
+    """The arrays that are copied into the channels of :func:`_loaded`: each one's buffer, and the arguments of its copy."""
     forward, loaded, level = forward_of(problem), _loaded(problem), _level(problem)
     found: list[tuple[int, FoldChannelsArguments]] = []
     if loaded.C != forward.C:
@@ -525,12 +524,12 @@ def _copies(problem: ConvProblem) -> tuple[tuple[int, FoldChannelsArguments], ..
 
 
 def _lying(problem: ConvProblem, config: WgradNhwc) -> ConvProblem:
-    """The convolution whose filter is a part."""
+    """The convolution whose filter has the layout of a part."""
     return _folded(problem, 0) if config.FLIPPED else _loaded(problem)
 
 
 def _sums(problem: ConvProblem, config: WgradNhwc) -> int:
-    """Those of a part: dw's, with zeros for the channels that x is filled up with."""
+    """Sums of a part: those of dw, and zeros for the channels that fill x up."""
     lying = _lying(problem, config)
     return forward_of(problem).K * (lying.C // lying.groups) * math.prod(lying.filter_size)
 
@@ -565,7 +564,7 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
 
 
 def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> FlippedArguments:
-    """What flipped tiles do with their sums: `whole` says that these are the result."""
+    """What flipped tiles do with their sums, which with `whole` are the result."""
     seen = _flipped(problem)
     forward, loaded, (_, p, q) = forward_of(seen), _loaded(seen), forward_of(seen).output_size
     taps, (_, tap_r, tap_s) = math.prod(forward.filter_size), forward.filter_size
@@ -580,7 +579,7 @@ def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> Flippe
 
 
 def _maps(problem: ConvProblem, x: Place, dy: Place) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
-    """How loads walk x, as arguments, and the maps of dy and x: channels last."""
+    """The arguments that say how loads walk x, and the maps of dy and x, for channels-last arrays."""
     loaded, form, positions = _loaded(problem), _form(problem), _positions(problem)
     assert form is not None
     lying, walk = form
@@ -596,7 +595,7 @@ def _maps(problem: ConvProblem, x: Place, dy: Place) -> tuple[dict[str, int], tu
 
 
 def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
-    """The same of NCHW arrays, which loads don't walk."""
+    """The same for NCHW arrays, which loads do not walk."""
     forward, block = forward_of(problem), _channels(problem)
     plane = math.prod(forward.output_size)
     row = problem.itemsize * plane
@@ -609,7 +608,7 @@ def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, 
 
 
 def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaunch:
-    """The launch that adds few parts, where the taps of the result are fastest."""
+    """The launch that adds few parts if the result's taps are fastest."""
     loaded, own = _lying(problem, config), problem.N
     taps, pitch = math.prod(loaded.filter_size), loaded.C // problem.groups
     folds = math.prod(problem.result_size) // taps
@@ -626,7 +625,7 @@ def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaun
 
 
 def _add(problem: ConvProblem, config: WgradNhwc, parts: Place, taps_fastest: bool) -> KernelLaunch:
-    """The launch that adds the parts, where the channels of the result are fastest, or the parts are many."""
+    """The launch that adds the parts if the result's channels are fastest, or the parts are many."""
     loaded = _lying(problem, config)
     taps, pitch, size = math.prod(loaded.filter_size), loaded.C // problem.groups, _sums(problem, config)
     folds = math.prod(problem.result_size) // taps
@@ -642,30 +641,30 @@ def _add(problem: ConvProblem, config: WgradNhwc, parts: Place, taps_fastest: bo
 
 
 def _lanes(config: WgradNhwc) -> int:
-    """Into how many ranges the runs are cut, whose sums are added: a power of two."""
+    """Ranges that the runs are cut into for adding, one a thread: a power of two."""
     return min(MOST_LANES, 1 << (ceil(config.SPLIT, LONGEST) - 1).bit_length())
 
 
 def _positions(problem: ConvProblem) -> int:
-    """Of the convolution's result."""
+    """Positions of the convolution's result."""
     forward = forward_of(problem)
     return forward.N * math.prod(forward.output_size)
 
 
 def _image_stages(problem: ConvProblem) -> int:
-    """Of an image's plane."""
+    """Stages of an image's plane."""
     return ceil(math.prod(forward_of(problem).output_size), _channels(problem))
 
 
 def _stages(problem: ConvProblem) -> int:
-    """Of all positions."""
+    """Stages of all positions."""
     if _planes(problem):
         return forward_of(problem).N * _image_stages(problem)
     return ceil(_positions(problem), _channels(problem))
 
 
 def _part(problem: ConvProblem, config: WgradNhwc) -> int:
-    """Stages of a block."""
+    """Stages of a run."""
     return ceil(_stages(problem), config.SPLIT)
 
 
@@ -680,7 +679,7 @@ def _tap_blocks(problem: ConvProblem) -> int:
 
 
 def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
-    """Tiles of a bundle, down and across."""
+    """Tiles of a bundle along the rows, and along the columns."""
     return ceil(problem.K // _bundles(problem), config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // _channels(problem))
 
 
@@ -689,12 +688,12 @@ def filter_key(problem: ConvProblem, config: WgradNhwc) -> None:
 
 
 def sum_order(problem: ConvProblem, config: WgradNhwc) -> Hashable:
-    """Where a sum is cut: its stages follow one another in all tiles."""
+    """How the positions are cut into runs; all tiles sum a run in the same order."""
     return config.FLIPPED, config.SPLIT
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile and the type."""
+    """A text for each tile and type."""
     for flipped, (size, types) in itertools.product((False, True), ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,)))):
         for rows, widths in (FLIPPED_TILES if flipped else TILES)[size].items():
             for columns in widths:
@@ -712,33 +711,33 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever made."""
+    """Whether a product with these defines is ever launched."""
     return not d["PLANES"] or d["BLOCK_N"] in PLANES_TILES.get(d["BLOCK_M"], ())
 
 
 # ---- the choice
 
-# Fitted to 3300 times of 115 layers, 16 bits and TF32, on H100s: root mean square of the error 9%. STORED and TALL are
-# of 142 later ones, with fp32: 10%.
+# Fitted to 3300 times of 115 layers, 16 bits and TF32, on H100s: root mean square of the error 9%. STORED and TALL were fitted to 142 later
+# times, with fp32: 10%.
 FIRST, AGAIN = 2.43, 1.47  # microseconds of a launch, and of each further round of blocks, which do not persist
 MEMORY = 2.8e6  # bytes a microsecond
-PARTED, STORED = 79e3, 25e3  # bytes a microsecond and multiprocessor: parts, and results
-#: How many times as long loads take as pixel_cycles says: those that walk nothing, and im2col.
+PARTED, STORED = 79e3, 25e3  # bytes a microsecond and multiprocessor: of parts, and of results
+#: Relative times of loads, beside pixel_cycles: those that walk nothing, and im2col.
 BOXED, WALKED = 1.5 / 3.1, 2.1 / 3.1
-WAIT, STEP = 922, 280  # cycles until a load is there, and of a stage beside its products
-REDUCE, ADDED = 1.2, 3.04e6  # microseconds of the launch that adds the parts, and their bytes a microsecond
-COPY, COPIED = 1.3, 2.23e6  # the same of a launch that folds
-LEAST_STAGES = 4  # of a block that shares a sum
-#: By the bytes of an element's factors: cycles of a stage for each of a tile's sums, and how many times as long loads take
-#: as those of 16 bits.
+WAIT, STEP = 922, 280  # cycles until a load arrives; cycles of a stage beside its products
+REDUCE, ADDED = 1.2, 3.04e6  # microseconds of the launch that adds the parts, and bytes of parts a microsecond
+COPY, COPIED = 1.3, 2.23e6  # the same of a launch of fold_channels.cu
+LEAST_STAGES = 4  # of a run, if there are several
+#: By the bytes of an element's limbs: cycles of a stage for each of a tile's sums, and the relative time of loads beside those of 16 bits.
 PRODUCT, LOADS = {2: 1 / 43, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
 TALL = 1 / 22  # the same cycles of tall tiles
-TURNED = 1.15  # how many times as long flipped tiles take in 16 bits
-CROWDED, BESIDE = 1.35, 3  # how many times as long loads take where a tile has so many taps of the same channels, of groups
+TURNED = 1.15  # relative time of flipped tiles in 16 bits
+#: Relative time of loads in grouped layers if a tile has at least BESIDE taps of the same channels.
+CROWDED, BESIDE = 1.35, 3
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
-    """The configurations worth comparing for `problem`: runs of positions that fill the machine once, or a few times."""
+    """The configurations worth comparing for `problem`: numbers of runs that fill the GPU once, or a few times."""
     if why_not(problem):
         return
     forward = forward_of(problem)
@@ -749,7 +748,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
 
 
 def _useful_tiles(problem: ConvProblem, flipped: bool) -> Iterator[WgradNhwc]:
-    """The tiles whose rows and columns `problem` can fill, and some that it almost can."""
+    """The tiles whose rows and columns `problem` can fill, and those one size larger."""
     tiles_of, size, seen = _tiles_of(problem, flipped), _factor_bytes(problem), _seen(problem, WgradNhwc(FLIPPED=flipped))
     for rows in _useful(tuple(tiles_of), seen.K // _bundles(seen)):
         for columns in _useful(tiles_of[rows], _column_blocks(seen) * _channels(seen)):
@@ -757,12 +756,12 @@ def _useful_tiles(problem: ConvProblem, flipped: bool) -> Iterator[WgradNhwc]:
 
 
 def _cut(problem: ConvProblem, tile: WgradNhwc, device: Device) -> Iterator[WgradNhwc]:
-    """`tile` with numbers of runs."""
+    """`tile` with each number of runs that is tried."""
     seen = _seen(problem, tile)
     stages, least = _stages(seen), 1 if tile.FLIPPED or _loaded(seen).C == forward_of(seen).C else 2
     tiles = math.prod(_tiles(seen, tile)) * _bundles(seen)
     filling = device.multiprocessors * (1 + _shares(tile, _factor_bytes(problem))) // tiles
-    # blocks of several rounds are dealt out more evenly, which pays where products take long
+    # the blocks of several rounds are balanced better, which pays if products take long
     more = (2 * filling, 4 * filling) if filling < 4 and problem.itemsize == 4 else ()
     tried = (1, ceil(filling, 4), ceil(filling, 2), filling, *more) if filling else (1, 2, 3, 4)
     most = max(stages // LEAST_STAGES, least)
@@ -771,12 +770,12 @@ def _cut(problem: ConvProblem, tile: WgradNhwc, device: Device) -> Iterator[Wgra
 
 
 def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
-    """Sizes of tiles, which grow, up to the first that is large enough."""
+    """Those of `sizes`, which ascend, up to the first that is at least `needed`."""
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < needed]
 
 
 def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
-    """Microseconds that `config` should take: loads, arithmetic or bytes from memory; sums that leave the blocks, and rounds of these."""
+    """Microseconds that `config` should take: loads, arithmetic or bytes from memory; the stores of sums, and rounds of blocks."""
     seen = _seen(problem, config)
     forward, loaded, size, block = forward_of(seen), _loaded(seen), problem.itemsize, _channels(problem)
     factor = _factor_bytes(problem)
@@ -797,7 +796,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     end = 4 * sums / PARTED if config.SPLIT > 1 else size * sums / STORED
 
     def taken(blocks: int) -> float:
-        """By blocks that are all there at once."""
+        """Microseconds of so many blocks that run at the same time."""
         beside = ceil(blocks, device.multiprocessors)
         step = _together(beside * products, beside * loads, products + STEP, (WAIT + loads) / (config.STAGES - 1)) / CLOCK
         return _part(seen, config) * step + beside * end
@@ -812,17 +811,17 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
 
 
 def _together(*parts: float) -> float:
-    """What limits go on at the same time take: somewhat longer than the longest of them."""
+    """The time of several limits that apply at once: somewhat longer than the longest of them."""
     return float(sum(part**3 for part in parts) ** (1 / 3))
 
 
 def _moved(problem: ConvProblem) -> float:
-    """Bytes that are read and written, but for pixels of x that no tap meets."""
+    """Bytes that are read and written, without the pixels of x that no tap reads."""
     forward = forward_of(problem)
     met = math.prod(min(1.0, taps / stride) for taps, stride in zip(forward.filter_size, forward.stride, strict=True))
     return problem.itemsize * (met * math.prod(forward.input_shape) + math.prod(forward.result_shape) + math.prod(problem.result_shape))
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, WgradNhwc] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    """The configuration that should be fastest, behind the microseconds it should take; None where none runs."""
     return fastest((time(problem, config, device), config) for config in configs(problem, device))
