@@ -40,9 +40,9 @@
 
 // A phase of the launch. by_n is the divisor n, prepared (division.cuh).
 struct DensePhase {
-  long long tiles, tiles_n, by_tiles_n;  // all tiles; those along channels
+  long long tiles, tiles_n, by_tiles_n;                       // all tiles; those along channels
   long long blocks, part;                                     // stages of a sum, and of one of CLUSTER parts
-  long long channel_blocks, by_channel_blocks, last_steps;  // stages of a tap; wgmma steps of its last stage
+  long long channel_blocks, by_channel_blocks, last_steps;    // stages of a tap; wgmma steps of its last stage
   long long rows, by_rows;                                    // output channels
   long long tap_r, by_tap_r, tap_s, by_tap_s;                 // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;     // number in w of the first tap, and steps from one to the next
@@ -53,7 +53,7 @@ struct DensePhase {
   long long stride_d, stride_h, stride_w;                     // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
   long long low_d, low_h, low_w;
   long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
-  long long out_size, out_base, out_d, out_h, out_w;  // pixels of an image of y, the first pixel of the phase, and from one to the next
+  long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first pixel of the phase, and from one to the next
   long long wide;                                             // how channels of y are written: Wide
   long long noted;                                            // whether moments are written, where NOTES
   long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits

@@ -70,12 +70,12 @@
 #define OUT 32       // y: 32 float, 16 half, 17 bfloat16
 #define NHWC 0       // layout of y
 #define TENSOR_STORE 0
-#define VEC 4  // without TENSOR_STORE: elements of y that a thread writes at once, 1 or 4; they must be neighbours at a multiple of VEC
+#define VEC 4        // without TENSOR_STORE: elements of y that a thread writes at once, 1 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
-#define PINGPONG 0  // the consumers take whole tiles in turn
+#define PINGPONG 0   // the consumers take whole tiles in turn
 #define W_MN_MAJOR 0  // w is read as it lies, with the channels of y last
-#define PHASES 1  // phases that a launch can be told of: 1 or 4
+#define PHASES 1     // phases that a launch can be told of: 1 or 4
 #define PATCH_ROWS 0  // rows of a consumer's patch where x is loaded once for all taps; else 0
 #define FUSED_SPLIT 0  // the kernel splits x into limbs itself
 #define INTERLEAVE_COLUMNS 0  // phases of even and odd columns are written together
@@ -142,17 +142,17 @@ constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : INT
 
 // A phase of the launch. by_n is the divisor n, prepared (division.cuh).
 struct GemmPhase {
-  long long tiles;  // all tiles of a phase
+  long long tiles;                                         // all tiles of a phase
   long long tiles_m, by_tiles_m;                           // along the channels of a group
-  long long splits, by_splits, split_stages;  // splits of gemm k; stages of the ring in one split
+  long long splits, by_splits, split_stages;               // splits of gemm k; stages of the ring in one split
   long long tiles_pixels, by_tiles_pixels;                 // along the pixels
-  long long image_tiles, by_image_tiles;  // tiles along the pixels of one image: PATCH_ROWS
-  long long across, by_across;  // patches side by side in an image: PATCH_ROWS
-  long long blocks, channel_blocks, by_channel_blocks;  // blocks of LOAD_CHANNELS along gemm k, and how many of them belong to one tap
-  long long rows_group, rows;  // output channels of a group, and of all groups
+  long long image_tiles, by_image_tiles;                   // tiles along the pixels of one image: PATCH_ROWS
+  long long across, by_across;                             // patches side by side in an image: PATCH_ROWS
+  long long blocks, channel_blocks, by_channel_blocks;     // blocks of LOAD_CHANNELS along gemm k, and how many of them belong to one tap
+  long long rows_group, rows;                              // output channels of a group, and of all groups
   long long w_lies;                                        // whether w is read as it lies, by map_w: WITH_MAP_W
   long long blocks_group, row_blocks;                      // of w: blocks of 64 rows of a group, and blocks of LOAD_CHANNELS channels of 64 rows
-  long long channels_group, channels;  // packed input channels of a group, and of all groups
+  long long channels_group, channels;                      // packed input channels of a group, and of all groups
   long long tap_r, by_tap_r, tap_s, by_tap_s;              // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
   long long dilation_d, dilation_h, dilation_w;            // offset in x from one tap to the next
@@ -169,12 +169,12 @@ struct GemmPhase {
   long long scaled;                                        // 1: there are scales, SCALED; 2: moments are written, NOTES; or 3, both
   long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
   long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
-  long long halo_w, by_halo_w, halo_h;  // PATCH_ROWS: the halo's width and height in pixels of x;
+  long long halo_w, by_halo_w, halo_h;                     // PATCH_ROWS: the halo's width and height in pixels of x;
   long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
-  long long groups, x_channels, x_h, x_w;  // FUSED_SPLIT: groups of x, channels of a group, and x's size;
-  long long slack, raw_stages, raw_rounds;  // slack of a patch's limbs (pack.cu); slots of a converter; its items of a patch;
-  long long raw_rows, raw_run;  // rows of an item, and pixels of the halo in them;
-  long long raw_shift, raw_pitch, raw_channel;  // floats in shared memory: before an item's first pixel, from row to row, from channel to channel
+  long long groups, x_channels, x_h, x_w;                  // FUSED_SPLIT: groups of x, channels of a group, and x's size;
+  long long slack, raw_stages, raw_rounds;                 // slack of a patch's limbs (pack.cu); slots of a converter; its items of a patch;
+  long long raw_rows, raw_run;                             // rows of an item, and pixels of the halo in them;
+  long long raw_shift, raw_pitch, raw_channel;             // floats in shared memory: before an item's first pixel, from row to row, from channel to channel
 };
 
 // No residual is added where moments are noted, where columns are interleaved, and in the widest tiles.
@@ -578,9 +578,9 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps
 // its two channels. It is loaded while the tile is multiplied.
 struct Rows {
   int m, pixel, end, group, split;
-  [[maybe_unused]] int patch;  // the patch's number
-  [[maybe_unused]] bool real[2];  // whether a thread's two channels exist
-  [[maybe_unused]] long long at;  // offset in y of the thread's first pixel
+  [[maybe_unused]] int patch;      // the patch's number
+  [[maybe_unused]] bool real[2];   // whether a thread's two channels exist
+  [[maybe_unused]] long long at;   // offset in y of the thread's first pixel
   [[maybe_unused]] float scale_x;  // of the image, or of the patch
   float scale_w[2];                // of the packed filter
   Finish<SCALED> finish[2];

@@ -2,56 +2,55 @@
 //
 //   hi = fp16(x * s),  lo = fp16((x * s - hi) * 2^11): 22 bits of x, where s is a power of two
 //
-// Images are packed at once with s = 2^GUESS, which holds everything of magnitude 2^-23 to 2^6, and their extremes are noted on
-// the way: reading them once more to find the best scale would cost half as much again. When all of an image is packed, blocks look at the
-// extremes and pack it anew if it did not fit, with the scale that brings its largest magnitude to [2^14, 2^15). The filter
-// of an output channel is scaled so in the first place.
+// Images are first packed with s = 2^GUESS, which holds magnitudes from 2^-23 to 2^6, and their extremes are noted on the way: reading them once more
+// to find the best scale would cost half as much again. Once all of an image is packed, blocks look at the extremes. If the image did not fit, they
+// pack it anew with the scale that brings its largest magnitude to [2^14, 2^15). The filter of an output channel gets that scale at once.
 // Flags say what limbs cannot hold. Flag 1: an image or a channel of the filter has values 2^(28 + slack) below its largest, or smaller, which
-// lose too many bits. mend.cuh or direct_gemm.cu looks for results that may show it, and computes these in plain fp32. An image has flag 1 too if
-// its guess was within 5 bits of the best scale and it has smaller values, as gradients behind a batch norm mostly do. Flag 2: it holds Inf or
+// lose too many bits. mend.cuh or direct_gemm.cu looks for results that may show it, and computes these in plain fp32. An image also has flag 1 if
+// its guess was within 5 bits of the best scale and it has smaller values, as most gradients behind a batch norm do. Flag 2: it holds Inf or
 // NaN, or its largest lies outside 2^-60 .. 2^60; everything that depends on it is computed in plain fp32.
-// Images of 16 bits have no scale. If they have flags (RANGE_CHECK: windows, below), these are 2 if there is Inf or NaN.
+// 16-bit images have no scale. If they are checked (RANGE_CHECK: windows, below), their flag is 2 if they hold Inf or NaN, else 0.
 // slack is half the bits of gemm k, which the rounding of a sum of that length may lose anyway. With one limb slack is 2, since its products may
 // lose two bits of eleven.
 //
-// Mapping        filter_rows blocks (every other one at first): one output channel m of w each, or a part of one that does not fit
-//                shared memory, or one for each of its warps, where there are many short ones, or four that are neighbours in memory,
-//                to [m / 64][tap][block of b channels][limb][m % 64][b], rows of b = 64, 32 or 16 channels, swizzled as in shared
-//                memory: 64 of them are one bulk copy. Rows and channels are filled up with zeros; where a stage takes several blocks,
-//                one of zeros follows each 64 rows', to fill it up.
-//                The other blocks: some pixels x 8 * 2^chunk_bits channels of one image each, to [limb][image][pixel][channel];
-//                a thread reads 8 channels of some pixels, VECTOR neighbours at once, a warp 32 times as many, and turns them to whole rows
-//                of channels in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
-//                Channels last input needs no turning, unless it is folded by single channels. Extremes go to parts[image][tile].
-//                It also sets the tickets of the product that follows to zero.
-//                With FILTER the images are the rows of a filter that is as large as images are (the gradient by a filter is the
-//                convolution with dy): one tile of a row each, to the filter's place.
-//                The last blocks settle the images, `slices` of them each: they wait until all tiles of their image are packed (packed_tiles.cuh), write
-//                its scale and flag, and pack a slice of its tiles again where the guess failed.
-// Clusters  images of up to CLUSTER tiles need no such blocks. `each` neighbours in a cluster, a power of two, take a tile of an image each. They
-//          tell one another their extremes, so each knows those of the image. The first writes scale and flag, and all pack anew if they must.
-// Sampled  SAMPLE_SCALE is for gradients, whose magnitude nobody can guess. Each block of an image looks at the same 256 elements, spread evenly,
-//          and takes the power of two that brings the largest of them to [2^11, 2^12). guesses[image] is its exponent.
+// Mapping        filter_rows blocks (at first every other one) pack w: each one output channel m, or a part of a channel that does not fit
+//                shared memory, or a channel for each of its warps if there are many short ones, or four that are neighbours in memory.
+//                They write [m / 64][tap][block of b channels][limb][m % 64][b], rows of b = 64, 32 or 16 channels, swizzled as in shared
+//                memory: 64 rows are one bulk copy. Rows and channels are filled up with zeros. If a stage takes several blocks, a block of
+//                zeros behind each 64 rows' blocks fills up the last stage.
+//                The other blocks pack some pixels x 8 * 2^chunk_bits channels of one image each, to [limb][image][pixel][channel].
+//                A thread reads 8 channels of some pixels, VECTOR neighbours at once, and a warp 32 times as many. It transposes them to whole rows
+//                of channels in shared memory, [limb][pixel][chunk of 8]; chunks are swizzled, so that neither side has bank conflicts.
+//                Channels-last input needs no transposition, unless it is folded by single channels. Extremes go to packed_tiles[image][tile].
+//                These blocks also set the tickets of the product that follows to zero.
+//                With FILTER the images are the rows of a filter that is as large as images are (wgrad is a convolution with dy as the filter):
+//                a block packs one tile of a row, to the filter's layout.
+//                The last blocks settle the images, `slices` blocks each: they wait until all tiles of their image are packed (packed_tiles.cuh), write
+//                its scale and flag, and pack a slice of its tiles again if the guess failed.
+// Clusters  replace these last blocks for images of up to CLUSTER tiles. `each` neighbours in a cluster, a power of two, take one tile of an image each.
+//          They exchange their extremes, so that each knows those of the image. The first writes scale and flag, and all pack again if they must.
+// Sampled  SAMPLE_SCALE is for gradients, whose magnitude cannot be guessed. Each block of an image looks at the same 256 elements, spread evenly,
+//          and takes the power of two that brings the largest of them to [2^11, 2^12).
 //
-// Folding  packs the taps of the innermost axes as channels, if a tensor load can't make them (stride over 8, three channels) or few of the pixels
+// Folding  packs the taps of the innermost axes as channels, if a tensor load can't make them (stride over 8, three channels) or few pixels
 //          meet any (1x1 with a stride). Packed channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation. There are `folds` such
-//          taps, fold_r and fold_s along r and s; 1 where an axis is not folded.
-// Windows  are for few channels. A packed pixel has the channels of fold_r rows. The pixels that a row of taps meets lie side by side, and a tensor
+//          taps, fold_r and fold_s along r and s; 1 along an axis that is not folded.
+// Windows  are for few channels. A packed pixel has the channels of fold_r rows. The pixels that a row of taps reads are contiguous, and a tensor
 //          load takes them for one pixel of filter_s * window channels; the next such pixel begins a stride further.
-// Groups   every group starts at a multiple of group_chunks, zeros fill it up.
+// Groups   Each group starts at a multiple of group_chunks; zeros fill it up.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/pack.cu
 #ifndef IN
 #define IN 32        // elements of x and w: 32 float, 16 half, 17 bfloat16
-#define LIMBS 2      // 2; 1 keeps hi alone, or 16-bit elements as they are
+#define LIMBS 2      // 2: hi and lo; 1: hi alone, or 16-bit elements as they are
 #define NHWC 0       // layout of x
-#define VECTOR 4     // neighbouring pixels that are read at once, 1, 2 or 4: NCHW, not folded, of planes of a multiple of so many
+#define VECTOR 4     // neighbouring pixels that are read at once, 1, 2 or 4: NCHW, not folded, planes of a multiple of VECTOR
 #define EIGHTS 1     // a group of x has a multiple of 8 channels
-#define RANGE_CHECK 1  // extremes are noted, and flags follow: of float, and of 16 bits where a window's rows lie beyond the filter
-#define SAMPLE_SCALE 0  // a guess is made for each image
-#define FILTER 0     // x is a filter: its images are rows, its pixels taps
+#define RANGE_CHECK 1  // extremes are noted and flags written: for float, and for 16 bits if a window covers rows outside the filter
+#define SAMPLE_SCALE 0  // the scale is guessed for each image, from a sample
+#define FILTER 0     // x is a filter: its rows are the images, its taps the pixels
 #define FOLDED 0     // taps are folded
-#define CLUSTER 0    // 8: blocks of a cluster settle the scales of their images; 0: the launch's last blocks do
+#define CLUSTER 0    // 8: blocks of a cluster settle the scale of their image; 0: the launch's last blocks do
 #endif
 #if CLUSTER
 #include "cluster.cuh"
@@ -65,49 +64,49 @@
 typedef element<IN> in_t;
 typedef element<IN == 17 ? 17 : 16> limb_t;
 
-constexpr int THREADS = 256, ITEMS = NHWC || FOLDED ? 2 : 4 / VECTOR;  // of a thread: 8 channels of VECTOR pixels each
-constexpr int ITEMS_BITS = ITEMS == 1 ? 8 : ITEMS == 2 ? 9 : 10;       // of a block: their number's logarithm
-constexpr int PIECES = VECTOR * ITEMS * THREADS;                       // of a block's tile: 8 channels of a pixel each
+constexpr int THREADS = 256, ITEMS = NHWC || FOLDED ? 2 : 4 / VECTOR;  // items of a thread: 8 channels of VECTOR pixels each
+constexpr int ITEMS_BITS = ITEMS == 1 ? 8 : ITEMS == 2 ? 9 : 10;       // log2 of a block's items
+constexpr int PIECES = VECTOR * ITEMS * THREADS;                       // pieces of a block's tile: 8 channels of a pixel each
 
-// What the kernels are told: by_n is the divisor n, prepared (division.cuh), n_bits its logarithm to base 2. 64 bits each so that the host
-// can pack it without knowing types.
+// The arguments. by_n is the divisor n, prepared (division.cuh), n_bits its logarithm to base 2. All have 64 bits, so that the host can pack them
+// without knowing types.
 struct PackArguments {
-  long long filter_rows, row_bits;                        // a filter's rows, or parts of them, that are packed: all, or none; log2 of a block's rows:
-                                                          // 0; 2, which are neighbours in memory; 3, one for each of its warps
-  long long images, lines, by_lines;                      // images, and as many as are packed: a filter's rows are filled up
-  long long tiles, by_tiles, tiles_c, by_tiles_c;         // tiles of an image; of those, side by side along the channels
-  long long slices, by_slices;                            // blocks that settle an image; 0: none does
-  long long chunk_bits;                                   // chunks of 8 channels of a tile: 1, 2, 4, 8 or 16
-  long long together, together_bits;                      // so many of them are of each tap, the same ones; 0: they are neighbours in the packed image
-  long long groups, group_chunks, by_group_chunks;        // groups, and chunks of one, packed
-  long long channels, by_channels;                        // of a group of x
-  long long slack, each;                                  // each: blocks of an image, where CLUSTER
-  long long d, h, w;                                      // x
+  long long filter_rows, row_bits;                        // rows of the filter to pack, or parts of rows: all, or none; log2 of a block's rows:
+                                                          // 0; 2: neighbours in memory; 3: one for each warp
+  long long images, lines, by_lines;                      // images; and as many as are packed, of which some fill up a filter's rows
+  long long tiles, by_tiles, tiles_c, by_tiles_c;         // tiles of an image; tiles of it side by side along the channels
+  long long slices, by_slices;                            // blocks that settle an image; 0: none
+  long long chunk_bits;                                   // log2 of a tile's chunks of 8 channels: 1, 2, 4, 8 or 16 chunks
+  long long together, together_bits;  // chunks of each tap in a tile, the same for all taps; 0: a tile's chunks are neighbours in the packed image
+  long long groups, group_chunks, by_group_chunks;        // groups, and packed chunks of one
+  long long channels, by_channels;                        // channels of a group of x
+  long long slack, each;                                  // each: blocks of an image, with CLUSTER
+  long long d, h, w;                                      // size of x
   long long x_image, x_group, x_channel, x_pixel;         // elements of x from one to the next
   long long packed_d, packed_h, by_packed_h, packed_w, by_packed_w;  // pixels of a packed image
-  long long step_w, by_step_w, first_w, met_w;            // column w of an image is written if bit (w + first_w) % step_w of met_w is set: no tap meets others
-  long long folds, fold_r, by_fold_r, fold_s, by_fold_s;  // folded taps, and of them along r and s
-  long long stride_d, stride_h, stride_w;                 // of the folded taps
+  long long step_w, by_step_w, first_w, met_w;            // column w of an image is packed if bit (w + first_w) % step_w of met_w is set: no tap reads the others
+  long long folds, fold_r, by_fold_r, fold_s, by_fold_s;  // folded taps; those along r and s
+  long long stride_d, stride_h, stride_w;                 // strides of the folded taps
   long long pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
   long long rows_group, by_rows_group;                    // output channels of a group,
   long long padded_group, by_padded_group;                // and rows of the packed filter: blocks of 64
   long long w_group, w_m, w_c, w_tap;                     // elements of w from one group, m, c and tap to the next
   long long taps, all_taps, by_all_taps;                  // taps of the packed filter, and of w: tap * folds + folded tap counts through them
-  long long piece_bits;                                   // of a row of a block of the packed filter, pieces of 8 channels: 8, 4 or 2
-  long long channel_blocks, row_blocks;                   // blocks of a row; of 64 rows: one of zeros more where they are short
+  long long piece_bits;                                   // log2 of the pieces of 8 channels in a row of a block of the packed filter: 8, 4 or 2 pieces
+  long long channel_blocks, row_blocks;                   // blocks of a row; blocks of 64 rows: with one of zeros if they are short
   long long row_pieces, by_row_pieces;                    // pieces of a row
-  long long fitting, by_fitting;                          // channels of a row of w that shared memory takes at a time; 0: none of it passes through there
-  long long part_pieces, by_part_pieces, parts, by_parts;  // pieces that a block packs, and blocks, of a row of w that is too long for shared memory
-  long long window, by_window;                            // packed channels of a pixel, where those that a tap row meets are loaded as one pixel's, or 0
+  long long fitting, by_fitting;                          // channels of a row of w that shared memory takes at a time; 0: the row does not pass through it
+  long long part_pieces, by_part_pieces, parts, by_parts;  // of a row of w that is too long for shared memory: pieces of a block, and blocks
+  long long window, by_window;                            // packed channels of a pixel with windows, or 0
   long long shift;                                        // rows of fold_r before the filter's first one
   long long packed_r, by_packed_r, filter_r, filter_s;    // taps of the packed filter along r; of w, along r and s
-  long long tickets;                                      // so many are set to zero
+  long long tickets;                                      // tickets that are set to zero
 };
 
-// Room to turn a tile of an image, or as many channels of a filter's row as fit, whichever a block packs.
+// Room to transpose a tile of an image, or the fitting channels of a filter's row, whichever a block packs.
 extern __shared__ uint4 transpose_buffer[];
 
-// The extremes of the whole block, to every thread.
+// The extremes over the block, for every thread.
 __device__ MagnitudeRange over_block(MagnitudeRange mine) {
   __shared__ MagnitudeRange warps[THREADS / 32];
   mine.over_warp();
@@ -119,8 +118,8 @@ __device__ MagnitudeRange over_block(MagnitudeRange mine) {
 }
 
 #if CLUSTER
-// The extremes of `each` blocks of the cluster from `first` on, which pack an image, to every thread of each. Before its end a block has to call
-// cluster_wait: others may still read what it found.
+// The extremes over the `each` blocks of the cluster from `first` on, which pack an image, for every thread of theirs. Before its end a block has to
+// call cluster_wait: others may still read its extremes.
 __device__ MagnitudeRange over_image(const MagnitudeRange& mine, int first, int each) {
   __shared__ alignas(8) MagnitudeRange of_block;
   const MagnitudeRange own = over_block(mine);
@@ -134,11 +133,11 @@ __device__ MagnitudeRange over_image(const MagnitudeRange& mine, int first, int 
 }
 #endif
 
-// where piece `piece`, of 16 bytes, of row `row` of 8, 4 or 2 of them of the packed filter lies among the row's, swizzled as in shared memory
+// where 16-byte piece `piece` of row `row` of the packed filter lies among the row's 8, 4 or 2 pieces, swizzled as in shared memory
 __device__ int swizzled_piece(int row, int piece, int piece_bits) { return piece ^ (row >> (3 - piece_bits) & ((1 << piece_bits) - 1)); }
 
-// Elements of x, as a word, or zeros: a condition in C would be one for each element. They are not met again, unless in other taps: the
-// L2 cache had better keep what is written, which the products read next. Volatile, so that none comes before AFTER_LAST_LAUNCH.
+// Loads elements of x as one word, or zeros; a condition in C would become one for each element. They are not read again, unless for other taps, so
+// the L2 cache should rather keep what is written, which the products read next. Volatile, so that none moves before AFTER_LAST_LAUNCH.
 #if FOLDED
 #define READ_POLICY "evict_normal"
 #else
@@ -181,7 +180,7 @@ DEVICE uint32_t pair_of(const word_t& a, const word_t& b, int i) {
 }
 #endif
 
-// 8 channels, so far apart.
+// Loads 8 channels, `apart` elements from one to the next.
 DEVICE void read_channels(word_t (&v)[8], const in_t* __restrict__ x, long long apart, bool there) {
 #if NHWC && EIGHTS
   uint4 raw[sizeof(in_t) / 2];  // they are neighbours
@@ -195,7 +194,7 @@ DEVICE void read_channels(word_t (&v)[8], const in_t* __restrict__ x, long long 
 #endif
 }
 
-// The 8 channels of `chunk` of VECTOR pixels of a packed image; zeros where there is nothing.
+// Reads the 8 channels of `chunk` of VECTOR pixels of a packed image; zeros where there are none.
 __device__ void read(word_t (&v)[8], const in_t* __restrict__ x, const PackArguments& shape, int pixel, int chunk, bool inner) {
   const Divided of_group(chunk, shape.group_chunks, shape.by_group_chunks);
   const int j0 = 8 * of_group.rest, channels = (int)shape.channels;
@@ -208,7 +207,7 @@ __device__ void read(word_t (&v)[8], const in_t* __restrict__ x, const PackArgum
   const Divided first(j0, channels, shape.by_channels), tap_s(first.quotient, shape.fold_s, shape.by_fold_s);
   const Divided tap_r(tap_s.quotient, shape.fold_r, shape.by_fold_r);
   int tap = first.quotient, c = first.rest, s = tap_s.rest, r = tap_r.rest, t = tap_r.quotient;
-  // where in x the tap lies, from a channel's first pixel on; -1 outside
+  // where the tap's pixel lies in a plane of x; -1 outside
   auto place = [&] {
     const int at_w = w0 + s * (int)shape.dilation_w, at_h = h0 + r * (int)shape.dilation_h, at_d = d0 + t * (int)shape.dilation_d;
     const bool ok =
@@ -217,12 +216,12 @@ __device__ void read(word_t (&v)[8], const in_t* __restrict__ x, const PackArgum
   };
   int at = place();
 #if EIGHTS
-  read_channels(v, x + max(at, 0) * from_pixel + c * from_channel, from_channel, at >= 0);  // all of one tap
+  read_channels(v, x + max(at, 0) * from_pixel + c * from_channel, from_channel, at >= 0);  // all channels are of one tap
 #else
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     load_word(v[e], x + (at * from_pixel + c * from_channel), at >= 0);
-    if (e < 7 && ++c == channels) {  // mostly for all lanes of a warp, which have one chunk
+    if (e < 7 && ++c == channels) {  // mostly at once for all lanes of a warp, which have one chunk
       c = 0;
       ++tap;
       if (++s == (int)shape.fold_s) {
@@ -247,7 +246,7 @@ __device__ void read(word_t (&v)[8], const in_t* __restrict__ x, const PackArgum
 #endif
 }
 
-// The image, or row of the filter, that is packed as number `line`; rows of a group are filled up to blocks of 64: -1 is none. And back.
+// The image, or row of the filter, that line `line` is packed from; a group's rows are filled up to blocks of 64, and -1 is none. And the inverse.
 __device__ int row_of(const PackArguments& shape, int line) {
   if (!FILTER) return line;
   const Divided of_group(line, shape.padded_group, shape.by_padded_group);
@@ -259,8 +258,8 @@ __device__ int line_of(const PackArguments& shape, int row) {
   return of_group.quotient * (int)shape.padded_group + of_group.rest;
 }
 
-// One tile of an image, or, FILTER, of a row of the packed filter, scaled; returns the extremes of what this thread read. Its scale is
-// asked for when all is on its way.
+// Packs one tile of an image, or with FILTER of a row of the filter, scaled; returns the extremes of what this thread read. The scale is
+// asked for once all loads are issued.
 template <class Scale>
 __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const PackArguments& shape, long long image, int tile,
                                     const Scale& scale_of) {
@@ -268,14 +267,14 @@ __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restric
   const int bits = (int)shape.chunk_bits, mask = (1 << bits) - 1, together = FOLDED && EIGHTS && !NHWC ? (int)shape.together : 0;
   const Divided along(tile, shape.tiles_c, shape.by_tiles_c);
   const int first = together ? along.rest * together : along.rest << bits, pixel0 = along.quotient * (PIECES >> bits);
-  // the packed chunk that is number `at` of the tile, `chunks` or more where there is none
+  // the packed chunk of the tile's chunk `at`; `chunks` or more if there is none
   auto chunk_of = [&](int at) {
     if (!together) return first + at;
     const int tap = at >> (int)shape.together_bits, c = first + (at & (together - 1)), of_tap = (int)shape.channels / 8;
     return tap < (int)shape.folds && c < of_tap ? tap * of_tap + c : chunks;
   };
 #if FILTER
-  // pixels are taps and images rows, filled up to blocks of 64 with zeros; behind the taps the block of zeros
+  // pixels are taps, and images are rows, filled up to blocks of 64 with zeros; behind the taps lies the block of zeros
   const int piece_bits = (int)shape.piece_bits, from = row_of(shape, (int)image);
   const bool real = from >= 0;
   x += max(from, 0) * shape.x_image;
@@ -299,15 +298,15 @@ __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restric
   auto wanted = [&](int pixel, int chunk) { return pixel < pixels && chunk < chunks && met(pixel); };
   auto store = [&](int pixel, int chunk, int limb, uint4 value) { packed[limb * limb_size + (long long)pixel * chunks + chunk] = value; };
 #endif
-  // a thread's places in the tile. Channels last: neighbours take neighbouring chunks, so that they read and write
-  // neighbouring bytes; else neighbouring pixels, which are what lies side by side in x
+  // A thread's items in the tile. Channels last: neighbouring threads take neighbouring chunks, so that they read and write
+  // neighbouring bytes. Else they take neighbouring pixels, which are neighbours in x.
   auto place = [&](int i, int& inside, int& at) {
     const int item = threadIdx.x + i * THREADS;
     const int across = ITEMS * THREADS >> bits;  // a power of two
     inside = TRANSPOSED ? (item & (across - 1)) * VECTOR : item >> bits;
     at = TRANSPOSED ? item >> (ITEMS_BITS - bits) : item & mask;
   };
-  word_t v[ITEMS][8];  // all loads are under way before the first value is used
+  word_t v[ITEMS][8];  // all loads are issued before the first value is used
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     int inside, at;
@@ -363,31 +362,31 @@ __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restric
   return found;
 }
 
-// One row of a block of 64, by a block or, with row_bits 3, by each of its warps. scales[m] undoes the scale. Taps are mostly neighbours in w,
-// channels in the packed filter: turned in shared memory, where a whole row mostly fits, so that it is read once; else a block takes as many
+// Packs one row of a block of 64 by a block or, with row_bits 3, by each of its warps. scales[m] undoes the scale. Taps are mostly neighbours in w, and
+// channels in the packed filter. So a row is transposed in shared memory, where a whole row mostly fits and is read once; else a block takes as many
 // channels as fit.
 __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags,
                             const PackArguments& shape, int block) {
   constexpr int WIDE = 16 / sizeof(in_t);  // elements of 16 bytes
   const int channels = (int)shape.channels, fitting = (int)shape.fitting, all_taps = (int)shape.all_taps, all = channels * all_taps;
-  const bool whole = fitting == channels, in_parts = !FOLDED && fitting > 0 && !whole, last = shape.w_tap != 1;  // taps are not neighbours in w
-  const bool beside = last && shape.w_c == 1, by_warps = shape.row_bits == 3;  // channels are
-  const int threads = by_warps ? 32 : THREADS, thread = threadIdx.x % threads, warp = threadIdx.x / threads;  // of those that take a row
+  const bool whole = fitting == channels, in_parts = !FOLDED && fitting > 0 && !whole, last = shape.w_tap != 1;  // last: taps are not neighbours in w
+  const bool beside = last && shape.w_c == 1, by_warps = shape.row_bits == 3;  // beside: channels are neighbours in w
+  const int threads = by_warps ? 32 : THREADS, thread = threadIdx.x % threads, warp = threadIdx.x / threads;  // of the threads that share a row
   float* const turn = (float*)transpose_buffer + warp * (all + (channels + 7) / 8);
   const Divided of_row(by_warps ? block * (THREADS / 32) + warp : block, shape.parts, shape.by_parts);
   const Divided of_group(of_row.quotient, shape.padded_group, shape.by_padded_group);
   const int part = of_row.rest, g = of_group.quotient, row = of_group.rest;
   const bool real = row < shape.rows_group;
   w += g * shape.w_group + row * shape.w_m;
-  // where element `tap` of channel c lies in shared memory: a word more every 8 channels, so that 8 channels' reads meet different banks
+  // where element `tap` of channel c lies in shared memory: with one more word every 8 channels, so that the reads of 8 channels use different banks
   auto place = [&](int c, int tap) { return c * all_taps + tap + c / 8; };
   // and in memory
   auto source = [&](int c, int tap) -> long long { return c * shape.w_c + tap * shape.w_tap; };
-  // channels from c0 on to shared memory, and their extremes
+  // loads channels from c0 on into shared memory, and returns their extremes
   auto fetch = [&](int c0) {
     MagnitudeRange found = {0, ~0u};
     const int some = real ? max(min(fitting, channels - c0), 0) : 0, count = (last && some ? fitting : some) * all_taps;
-    // element i of those, in the order of memory, is number `rest` of an inner axis, of taps or of channels
+    // element i of them, in the order of memory, is number `rest` along an inner axis: of taps, or of channels
     const int inner = last ? fitting : all_taps;
     const long long by_inner = last ? shape.by_fitting : shape.by_all_taps, outer_step = last ? shape.w_tap : shape.w_c;
     const long long inner_step = last ? shape.w_c : 1;
@@ -396,7 +395,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
       found.add(v, v);
     };
     const in_t* const from = w + source(c0, 0);
-    // contiguous, and so aligned that 16 bytes are loaded at once
+    // contiguous and aligned, so that 16 bytes are loaded at once
     const bool row_by_row = (last ? beside && whole && channels % WIDE == 0 : shape.w_c == all_taps) && (size_t)from % 16 == 0;
     const int vectors = row_by_row ? count / WIDE : 0;
     constexpr int VECTORS = IN == 32 ? 5 : 3, SINGLE = FOLDED ? 6 : IN == 32 ? 7 : 9;  // loads of a thread under way
@@ -432,7 +431,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     }
     return found;
   };
-  // the extremes of elements of the row that are not kept, channel by channel
+  // adds the extremes of elements of the row that are not kept, channel by channel
   auto look = [&](MagnitudeRange& found, int first, int end) {
     if (IN != 32 || !real) return;
     const bool row_by_row = (beside || (!last && shape.w_c == all_taps)) && first % WIDE == 0 && (size_t)w % 16 == 0;
@@ -454,7 +453,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   MagnitudeRange found = {0, ~0u};
   if (whole || in_parts) found = fetch(c0);
   if (!whole) {
-    const bool around = in_parts && !last;  // of what this block keeps; channels that are last are not kept side by side
+    const bool around = in_parts && !last;  // of the channels that this block keeps; if channels are last, those are not contiguous
     look(found, 0, around ? min(c0 * all_taps, all) : all);
     if (around) look(found, min((c0 + fitting) * all_taps, all), all);
   }
@@ -479,7 +478,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   if (!by_warps) __syncthreads();
 #endif
   if (by_warps) __syncwarp();
-  // 16 bytes, 8 channels, at a time: a piece of a row of a block
+  // 16 bytes at a time: a piece is 8 channels of a row of a block
   const int bits = (int)shape.piece_bits, mask = (1 << bits) - 1, blocks = (int)(shape.taps * shape.channel_blocks), r = row % 64;
   packed += (of_row.quotient / 64 * shape.row_blocks * (LIMBS * 64) + r) << bits;
   for (int i = (blocks * LIMBS << bits) + thread; i < (int)shape.row_blocks * LIMBS << bits; i += threads)
@@ -490,7 +489,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     const Divided of_tap(i, pieces, by_pieces);
     const int tap = of_tap.quotient, piece = first + of_tap.rest;
     if (piece >= (int)shape.row_pieces) continue;
-    // the first of its elements: channel, folded tap, and that one's number in w; from one folded tap to the next, and which of them there are
+    // the piece's first element: channel, folded tap, its tap number in w; the step from one folded tap to the next, and which folded taps exist
     int c = piece * 8, fold = 0, from = tap, step = 1, least = 0, most = 1;
 #if FOLDED
     if (shape.window) {
@@ -540,8 +539,8 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
 }
 
 #if !FOLDED
-// Four rows of a block of 64 that are neighbours in memory, as those of a gradient by the input are where the filter's channels are last: a thread
-// reads 4 channels of a tap of all four, 16 bytes at a time. It does so twice, mostly from the caches: the scales are known only when all was read.
+// Packs four rows of a block of 64 that are neighbours in memory, as in dgrad of a filter with its channels last. A thread reads 4 channels of a tap
+// of all four rows, 16 bytes at a time. It reads them twice, mostly from the caches, since the scales are known only after all are read.
 __device__ void pack_four_rows(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags,
                                const PackArguments& shape, int block) {
   constexpr int ROWS = 4, CHANNELS = 4;
@@ -549,10 +548,10 @@ __device__ void pack_four_rows(const in_t* __restrict__ w, uint4* __restrict__ p
   const Divided of_group(ROWS * block, shape.padded_group, shape.by_padded_group);
   const int g = of_group.quotient, row = of_group.rest, r = row % 64;
   [[maybe_unused]] const int m = g * (int)shape.rows_group + row;
-  const bool real = row < shape.rows_group;  // all four are, or none
+  const bool real = row < shape.rows_group;  // all four exist, or none
   w += g * shape.w_group + row;
   const int pieces = (int)shape.row_pieces, items = (int)shape.taps * pieces * 2;  // halves of pieces
-  // the rows' values of four channels from c on of a tap; zeros behind the last channel
+  // the four rows' values of four channels of a tap, from c on; zeros past the last channel
   auto fetch = [&](in_t (&raw)[CHANNELS][ROWS], int tap, int c) {
     const in_t* from = w + tap * shape.w_tap + c * shape.w_c;
     const int there = real ? (int)shape.channels - c : 0;
@@ -627,8 +626,8 @@ __device__ float sample(const in_t* __restrict__ x, const PackArguments& shape, 
 }
 #endif
 
-// Whether an image of which these are the extremes has to be packed again, and `scale`, which is 2^guess: with which scale then. `notes`: writes
-// its scale and its flag.
+// Whether an image with the extremes `found`, packed with `scale` = 2^guess, has to be packed again; `scale` becomes the scale for that. With `notes`
+// it writes the image's scale and flag.
 __device__ bool settle(const MagnitudeRange& found, int guess, float& scale, const PackArguments& shape, int image, bool notes, float* __restrict__ x_scales,
                        int* __restrict__ x_flags) {
   if (IN != 32) guess = 0;
@@ -654,11 +653,11 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
          const __grid_constant__ PackArguments shape) {
   const int settling = RANGE_CHECK && !CLUSTER ? (int)(shape.images * shape.slices) : 0, packing = gridDim.x - settling;
   const bool settles = (int)blockIdx.x >= packing;
-  if (FILTER || !settles) { NEXT_LAUNCH_MAY_COME }  // behind a filter that is packed as images are come the images
+  if (FILTER || !settles) { NEXT_LAUNCH_MAY_COME }  // the images are packed behind a filter that is packed as images are
   AFTER_LAST_LAUNCH
   for (int i = blockIdx.x * THREADS + threadIdx.x; i < (int)shape.tickets; i += packing * THREADS) tickets[i] = 0;
-  // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
-  constexpr int EACH = CLUSTER ? CLUSTER : 1;  // blocks that take the same turn
+  // filter rows are bound by latency, images by bandwidth: their blocks alternate while both remain
+  constexpr int EACH = CLUSTER ? CLUSTER : 1;  // blocks that take a turn together
   const int filter_rows = (int)shape.filter_rows >> (int)shape.row_bits, turn = blockIdx.x / EACH, rank = blockIdx.x % EACH;
   const int filter_turns = (filter_rows + EACH - 1) / EACH, image_turns = packing / EACH - filter_turns;
   const bool turns = filter_turns <= image_turns && turn < 2 * filter_turns;
@@ -677,10 +676,10 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
   const int number = turns ? turn / 2 : turn - filter_turns;
 #if CLUSTER
   const int each = (int)shape.each, tile = rank % each, line = (number * CLUSTER + rank) / each;
-  const bool some = line < (int)shape.lines && tile < (int)shape.tiles;  // else the block only waits for others of its cluster
+  const bool some = line < (int)shape.lines && tile < (int)shape.tiles;  // else the block only takes part in its cluster's barriers
   const int image = some ? row_of(shape, line) : -1;
 #else
-  // neighbouring rows of a filter side by side: they are neighbours in the packed one
+  // neighbouring rows of a filter are packed side by side: they are neighbours in the packed filter
   const Divided of(number, FILTER ? shape.lines : shape.tiles, FILTER ? shape.by_lines : shape.by_tiles);
   int line = FILTER ? of.rest : of.quotient, tile = FILTER ? of.quotient : of.rest, end = tile + 1;
   int image = row_of(shape, line);
@@ -702,7 +701,7 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
     MagnitudeRange few = {0, ~0u};
     few.add(sampled, sampled);
     guess = over_block(few).guess();
-    __syncthreads();  // its room is used again
+    __syncthreads();  // over_block's room is used again
 #endif
     return IN == 32 && real ? power_of_two(guess) : 1;
   };

@@ -4,10 +4,10 @@
 #include "packed.cuh"
 
 struct Repeats {
-  long long phases, by_phases, turns, by_turns;  // phases that take turns, tile by tile; the same with their repeats
+  long long phases, by_phases, turns, by_turns;      // phases that take turns, tile by tile; the same with their repeats
   long long along_r, by_along_r, along_s, by_along_s;  // repeats along r and s
-  long long tap_t, tap_r, tap_s;  // taps of the packed filter from one repeat to the next along t, r and s;
-  long long y_t, y_r, y_s, w_t, w_r, w_s;  // elements of y from one to the next, and elements of w
+  long long tap_t, tap_r, tap_s;                     // taps of the packed filter from one repeat to the next along t, r and s;
+  long long y_t, y_r, y_s, w_t, w_r, w_s;            // elements of y from one to the next, and elements of w
 };
 
 DEVICE long long apart(const Repeats& of, int repeat, long long t, long long r, long long s) {

@@ -39,7 +39,7 @@
 #define WGMMA_N 192  // columns of a consumer
 #define STAGES 5
 #define TYPE 17    // of the arrays: 32 float, 16 half, 17 bfloat16
-#define LIMBS 1  // TF32 numbers that a float is split into
+#define LIMBS 1    // TF32 numbers that a float is split into
 #define PLANES 0   // NCHW
 #define FLIPPED 0
 #endif
@@ -61,7 +61,7 @@
 
 typedef element<TYPE> data_t;
 
-constexpr int CHANNELS = 128 / (int)sizeof(data_t);  // channels of a block
+constexpr int CHANNELS = 128 / (int)sizeof(data_t);                                // channels of a block
 constexpr int BLOCK_K = CHANNELS, STEPS = TYPE == 32 ? BLOCK_K / 8 : BLOCK_K / 16;  // positions of a stage; tensor-core steps in one
 #define TALL (TYPE == 32 && BLOCK_M == 128 && BLOCK_N == 128)
 constexpr int ACROSS = BLOCK_N / WGMMA_N, DOWN = BLOCK_M == 256 ? 2 : ACROSS > 1 || TALL ? 1 : BLOCK_M / 64, PRODUCTS = BLOCK_M / 64 / DOWN;
@@ -69,9 +69,9 @@ constexpr bool SHARES = TALL || (BLOCK_M == 64 && BLOCK_N <= 192);  // two block
 constexpr int CONSUMERS = DOWN * ACROSS, CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + (PRODUCTS == 2 ? 128 : 32);
 constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = PLANES ? 32 : BLOCK_BYTES / STEPS;  // bytes of CHANNELS channels of a stage, and of a step
 constexpr int DY_BLOCKS = BLOCK_M / CHANNELS, X_BLOCKS = BLOCK_N / CHANNELS, STAGE_BYTES = (DY_BLOCKS + X_BLOCKS) * BLOCK_BYTES;
-constexpr int BEHIND = STAGES > 2 ? 1 : 0;  // stages whose products may still run while the next one is waited for
+constexpr int BEHIND = STAGES > 2 ? 1 : 0;                      // stages whose products may still run while the next one is waited for
 constexpr int PITCH = BLOCK_N + 8;                              // floats of a row of sums
-constexpr int WARPS = 4 * CONSUMERS;  // warps that write
+constexpr int WARPS = 4 * CONSUMERS;                            // warps that write
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
 static_assert(!PLANES || (TYPE != 32 && !FLIPPED), "16-bit numbers, which are pixels of either");
 static_assert(LIMBS == 1 || (TYPE == 32 && WGMMA_N == 64), "three sums of a result fit the registers");
@@ -79,31 +79,31 @@ static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "a
 
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcArguments {
-  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;  // tiles of a bundle
-  long long bundles, by_bundles, splits;  // bundles; runs of positions
-  long long stages, part;  // stages of all positions, and of a run
-  long long rows, columns;  // channels of dy, and of x, of a bundle
-  long long own_rows, own_columns, by_own_columns;  // channels of dy, and of x, of a group
+  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // tiles of a bundle
+  long long bundles, by_bundles, splits;                      // bundles; runs of positions
+  long long stages, part;                                     // stages of all positions, and of a run
+  long long rows, columns;                                    // channels of dy, and of x, of a bundle
+  long long own_rows, own_columns, by_own_columns;            // channels of dy, and of x, of a group
   long long column_blocks;                                    // blocks of CHANNELS channels of a bundle of x, for all taps
-  long long inner, by_inner, taps_inner;  // neighbouring blocks: of the channels of a tap or, with taps_inner, of the taps of some channels
-  long long taps, tap_r, by_tap_r, tap_s, by_tap_s;  // taps: all; along r and s
+  long long inner, by_inner, taps_inner;                      // neighbouring blocks: of the channels of a tap or, with taps_inner, of the taps of some channels
+  long long taps, tap_r, by_tap_r, tap_s, by_tap_s;           // taps: all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
-  long long rank;  // spatial axes of the loads; 0: position n of dy reads pixel n of x
+  long long rank;                                             // spatial axes of the loads; 0: position n of dy reads pixel n of x
   long long load_plane, by_load_plane;                        // positions of an image, as x is loaded,
   long long load_pq, by_load_pq, load_q, by_load_q;           // of a slice and of a row
   long long stride_d, stride_h, stride_w;                     // x of position (o, p, q), tap 0: o * stride_d + low_d and so on
   long long low_d, low_h, low_w;
-  long long size, taps_fastest;  // elements of dw; whether its taps are fastest, or its channels
+  long long size, taps_fastest;                               // elements of dw; whether its taps are fastest, or its channels
   long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
 
 #if FLIPPED
 // What flipped tiles do with their sums. A channel of dy as it is loaded is (fold, channel), where innermost taps were folded into channels.
 struct FlippedArguments {
-  long long own, by_own, folds;  // channels of dy, and how many taps are folded into a loaded channel
+  long long own, by_own, folds;                               // channels of dy, and how many taps are folded into a loaded channel
   long long out_k, out_tap, out_c;                            // elements from one k, tap and c to the next, of dw or of a part
   long long pixels, plane, by_plane, pq, by_pq, q, by_q;      // pixels of x: all, of an image, a slice and a row
-  long long d, h, w, low_d, low_h, low_w;  // size of dy; tap 0 of pixel o of x reads pixel o + low_d of dy, and so on
+  long long d, h, w, low_d, low_h, low_w;                     // size of dy; tap 0 of pixel o of x reads pixel o + low_d of dy, and so on
   long long tap_r, by_tap_r, tap_s, by_tap_s, apart_d, apart_h, apart_w;  // taps along r and s; pixels from one tap to the next
   long long folded_axes, dense, thin, size_d, size_h, size_w;  // axes folded; loaded channels of x and of dy; loaded size of dy
 };

@@ -1,11 +1,10 @@
-"""What the tensor-core engines share: operands packed as 16-bit limbs, and the walks over them (``cu/pack.cu``).
+"""Operands packed as 16-bit limbs, and how the tensor-core kernels walk them (``cu/pack.cu``).
 
-float32 arrays become fp16 limbs, two for ``precision="fp32"``, one for ``"tf32"``; float16 and bfloat16 arrays stay what they
-are. What does not fit the limbs is found while packing and computed by the direct engine's kernel in plain fp32, without a
-word to the host.
+float32 arrays become fp16 limbs, two for ``precision="fp32"`` and one for ``"tf32"``. float16 and bfloat16 arrays keep their values.
+Packing also finds the values that limbs cannot hold. The results that depend on them are computed once more in plain fp32, on the device.
 
-A problem is first brought into the form that tensor loads can make (:func:`packing`), then cut into phases (one for a forward
-convolution), each of which is one launch: :func:`assemble` puts the launches around those of an engine.
+:func:`packing` first brings a problem into a form that tensor loads can make, and cuts it into phases (a forward convolution is one).
+:func:`assemble` puts the launches that pack, add and mend around the products of an engine.
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 PACK_THREADS = 256
-PACK_PIXELS = 4  # of 8 channels, that a thread of it takes at once, if an image has so many
-PACK_APART = 2  # the same where taps are folded or channels last: each has addresses of its own
-SLOTS = 4  # blocks a multiprocessor that settle scales, at the most
-CLUSTER = 8  # blocks of a cluster: images of so many tiles have their scale settled while they are packed
+PACK_PIXELS = 4  # pixels, 8 channels of each, that a thread packs at once if an image has so many
+PACK_APART = 2  # the same if taps are folded or channels are last: then each pixel has addresses of its own
+SLOTS = 4  # the most blocks a multiprocessor that settle scales
+CLUSTER = 8  # blocks of a cluster: images of up to so many tiles have their scale settled while they are packed
 WARPS = PACK_THREADS // 32
-MANY_ROWS = 2  # a multiprocessor: so many rows of a filter are packed by warps, if they are short
-BESIDE_ROWS = 4  # rows of a filter that are neighbours in memory, and packed by one block
-ROWS_ROOM = 7168  # words of shared memory, but for one every eight channels, for the rows of a filter that a block's warps pack
-FILTER_ROOM = 11264  # words of shared memory for a row of a filter: with four such blocks a multiprocessor is not full yet
+MANY_ROWS = 2  # rows of a filter a multiprocessor: from so many on, warps pack them, if they are short
+BESIDE_ROWS = 4  # rows of a filter that are neighbours in memory and packed by one block
+ROWS_ROOM = 7168  # words of shared memory for the rows of a filter that a block's warps pack, beside one word every eight channels
+FILTER_ROOM = 11264  # words of shared memory for a row of a filter: four such blocks fit a multiprocessor
 
-#: What TMA's im2col mode takes, by the number of spatial axes: corners (lowest, highest), and the largest offset of a tap.
+#: Limits of TMA's im2col mode, by the number of spatial axes: corners (lowest, highest), and the largest offset of a tap.
 CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
 OFFSETS = {1: 65535, 2: 255, 3: 31}
 MOST_STRIDE = 8
-MOST_PIXELS = 2**31 - 2**20  # they are counted in 32 bits, up to the end of a tile
-WORTH_FOLDING = 0.6  # of the elements that are packed otherwise: where a stride steps over pixels, folding leaves fewer
-WORTH_FLAGS = 0.5e9  # multiplications of 16-bit numbers, from which on two short launches cost less than a window's rows one at a time
+MOST_PIXELS = 2**31 - 2**20  # kernels count pixels in 32 bits, up to the end of a tile
+WORTH_FOLDING = 0.6  # folding pays below this part of the elements packed without it: if a stride steps over pixels, folding packs fewer
+WORTH_FLAGS = 0.5e9  # multiplications of 16-bit numbers from which two short launches cost less than packing a window's rows one at a time
 
 
 def size3(values: list[int]) -> Size3:
@@ -69,18 +68,18 @@ def size3(values: list[int]) -> Size3:
 
 @dataclass(frozen=True)
 class Window:
-    """Few channels: what a filter meets along a row lies side by side in memory, and is what a load counts as channels.
+    """Windows, for few channels: the pixels that a filter row reads are contiguous, and a load takes them for the channels of one pixel.
 
-    One output pixel's is `stride` pixels further than the last one's, so that they overlap: no value is packed twice.
+    The window of the next output pixel begins `stride` pixels further, so windows overlap, and no value is packed twice.
 
     Attributes
     ----------
     pixel : int
-        PackedArray channels of one pixel: those of `rows` rows of the image, filled up to a multiple of 8.
+        Packed channels of one pixel: those of `rows` rows of the image, filled up to a multiple of 8.
     rows : int
-        As many as the stride along H, where they may be: then the filter has fewer rows and no stride there.
+        The stride along H, if windows can have that many rows: then the filter has fewer rows, and no stride there.
     shift : int
-        Rows of the first such row that are above the filter's first.
+        Rows of the first packed row that lie above the filter's first row.
     wide : int
         Pixels of a packed row, padding included.
     covers_unused_rows : bool
@@ -103,19 +102,19 @@ class PackedLayout:
     as_is : bool
         The input needs no packing: it has 16 bits and its channels are last.
     level : int
-        How many of the innermost axes packing takes care of.
+        How many of the innermost axes are folded while packing.
     folded : (int, int, int)
-        Taps that packing turns into channels, an axis; 1 where the loads make them.
+        Taps along each axis that packing turns into channels; 1 where the loads step through the taps.
     size : (int, int, int)
-        Pixels of a packed image.
+        Pixels (D, H, W) of a packed image, as the loads see it.
     group : int
-        PackedArray channels of a group.
+        Packed channels of a group, as the loads see it.
     load : int
-        Channels a load: 64, 32 or 16.
+        Channels of a load: 64, 32 or 16.
     taps : (int, int, int)
-        Of the packed filter.
+        Taps (T, R, S) of the packed filter.
     window : Window, optional
-        How channels of neighbouring pixels are loaded as one's; then `size` and `group` are what the loads see of it.
+        Set if a load takes the channels of neighbouring pixels for those of one; `size` and `group` are then the loads' view.
     """
 
     as_is: bool
@@ -129,12 +128,12 @@ class PackedLayout:
 
     @property
     def stored(self) -> Size3:
-        """Pixels of a packed image as it lies in memory."""
+        """Pixels of a packed image, as it lies in memory."""
         return self.size if self.window is None else (*self.size[:2], self.window.wide)
 
     @property
     def pixel(self) -> int:
-        """Packed channels of a group of one of those."""
+        """Packed channels of one of these pixels and one group."""
         return self.group if self.window is None else self.window.pixel
 
 
@@ -142,7 +141,7 @@ class PackedLayout:
 class PhaseAddressing:
     """How one phase walks the packed image.
 
-    Pixel j and tap i of an axis meet at ``j * stride + low + i * dilation``; tap i of the phase is number
+    Pixel j reads tap i of an axis at ``j * stride + low + i * dilation`` of the packed image. Tap i of the phase is tap
     ``base + i * step`` of the packed filter along the axis.
     """
 
@@ -153,25 +152,25 @@ class PhaseAddressing:
     dilation: Size3
     base: Size3
     step: Size3
-    #: spatial axes that the loads need, and whether all images are one row of pixels to them
+    #: the spatial axes that the loads need, and whether they see all images as one row of pixels
     rank: int
     flat: bool
 
 
 def _channels_a_load(channels: int, whole: bool = False) -> int:
-    """So many; with `whole` such as divide `channels`, if there are any: then no load runs on into the next group's."""
+    """Channels of a load. With `whole` they divide `channels` if any choice does, so that no load reaches into the next group."""
     loads = [load for load in (64, 32, 16) if not whole or channels % load == 0] or [64, 32, 16]
-    # a shorter row wastes less where channels end, but is loaded less well
+    # a shorter row wastes less at the end of the channels, but loads more slowly
     return min(loads, key=lambda load: ceil(channels, load) * load * {64: 1.0, 32: 1.1, 16: 1.4}[load])
 
 
 def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -> PhaseAddressing | None:
-    """How `phase` walks images that lie as `packed` says, or None if tensor loads can't make it."""
+    """How `phase` walks images that lie as `packed` says, or None if tensor loads can't do so."""
     axes = []
     for i in range(3):
         if phase.dilation[i] >= 0:
             axes.append((phase.taps[i], phase.stride[i], -phase.pad[i], max(phase.dilation[i], 1), phase.first[i], phase.every[i]))
-        else:  # dgrad meets its taps backwards
+        else:  # dgrad reads its taps backwards
             last = phase.taps[i] - 1
             start = -phase.pad[i] + last * phase.dilation[i]
             axes.append((phase.taps[i], 1, start, -phase.dilation[i], phase.first[i] + last * phase.every[i], -phase.every[i]))
@@ -191,22 +190,22 @@ def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -
 
 @lru_cache(maxsize=1024)
 def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
-    """How to pack the problem and walk its phases; None if the loads can't be made to serve it.
+    """How to pack the problem and walk its phases; None if tensor loads can't do so in any form.
 
-    With `windows` these may overlap: TMA's may.
+    With `windows` pixels may overlap in memory: Hopper's tensor loads allow it.
     """
     channels, wide = problem.operand_channels // problem.groups, problem.dtype == "float32"
     forward = problem.direction == "fprop"
-    # with few channels the innermost taps are folded, or most of each product would be zeros
+    # with few channels most of a product would be zeros: so the innermost taps are folded
     first = 1 if forward and channels < 16 and problem.filter_size[2] > 1 else 0
     if windows and first and problem.groups == 1 and problem.dilation[2] == 1 and problem.layout != "CNHW":
         packed, phase = _windows(problem)
         found = phase_addressing(problem, phase, packed)
         if found is not None and math.prod(packed.stored) < MOST_PIXELS:
             return packed, (found,)
-    # of a filter that is as large as images two folded axes would leave a single pixel to pack: too little for a block
+    # wgrad: with two axes folded, a filter as large as images would leave a single pixel to pack, too little for a block
     levels = 2 if problem.layout == "CNHW" else 4 if forward else 1
-    lying = not wide and problem.layout == "NHWC"  # as the loads want them
+    lying = not wide and problem.layout == "NHWC"  # the loads can read it
     readable = lying and channels % (8 if problem.groups == 1 else 16) == 0
     if levels == 4 and not first and not readable:
         first = _fewest(problem)
@@ -214,7 +213,7 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, 
         folded, size = _folded(problem, level)
         count = channels * math.prod(folded)
         load = _channels_a_load(count, lying and problem.groups > 1 and level == 0)
-        # a group's last load must not reach the next one's channels: what is not finite there would be multiplied by zero
+        # a group's last load must not reach into the next group: Inf or NaN there would be multiplied by zero
         align = 8 if problem.groups == 1 else load
         as_is = level == 0 and readable
         taps = size3([n // f for n, f in zip(problem.filter_size, folded, strict=True)])
@@ -233,19 +232,19 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, 
 
 
 def _folded(problem: ConvProblem, level: int) -> tuple[Size3, Size3]:
-    """Taps and pixels of an image along its axes, of which the innermost `level` are folded."""
+    """Taps along each axis and pixels (D, H, W) of an image if the innermost `level` axes are folded."""
     taps = size3([problem.filter_size[i] if i >= 3 - level else 1 for i in range(3)])
     return taps, size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
 
 
 def _fewest(problem: ConvProblem) -> int:
-    """The level that packs much less than none would: filters that step over pixels, 1x1 with a stride for one."""
+    """The level that packs much fewer elements than level 0, or 0. Filters that step over pixels have one, as 1x1 filters with a stride."""
     packed = [math.prod(taps) * math.prod(size) for taps, size in (_folded(problem, level) for level in range(4))]
     return packed.index(min(packed)) if min(packed) < WORTH_FOLDING * packed[0] else 0
 
 
 def _windows(problem: ConvProblem) -> tuple[PackedLayout, Phase]:
-    """The packing and the only phase of a forward convolution of few channels."""
+    """The packed layout and the only phase of a forward convolution with windows."""
     (phase,) = phases(problem)
     t, r, s = problem.filter_size
     rows = problem.stride[1] if problem.dilation[1] == 1 else 1
@@ -265,7 +264,7 @@ def _windows(problem: ConvProblem) -> tuple[PackedLayout, Phase]:
 
 
 def _folded_phase(phase: Phase, level: int) -> Phase:
-    """A forward convolution after its innermost `level` axes were folded: there it has one tap and no stride."""
+    """`phase`, of a forward convolution, after its innermost `level` axes were folded: one tap and no stride along these."""
 
     def kept(values: Size3, instead: int) -> Size3:
         return size3([v if i < 3 - level else instead for i, v in enumerate(values)])
@@ -277,14 +276,14 @@ def _folded_phase(phase: Phase, level: int) -> Phase:
 
 
 def packed_layout(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
-    """The packing and the walks of a problem that has them: see :func:`why_not`."""
+    """:func:`packing` of a problem for which :func:`why_not` is None."""
     found = packing(problem, windows)
     assert found is not None
     return found
 
 
 def flagged(problem: ConvProblem, packed: PackedLayout) -> bool:
-    """Whether what the products can't compute is found while packing, and computed once more."""
+    """Whether packing flags what the products can't compute, so that it is computed once more."""
     return problem.dtype == "float32" or (packed.window is not None and packed.window.covers_unused_rows)
 
 
@@ -310,9 +309,9 @@ def why_not(problem: ConvProblem) -> str | None:
 class Operands:
     """The packed operands: where they, their scales and flags lie, and the launches that make them.
 
-    `prepare` packs the filter, `images` the images, `both` does the two in as few launches. Packing the images also sets the `tickets`
-    of blocks that add the parts of split sums to zero. The product clears what blocks that packed told one another of `tiles` tiles: so
-    many of the images, and 2^32 times so many of a filter that was packed as they are.
+    `prepare` packs the filter, `images` packs the images, `both` packs the two in as few launches. Packing the images also sets to zero the
+    `tickets` of blocks that add the parts of split sums. The product clears the tiles that packing blocks have told one another of:
+    `tiles` is their number for the images, plus 2^32 times that for a filter that was packed as images are.
     """
 
     x_limbs: tuple[int, int]
@@ -332,7 +331,7 @@ class Operands:
 
 
 class PackArguments(NamedTuple):
-    """What ``pack.cu`` is told of an array, which its text explains."""
+    """The arguments of ``pack.cu`` for an array: the struct of the kernel, which explains each member."""
 
     filter_rows: int
     row_bits: int
@@ -419,15 +418,15 @@ class PackArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedArray:
-    """One array to be packed as images: what the kernel is specialised by and told, and what follows from that.
+    """One array that is packed as images: the defines and arguments of its launch, and what follows from them.
 
-    A filter can be such an array: its rows are images then, and its taps pixels.
+    A filter can be such an array: then its rows are the images, and its taps the pixels.
     """
 
     defines: dict[str, int]
-    arguments: PackArguments  # but for the launch's filter rows
-    shared: int  # bytes of shared memory that a tile passes through
-    filter_shared: int  # and a row of the filter that is packed beside the images
+    arguments: PackArguments  # without those of a filter packed beside it
+    shared: int  # bytes of shared memory for a tile that is transposed
+    filter_shared: int  # bytes of shared memory for a row of the filter packed beside the images
 
     @property
     def images(self) -> int:
@@ -435,30 +434,30 @@ class PackedArray:
 
     @property
     def tiles(self) -> int:
-        """Of an image."""
+        """Tiles of an image."""
         return self.arguments.tiles
 
     @property
     def blocks(self) -> int:
-        """Of a launch that packs all images."""
+        """Blocks of a launch that packs all images."""
         return self.in_clusters(self.arguments.lines * (self.arguments.each or self.tiles)) + self.settling
 
     @property
     def settling(self) -> int:
-        """The last of these, which settle scales."""
+        """The last of these blocks, which settle scales."""
         return self.images * self.arguments.slices
 
     @property
     def clustered(self) -> bool:
-        """Whether blocks of a cluster settle the scale of their image, so that no others have to."""
+        """Whether the blocks of a cluster settle the scale of their image, without others."""
         return self.defines["CLUSTER"] > 0
 
     def in_clusters(self, blocks: int) -> int:
-        """So many, or a few more."""
+        """`blocks`, rounded up to whole clusters if there are clusters."""
         return ceil(blocks, CLUSTER) * CLUSTER if self.clustered else blocks
 
     def in_cluster(self) -> PackedArray:
-        """The same by clusters of blocks, if these can have all tiles of an image."""
+        """The same packed by clusters of blocks, if a cluster can have all tiles of an image."""
         if not self.defines["RANGE_CHECK"] or self.defines["IN"] != FLOAT or self.tiles > CLUSTER:
             return self
         each = 1 << (self.tiles - 1).bit_length()
@@ -466,7 +465,7 @@ class PackedArray:
 
 
 def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filter: bool) -> PackedArray:
-    """The images of `problem`, or its filter as such; the magnitude of a gradient can't be guessed."""
+    """The images of `problem`, or with `as_filter` its filter packed as images are. With `gradient` float32's scale is sampled."""
     groups, count = problem.groups, limbs(problem)
     blocks, taps, channel_blocks = filter_sizes(problem, packed)
     read, written = problem.operand_channels // groups, problem.result_channels // groups
@@ -480,7 +479,7 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
     if packed.window is not None:
         steps, pads, dilations = (1, packed.window.rows, 1), (0, 0, problem.padding_before[2]), (1, 1, 1)
     if as_filter:
-        # a row's channels are those of its own group
+        # a row has the channels of its own group
         images, lines, group, groups = problem.result_channels, 64 * blocks * groups, channel_blocks * packed.load, 1
         size, packed_size = problem.filter_size, packed.taps
         strides = Strides(w_row, w_group, w_channel, 1)
@@ -511,15 +510,15 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
         window=packed.pixel if packed.window else 0, shift=packed.window.shift if packed.window else 0, packed_r=packed.taps[1],
         filter_r=r, filter_s=s, tickets=0,
     )  # fmt: skip
-    straight = problem.layout == "NHWC" and (not packed.level or eights)  # to memory
+    straight = problem.layout == "NHWC" and (not packed.level or eights)  # nothing is transposed in shared memory
     return PackedArray(defines, told, 0 if straight else 16 * count * _thread_pixels(problem, packed) * PACK_THREADS,
                        ceil(4 * (fitting * all_taps + ceil(fitting, 8)), 16) * 16)  # fmt: skip
 
 
 def _columns(problem: ConvProblem, strided: bool) -> dict[str, int]:
-    """The columns of an image that are packed: not those that a stride, if the loads make it, steps over with all taps."""
+    """Which columns of an image are packed. If the loads make the stride, columns that it steps over with all taps are not."""
     step = problem.stride[2] if strided and problem.direction == "fprop" else 1
-    met = {tap * problem.dilation[2] % step for tap in range(min(problem.filter_size[2], step))}  # later taps meet the same again
+    met = {tap * problem.dilation[2] % step for tap in range(min(problem.filter_size[2], step))}  # later taps read the same columns
     if len(met) == step:
         step, met = 1, {0}
     return {"step_w": step, "first_w": problem.padding_before[2] % step, "met_w": sum(1 << column for column in met)}
@@ -531,23 +530,22 @@ def _in_planes(problem: ConvProblem, packed: PackedLayout) -> bool:
 
 
 def _thread_pixels(problem: ConvProblem, packed: PackedLayout) -> int:
-    """Pixels, 8 channels of each, that a thread packs: as many as it has registers for."""
+    """Pixels, 8 channels of each, that a thread packs: as many as registers hold."""
     return PACK_PIXELS if _in_planes(problem, packed) else PACK_APART
 
 
 def _tiles(problem: ConvProblem, packed: PackedLayout, size: Size3, pixels: int, chunks: int) -> tuple[int, dict[str, int]]:
-    """What a block takes at a time of a packed image of so many pixels and chunks of 8 channels: pixels that a thread reads at once, and
-    the arguments.
+    """The tiles of a packed image of `pixels` pixels and `chunks` chunks of 8 channels: pixels that a thread reads at once, and arguments.
 
-    `size` is that of the image as it lies.
+    `size` is that of the image before it is packed.
     """
     planes, folds = _in_planes(problem, packed), math.prod(packed.folded)
     channels = problem.operand_channels // problem.groups
-    # taps of a pixel share sectors of memory: a block takes the same channels of all of them (of more than 4 too few to be written well)
+    # a pixel's taps share sectors of memory: a block takes the same channels of all (with more than 4 taps, too few of each to write well)
     together = 0
     if problem.layout == "NCHW" and packed.window is None and problem.groups == 1 and channels % 8 == 0 and 1 < folds <= 4:
         together = 8 if folds == 2 else 4
-    # few pixels, too, leave room for more channels
+    # if there are few pixels, too, a tile has room for more channels
     most = 16 if together or (planes and pixels <= PACK_THREADS * PACK_PIXELS // 16) else 8
     at_once = most if together else min(most, 1 << (chunks - 1).bit_length())
     vector = PACK_PIXELS if planes and math.prod(size) % PACK_PIXELS == 0 else 1
@@ -558,34 +556,34 @@ def _tiles(problem: ConvProblem, packed: PackedLayout, size: Size3, pixels: int,
 
 
 def _fitting(problem: ConvProblem, packed: PackedLayout) -> int:
-    """Channels of a filter's row that shared memory takes at a time, a word more for every 8."""
+    """Channels of a filter's row that fit shared memory at a time, with one more word for every 8."""
     taps, step = math.prod(problem.filter_size), 1 if packed.level else 8
     return min(problem.operand_channels // problem.groups, (FILTER_ROOM - FILTER_ROOM // (8 * taps)) // taps // step * step)
 
 
 def _filter_parts(problem: ConvProblem, packed: PackedLayout) -> int:
-    """Blocks that pack a filter's row: where it does not fit, each takes as many channels as do."""
+    """Blocks that pack a row of the filter: if the row does not fit shared memory, each takes as many channels as fit."""
     fitting, (*_, channel_blocks) = _fitting(problem, packed), filter_sizes(problem, packed)
     whole = packed.level or fitting in (0, problem.operand_channels // problem.groups)
     return 1 if whole else ceil(channel_blocks * packed.load, fitting)
 
 
 def _short_rows(problem: ConvProblem, packed: PackedLayout) -> bool:
-    """Whether shared memory takes a filter's row for each warp of a block."""
+    """Whether shared memory holds one row of the filter for each warp of a block."""
     channels = problem.operand_channels // problem.groups
     whole = _fitting(problem, packed) == channels
     return whole and WARPS * channels * math.prod(problem.filter_size) <= ROWS_ROOM
 
 
 def packs_filter_last(problem: ConvProblem) -> bool:
-    """Whether filters with their second axis last, as those of a model that is, are packed from there."""
+    """Whether a filter with its second axis last, as in a channels-last model, is packed from that layout."""
     return problem.layout == "NHWC" and math.prod(problem.filter_size) > 1
 
 
 def pack_operands(
     problem: ConvProblem, packed: PackedLayout, scratch: Arena, multiprocessors: int, filter_last: bool, clusters: bool, tickets: int
 ) -> Operands:
-    """Pack the operands, the images into `scratch`; with `clusters` on a GPU that has them. So many `tickets` are set to zero with them."""
+    """The launches that pack the operands, the images into `scratch`. `clusters`: the GPU has them. `tickets` words are set to zero."""
     checked, count, written = flagged(problem, packed), limbs(problem), problem.result_channels
     kept = Arena(PACKED)
     filter_rows = problem.groups * filter_sizes(problem, packed)[0] * 64
@@ -595,8 +593,8 @@ def pack_operands(
     x_limbs = x_scales = x_flags = nowhere
 
     def settled(images: PackedArray) -> PackedArray:
-        """The same with blocks that settle scales: one for an image that was guessed right, many where few images may have to be packed
-        again, since one block alone is slow. (Those of 16 bits are only looked at.)"""
+        """The same with blocks that settle scales: one for an image guessed right, many if a few images may have to be packed
+        again, which one block alone would do slowly. (16-bit images are only checked, never packed again.)"""
         if clusters:
             images = images.in_cluster()
         if not checked or images.clustered:
@@ -605,7 +603,7 @@ def pack_operands(
         return replace(images, arguments=images.arguments._replace(slices=slices, by_slices=divider(slices)))
 
     def noted(images: PackedArray, room: Arena, scales: Place, flags: Place) -> tuple[Place, ...]:
-        """Where they note scales and flags; and, without clusters, the extremes of tiles."""
+        """Where a launch writes scales and flags; and, without clusters, the extremes of tiles."""
         if images.clustered:
             return scales, flags
         return scales, flags, room.take(16 * images.images * images.tiles) if images.settling else nowhere
@@ -625,7 +623,7 @@ def pack_operands(
     strides = dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)) if filter_last else {}
     of_filter = images.arguments._replace(**strides)
     shared = images.filter_shared
-    if of_filter.w_m == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:  # nothing passes through shared memory
+    if of_filter.w_m == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:  # without shared memory
         by_one = divider(1)
         of_filter = of_filter._replace(fitting=0, by_fitting=by_one, part_pieces=0, by_part_pieces=by_one, parts=1, by_parts=by_one)
         of_filter = of_filter._replace(row_bits=BESIDE_ROWS.bit_length() - 1)
@@ -634,7 +632,7 @@ def pack_operands(
         of_filter = of_filter._replace(row_bits=WARPS.bit_length() - 1)
         shared *= WARPS
     else:
-        filter_rows *= _filter_parts(problem, packed)  # from here on the blocks that pack them
+        filter_rows *= _filter_parts(problem, packed)  # from here on: blocks that pack rows
     images = replace(images, arguments=of_filter, filter_shared=shared)
 
     def pack(filter_rows: int, blocks: int) -> list[KernelLaunch]:
@@ -643,10 +641,10 @@ def pack_operands(
         if not blocks:
             told = told._replace(slices=0, by_slices=divider(1))
         shared = max(images.shared if blocks else 0, images.filter_shared if filter_rows else 0)
-        grid = images.in_clusters(filter_rows >> told.row_bits) + blocks  # blocks of a cluster all pack one or the other
+        grid = images.in_clusters(filter_rows >> told.row_bits) + blocks  # all blocks of a cluster pack images, or all pack the filter
         return [KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=told)]
 
-    if problem.layout == "CNHW":  # the filter is as large as the images
+    if problem.layout == "CNHW":  # wgrad: the filter is as large as the images
         rows = settled(_packed(problem, packed, True, True))
         of_rows = noted(rows, kept, w_scales, w_flags)
         tiles, w_tiles = tiles + (_told_tiles(rows) << 32), of_rows[-1] if rows.settling else nowhere
@@ -655,7 +653,7 @@ def pack_operands(
         def pack_rows(rows: PackedArray) -> KernelLaunch:
             return KernelLaunch("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, (), shared=rows.shared, arguments=rows.arguments)
 
-        one = rows.arguments._replace(slices=min(rows.arguments.slices, 1), by_slices=divider(1))  # no product follows that clears
+        one = rows.arguments._replace(slices=min(rows.arguments.slices, 1), by_slices=divider(1))  # no product follows to clear the tiles
         prepare, alone = [[pack_rows(replace(rows, arguments=one))]], [pack(0, images.blocks)]
         both = [[pack_rows(rows), *alone[0]]]
     else:
@@ -666,18 +664,18 @@ def pack_operands(
 
 
 def _told_tiles(images: PackedArray) -> int:
-    """Tiles of which several blocks are told that settle an image's scale: a single one clears that itself."""
+    """Tiles that several blocks settling an image's scale are told of. If a single block settles it, that block clears them itself."""
     return images.images * images.tiles if images.arguments.slices > 1 else 0
 
 
 def filter_sizes(problem: ConvProblem, packed: PackedLayout) -> tuple[int, int, int]:
-    """Blocks of 64 output channels of a group; taps; blocks of channels."""
+    """Blocks of 64 output channels of a group, taps, and blocks of channels of the packed filter."""
     written = problem.result_channels // problem.groups
     return ceil(written, 64), math.prod(packed.taps), ceil(packed.group, packed.load)
 
 
 def row_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
-    """Blocks of channels of 64 rows of the packed filter: where a stage takes several, one of zeros to fill it up."""
+    """Blocks of channels of 64 rows of the packed filter. If a stage takes several, one block of zeros fills up the last stage."""
     _, taps, channel_blocks = filter_sizes(problem, packed)
     return taps * channel_blocks + (packed.load < 64)
 
@@ -688,13 +686,13 @@ def assemble(
     moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False, patch_rows: int = 0,
     clusters: bool = False, mends: bool = False, tickets: int = 0,
 ) -> Schedule:
-    """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
+    """The launches of a problem: those of `products`, and around them those that pack, add the parts of a split sum, and mend.
 
-    Without `packs_images` these stay what they are; with `filter_last` the filter's channels are its last axis, see
-    :func:`packs_filter_last`; `windows`: see :func:`packing`. With `patch_rows` the product splits them itself, patches of 8 columns and
-    so many rows of the result at a time, each of which has a scale and a flag. `clusters`: the GPU has clusters of blocks. With `mends`
-    the product itself computes once more what is flagged; with `tickets`, of which it takes so many, it also adds the parts of a split sum,
-    and the images have to be packed. What `products` is given last is the place of `moments`.
+    Without `packs_images` the images are read as they lie. With `filter_last` the filter's second axis is last, see
+    :func:`packs_filter_last`. `windows`: see :func:`packing`. With `patch_rows` the product splits the images itself, a patch of 8 columns
+    and so many rows of the result at a time, with a scale and a flag for each patch. `clusters`: the GPU has clusters of blocks. With
+    `mends` the product itself computes flagged results once more. With `tickets`, their number, it also adds the parts of a split sum; the
+    images have to be packed then. The last argument of `products` is the layout of `moments`.
     """
     packed, walks = packed_layout(problem, windows)
     if not packs_images:
@@ -725,7 +723,7 @@ def assemble(
 
 
 class Repeats(NamedTuple):
-    """What ``repeats.cuh`` is told, which says what its members are."""
+    """The struct of ``repeats.cuh``, which explains each member."""
 
     phases: int
     by_phases: int
@@ -748,11 +746,11 @@ class Repeats(NamedTuple):
 
 @lru_cache(maxsize=64)  # the planner asks for it once a configuration
 def repeats(walks: tuple[PhaseAddressing, ...]) -> Size3:
-    """How many neighbouring phases are the same but for a pixel of the result and a tap from one to the next, along each axis."""
+    """How many neighbouring phases are repeats of one, along each axis: each like the last, a pixel of the result and a tap further."""
     by_origin = {walk.phase.origin: walk for walk in walks}
 
     def repeated(i: int, n: int) -> bool:
-        """Whether the phases along axis `i` are groups of `n` such neighbours."""
+        """Whether the phases along axis `i` are groups of `n` repeats."""
 
         def moved(values: Size3, by: int) -> Size3:
             return size3([v + by * (axis == i) for axis, v in enumerate(values)])
@@ -770,12 +768,12 @@ def repeats(walks: tuple[PhaseAddressing, ...]) -> Size3:
 
 
 def first_ones(walks: Sequence[PhaseAddressing], many: Size3) -> list[PhaseAddressing]:
-    """Those that are no repeats of others, where :func:`repeats` says how many there are."""
+    """The phases that are no repeats of others, if `many` are repeats of one along each axis."""
     return [walk for walk in walks if not any(at % n for at, n in zip(walk.phase.origin, many, strict=True))]
 
 
 def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, many: Size3) -> Repeats:
-    """Of a launch in which so many phases take turns with their repeats."""
+    """The arguments of a launch in which `phases` phases take turns with their repeats."""
     pixel = problem.result_channels if problem.layout == "NHWC" else 1
     return arguments(
         Repeats, phases=phases, turns=phases * math.prod(many), along_r=many[1], along_s=many[2],
@@ -785,7 +783,7 @@ def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, ma
 
 
 def tap_numbers(packed: PackedLayout, walk: PhaseAddressing) -> dict[str, int]:
-    """Taps along r and s; the number in the packed filter of a phase's first tap, and from one tap to the next along t, r and s."""
+    """Arguments: taps along r and s; the number of a phase's first tap in the packed filter, and its step along t, r and s."""
     _, r, s = packed.taps
     strides = (r * s, s, 1)
     step_t, step_r, step_s = (a * b for a, b in zip(walk.step, strides, strict=True))
@@ -795,7 +793,7 @@ def tap_numbers(packed: PackedLayout, walk: PhaseAddressing) -> dict[str, int]:
 
 
 def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int]:
-    """The defines that say what is multiplied and how it is written, the same for every kernel on packed operands."""
+    """The defines that say what is multiplied and how it is stored, the same for every kernel on packed operands."""
     nhwc, dense = problem.layout == "NHWC", phase.step == (1, 1, 1)
     if nhwc:
         neighbours = problem.result_channels // problem.groups
@@ -808,8 +806,8 @@ def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int
     }
 
 
-#: What :func:`arithmetic` may be, choice by choice: of float32 in fp32 and in tf32, of 16 bits, and of their
-#: split sums; those of float16 are written as tf32's.
+#: The values of :func:`arithmetic`: float32 in fp32 and in tf32, float16 (whose split sums are stored as tf32's are), bfloat16, and its
+#: split sums.
 ARITHMETICS: tuple[dict[str, tuple[int, ...]], ...] = tuple(
     {
         "PRODUCTS": (count,), "BF16": (bf16,), "OUT": (out,), "NHWC": FLAG, "VEC": (1, 4), "DENSE": FLAG,
@@ -819,12 +817,12 @@ ARITHMETICS: tuple[dict[str, tuple[int, ...]], ...] = tuple(
 
 
 def written_so(d: Mapping[str, int]) -> bool:
-    """Whether a result is ever written so: in planes, pixels that lie apart have no neighbours."""
+    """Whether any result is stored so: in planes, pixels that are not contiguous have no neighbours."""
     return bool(d["NHWC"] or d["DENSE"] or d["VEC"] == 1)
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text of pack.cu for the type and the layout, and how images can be read."""
+    """A text of pack.cu for each type and layout, and for each way to read images."""
     windows = device.capability >= (9, 0)
     clusters = (0, CLUSTER) if windows else (0,)
     for code, count in ((FLOAT, 2), (FLOAT, 1), (HALF, 1), (BFLOAT, 1)):
@@ -837,8 +835,8 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _packs(d: Mapping[str, int]) -> bool:
-    """Whether arrays are ever packed so: as a filter only a gradient in planes is, other gradients are not folded, and of 16 bits only
-    windows are checked."""
+    """Whether arrays are ever packed with these defines. As a filter only wgrad's in planes is, other gradients are not folded, and of
+    16-bit arrays only windows are checked."""
     if d["FILTER"] and (d["NHWC"] or (d["IN"] == FLOAT and not d["SAMPLE_SCALE"])):
         return False
     if d["SAMPLE_SCALE"] and d["FOLDED"] and not d["FILTER"]:
@@ -851,7 +849,7 @@ def _packs(d: Mapping[str, int]) -> bool:
 
 
 def written_places(problem: ConvProblem, phase: Phase) -> dict[str, int]:
-    """Where a phase's pixels, and images and channels, lie in the result."""
+    """The arguments that say where a phase's pixels, and images and channels, lie in the result."""
     strides = written_strides(problem)
     names = ("out_size", "out_base", "out_d", "out_h", "out_w")
     return dict(zip(names, places(problem, phase), strict=True)) | {"out_image": strides.image, "out_row": strides.channel}
@@ -864,23 +862,23 @@ def packed_key(problem: ConvProblem, windows: bool = False) -> Hashable:
     return (*asked, packed.folded, packed.group, packed.load, packed.taps, packed.window and packed.window.shift)
 
 
-WINDOWED = 1.8  # times as long it takes to pack images whose windows overlap
+WINDOWED = 1.8  # relative time of packing images whose windows overlap
 FITTING = 3e7  # bytes that the L2 cache keeps from one launch to the next
-#: By the bytes of an element: bytes a microsecond that launches beside the product move, microseconds of each, and those that a block
-#: which packs FEW pixels adds to one.
+#: By the bytes of an element: bytes a microsecond that launches beside the product move, microseconds of each launch, and microseconds
+#: that each block adds if it packs fewer than FEW pixels.
 BESIDE = {8: (3.9e6, 0.75, 0.018), 4: (3.4e6, 0.7, 0.018), 2: (3.5e6, 0.75, 0.008)}
 FEW = 32
 SECTOR = 32  # bytes of memory that are read at once
-#: Microseconds that a row of a filter takes to be packed, for each limb, besides its bytes; times as long where taps are folded; and times
-#: as long its bytes take where a row has parts.
+#: Microseconds to pack a row of a filter, for each limb, besides its bytes; relative time of rows with folded taps; and of the bytes of
+#: rows in parts.
 FILTER_ROW, FOLDED_ROW, PARTED = 2.2e-3, 1.9, 2.4
-#: Of gradients by the input, whose filters are packed from taps that lie side by side, microseconds of a row; and numbers that 64 rows
-#: pack in a microsecond, all of which write to the same lines.
+#: For dgrad, whose filters are packed from taps that lie side by side: microseconds of a row; and elements of 64 rows that are packed in a
+#: microsecond, all of which write to the same cache lines.
 GRADIENT_ROW, GRADIENT_RATE = 6.5e-3, 52e3
-#: Of the gradient of a filter whose operands' rows are folded, microseconds of the launch that packs both, of a number that is read, of a
-#: limb that is written for the images, of a block of the other operand, and of an image. Fitted to 19 times on an H100: error 14%.
+#: For wgrad with folded taps, microseconds: of the launch that packs both operands, of each element that is read, of each limb that is
+#: written for the images, of each block of the other operand, and of each image. Fitted to 19 times on an H100: error 14%.
 FOLDED, FOLDED_READ, FOLDED_WRITTEN, FOLDED_BLOCK, FOLDED_IMAGE = 5.2, 4.6e-6, 0.5e-6, 13e-3, 8e-3
-JOIN_TIME, JOIN_RATE = 1.9, 10.8e3  # microseconds, and bytes a microsecond, of a block that adds the parts of its tile
+JOIN_TIME, JOIN_RATE = 1.9, 10.8e3  # microseconds of a block that adds the parts of its tile, and their bytes a microsecond
 
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration
@@ -893,12 +891,12 @@ def _filter_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
 def overhead(
     problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool, packs_filter: bool = True, joined: int = 0
 ) -> float:
-    """Microseconds that all but the products should take, for the models of time: packing, adding a split sum, launches.
+    """Microseconds that all launches but the products should take, for the time models: packing, adding a split sum.
 
-    `joined`: bytes of the parts that a block of the product adds, where no launch does.
+    `joined`: bytes of the parts that a block of the product adds, if no launch does.
     """
     moved = of_filter = 0.0
-    if packs_filter:  # a tap's channels are filled up, and what is much is read from memory again
+    if packs_filter:  # a tap's channels are filled up, and large filters are read from memory again
         packed_filter = 2.0 * limbs(problem) * 64 * packed.load * math.prod(filter_sizes(problem, packed)) * problem.groups
         moved = _read_filter(problem, packed) + packed_filter * (1 if packed_filter < FITTING else 2)
         of_filter = _filter_time(problem, packed)
@@ -920,7 +918,7 @@ def overhead(
         blocks = FOLDED_BLOCK * _filter_blocks(problem, packed) + FOLDED_IMAGE * problem.N * problem.groups
         parts = math.prod(problem.result_shape) * (4 if joined else 8) * split if split > 1 else 0
         return adding + FOLDED + FOLDED_READ * numbers + FOLDED_WRITTEN * written + blocks + parts / rate
-    if problem.layout == "CNHW" and math.prod(packed.taps) < FEW:  # blocks of the other operand that have little to do
+    if problem.layout == "CNHW" and math.prod(packed.taps) < FEW:  # blocks of the other operand have little to do
         few = few_time * _filter_blocks(problem, packed)
     launches = (2 if packs_filter else 0) + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
     bytes_time = moved / rate
@@ -929,7 +927,7 @@ def overhead(
 
 
 def _filter_time(problem: ConvProblem, packed: PackedLayout) -> float:
-    """Microseconds that packing a filter takes besides its bytes."""
+    """Microseconds of packing a filter besides those of its bytes."""
     if problem.direction != "dgrad":
         return FILTER_ROW * limbs(problem) * problem.result_channels * (FOLDED_ROW if packed.level else 1)
     rows = problem.result_channels // problem.groups
@@ -938,7 +936,7 @@ def _filter_time(problem: ConvProblem, packed: PackedLayout) -> float:
 
 
 def _read_filter(problem: ConvProblem, packed: PackedLayout) -> float:
-    """Bytes of a filter that packing it reads: a row of a gradient by the input has the taps of one channel side by side, and no more."""
+    """Bytes of a filter that packing it reads. A row of dgrad reads sectors, in which only the taps of one channel are its own."""
     taps = math.prod(problem.filter_size)
     if problem.direction != "dgrad":
         return math.prod(problem.weight_shape) * problem.itemsize * (PARTED if _filter_parts(problem, packed) > 1 else 1)
