@@ -1,4 +1,4 @@
-// activation.cuh: what a layer's activation makes of finished sums: one text for all kernels, CUDA C++ and OpenCL C.
+// activation.cuh: a layer's activation of finished sums: one text for all kernels, in CUDA C++ and OpenCL C.
 //
 //   RELU        v where it is not below 0, else 0
 //   RELU6       the same, and 6 where it is above
@@ -8,10 +8,10 @@
 //   GELU        v / 2 * (1 + erf(v / sqrt(2)))
 //   GELU_TANH   v / 2 * (1 + tanh(u)), which is v * s(2u),  u = sqrt(2 / pi) * (v + 0.044715 v^3)
 //
-// A NaN stays one. `acc_t`, the type, is defined before this is included. Which activation it is, is an argument of every launch.
-// A kernel's own text has ReLU alone. The others are one branch away, the same for all threads, in a function that is called: inlined
-// for each number they would multiply the kernel's text. A call takes registers beside those that are in use, and each more call
-// makes it harder to find some: so kernels hand over several numbers at once.
+// A NaN stays one. `acc_t`, the type, is defined before this is included. The activation's number is an argument of every launch.
+// A kernel's own text has ReLU alone. The others are in a function that is called, one branch away, the same for all threads: inlined
+// for each number they would multiply the kernel's text. A call takes registers beside those in use, and each further call makes it harder to find
+// some, so kernels pass several numbers at once.
 #pragma once
 
 enum { NO_ACTIVATION, RELU, RELU6, LEAKY_RELU, HARDSWISH, SILU, GELU, GELU_TANH };  // problem.py's ACTIVATIONS, in its order
@@ -21,13 +21,13 @@ enum { NO_ACTIVATION, RELU, RELU6, LEAKY_RELU, HARDSWISH, SILU, GELU, GELU_TANH 
 #define INVERSE(v) (1 / (v))
 #else
 #define ACTIVATION_INLINE static __device__ __forceinline__
-// of numbers from 1 to 2, for which one instruction is right to an ulp
+// for numbers from 1 to 2, of which one instruction gives the inverse to an ulp
 ACTIVATION_INLINE float inverse(float v) { return __fdividef(1, v); }
 ACTIVATION_INLINE double inverse(double v) { return 1 / v; }
 #define INVERSE inverse
 #endif
 
-// Those beyond ReLU, of `count` numbers, a constant. The branches are taken once, so the numbers' chains of instructions run side by side.
+// The activations beyond ReLU, of `count` numbers, a constant. Each branch is taken once, so the numbers' chains of instructions run side by side.
 ACTIVATION_INLINE void beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
 #define EACH _Pragma("unroll") for (int i = 0; i < count; ++i)
   if (kind == RELU6) {
@@ -51,7 +51,7 @@ ACTIVATION_INLINE void beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
 #undef EACH
 }
 
-// Their derivatives, in the place of the numbers; torch's where there is a bend. A kernel that asks for them is compiled for that.
+// Their derivatives, which replace the numbers; at a kink, torch's value. A kernel that needs them is compiled for that.
 ACTIVATION_INLINE void derive_beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
 #define EACH _Pragma("unroll") for (int i = 0; i < count; ++i)
   if (kind == RELU6) {
@@ -70,7 +70,7 @@ ACTIVATION_INLINE void derive_beyond_relu(int kind, acc_t slope, acc_t* v, int c
       const acc_t squared = v[i] * v[i] * (acc_t)0.044715;
       const acc_t z = kind == SILU ? v[i] : (acc_t)1.59576912160573071176 * (v[i] + squared * v[i]);
       const acc_t rate = kind == SILU ? 1 : (acc_t)1.59576912160573071176 * (1 + 3 * squared);
-      const acc_t e = exp(-fabs(z)), s = INVERSE(1 + e), other = e * s;  // of the two, s is at 1/2 at least
+      const acc_t e = exp(-fabs(z)), s = INVERSE(1 + e), other = e * s;  // s is the larger of the two, at least 1/2
       v[i] = (z < 0 ? other : s) + (other > 0 ? v[i] * rate * s * other : 0);
     }
   }
@@ -97,7 +97,7 @@ template <int count> static __device__ __noinline__ Numbers<count> call_beyond_r
 }
 template <int count> ACTIVATION_INLINE void activate_some(int kind, acc_t slope, acc_t* v) {
   if (__builtin_expect(kind > RELU, 0)) {
-#if HAS_RESIDUAL || defined(TWO_AT_ONCE)  // what else a kernel keeps has taken the registers
+#if HAS_RESIDUAL || defined(TWO_AT_ONCE)  // other values of such a kernel take the registers
     constexpr int AT_ONCE = count % 2 == 0 ? 2 : 1;
 #else
     constexpr int AT_ONCE = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;

@@ -5,12 +5,12 @@
 //   NO_CHANNELS                 zeros
 //   UNPACK_CHANNELS(to, from)   V acc_t of Channels
 //   LOAD_CHANNELS(to, p, i)     V acc_t from p[i] on
-//   LOAD_COLUMNS(to, n, p, step, there)  n Channels: number j from p[j * step] on if `there`, which may ask for j, else zeros
-//   STORE_CHANNELS(p, i, from)  the way back
+//   LOAD_COLUMNS(to, n, p, step, there)  n Channels: number j from p[j * step] on if `there`, an expression in j, else zeros
+//   STORE_CHANNELS(p, i, from)  V acc_t to p[i] on
 //   STAGE_TAPS(taps, pitch, first, n)   all threads of a block: the R x S taps of n channels from `first` on, to taps[tap * pitch + channel] in
-//                               shared memory; the kernel has w, k_all and arg.flip, which turns the filter by half a circle
-//   STORE_COLUMNS(y, at, n, sums, there)  n neighbouring pixels of the result, at y[at + j * k_all], number j if `there`; the kernel has times and
-//                               plus, scale and bias of the channels, and what epilogue.cuh wants
+//                               shared memory; the kernel has w, k_all and arg.flip, which rotates the filter by 180 degrees
+//   STORE_COLUMNS(y, at, n, sums, there)  n neighbouring pixels of the result to y[at + j * k_all], number j if `there`; the kernel has times and
+//                               plus, scale and bias of the channels, and what epilogue.cuh needs
 #pragma once
 #include "portable.cuh"
 
@@ -34,7 +34,7 @@ WITHIN_KERNEL Channels no_channels() {
 #define STORE_CHANNELS(p, i, from) { for (int v_ = 0; v_ < V; ++v_) STORE(p, (i) + v_, (from)[v_]); }
 #else
 #if DTYPE < 32 && V > 1
-#define WIDE 2  // 16-bit numbers stay pairs until they are needed, as words: of two numbers the compiler would make two registers as they arrive
+#define WIDE 2  // 16-bit numbers stay paired in words until they are used: the compiler would give each of the two a register when they arrive
 typedef unsigned unit_t;
 #define UNPACK(to, i, unit) { const float2 pair_ = PAIR_TO_FLOATS(*(const PAIR*)&(unit)); (to)[2 * (i)] = pair_.x; (to)[2 * (i) + 1] = pair_.y; }
 #define PACK(from, i) packed((from)[2 * (i)], (from)[2 * (i) + 1])

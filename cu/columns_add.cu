@@ -1,13 +1,13 @@
-// columns_add.cu: the gradient of the input, from what each of its taps makes of each pixel that it reads.
+// columns_add.cu: dgrad, second step: adds the columns that a matrix product has made.
 //
 //   x[n,c,d,h,w] = sum over t,r,s of columns[n, (c,t,r,s), o,p,q],  where o*stride_d = d + pad_d - t*dil_d, and so on; and the epilogue
 //
-// The columns are a product without a filter's taps: column (c,t,r,s) of pixel (o,p,q) is the sum over k of y[n,k,o,p,q] * w[k,c,t,r,s].
-// Where a stride leaves a pixel of x few taps they are hardly more numbers than x, and the product is dense, whatever the stride.
+// The columns are the first step's product: column (c,t,r,s) of pixel (o,p,q) is the sum over k of y[n,k,o,p,q] * w[k,c,t,r,s]. If a stride leaves
+// a pixel of x few taps, there are hardly more columns than elements of x, and the product is dense, whatever the stride.
 //
 // Mapping  thread -> an element of x, in the order of its memory. It adds the taps that it meets in their order, so the bits are always the same.
-// Loads    In NCHW neighbours of x read planes of columns that lie apart, but other threads of the block want what lies beside: the L1 cache
-//          has it. With channels last they read neighbours.
+// Loads    In NCHW neighbours of x read different planes of columns, but other threads of the block read what lies beside in the L1 cache. With
+//          channels last they read neighbours.
 //
 // By hand: nvcc -cubin cu/columns_add.cu
 #include "portable.cuh"
@@ -19,9 +19,9 @@
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct ColumnsArguments {
-  long_t size, channels, by_channels, plane, by_plane, hw, by_hw, h, w, by_w;  // elements, channels, pixels of an image of x and of its rows
+  long_t size, channels, by_channels, plane, by_plane, hw, by_hw, h, w, by_w;  // elements of x, channels; pixels of an image, a slice and a row
   long_t last;                                                             // whether x has its channels last
-  long_t image, channel, tap, pixel;                                       // elements of the columns from one to the next
+  long_t image, channel, tap, pixel;                                       // elements of the columns from one image, channel, tap and pixel to the next
   long_t o, p, q, t, r, s;                                                 // pixels of y; taps
   long_t stride_d, by_stride_d, stride_h, by_stride_h, stride_w, by_stride_w;
   long_t every_d, every_h, every_w;                                        // taps from one that a pixel meets to the next

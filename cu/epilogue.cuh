@@ -1,10 +1,10 @@
-// epilogue.cuh: what becomes of a sum on its way to y, in the sum's own type: activation(sum * scale[k] + bias[k] + residual).
+// epilogue.cuh: what finishes a sum on its way to y, in the sum's own type: activation(sum * scale[k] + bias[k] + residual).
 //
-// Scale and bias belong to an output channel. The residual lies in memory as y does, and may be y itself: the thread that stores an element of y
+// Scale and bias belong to an output channel. The residual has y's layout and may be y itself: the thread that stores an element of y
 // has read that element of the residual before. The launch's arguments, `arg`, say which of the three there are; with LAYER they are constants.
-// One that there is not is never read. It counts as a factor of 1 or a summand of -0, which change no bit. On CUDA the product and the first summand
-// are rounded together; the first is the bias, or without one the residual. That is written out: left to the compiler, it depends on the branches
-// that it makes of the arguments, and a text with LAYER would give other bits.
+// A missing one is never read. It counts as a factor of 1 or a summand of -0, which change no bit. On CUDA the product and the first summand
+// are rounded together; the first is the bias, or without one the residual. The code spells that out. Left to the compiler, it would depend on how
+// the branches on the arguments are compiled, and a text with LAYER would give other bits.
 #pragma once
 
 #define EPILOGUE_FLAGS                                                                                            \
@@ -21,9 +21,9 @@
     SCALE_AND_ADD(v, scale_, has_bias ? (bias_) : (residual_)) \
     (v) += has_bias ? (residual_) : NOTHING;                   \
   }
-// Whether nothing but a bias finishes sums: sum + BIAS_OF(channel) are the same bits then, in far fewer instructions.
+// Whether sums have at most a bias: sum + BIAS_OF(channel) has the same bits then, in far fewer instructions.
 #define PLAIN (!(has_scale | has_residual | activation))
-// the activation of v[0], ... v[count - 1], which are finished but for that
+// applies the activation to v[0], ... v[count - 1], which are finished otherwise
 #define ACTIVATE(v, count) ACTIVATE_SOME(activation, slope, v, count)
 #define FINISH_AT(v, channel, at)                             \
   {                                                           \

@@ -1,16 +1,16 @@
-// finish.cuh: epilogue.cuh for the kernels of the tensor cores.
+// finish.cuh: the epilogue (epilogue.cuh) of the tensor-core kernels.
 //
 // The launch's arguments say which of scale, bias, residual and activation there are, so one text serves all layers. With LAYER they are
-// constants of the text, which takes far fewer instructions. What there is not is neutral: a scale of 1, a bias or a residual of -0, which
-// changes no sum, not even one of -0. Left to itself, the compiler may join a product and a sum to one rounding where it likes. So those that
-// are joined are written as fmaf, and either text gives the same bits.
+// constants of the text, which takes far fewer instructions. A missing one is neutral: a scale of 1, a bias or a residual of -0, which
+// changes no sum, not even one of -0. The compiler may join a product and a sum to one rounding where it likes. So those that are joined are
+// written as fmaf, and both texts give the same bits.
 #pragma once
 #include "packed.cuh"
 
 typedef float acc_t;
 #include "activation.cuh"
 
-// What there is: `arguments` has the members has_bias, has_scale, activation and slope, and has_residual unless that is a constant of every text.
+// Whether a launch has each: `arguments` has the members has_bias, has_scale, activation and slope, and has_residual unless that is a constant of every text.
 #ifdef LAYER
 #define OF_LAYER(NAME, argument) NAME
 #else
@@ -27,8 +27,8 @@ template <class Arguments> DEVICE int has_residual([[maybe_unused]] const Argume
 #endif
 }
 
-// The arguments of sums that nothing but a bias finishes. A neutral one takes the place of a bias that there is not. A text without LAYER that has
-// a branch for these needs none of the others for each number.
+// Arguments of sums that have at most a bias; a missing bias is the neutral one. A text without LAYER that branches to these once needs no other branch
+// for each number.
 template <class Arguments> struct Plain : Arguments {};
 template <class Arguments> DEVICE int has_scale(const Plain<Arguments>&) { return 0; }
 template <class Arguments> DEVICE int has_bias(const Plain<Arguments>&) { return 1; }
@@ -41,7 +41,7 @@ template <class Arguments> DEVICE const Plain<Arguments>& as_plain(const Argumen
   return static_cast<const Plain<Arguments>&>(arguments);
 }
 
-// Scale and bias of an output channel, or what is neutral.
+// Scale and bias of an output channel; neutral ones if the layer has none.
 struct ScaleAndBias {
   float scale, bias;
   ScaleAndBias() = default;
@@ -49,12 +49,12 @@ struct ScaleAndBias {
   template <class Arguments, class T>
   DEVICE ScaleAndBias(const Arguments& arguments, const T* scales, const T* biases, int k)
       : scale(has_scale(arguments) ? to_float(scales[k]) : 1), bias(has_bias(arguments) ? to_float(biases[k]) : -0.f) {}
-  template <class Arguments, class T>  // asks whether there is a bias
+  template <class Arguments, class T>  // tests whether there is a bias
   DEVICE ScaleAndBias(const Plain<Arguments>& arguments, const T* scales, const T* biases, int k)
       : ScaleAndBias(static_cast<const Arguments&>(arguments), scales, biases, k) {}
 };
 
-// What finishes the sums of a channel, but for the activation. `scaled`: they have a factor of their own.
+// Finishes the sums of a channel, but for the activation. `scaled`: sums have a factor of their own.
 template <bool scaled> struct Finish {
   ScaleAndBias of;
   // all but the residual
@@ -63,7 +63,7 @@ template <bool scaled> struct Finish {
     const float v = fmaf(sum, factor, has_scale(arguments) ? -0.f : of.bias);
     return has_scale(arguments) ? fmaf(v, of.scale, of.bias) : v;
   }
-  // all: without a bias the residual takes its place
+  // with the residual, which takes the place of a missing bias
   template <class Arguments> DEVICE float whole(const Arguments& arguments, float sum, float factor, float residual) const {
 #if defined(HAS_RESIDUAL) && !HAS_RESIDUAL
     return shifted(arguments, sum, factor);
@@ -76,9 +76,9 @@ template <bool scaled> struct Finish {
   }
 };
 
-// The activation of finished sums, which are changed. It is one branch for all of them, and loads don't move across it.
+// Applies the activation to finished sums, in place. One branch serves all of them, and loads do not move across it.
 template <class Arguments, int count> DEVICE void activate(const Arguments& arguments, float (&v)[count]) {
-#if !MOMENTS  // of layers without an activation
+#if !MOMENTS  // layers whose moments are noted have no activation
   activate_some<count>(activation(arguments), __int_as_float((int)arguments.slope), v);
 #endif
 }

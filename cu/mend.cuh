@@ -1,18 +1,18 @@
-// mend.cuh: a block computes results that fp16 limbs can't give once more, in plain fp32, after it has stored them.
+// mend.cuh: a block computes the results that fp16 limbs can't give once more, in plain fp32, after it has stored them.
 //
-// pack.cu flags images and channels of the filter. Flag 2 says that one holds Inf, NaN or what no scale fits: every result that depends on it is
-// computed again. Flag 1 says that it has numbers that are too small: results are computed again if they may show it, which are small for their
-// scales and have small summands. Residual and bias are taken off a result first; what is rounded away so could not be seen in the result. Behind an
-// activation the sum can't be told from the result, and summands alone decide: nearly always the first that are not zero are large enough.
+// pack.cu flags images and channels of the filter. Flag 2: one holds Inf, NaN or what no scale fits. Every result that depends on it is computed again.
+// Flag 1: one has numbers that are too small. A result is computed again if it may show that: if it is small for its scales and its summands are
+// small. Residual and bias are subtracted from a result first; what their rounding hides cannot be seen in the result either. Behind an
+// activation the sum cannot be recovered from the result, so the summands alone decide: nearly always the first that are not zero are large enough.
 //
-// Mapping  a warp takes MENDED channels x 32 pixels at a time, a lane one pixel. All lanes together look at a suspect's summands.
+// Mapping  a warp takes MENDED channels x 32 pixels at a time, a lane one pixel. To test a suspect, all lanes share its summands.
 #pragma once
 #include "finish.cuh"
 
 constexpr int MENDED = 16;    // channels
-constexpr int SUSPECTS = 24;  // of more it is quicker to compute all again
+constexpr int SUSPECTS = 24;  // with more suspects it is quicker to compute all results again
 
-// How x and w lie, and how a convolution of theirs, or all phases of a gradient, meet them: pixel (o, p, q) of y and tap t of an axis at
+// How x and w lie, and where a convolution, or each phase of dgrad, reads x: pixel (o, p, q) of y and tap t of an axis read x at
 // o * stride_d - pad_d + t * dilation_d and so on.
 struct MendArrays {
   long long channels, d, h, w;                      // x: channels of a group, and its size,
@@ -20,10 +20,10 @@ struct MendArrays {
   long long w_group, w_m, w_c, w_t, w_r, w_s;       // w: elements from one group, channel of y, channel of x and tap to the next
   long long stride_d, stride_h, stride_w, dilation_d, dilation_h, dilation_w;
 };
-// What differs from phase to phase; launches' arguments have room for 4 kB.
+// What differs from phase to phase; a launch's arguments have room for 4 kB.
 struct MendPhase {
   long long taps_t, taps_r, taps_s, pad_d, pad_h, pad_w;
-  long long w_base;                                 // elements of w to the first tap
+  long long w_base;                                 // elements of w before the phase's first tap
 };
 // The arrays themselves.
 struct MendOperands {
@@ -40,7 +40,7 @@ struct MendFinish {
       : has_bias(of.has_bias), has_scale(of.has_scale), has_residual(of.has_residual), activation(of.activation), slope(of.slope) {}
 };
 
-// A summand's channel and tap: the innermost axis first.
+// A summand's channel and tap; next() goes through the taps first, along s first.
 struct Summand {
   int c, t, r, s;
   DEVICE void next(const MendPhase& phase, int channels) {
@@ -54,13 +54,13 @@ struct Summand {
   }
 };
 
-DEVICE float load_stored(const float* from) {  // what other warps of the block have stored, some of them by TMA
+DEVICE float load_stored(const float* from) {  // reads what other warps of the block have stored, some of it by TMA
   uint32_t v;
   asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return __uint_as_float(v);
 }
 
-// The channels m0, ... of `group` of a lane's pixel of the launch, -1 for none, which were stored. Returns whether some were computed again.
+// Mends channels m0, ... of `group` of this lane's pixel of the launch (-1: none), which are stored. Returns whether results were computed again.
 template <bool nhwc, bool dense, class Shape>
 DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& arrays, const MendPhase& phase, const MendOperands& of, float* y, int group,
                  int m0, int pixel) {
@@ -68,12 +68,12 @@ DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& a
   const Divided of_image(there ? pixel : 0, shape.plane, shape.by_plane), slice(of_image.rest, shape.pq, shape.by_pq);
   const Divided row(slice.rest, shape.q, shape.by_q);
   const int image = of_image.quotient, k0 = group * (int)shape.rows_group + m0, count = min(MENDED, (int)shape.rows_group - m0);
-  const int lane = threadIdx.x % 32, own = k0 + min(lane, count - 1);  // a lane has a channel's flag
+  const int lane = threadIdx.x % 32, own = k0 + min(lane, count - 1);  // a lane reads the flag of one channel
   const int x_flag = there ? of.x_flags[image] : 0, w_flag = of.w_flags[own];
   if (!__any_sync(~0u, x_flag | w_flag)) return false;
   const long long place = image * shape.out_image + (long long)plane_offset<dense>(shape, of_image.rest) * (nhwc ? (int)shape.rows : 1) + k0 * shape.out_row;
   y += place;  // of channel k0
-  const bool known = !activation(what);  // the sums can be told from the results
+  const bool known = !activation(what);  // the sums can be recovered from the results
   const int gemm_k = (int)arrays.channels * (int)phase.taps_t * (int)phase.taps_r * (int)phase.taps_s;
   const int channels = gemm_k ? (int)arrays.channels : 0;  // a phase may have no taps
   float found[MENDED];
@@ -99,7 +99,7 @@ DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& a
   any = __any_sync(~0u, any) || __reduce_add_sync(~0u, __popc(suspects)) > SUSPECTS;
   const int d0 = slice.quotient * (int)arrays.stride_d - (int)phase.pad_d, h0 = row.quotient * (int)arrays.stride_h - (int)phase.pad_h;
   const int w0 = row.rest * (int)arrays.stride_w - (int)phase.pad_w;
-  // what a summand multiplies: x, 0 outside, for pixel (d, h, v) of image n, ...
+  // what a summand multiplies: x for pixel (d, h, v) of image n, 0 outside, ...
   auto x_at = [&](int n, int d, int h, int v, const Summand& at) {
     d += at.t * (int)arrays.dilation_d;
     h += at.r * (int)arrays.dilation_h;
@@ -112,14 +112,14 @@ DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& a
   auto w_at = [&](int i, const Summand& at) {
     return of.w + (phase.w_base + group * arrays.w_group + (m0 + i) * arrays.w_m + at.c * arrays.w_c + at.t * arrays.w_t + at.r * arrays.w_r + at.s * arrays.w_s);
   };
-  // a suspect at a time: the size of its summands, as the limbs hold them
+  // one suspect at a time: the sum of its summands' magnitudes, as the limbs hold them
 #pragma unroll 1
   for (int i = 0; !any && i < count; ++i) {
 #pragma unroll 1
     for (unsigned lanes = __ballot_sync(~0u, suspects >> i & 1); lanes && !any; lanes &= lanes - 1) {
       const int from = __ffs(lanes) - 1, n = __shfl_sync(~0u, image, from);
       const int d = __shfl_sync(~0u, d0, from), h = __shfl_sync(~0u, h0, from), v = __shfl_sync(~0u, w0, from);
-      const float to_x = __fdividef(1, of.x_scales[n]), to_w = __fdividef(1, of.w_scales[k0 + i]);  // of powers of two
+      const float to_x = __fdividef(1, of.x_scales[n]), to_w = __fdividef(1, of.w_scales[k0 + i]);  // scales are powers of two
       float size = 0;
       bool some = false;
 #pragma unroll 1
@@ -132,7 +132,7 @@ DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& a
       any = __any_sync(~0u, some) && !(size >= 4.f * gemm_k);
     }
   }
-  if (!known && !any) {  // a lane adds up its own results' sizes, until none is small
+  if (!known && !any) {  // each lane adds up the magnitudes of its own results' summands, until no result is small
     unsigned small = mine, some = 0;
     float size[MENDED] = {};
     const float to_x = __fdividef(1, x_scale), own_to_w = __fdividef(1, of.w_scales[own]);
@@ -145,7 +145,7 @@ DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& a
         size[i] += fabsf(*a * __shfl_sync(~0u, own_to_w, i) * (b * to_x));
         if (size[i] >= 4.f * gemm_k) small &= ~(1u << i);
         if (*a != 0 && b != 0) some |= 1u << i;
-        if (i + 1 < count) a += arrays.w_m;  // else there is none
+        if (i + 1 < count) a += arrays.w_m;  // else there is no next channel
       }
     }
     any = __any_sync(~0u, small & some);
@@ -159,10 +159,10 @@ DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& a
 #pragma unroll
     for (int i = 0; i < MENDED; ++i) {
       sum[i] = fmaf(*a, b, sum[i]);
-      if (i + 1 < count) a += arrays.w_m;  // else there is none
+      if (i + 1 < count) a += arrays.w_m;  // else there is no next channel
     }
   }
-  float kept[MENDED];  // in local memory, so that what follows stands in the text once
+  float kept[MENDED];  // in local memory, so that the loop below need not be unrolled
 #pragma unroll
   for (int i = 0; i < MENDED; ++i) kept[i] = sum[i];
 #pragma unroll 1

@@ -1,25 +1,24 @@
-// portable.cuh: the small dialect in which the direct kernels are written, so that one text compiles as
-// CUDA C++ (nvcc) and as OpenCL C (PoCL on a machine without an NVIDIA GPU).
+// portable.cuh: the small dialect of the portable kernels, whose one text compiles as CUDA C++ (nvcc) and as OpenCL C (PoCL on a machine without
+// an NVIDIA GPU).
 //
-// The words are those of PyCUDA's and PyOpenCL's `_cluda` modules: KERNEL, WITHIN_KERNEL, GLOBAL_MEM, LOCAL_MEM,
+// Its words are those of PyCUDA's and PyOpenCL's `_cluda` modules: KERNEL, WITHIN_KERNEL, GLOBAL_MEM, LOCAL_MEM,
 // LID_0, GID_0, local_barrier(). Added here:
 //   DTYPE     64, 32, 16 or 17: data_t is double, float, half or bfloat16; acc_t, in which sums are kept, is double or float
 //   index_t   offset into an array: 64 bits when an array has 2^31 elements or more (INDEX_64=1), else 32
-//   LAUNCH_BOUNDS(threads, blocks)  threads a block has, and blocks that should fit on a multiprocessor at once
+//   LAUNCH_BOUNDS(threads, blocks)  threads of a block, and blocks that should fit a multiprocessor at once
 //   LOAD, STORE         one element between global memory and acc_t (16-bit ones convert on the way, rounded to nearest even)
 //   LOAD_VEC, STORE_VEC four neighbours at once; the address must be a multiple of four elements
 //   LOAD_VEC8, STORE_VEC8  eight of a 16-bit type, whose address must be a multiple of 16 bytes
 //   FROM_WORDS          in CUDA, the eight values of a uint4
-//   LOCAL_LOAD_VEC, LOCAL_STORE_VEC  four acc_t out of shared memory and into it
+//   LOCAL_LOAD_VEC, LOCAL_STORE_VEC  four acc_t from shared memory and to it
 //   LOCAL_MEM_POINTER    before the type that a pointer into shared memory points to
-//   LOCAL_ROOM(name)    shared memory for as many acc_t as a launch asks for; in OpenCL, where that would be an argument, for ROOM of them
-//   BITS_TO_ACC         an acc_t out of its bits, which come as a long_t: the only numbers that launches pass besides addresses
-//   DIVIDED             an offset of an array divided by d, of which `by` is the prepared form: division.cuh
-//   OF_LAYER(NAME, member)  a member of the launch's arguments, `arg`; where LAYER is defined, NAME, which then has the same value: a
-//                           kernel that knows its layer's constants
-//   OVER(n, d, by)      n / d, 0 <= n < 2^31, for a d of OF_LAYER: `by` is the member with its prepared form
-//   SCALE_AND_ADD(v, factor, summand)  a statement: v times a factor, and a summand; in CUDA both are rounded together
-//   FINISH              what becomes of a sum before it is stored: epilogue.cuh
+//   LOCAL_ROOM(name)    shared memory of as many acc_t as the launch asks for; in OpenCL, where its size would be an argument, of ROOM acc_t
+//   BITS_TO_ACC         an acc_t from its bits, which come as a long_t: besides addresses, launches pass long_t alone
+//   DIVIDED             an offset in an array divided by d, whose prepared form is `by`: division.cuh
+//   OF_LAYER(NAME, member)  a member of the launch's arguments, `arg`; with LAYER, the constant NAME, which has the same value
+//   OVER(n, d, by)      n / d for 0 <= n < 2^31 and a d from OF_LAYER; `by` is the member that holds its prepared form
+//   SCALE_AND_ADD(v, factor, summand)  a statement: v becomes v * factor + summand, rounded once in CUDA
+//   FINISH              what finishes a sum before it is stored: epilogue.cuh
 // Every launch is one-dimensional: grids along x may have 2^31 - 1 blocks, along y and z only 65535.
 #pragma once
 
@@ -50,7 +49,7 @@
 #define LOCAL_MEM __local
 #define LOCAL_MEM_POINTER __local
 #ifndef ROOM
-#define ROOM 4096  // where a GPU's launch, which asks for shared memory itself, is tried on OpenCL
+#define ROOM 4096  // for kernels whose GPU launch sets the size, when they are tried on OpenCL
 #endif
 #define LOCAL_ROOM(name) __local acc_t name[ROOM]
 #define RESTRICT restrict
@@ -133,7 +132,7 @@ typedef float acc_t;
 WITHIN_KERNEL float bfloat16_to_float(ushort v) { return as_float((uint)v << 16); }
 WITHIN_KERNEL ushort float_to_bfloat16(float v) {
   const uint bits = as_uint(v);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;  // a NaN, which rounding could carry into an infinity
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;  // a NaN: rounding could carry it into an infinity
   return (ushort)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 #define LOAD(p, i) bfloat16_to_float((p)[i])

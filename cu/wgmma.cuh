@@ -4,21 +4,21 @@
 // d[4 * i + 2 * h + e] is row 16 * warp + lane / 4 + 8 * h, column 8 * i + 2 * (lane % 4) + e.
 // The instruction names its registers one by one, so the text for N is that for N - 8 with four more.
 //
-// TF32, float32 operands: A [64 x 8] lies in registers, B [N x 8] along k in shared memory. a[0] and a[1] of a thread are rows lane / 4 and
+// TF32 (float32) operands: A [64 x 8] is in registers, B [N x 8] is K-major in shared memory. a[0] and a[1] of a thread are rows lane / 4 and
 // lane / 4 + 8 of column lane % 4; a[2] and a[3] are the same rows of column lane % 4 + 4. The product ignores the last 13 bits of each number.
-// fp16 operands: A [64 x 16] may lie in registers too, two neighbouring columns in each: 2 * (lane % 4) and the next, then 8 columns further.
+// fp16 operands: A [64 x 16] may be in registers too, two neighbouring columns in each: 2 * (lane % 4) and the next, then those 8 columns further.
 #pragma once
 #include "sm90.cuh"
 
-// Descriptor of a K-major tile of rows of `span` bytes (128, 64 or 32), swizzled over that span, with `rows8` bytes from 8 rows to the
-// next 8; address in bytes. The swizzle follows absolute addresses, so that a tile may begin at any row.
+// The descriptor of a K-major tile of rows of `span` bytes (128, 64 or 32), swizzled over that span; `rows8` bytes lie between 8 rows and the
+// next 8. The address is in bytes. The swizzle follows absolute addresses, so a tile may begin at any row.
 template <int span> DEVICE uint64_t wgmma_descriptor(uint32_t address, uint32_t rows8 = 8 * span) {
   constexpr uint64_t mode = span == 128 ? 1 : span == 64 ? 2 : 3;
   return mode << 62 | (uint64_t)(rows8 / 16) << 32 | 1ull << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Descriptor of a tile with one row of `span` bytes of neighbours of m or n a k, 128 or 64, in blocks of as many of them and 64 of k, swizzled
-// over the row.
+// The descriptor of an MN-major tile: each k has a row of `span` bytes (128 or 64) of neighbours along m or n, swizzled over the row, in blocks of 64
+// rows.
 template <int span = 128> DEVICE uint64_t wgmma_mn_major_descriptor(uint32_t address) {
   return (span == 128 ? 1ull : 2ull) << 62 | 8ull * span / 16 << 32 | 64ull * span / 16 << 16 | (address & 0x3ffff) >> 4;
 }
@@ -26,7 +26,7 @@ template <int span = 128> DEVICE uint64_t wgmma_mn_major_descriptor(uint32_t add
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int groups> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(groups) : "memory"); }
-// the sums are in the registers from here on: keeps the compiler from moving their use before the wait
+// the sums are in registers from here on: keeps the compiler from moving their use before the wait
 template <int count> DEVICE void wgmma_arrived(float (&d)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
@@ -147,7 +147,7 @@ DEVICE void wgmma(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, int accumulat
 }
 #endif
 
-// wgmma_tf32(d, a, b, accumulate) and wgmma_f16 for N as long as d says: A in registers, B along k
+// wgmma_tf32(d, a, b, accumulate) and wgmma_f16; the length of d gives N. A is in registers, B is K-major
 #define WGMMA_OF_REGISTERS(N, K, TYPE, MORE, A0, A1, A2, A3, B_AT, P_AT)                                                                        \
   asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P_AT ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." TYPE "." TYPE                 \
                " {" WGMMA_REGISTERS_##N "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B_AT ", p, 1, 1" MORE ";}"                            \
@@ -164,7 +164,7 @@ template <int count> DEVICE void wgmma_f16(float (&d)[count], const uint32_t (&a
   WGMMA_OF_REGISTERS_(16, "f16", ", 0")
 }
 
-// Leaves a product of the block's consumer warpgroups in shared memory, as rows of `pitch` floats: 64 rows of each, one behind the other.
+// Leaves the products of the block's consumer warpgroups in shared memory, as rows of `pitch` floats: 64 rows of each warpgroup, one behind the other.
 template <int pitch, int count> DEVICE void leave_sums(const float (&sum)[count], float* sums) {
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
 #pragma unroll
