@@ -2,26 +2,26 @@
 //
 //   over the M = N * plane values y of channel k:   mean = sum y / M,  var = sum (y - mean)^2 / M,  invstd = 1 / sqrt(var + eps)
 //   out  = activation((y - mean) * a + beta + residual),  a = gamma * invstd
-//   g    = dout times the activation's derivative, of (y - mean) * a + beta computed again. With a residual the activation is a ReLU, whose
-//          mask is read off `out`; and g, which is the residual's gradient too, is written by the launch that sums
+//   g    = dout times the activation's derivative at (y - mean) * a + beta, which is computed again. With a residual the activation is a ReLU: its
+//          mask is read off `out`, and the launch that sums also writes g, which is the residual's gradient
 //   dbeta = sum g,  dgamma = sum g * xhat,          xhat = (y - mean) * invstd
 //   dy   = a * (g - dbeta / M - xhat * dgamma / M), or a * g where mean and invstd were given and not taken from y
 //
-// Every array of pixels is read once a launch; all is bound by memory. Sums are taken in two launches, always in the same order:
-// a block sums one slice of its channels into part[slice][2][K], then a small launch adds the slices.
+// Each launch reads every array of pixels once, and all are bound by memory. Sums take two launches, always in the same order:
+// a block sums one slice of its channels into part[slice][2][K], and a small launch adds the slices.
 //
-// Layout   y, residual, dout, out, g, dy: NCHW [N][K][plane] or NHWC [N*plane][K]. What there is one of a channel is acc_t [K].
-// Sizes    They are arguments, the struct Walk.
-// Mapping  item: VEC neighbours, of a plane in NCHW (one channel), of a pixel in NHWC (VEC channels). VEC is 4, or 8 for
-//          16-bit types, where plane or K is a multiple of it: loads of 16 bytes; else 4 or 1. A channel, or a row of VEC channels,
-//          is `total` items, cut in slices of `per`.
-//          batch_norm_forward and batch_norm_backward count items from the end: the launch before them has read or written the end
-//          last, so that is in the L2 cache, and the launch behind them finds the beginning there.
+// Layout   y, residual, dout, out, g, dy: NCHW [N][K][plane] or NHWC [N*plane][K]. Statistics, parameters and sums are acc_t [K].
+// Sizes    They are arguments, in the struct Walk.
+// Mapping  item: VEC neighbours of a plane in NCHW (one channel), or of a pixel in NHWC (VEC channels). VEC is 4, or 8 for
+//          16-bit types, if plane or K is a multiple of it, which makes loads of 16 bytes; else 4 or 1. A channel, or a row of VEC channels,
+//          has `total` items, cut into slices of `per`.
+//          batch_norm_forward and batch_norm_backward count items from the end. The launch before them has read or written the end last, so the
+//          end is in the L2 cache; and the launch behind them finds the beginning there.
 //          block -> one slice of `across` columns; GID_0 = slice * tiles + tile. A column is a channel in NCHW, where `across` is 1,
 //          and VEC channels in NHWC, where up to 32 threads side by side read neighbours.
 //          thread (column, lane) -> items lane, lane + DOWN, ... of the slice, UNROLL of them loaded before one is used.
-// Memory   shared: what the threads of a column add up, at most 3 * VEC * THREADS acc_t. Registers: UNROLL * VEC values an array.
-// Method   the variance, of y less the channel's first value so that a large mean costs no digits: each UNROLL items in two
+// Memory   shared: what the threads of a column add, at most 3 * VEC * THREADS acc_t. Registers: UNROLL * VEC values of each array.
+// Method   the variance is taken of y less the channel's first value, so that a large mean costs no digits: UNROLL items at a time in two
 //          passes over registers, then combined pair by pair: Chan, Golub, LeVeque, 'Updating formulae and a pairwise algorithm
 //          for computing sample variances' (1979). Batch normalisation: Ioffe and Szegedy (2015).
 //
@@ -31,15 +31,15 @@
 #ifndef THREADS
 #define THREADS 128
 #endif
-#ifndef VEC  // the launches that add slices take all shapes
+#ifndef VEC  // for launches that add slices of any shape
 #define NHWC 0
 #define VEC 4
 #define ADDING 1
 #else
 #define ADDING 0
 #endif
-// Whether a sum with a residual follows, in batch_norm_forward and gradient_sums; and whether the activation is none and no ReLU. On CUDA
-// both are defines. On OpenCL one text asks the arguments.
+// Whether batch_norm_forward and gradient_sums have a residual, and whether the activation goes beyond ReLU. On CUDA both are defines. On OpenCL one
+// text asks the arguments.
 #ifdef __OPENCL_VERSION__
 #define GIVEN(array) ((array) != 0)
 #define BEYOND_RELU (activation > RELU)
@@ -59,14 +59,14 @@
 #endif
 
 #define UNROLL (VEC == 1 ? 8 : 4)
-#define UNROLL_TWO (UNROLL / 2)  // where two arrays are read
+#define UNROLL_TWO (UNROLL / 2)  // if two arrays are read
 
 // How a launch walks an array.
 typedef struct Walk {
   long_t channels, plane;         // K; pixels of a channel of an image
-  long_t total, per;              // items of a channel, or of VEC of them; of a slice
+  long_t total, per;              // items of a channel, or of VEC channels; items of a slice
   long_t columns, tiles, by_tiles, across, by_across;
-  long_t plane_items, by_plane_items;  // items of a plane in NCHW; by_: as a prepared divisor, see division.cuh, 0 for `total` from 2^31 on
+  long_t plane_items, by_plane_items;  // items of a plane in NCHW; by_: a prepared divisor, see division.cuh; 0 if `total` is 2^31 or more
 } Walk;
 
 #define K ((int)walk.channels)
@@ -93,8 +93,7 @@ typedef struct Walk {
 #define DOWN (THREADS / ACROSS)
 #define CHANNEL(j) (column * OWN + (j))
 
-// The launches that add slices, of which there are few or thousands: `beside` channels side by side, a power of two; so many threads
-// share the slices of a channel.
+// The launches that add slices, few or thousands: `beside` channels side by side, a power of two, and LANES threads that share a channel's slices.
 #define LANES (THREADS / (int)beside)
 
 #if VEC == 8
@@ -108,9 +107,9 @@ typedef struct Walk {
 #define STORE_ITEM(p, i, s) STORE(p, i, (s)[0])
 #endif
 
-// What is loaded of an item, and its values.
+// An item as it is loaded, and its values.
 #if VEC == 8 && !defined(__OPENCL_VERSION__)
-typedef uint4 item_t;  // 16-bit numbers become floats where they are used: they take half of the registers until then
+typedef uint4 item_t;  // 16-bit numbers take half of the registers until they become floats, where they are used
 #define FETCH(item, p, i) item = *(const uint4*)((p) + (i))
 #define VALUES_OF(d, item) FROM_WORDS(d, item)
 #else
@@ -119,10 +118,10 @@ typedef struct { acc_t of[VEC]; } item_t;
 #define VALUES_OF(d, item) for (int j_ = 0; j_ < VEC; ++j_) (d)[j_] = (item).of[j_]
 #endif
 
-#define AT_ONCE (VEC == 8 ? 5 : 1)  // blocks that a multiprocessor should hold. Told so, the compiler takes 80 registers instead of 88
+#define AT_ONCE (VEC == 8 ? 5 : 1)  // blocks that a multiprocessor should hold: with the hint the compiler takes 80 registers instead of 88
 #define SUMS_AT_ONCE (VEC == 8 && BEYOND_RELU ? 5 : 1)  // likewise, 96 instead of 144
 
-// Where a thread stands. Threads without a column have no items, but meet the others at barriers.
+// A thread's channels and items. Threads without a column have no items, but take part in barriers.
 #define STAND                                                                                                                  \
   const int tile_ = (int)GID_0 - divided((int)GID_0, walk.by_tiles) * (int)walk.tiles, lane = LANE, down = DOWN;               \
   const int column = tile_ * ACROSS + LID_0 - lane * ACROSS;                                                                   \
@@ -130,7 +129,7 @@ typedef struct { acc_t of[VEC]; } item_t;
   const index_t slice = divided((int)GID_0, walk.by_tiles), per = (index_t)walk.per, total = (index_t)walk.total, start = slice * per; \
   const index_t end = inside ? (start + per < total ? start + per : total) : start
 
-// What a thread's channels are normalised by: (y - centre) * a + b. `more` is done for each channel as well.
+// The normalisation of a thread's channels: (y - centre) * a + b. `more` is done for each channel as well.
 #define PARAMETER(p, otherwise) ((p) ? (p)[CHANNEL(j)] : (otherwise))
 #define NORMALISED_BY(more)                          \
   acc_t centre[OWN], a[OWN], b[OWN];                 \
@@ -141,7 +140,7 @@ typedef struct { acc_t of[VEC]; } item_t;
     more                                             \
   }
 
-// (n, mean, m2) of two sets together; n itself is added by the caller. An empty set changes nothing.
+// Combines (n, mean, m2) of two sets; the caller adds n. An empty set changes nothing.
 #define COMBINE(n, mean, m2, n_, mean_, m2_)                                        \
   {                                                                                 \
     const acc_t part_ = (n) + (n_) > 0 ? (n_) / ((n) + (n_)) : 0, step_ = (mean_) - (mean); \
@@ -149,7 +148,7 @@ typedef struct { acc_t of[VEC]; } item_t;
     (m2) += (m2_) + step_ * step_ * (n) * part_;                                    \
   }
 
-// Halve the lanes of each column until one is left: `to` takes what `from` has.
+// Halves the lanes of each column until one is left: `to` takes what `from` has.
 #define FOLD(lanes, across, take)                                    \
   {                                                                  \
     int half_ = THREADS / 2;                                         \
@@ -163,7 +162,7 @@ typedef struct { acc_t of[VEC]; } item_t;
     }                                                                \
   }
 
-// The moments of the block's items, where the first lane of each column stands: means relative to the channels' first values.
+// The moments of the block's items, left to the first lane of each column: means are relative to the channels' first values.
 WITHIN_KERNEL void find_moments(
     const GLOBAL_MEM data_t* RESTRICT y, const Walk walk, const int column, const int lane, const int down, const bool inside,
     const index_t start, const index_t end, LOCAL_MEM_POINTER acc_t* counts, LOCAL_MEM_POINTER acc_t* means, LOCAL_MEM_POINTER acc_t* squares) {
@@ -207,9 +206,9 @@ WITHIN_KERNEL void find_moments(
   })
 }
 
-// A channel's mean and 1 / sqrt(variance + eps) for the backward pass, of m values whose squared deviations are m2 in sum; and the running
-// statistics, where there are some. They move towards this batch's by `momentum`, or with `tracked`, the number of batches so far, by a
-// share that makes them the mean over batches. `counted` is that number too, where this launch is to count the batch.
+// Returns 1 / sqrt(variance + eps) of a channel with m values whose squared deviations sum to m2, and writes it and the mean for the backward pass.
+// Updates running statistics if there are any: by `momentum`, or with `tracked`, the number of batches so far, by the share that makes them means over
+// batches. `counted` is that number too, in the launch that counts the batch.
 WITHIN_KERNEL acc_t settle(
     const index_t channel, const acc_t centre, const acc_t m2, const acc_t m, const GLOBAL_MEM long_t* tracked, GLOBAL_MEM acc_t* mean,
     GLOBAL_MEM acc_t* invstd, GLOBAL_MEM acc_t* running_mean, GLOBAL_MEM acc_t* running_var, GLOBAL_MEM long_t* counted, const long_t eps,
@@ -239,10 +238,10 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM dat
     }
 }
 
-// The slices of channel_moments together, of so many channels, whose first values are `apart`; an item has `values` of a channel.
+// Combines the slices of channel_moments. The channels' first values are `apart` elements apart; an item has `values` values of a channel.
 // NOTED    the convolution noted the slices while it had its sums at hand (implicit_gemm_sm90.cu): `sets` times `total` items, slices
-//          of one set each; no means are relative to first values. Where `redone` says that results were computed again since, which is
-//          rare (direct_gemm.cu), all y is read here: `images` of `plane` pixels.
+//          of one set each; no means are relative to first values. If `redone` says that results were computed again since, which is
+//          rare (direct_gemm.cu), this launch reads all of y: `images` of `plane` pixels.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT part, const GLOBAL_MEM long_t* RESTRICT tracked,
     GLOBAL_MEM acc_t* RESTRICT mean, GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean,
@@ -366,7 +365,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
   normalise(y, residual, out, walk, column, lane, down, start, end, centre, a, b, activation, slope);
 }
 
-// The same where mean and variance are given, as a factor and a summand of a convolution without its bias. A thread is a channel.
+// A given mean and variance as a factor and a summand of a convolution, whose bias goes into the summand. A thread is a channel.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
     const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT var, const GLOBAL_MEM acc_t* RESTRICT gamma,
     const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT bias, GLOBAL_MEM data_t* RESTRICT scale,
@@ -383,7 +382,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
   }
 }
 
-// g times the activation's derivative, given v = y - mean. Where that is 0, so is the gradient, of an infinity too.
+// g times the activation's derivative, given v = y - mean. If that is 0, so is the gradient, even of an infinity.
 #define THROUGH_ACTIVATION(g, v)                                               \
   if (BEYOND_RELU) {                                                           \
     acc_t d_[VEC];                                                             \
@@ -395,7 +394,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
       if (!((v)[e] * a[OF(e)] + b[OF(e)] > 0)) (g)[e] = 0;                     \
   }
 
-// The sums of g and g * (y - mean) over the block's items, where the first lane of each column stands. Of a sum with a residual the mask is
+// The sums of g and g * (y - mean) over the block's items, left to the first lane of each column. With a residual the mask is
 // read off `out`, and g is written to `masked`.
 WITHIN_KERNEL void sum_gradients(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM data_t* RESTRICT out,
@@ -452,7 +451,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
     }
 }
 
-// dy = a * g - less - rate * (y - centre). It may be written over y: each item is read and written by one thread.
+// dy = a * g - less - rate * (y - centre). It may be written over y: one thread reads and writes each item.
 WITHIN_KERNEL void spread_gradients(
     const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* dout, GLOBAL_MEM data_t* dy, const Walk walk, const int column,
     const int lane, const int down, const index_t start, const index_t end, const acc_t* centre, const acc_t* a, const acc_t* b,
@@ -495,7 +494,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
   spread_gradients(y, dout, dy, walk, column, lane, down, start, end, centre, a, b, less, rate, activation, slope);
 }
 
-// The sum over each channel of x, slice by slice: the gradient of a bias.
+// The sum over each channel of x, slice by slice: a bias's gradient.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM acc_t* RESTRICT part,
                                                    const Walk walk) {
   AFTER_LAST_LAUNCH
@@ -518,7 +517,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* REST
     for (int j = 0; j < OWN; ++j) part[slice * K + CHANNEL(j)] = sums[j * THREADS + LID_0];
 }
 
-// The slices together: the columns of part[slices][columns]; `rounded` to the type of the arrays, or as they are.
+// Adds the slices: the columns of part[slices][columns]; `rounded`: to the arrays' type.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRICT part, GLOBAL_MEM void* RESTRICT sums,
                                                  const long_t columns, const long_t slices, const long_t rounded, const long_t beside) {
   AFTER_LAST_LAUNCH
@@ -540,10 +539,10 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRIC
   }
 }
 
-// ---- a block to all of a channel: arrays in NCHW whose channels have few items
+// ---- one block for all of a channel: NCHW arrays whose channels have few items
 #if !NHWC && !ADDING
 
-// The statistics; and in the first elements the channel's mean and 1 / sqrt(variance + eps).
+// The statistics; the channel's mean and 1 / sqrt(variance + eps) go to the first elements.
 WITHIN_KERNEL void whole_statistics(
     const GLOBAL_MEM data_t* RESTRICT y, const Walk walk, const int column, const int lane, const int down, const bool inside,
     const index_t start, const index_t end, const GLOBAL_MEM long_t* tracked, GLOBAL_MEM acc_t* mean, GLOBAL_MEM acc_t* invstd,
@@ -567,7 +566,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_statistics(
                    counts, means, squares);
 }
 
-// The statistics and the result.
+// Statistics and result in one launch.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM long_t* RESTRICT tracked, GLOBAL_MEM acc_t* RESTRICT mean,
     GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean, GLOBAL_MEM acc_t* RESTRICT running_var,
@@ -584,7 +583,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_forward(
   normalise(y, residual, out, walk, column, lane, down, start, end, &centre, &a, &b, activation, slope);
 }
 
-// All of the backward pass. `totals` are dbeta and dgamma of all channels.
+// The whole backward pass in one launch. `totals` are dbeta and dgamma of all channels.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_backward(
     const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
@@ -599,7 +598,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_backward(
   local_barrier();
   const acc_t by_beta = sums[0], by_gamma = sums[THREADS] * deviation, share = of_batch ? a / (acc_t)VALUES(total) : 0;
   if (lane == 0) totals[column] = by_beta, totals[K + column] = by_gamma;
-  const acc_t less = share * by_beta, rate = share * deviation * by_gamma;  // in this order, as in batch_norm_backward
+  const acc_t less = share * by_beta, rate = share * deviation * by_gamma;  // in the order of batch_norm_backward
   const bool summed = GIVEN(out);
   spread_gradients(y, summed ? masked : dout, dy, walk, column, lane, down, start, end, &centre, &a, &b, &less, &rate, summed ? 0 : activation, slope);
 }

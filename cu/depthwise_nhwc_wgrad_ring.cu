@@ -1,18 +1,18 @@
-// depthwise_nhwc_wgrad_ring.cu: the gradient of a depthwise convolution's filter, from arrays with their channels last, for common filters.
+// depthwise_nhwc_wgrad_ring.cu: depthwise wgrad from channels-last arrays, for common filters.
 //
 //   w[k,r,s] = sum over n,p,q of y[n,p,q,k] * x[n, p*STRIDE - pad_h + r, q*STRIDE - pad_w + s, k]
 //
 // y is the gradient of the convolution's result. The sum over its pixels is cut into parts; direct_reduce.cu adds them in order.
 //
-// Mapping  block -> lanes_c threads along channels, a part of a warp, and lanes_u along units: TILE_Q columns of y in `rows` of its rows, in the
-//          order image, strip of rows, columns; one of `parts` of the units, `rounds` for each thread, one after another.
+// Mapping  block -> lanes_c threads along channels, a part of a warp, and lanes_u along units. A unit is TILE_Q columns of y in `rows` of its rows; units
+//          are ordered image, strip of rows, columns. A block has one of `parts` of the units, of which each thread takes `rounds` one after another.
 //          blockIdx.x = part * blocks of channels + channels.
-//          thread -> V channels, 4 bytes; it walks down each of its units, a row of x a step, which meets up to TAPS rows of y.
-// Memory   registers: TAPS * TAPS * V sums, with BLOCKED twice, and the rows of y that the next rows of x meet, as a ring. Shared: of every warp a
-//          ring of rows of x and y, which arrive some steps before they are needed, with zeros for what lies outside;
+//          thread -> V channels, 4 bytes. It walks down each of its units, a row of x each step, which meets up to TAPS rows of y.
+// Memory   registers: TAPS * TAPS * V sums, with BLOCKED twice, and the rows of y that the next rows of x meet, as a ring. Shared: for each warp a
+//          ring of rows of x and y, which arrive some steps before they are used, with zeros for what lies outside;
 //          in the end sums of AT_ONCE taps of all threads.
-// Edges    Rows of y above and below a strip, and columns behind the last, are zeros, and are multiplied like all others. An Inf of x may meet such a
-//          zero. So a sum that is not finite in the end is added up once more, without them.
+// Edges    Rows of y above and below a strip, and columns past the last, are zeros, and are multiplied like all others. 0 x Inf of x is NaN,
+//          so a sum that is not finite in the end is computed once more, without them.
 // Limits   square filters, no dilation, a filter for each channel of x, pixels of a multiple of 16 bytes.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/depthwise_nhwc_wgrad_ring.cu
@@ -26,14 +26,14 @@
 typedef element<TYPE> data_t;
 
 constexpr int V = 4 / (int)sizeof(data_t), THREADS = 128, TILE_Q = 4, COLUMNS = (TILE_Q - 1) * STRIDE + TAPS;
-constexpr int LIVE = (TAPS - 1) / STRIDE + 1;   // rows of y that a row of x meets, at the most
-constexpr int TURN = LIVE * STRIDE;             // steps after which each row of y is where the first was
+constexpr int LIVE = (TAPS - 1) / STRIDE + 1;   // the most rows of y that a row of x meets
+constexpr int TURN = LIVE * STRIDE;             // steps after which each row of y takes the place of the first
 constexpr int PIXEL = 32 * 4, SLOT = (COLUMNS + TILE_Q) * PIXEL;  // bytes of a warp's channels; of a slot of its ring
 constexpr int FITTING = 44 * 1024 / (THREADS / 32 * SLOT), SLOTS = FITTING < 8 ? FITTING : 8;
-constexpr int COPIES = (COLUMNS + 3) / 4;       // of 16 bytes of x, of a thread: the lanes_c threads of a unit copy four pixels at once
+constexpr int COPIES = (COLUMNS + 3) / 4;       // a thread's copies of x, 16 bytes each: the lanes_c threads of a unit copy four pixels at once
 constexpr int ALL = TAPS * TAPS, AT_ONCE = 25 < ALL ? 25 : ALL, PITCH = THREADS * V + 1;
-constexpr bool BLOCKED = TYPE == 32 && TAPS < 7;  // sums of a unit, and of a row's columns, are made by themselves: short sums lose less
-constexpr int SUMS = ALL * V, BLOCKS = SUMS < 50 ? 4 : SUMS < 64 ? 3 : 2;  // of a multiprocessor at once
+constexpr bool BLOCKED = TYPE == 32 && TAPS < 7;  // a unit's sums, and those of a row's columns, are made separately: short sums lose less
+constexpr int SUMS = ALL * V, BLOCKS = SUMS < 50 ? 4 : SUMS < 64 ? 3 : 2;  // blocks of a multiprocessor at once
 static_assert(AT_ONCE * PITCH * 4 <= THREADS / 32 * SLOTS * SLOT, "the sums take the rings' place");
 
 // by_n is the divisor n, prepared (division.cuh).
@@ -43,7 +43,7 @@ struct DepthwiseRingArguments {
   long long k, h, w, p, q, pad_h, pad_w;
 };
 
-// A unit's image, its first row and column of y, and how many there are.
+// A unit's image, its first row and column of y, and how many of these are real.
 struct Unit {
   int image, p0, q0, rows, columns;
   DEVICE Unit(const DepthwiseRingArguments& arg, int unit) {
@@ -62,7 +62,7 @@ DEVICE void unpack(float (&to)[V], uint32_t word) {
   to[0] = __uint_as_float(word);
 #else
 #if TYPE == 17
-  to[0] = __uint_as_float(word << 16), to[1] = __uint_as_float(word & 0xffff0000);  // an instruction each
+  to[0] = __uint_as_float(word << 16), to[1] = __uint_as_float(word & 0xffff0000);  // one instruction each
 #else
   const float2 both = __half22float2(*(const __half2*)&word);
   to[0] = both.x, to[1] = both.y;
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int part = of_channels.quotient, lanes_c = (int)arg.lanes_c, lanes_u = (int)arg.lanes_u, lane_u = of_lanes.quotient, lane_c = of_lanes.rest;
   const int channels = lanes_c * V, first_k = of_channels.rest * channels, k = (int)arg.k;
   const int h_end = (int)arg.h, w_end = (int)arg.w, x_row = w_end * k, y_row = (int)arg.q * k;
-  // which pixels of a unit, and which of their channels, this thread copies: 16 bytes of four pixels
+  // the pixel of a unit, and the channels, that this thread copies: 16 bytes of every fourth pixel
   const int lane = threadIdx.x % 32, fours = lanes_c / 4, pixel = lane_c / fours, four = lane_c % fours, copied = first_k + four * (4 * V);
   const uint32_t* const own = memory + threadIdx.x / 32 * (SLOTS * SLOT / 4) + lane;
   const uint32_t ring = shared_address(own - lane) + pixel * PIXEL + (lane - lane_c + four * 4) * 4;
@@ -88,10 +88,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   [[maybe_unused]] float total[TAPS][TAPS][V] = {};
   for (int round = 0; round < (int)arg.rounds; ++round) {
     const Unit unit(arg, (part * (int)arg.rounds + round) * lanes_u + lane_u);
-    const int steps = ((int)arg.rows - 1) * STRIDE + TAPS;  // as many for all threads of a warp
+    const int steps = ((int)arg.rows - 1) * STRIDE + TAPS;  // the same for all threads of a warp
     const int h0 = unit.p0 * STRIDE - (int)arg.pad_h, w0 = unit.q0 * STRIDE - (int)arg.pad_w;
     const int h_stop = min(h0 + (unit.rows - 1) * STRIDE + TAPS, h_end), real = unit.rows > 0 && copied < k;
-    const data_t* from_x = x + (((long long)unit.image * h_end + h0) * x_row + (long long)(w0 + pixel) * k + copied);  // may be far above the image
+    const data_t* from_x = x + (((long long)unit.image * h_end + h0) * x_row + (long long)(w0 + pixel) * k + copied);  // may lie far above the image
     const data_t* from_y = y + (((long long)unit.image * (int)arg.p + unit.p0) * y_row + (long long)(unit.q0 + pixel) * k + copied);
     auto copy = [&](int i, bool of_y, uint32_t to) {  // row i of x and, if its first tap is met, of y
       const bool row_of_x = real && h0 + i >= 0 && h0 + i < h_stop;

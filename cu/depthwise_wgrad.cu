@@ -1,4 +1,4 @@
-// depthwise_wgrad.cu: the gradient of a depthwise convolution's filter, of arrays in C order, 16 bits and float32.
+// depthwise_wgrad.cu: depthwise wgrad from arrays in C order, 16 bits and float32.
 //
 //   w[k,r,s] = sum over n,p,q of y[n,k,p,q] * x[n, k / multiplier, p*STRIDE - pad_h + r, q*STRIDE - pad_w + s]
 //
@@ -6,13 +6,13 @@
 //
 // Mapping  block -> a channel k and one of `parts` of its units. blockIdx.x = part * channels + k.
 //          warp -> one unit after another, `rounds` in all: `rows` rows of y of lanes_q groups of 4 columns, in `planes` images.
-//          thread -> 4 columns of an image. It walks down the unit, a row of x a step, which meets up to TAPS kept rows of y.
-// Memory   registers: TAPS * TAPS sums, and the rows of y that the next rows of x meet. Shared: of every warp a ring of rows of x and y, which
-//          arrive some steps before they are needed, with zeros for what lies outside; in the end the sums of all threads.
-// Words    Rows are copied by words of 4 bytes. In 16 bits a row may begin in the middle of one: then its words begin one number earlier, and a thread
-//          shifts them once it has read them. The number before a row of x, which is the end of another, becomes a zero there.
-// Edges    Rows of y above and below a unit, and columns behind the last, are zeros, and are multiplied like all others. An Inf of x may meet such a
-//          zero. So a sum that is not finite in the end is added up once more, without them.
+//          thread -> 4 columns of an image. It walks down the unit, a row of x each step, which meets up to TAPS rows of y that it keeps.
+// Memory   registers: TAPS * TAPS sums, and the rows of y that the next rows of x meet. Shared: for each warp a ring of rows of x and y, which
+//          arrive some steps before they are used, with zeros for what lies outside; in the end the sums of all threads.
+// Words    Rows are copied by words of 4 bytes. In 16 bits a row may begin in the middle of a word: then its words begin one element earlier, and a thread
+//          shifts them once it has read them. The element before a row of x, which is the end of another row, becomes a zero there.
+// Edges    Rows of y above and below a unit, and columns past the last, are zeros, and are multiplied like all others. 0 x Inf of x is NaN,
+//          so a sum that is not finite in the end is computed once more, without them.
 // Limits   square filters, no dilation.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/depthwise_wgrad.cu
@@ -25,26 +25,26 @@
 
 typedef element<TYPE> data_t;
 typedef word<data_t[4]> vector_t;
-constexpr int EACH = 4 / (int)sizeof(data_t);  // numbers of a word
+constexpr int EACH = 4 / (int)sizeof(data_t);  // elements of a word
 
 constexpr int THREADS = 128, WARPS = THREADS / 32, TILE_Q = 4;
-constexpr int COLUMNS = (TILE_Q - 1) * STRIDE + TAPS;  // of x, that a row of a thread's pixels of y meets
-constexpr int VECTORS = (COLUMNS + EACH + 2) / 4;      // of four numbers, that hold them wherever a row begins
-constexpr int LIVE = (TAPS - 1) / STRIDE + 1;                                       // rows of y that a row of x meets, at the most
-constexpr int TURN = LIVE * STRIDE;                   // steps after which each row of y is where the first was
+constexpr int COLUMNS = (TILE_Q - 1) * STRIDE + TAPS;  // of x, which the taps of a thread's pixels of a row of y read
+constexpr int VECTORS = (COLUMNS + EACH + 2) / 4;      // of four elements, which hold these columns wherever a row begins
+constexpr int LIVE = (TAPS - 1) / STRIDE + 1;                                       // the most rows of y that a row of x meets
+constexpr int TURN = LIVE * STRIDE;                   // steps after which each row of y takes the place of the first
 // words of a slot of the ring
 constexpr int SLOT = EACH == 1 ? STRIDE == 1 ? 384 : 512 : STRIDE == 1 ? 224 : 288, SLOTS = EACH == 1 ? STRIDE == 1 ? 6 : 5 : STRIDE == 1 ? 8 : 6;
 constexpr int MOST_COPIES = (4 * STRIDE + 4) / EACH, COPIES_Y = EACH == 1 ? TILE_Q : TILE_Q / EACH + 1;
 #if __CUDA_ARCH__ >= 900
-constexpr int BLOCKS = EACH == 2 && TAPS == 7 && STRIDE == 2 ? 3 : 4;  // of a multiprocessor at once: more would spill
+constexpr int BLOCKS = EACH == 2 && TAPS == 7 && STRIDE == 2 ? 3 : 4;  // blocks of a multiprocessor at once: more would spill
 #else
 constexpr int BLOCKS = 3;  // before Hopper four would spill
 #endif
-constexpr bool ROWS_APART = TYPE == 32;               // a row's products are added up by themselves: short sums lose less
+constexpr bool ROWS_APART = TYPE == 32;               // a row's products are added separately: short sums lose less
 constexpr int PARTS = 8;                              // threads that add a tap's sums
 
-// Copies a word whose first number is number `first` of a row of `end` numbers. What lies outside of the row is zeros, but for a first number whose second
-// one is the row's first.
+// Copies a word whose first element is number `first` of a row of `end` elements. Elements outside the row become zeros, except a first one before an
+// element 0 that is the word's second.
 DEVICE void copy_word(uint32_t to, const data_t* from, int first, int end, bool there) {
 #if TYPE == 32
   copy_or_zero<4>(to, from, there && (unsigned)first < (unsigned)end);
@@ -54,7 +54,7 @@ DEVICE void copy_word(uint32_t to, const data_t* from, int first, int end, bool 
 #endif
 }
 
-// COUNT numbers from `words` on, of which the first is left out if the row begins in the middle of a word. Number `lost` belongs to another row.
+// COUNT elements from `words` on, without the first one if the row begins in the middle of a word. Element `lost` belongs to another row.
 template <int COUNT> DEVICE void unpack_words(float (&to)[COUNT], const uint32_t* words, bool shifted, int lost) {
 #if TYPE == 32
 #pragma unroll
@@ -66,7 +66,7 @@ template <int COUNT> DEVICE void unpack_words(float (&to)[COUNT], const uint32_t
     uint32_t word = __byte_perm(words[i / 2], words[i + 1 < COUNT ? i / 2 + 1 : i / 2], selector);
     if (i / 2 == lost >> 1) word &= kept;
 #if TYPE == 17
-    const float2 both = make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000));  // an instruction each
+    const float2 both = make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000));  // one instruction each
 #else
     const float2 both = __half22float2(*(const __half2*)&word);
 #endif
@@ -76,11 +76,11 @@ template <int COUNT> DEVICE void unpack_words(float (&to)[COUNT], const uint32_t
 #endif
 }
 
-// How the rows of a part of a plane lie in words: `first`, the number of the array that row 0 of the part begins with, which is number `first_w` of
-// its row; the plane's rows have `width` numbers. A thread's own numbers of a row begin with number `own_w`.
+// How the rows of a part of a plane lie in words. Row 0 of the part begins with element `first` of the array, which is element `first_w` of its row; the
+// plane's rows have `width` elements. A thread's own elements of a row begin with element `own_w`.
 struct RowWords {
   int first_odd, turns;   // whether row 0 begins in the middle of a word, and whether that changes from row to row
-  int before, lost_odd;   // which of its numbers is the one before the plane's row, and which rows bring it along
+  int before, lost_odd;   // which of its elements lies before the plane's row, and which rows bring it along
   DEVICE RowWords(long long first, int width, int first_w, int own_w)
       : first_odd(EACH - 1 & (int)first), turns(EACH - 1 & width), before(-1 - own_w), lost_odd(first_w & 1 ^ 1) {}
   DEVICE int odd(int row) const { return first_odd ^ row & turns; }
@@ -91,15 +91,15 @@ struct RowWords {
 
 // by_n is the divisor n, prepared (division.cuh).
 struct DepthwiseWgradPlanesArguments {
-  long long channels, by_channels, multiplier, by_multiplier, parts, rounds;  // channels of y
-  long long lanes_q, by_lanes_q, planes, pitch, copies;                       // pitch: words of a row of x of an image in a slot; copies: of a lane, of it
+  long long channels, by_channels, multiplier, by_multiplier, parts, rounds;  // channels of y; blocks that share a channel; units of a warp
+  long long lanes_q, by_lanes_q, planes, pitch, copies;                       // pitch: words of a row of x of an image in a slot; copies: of such a row, by a lane
   long long units, tiles_q, by_tiles_q, strips, by_strips, rows;
   long long n, h, w, p, q, pad_h, pad_w;
 };
 
-// A unit of a warp, as one of its threads sees it.
+// A warp's unit, as one of its threads sees it.
 struct Unit {
-  int image, p0, q0, rows, columns;  // first row, this thread's first column; how many rows and columns there are
+  int image, p0, q0, rows, columns;  // first row, this thread's first column; how many rows and columns are real
   bool there;
   DEVICE Unit(const DepthwiseWgradPlanesArguments& arg, int unit, int plane, int lane) {
     const Divided of_q(unit, arg.tiles_q, arg.by_tiles_q), of_p(of_q.quotient, arg.strips, arg.by_strips);
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int steps = ((int)arg.rows - 1) * STRIDE + TAPS, h0 = unit.p0 * STRIDE - (int)arg.pad_h;
     const int h_stop = min(h0 + (unit.rows - 1) * STRIDE + TAPS, h_end);
     const int first_q = unit.q0 - lane * TILE_Q, first_w = first_q * STRIDE - (int)arg.pad_w;  // of the unit
-    const int w0 = first_w + lane * EACH, q0 = first_q + lane * EACH;                          // the first that this lane copies
+    const int w0 = first_w + lane * EACH, q0 = first_q + lane * EACH;                          // the first elements that this lane copies
     const data_t* from_x = x + (((long long)unit.image * channels_x + c) * h_end + h0) * w_end + w0;
     const data_t* from_y = y + (((long long)unit.image * (int)arg.channels + k) * p_end + unit.p0) * q_end + q0;
     const RowWords words_x((((long long)unit.image * channels_x + c) * h_end + h0) * w_end + first_w, w_end, first_w, unit.q0 * STRIDE - (int)arg.pad_w);
@@ -235,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   for (int first = 0; first < TAPS * TAPS * PARTS; first += THREADS) {
     const int i = (first + (int)threadIdx.x) / PARTS;
     float all = 0;
-    if (i < TAPS * TAPS) {  // in pairs; no two threads that read at once meet in a bank
+    if (i < TAPS * TAPS) {  // in pairs; no two threads that read at once use the same bank
       const float4* const from = (const float4*)(sums + (first + threadIdx.x) * (THREADS / PARTS));
 #pragma unroll
       for (int j = 0; j < THREADS / PARTS / 4; ++j) {

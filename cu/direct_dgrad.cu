@@ -1,19 +1,19 @@
-// direct_dgrad.cu, step 5 of the ladder: the gradient of the input, which is the transposed convolution.
+// direct_dgrad.cu, step 5 of the ladder: dgrad, which is the transposed convolution.
 //
 //   x[n,c,d,h,w] = bias[c] + sum over k,t,r,s of y[n,k,o,p,q] * w[k,c,t,r,s]
 //                  where o*stride_d = d + pad_d - t*dil_d, p*stride_h = h + pad_h - r*dil_h, q*stride_w = w + pad_w - s*dil_w
 //
-// In the forward pass x[h] reaches every p that reads it. A kernel that went the same way back would add with atomics, in an order that changes
+// In fprop x[h] reaches every p that reads it. A kernel that went the same way back would add with atomics, in an order that changes
 // from run to run. Here each thread gathers instead: it looks up which outputs p,q its own input pixel fed, and adds their gradients in a fixed
-// order, so the result has the same bits on every run. With a stride a pixel meets only every `every`-th tap; the thread visits those alone,
-// and from one to the next it steps `back` outputs back.
+// order, so the result has the same bits on every run. With a stride a pixel meets only every `every`-th tap. The thread visits those alone,
+// and steps `back` outputs back from one to the next.
 //
 // Sizes    They are arguments. With UNROLLED, R, S, EVERY_H and EVERY_W are defined, and the loops over a plane of the filter are unrolled.
 //          With LAYER, all numbers are constants, except the batch, the sizes of images and what follows from them; AXES is then the number of
 //          spatial axes.
-// Order    A thread has several loads on their way: with UNROLLED those of a channel's taps, otherwise those of a tap's channels. It adds what
-//          they bring in that order. Short sums lose less, so it makes some by themselves: in float32 of a tap, or of a row of taps where block_k is
-//          small, and with UNROLLED of block_k filters where that costs few registers; in float64 of a tap or some channels.
+// Order    A thread has several loads under way: with UNROLLED those of a channel's taps, otherwise those of a tap's channels. It adds them in
+//          that order. Short sums lose less, so it adds some separately first: in float32 those of a tap, or of a row of taps if block_k is
+//          small, and with UNROLLED those of block_k filters if that costs few registers; in float64 those of a tap or of some channels.
 // Layout   y (the operand) [n][groups*kg][o][p][q], w [groups*kg][cg][t][r][s], x (the result) [n][groups*cg][d][h][w].
 // Mapping  block -> THREADS consecutive pixels of the batch, n*d*h*w + d*h*w + h*w + w, times BLOCK_C channels of one
 //          group, and one of `split` parts of the sum over filters; GID_0 = ((pixel tile * groups + g) * split + part) * c_tiles + c tile.
@@ -32,10 +32,10 @@
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct DgradArguments {
-  long_t n_pixels, plane, by_plane, by_hw, h, w, by_w;  // pixels of the batch, of an image of x (d * h * w) and its rows
+  long_t n_pixels, plane, by_plane, by_hw, h, w, by_w;  // pixels of the batch, of an image of x (d * h * w) and of its rows
   long_t groups, by_groups, cg, kg, c_tiles, by_c_tiles;
   long_t block_k;                                       // filters whose weights are in shared memory at once
-  long_t split, by_split, run, part_size;               // parts of the sum over filters, filters of each, elements of each
+  long_t split, by_split, run, part_size;               // parts of the sum over filters; filters and elements of each
   long_t o, p, q;                                       // an image of y
   long_t t, r, s, by_taps, by_filters;                  // the filter's taps; t * r * s, and that times BLOCK_C, as divisors
   long_t stride_d, stride_h, stride_w;
@@ -59,7 +59,7 @@ typedef struct DgradArguments {
 #if DTYPE == 64
 #define END_OF_CHANNEL if (k % 4 == 3 || k == k_end - 1) { ADD_UP }
 #else
-#define END_OF_CHANNEL  // it took a third longer with float32
+#define END_OF_CHANNEL  // float32 took a third longer with it
 #endif
 #define UNROLL_TAPS _Pragma("unroll")
 #else
@@ -79,7 +79,7 @@ typedef struct DgradArguments {
 #define AXES 3
 #endif
 #ifdef UNROLLED
-#define TOTALS (DTYPE == 64 || (DTYPE == 32 && BLOCK_C <= 4))  // more of float32 would cost registers
+#define TOTALS (DTYPE == 64 || (DTYPE == 32 && BLOCK_C <= 4))  // for more channels of float32 they would cost registers
 #else
 #define TOTALS (DTYPE == 64 || DTYPE == 32)
 #endif
@@ -112,7 +112,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
   const int first_q = first_s < S ? (w0 - first_s * dil_w) / stride_w : 0;
   const index_t y_plane = (index_t)o_end * p_end * q_end, y_image = (n * (index_t)groups + g) * kg * y_plane;
 
-  acc_t sum[BLOCK_C];  // since they were added to `total`, where there is one
+  acc_t sum[BLOCK_C];  // since it was added to `total`, if there is one
   for (int j = 0; j < BLOCK_C; ++j) sum[j] = 0;
 #if TOTALS
   acc_t total[BLOCK_C];

@@ -5,25 +5,25 @@
 //   A[m, (c,t,r,s)]     = w[w_base + g*w_group + m*w_row + c*w_channel + t*w_t + r*w_r + s*w_s]
 //   B[(c,t,r,s), pixel] = x[n, g, c, o*stride_d - pad_d + t*dilation_d, p*stride_h - pad_h + r*dilation_h, q*stride_w - pad_w + s*dilation_w]
 //
-// It is direct_gemm.cu's product with other arithmetic: chains of IEEE fused multiply-adds, as on the plain cores, at up to four times their rate. With
+// The product is direct_gemm.cu's with other arithmetic: chains of IEEE fused multiply-adds, as on the plain cores, at up to four times their rate. With
 // CHAINS a chain has 64 products, and chains are added up. Nothing is scaled or split, so Inf, NaN and subnormal numbers need no path of their own.
-// As there, the gradient of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels. But one launch
-// computes neighbouring phases that read the same pixels: they count as channels, `phases` for each of y. Where neither rows of k nor rows of
-// channels lie together in the filter (several taps of channels last, or of a gradient of the input), dmma_filter packs it before.
+// As there, dgrad is a launch for each stride phase, and wgrad exchanges images and channels. But here one launch
+// computes neighbouring phases that read the same pixels: they count as channels, `phases` for each of y. If neither rows of k nor rows of
+// channels are contiguous in the filter (several taps with channels last, or dgrad), dmma_filter packs it before.
 //
 // Mapping  block -> BLOCK_M channels x BLOCK_N pixels; blockIdx.x = ((pixel tile * groups + g) * splits + split) * tiles_m + m tile: blocks
 //          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8.
-// Loads    cp.async copies 16 or 8 bytes with zeros for what lies outside. Where an element lies in x and w depends on k alone, apart
-//          from a pixel's corner and a channel's row: a thread for each k of a stage writes a table of them, STAGES stages ahead. With ONE_TAP
-//          there is no table: k is the channel. Stages past the last one are copied as zeros, so that the loop asks no questions.
-// Products a warp multiplies slices of 8 k, one column of fragments after the other. It reads fragments three columns ahead, across slices and
-//          stages: the next stage's first reads go beside this one's last products, behind the stage's one barrier. The products then keep
+// Loads    cp.async copies 16 or 8 bytes, or zeros for what lies outside. Apart from a pixel's corner and a channel's row, an element's offset in x and
+//          w depends on k alone: a thread for each k of a stage writes a table of these, STAGES stages ahead. With ONE_TAP
+//          there is no table: k is the channel. Stages past the last one are copied as zeros, so that the loop needs no branches.
+// Products A warp multiplies slices of 8 k, one column of fragments after the other. It reads fragments AHEAD columns ahead, across slices and
+//          stages: the next stage's first reads go beside this one's last products, behind the stage's one barrier. So the products keep
 //          the tensor cores busy with one or two warps a scheduler.
-// Memory   shared: a ring of STAGES stages of BLOCK_K of k; of 16, 8 KB for 64 channels and about as much for 64 pixels. A lies as rows of k,
+// Memory   shared: a ring of STAGES stages of BLOCK_K of k: with 16 of k, 8 KB for 64 channels and about as much for 64 pixels. A lies as rows of k,
 //          whose chunks of 32 bytes are at chunk ^ row % 4 (A_IN_ROWS_OF_K), or as rows of channels, BLOCK_M + 4 apart. B lies as rows of k,
 //          too (B_IN_ROWS_OF_K), or as rows of pixels, BLOCK_N + 4 apart. So the 4 rows and 4 k that half a warp reads at once, 8 bytes a lane,
 //          are in 32 different banks, and each element arrives in the register where the instruction wants it.
-// Registers  32 or 64 sums of 8 bytes a thread, and 24 numbers of fragments; with CHAINS 32 sums of a chain and 32 of all.
+// Registers  32 or 64 sums of 8 bytes a thread, and 24 numbers of fragments; with CHAINS 32 sums of the current chain and 32 totals.
 // Split    splits > 1 cuts the sum over k: every part goes to a workspace [splits][size of y], and direct_reduce.cu adds them in order.
 //
 // By hand: nvcc -cubin -arch=sm_90 cu/dmma.cu
@@ -32,15 +32,15 @@
 #define BLOCK_N 64
 #define WARP_M 32
 #define WARP_N 32
-#define SLICES 2        // of 8 k, of a stage
+#define SLICES 2        // of 8 k, in a stage
 #define STAGES 4
 #define MIN_BLOCKS 2
-#define CHAINS 1        // sums are cut
-#define A_IN_ROWS_OF_K 1  // whether w is copied along k, or along the channels of y, where these are neighbours in it
-#define A_VEC 2         // elements of A that a copy takes: 2 where they are neighbours in w, and all such pairs begin at 16 bytes
-#define B_IN_ROWS_OF_K 0  // whether x is copied along k, whose elements are neighbours in it, or along pixels
-#define B_VEC 1         // elements of B that a copy takes
-#define ONE_TAP 0       // whether k is the channel alone, and no pixel reads outside of an image
+#define CHAINS 1        // sums are cut into chains
+#define A_IN_ROWS_OF_K 1  // w is copied along k, or else along the channels of y, whichever are neighbours in it
+#define A_VEC 2         // elements of A in a copy: 2 if they are neighbours in w, and all such pairs begin at 16 bytes
+#define B_IN_ROWS_OF_K 0  // x is copied along k, whose elements are neighbours in it, or else along pixels
+#define B_VEC 1         // elements of B in a copy
+#define ONE_TAP 0       // k is the channel alone, and no pixel reads outside an image
 #endif
 #include "async_copy.cuh"
 
@@ -50,40 +50,40 @@ typedef double acc_t;
 typedef long long long_t;
 
 struct DmmaArguments {
-  long_t pixels;                                // of all images: gemm n
+  long_t pixels;                                // pixels of all images: gemm n
   long_t rows;                                  // output channels of a group: gemm m
-  long_t reduction;                             // gemm k: channels of a group times taps; 0 is a phase without taps
+  long_t reduction;                             // gemm k: channels of a group times taps; 0 in a phase without taps
   long_t groups, splits, split_steps, tiles_m;  // split_steps: stages of a part of a split sum
-  long_t channels_inside;                       // whether the channel is the innermost part of k, or the tap
-  long_t inner, rs, s;                          // channels or taps, whichever is inside; r*s and s of the filter
+  long_t channels_inside;                       // whether the channel is the innermost part of k, or else the tap
+  long_t inner, rs, s;                          // the extent of the innermost part; r*s and s of the filter
   long_t by_inner, by_rs, by_s;                 // these as divisors
   long_t opq, pq, q;                            // pixels of an image, of a plane, of a row of the result
   long_t by_opq, by_pq, by_q;                   // these as divisors
-  long_t d, h, w;                               // size of an image that is read
+  long_t d, h, w;                               // size of an image of x
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
-  long_t w_base, w_group, w_row, w_channel, w_t, w_r, w_s;  // elements of the filter
+  long_t w_base, w_group, w_row, w_channel, w_t, w_r, w_s;  // strides of the filter, in elements
   long_t x_image, x_group, x_channel, x_pixel;
   long_t y_image, y_group, y_channel, y_pixel;
-  long_t y_base, y_d, y_h, y_w;                 // pixels of a plane of y: of a phase's first one, and from one to the next
-  long_t phases, phases_hw, phases_w;           // that are neighbours, and those of a plane and of a row: channel m is channel m / phases of y
+  long_t y_base, y_d, y_h, y_w;                 // offsets in a plane of y: of the phase's first pixel, and from one pixel to the next
+  long_t phases, phases_hw, phases_w;           // neighbouring phases, those of a plane and of a row: channel m here is channel m / phases of y
   long_t by_phases, by_phases_hw, by_phases_w;  // these as divisors
   long_t phase_d, phase_h, phase_w;             // elements of y from one phase to the next
   long_t size;                                  // elements of y, and of a part of a split sum
-  long_t pairs;                                 // whether two neighbouring columns are neighbours in y too, at 16 bytes
+  long_t pairs;                                 // whether two neighbouring columns are neighbours in y too, at multiples of 16 bytes
   long_t has_scale, has_bias, has_residual, activation, slope;  // what finishes a sum; slope: a double's bits
 };
 
 constexpr int BLOCK_K = 8 * SLICES, WARPS_M = BLOCK_M / WARP_M, WARPS_N = BLOCK_N / WARP_N, THREADS = 32 * WARPS_M * WARPS_N;
-constexpr int PROMOTION = 8 / SLICES;                                        // stages whose sum is one chain
+constexpr int PROMOTION = 8 / SLICES;                                        // stages of a chain
 constexpr int ROW = 8 * BLOCK_K;                                             // bytes of a row of k
 constexpr int B_PITCH = 8 * (BLOCK_N + 4);                                   // bytes of a row of pixels
 constexpr int A_PITCH = 8 * (BLOCK_M + 4);                                   // bytes of a row of channels
 constexpr int A_BYTES = A_IN_ROWS_OF_K ? BLOCK_M * ROW : BLOCK_K * A_PITCH, B_BYTES = B_IN_ROWS_OF_K ? BLOCK_N * ROW : BLOCK_K * B_PITCH;
 constexpr int STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int OUTSIDE = -(1 << 30);                                          // a coordinate that is in no image
+constexpr int OUTSIDE = -(1 << 30);                                          // a coordinate outside every image
 constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8;
-constexpr int QUADS = 2, PLACES = SLICES * FRAGMENTS_N;                      // a slice's k by four; a stage's places: a column of fragments, a slice
-constexpr int AHEAD = FRAGMENTS_N < 4 ? 1 : 3;                               // places, that fragments are read before they are multiplied
+constexpr int QUADS = 2, PLACES = SLICES * FRAGMENTS_N;                      // a slice's k by four; a stage's places: a column of fragments in a slice
+constexpr int AHEAD = FRAGMENTS_N < 4 ? 1 : 3;                               // places by which fragments are read before they are multiplied
 constexpr int TABLES = STAGES <= 4 ? 4 : 8;
 static_assert(WARP_M % 16 == 0 && WARP_N % 8 == 0, "fragments are 16 x 8");
 static_assert(PLACES % (AHEAD + 1) == 0 && FRAGMENTS_N > AHEAD, "fragments have the same registers in every stage");
@@ -94,11 +94,11 @@ static_assert(STAGE_BYTES % 128 == 0, "pieces of a row keep their places");
 struct Tables {
   int4 x[TABLES][BLOCK_K];  // offset in x; d, h, w
   int w[TABLES][BLOCK_K];   // offset in w, or -1
-  int4 corner[BLOCK_N];  // of a pixel: offset in x, d, h, w of its first tap
-  int y[BLOCK_N];       // of a pixel in y, or -1
+  int4 corner[BLOCK_N];  // of a pixel: offset in x, and d, h, w, of its first tap
+  int y[BLOCK_N];       // a pixel's offset in y, or -1
 };
 
-// Copies so many bytes, or zeros. An address of 16 bytes must be a multiple of 16, even where nothing is read.
+// Copies `bytes` bytes, or zeros. An address of 16 bytes must be a multiple of 16, even if nothing is read.
 template <int bytes> DEVICE void copy(uint32_t to, const double* from, bool there) {
   copy_or_zero<bytes>(to, bytes == 16 ? (const void*)((unsigned long long)from & ~15ull) : from, there);
 }
@@ -111,9 +111,9 @@ DEVICE int4 load4(uint32_t at) {
 DEVICE void load(int& a, uint32_t at) { asm volatile("ld.shared.s32 %0, [%1];" : "=r"(a) : "r"(at)); }
 DEVICE void load(double& a, uint32_t at) { asm volatile("ld.shared.f64 %0, [%1];" : "=d"(a) : "r"(at)); }
 
-// Where element k of a row of k lies.
+// The offset of element k of a row of k.
 DEVICE int in_row(int row, int k) { return row * ROW + ((k / 4 ^ row % 4) << 5) + k % 4 * 8; }
-// Where the same k lies some rows below `at`, an address that in_row gave for one of the first rows; `rows` is a multiple of their number.
+// The address of the same k `rows` rows below `at`, an address by in_row for one of the first rows; `rows` is a multiple of their number.
 DEVICE uint32_t below(uint32_t at, int rows) { return (at ^ (rows % 4 << 5)) + rows * ROW; }
 
 // d += a b for 16 rows, 8 columns and a slice of k; a[half of the rows][k], b[k].
@@ -133,7 +133,7 @@ DEVICE void multiply(double (&d)[4], const double (&a)[2][QUADS], const double (
 #endif
 }
 
-// The entry of k for the table. Nothing is copied from `end` on.
+// Writes the table's entry of k. Nothing is copied from `end` on.
 DEVICE void tabulate(const DmmaArguments& p, int k, int end, int4& of_x, int& of_w) {
   const int outer = divided(k, p.by_inner), inner = k - outer * (int)p.inner;
   const int c = p.channels_inside ? inner : outer, tap = p.channels_inside ? outer : inner;
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   block /= (int)p.splits;
   const int g = block % (int)p.groups, pixel0 = block / (int)p.groups * BLOCK_N;
 
-  // Where pixel i of the tile lies in y, or -1, and the corner of what it reads.
+  // the offset of pixel i of the tile in y, or -1, and the corner of what it reads
   auto place = [&](int i, int4& corner, int& of_y) {
     const int pixel = pixel0 + i, n = divided(pixel, p.by_opq), opq = pixel - n * (int)p.opq;
     const int o = divided(opq, p.by_pq), pq = opq - o * (int)p.pq, row = divided(pq, p.by_q), column = pq - row * (int)p.q;
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
 #endif
 
-  // this thread's copies: always the same k of a stage, and every so many rows; or some rows of k, and there one channel or pixel, or two
+  // this thread's copies: always the same k of a stage, of every so many rows; or some rows of k, of one channel or pixel each, or two
 #if A_IN_ROWS_OF_K
   constexpr int A_COLUMNS = BLOCK_K / A_VEC, A_APART = THREADS / A_COLUMNS, A_COPIES = BLOCK_M / A_APART;
   static_assert((A_APART == 2 || A_APART % 4 == 0) && BLOCK_M % A_APART == 0, "below");
@@ -196,11 +196,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #if A_IN_ROWS_OF_K
   const long_t w_apart = A_APART * p.w_row;
 #endif
-  const int rows = (int)p.rows - m0 - a_row;  // of this thread's first and below
+  const int rows = (int)p.rows - m0 - a_row;  // from this thread's first row on
 
   constexpr int B_COPIES = BLOCK_K * BLOCK_N / B_VEC / THREADS;
 #if B_IN_ROWS_OF_K
-  constexpr int B_COLUMNS = BLOCK_K / B_VEC, B_APART = THREADS / B_COLUMNS;  // every so many pixels
+  constexpr int B_COLUMNS = BLOCK_K / B_VEC, B_APART = THREADS / B_COLUMNS;  // pixels from one of a thread's copies to the next
   static_assert((B_APART == 2 || B_APART % 4 == 0) && BLOCK_N % B_APART == 0, "below");
   const int b_k = thread % B_COLUMNS * B_VEC, b_pixel = thread / B_COLUMNS;
   const uint32_t to_b = ring + A_BYTES + in_row(b_pixel, b_k), corners = shared_address(tables.corner + b_pixel);
@@ -219,8 +219,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const double* const x_pixel = x + corner.x;
 #endif
 
-  // The copies of a stage to the ring's slot that begins at `at`, in parts, one for each place: what it reads of the tables comes before
-  // the place's products, the copies after them.
+  // The copies of a stage to the ring's slot at `at`, in parts, one for each place: a part's table entries are read before the place's products,
+  // and its copies are issued after them.
   constexpr int A_PART = (A_COPIES + PLACES - 1) / PLACES, B_PART = (B_COPIES + PLACES - 1) / PLACES;
 #if ONE_TAP
   static_assert(!B_IN_ROWS_OF_K, "pixels are copied along a row");
@@ -302,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     copies_commit();
   }
-#if ONE_TAP  // while they come
+#if ONE_TAP  // while the first copies arrive
   for (int i = thread; i < BLOCK_N; i += THREADS) {
     int4 ignored;
     place(i, ignored, tables.y[i]);
@@ -321,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int j = 0; j < FRAGMENTS_N; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[i][j][e] = total[i][j][e] = 0;
-  auto promote = [&](int j) {  // a long chain of sums would lose more
+  auto promote = [&](int j) {  // a longer chain would lose more
 #if CHAINS
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i)
@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   };
 
   const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
-  uint32_t of_a[SLICES * QUADS], of_b[SLICES * QUADS];  // where this lane reads k = 4 i + c of a stage and the warp's first rows
+  uint32_t of_a[SLICES * QUADS], of_b[SLICES * QUADS];  // offsets of k = 4 i + c of a stage in the warp's first rows
 #pragma unroll
   for (int i = 0; i < SLICES * QUADS; ++i) {
     const int k = 4 * i + c;
@@ -388,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int j = 0; j < FRAGMENTS_N; ++j) promote(j);
 
-  // A lane has rows `group` of blocks of 8, and columns 2 c and 2 c + 1 of fragments: neighbours of one row of pixels.
+  // A lane has row `group` of each block of 8 rows, and columns 2 c and 2 c + 1 of each fragment: neighbours of a row of pixels.
   y += split * p.size;
   const int channels = divided((int)p.rows, p.by_phases);
   auto store = [&](auto finish) {
@@ -429,14 +429,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
 struct DmmaFilterArguments {
   long_t rows, rows_group;                      // output channels, and those of a group
-  long_t channels, taps, taps_rs, taps_s;       // of a row of y: taps, and those of a plane and of a row
-  long_t phases, phases_hw, phases_w;           // rows of an output channel
-  long_t to;                                    // where the first element is written
-  long_t w_base, w_group, w_row, w_channel, w_t, w_r, w_s;  // elements of the filter as it comes
-  long_t w_phase_d, w_phase_h, w_phase_w;       // from one phase's first tap to the next one's
+  long_t channels, taps, taps_rs, taps_s;       // channels of a packed row; taps, and those of a plane and of a row
+  long_t phases, phases_hw, phases_w;           // neighbouring phases, which are rows of an output channel
+  long_t to;                                    // offset of the first element in `packed`
+  long_t w_base, w_group, w_row, w_channel, w_t, w_r, w_s;  // strides of the filter as it is given, in elements
+  long_t w_phase_d, w_phase_h, w_phase_w;       // elements from one phase's first tap to the next one's
 };
 
-// The filter as rows of k whose innermost part are the channels: packed[row][phase][tap][channel]. A thread -> an element.
+// Packs the filter as rows of k with the channels innermost: packed[row][phase][tap][channel]. A thread -> an element.
 extern "C" __global__ void dmma_filter(const double* __restrict__ w, double* __restrict__ packed, const __grid_constant__ DmmaFilterArguments p) {
   AFTER_LAST_LAUNCH
   const long_t i = (long_t)blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,29 +1,29 @@
-// few_inputs.cu: convolutions of few channels, as first layers are, on tensor cores that warps feed themselves. Arrays have their channels last, or
+// few_inputs.cu: convolutions of few input channels, as in first layers, on tensor cores that warps feed themselves. Arrays have their channels last, or
 // with PLANES are NCHW.
 //
 //   y[pixel, k] = sum over the taps t, r, s and c of x[pixel + tap, c] * w[k, tap, c], and finish.cuh
-//   gemm m: pixel | gemm n: output channel | gemm k: words of 4 bytes of x: of a row of taps the channels of all of them, which lie side by side
+//   gemm m: pixel | gemm n: output channel | gemm k: words of 4 bytes of x: the channels of all taps of a row of taps, which are contiguous
 //   With PLANES gemm m is the output channel, gemm n the pixel, and gemm k goes over the channels' rows of taps one after another.
 //
-// Nothing is packed. Few channels fill no row of a tensor load, and most of a layer's bytes are y's.
+// Nothing is packed: few channels do not fill a row of a tensor load, and most of a layer's bytes are y's.
 //
-// Mapping  block -> BLOCK_N channels of y, and of its tiles of 256 pixels, which are rows x columns of a slice of an image, one after another.
-//          warp -> 32 pixels, sixteens of neighbours in a row, by all the channels. Sums are in registers.
+// Mapping  block -> BLOCK_N channels of y, and some of their tiles of 256 pixels, one after another. A tile is rows x columns of a slice of an image.
+//          warp -> 32 pixels of all the block's channels, sixteen neighbours of a row at a time. Sums are in registers.
 // Memory   shared: the filter as the tensor core takes it, [step][8 of gemm n][lane][8 bytes], or with PLANES [step][16 of gemm m][hi, lo][lane][16 bytes];
-//          where each word of gemm k lies in the patch, from the pixel's first on, and which of its bytes count; one or two patches: the rows of x that a
-//          tile's pixels meet. With two, one is loaded while the other is multiplied.
-// Filter   It is read in the order of its memory, each number once, and goes to its place among zeros, beside the first patch's loads. A table
+//          for each word of gemm k its offset in the patch from a pixel's first element, and which of its bytes count; one or two patches: the rows of x
+//          that a tile's pixels read. With two, one is loaded while the other is multiplied.
+// Filter   Each number is read once, in the order of memory, and put to its place among zeros, beside the first patch's loads. A table
 //          says where in a channel's words each tap and channel of x goes.
 // Loads    Rows of x are copied as runs of 16, 8 or 4 bytes, whichever divides a row, so a row of the patch may begin some elements before
 //          its first pixel. Other rows are copied element by element.
-// Words    With 16 bits a word is two neighbours. A pixel may begin in the middle of one: then every row of taps has a word that begins one
-//          element before it. Where pixels of odd columns begin otherwise than those of even ones, there is a copy of the patch for them, one
-//          element further left. What a word has beside a row of taps is masked: the filter is zero there, and zero times Inf would be NaN.
-// PRODUCTS With 3 a float32 is two halves of TF32: hi.hi, hi.lo and lo.hi of eight words are added up by the tensor core, then into the sum. The plain
-//          cores compute a warp's tile again if a sum is a NaN, since the halves of Inf make one, or a number so small that its lo loses bits.
-// y        A lane's columns of 8 or 16 neighbouring columns are neighbouring channels, because the filter is laid out so: it writes 16 or 8 bytes
+// Words    In 16 bits a word is two neighbours. A pixel may begin in the middle of one: then every row of taps has a word that begins one
+//          element before it. If odd columns begin in the middle of a word and even ones do not, or the reverse, odd columns read a copy of the patch
+//          that lies one element further left. Elements of a word outside the row of taps are masked: the filter is zero there, and 0 x Inf is NaN.
+// PRODUCTS With 3 a float32 is two halves of TF32: the tensor core adds hi.hi, hi.lo and lo.hi of eight words, and then that to the sum. The plain
+//          cores compute a warp's tile again if a sum is NaN, which the halves of Inf make, or if a number was so small that its lo loses bits.
+// y        The filter is laid out so that a lane's columns of 8 or 16 neighbouring columns are neighbouring channels: it writes 16 or 8 bytes
 //          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of two or four eights are 16 bytes of
-//          neighbouring pixels. Where rows of y are no multiple of that, a warp turns its sums in shared memory: neighbouring lanes write neighbours.
+//          neighbouring pixels. If rows of y are no multiple of that, a warp transposes its sums in shared memory, so neighbouring lanes write neighbours.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/few_inputs.cu
 #ifndef TYPE
@@ -40,29 +40,29 @@
 
 typedef element<TYPE> data_t;
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, SIXTEENS = 2;  // of pixels, of a warp
+constexpr int WARPS = 8, THREADS = 32 * WARPS, SIXTEENS = 2;  // SIXTEENS of pixels, of a warp
 constexpr int COLUMN_TILES = BLOCK_N / 8;
 constexpr int EACH = 4 / (int)sizeof(data_t);                     // elements of a word
-constexpr int TOGETHER = EACH == 2 && COLUMN_TILES % 4 == 0 ? 4 : 2;  // eights of columns of which a lane's are neighbouring channels
-[[maybe_unused]] constexpr int NEIGHBOURS = 2 * TOGETHER;                          // so many
+constexpr int TOGETHER = EACH == 2 && COLUMN_TILES % 4 == 0 ? 4 : 2;  // column tiles in which a lane's columns are neighbouring channels
+[[maybe_unused]] constexpr int NEIGHBOURS = 2 * TOGETHER;                          // these channels
 #if PLANES
-constexpr int EIGHTS = SIXTEENS * 2;                              // of pixels, of a warp
+constexpr int EIGHTS = SIXTEENS * 2;                              // column tiles of pixels, of a warp
 constexpr int RUN_PIXELS = 4 * EACH;                              // neighbours that a lane writes at once: 16 bytes
-constexpr int RUNS_OF_LANE = 2 * EIGHTS / RUN_PIXELS;             // of each channel; one begins 4 * RUN_PIXELS after the other
+constexpr int RUNS_OF_LANE = 2 * EIGHTS / RUN_PIXELS;             // runs of each channel; the second begins 4 * RUN_PIXELS after the first
 constexpr int EIGHTS_OF_RUN = EIGHTS / RUNS_OF_LANE;
-constexpr int TURNED_PITCH = 36;                                  // floats from one channel's pixels to the next, where a warp turns its sums
+constexpr int TURNED_PITCH = 36;                                  // floats from one channel's pixels to the next, where a warp transposes its sums
 #endif
 #if PLANES
 constexpr int STEP_FILTER = BLOCK_N * 8 * (PRODUCTS == 3 ? 2 : 1);  // words of a step
-constexpr int OF_SIXTEEN = STEP_FILTER / (BLOCK_N / 16);            // of 16 channels; the second half of them are the lo
+constexpr int OF_SIXTEEN = STEP_FILTER / (BLOCK_N / 16);            // words of 16 channels; the second half are the lo
 #else
 constexpr int STEP_FILTER = BLOCK_N * 8;
 #endif
-constexpr int AT_ONCE = 8;                                        // elements that a thread loads before it keeps the first, where it loads them one by one
+constexpr int AT_ONCE = 8;                                        // elements that a thread loads, one by one, before it uses the first
 #if defined(LAYER) || BLOCK_N < 64 || (PLANES && PRODUCTS == 1)
-constexpr int BLOCKS = 2;                                         // of a multiprocessor at once
+constexpr int BLOCKS = 2;                                         // blocks of a multiprocessor at once
 #else
-constexpr int BLOCKS = 1;                                         // what finishes sums whatever there is wants registers
+constexpr int BLOCKS = 1;                                         // an epilogue that is not known takes registers
 #endif
 static_assert(COLUMN_TILES % TOGETHER == 0, "whole runs of channels");
 static_assert(PRODUCTS == 1 || TYPE == 32, "of float32");
@@ -71,29 +71,29 @@ static_assert(PRODUCTS == 1 || TYPE == 32, "of float32");
 struct FewInputsArguments {
   long long workers, by_workers;                        // blocks that share the tiles of the same channels
   long long tiles, tiles_w, by_tiles_w, tiles_h, by_tiles_h, out_d, by_out_d;  // tiles along w, along h; slices of an image of y
-  long long column_bits, rows;                          // of a tile, which has 2^column_bits columns
-  long long k, steps, words, row_words, by_row_words;   // channels of y of a group; eights of words, words, and words of a row of taps
-  long long run, lead;                                  // elements of a row of taps, and before it in its first word
-  long long tap_s, by_tap_s, tap_r, by_tap_r;           // rows of taps in a row, if the columns are apart; taps along r
+  long long column_bits, rows;                          // column_bits: log2 of a tile's columns; rows of a tile
+  long long k, steps, words, row_words, by_row_words;   // channels of y of a group; steps of 8 words; words of gemm k, and of a row of taps
+  long long run, lead;                                  // elements of a row of taps; those before it in its first word
+  long long tap_s, by_tap_s, tap_r, by_tap_r;           // rows of taps in a row of the filter, if its columns are apart; taps along r
   long long c, pixel, slices, by_slices;                // channels of x of a group; elements of a pixel of x; with PLANES slices of a filter
-  long long groups, group_chunks, by_group_chunks, w_group;  // with PLANES: blocks of channels of a group, elements of the filter of one
-  long long w_k, w_c, w_tap;                            // elements of the filter from one to the next
-  long long w_order, outer, by_outer, inner, by_inner, filters;  // FilterOrder; elements of one of the outermost, of the next; all of a block
-  long long taps, by_taps, last_tap, row_taps, by_row_taps;  // of the filter; the last, if they are taken in reverse, or -1; of a row of taps
-  long long channel_words;                              // with PLANES: from one channel of x to the next
-  long long depth, height, width;                       // of x
-  long long patch, patch_rows, by_patch_rows, pitch;    // rows of all slices, of one; elements from one row to the next
-  long long unit, units, by_units, shift;               // elements that are copied at once; of a row, so many of them; elements before the first pixel
-  long long stages, stage_bytes;                        // patches
+  long long groups, group_chunks, by_group_chunks, w_group;  // with PLANES: blocks of channels of a group; elements of a group's filter
+  long long w_k, w_c, w_tap;                            // elements of the filter from one k, c and tap to the next
+  long long w_order, outer, by_outer, inner, by_inner, filters;  // FilterOrder; elements along its outermost axis, and the next one; elements of a block's filter
+  long long taps, by_taps, last_tap, row_taps, by_row_taps;  // of the filter: taps; the last tap if they are taken in reverse, else -1; taps of a row
+  long long channel_words;                              // with PLANES: words from one channel of x to the next
+  long long depth, height, width;                       // size of x
+  long long patch, patch_rows, by_patch_rows, pitch;    // patch rows of all slices, and of one; elements from one row to the next
+  long long unit, units, by_units, shift;               // elements of a unit that is copied at once; units of a row; elements before the first pixel
+  long long stages, stage_bytes;                        // patches, and bytes of one
   long long stride_d, stride_h, stride_w, low_d, low_h, low_w, dilation_d, dilation_h, dilation_w;
-  long long p, q;                                       // of y
-  long long table_at, places_at, patch_at, copy_at;     // bytes of shared memory before them; copy_at: from the patch to its copy, or 0
-  long long wide, turned_at;                            // whether pixels of y begin at multiples of what a lane writes at once; PLANES: so many
-                                                        // elements; and bytes before the sums that are turned where these are few
+  long long p, q;                                       // size of y
+  long long table_at, places_at, patch_at, copy_at;     // offsets in shared memory in bytes; copy_at: from the patch to its copy, or 0
+  long long wide, turned_at;                            // wide: whether pixels of y begin at multiples of what a lane writes at once; with PLANES the elements of
+                                                        // that; turned_at: the offset of the sums that are transposed if these are few
   long long has_bias, has_scale, has_residual, activation, slope;
 };
 
-// How a filter lies in memory, outermost first.
+// The order of a filter's axes in memory, outermost first.
 enum FilterOrder { K_CHANNEL_TAP, K_TAP_CHANNEL, CHANNEL_K_TAP, CHANNEL_TAP_K };
 
 DEVICE uint32_t load_word(uint32_t from) {
@@ -107,7 +107,7 @@ DEVICE uint2 load_words(uint32_t from) {
   return v;
 }
 
-// An element as the tensor core takes it.
+// An element in the form that the tensor core takes.
 DEVICE data_t factor(data_t v) {
 #if TYPE == 32 && PRODUCTS == 1
   return __uint_as_float(to_tf32(v));
@@ -117,7 +117,7 @@ DEVICE data_t factor(data_t v) {
 }
 
 #if PRODUCTS == 3
-// A float32 as two halves, of whose bits the tensor core takes TF32's.
+// A float32 as two halves, of which the tensor core takes TF32's bits.
 struct Halves {
   uint32_t hi, lo;
   DEVICE Halves(uint32_t v) {
@@ -126,19 +126,19 @@ struct Halves {
     lo = __float_as_uint(__uint_as_float(v) - __uint_as_float(hi)) + HALF;
   }
 };
-// Of a number that is not finite hi is the number, and lo next to nothing.
+// The halves to keep of a filter's element: if it is not finite, hi is the element, and lo next to nothing.
 DEVICE Halves kept_halves(float v) {
   Halves of(__float_as_uint(v));
   if (!(fabsf(v) < INFINITY)) of.hi = __float_as_uint(v) | (v != v ? 0x400000 : 0), of.lo = 0x1000;
   return of;
 }
-// The number again.
+// The element that was split.
 DEVICE float whole_of(uint32_t hi, uint32_t lo) { return __uint_as_float(hi) + __uint_as_float(lo - 0x1000); }
-// The bits of a magnitude, of which zero has the most; and those of 2^-100, from which on no lo loses any.
+// A magnitude's bits less one, which makes zero the largest; ENOUGH is that of 2^-100, from which on no lo loses bits.
 DEVICE uint32_t magnitude(uint32_t v) { return 2 * v - 1; }
 constexpr uint32_t ENOUGH = 27u << 24;
-// Adds to all sums of a lane what truncation lost, and tells whether the whole warp may keep its sums: none is a NaN, and no magnitude that was met,
-// of which `least` is this lane's, is too small.
+// Adds what truncation lost to all sums of a lane. Returns whether the whole warp may keep its sums: none is NaN, and no magnitude that it has read
+// (`least` is this lane's smallest) is too small.
 template <class EachSum> DEVICE bool sums_stand(const EachSum& each_sum, uint32_t least) {
   bool good = least >= ENOUGH;
   each_sum([&](float& v) {
@@ -149,7 +149,7 @@ template <class EachSum> DEVICE bool sums_stand(const EachSum& each_sum, uint32_
 }
 #endif
 
-// A word of gemm k: the tap that its row begins with, and the element of the row that it begins with, which may be -1.
+// A word of gemm k: the first tap of its row, and the element of the row that it begins with, which may be -1.
 struct Word {
   int t, r, s, element;
   DEVICE Word(const FewInputsArguments& arg, int number) {
@@ -159,9 +159,9 @@ struct Word {
   }
 };
 
-// Which rows of x a tile's patch holds.
+// Where a tile and its patch begin.
 struct Corner {
-  // the image; of y the slice, of all images, and the first pixel; of x the first slice, row and element of one, which may lie outside
+  // the image; the tile's slice, counted over all images, and its first pixel of y; the patch's first slice, row and element of x, which may lie outside
   int n, slice, p, q, d, h, element;
   DEVICE Corner(const FewInputsArguments& arg, int tile) {
     const Divided of_w(tile, arg.tiles_w, arg.by_tiles_w), of_h(of_w.quotient, arg.tiles_h, arg.by_tiles_h), of_d(of_h.quotient, arg.out_d, arg.by_out_d);
@@ -173,7 +173,7 @@ struct Corner {
 
 // Unit i of a patch.
 struct Unit {
-  int from;  // of x, in elements
+  int from;  // offset in x, in elements
   bool mine, there;
   DEVICE Unit(const FewInputsArguments& arg, const Corner& corner, int group, int i, int row_elements) {
     const Divided of_row(i, arg.units, arg.by_units), of_slice(of_row.quotient, arg.patch_rows, arg.by_patch_rows);
@@ -198,14 +198,14 @@ DEVICE void copy_patch(const FewInputsArguments& arg, const data_t* x, const Cor
 }
 
 #if PLANES
-// Where a warp's pixel `pixel` of a tile lies in y: elements from its image's first of a channel on, or -1 outside.
+// The offset in y of pixel `pixel` of a warp's part of a tile, in elements from the first of an image's channel; -1 outside.
 DEVICE int place_of(const FewInputsArguments& arg, const Corner& corner, int pixel) {
   const int down = pixel >> (int)arg.column_bits, row = corner.p + down, column = corner.q + pixel - (down << (int)arg.column_bits);
   const int slice = corner.slice - corner.n * (int)arg.out_d;
   return row < (int)arg.p && column < (int)arg.q ? (slice * (int)arg.p + row) * (int)arg.q + column : -1;
 }
 
-// The results of a tile. A lane has runs of neighbouring pixels of every eighth channel.
+// Stores a tile's results. A lane has runs of neighbouring pixels of every eighth channel.
 DEVICE void store_planes(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], const data_t* bias, const data_t* scale,
                          const data_t* residual, data_t* y, const Corner& corner, int group, int first_k) {
   struct alignas(16) Run {
@@ -241,12 +241,12 @@ DEVICE void store_planes(const FewInputsArguments& arg, float (&sum)[COLUMN_TILE
   }
 }
 
-// The same where rows of y are no multiple of a run: sums are turned in the warp's part of shared memory, so that neighbouring lanes write
+// The same if rows of y are no multiple of a run: the warp transposes its sums in its part of shared memory, so that neighbouring lanes write
 // neighbouring runs of RUN pixels of a channel.
 template <int RUN>
 DEVICE void store_turned(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], float* turned, const data_t* bias,
                          const data_t* scale, const data_t* residual, data_t* y, const Corner& corner, int group, int first_k) {
-  constexpr int RUNS = 32 / RUN, SOME = 4 / RUN;  // of a channel; that a lane finishes together
+  constexpr int RUNS = 32 / RUN, SOME = 4 / RUN;  // runs of a channel; runs that a lane finishes together
   struct alignas(RUN * sizeof(data_t)) Run {
     data_t v[RUN];
   };
@@ -269,7 +269,7 @@ DEVICE void store_turned(const FewInputsArguments& arg, float (&sum)[COLUMN_TILE
     for (int first = 0; first < 8 / RUN; first += SOME) {
       float v[4];
       Run added[SOME] = {};
-      int at[SOME];  // where a run lies in y, or -1
+      int at[SOME];  // a run's offset in y, or -1
 #pragma unroll
       for (int i = 0; i < SOME; ++i) {
         const int of_group = first_k + eight * 8 + (first + i) * RUN + lane / RUNS;
@@ -328,8 +328,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     *((uint2*)table + (i / 8 * 4 + i % 4) * 2 + i / 4 % 2) = make_uint2(at, mask);
   }
 
-  // where this lane's pixels of a tile begin in the patch: of each sixteen one, and one 8 columns further. With PLANES the first of a run, and
-  // others two columns further each. They are all odd or all even.
+  // Where this lane's pixels of a tile begin in the patch: one of each sixteen, and one 8 columns further. With PLANES the first of a run, and
+  // others two columns further each. Their columns are all odd or all even.
   const bool copied = EACH == 2 && arg.copy_at != 0, odd = copied && lane / 4 % 2 == 1;
   const uint32_t further = (PLANES ? 2 : 8) * (int)arg.stride_w * of_pixel * (int)sizeof(data_t);
   const auto base_of = [&](int pixel) {
@@ -399,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int i = 0; i < AT_ONCE; ++i) {
       const int number = first + i * THREADS;
       const Divided outer(number, arg.outer, arg.by_outer);
-      int k = outer.quotient, at = outer.rest, from = number;  // of the block's filters, which begin at a multiple of a filter
+      int k = outer.quotient, at = outer.rest, from = number;  // position in the block's filters, which begin at a multiple of a filter
       if (order >= CHANNEL_K_TAP) {
         const Divided inner(outer.rest, arg.inner, arg.by_inner);
         const int tap = order == CHANNEL_K_TAP ? inner.rest : inner.quotient;
@@ -435,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       }
   }
 
-  uint32_t now = 0;  // the patch that is multiplied, in bytes behind the first
+  uint32_t now = 0;  // offset in bytes of the patch that is multiplied
   for (int tile = first_tile; tile < tiles; tile += workers) {
     __syncthreads();  // the patch before has been read
     if (stages == 1) load(tile, patches);
@@ -468,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES / 2 * EIGHTS * 4; ++i) f(sum[i / (EIGHTS * 4)][i / 4 % EIGHTS][i % 4]);
     };
-    uint32_t least = *small_filter;  // magnitude met
+    uint32_t least = *small_filter;  // the smallest magnitude that was read
 #endif
     for (int step = 0; step < steps; ++step) {
       const uint4 at = load_vector(table_lane + step * 64);
@@ -550,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     };
 #if PRODUCTS == 3
     each_sum([&](float& v) { v = 0; });
-    uint32_t least = *small_filter;  // magnitude met
+    uint32_t least = *small_filter;  // the smallest magnitude that was read
     for (int step = 0; step < steps; ++step) {
       const uint4 at = load_vector(table_lane + step * 64);
       uint32_t hi[SIXTEENS][4], lo[SIXTEENS][4];
@@ -618,12 +618,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 #endif
 
-    // y
+    // stores to y
     struct alignas(NEIGHBOURS * sizeof(data_t)) Neighbours {
       data_t v[NEIGHBOURS];
     };
     const bool wide = arg.wide != 0;
-    asm volatile("" : "+r"(first_pixel));  // or the compiler would keep where all pixels lie
+    asm volatile("" : "+r"(first_pixel));  // else the compiler would keep all pixels' offsets
     const Corner corner(arg, tile);
     for_all<COLUMN_TILES / TOGETHER>([&](auto group) {
       constexpr int eight = decltype(group)::value * TOGETHER;

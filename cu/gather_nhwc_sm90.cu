@@ -3,16 +3,16 @@
 //   y[pixel, k] = sum over taps and c of x[pixel + tap, c] * w[k, tap, c], and finish.cuh
 //   gemm m: pixel (n,o,p,q) of the batch | gemm n: output channel | gemm k: (tap, c), c fastest, in stages of 128 bytes
 //
-// A tensor load brings one tap's channels and fills the rest of a row of 128 bytes with zeros. Here threads copy instead: a stage's row is 128
-// bytes of (tap, c) that follow one another, whichever taps they belong to. So 24 channels of 3x3 taps in 16 bits are 4 stages instead of 9.
+// A tensor load fetches one tap's channels and fills up a row of 128 bytes with zeros. Here threads copy instead: a stage's row is 128
+// contiguous bytes of (tap, c), whichever taps they belong to. So 24 channels of 3x3 taps in 16 bits are 4 stages instead of 9.
 //
 // Mapping  block: tiles of BLOCK_M pixels x BLOCK_N channels. A block has a consumer warpgroup for each 64 pixels, and behind them a warp for each
-//          16 pixels, which copies x. The first thread of these asks for w too. Blocks are persistent, unless a cluster shares a tile.
+//          16 pixels, which copies x. The first thread of these also loads w. Blocks are persistent, unless a cluster shares a tile.
 // Shared   as in dense_nhwc_sm90.cu. A stage is full when w and the parts of all copying warps have arrived.
-// x        Threads copy COPY bytes at once, which belong to one tap: 16, or 4 where a tap's bytes are no multiple of 16. Neighbouring lanes copy
-//          neighbours of a row. They write zeros where a tap meets no pixel. A copying warp has 16 rows of each stage, and some stages under way;
-//          it tells the consumers what has arrived. They fence it for wgmma. For TF32 they first round it in its place, since wgmma cuts off.
-// w        rows of gemm k by TMA, as it lies or as transpose_filter.cu made it.
+// x        Threads copy COPY bytes of one tap at once: 16, or 4 if a tap's bytes are no multiple of 16. Neighbouring lanes copy
+//          neighbours of a row. They write zeros where a tap lies outside x. A copying warp has 16 rows of each stage, and some stages under way.
+//          It tells the consumers what has arrived, and they fence it for wgmma. For TF32 they first round it in its place, since wgmma truncates.
+// w        rows of gemm k, loaded by TMA, as w lies or as transpose_filter.cu made it.
 // Rows     If no tap lies outside of a row of x, and taps are neighbours, a row of the filter counts as one tap with the channels of all its taps.
 // Cluster  as in dense_nhwc_sm90.cu.
 //
@@ -26,21 +26,21 @@
 #define CLUSTER 1   // blocks that share a tile
 #endif
 
-// What the kernel is told. by_n is the divisor n, prepared (division.cuh).
+// The arguments. by_n is the divisor n, prepared (division.cuh).
 struct GatherPhase {
-  long long tiles, tiles_n, by_tiles_n;                     // all; along channels
+  long long tiles, tiles_n, by_tiles_n;                     // all tiles; those along channels
   long long blocks, part;                                   // stages of a sum, and of one of CLUSTER parts
   long long rows, by_rows;                                  // output channels
-  long long copies, tap_copies, by_tap_copies;              // of a pixel's gemm k; of a tap's channels
+  long long copies, tap_copies, by_tap_copies;              // copies of a pixel's gemm k; of a tap's channels
   long long tap_t, tap_r, by_tap_r, tap_s, by_tap_s;        // taps along each axis, 31 at most in all
   long long dilation_d, dilation_h, dilation_w;             // offset in x from one tap to the next
-  long long depth, height, width, channels;                 // of x
+  long long depth, height, width, channels;                 // size of x
   long long pixels;                                         // of y
   long long stride_d, stride_h, stride_w;                   // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
   long long low_d, low_h, low_w;
   long long load_plane, by_load_plane, load_pq, by_load_pq, load_q, by_load_q;  // pixels of an image, a slice and a row
   long long plane, by_plane, pq, by_pq, q, by_q;            // the same, as y is written
-  long long out_size, out_base, out_d, out_h, out_w;        // pixels of an image of y, the first one, and from one to the next
+  long long out_size, out_base, out_d, out_h, out_w;        // pixels of an image of y, the first pixel, and from one to the next
   long long wide;                                           // how channels of y are written: Wide
   long long has_bias, has_scale, has_residual, activation, slope;         // what finishes a sum; slope: a float's bits
 };
@@ -50,44 +50,44 @@ typedef GatherPhase Phase;
 
 constexpr int COPYING = 2 * BLOCK_M, THREADS = CONSUMER_THREADS + COPYING;
 constexpr int LANES = 128 / COPY, AT_ONCE = 32 / LANES;         // copies of a row; rows that a warp copies at once
-constexpr int ROWS = 16, PASSES = ROWS / AT_ONCE;               // of a warp, in a stage
+constexpr int ROWS = 16, PASSES = ROWS / AT_ONCE;               // rows of a warp in a stage
 constexpr int EACH = COPY / (int)sizeof(data_t);                // elements of a copy
-constexpr int UNDER_WAY = STAGES < 4 ? STAGES - 2 : STAGES / 2;  // stages of a warp that have not arrived: consumers keep one until the next is there
+constexpr int UNDER_WAY = STAGES < 4 ? STAGES - 2 : STAGES / 2;  // a warp's stages that have not arrived: consumers keep one stage until the next is there
 static_assert(COPY == 16 || COPY == 4, "copies of 16 bytes, or single words");
 static_assert(STAGES >= 2, "a ring");
 
 // ---- the copying warps
 
-// COPY bytes from `from`, or zeros, to `further` bytes behind `to`; all that this thread copies to a stage is a group.
+// Copies COPY bytes from `from`, or zeros, to `further` bytes behind `to`. All that a thread copies to a stage is one group.
 template <int further> DEVICE void copy(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0 + %1], [%2], %3, %4;" ::"r"(to), "n"(further), "l"(from), "n"(COPY), "r"(there ? COPY : 0) : "memory");
 }
 
-// The rows of a stage that a lane copies some of.
+// A lane's copies of a stage.
 struct Lane {
   int warp, chunk, first;  // which COPY bytes of a row; the first row
   DEVICE Lane() : warp((threadIdx.x - CONSUMER_THREADS) / 32), chunk(threadIdx.x % LANES), first(warp * ROWS + threadIdx.x % 32 / LANES) {}
-  // bytes from the stage to the copy to a row that is `further` ones behind the first: 16 bytes have changed places within eight rows, as wgmma
-  // wants them
+  // Offset in a stage of the lane's copy in the row `further` rows behind its first: 16-byte pieces are swizzled over eight rows, as wgmma
+  // wants them.
   DEVICE uint32_t place(int further) const {
     const int row = first + further;
     return row * 128 + (chunk * COPY ^ row % 8 * 16);
   }
 };
 
-// Taps that an axis has, and which of them lie inside of x for a pixel whose first one is at `at`: a bit each.
+// Bit i is set if tap i of an axis lies inside x, for a pixel whose first tap is at `at`.
 DEVICE uint32_t taps_inside(int at, int size, int taps, int step) {
   uint32_t met = 0;
   for (int tap = 0; tap < taps; ++tap) met |= (uint32_t)((unsigned)(at + tap * step) < (unsigned)size) << tap;
   return met;
 }
 
-// Where the pixels of a lane's rows lie in x, of tap 0, and the taps that lie inside: bits of s, then of r, then of t.
+// The offsets in x of a lane's rows' pixels, at tap 0, and the taps that lie inside x: bits of s, then of r, then of t.
 struct Rows {
   int element[PASSES];
   uint32_t inside[PASSES];
   DEVICE Rows(const Phase& shape, const Lane& lane, int pixel) {
-    const int own = pixel + lane.warp * ROWS + threadIdx.x % ROWS;  // a lane finds one row's, and tells the others
+    const int own = pixel + lane.warp * ROWS + threadIdx.x % ROWS;  // a lane finds one row's pixel, and tells the others
     const LoadBase base(shape, own);
     const int at = (((base.image * (int)shape.depth + base.d) * (int)shape.height + base.h) * (int)shape.width + base.w) * (int)shape.channels;
     const int s = (int)shape.tap_s, r = (int)shape.tap_r;
@@ -126,7 +126,7 @@ DEVICE void produce(const data_t* x, const CUtensorMap* map_w, const Shapes& sha
       const Divided of_slice(of_row.quotient, tap_r, shape.by_tap_r);
       const int w = of_row.rest * (int)shape.dilation_w, h = of_slice.rest * (int)shape.dilation_h, d = of_slice.quotient * (int)shape.dilation_d;
       const int further = ((d * height + h) * width + w) * (int)shape.channels + of_tap.rest * EACH;
-      // the last bit is no tap's: there is nothing to copy behind the last tap
+      // the last bit is no tap's: behind the last tap nothing is copied
       const uint32_t tap = number < (int)shape.copies ? 1u << of_row.rest | 1u << (tap_s + of_slice.rest) | 1u << (tap_s + tap_r + of_slice.quotient) : 1u << 31;
       const uint32_t a = ring.stage(at), arrived = ring.arrived(at);
       ring.wait_empty(at);
@@ -151,9 +151,9 @@ DEVICE void produce(const data_t* x, const CUtensorMap* map_w, const Shapes& sha
   while (under_way-- > 0) hand_over(ring, arriving);
 }
 
-// ---- what consumers do with what was copied, which no fence of the copying warps waited for: that would wait for all copies under way
+// ---- consumers fence what was copied; the copying warps don't, since their fence would wait for all copies under way
 
-// A consumer's rows of a stage become wgmma's.
+// Makes a consumer's rows of a stage readable for wgmma.
 DEVICE void take_over(uint8_t* rows) {
 #if TYPE == 32
 #pragma unroll
@@ -197,6 +197,6 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
 #endif
   }
 #if CLUSTER > 1
-  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read of it
+  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read from it
 #endif
 }

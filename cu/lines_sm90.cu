@@ -1,26 +1,25 @@
-// lines_sm90.cu: convolutions of float32 arrays as they lie in memory, NCHW, on Hopper's tensor cores, for TF32's precision: nothing is packed
-// but the filter.
+// lines_sm90.cu: convolutions of float32 arrays as they lie in memory, NCHW, on Hopper's tensor cores, with TF32's precision. Only the filter is packed.
 //
 //   D[pixel, k] = sum over lines and s of A[pixel, line, s] * B[k, line, s]
-//   A line is a row of a channel that a pixel's taps meet, (c, r). The taps along it meet neighbours. So a thread that has a few of a line's numbers
+//   A line is a row of a channel that a pixel's taps read, (c, r). The taps along it read neighbours. So a thread that has a few of a line's numbers
 //   in registers has operand A of all taps s: another tap is another choice of registers.
 //
 // In TF32 nothing is scaled, and Inf, NaN and 1e-38 are numbers like others: it takes a float32 number's exponent and, rounded, 11 bits of it.
-// FP16_OPERANDS: fp16 numbers have as many bits, and their products take half the time. On the way into fp16 x is scaled by X_SCALE, and w by a
-// factor of its channel. If a warp's sums are not what TF32 would make of them (see `store`), its block does them again in TF32 after its last tile.
+// FP16_OPERANDS: fp16 numbers have as many bits, and their products take half the time. Converted to fp16, x is scaled by X_SCALE, and w by a
+// factor of its channel. If a warp's sums are not what TF32 would give (see `store`), its block computes them again in TF32 after its last tile.
 //
-// Mapping  block: persistent, one a multiprocessor; has BLOCK_N channels of y and takes tiles of 4 * CONSUMERS units of pixels, every
-//          gridDim.x / across-th one. A unit is a warp's: WARP_TILE_W x WARP_TILE_H pixels of an image, PIXEL_QUADS * 32 of them.
-//          warpgroup 0: one thread loads w, and one x for each consumer. Each consumer warpgroup has a ring of x of its own. So they drift apart,
-//          and one stores while another multiplies.
-// A        goes through registers: nothing else transposes an operand of 32 bits. A thread has four neighbouring pixels of a row, the quad lane / 4;
-//          with PIXEL_QUADS = 2 also the four below, and rows of x that both meet are read once. It has every fourth line, from lane % 4 on.
-//          It does not matter which row of the product is which pixel, so they are ordered so that y is written 16 bytes at once.
-// Lines    are taken by eights, with FP16_OPERANDS by sixteens: so many channels of a row. FLAT, for fewer than 8 channels: all (c, r), r fastest,
+// Mapping  block: persistent, one a multiprocessor; has BLOCK_N channels of y and takes every (gridDim.x / across)-th tile of 4 * CONSUMERS units of
+//          pixels. A unit is a warp's: WARP_TILE_W x WARP_TILE_H pixels of an image, PIXEL_QUADS * 32 of them.
+//          warpgroup 0: one thread loads w, and one thread loads x for each consumer. Each consumer warpgroup has a ring of x of its own. So they drift
+//          apart, and one stores while another multiplies.
+// A        goes through registers, because wgmma cannot transpose 32-bit operands in shared memory. A thread has four neighbouring pixels of a row, the
+//          quad lane / 4; with PIXEL_QUADS = 2 also the four below, and rows of x that both read are read once. It has every fourth line, from
+//          lane % 4 on. Which row of the product a pixel is does not matter, so they are ordered so that y is written 16 bytes at once.
+// Lines    are taken eight at once, with FP16_OPERANDS sixteen: so many channels of a row. FLAT, for fewer than 8 channels: all (c, r), r fastest,
 //          and zeros behind the last.
-// Shared   w: W_STAGES stages of CHUNKS eights or sixteens of lines, [tap][BLOCK_N][lines], rows of 32 bytes, swizzled. W_RESIDENT: there are stages
-//          for all of w, and each is loaded once. x: a ring of STAGES stages for each consumer, [warp][BOX_H][CHANNELS][BOX_W]. A stage has what the
-//          taps of a unit meet, from a multiple of 16 bytes on, SHIFT columns before the first. It is swizzled where rows have SPAN bytes.
+// Shared   w: W_STAGES stages of CHUNKS eights or sixteens of lines, [tap][BLOCK_N][lines], rows of 32 bytes, swizzled. W_RESIDENT: all of w has
+//          stages of its own, and each is loaded once. x: a ring of STAGES stages for each consumer, [warp][BOX_H][CHANNELS][BOX_W]. A stage has what
+//          the taps of a unit read, from a multiple of 16 bytes on, SHIFT columns before the first. It is swizzled if rows have SPAN bytes.
 //          full: the bytes have arrived; empty: the consumer's 4 warps, or for w all warps, have read them.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/lines_sm90.cu
@@ -34,7 +33,7 @@
 #define CHUNKS 1
 #define FP16_OPERANDS 0
 #define FLAT 0
-#define CHANNELS 8   // in a box
+#define CHANNELS 8   // channels of a box
 #define R 3
 #define S 3
 #define STRIDE_H 1
@@ -53,20 +52,20 @@
 #include "truncation.cuh"
 #include "ring.cuh"
 
-template <bool halves> constexpr int LINES = halves ? 16 : 8;  // that a product takes at once
+template <bool halves> constexpr int LINES = halves ? 16 : 8;  // lines that a product takes at once
 [[maybe_unused]] constexpr float X_SCALE = 1024;
 constexpr int THREADS = 128 * (1 + CONSUMERS), UNITS = 4 * CONSUMERS;
-constexpr int TAPS = (FLAT ? 1 : R) * S;                              // of an eight of lines
+constexpr int TAPS = (FLAT ? 1 : R) * S;                              // taps of eight lines
 constexpr int W_TAP = BLOCK_N * 32, W_STAGE = CHUNKS * TAPS * W_TAP;  // bytes
 constexpr int CHANNEL = BOX_W * 4, ROW = CHANNELS * CHANNEL, BOX = BOX_H * ROW, BOX_BYTES = (BOX + 1023) / 1024 * 1024, STAGE = 4 * BOX_BYTES;
-constexpr int LOADED = FLAT ? 1 : R + PIXEL_QUADS - 1;                // rows of a line that a thread takes
-constexpr int PIECES = (SHIFT + 3 * STRIDE_W + (S - 1) * DILATION_W) / 4 + 1;  // of 16 bytes, that a thread's taps meet of a row
-constexpr int ACROSS = WARP_TILE_W / 4;                               // fours of a unit's row
-// Stages of w that belong to one of x: with numbers of 32 bits that came for 16.
+constexpr int LOADED = FLAT ? 1 : R + PIXEL_QUADS - 1;                // rows of a line that a thread reads
+constexpr int PIECES = (SHIFT + 3 * STRIDE_W + (S - 1) * DILATION_W) / 4 + 1;  // pieces of 16 bytes that a thread's taps read of a row
+constexpr int ACROSS = WARP_TILE_W / 4;                               // quads of a unit's row
+// Stages of w for one stage of x: two if 32-bit numbers take the place of 16-bit ones.
 template <bool halves> constexpr int W_PARTS = FP16_OPERANDS && !halves ? 2 : 1;
 template <bool halves> constexpr bool RESIDENT_W = W_RESIDENT && halves == FP16_OPERANDS;
-// A row is loaded beside the products of the one before; not where these still read the same registers, one row a stage, nor where too many
-// registers would be needed.
+// A row is loaded beside the products of the row before, unless these still read the same registers (one row a stage), or too many registers would be
+// needed.
 constexpr bool BESIDE = S <= 5 && CHUNKS * LOADED > 1;
 static_assert(WARP_TILE_W % 4 == 0 && WARP_TILE_W * WARP_TILE_H == 32 * PIXEL_QUADS && WARP_TILE_H % PIXEL_QUADS == 0, "a unit is a warp's");
 static_assert(PIXEL_QUADS == 1 || (STRIDE_H == 1 && DILATION_H == 1 && !FLAT), "rows of x are shared");
@@ -74,27 +73,27 @@ static_assert(BLOCK_N % 32 == 0 && BLOCK_N * PIXEL_QUADS <= 128, "registers");
 static_assert(!FP16_OPERANDS || (!FLAT && W_STAGES > 1), "a stage of w is given back when the next one is multiplied");
 static_assert(FLAT ? CHANNELS * R <= 8 * CHUNKS : CHANNELS == LINES<FP16_OPERANDS> * CHUNKS, "a stage");
 
-// What the kernel is told of a product. by_n is the divisor n, prepared (division.cuh).
+// The arguments. by_n is the divisor n, prepared (division.cuh).
 struct LinesProduct {
-  long long across, tiles;                    // tiles along the channels; of units
+  long long across, tiles;                    // tiles along the channels; tiles of units
   long long steps;                            // stages of lines
   long long images;
-  long long unit_rows, unit_columns, by_unit_columns;  // units of an image,
+  long long unit_rows, unit_columns, by_unit_columns;  // units of an image;
   long long units, by_units;                  // all of them
-  long long columns, padded;                  // channels of y, and of w as it was laid
+  long long columns, padded;                  // channels of y, and of the packed w
   long long rows, wide;                       // P and Q
   long long image_step, plane;                // elements of y from one image, and one channel, to the next
-  long long low_w, low_h;                     // x of a unit's box: unit * UNIT * STRIDE + low
+  long long low_w, low_h;                     // x of a unit's box begins at unit * UNIT * STRIDE + low
   long long has_bias, has_scale, activation, slope;  // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
 };
 
-// Which four of a unit's is a lane's, and which line is number n of lane % 4 == c: so that 8 lanes that load 16 bytes each at once meet
-// every bank once. The distance between fours is 16 bytes, or STRIDE_W as much, that between lines BOX_W.
+// four_of: which of a unit's quads a lane has; line_of: which line is number n of the lanes with lane % 4 == c. They are chosen so that 8 lanes that load
+// 16 bytes each at once use every bank once. Quads are 16 bytes or STRIDE_W times as much apart, lines BOX_W.
 DEVICE int four_of(int lane) { return STRIDE_W % 2 || ACROSS < 4 ? lane / 4 : lane / 16 * 4 + lane / 4 % 2 * 2 + lane / 8 % 2; }
 DEVICE int line_of(int c, int n) { return SPAN == 64 && !FLAT ? c % 2 + n % 2 * 2 + c / 2 * 4 + n / 2 * 8 : c + 4 * n; }
 
 struct Unit {
-  int image, row, column;  // pixels
+  int image, row, column;  // in pixels
   DEVICE Unit(const LinesProduct& shape, int number) {
     const Divided of_image(number, shape.units, shape.by_units), place(of_image.rest, shape.unit_columns, shape.by_unit_columns);
     image = of_image.quotient;
@@ -103,17 +102,17 @@ struct Unit {
   }
   DEVICE int row_of(int lane) const { return row + four_of(lane) / ACROSS * PIXEL_QUADS; }
   DEVICE int column_of(int lane) const { return column + four_of(lane) % ACROSS * 4; }
-  // whether there is the four number `four` of a lane's
+  // whether quad number `four` of a lane is real
   DEVICE bool has(const LinesProduct& shape, int lane, int four) const {
     return image < (int)shape.images && row_of(lane) + four < (int)shape.rows && column_of(lane) < (int)shape.wide;
   }
 };
 
-// FP16_OPERANDS: which units are to be done again.
+// FP16_OPERANDS: the units that are computed again.
 struct Flags {
   int* of;
   DEVICE int& at(const LinesProduct& shape, int tile, int unit) const { return of[(tile * (int)shape.across + blockIdx.x % (int)shape.across) * UNITS + unit]; }
-  // whether there is nothing to do in a tile
+  // whether a tile has none of them
   template <bool halves> DEVICE bool skip(const LinesProduct& shape, int tile) const {
     if (halves == FP16_OPERANDS) return false;
     int any = 0;
@@ -128,7 +127,7 @@ template <bool halves>
 DEVICE void produce_w(const uint8_t* w, const LinesProduct& shape, const Flags& flags, uint32_t ring, uint32_t full, uint32_t empty) {
   const int across = (int)shape.across, column = blockIdx.x % across * BLOCK_N;
   const int rows = min(BLOCK_N, (int)shape.padded - column), each = (int)gridDim.x / across;
-  const bool whole = BLOCK_N == shape.padded;  // then the taps of a stage are neighbours
+  const bool whole = BLOCK_N == shape.padded;  // then the taps of a stage are contiguous
   w += column * 32;
   RingPosition<W_STAGES> at;
   for (int tile = blockIdx.x / across; tile < (int)shape.tiles; tile += each) {
@@ -177,10 +176,10 @@ DEVICE void produce_x(const CUtensorMap* map, const LinesProduct& shape, const F
 
 // ---- a thread's part of A
 
-// To the nearest number of 11 bits, halves away from zero; the product ignores the last 13 bits. (cvt.rna.tf32.f32 is an instruction more.)
+// Rounds to the nearest number of 11 bits, halves away from zero; the product ignores the last 13 bits. (cvt.rna.tf32.f32 takes one more instruction.)
 DEVICE uint32_t rounded(float v) { return __float_as_uint(v) + (fabsf(v) < INFINITY ? 0x1000 : 0); }
 
-// Which of the four numbers of a piece a thread's taps meet, as bits.
+// Which of the four numbers of a piece a thread's taps read, as bits.
 DEVICE constexpr int needed(int piece) {
   int bits = 0;
   for (int pixel = 0; pixel < 4; ++pixel)
@@ -194,16 +193,16 @@ DEVICE constexpr int needed(int piece) {
 [[maybe_unused]] constexpr float LEAST_HALF = 0x1p-14f;  // smaller fp16 numbers lose bits
 constexpr unsigned LEAST_BITS = 0x3380;                  // the upper half of LEAST_HALF / X_SCALE
 
-// Of a lane's two lines of an eight, or twice two of a sixteen: what the taps of its four meet, from a multiple of 16 bytes on.
+// What the taps of a lane's quad read of its two lines of an eight, or twice two of a sixteen, from a multiple of 16 bytes on.
 struct Window {
   uint32_t of[2][4 * PIECES];
 };
 
-// Those of `unit`: of eight, or sixteen, number `chunk` row number `row`. `lost`: up to how many of the numbers have lost bits.
+// Loads row `row` of eight, or sixteen, number `chunk` of `unit`. It adds to `underflow_count` an upper bound of the numbers that have lost bits.
 template <bool halves> DEVICE void load(Window& window, [[maybe_unused]] float& underflow_count, const uint8_t* unit, int chunk, int row) {
   const int lane = threadIdx.x % 32;
   const int y = four_of(lane) / ACROSS * PIXEL_QUADS * STRIDE_H + row * DILATION_H, x = four_of(lane) % ACROSS * 4 * STRIDE_W;
-  [[maybe_unused]] unsigned least = ~0u;  // upper halves of magnitudes but 0, less 1
+  [[maybe_unused]] unsigned least = ~0u;  // the smallest magnitude but 0: upper half, less 1
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     constexpr int COUNT = LINES<halves> / 8;
@@ -254,7 +253,7 @@ struct Sums {
   float of[2 * PIXEL_QUADS][BLOCK_N / 2];
 };
 
-// The products of a row of an eight of lines; `w`: where its taps lie.
+// Multiplies a row of an eight of lines; `w`: its taps.
 template <bool halves> DEVICE void multiply(Sums& sum, const Window& window, uint64_t w, int row) {
 #pragma unroll
   for (int four = 0; four < PIXEL_QUADS; ++four) {
@@ -277,17 +276,17 @@ template <bool halves> DEVICE void multiply(Sums& sum, const Window& window, uin
   }
 }
 
-// ---- and what becomes of them
+// ---- from sums to y
 
-// What the threads of a block tell one another, FP16_OPERANDS: of its channels of y the factor of a sum, and how large it must be if nothing of x was
-// lost, 2^5 for each of the channel's numbers in w that have lost bits, or NaN; and whether there is something to do again.
+// FP16_OPERANDS: shared by the threads of a block. For each of its channels of y: the factor of a sum, and how large a sum must be if x lost no bits,
+// which is 2^5 for each of the channel's numbers in w that lost bits, or NaN. And whether units are left to compute again.
 struct BlockStatus {
   float scales[BLOCK_N], least[BLOCK_N];
   int left;
 };
 
-// Of a warp's sums: whether they are stored, and whether all of them are what TF32 would make (returned). Those are finite, and so large that
-// what was lost of numbers below 2^-14, 2^-25 times up to 2^15 or 2^16 of the other factor, cannot be seen: `lost`, 2^4 for each in x.
+// Checks and stores a warp's sums. Returns whether all of them are what TF32 would give: finite, and so large that what numbers below 2^-14 have
+// lost, 2^-25 times up to 2^15 or 2^16 of the other factor, cannot be seen. `underflow_count` is 2^4 for each such number of x.
 enum { CHECK = 1, WRITE = 2 };
 template <bool halves, int what>
 DEVICE bool store(const Sums& sum, const LinesProduct& shape, const Unit& unit, [[maybe_unused]] const BlockStatus* status, [[maybe_unused]] float underflow_count,
@@ -357,7 +356,7 @@ DEVICE void consume(const LinesProduct& shape, const Flags& flags, BlockStatus* 
 #pragma unroll
       for (int i = 0; i < BLOCK_N / 2; ++i) sum.of[block][i] = 0;
     float underflow_count = 0;
-    int read = -1;  // a stage of w whose products are under way
+    int read = -1;  // a stage of w whose products may still run
     auto give_back_w = [&](int stage) {
       if (!RESIDENT_W<halves> && stage >= 0 && threadIdx.x % 32 == 0) barrier_arrive(rings.w_empty + 8 * stage);
     };
@@ -397,7 +396,7 @@ DEVICE void consume(const LinesProduct& shape, const Flags& flags, BlockStatus* 
     if constexpr (halves) {
 #pragma unroll
       for (int beside = 1; beside < 32; beside *= 2) underflow_count += __shfl_xor_sync(~0u, underflow_count, beside);
-      // a residual may be y itself, which is not to be overwritten then
+      // a residual may be y itself, which must not be overwritten then
       const bool good = store<true, HAS_RESIDUAL ? CHECK : CHECK | WRITE>(sum, shape, unit, status, 16 * underflow_count, bias, scale, residual, y);
       if (threadIdx.x % 32 == 0) flags.at(shape, tile, number) = !good;
       if (!good) {
@@ -421,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                const __grid_constant__ LinesProduct shape) {
   extern __shared__ uint8_t dynamic[];
   constexpr int BARRIERS = 2 * (W_STAGES + CONSUMERS * STAGES);
-  __shared__ alignas(8) uint64_t barriers[(1 + FP16_OPERANDS) * BARRIERS];  // the second ones for what is done again
+  __shared__ alignas(8) uint64_t barriers[(1 + FP16_OPERANDS) * BARRIERS];  // the second ones for units that are computed again
 #if FP16_OPERANDS
   __shared__ BlockStatus all_told;
   BlockStatus* const status = &all_told;
@@ -458,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     status->least[threadIdx.x] = of.y;
   }
   __syncthreads();
-  auto again = [&] {  // whether there is something to do again, when all is done
+  auto again = [&] {  // returns whether units are left, once all are computed
     __syncwarp();
     named_barrier(1, THREADS);
     rings.w_full += 8 * BARRIERS;
@@ -491,14 +490,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // ---- the filter
 
 struct LayFilter {
-  long long rows, padded, channels;  // channels of y, those with zeros behind, channels of x
-  long long eights;                  // of lines; FP16_OPERANDS: half as many sixteens
-  long long row_step, channel_step;  // elements of w from one to the next
-  long long flipped;                 // taps are met from the last to the first
+  long long rows, padded, channels;  // channels of y, the same with zeros behind them, channels of x
+  long long eights;                  // eights of lines; FP16_OPERANDS: half as many sixteens
+  long long row_step, channel_step;  // elements of w from one channel of y, and of x, to the next
+  long long flipped;                 // whether taps are taken from the last to the first
 };
 
-// block -> a channel of y, all of w's elements of which lie in shared memory; thread -> 32 bytes of [eight][tap][padded rows][8 lines],
-// rounded, and, FP16_OPERANDS, of [sixteen][tap][padded rows][16 lines], scaled, as a product reads them from shared memory
+// block -> a channel of y, whose elements of w all lie in shared memory; thread -> 32 bytes of [eight][tap][padded rows][8 lines],
+// rounded, and with FP16_OPERANDS of [sixteen][tap][padded rows][16 lines], scaled, as a product reads them from shared memory
 extern "C" __global__ void __launch_bounds__(256) lay_filter(const float* __restrict__ w, uint4* __restrict__ laid,
 #if FP16_OPERANDS
                                                              uint4* __restrict__ halves, float2* __restrict__ scale_k,
@@ -515,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(256) lay_filter(const float* __rest
     const int c = FLAT ? line / R : line, r = FLAT ? line % R : tap / S, number = r * S + tap % S;
     return c < channels ? of_row[c * R * S + (filter.flipped ? R * S - 1 - number : number)] : 0;
   };
-  // the two halves of 32 bytes number `i`, swizzled
+  // stores the two halves of 32 bytes number `i`, swizzled
   auto put = [&](uint4* to, int i, const uint32_t(&v)[8]) {
     to += (i * filter.padded + row) * 2;
     to[row / 4 % 2] = make_uint4(v[0], v[1], v[2], v[3]);
@@ -538,7 +537,7 @@ extern "C" __global__ void __launch_bounds__(256) lay_filter(const float* __rest
   __syncthreads();
   const int exponent = (int)(largest >> 23) - 127;
   const bool usable = exponent >= -60 && exponent <= 60;
-  const float factor = usable ? __uint_as_float((127 + 14 - exponent) << 23) : 1;  // the largest one to 2^14 and more
+  const float factor = usable ? __uint_as_float((127 + 14 - exponent) << 23) : 1;  // brings the largest to 2^14 or more
   int count = 0;
   for (int i = threadIdx.x; i < channels * R * S; i += 256) count += of_row[i] != 0 && fabsf(of_row[i]) * factor < LEAST_HALF;
   atomicAdd(&underflow_count, __reduce_add_sync(~0u, count));

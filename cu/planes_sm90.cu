@@ -1,21 +1,21 @@
-// planes_sm90.cu: 1x1 convolutions of 16-bit NCHW arrays as they lie, without stride, on Hopper's tensor cores, and the gradients of their inputs.
+// planes_sm90.cu: 1x1 convolutions of 16-bit NCHW arrays as they lie, without stride, on Hopper's tensor cores, and their dgrad.
 //
 //   y[image, m, pixel] = sum over c of w[m, c] * x[image, c, pixel], and finish.cuh
 //   gemm m: output channel | gemm n: pixel of an image | gemm k: input channel, in stages of 64
 //
 // Mapping  block: tiles of BLOCK_M channels x BLOCK_N pixels of an image. Tiles of the same pixels run side by side. A consumer warpgroup has OWN_M
 //          channels of all pixels of the tile, or, if BLOCK_M is 64 and BLOCK_N is more, of half of them. Behind the consumers is one more warp.
-//          One thread of that, the producer, asks for x and w. Blocks are persistent: loads go on while a tile is stored. Two blocks of the small
+//          One thread of that, the producer, loads x and w. Blocks are persistent: loads go on while a tile is stored. Two blocks of small
 //          tiles share a multiprocessor.
-//          Three consumers need more registers than a launch gives so many threads: the producer's warp is a warpgroup then, which hands over
+//          Three consumers need more registers than a launch gives so many threads: the producer's warp is then a warpgroup, which hands over
 //          most of its own.
 // Shared   a ring of STAGES stages (ring.cuh): BLOCK_N / 64 blocks of x, 64 rows of 64 pixels each, then w; rows of 128 bytes, swizzled. Behind the
-//          ring lie the consumers' results, in blocks of 64 channels x 64 pixels: of 64 channels, or twice that. Then TMA stores one half while
-//          the other is filled.
-// x        MN-major, which wgmma takes of 16-bit operands. Blocks of pixels that an image does not have are not loaded.
-// w        K-major: 64 input channels of each output channel, as a forward filter lies. W_MN_MAJOR, for the gradient: 64 output channels of each
+//          ring lie the consumers' results, in blocks of 64 channels x 64 pixels, with room for 64 channels or for twice as many: then TMA stores one
+//          half while the other is filled.
+// x        MN-major, which wgmma takes of 16-bit operands. Blocks of pixels past the end of an image are not loaded.
+// w        K-major: 64 input channels of each output channel, as a filter of fprop lies. W_MN_MAJOR, for dgrad: 64 output channels of each
 //          input channel.
-// Ends     what lies past the last pixel or channel arrives as zeros, and is not stored.
+// Ends     Elements past the last pixel or channel arrive as zeros, and are not stored.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/planes_sm90.cu
 #ifndef BLOCK_M
@@ -24,9 +24,9 @@
 #define WGMMA_N 192  // pixels of a consumer
 #define STAGES 4
 #define TYPE 17       // of the arrays: 16 half, 17 bfloat16
-#define W_MN_MAJOR 0  // output channels of w are neighbours
+#define W_MN_MAJOR 0  // the output channels of w are neighbours
 #define OWN_M 64      // channels of a consumer
-#define RESULTS 2     // 64 channels of results for which a consumer has room
+#define RESULTS 2     // times 64 channels of results for which a consumer has room
 #endif
 #if TYPE == 17
 #define WGMMA_TYPE "bf16"
@@ -44,7 +44,7 @@
 
 typedef element<TYPE> data_t;
 
-constexpr int BLOCK = 64 * 128, STEPS = 4;  // bytes of 64 rows; steps of the tensor core in a stage
+constexpr int BLOCK = 64 * 128, STEPS = 4;  // bytes of 64 rows; wgmma steps in a stage
 constexpr int CONSUMERS = BLOCK_M / OWN_M * (BLOCK_N / WGMMA_N), CONSUMER_THREADS = 128 * CONSUMERS, ROWS = OWN_M / 64;
 constexpr bool HANDS_OVER = CONSUMERS == 3;  // the producer gives registers to the consumers
 constexpr int THREADS = CONSUMER_THREADS + (HANDS_OVER ? 128 : 32);
@@ -54,7 +54,7 @@ static_assert(BLOCK_M == 64 || BLOCK_N == WGMMA_N, "consumers side by side, or o
 
 // by_n is the divisor n, prepared (division.cuh).
 struct PlanesProduct {
-  long long tiles, tiles_m, by_tiles_m, tiles_n, by_tiles_n;      // all; along the channels, and the pixels of an image
+  long long tiles, tiles_m, by_tiles_m, tiles_n, by_tiles_n;      // all tiles; those along the channels; along the pixels of an image
   long long steps, rows, plane;                                   // stages of a sum; output channels; pixels of an image
   long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
@@ -93,8 +93,8 @@ DEVICE void produce(const CUtensorMap* map_x, const CUtensorMap* map_w, const Pl
   }
 }
 
-// A consumer's sums, of 64 channels from `channel` and its pixels from `pixel` on, finished and left in shared memory. Lanes of a warp meet all
-// banks: eight rows, whose chunks of 16 bytes are swizzled. `plain`: nothing finishes them.
+// Finishes a consumer's sums of 64 channels from `channel` on and its pixels from `pixel` on, and leaves them in shared memory. A warp's lanes use all
+// banks: eight rows, whose chunks of 16 bytes are swizzled. `plain`: without an epilogue.
 template <bool plain> DEVICE void leave_results(const float (&sum)[WGMMA_N / 2], const PlanesProduct& arg, int image, int channel, int pixel, uint8_t* results,
                           const data_t* scale, const data_t* bias, const data_t* residual) {
   const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;

@@ -6,24 +6,24 @@
 //   the same, NHWC        pixel           channel of y      channel of x        x     the same
 //   WGRAD                 channel of one  channel of other  pixel of all images dy, x, or x, dy: as they lie
 //
-// TF32 takes a float32 number's exponent and the first 11 bits of it, so that nothing has to be scaled: Inf, NaN and 1e-38 are numbers
-// like others. LIMBS = 2, fp32 accuracy: a number is itself rounded to TF32 and the rest, TF32 again; the product of two rests is left out
-// (2^-24). The products of the firsts are added into fp32 registers every 32 of k, because the tensor core's sum truncates; the two cross
-// products stay there. Method: Ootomo and Yokota, 2022 (doi 10.1177/10943420221090256). LIMBS = 1: what TF32 takes, rounded.
+// TF32 takes a float32 number's exponent and the first 11 bits of it, so nothing has to be scaled: Inf, NaN and 1e-38 are numbers
+// like others. LIMBS = 2, fp32 accuracy: a number is rounded to TF32, and so is the rest; the product of two rests is left out
+// (2^-24). The products of first limbs are added to fp32 registers every 32 of k, because the tensor core's sum truncates; the two cross
+// products stay in the tensor core. Method: Ootomo and Yokota, 2022 (doi 10.1177/10943420221090256). LIMBS = 1: numbers rounded to TF32.
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of 128 * BLOCKS rows x BLOCK_N columns.
 //          Tile order, fastest first: columns, rows, split: blocks that share A run together.
-//          warpgroup 0: one thread, the producer. Two consumer warpgroups of 64 * BLOCKS rows; a warp has 16 * BLOCKS of them, of its own.
-// A        goes through registers: nothing else turns an operand of 32 bits, or splits it without being written once more.
+//          warpgroup 0: one thread, the producer. Two consumer warpgroups of 64 * BLOCKS rows; each warp has 16 * BLOCKS of them.
+// A        goes through registers, because wgmma cannot transpose 32-bit operands in shared memory, and so it is split without being written once more.
 // Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][BLOCK_N][32 k].
 //          Rows of 128 bytes, swizzled. full[stage]: the bytes have arrived; empty[stage]: the 8 consumer warps have read them.
-//          WGRAD, RAW_FILTER: the consumers make the second limb of B, or round it, as it has arrived. Forward, LIMBS = 1: the load rounds it.
-//          NCHW: `busy` of the warps have a box, so many that no round of tiles is nearly empty; the others multiply what they find.
-// NCHW     a warp's 32 pixels are neighbours in an image, and a thread's four are, so that y is written 16 bytes at once, a channel's
-//          128 by 8 lanes: lane / 4 names the four, lane % 4 the channel. Which row of the product is which pixel is of no account.
+//          WGRAD, RAW_FILTER: the consumers make the second limb of B, or round B, once it has arrived. Forward, LIMBS = 1: the load rounds it.
+//          NCHW: `busy` of the warps have a box each, so many that no round of tiles is nearly empty; the others multiply what lies there.
+// NCHW     a warp's 32 pixels are neighbours in an image, and so are a thread's four. So 8 lanes write 128 bytes of a channel of y, 16 bytes
+//          each: lane / 4 selects the four pixels, lane % 4 the channel. Which row of the product a pixel is does not matter.
 // Split    WGRAD cuts k, many pixels for few sums: each part goes to a workspace [splits][size of dw]; direct_reduce.cu adds them in order.
-// Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a warp's pixels, the mean of y and the sum of squares of what
-//          y is off by: moments[slice][2][channel].
+// Moments  for a batch norm behind it (batch_norm.cu): for each channel, over a warp's pixels, the mean of y and the sum of squared deviations:
+//          moments[slice][2][channel].
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/pointwise_sm90.cu
 #ifndef BLOCK_N
@@ -48,20 +48,20 @@ constexpr int LOADED_BYTES = A_BYTES + (MAKES_LIMBS ? 1 : LIMBS) * B_BYTES;
 static_assert(!PIXEL_QUADS || BLOCKS == 2, "a thread's four rows are four neighbouring pixels");
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 128, "see wgmma_tf32");
 
-// What the kernel is told of a product. by_n is the divisor n, prepared (division.cuh).
+// The arguments of a product. by_n is the divisor n, prepared (division.cuh).
 struct PointwiseProduct {
-  long long tiles, across, by_across, down, by_down;  // all, along the columns, along the rows
-  long long steps, each;                              // stages of k, and how many of them a split takes at the most
-  long long rows, columns;                            // that there are; NCHW: images instead of rows
-  long long boxes, by_boxes, plane;                   // of an image: runs of 32 pixels, and pixels
-  long long busy;                                     // warps of a tile that have a box, NCHW
-  long long row_step, column_step, size;              // elements of y from one row, and column, to the next, and of y
-  long long pairs;                                    // neighbouring columns are neighbours in y, at multiples of 2
+  long long tiles, across, by_across, down, by_down;  // tiles: all, along the columns, along the rows
+  long long steps, each;                              // stages of k; the most that a split takes
+  long long rows, columns;                            // real rows and columns; NCHW: images instead of rows
+  long long boxes, by_boxes, plane;                   // runs of 32 pixels of an image, and its pixels
+  long long busy;                                     // NCHW: warps of a tile that have a box
+  long long row_step, column_step, size;              // elements of y from one row, and from one column, to the next; size of y
+  long long pairs;                                    // whether neighbouring columns are neighbours in y, at multiples of 2
   long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
 struct Tile {
-  int row, column, split, first, last;  // in tiles, but for column; stages of k
+  int row, column, split, first, last;  // in tiles, but for column; stages of k: [first, last)
   DEVICE Tile(const PointwiseProduct& shape, int tile) {
     const Divided along(tile, shape.across, shape.by_across), part(along.quotient, shape.down, shape.by_down);
     column = along.rest * BLOCK_N;
@@ -99,7 +99,7 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Po
           for (int warp = 0; warp < WARPS; ++warp)
             if (warp < busy) {
               load_box(a + warp * A_WARP, map_a, arrived, box * 32, step * 32, image);
-              if (++box == boxes) {  // no division here: with one a box these layers took a fifth longer, and more
+              if (++box == boxes) {  // no division here: one for each box made these layers a fifth slower or more
                 box = 0;
                 ++image;
               }
@@ -115,11 +115,11 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Po
 
 // ---- limbs: the product ignores the last 13 bits of each number
 
-// The second limb is so much larger than what the first one leaves, so that it is there as long as v is no subnormal.
+// The second limb is kept so many times larger, so that it is not lost unless v is subnormal.
 constexpr float LARGER = 512;
 
-// An element of A: rounded, so that its rest has one bit less, and TF32 takes all of that but 2^-24 of v. What would become Inf is the largest number. So is
-// Inf, and its rest is Inf. The rest of NaN, 0x7fffffff + 0x1000, is next to 0.
+// The first limb of an element of A: rounded, so that its rest has one bit less, of which TF32 takes all but 2^-24 of v. A limb that would be Inf is the
+// largest number instead. So is that of Inf, whose rest is Inf. The rest of NaN, 0x7fffffff + 0x1000, is next to 0.
 DEVICE float first_limb(float v) {
   uint32_t bits;
   float high;
@@ -129,7 +129,7 @@ DEVICE float first_limb(float v) {
 }
 DEVICE uint32_t rest(float v, float first) { return __float_as_uint((v - first) * LARGER) + 0x1000; }
 
-// An element of B: rounded, so that what is left out, the products of second limbs, has both signs; but for what would become Inf.
+// An element of B: rounded, unless that gives Inf, so that the products of second limbs, which are left out, have both signs.
 struct Split {
   uint32_t high, low;
   DEVICE Split(float v) {
@@ -140,7 +140,7 @@ struct Split {
 };
 
 #if MAKES_LIMBS
-// B as it has arrived to limbs, by all consumers.
+// All consumers split B into limbs, once it has arrived.
 DEVICE void make_limbs(uint8_t* b) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N * 8 / (128 * CONSUMERS); ++i) {
@@ -150,7 +150,7 @@ DEVICE void make_limbs(uint8_t* b) {
     *(uint4*)place = make_uint4(split[0].high, split[1].high, split[2].high, split[3].high);
     if (LIMBS == 2) *(uint4*)(place + B_BYTES) = make_uint4(split[0].low, split[1].low, split[2].low, split[3].low);
   }
-  fence_for_bulk();  // wgmma reads shared memory as the bulk copies do
+  fence_for_bulk();  // wgmma reads shared memory as bulk copies do
   named_barrier(1, 128 * CONSUMERS);
 }
 #endif
@@ -167,10 +167,10 @@ struct Sums {
   }
 };
 
-// NCHW: which four pixels of a warp's 32 are those of lanes 4 r and up: in this order 8 lanes meet every bank once.
+// NCHW: which four of a warp's 32 pixels lanes 4 r to 4 r + 3 have: in this order 8 lanes use every bank once.
 DEVICE int four(int r) { return r % 2 * 4 + r / 2; }
 
-// The thread's elements of A for 8 of k: a[block] as wgmma_tf32 wants them.
+// Loads the thread's elements of A for 8 of k: a[block] as wgmma_tf32 wants them.
 DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
   const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
@@ -191,10 +191,10 @@ DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
   }
 }
 
-// What three products' sums lose: sums of 4 steps, in the mean.
+// What sums of 4 steps of three products lose, in the mean.
 [[maybe_unused]] constexpr float PROMOTED = 0.67e-7f * 16 / 15;
 
-// `stages`: where the ring begins.
+// `stages`: the beginning of the ring.
 DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& ring, Position& at) {
   total.clear();
 #if LIMBS == 2
@@ -211,7 +211,7 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
 #endif
     const uint8_t* const of_warp = stage + (threadIdx.x / 32 - 4) * A_WARP;
     const uint64_t b = wgmma_descriptor<128>(shared_address(stage) + A_BYTES);
-    constexpr int AT_ONCE = LIMBS == 1 ? 32 : MOMENTS || MAKES_LIMBS ? 8 : 32 / BLOCKS;  // of k: as many as there are registers for
+    constexpr int AT_ONCE = LIMBS == 1 ? 32 : MOMENTS || MAKES_LIMBS ? 8 : 32 / BLOCKS;  // of k: as many as registers hold
 #pragma unroll
     for (int first = 0; first < 32; first += AT_ONCE) {
       uint32_t a[AT_ONCE / 8][BLOCKS][4];
@@ -262,7 +262,7 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) {
       const float small = with_lost(cross.of[block][i], total.of[block][i], LARGER * PROMOTED);
-      // Inf times a rest of 0 is no part of the result
+      // Inf x a rest of 0 is no part of the result
       if (fabsf(total.of[block][i]) < INFINITY) total.of[block][i] = fmaf(small, 1 / LARGER, total.of[block][i]);
     }
   }
@@ -275,11 +275,11 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
 #endif
 }
 
-// ---- and what becomes of them
+// ---- from sums to y
 
 constexpr bool PLAIN = MOMENTS || WGRAD;  // there is no residual and no activation
 
-// What a thread has of a column, its rows in the order of v; where PLAIN, finished.
+// A thread's sums of a column, its rows in the order of v; finished if PLAIN.
 DEVICE void sums_of(const PointwiseProduct& shape, float (&v)[2 * BLOCKS], const Sums& sum, int i, int e, const Finish<false>& of) {
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
@@ -299,7 +299,7 @@ DEVICE void finish(const PointwiseProduct& shape, float (&v)[2 * BLOCKS], const 
 }
 
 #if MOMENTS
-// 8 lanes have a channel's pixels.
+// 8 lanes share a channel's pixels.
 DEVICE void store_moments(const float (&v)[2 * BLOCKS], const bool (&counted)[2 * BLOCKS], int count, bool real, float* to, int columns) {
   const int lane = threadIdx.x % 32;
   const float first = __shfl_sync(~0u, v[0], lane % 4);
@@ -319,8 +319,8 @@ DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape
   const int lane = threadIdx.x % 32, r = lane / 4, columns = (int)shape.columns;
   const int own = threadIdx.x / 32 - 4, warp = PIXEL_QUADS ? of.row * (int)shape.busy + own : of.row * WARPS + own, column0 = of.column + 2 * (lane % 4);
   const Divided box(warp, shape.boxes, shape.by_boxes);  // NCHW: image and box
-  const bool any = !PIXEL_QUADS || (own < (int)shape.busy && box.quotient < (int)shape.rows);  // pixels of this warp's
-  long long at[2 * BLOCKS];  // of a thread's rows in the order of finish: where they begin, less the column's part
+  const bool any = !PIXEL_QUADS || (own < (int)shape.busy && box.quotient < (int)shape.rows);  // whether this warp has pixels
+  long long at[2 * BLOCKS];  // offsets in y of a thread's rows in the order of finish, without the column's part
   bool counted[2 * BLOCKS];
   if (PIXEL_QUADS) {
     const int pixel = box.rest * 32 + 4 * four(r);
@@ -437,11 +437,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 // ---- the filter
 
 struct SplitFilter {
-  long long rows, channels, padded, by_padded;  // channels: of the filter, and of its limbs
-  long long row_step, channel_step;  // elements of w from one to the next
+  long long rows, channels, padded, by_padded;  // channels of the filter, and of its limbs
+  long long row_step, channel_step;  // elements of w from one row, and from one channel, to the next
 };
 
-// thread -> one element of the limbs [limb][row][channel], of which those without a channel are zeros
+// thread -> one element of the limbs [limb][row][channel]; elements without a channel are zeros
 extern "C" __global__ void __launch_bounds__(256) split_filter(const float* __restrict__ w, uint32_t* __restrict__ limbs, const SplitFilter filter) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
