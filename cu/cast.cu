@@ -1,8 +1,8 @@
 // cast.cu: float32 arrays rounded to 16 bits, to nearest even, and 16-bit arrays in float32.
 //
-//   narrow   to[i] = from[i], of up to three arrays, a, b and c; those that there are not have no elements
+//   narrow   to[i] = from[i], for up to three arrays, a, b and c; a missing one has no elements
 //   widen    likewise
-//   widen_filter   to[k][tap][c] = from[k][c][tap]: the gradient of a filter whose channels are last
+//   widen_filter   to[k][tap][c] = from[k][c][tap]: a filter's gradient with its channels last
 //
 // Mapping  thread -> 4 neighbours; in widen_filter one element of `to`. A block has THREADS of them.
 // Memory   registers only. Sizes are arguments: one build serves all.

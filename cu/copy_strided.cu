@@ -1,4 +1,4 @@
-// copy_strided.cu: a strided array of up to five axes into C order; what the other kernels read is contiguous.
+// copy_strided.cu: copies a strided array of up to five axes into C order, since the other kernels read contiguous arrays.
 //
 //   dst[i] = src[sum over axes of index_a(i) * stride_a]
 //

@@ -1,21 +1,21 @@
-// depthwise_nhwc.cu: depthwise convolutions of arrays with their channels last, and their gradient by the input.
+// depthwise_nhwc.cu: depthwise convolutions of channels-last arrays, and their dgrad.
 //
 //   y[n,p,q,k] = sum over r,s of x[n, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w, k / multiplier] * w[k,r,s]
 //   with DGRAD: y[n,h,w,c] = sum over r,s of x[n, (h + pad_h - r*dil_h) / stride_h, (w + pad_w - s*dil_w) / stride_w, c] * w[c,r,s],
-//   over the taps whose divisions leave no rest; x is the gradient of the convolution's result, y that of its input.
-//   with flip, where R is defined: the first sum with w[k,R-1-r,S-1-s], which is the gradient by the input for a stride of 1.
+//   over the taps for which the divisions have no remainder; x is the gradient of the convolution's result, y that of its input.
+//   with flip, where R is defined: the first sum with w[k,R-1-r,S-1-s], which is dgrad for a stride of 1.
 //
-// Neighbouring channels are neighbours in memory, so neighbouring threads have neighbouring channels, and nothing is staged: what
-// threads beside and below one another read twice comes from the L1 cache.
+// Neighbouring threads have neighbouring channels, which are neighbours in memory, and images are not staged: what threads beside and below one
+// another both read comes from the L1 cache.
 //
 // Sizes    They are arguments. R, S and STRIDE may be defined, for filters without dilation: then all loops over taps are unrolled, and a
-//          loaded value meets all the results of the thread that need it. Without them the taps are walked in a loop; along rows of
+//          loaded value serves all the results of the thread that need it. Without them a loop walks the taps; along rows of
 //          stride and dilation 1 each step loads one new column.
 // Mapping  thread -> V channels of TILE_P x TILE_Q pixels of the result.
 //          block -> 2^lanes_c threads along channels, then 2^lanes_q tiles across, 2^lanes_p tiles down, the rest along images;
 //          GID_0 = ((images * blocks down + row) * blocks across + column) * blocks of channels + channels.
-//          With DGRAD and STRIDE defined, which is 2 then, tiles begin where (h + pad_h) is a multiple of the stride, so that which taps a result meets
-//          is known to the compiler.
+//          With DGRAD and STRIDE defined, which is 2 then, tiles begin where (h + pad_h) is a multiple of the stride, so that the compiler knows
+//          which taps a result meets.
 // Memory   registers: TILE_P * TILE_Q * V sums, one row of x. Shared, with R defined: the block's taps, [R * S][PITCH], of which it
 //          fills V * 2^lanes_c of each row.
 //
@@ -35,13 +35,13 @@
 #include "channels.cuh"
 
 #define THREADS 128
-#define PITCH 64  // channels of a block, at the most
+#define PITCH 64  // the most channels of a block
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct DepthwiseArguments {
-  long_t lanes_c, lanes_q, lanes_p;                              // of a block, as powers of two
+  long_t lanes_c, lanes_q, lanes_p;                              // threads of a block along each axis: log2
   long_t blocks_c, by_blocks_c, blocks_q, by_blocks_q, blocks_p, by_blocks_p;
-  long_t n, c, k, multiplier, by_multiplier;                                 // images, channels of x and y; y's of one of x
+  long_t n, c, k, multiplier, by_multiplier;                                 // images; channels of x and y; channels of y for each of x
   long_t h, w, p, q;                                             // sizes of a plane of x and y
   long_t r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, dil_w, flip;
   long_t has_scale, has_bias, has_residual, activation, slope;                 // the epilogue; slope: an acc_t's bits
@@ -51,7 +51,7 @@ typedef struct DepthwiseArguments {
 #if DGRAD
 #define ROWS_READ ((TILE_P - 1) / STRIDE + (R - 1) / STRIDE + 1)
 #define COLUMNS_READ ((TILE_Q - 1) / STRIDE + (S - 1) / STRIDE + 1)
-// which row of the tile meets row i of what is read at filter row r; what is outside the tile is none
+// the row of the tile that meets row i of x at filter row r; it may lie outside the tile
 #define TILE_ROW(i, r) (((i) - (R - 1) / STRIDE) * STRIDE + (r))
 #define TILE_COLUMN(j, s) (((j) - (S - 1) / STRIDE) * STRIDE + (s))
 #define MEETS(i, r) 1
@@ -62,7 +62,7 @@ typedef struct DepthwiseArguments {
 #define TILE_COLUMN(j, s) (((j) - (s)) / STRIDE)
 #define MEETS(i, r) ((i) >= (r) && ((i) - (r)) % STRIDE == 0)
 #endif
-#define AHEAD (STRIDE > 1 ? 0 : 1)  // rows that are asked for before they are needed
+#define AHEAD (STRIDE > 1 ? 0 : 1)  // rows that are loaded before they are needed
 #define LOAD_ROW(i)                                                                                                            \
   {                                                                                                                            \
     const int h = h0 + (i), there = mine && (unsigned)h < (unsigned)h_end;                                                     \
@@ -90,7 +90,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RE
   const int row = ((down - images * (int)arg.blocks_p) << (int)arg.lanes_p) + lane_p;
 
   const int mine = n < (int)arg.n && k < k_all;
-  const int c = V > 1 ? k : divided(k, arg.by_multiplier);  // several channels a thread: one of y for one of x
+  const int c = V > 1 ? k : divided(k, arg.by_multiplier);  // several channels a thread: then x and y have the same channels
   const index_t image = (index_t)n * h_end * w_end;         // pixels before it
   acc_t sum[TILE_P][TILE_Q][V];
 #pragma unroll

@@ -1,10 +1,10 @@
-// depthwise_nhwc_strips.cu: depthwise convolutions of arrays with their channels last, by threads that walk down the image.
+// depthwise_nhwc_strips.cu: depthwise convolutions of channels-last arrays, by threads that walk down the image.
 //
 //   y[n,p,q,k] = sum over r,s of x[n, p*STRIDE - pad_h + r, q*STRIDE - pad_w + s, k / multiplier] * w[k,r,s]
-//   with flip: w[k, R-1-r, S-1-s] instead, which is the gradient by the input of a convolution of stride 1.
+//   with flip: w[k, R-1-r, S-1-s] instead, which is dgrad of a convolution of stride 1.
 //
 // depthwise_nhwc.cu computes the same by tiles, and adds the same numbers in the same order. Here a thread loads each row of x that its
-// strip needs once, and the row meets all rows of y that need it: above and below one another, threads share next to nothing.
+// strip needs once, and uses it for all rows of y that need it. Threads above and below one another share next to nothing.
 //
 // Sizes    They are arguments. R x S filters of stride STRIDE without dilation have a text.
 // Mapping  thread -> V channels of TILE_Q neighbouring columns of y, in a strip of `rows` rows: from the top down, one row of x a step.
@@ -28,16 +28,16 @@
 
 #define THREADS 128
 #define TILE_Q 4
-#define PITCH 64                                                            // channels of a block, at the most
-#define COLUMNS ((TILE_Q - 1) * STRIDE + S)                                 // of x, that a row of a thread's results meets
+#define PITCH 64                                                            // the most channels of a block
+#define COLUMNS ((TILE_Q - 1) * STRIDE + S)                                 // of x, that a row of a thread's results reads
 #define LIVE ((R - 1) / STRIDE + 1)
-#define WIDER (DTYPE == 32 && R == 3 && V == 4 && STRIDE == 1)              // more loads under way are worth more than a fourth block
-#define AHEAD ((DTYPE < 32 && R == 3) || WIDER ? 2 : 1)                     // those that have the registers
-#define SKIPS (R == 5 && V == 4)                                            // whether rows of sums outside the strip are left out: a branch for each
-#define TURN (STRIDE > AHEAD ? STRIDE : AHEAD)                              // steps after which all is where it was
-#define BLOCKS (R == 7 || DTYPE == 64 || INDEX_64 || R * V > 12 || WIDER ? 3 : 4)  // of a multiprocessor at once
+#define WIDER (DTYPE == 32 && R == 3 && V == 4 && STRIDE == 1)              // more loads under way gain more than a fourth block
+#define AHEAD ((DTYPE < 32 && R == 3) || WIDER ? 2 : 1)                     // as registers allow
+#define SKIPS (R == 5 && V == 4)                                            // rows of sums outside the strip are left out, by a branch for each
+#define TURN (STRIDE > AHEAD ? STRIDE : AHEAD)                              // steps after which all values are in the same registers again
+#define BLOCKS (R == 7 || DTYPE == 64 || INDEX_64 || R * V > 12 || WIDER ? 3 : 4)  // blocks of a multiprocessor at once
 
-// Of a step i, a multiple of STRIDE and m more: filter row r that meets the k-th row of sums, the last k, whether the first row is complete.
+// For step i = m modulo STRIDE: the filter row that meets the k-th row of sums, the last k, and whether the first row is complete.
 #define NEWEST(m) ((R - 1 - (m)) / STRIDE)
 #define FILTER_ROW(m, k) ((m) + STRIDE * (NEWEST(m) - (k)))
 #define COMPLETES(m) ((R - 1 - (m)) % STRIDE == 0)
@@ -46,13 +46,13 @@
 typedef struct DepthwiseStripsArguments {
   long_t lanes_c, by_lanes_c, lanes_u;                                           // threads of a block
   long_t blocks_c, by_blocks_c, strips, by_strips, tiles_q, by_tiles_q, rows;
-  long_t n, c, k, multiplier, by_multiplier;                                     // images, channels of x and y; y's of one of x
+  long_t n, c, k, multiplier, by_multiplier;                                     // images; channels of x and y; channels of y for each of x
   long_t h, w, p, q;                                                             // sizes of a plane of x and y
   long_t pad_h, pad_w, flip;
   long_t has_scale, has_bias, has_residual, activation, slope;                                 // the epilogue; slope: an acc_t's bits
 } DepthwiseStripsArguments;
 
-// Row i of the strip's rows of x; what is outside the image or below the strip is zeros.
+// Loads row i of the strip's rows of x; zeros outside the image or below the strip.
 #define LOAD_ROW(i, row)                                                                                            \
   {                                                                                                                 \
     const int h = h0 + (i), there = mine && h >= 0 && h < h_stop;                                                   \
@@ -71,7 +71,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_ME
   const int unit = units * (int)arg.lanes_u + lane_u, n = divided(unit, arg.by_tiles_q), q0 = (unit - n * (int)arg.tiles_q) * TILE_Q;
   const int first_k = chunk * (int)arg.lanes_c * V, k = first_k + lane_c * V;
   const int mine = lane_u < (int)arg.lanes_u && n < (int)arg.n && k < k_all;
-  const int c = V > 1 ? k : divided(k, arg.by_multiplier);  // several channels a thread: one of y for one of x
+  const int c = V > 1 ? k : divided(k, arg.by_multiplier);  // several channels a thread: then x and y have the same channels
 
   const int p0 = strip * (int)arg.rows, rows = p_end - p0 < (int)arg.rows ? p_end - p0 : (int)arg.rows, steps = (rows - 1) * STRIDE + R;
   const int h0 = p0 * STRIDE - (int)arg.pad_h, w0 = q0 * STRIDE - (int)arg.pad_w;
@@ -110,7 +110,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_ME
 #pragma unroll
     for (int turn = 0; turn < TURN; ++turn) {
       const int i = i0 + turn, m = turn % STRIDE;
-      HIDE(own)  // or the compiler would keep all taps in registers
+      HIDE(own)  // else the compiler would keep all taps in registers
       acc_t read[COLUMNS][V];
 #pragma unroll
       for (int j = 0; j < COLUMNS; ++j) UNPACK_CHANNELS(read[j], coming[turn % AHEAD][j])

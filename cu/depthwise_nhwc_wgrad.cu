@@ -1,14 +1,14 @@
-// depthwise_nhwc_wgrad.cu: the gradient of a depthwise convolution's filter, from arrays with their channels last.
+// depthwise_nhwc_wgrad.cu: depthwise wgrad from channels-last arrays.
 //
 //   w[k,r,s] = sum over n,p,q of y[n,p,q,k] * x[n, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w, k / multiplier]
 //
 // y is the gradient of the convolution's result. The sum over its pixels is cut into parts, so that long sums for few channels fill the
-// machine; direct_reduce.cu adds the parts, always in the same order.
+// GPU; direct_reduce.cu adds the parts, always in the same order.
 //
 // Sizes    They are arguments. STRIDE may be defined, for filters without dilation: then a thread keeps the rows of x that a row of y
-//          meets, and loads each of them once.
-// Mapping  block -> lanes_c threads along channels, and lanes_u along units: TILE_Q columns of y in `rows` of its rows, in the order
-//          image, strip of rows, columns; TAPS_R x TAPS_S taps; one of `parts` of the units, `rounds` for each thread, one after another.
+//          reads, and loads each of them once.
+// Mapping  block -> lanes_c threads along channels, and lanes_u along units; TAPS_R x TAPS_S taps; one of `parts` of the units. A unit is TILE_Q columns
+//          of y in `rows` of its rows; units are ordered image, strip of rows, columns. Each thread takes `rounds` units one after another.
 //          The block's last threads, which would begin another unit, are idle.
 //          GID_0 = ((part * chunks of rows of taps + row) * chunks across + column) * blocks of channels + channels.
 //          thread -> V of the channels; it walks down each of its units, one row of y a step.
@@ -31,13 +31,13 @@
 #define AT_ONCE (DTYPE == 64 ? 4 : 8)
 #define TAPS (TAPS_R * TAPS_S)
 #define SUM_REGISTERS (TAPS * V * (DTYPE == 64 ? 2 : 1))
-#define BLOCKS (SUM_REGISTERS <= 36 ? 4 : SUM_REGISTERS <= 64 ? 3 : 2)  // of a multiprocessor at once
+#define BLOCKS (SUM_REGISTERS <= 36 ? 4 : SUM_REGISTERS <= 64 ? 3 : 2)  // blocks of a multiprocessor at once
 #ifdef STRIDE
-#define COLUMNS ((TILE_Q - 1) * STRIDE + TAPS_S)                  // of x, that a row of a thread's pixels of y meets
+#define COLUMNS ((TILE_Q - 1) * STRIDE + TAPS_S)                  // of x, that a thread's pixels of a row of y read
 #define LIVE ((TAPS_R - 1) / STRIDE + 1)
-#define AHEAD (DTYPE < 32 && TAPS_R == 3 && STRIDE == 1 ? 2 : 1)  // 16 bits want more loads under way
-#define TURN (STRIDE > AHEAD ? STRIDE : AHEAD)                    // steps after which all is where it was
-// Of a step i, a multiple of STRIDE and m more: the last row of y that is kept and met, row k's tap, whether the first is met no more.
+#define AHEAD (DTYPE < 32 && TAPS_R == 3 && STRIDE == 1 ? 2 : 1)  // 16 bits need more loads under way
+#define TURN (STRIDE > AHEAD ? STRIDE : AHEAD)                    // steps after which all values are in the same registers again
+// For step i = m modulo STRIDE: the last row of y that is kept and met, row k's tap, and whether the first row is met no more.
 #define NEWEST(m) ((TAPS_R - 1 - (m)) / STRIDE)
 #define TAP_ROW(m, k) ((m) + STRIDE * (NEWEST(m) - (k)))
 #define COMPLETES(m) ((TAPS_R - 1 - (m)) % STRIDE == 0)
@@ -48,7 +48,7 @@ typedef struct DepthwiseWgradArguments {
   long_t lanes_c, by_lanes_c, lanes_u, channels, by_channels;  // threads of a block, its channels
   long_t blocks_c, by_blocks_c, blocks_s, by_blocks_s, blocks_r, by_blocks_r, parts;
   long_t units, rounds, tiles_q, by_tiles_q, strips, by_strips, rows;
-  long_t c, k, multiplier, by_multiplier;  // channels of x and y; y's of one of x
+  long_t c, k, multiplier, by_multiplier;  // channels of x and y; channels of y for each of x
   long_t h, w, p, q;                       // sizes of a plane of x and y
   long_t r, s, stride_h, stride_w, pad_h, pad_w, dil_h, dil_w;
 } DepthwiseWgradArguments;
@@ -64,7 +64,7 @@ typedef struct DepthwiseWgradArguments {
 #endif
 
 #ifdef STRIDE
-// Loads row i of the unit's rows of x, and with it the row of y whose first tap it meets. i is `turn` and a multiple of STRIDE.
+// Loads row i of the unit's rows of x, and with it the row of y whose first tap it meets. `turn` is i modulo a multiple of STRIDE.
 #define LOAD_ROWS(i, turn, x_to, y_to)                                                                \
   {                                                                                                   \
     const int h = h0 + (i), there = h >= 0 && h < h_stop;                                             \
@@ -141,7 +141,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_wgrad(const GLOBAL_MEM
 #pragma unroll
           for (int j = 0; j < TILE_Q; ++j) UNPACK_CHANNELS(grad[LIVE - 1][j], y_coming[turn % AHEAD][j])
         LOAD_ROWS(i + AHEAD, turn + AHEAD, x_coming[turn % AHEAD], y_coming[turn % AHEAD])
-        // zeros in place of pixels that are not there must not meet an Inf of x
+        // zeros that stand for missing pixels must not meet an Inf of x
         if (i >= TAPS_R - 1 && i <= (rows - 1) * STRIDE && columns == TILE_Q) MULTIPLY(, )
         else MULTIPLY(if (i >= TAP_ROW(m, kept) && i - TAP_ROW(m, kept) < rows * STRIDE), if (j < columns))
         if (COMPLETES(m))
@@ -165,7 +165,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_wgrad(const GLOBAL_MEM
         const index_t line = ((index_t)n * h_end + h) * x_row + c;
 #pragma unroll
         for (int j = 0; j < TILE_Q; ++j) {
-          if (j >= columns) continue;  // a zero in place of a pixel that is not there must not meet an Inf of x
+          if (j >= columns) continue;  // zeros that stand for missing pixels must not meet an Inf of x
           acc_t grad[V];
           UNPACK_CHANNELS(grad, row[j])
 #pragma unroll

@@ -1,18 +1,18 @@
-// depthwise_planes.cu: depthwise layers of small filters, NCHW: planes that lie one behind another are read and written as runs of memory.
+// depthwise_planes.cu: depthwise layers of small filters, NCHW: contiguous planes are read and written as runs of memory.
 //
 // The sum, the layouts and the uses are those of direct_tile.cu, for filters of R x S taps without dilation. There a block reads a window number by
-// number, and for each it computes an address and looks at four borders. Here a block reads whole planes, or a band of whole rows of one. Either is
-// a run of memory, which it reads, and writes, by vectors of 16 bytes, whatever the sizes are. A thread looks once for each row of x what of it
+// number, and for each number computes an address and checks four borders. Here a block reads whole planes, or a band of whole rows of one. Either is
+// a run of memory, read and written by vectors of 16 bytes, whatever the sizes are. A thread checks once for each row of x what part of it
 // lies outside the image. Each row of the filter has a sum of its own, unless the result has 16 bits, because short sums lose less.
 //
 // Sizes    They are arguments; R, S and STRIDE are defined. With LAYER, the layer's channels and epilogue are constants.
 // Mapping  block -> a unit: `planes` planes of y, or `band` rows of one plane. GID_0 = group of planes * bands + band.
 //          thread -> tasks, THREADS apart: ROWS pixels of a column, one below the other; task = (plane * strips + strip) * q + column.
-//          A task goes through the rows of x that it meets from the top down. It loads S numbers of each into registers, where the rows of the
-//          filter are.
+//          A task walks the rows of x that it reads from the top down. It loads S numbers of each into registers, which also hold the
+//          filter's rows.
 // Memory   shared (LOCAL_ROOM), in acc_t: the filters of the planes, `filters` numbers; the run of y, `y_room` numbers, which begins as far
 //          behind a vector's beginning as it does in memory; the run of x, likewise.
-//          All loads of a block are on their way at once. Several blocks of a multiprocessor load, multiply and store by turns.
+//          A block issues all its loads at once. Several blocks of a multiprocessor load, multiply and store in turn.
 //
 // By hand: nvcc -cubin cu/depthwise_planes.cu
 #include "portable.cuh"
@@ -25,10 +25,10 @@
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct DepthwisePlanesArguments {
-  long_t planes, all_planes;                  // of y: of a unit, of the launch
-  long_t band, bands, by_bands;               // rows of y of a unit; units of a plane, 1 where a unit has several planes
+  long_t planes, all_planes;                  // planes of y: of a unit, of the launch
+  long_t band, bands, by_bands;               // rows of y of a unit; units of a plane, 1 if a unit has several planes
   long_t strips, by_strips;                   // tasks below one another in a unit
-  long_t k, by_k, multiplier, by_multiplier;  // channels of y; of them, of a channel of x
+  long_t k, by_k, multiplier, by_multiplier;  // channels of y; channels of y for each of x
   long_t h, w, p, q, by_q;                    // sizes of a plane of x and y
   long_t pad_h, pad_w;
   long_t flipped;                             // whether the filter's last tap comes first
@@ -62,8 +62,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, RESIDENT) void depthwise_planes(const GLOBAL_MEM d
   AFTER_LAST_LAUNCH
 
   LOCAL_ROOM(room);
-  // the unit: planes of y from `first` on, of each the rows from `p0` on; what it reads of x and writes of y are the elements
-  // from `x_begin` and `y_begin` on
+  // the unit: planes of y from `first` on, and of each the rows from `p0` on; its parts of x and y begin at elements
+  // `x_begin` and `y_begin`
   const int group = divided((int)GID_0, arg.by_bands), p0 = ((int)GID_0 - group * (int)arg.bands) * (int)arg.band;
   const int first = group * (int)arg.planes, left = (int)arg.all_planes - first, planes = left < (int)arg.planes ? left : (int)arg.planes;
   const int rows = (int)arg.p - p0 < (int)arg.band ? (int)arg.p - p0 : (int)arg.band;
@@ -160,7 +160,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, RESIDENT) void depthwise_planes(const GLOBAL_MEM d
       acc_t v[VECTOR];
       LOCAL_LOAD_RUN(v, out + i)
       STORE_RUN(y, to + i, v)
-    } else {  // others' elements lie beside
+    } else {  // the rest of the vector belongs to others
       for (int e = 0; e < VECTOR; ++e)
         if (i + e >= y_shift && i + e < y_shift + y_run) STORE(y, to + i + e, out[i + e]);
     }

@@ -1,32 +1,32 @@
-// depthwise_toeplitz.cu: depthwise layers of 16 bits on tensor cores that warps feed themselves. Arrays are NCHW, or with LAST have their channels last.
+// depthwise_toeplitz.cu: 16-bit depthwise layers on tensor cores that warps feed themselves. Arrays are NCHW, or with LAST have their channels last.
 //
 //   y[plane, p, q] = sum over r and s of x[plane, p * stride_h - pad_h + r * dil_h, q * STRIDE - pad_w + s * dil_w] * w[plane, r, s], and finish.cuh
 //   For each row r of the filter: gemm m: 16 rows of y | gemm n: 8 columns of y | gemm k: STEPS times 16 columns of x
-//   The factor of gemm k and n is a Toeplitz matrix: a tap stands where column k of x meets column n of y, elsewhere there are zeros.
-//   With GRAD y is the gradient by the input of a convolution of stride 2, and x the gradient of its result:
+//   The factor of gemm k and n is a Toeplitz matrix: it has a tap where column k of x meets column n of y, and zeros elsewhere.
+//   With GRAD y is the input's gradient of a convolution of stride 2, and x the gradient of its result:
 //   y[plane, p, q] = sum over those r and s, of which (p + pad_h - r) and (q + pad_w - s) are even, of x[plane, (p + pad_h - r) / 2, (q + pad_w - s) / 2] * w
-//   A task's rows of y lie two apart, and meet every other row of the filter. An eight of x has the columns that two eights of y meet.
+//   A task's rows of y are two apart, and meet every other row of the filter. Eight columns of x are those that sixteen of y read.
 //
-// Plain cores take an instruction a tap and result, so filters of 5x5 and more were bound by them. Here an instruction makes a row of taps of
+// Plain cores take an instruction for each tap and result, which bounds filters of 5x5 and more. Here an instruction applies a row of taps to
 // 128 results, and memory bounds the layer.
 //
 // Mapping  block -> a unit: `planes` planes of y, or `band` rows of one plane; with LAST 16 channels of `band` rows and `columns` columns of an image.
 //          GID_0 = ((group of planes or image * bands + band) * spans of columns + span) * chunks of channels + chunk: neighbours read the same lines.
 //          warp -> tasks: 16 rows by TILES eights of columns of a plane. Matrices are loaded by 16 bytes, so in NCHW eights of x begin at multiples of 8
 //          elements: eight t of y begins at column 8 * t + y_off, and the first lies partly outside.
-// Memory   shared: of each plane's filter rows of `taps_pitch` words, a tap and its right neighbour in each, amid zeros; the run of y, with LAST its
-//          pixels; rows of x, plane by plane, with zeros beside, and a row of zeros, which stands for all that lie outside.
-// Loads    Rows of a multiple of 8 elements are copied by 16 bytes. Of others a thread loads words, and shifts them where the row begins at an odd element.
-//          With LAST a warp loads 16 channels of 8 neighbouring pixels, and turns them as it stores them (stmatrix).
-// Zeros    A zero times Inf is a NaN. A sum that is a NaN is computed again by its lane, tap by tap.
+// Memory   shared: for each plane, filter rows of `taps_pitch` words, each a tap and its right neighbour, among zeros; the run of y, with LAST its
+//          pixels; rows of x, plane by plane, with zeros beside them, and a row of zeros, which stands for all rows outside the image.
+// Loads    Rows of a multiple of 8 elements are copied by 16 bytes. Of other rows a thread loads words, and shifts them if the row begins at an odd
+//          element. With LAST a warp loads 16 channels of 8 neighbouring pixels, and transposes them as it stores them (stmatrix).
+// Zeros    0 x Inf is NaN. If a sum is NaN, its lane computes it again, tap by tap.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/depthwise_toeplitz.cu
 #ifndef TYPE
 #define TYPE 16   // of the arrays: 16 half, 17 bfloat16
 #define STRIDE 1  // along a row
-#define STEPS 1   // sixteens of columns of x that an eight of y meets
-#define LAST 0    // whether the arrays have their channels last
-#define GRAD 0    // whether it is a gradient; STRIDE and STEPS are 1 then
+#define STEPS 1   // sixteens of columns of x that eight columns of y read
+#define LAST 0    // the arrays have their channels last
+#define GRAD 0    // dgrad; STRIDE and STEPS are 1 then
 #endif
 #define MOMENTS 0
 #include "async_copy.cuh"
@@ -37,24 +37,24 @@ typedef element<TYPE> data_t;
 
 constexpr int WARPS = LAST ? 8 : 4, THREADS = 32 * WARPS;
 constexpr int TILES = GRAD ? 6 : STRIDE == 1 ? 5 : 3;         // eights of columns of y of a task
-constexpr int UNITS = GRAD ? TILES / 2 + 1 : STRIDE * (TILES - 1) + 2 * STEPS;  // eights of columns of x that they meet
+constexpr int UNITS = GRAD ? TILES / 2 + 1 : STRIDE * (TILES - 1) + 2 * STEPS;  // eights of columns of x that these read
 constexpr int FACTORS = GRAD ? 2 : STEPS;                     // matrices of a row of the filter
 constexpr int BEFORE = GRAD ? 32 : 8 * STRIDE;                // zeros before a row of taps
-constexpr int BESIDE = GRAD ? -2 : 1;                         // the tap that a word has besides
+constexpr int BESIDE = GRAD ? -2 : 1;                         // the second tap of a word, relative to its own
 constexpr int ROWS_APART = GRAD ? 2 : 1;                      // rows of y of a task
-// the first eight of x of task `number` of a row, and of tile `tile` of a task; the matrix that the tile takes in a step
+// the first eight of x of task `number` of a row, and of tile `tile` of a task; the matrix of the tile in a step
 DEVICE constexpr int unit_of_task(int number) { return GRAD ? number * (TILES / 2) : number * TILES * STRIDE; }
 DEVICE constexpr int unit_of(int tile, int step) { return GRAD ? tile / 2 : STRIDE * tile + 2 * step; }
 DEVICE constexpr int factor_of(int tile, int step) { return GRAD ? tile % 2 : step; }
 [[maybe_unused]] constexpr int PIXEL = 24, ROW_PAD = 4;       // with LAST: elements from one pixel of y to the next, and behind a row: few bank conflicts
-constexpr int EIGHT = 8, EIGHT_BYTES = 16, AT_ONCE = LAST ? 6 : 3;  // eights of x that a thread, or with LAST a warp, loads before it keeps the first
+constexpr int EIGHT = 8, EIGHT_BYTES = 16, AT_ONCE = LAST ? 6 : 3;  // eights of x that a thread, or with LAST a warp, loads before it stores the first
 // Blocks of a multiprocessor at once: more would spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int BLOCKS = LAST ? 2 : 4;
 #elif defined(LAYER)
 constexpr int BLOCKS = (LAST ? 3 : 5) - HAS_RESIDUAL;
 #else
-constexpr int BLOCKS = LAST ? 2 : 4;  // what finishes sums whatever there is wants registers
+constexpr int BLOCKS = LAST ? 2 : 4;  // an epilogue that is not known takes registers
 #endif
 #if LAST
 constexpr int CHANNELS = 16;  // of a block
@@ -63,20 +63,20 @@ static_assert(UNITS % 2 == 0, "two eights are loaded at once");
 
 // by_n is the divisor n, prepared (division.cuh).
 struct DepthwiseToeplitzArguments {
-  long long planes, all_planes;                   // of y: of a unit, of the launch
-  long long band, bands, by_bands;                // rows of y of a unit; units of a plane, 1 where a unit has several planes
+  long long planes, all_planes;                   // planes of y: of a unit, of the launch
+  long long band, bands, by_bands;                // rows of y of a unit; units of a plane, 1 if a unit has several planes
   long long sixteens, by_sixteens;                // of rows of y of a plane of a unit
   long long groups, by_groups;                    // of eights of columns of y
-  long long k, by_k, multiplier, by_multiplier;   // channels of y; of them, of a channel of x
+  long long k, by_k, multiplier, by_multiplier;   // channels of y; channels of y for each of x
   long long h, w, p, q;                           // sizes of a plane of x and y
   long long r, by_r, s, stride_h, pad_h, pad_w, dil_h, dil_w, by_dil_w, flipped;
-  long long y_off, x_off;                         // columns of y and of x of eight 0 of a row
-  long long columns, by_columns, spans, by_spans;             // of y of a unit, of which a row has so many: one, but with LAST
+  long long y_off, x_off;                         // first column of y and of x of eight 0 of a row
+  long long columns, by_columns, spans, by_spans;             // columns of y of a unit; units of a row: one without LAST
   long long chunks, by_chunks;                    // of 16 channels, with LAST
-  long long units, by_units, pitch, plane_pitch;  // eights of a row of x; from a row to the next, from a plane to the next
-  long long x_rows, by_x_rows;                    // of a plane of a unit
-  long long taps_pitch, by_taps_pitch;            // words
-  long long y_at, x_at, x_size;                   // bytes of shared memory before them; elements of x
+  long long units, by_units, pitch, plane_pitch;  // eights of a row of x; in shared memory from row to row, from plane to plane
+  long long x_rows, by_x_rows;                    // rows of x of a plane of a unit
+  long long taps_pitch, by_taps_pitch;            // words of a row of taps
+  long long y_at, x_at, x_size;                   // offsets in shared memory in bytes; elements of x
   long long has_bias, has_scale, has_residual, activation, slope;
 };
 
@@ -87,11 +87,11 @@ DEVICE uint32_t load_word(uint32_t from) {
 }
 
 #if LAST
-// Keeps eight pixels of 16 channels, of which a lane has four of pixel lane / 4, as an eight of each channel; `apart`: from one channel's to the next.
+// Stores eight pixels of 16 channels, of which a lane has four channels of pixel lane / 4, as an eight of each channel; `apart`: from channel to channel.
 DEVICE void keep_turned(uint4* to, int apart, uint2 v) {
   const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-  // lanes 0 to 15 name the eights: those of the first matrix are of channels 0, 1, 4, 5, ... of the sixteen, of the second 2, 3, 6, 7, ...
+  // lanes 0 to 15 address the eights: the first matrix has channels 0, 1, 4, 5, ... of the sixteen, the second 2, 3, 6, 7, ...
   const int channel = lane % 8 / 2 * 4 + lane % 2 + lane / 8 % 2 * 2;
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(to + channel * apart)), "r"(v.x), "r"(v.y) : "memory");
 #else
@@ -102,7 +102,7 @@ DEVICE void keep_turned(uint4* to, int apart, uint2 v) {
 #endif
 
 #if !LAST
-// Eight elements of x from element `from` on, of which `count` count; the others are zeros. `words`: five of them, from that of `from` on, or the last whole one.
+// Eight elements of x from element `from` on, of which `count` are real; the others are zeros. `words`: five words from that of `from` on, or the last ones.
 DEVICE uint4 eight_of(const uint32_t (&words)[5], int from, int count, const data_t* x, int x_size) {
   uint32_t v[4];
 #pragma unroll
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   uint4* const in = (uint4*)((char*)dynamic + arg.x_at);
   const int lane = threadIdx.x % 32, filter_r = (int)arg.r, filter_s = (int)arg.s, taps_pitch = (int)arg.taps_pitch;
 
-  // the unit: planes of y from `first_plane` on, of each the rows from `p0` on; what it reads of x begins with row `h0`
+  // the unit: planes of y from `first_plane` on, and of each the rows from `p0` on; its part of x begins with row `h0`
   const Divided of_chunk(blockIdx.x, arg.chunks, arg.by_chunks), of_span(of_chunk.quotient, arg.spans, arg.by_spans);
   const Divided of_band(of_span.quotient, arg.bands, arg.by_bands);
   const int p0 = of_band.rest * (int)arg.band, rows = min((int)arg.band, (int)arg.p - p0);
@@ -171,8 +171,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int x_first = divided(first_plane, arg.by_multiplier), x_last = divided(first_plane + planes - 1, arg.by_multiplier);
   const int x_count = h_count > 0 ? (x_last - x_first) * x_rows + h_count : 0, none_at = x_count * pitch;
 
-  const int x_begin = (x_first * height + h0) * width, eights = (x_count + 1) * units;  // and the row of zeros
-  // of eight i: where it goes, where it comes from, and how many of its elements there are
+  const int x_begin = (x_first * height + h0) * width, eights = (x_count + 1) * units;  // with the row of zeros
+  // of eight i: where it goes, where it comes from, and how many of its elements are real
   const auto place = [&](int i, int& to, int& from, int& count) {
     const Divided of_row(i, units, arg.by_units);
     const int row = of_row.quotient, plane = divided(row, arg.by_x_rows), column = x_column + of_row.rest * EIGHT;
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   copies_wait<0>();
   __syncthreads();
 
-  // one sum, tap by tap
+  // computes one sum again, tap by tap
   const auto again = [&](int plane, int of_x, int row, int q) {
     float sum = 0;
 #pragma unroll 1
@@ -256,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
   const int tasks = ((planes - 1) * (int)arg.sixteens + (rows + 16 * ROWS_APART - 1) / (16 * ROWS_APART) * ROWS_APART) * (int)arg.groups;
 #if GRAD
-  const int own_tap = BEFORE + lane / 4 - lane % 4 * 4 + (int)arg.y_off + (int)arg.pad_w - 2 * (int)arg.x_off;  // of a row of taps, of this lane's first factor
+  const int own_tap = BEFORE + lane / 4 - lane % 4 * 4 + (int)arg.y_off + (int)arg.pad_w - 2 * (int)arg.x_off;  // this lane's first factor in a row of taps
 #else
   const int own_tap = BEFORE + lane % 4 * 2 - lane / 4 * STRIDE - (STRIDE * (int)arg.y_off - (int)arg.x_off - (int)arg.pad_w);
 #endif
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     Finish<false> finish;
     finish.of = ScaleAndBias(arg, scale, bias, k);
-    // a lane has two rows of each eight, of each two neighbours
+    // a lane has two rows of each eight, and two neighbours in each
     const int first_q = y_column + of_group.rest * TILES * EIGHT + lane % 4 * 2;
     const auto row_of = [&](int half) { return first_row + (lane / 4 + half * 8) * ROWS_APART; };
     const auto place_of_row = [&](int row) {
@@ -361,7 +361,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   data_t* const to = y + (y_begin - y_shift);
   for (int i = threadIdx.x * EIGHT; i < y_shift + y_run; i += THREADS * EIGHT) {
     if (i >= y_shift && i + EIGHT <= y_shift + y_run) store_word(to + i, *(const uint4*)(out + i));
-    else  // others' elements lie beside
+    else  // the rest of the vector belongs to others
       for (int e = max(y_shift - i, 0); e < min(EIGHT, y_shift + y_run - i); ++e) to[i + e] = out[i + e];
   }
 #endif

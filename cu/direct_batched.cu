@@ -12,7 +12,7 @@
 // Layout   x [n][groups*cg][d][h][w], w [groups*kg][cg][t][r][s], y [n][groups*kg][o][p][q].
 // Mapping  block -> THREADS consecutive pixels of the batch, numbered n*o*p*q + o*p*q + p*q + q, times BLOCK_K output
 //          channels of one group, and one of `split` parts of the sum over channels; GID_0 = ((pixel tile * groups + g) * split + part)
-//          * k_tiles + k tile: the blocks that read the same pixels run side by side and meet in the L2 cache.
+//          * k_tiles + k tile: the blocks that read the same pixels run side by side and share the L2 cache.
 //          thread -> one pixel times BLOCK_K channels: each x value it loads is used BLOCK_K times.
 // Memory   shared (LOCAL_ROOM): the weights of block_c channels, [block_c*t*r*s][BLOCK_K], so that a thread reads its BLOCK_K
 //          weights of a tap as neighbours and a warp reads them as a broadcast. Registers: BLOCK_K sums.
@@ -28,10 +28,10 @@
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct BatchedArguments {
-  long_t n_pixels, plane, by_plane, by_pq, p, q, by_q;  // pixels of the batch, of an image (o * p * q) and its rows
+  long_t n_pixels, plane, by_plane, by_pq, p, q, by_q;  // pixels of the batch, of an image (o * p * q) and of its rows
   long_t groups, by_groups, cg, kg, k_tiles, by_k_tiles;
   long_t block_c, block_taps, by_block_taps;            // channels whose weights are in shared memory at once, and these weights
-  long_t split, by_split, run, part_size;               // parts of the sum over channels, channels of each, elements of each
+  long_t split, by_split, run, part_size;               // parts of the sum over channels; channels and elements of each
   long_t d, h, w, t, r, s;
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
   long_t has_scale, has_bias, has_residual, activation, slope;        // the epilogue; slope: an acc_t's bits
@@ -42,7 +42,7 @@ typedef struct BatchedArguments {
 #define UNROLL_TAPS _Pragma("unroll")
 #endif
 #if R * S <= 9
-// two channels at once, so that a small problem, which has few warps to hide it, waits for memory less often
+// two channels at once, so that a small problem, which has few warps to hide latency, waits for memory less often
 #define UNROLL_CHANNELS _Pragma("unroll 2")
 #endif
 #else

@@ -5,15 +5,15 @@
 //   A[m, (c,t,r,s)]     = w[w_base + g*w_g + m*w_m + c*w_c + t*w_t + r*w_r + s*w_s]
 //   B[(c,t,r,s), pixel] = x[n, g, c, o*stride_d - pad_d + t*dil_d, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w]
 //
-// B is never stored: its elements are found in x as the tiles are loaded. Each thread multiplies THREAD_M values of A
+// B is never stored: its elements are read from x as the tiles are loaded. Each thread multiplies THREAD_M values of A
 // by THREAD_N of B for every k, so one value from shared memory serves 4 to 8 multiplications instead of one.
 //
-// The gradient of the input uses the same kernel, with one launch a phase. The pixels h = a (mod stride) form a phase: a stride-1 convolution of
-// y with every stride-th filter row, taken backwards (w_r and dil_h < 0 say so). y_h spreads the results.
+// dgrad uses the same kernel, with one launch a phase. The pixels h = a (mod stride) form a phase: a stride-1 convolution of
+// y with every stride-th filter row, taken backwards (w_r and dil_h < 0). y_h spreads the results.
 //
 // Sizes    They are arguments: the text depends on the tile, the type and the width of loads alone. All threads of a block need the same k,
-//          so the block keeps a table of taps in shared memory. It says how far each k lies from a pixel's first element in x, and from the
-//          start of a row of w. BLOCK_K threads write the taps of the step after next while the tile of this step is multiplied.
+//          so the block keeps a table of taps in shared memory: for each k its offset in x from a pixel's first element, and its offset in
+//          a row of w. BLOCK_K threads write the taps of the step after next while the tile of this step is multiplied.
 // Mapping  block -> BLOCK_M channels x BLOCK_N pixels; GID_0 = ((pixel tile * groups + g) * split + part) * m_tiles + m tile:
 //          blocks that share pixels are neighbours. warp -> 4 x 8 threads. thread -> THREAD_M x THREAD_N sums, in
 //          groups of four neighbours, 4 * threads-along-the-axis apart, so that its reads of shared memory are 16 bytes
@@ -23,16 +23,16 @@
 //          Global loads of A are 16 bytes wide (A_VEC = 4) when k runs contiguously in w, those of B (B_VEC = 4) when
 //          four neighbouring pixels are neighbours in x: 1x1 filters without stride or padding, which need no table.
 // Layout   x_* and y_* are the elements from one image, group, channel of a group, plane, row and pixel to the next. Arrays are NCHW, channels
-//          last, or have their first two axes exchanged. So this kernel computes the gradient of the filter too: x's channels are the images,
+//          last, or have their first two axes exchanged. So this kernel also computes wgrad: x's channels are the images,
 //          its images are the channels, dy is the filter, and y is dw (ConvProblem.launched).
-// Fix-up   FIXUP = 1 mends what the tensor-core kernels wrote to y (CUDA only). A few blocks look at every tile in turn. Usually pack.cu has
-//          flagged no image (with patch_rows, the product no patch of one) and no channel, and they leave at once. A tile is computed again if
+// Fix-up   FIXUP = 1 mends what the tensor-core kernels wrote to y (CUDA only). A few blocks check every tile in turn. Usually pack.cu has
+//          flagged no image (with patch_rows, the product no patch of one) and no channel, and the blocks leave at once. A tile is computed again if
 //          an image or a channel of it is flagged with 2. With flag 1 it is computed again if a result is so small that it may show what its
-//          operands' limbs lost. Limbs are off by at most 2^-36 where the largest is below 2^15. So a sum of gemm_k products, scaled back by
+//          operands' limbs lost. Limbs are off by at most 2^-36 if the largest is below 2^15. So a sum of gemm_k products, scaled back by
 //          scale_n * scale_k, is off by at most gemm_k * 2^-20 * scale_n * scale_k: less than 2^-21 sqrt(gemm_k) of a result of
-//          2 sqrt(gemm_k) * scale_n * scale_k. A smaller result is a suspect. Most suspects are small differences of large summands: where the
-//          summands' magnitudes make 4 gemm_k or more, 2^-22 of that was lost, as much as any sum in fp32 loses. So a few suspects of a tile
-//          are examined one by one. Where there are many, most of them need it, and the tile is computed again.
+//          2 sqrt(gemm_k) * scale_n * scale_k. A smaller result is a suspect. Most suspects are small differences of large summands: if the
+//          summands' magnitudes sum to 4 gemm_k or more, 2^-22 of that was lost, as much as any sum in fp32 loses. So a few suspects of a tile
+//          are examined one by one. If there are many, most of them need mending, and the tile is computed again.
 // Split    split > 1 cuts the sum over k for problems of few tiles: every part is written to a workspace
 //          [split][size of y] of acc_t, without the epilogue, and direct_reduce.cu adds the parts in order.
 //
@@ -60,17 +60,17 @@
 #define B_LOADS (BLOCK_K * BLOCK_N / B_VEC / THREADS)
 #define B_COLUMNS (BLOCK_N / B_VEC)         // threads along the pixels in a load of B
 #define B_ROWS (THREADS / B_COLUMNS)
-// Steps whose products are added up by themselves, 256 of them: short sums lose less. Tiles of 64x64 would take 5% longer where all sums are short.
+// Up to 256 products are added separately before they go to the total: short sums lose less. Tiles of 64x64 would take 5% longer with it.
 #define TOTALS (DTYPE == 32 && !FIXUP && THREAD_M <= 4)
 #define STEPS_APART (256 / BLOCK_K)
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct GemmArguments {
-  long_t n_pixels, plane, by_plane, by_pq, p, q, by_q;  // gemm n: pixels of the batch, of an image (o * p * q) and its rows
+  long_t n_pixels, plane, by_plane, by_pq, p, q, by_q;  // gemm n: pixels of the batch, of an image (o * p * q) and of its rows
   long_t m, m_tiles, by_m_tiles;                        // gemm m: channels of a group that are written
-  long_t gemm_k, taps, by_taps, by_rs, r, s, by_s;      // gemm k: none in a phase without taps, whose sums are 0
+  long_t gemm_k, taps, by_taps, by_rs, r, s, by_s;      // gemm k: 0 in a phase without taps, whose sums are 0
   long_t groups, by_groups;
-  long_t split, by_split, split_steps, part_size;  // parts of the sum over k, steps of BLOCK_K of each, elements of each
+  long_t split, by_split, split_steps, part_size;  // parts of the sum over k; steps of BLOCK_K and elements of each
   long_t d, h, w;                                  // size of an image of x
   long_t stride_d, stride_h, stride_w;
   long_t pad_d, pad_h, pad_w;
@@ -81,20 +81,20 @@ typedef struct GemmArguments {
   long_t out_vec;                                  // whether four neighbouring pixels may be written at once
   long_t has_scale, has_bias, has_residual, activation, slope;   // the epilogue; slope: an acc_t's bits
   // where FIXUP:
-  long_t n_blocks;                                 // tiles to look at
-  long_t units, unit_group, unit_image;            // units there are; from one group and image to the next
-  long_t patch_rows, by_patch_rows, row_units;     // 0 where units are images; patches beside one another
-  long_t followed;                                 // the next launch mends another phase, and mostly has as little to do as this one
-  long_t noted;                                    // redone[blocks] takes whether the block computed a tile
+  long_t n_blocks;                                 // tiles to check
+  long_t units, unit_group, unit_image;            // units; units from one group and image to the next
+  long_t patch_rows, by_patch_rows, row_units;     // 0 if units are images; patches side by side
+  long_t followed;                                 // the next launch mends another phase, and mostly has as little to do
+  long_t noted;                                    // whether redone[block] says if the block computed a tile again
 } GemmArguments;
 
-// Where element (t, r, s) of a channel's filter, and this channel, lie from the first element that a pixel meets.
+// Offsets of element (t, r, s) of a channel's filter and of its channel from the first element that a pixel reads.
 typedef struct ALIGNED Tap {
   int d, h, w;
   index_t x;
 } Tap;
 
-// The image that a pixel of the batch belongs to, and the pixel's number there; coordinates of that number.
+// A pixel's image in the batch, and its number in the image; coordinates of that number.
 #define IMAGE_OF(pixel) DIVIDED(pixel, arg.plane, arg.by_plane)
 #define NUMBER_IN(n, pixel) ((int)((pixel) - (n) * (index_t)arg.plane))
 #define COORDINATES(number, o, p_, q_)                                                    \
@@ -121,7 +121,7 @@ typedef struct ALIGNED Tap {
   const int r_ = tap_row_ - t * (int)arg.r, s_ = tap_ - tap_row_ * (int)arg.s;
 
 #if FIXUP
-// What has a scale and a flag is a unit: an image, or a patch of 8 columns and patch_rows rows.
+// A unit has a scale and a flag: it is an image, or a patch of 8 columns and patch_rows rows.
 #define UNIT(n, g, number) ((int)((n) * arg.unit_image + (g) * arg.unit_group) + (arg.patch_rows ? PATCH(number) : 0))
 #define PATCH(number) (divided(divided(number, arg.by_q), arg.by_patch_rows) * (int)arg.row_units + \
                        ((number) - divided(number, arg.by_q) * (int)arg.q) / 8)
@@ -139,7 +139,7 @@ typedef struct ALIGNED Tap {
 #define STORE_SUM(at, v) STORE(y, at, v);
 #endif
 
-// The taps of a step, into one of two buffers.
+// Writes the taps of a step into one of two buffers.
 #define WRITE_TAPS(step, buffer)                                                                           \
   if (LID_0 < BLOCK_K) {                                                                                   \
     const index_t k = (index_t)(step)*BLOCK_K + LID_0;                                                     \
@@ -158,7 +158,7 @@ typedef struct ALIGNED Tap {
 #define WRITE_W_TAP(buffer, at) w_taps[buffer][LID_0] = (at);
 #endif
 
-// 16 bytes, or 4 elements, of A or B on their way from global to shared memory
+// loads 16 bytes, or 4 elements, of A or B, on their way from global to shared memory
 #define LOAD_A(step, buffer)                                                                                     \
   {                                                                                                              \
     const index_t k = (index_t)(step)*BLOCK_K + a_k;                                                             \
@@ -242,10 +242,10 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   const int m_end = (int)arg.m;
   const index_t n_pixels = (index_t)arg.n_pixels, gemm_k = (index_t)arg.gemm_k;
 #if FIXUP
-  __shared__ int suspects, suspect[SUSPECTS];  // results that look as if something were lost
+  __shared__ int suspects, suspect[SUSPECTS];  // results that may show a loss
   __shared__ int row_flags[BLOCK_M];
-  __shared__ float row_least[BLOCK_M], row_bias[BLOCK_M];  // of a result where x's scale is 1
-  const bool known = !arg.activation;  // the sums can be told from the results, without bias and residual
+  __shared__ float row_least[BLOCK_M], row_bias[BLOCK_M];  // the least result that shows no loss, for a scale of x of 1
+  const bool known = !arg.activation;  // the sums can be recovered from the results, without bias and residual
   for (long_t block_ = GID_0; block_ < arg.n_blocks; block_ += gridDim.x) {
   const int block = (int)block_;
 #else
@@ -273,7 +273,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   }
   __syncthreads();
   {
-    // a thread looks at one pixel and every LOOKS-th channel, 32 results on their way at once
+    // a thread checks one pixel and every LOOKS-th channel, 32 results under way at once
     const index_t pixel = pixel0 + LID_0 % BLOCK_N, n = pixel < n_pixels ? IMAGE_OF(pixel) : 0;
     const int number = pixel < n_pixels ? NUMBER_IN(n, pixel) : 0, unit = UNIT(n, g, number), unit_flag = unit_flags[unit];
     COORDINATES(number, o, p, q)
@@ -304,7 +304,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     }
   }
   if (!__syncthreads_or(any) && suspects <= SUSPECTS) {
-    // a warp looks at one suspect: at the size of its summands, as the limbs hold them
+    // a warp checks one suspect: the sum of its summands' magnitudes, as the limbs hold them
     for (int i = LID_0 / 32; i < suspects; i += THREADS / 32) {
       const int m = m0 + suspect[i] / BLOCK_N;
       const index_t pixel = pixel0 + suspect[i] % BLOCK_N, n = IMAGE_OF(pixel);
@@ -426,7 +426,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     for (int j = 0; j < THREAD_N; ++j) sum[i][j] = total[i][j];
 #endif
 
-  // store: columns are pixels, rows are channels. The loop needs all registers, so the tile's place is computed again.
+  // Stores: columns are pixels, rows are channels. The loop needs all registers, so the tile's place is computed again.
   {
   int same_block = block, thread = LID_0;
   HIDE(same_block)

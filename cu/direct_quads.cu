@@ -1,20 +1,20 @@
-// direct_quads.cu: convolutions of few channels, float32, on plain cores: a thread keeps quads, which are four neighbouring pixels of a row, of eight channels.
+// direct_quads.cu: float32 convolutions of few channels on plain cores: a thread keeps quads, four neighbouring pixels of a row, of eight channels.
 //
 //   y[n,k,o,p,q] = sum over c,t,r,s of x[n, g*cg + c, o*stride_d + low_d + t*dilation_d, p*stride_h + low_h + r*dilation_h, q*STRIDE + low_w + s]
 //                                      * w[k,c,t,r,s],   g = k / kg
 //
-// direct_batched.cu loads a number of x for eight multiplications. Here the pixels of a quad share what they meet. For a row of taps a thread loads
-// a run of neighbours once, by vectors, and keeps it in registers for all the taps. Two quads share the filter's numbers too. Nothing is packed and
-// nothing is split, so there is one launch.
+// direct_batched.cu loads a number of x for eight multiplications. Here the pixels of a quad share what they read: for a row of taps a thread loads
+// a run of neighbours once, by vectors, and keeps it in registers for all the taps. Two quads share the filter's numbers too. Nothing is packed or
+// split, so there is one launch.
 //
 // Sizes    They are arguments; S and STRIDE, along w, are defined. With LAYER, the layer's epilogue is constant.
-// Mapping  block -> a tile of y, `rows` x `quads` quads of a slice of an image, times 8 channels a channel warp, all of one group;
+// Mapping  block -> a tile of y, `rows` x `quads` quads of a slice of an image, times 8 channels for each channel warp, all of one group;
 //          blockIdx.x = (((image * o + slice) * tiles down + tile down) * tiles across + tile across) * k_tiles + k tile.
 //          warp -> 8 channels, and 32 * QUADS quads; the lanes are neighbouring quads.
-// Memory   shared: two buffers, which are filled and multiplied by turns. A buffer has some planes (the slices of x that the tile meets, of some
+// Memory   shared: two buffers, which are filled and multiplied in turn. A buffer has some planes (the slices of x that the tile reads, of some
 //          channels): the filter's numbers, [plane][r][s][channel], and the patch of x, [plane][row][phase][quad][4]. In a patch columns that are
-//          STRIDE apart are neighbours, so that a quad reads vectors. Copies into one buffer are on their way while the other is multiplied.
-//          In the end sums pass through it whose rows of y are no multiple of four.
+//          STRIDE apart are neighbours, so that a quad reads vectors. Copies into one buffer are under way while the other is multiplied.
+//          In the end sums pass through it if rows of y are no multiple of four.
 //
 // By hand: nvcc -cubin -arch=sm_90 cu/direct_quads.cu
 #ifndef S
@@ -27,31 +27,31 @@
 #include "finish.cuh"
 
 constexpr int THREADS = 128, CHANNELS = 8;     // channels: of a thread
-constexpr int PHASES = S < STRIDE ? S : STRIDE;  // columns modulo STRIDE that a tap meets
-constexpr int TURNED = QUADS * 128;              // numbers of shared memory in which a warp turns sums, where rows of y do not begin at vectors
-constexpr int PAD = 4;                           // numbers behind the channels of a tap, so that copies meet every bank once
+constexpr int PHASES = S < STRIDE ? S : STRIDE;  // columns modulo STRIDE that a tap reads
+constexpr int TURNED = QUADS * 128;              // numbers of shared memory in which a warp transposes sums, if rows of y do not begin at vectors
+constexpr int PAD = 4;                           // numbers behind the channels of a tap, so that copies use every bank once
 
 // by_n is the divisor n, prepared (division.cuh).
 struct DirectQuadsArguments {
   long long k_tiles, by_k_tiles, tiles_w, by_tiles_w, tiles_h, by_tiles_h, out_d, by_out_d;  // blocks along the grid's axes
   long long groups, group_tiles, by_group_tiles, cg, kg;   // k tiles of a group; channels of x and y of a group
   long long rows, quads, by_quads;                         // of a tile
-  long long channel_shift;                                 // two to the power of it: warps of a block with channels of their own
-  long long planes, at_once;                               // channels of x times slices of the filter: all, and of a buffer
+  long long channel_shift;                                 // log2 of a block's warps with channels of their own
+  long long planes, at_once;                               // channels of x times slices of the filter: all, and those of a buffer
   long long slices, by_slices, taps_r, taps, by_taps;      // of the filter: slices, rows of one, taps of one
-  long long w_group, w_k, w_c, tap_first, tap_step;        // elements of the filter from one to the next; the first tap, and from one to the next
+  long long w_group, w_k, w_c, tap_first, tap_step;        // strides of the filter, in elements; its first tap, and the step to the next
   long long patch, patch_columns, by_patch_columns;        // numbers of a plane's patch, and of a row of it, as they are loaded
-  long long phase, pitch, room;                            // numbers of shared memory: of a phase, of a row, of a plane
-  long long filter, buffer;                                // numbers of shared memory: of the filter's planes, of a buffer
-  long long depth, height, width, p, q;                    // of x, of y
+  long long phase, pitch, room;                            // numbers of shared memory of a phase, a row, a plane
+  long long filter, buffer;                                // numbers of shared memory of the filter's planes, and of a buffer
+  long long depth, height, width, p, q;                    // sizes of x and of y
   long long stride_d, stride_h, low_d, low_h, low_w, dilation_d, dilation_h;
   long long wide;                                          // whether rows of y begin at multiples of four elements
   long long has_bias, has_scale, has_residual, activation, slope;
 };
 
-// Where a block's tile is.
+// A block's tile.
 struct Place {
-  int image, slice, p, q, group, k;  // k: of the group, the block's first channel
+  int image, slice, p, q, group, k;  // k: the block's first channel in the group
   DEVICE Place(const DirectQuadsArguments& arg) {
     const Divided of_k(blockIdx.x, arg.k_tiles, arg.by_k_tiles), of_w(of_k.quotient, arg.tiles_w, arg.by_tiles_w);
     const Divided of_h(of_w.quotient, arg.tiles_h, arg.by_tiles_h), of_d(of_h.quotient, arg.out_d, arg.by_out_d);
@@ -61,7 +61,7 @@ struct Place {
   }
 };
 
-// The copies of `count` planes from the first on, for a buffer.
+// Starts the copies of `count` planes from `first` on into a buffer.
 DEVICE void start(const DirectQuadsArguments& arg, const Place& tile, const float* x, const float* w, uint32_t buffer, int first, int count) {
   // the filter: lanes are 8 neighbouring taps of 4 channels
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, taps = (int)arg.taps, channels = CHANNELS << (int)arg.channel_shift;
@@ -74,7 +74,7 @@ DEVICE void start(const DirectQuadsArguments& arg, const Place& tile, const floa
       copy_or_zero<4>(buffer + 4 * (tap * (channels + PAD) + channel), there ? of_tap + channel * (int)arg.w_k : w, there);
     }
   }
-  // the patch: every thread's places are the same in each plane
+  // the patch: each thread copies the same places of every plane
   const int d0 = tile.slice * (int)arg.stride_d + (int)arg.low_d, h0 = tile.p * (int)arg.stride_h + (int)arg.low_h, w0 = tile.q * STRIDE + (int)arg.low_w;
   const int plane = (int)arg.height * (int)arg.width;
   for (int i = threadIdx.x; i < (int)arg.patch; i += THREADS) {
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUADS == 1 ? 5 : 4)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, shift = (int)arg.channel_shift, mine = (warp & (1 << shift) - 1) * CHANNELS;
   const int pitch_w = (CHANNELS << shift) + PAD, tap_rows = (int)arg.taps_r;
 
-  // this thread's quads: which of the tile, and where their first vector is in a plane's patch
+  // this thread's quads: their rows and columns in the tile, and the offset of their first vector in a plane's patch
   int row[QUADS], quad[QUADS], at[QUADS];
   bool used[QUADS];
 #pragma unroll
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUADS == 1 ? 5 : 4)
   start(arg, tile, x, w, shared_address(dynamic), 0, min(at_once, planes));
   for (int first = 0, parity = 0; first < planes; first += at_once, parity ^= 1) {
     copies_wait<0>();
-    __syncthreads();  // everybody's copies have arrived, and everybody has read the other buffer
+    __syncthreads();  // all copies have arrived, and all threads have read the other buffer
     const int next = first + at_once;
     if (next < planes) start(arg, tile, x, w, shared_address(dynamic + (parity ^ 1) * (int)arg.buffer), next, min(at_once, planes - next));
     const float* of_w = dynamic + parity * (int)arg.buffer + mine;
@@ -157,9 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUADS == 1 ? 5 : 4)
     }
   }
 
-  // y
+  // stores to y
   const int plane = (int)arg.p * (int)arg.q, channels = (int)(arg.groups * arg.kg), first_channel = tile.group * (int)arg.kg + tile.k + mine;
-  // where a quad's first pixel is, of a slice of y; and from the slice of one channel to that of the next
+  // the offset of a quad's first pixel in a slice of y; and from one channel's slice to the next channel's
   const auto place_of = [&](int row, int quad) { return (tile.p + row) * (int)arg.q + tile.q + 4 * quad; };
   const int apart = (int)arg.out_d * plane;
   const int slice = ((tile.image * channels + first_channel) * (int)arg.out_d + tile.slice) * plane;
@@ -189,10 +189,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUADS == 1 ? 5 : 4)
     }
     return;
   }
-  // A warp turns its sums in shared memory, so that neighbouring lanes write neighbouring pixels.
-  __syncthreads();  // everybody has read the last buffer
+  // A warp transposes its sums in shared memory, so that neighbouring lanes write neighbouring pixels.
+  __syncthreads();  // all threads have read the last buffer
   float* const turned = dynamic + warp * TURNED;
-  int places[QUADS][4];  // of this lane's pixels, or -1
+  int places[QUADS][4];  // offsets of this lane's pixels, or -1
 #pragma unroll
   for (int i = 0; i < QUADS; ++i)
 #pragma unroll

@@ -1,10 +1,10 @@
-// direct_reduce.cu: the second half of products that leave parts of their sums in a workspace.
+// direct_reduce.cu: adds the parts of sums that products leave in a workspace.
 //
 //   y[i] = bias[channel of i] + sum over split of parts[split][i], always in the same order; and the rest of the epilogue
 //
 // Mapping  block -> 2^width neighbours of y; GID_0 numbers them. thread -> one of `lanes` = THREADS / 2^width runs of the parts of an
-//          element: few results of many parts would have few threads otherwise. The runs' sums are added in order, too.
-// Memory   shared: a sum a thread, where there are several lanes. All sizes are arguments.
+//          element: otherwise few results of many parts would have few threads. The runs' sums are added in order, too.
+// Memory   shared: with several lanes, one sum for each thread. All sizes are arguments.
 //
 // By hand: nvcc -cubin cu/direct_reduce.cu
 #include "portable.cuh"
@@ -14,7 +14,7 @@
 #endif
 
 typedef struct ReduceArguments {
-  long_t size, split, width, run;  // elements of y; parts; log2 of the elements of a block; parts of a lane, but for the last
+  long_t size, split, width, run;  // elements of y; parts; log2 of the elements of a block; parts of a lane, fewer in the last one
   long_t plane, by_plane;          // neighbours of one channel in y; by_: as a prepared divisor, see division.cuh
   long_t channels, by_channels;    // of y
   long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
@@ -55,7 +55,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce(const GLOBAL_MEM acc_t* REST
   reduce(parts, bias, scale, residual, y, arg, (index_t)GID_0, sums);
 }
 
-// Two such sums without an epilogue, in one launch: the first of so many `blocks`.
+// Two such sums without an epilogue in one launch: the first has `blocks` blocks.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce_two(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_MEM acc_t* RESTRICT other_parts,
                                                         GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM data_t* RESTRICT other_y,
                                                         const ReduceTwo arg, const long_t blocks) {

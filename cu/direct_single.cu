@@ -10,8 +10,8 @@
 // Sizes    They are arguments. With LAYER they are constants, except the sizes of images and what follows from them.
 // Mapping  block -> THREADS consecutive pixels (p,q) of one plane; GID_0 = plane * tiles per plane + tile.
 //          thread -> one pixel; the threads of a warp write neighbours and, at stride 1, read neighbours.
-// Memory   shared (LOCAL_ROOM): the r*s filter weights, all of which every thread of the block reads. x comes from global memory, each
-//          value up to r*s times through the caches: step 2 mends that.
+// Memory   shared (LOCAL_ROOM): the r*s filter weights, all of which every thread of the block reads. Each value of x comes from global memory up to
+//          r*s times, through the caches: step 2 improves on that.
 //
 // By hand: nvcc -cubin cu/direct_single.cu
 #include "portable.cuh"
@@ -67,7 +67,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_single(const GLOBAL_MEM data_t* RES
       UNROLL_TAPS
       for (int s = 0; s < s_end; ++s) {
         const int h = h0 + r * dil_h, col = w0 + s * dil_w;
-        acc_t v = 0;  // a value chosen, not a branch taken: loads of several taps can be under way together
+        acc_t v = 0;  // a select, not a branch: loads of several taps can be under way together
         if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD(x, x_plane + (index_t)h * w_end + col);
         sum += v * filter[r * s_end + s];
       }

@@ -1,9 +1,9 @@
 // direct_tile.cu, step 2 of the ladder: one channel, the input tile with its halo in shared memory as well.
 //
-// The sum, the layouts and the uses are those of direct_single.cu. It also computes the gradient of a depthwise layer's input, which is the same sum
-// over dy with the filter's taps from the last to the first. For a layer with a stride of 2 or 4, dy's pixels lie so far apart in a tile, with zeros
-// between them. What is new: neighbouring pixels read overlapping windows,
-// so a block fetches the window of its whole tile once, and its threads read that from shared memory. Each column of the filter has a sum of
+// The sum, the layouts and the uses are those of direct_single.cu. It also computes depthwise dgrad, which is the same sum
+// over dy with the filter's taps in reverse. For a layer with a stride of 2 or 4, dy's pixels lie so far apart in a tile, with zeros
+// between them. Neighbouring pixels read overlapping windows, so here
+// a block fetches the window of its whole tile once, and its threads read that from shared memory. Each column of the filter has a sum of
 // its own, unless the result has 16 bits, because short sums lose less.
 //
 // Sizes    They are arguments. R, S, STRIDE_H, STRIDE_W, DIL_H and DIL_W may be defined: then the filter's loops are unrolled. With LAYER, all
@@ -26,12 +26,12 @@
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct TileArguments {
   long_t tiles_p, by_tiles_p, tiles_q, by_tiles_q;  // tiles down and across a plane of y
-  long_t c, k, by_k, by_multiplier;                 // channels of x and y; y's of one of x
+  long_t c, k, by_k, by_multiplier;                 // channels of x and y; channels of y for each of x
   long_t h, w, p, q;                                // sizes of a plane of x and y
   long_t pad_h, pad_w;
   long_t r, s, stride_h, stride_w, dil_h, dil_w, by_halo_w;
-  long_t flipped;                                   // whether the filter's last tap comes first
-  long_t apart_h, apart_w;                          // x's pixels are 2 to the power of these apart
+  long_t flipped;                                   // whether the filter's taps are reversed
+  long_t apart_h, apart_w;                          // log2 of the distance of x's pixels
   long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
 } TileArguments;
 
@@ -73,7 +73,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
   AFTER_LAST_LAUNCH
 
   LOCAL_ROOM(tile);
-  const int filter = HALO_H * HALO_W;  // where it starts in there
+  const int filter = HALO_H * HALO_W;  // offset of the filter in shared memory
   const int row = divided((int)GID_0, arg.by_tiles_q), tile_q = ((int)GID_0 - row * (int)arg.tiles_q) * TILE_Q;
   const int plane = AXES < 2 ? row : divided(row, arg.by_tiles_p), tile_p = AXES < 2 ? 0 : (row - plane * (int)arg.tiles_p) * TILE_P;
   const int c_all = OF_LAYER(C, c), k_all = OF_LAYER(K, k);

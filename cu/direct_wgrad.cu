@@ -1,20 +1,20 @@
-// direct_wgrad.cu: the gradient of the filter of few channels a group, a depthwise convolution's above all.
+// direct_wgrad.cu: wgrad for few channels a group, above all depthwise.
 //
 //   w[k,c,o,p,q] = sum over n,t,r,s of x[n, g*images + c, o*stride_d - pad_d + t*dil_d, p*stride_h - pad_h + r*dil_h,
 //                                       q*stride_w - pad_w + s*dil_w] * y[n,k,t,r,s],   g = k / kg
 //
-// The letters are those of the convolution that it is launched as (ConvProblem.launched): y, the gradient of the result, is the
+// The letters are those of the convolution that it is launched as (ConvProblem.launched): y, the gradient of the result, is a
 // filter of t x r x s taps there, the filter's o x p x q taps are the pixels, x's C/groups channels the images and its N = cg images
-// the channels. direct_gemm.cu computes the same, but wants tiles of 64 k by 64 (c,o,p,q), which a group of one channel leaves empty.
+// the channels. direct_gemm.cu computes the same, but in tiles of 64 k by 64 (c,o,p,q), which a group of one channel leaves nearly empty.
 //
 // Sizes    They are arguments. Q may be defined, for o = 1, TAPS = p * Q and strides of 1: then no table of taps is needed. With LAYER,
 //          all numbers but the sizes of x and y and what follows from these are constants, and one chunk of taps needs no table.
 // Mapping  block -> FILTERS k of a group, one c, TAPS of the (o,p,q), and one of `slices` runs of the pixels of y, numbered
 //          n*t*r*s + t*r*s + r*s + s; GID_0 = ((k block * images + c) * chunks of taps + chunk) * slices + slice.
-//          thread -> every THREADS-th pixel of its run: FILTERS values of y meet TAPS of x, neighbours of what the threads beside it read.
-//          A run does not end with an image, so that a single large image fills the machine, and planes of few pixels fill their blocks.
-// Memory   registers: FILTERS * TAPS sums. Shared: where each of TAPS lies, and [TAPS][THREADS] sums at the end, added in two steps, in pairs,
-//          always in the same order. They lie so that threads which read at once meet different banks.
+//          thread -> every THREADS-th pixel of its run: FILTERS values of y meet TAPS of x, which neighbouring threads read as neighbours.
+//          A run does not end with an image, so that a single large image fills the GPU, and planes of few pixels fill their blocks.
+// Memory   registers: FILTERS * TAPS sums. Shared: the offset of each of TAPS, and [TAPS][THREADS] sums at the end, added in two steps, in pairs,
+//          always in the same order. They lie so that threads which read at once use different banks.
 //          With slices > 1 each slice writes its part to a workspace [slices][size of w] and direct_reduce.cu adds them.
 //
 // By hand: nvcc -cubin cu/direct_wgrad.cu
@@ -29,15 +29,15 @@
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct WgradArguments {
   long_t slices, by_slices, chunks, by_chunks, images, by_images;
-  long_t groups, kg, k_blocks, by_k_blocks;           // k_blocks of FILTERS make up a group
-  long_t total, run;                                  // pixels of all images of y; of a slice, but for the last
-  long_t d, h, w;                                     // an image of x
+  long_t groups, kg, k_blocks, by_k_blocks;           // k_blocks of FILTERS k form a group
+  long_t total, run;                                  // pixels of all images of y; pixels of a slice, fewer in the last one
+  long_t d, h, w;                                     // size of x
   long_t pixels, by_pixels, by_rs, r, s, by_s;        // of an image of y: t * r * s
   long_t taps, by_pq, p, q, by_q;                     // of the filter: o * p * q
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
 } WgradArguments;
 
-#if defined(LAYER) && CHUNKS == 1  // where tap i lies is known
+#if defined(LAYER) && CHUNKS == 1  // tap i's offset is known
 #define TAP_D(i) ((i) / (P * Q) * STRIDE_D)
 #define TAP_H(i) ((i) / Q % P * STRIDE_H)
 #define TAP_W(i) ((i) % Q * STRIDE_W)
@@ -50,16 +50,16 @@ typedef struct WgradArguments {
 #define AXES 3
 #endif
 
-#define PARTS 8  // in which a tap's sums are added first
+#define PARTS 8  // parts in which a tap's sums are added first
 #define OF_PART (THREADS / PARTS)
-// where the sum of a thread lies: a number is left out behind each part
+// the offset of a thread's sum: each part is followed by one unused number
 #define PLACE(tap, thread) ((tap) * (THREADS + PARTS) + (thread) + (thread) / OF_PART)
-// Adds `count` numbers, a power of two, up in v[0]. In pairs log2(count) roundings follow one another, in a chain count - 1.
+// Adds `count` numbers, a power of two, into v[0]. In pairs, log2(count) roundings follow one another; in a chain, count - 1.
 #define ADD_IN_PAIRS(v, count)                                            \
   _Pragma("unroll") for (int half_ = (count) / 2; half_ > 0; half_ /= 2)  \
   _Pragma("unroll") for (int j_ = 0; j_ < half_; ++j_) (v)[j_] += (v)[j_ + half_];
 
-// Where a tap lies from the first element that a pixel of y meets.
+// A tap's offset from the first element that a pixel of y reads.
 typedef struct ALIGNED Tap {
   int d, h, w;
   index_t x;
@@ -86,7 +86,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
   const int of_slice = divided((int)GID_0, arg.by_slices), slice = (int)GID_0 - of_slice * (int)arg.slices;
   const int of_chunk = OVER(of_slice, chunks, by_chunks), first_tap = (of_slice - of_chunk * chunks) * TAPS;
   const int k_block = OVER(of_chunk, images, by_images), c = of_chunk - k_block * images;
-  const int g = OVER(k_block, k_blocks, by_k_blocks), k0 = (k_block - g * k_blocks) * FILTERS;  // k0 is of the group
+  const int g = OVER(k_block, k_blocks, by_k_blocks), k0 = (k_block - g * k_blocks) * FILTERS;  // k0: in the group
 #ifndef TAP_W
   LOCAL_MEM Tap places[TAPS];
   for (int i = LID_0; i < TAPS; i += THREADS) {
@@ -106,7 +106,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
   for (int f = 0; f < FILTERS; ++f)
 #pragma unroll
     for (int i = 0; i < TAPS; ++i) sum[f][i] = 0;
-  index_t k_plane[FILTERS];  // from an image's first channel; a filter past the end repeats the last one, and is not stored
+  index_t k_plane[FILTERS];  // offset in an image; a filter past the end repeats the last one, and is not stored
 #pragma unroll
   for (int f = 0; f < FILTERS; ++f) k_plane[f] = (g * kg + (k0 + f < kg ? k0 + f : kg - 1)) * (index_t)pixels;
   const index_t x_image = (index_t)d_end * h_end * w_end, first = slice * (index_t)arg.run;
@@ -123,7 +123,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
     const int w0 = (pixel - row * (int)arg.s) * dil_w - OF_LAYER(PAD_W, pad_w);
     const index_t corner = (n * (index_t)(groups * images) + g * images + c) * x_image + (d0 * (index_t)h_end + h0) * w_end + w0;
 #ifndef TAP_W
-    int table = 0;  // the compiler would keep the table in registers
+    int table = 0;  // else the compiler would keep the table in registers
     HIDE(table)
 #endif
 #pragma unroll
@@ -152,7 +152,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
 #pragma unroll
       for (int j = 0; j < OF_PART; ++j) part[j] = sums[i * (OF_PART + 1) + j];
       ADD_IN_PAIRS(part, OF_PART)
-      sums[i * (OF_PART + 1)] = part[0];  // nobody else reads these
+      sums[i * (OF_PART + 1)] = part[0];  // no other thread reads these
     }
     local_barrier();
     for (int i = LID_0; i < TAPS; i += THREADS)
