@@ -1,26 +1,26 @@
-// few_channels.cu: convolutions and gradients by the input with few channels in their result, on tensor cores that warps feed themselves.
+// few_channels.cu: fprop and dgrad with few channels in their result, on tensor cores that warps feed themselves.
 //
 //   y[n,k,p,q] = sum over r, s and c of x[n, c, row(p, r), column(q, s)] * w[k,c,r,s], and epilogue.cuh
 //   u[p,column,(s,k)] = sum over r and c of x[n, c, row(p, r), column] * w[k,c,r,s]     a product of matrices
 //   y[n,k,p,q] = sum over s of u[p, column(q, s), (s,k)]                                added from shared memory
 //   gemm m: column of x | gemm n: (s,k), k fastest | gemm k: (r,c), in steps of 64 bytes of channels
 //
-// The tensor core's columns are taps times channels, which few channels fill too, and each number that it makes is added up once. x is read as it
-// lies, from memory to registers. Each of its rows is multiplied at once for all rows of y that meet it.
+// The tensor core's columns are taps times channels, so even few channels fill them, and each number that it makes is added once. x is read as it
+// lies, from memory to registers. Each of its rows is multiplied at once for all rows of y that read it.
 //
-// Rows     Forward, row p meets p * stride - pad + r * dilation; in the gradient row (p + pad - r * dilation) / stride where that is whole.
-//          Rows of y that are `row_phases` apart meet rows of x that are `row_step` apart, by the same taps: row j of a phase meets
+// Rows     In fprop row p reads p * stride - pad + r * dilation; in dgrad row (p + pad - r * dilation) / stride, if that is whole.
+//          Rows of y that are `row_phases` apart read rows of x that are `row_step` apart, by the same taps: row j of a phase reads
 //          first + row_step * (rows_apart * j + t), t = 0 ... taps - 1. A block computes rows of one phase.
 // Columns  A block's columns of x are neighbours; a table says which of them, and which taps, a column of y adds.
 // Mapping  block -> a phase, `chunk` channels of y, and one tile of an image after another. A tile has warps_h * ROWS rows of the phase, tile_q
 //          columns of y, and warps_w * COLUMNS columns of x. warp -> ROWS x COLUMNS sums of all gemm n, in registers, over one of `parts` parts of
 //          the channels of x; warps_w * warps_h * parts is 4. When the sums are added up: thread -> one element of y after another, neighbours in y.
-//          Of a step's channels a lane has 16 bytes of neighbours, in rows lane / 4 and lane / 4 + 8 of the matrix, which are columns of x. The
+//          A lane has 16 bytes of neighbours of a step's channels, in rows lane / 4 and lane / 4 + 8 of the matrix, which are columns of x. The
 //          tensor core wants other channels there, but any order will do if the filter has the same.
 // Memory   shared: the filter [t][step][8 of gemm n][lane][16 bytes of channels], as the tensor core takes it; u [gemm n][part][row][column],
 //          with 4 floats between its planes, so that a warp writes to and reads from all banks; the table of columns.
 // Sums     PRODUCTS = 3: x and w are split into two TF32 numbers each, and three of their products are added. After each step the sum is added to
-//          a float32 sum, because the tensor core truncates its own. What is not finite then is computed once more, in plain float32.
+//          a float32 sum, because the tensor core truncates its own. Results that are not finite are computed once more, in plain float32.
 //          The order of sums is the same for all tiles with the same number of parts.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/few_channels.cu
@@ -28,9 +28,9 @@
 #define TYPE 16          // of the arrays: 32 float, 16 half, 17 bfloat16
 #define PRODUCTS 1       // 3: float32 arithmetic
 #define COLUMN_TILES 1   // eights of gemm n
-#define ROWS 6           // of y, of a warp
-#define PIXEL_TILES 2    // sixteens of columns of x, of a warp
-#define WIDE_LOADS 1     // whether a lane's channels are neighbours in memory, and may be loaded at once
+#define ROWS 6           // rows of y of a warp
+#define PIXEL_TILES 2    // sixteens of columns of x of a warp
+#define WIDE_LOADS 1     // a lane's channels are neighbours in memory, and may be loaded at once
 #endif
 #define MOMENTS 0
 #include "finish.cuh"
@@ -38,33 +38,33 @@
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS, COLUMNS = 16 * PIXEL_TILES;
 typedef element<TYPE> data_t;
-constexpr int LANE = 16 / sizeof(data_t), STEP = 4 * LANE;  // channels of a lane, of a step
-constexpr int STEP_BYTES = COLUMN_TILES * 32 * 16;  // of the filter, of a tap
+constexpr int LANE = 16 / sizeof(data_t), STEP = 4 * LANE;  // channels of a lane, and of a step
+constexpr int STEP_BYTES = COLUMN_TILES * 32 * 16;  // bytes of the filter, of a step and tap
 static_assert(PRODUCTS == 1 || TYPE == 32, "three products are for float32");
 
 // A divisor's prepared form, see division.cuh, is called by_...
 struct FewChannelsArguments {
   long long workers, by_workers;                 // blocks that share the tiles of a phase and chunk
-  long long chunks, by_chunks, chunk, by_chunk;  // of channels of y
+  long long chunks, by_chunks, chunk, by_chunk;  // chunks of channels of y
   long long tiles, tiles_h, by_tiles_h, tiles_w, by_tiles_w;
-  long long warps_w, by_warps_w, warps_h, by_warps_h, parts, part_steps;  // steps of a part, but for the last ones
+  long long warps_w, by_warps_w, warps_h, by_warps_h, parts, part_steps;  // steps of a part; the last parts may have fewer
   long long tile_q, by_tile_q, tile_rows, by_tile_rows;
-  long long first_w, tile_w;                     // the first column of x of the first tile, and how much later the next tile's is
+  long long first_w, tile_w;                     // the first column of x of the first tile, and from one tile to the next
   long long gradient;
-  long long k, c, by_c, channel_steps;           // channels of y and of x, steps of the latter
-  long long h, w, p, q;                          // x and y
+  long long k, c, by_c, channel_steps;           // channels of y and of x; steps of the latter
+  long long h, w, p, q;                          // sizes of x and y
   long long taps_r, taps_s, by_taps_s;
   long long stride_h, stride_w, pad_h, pad_w, dil_h, dil_w;
-  long long every_h, every_w;                    // of how many taps the gradient meets one in a row or column
+  long long every_h, every_w;                    // dgrad meets every every_h-th tap of a column and every every_w-th of a row
   long long row_phases, rows_apart, row_step;
-  long long column_step;                         // from one tap's column of x to the next, down to the left in the gradient
-  long long w_k, w_c, w_tap;                     // elements of the filter from one to the next
+  long long column_step;                         // columns of x from one tap's to the next; negative in dgrad
+  long long w_k, w_c, w_tap;                     // elements of the filter from one k, c and tap to the next
   long long x_image, x_row, x_pixel, x_channel, y_image, y_pixel, y_channel, channels_last;
-  long long u_at, table_at;                      // bytes of shared memory before them
+  long long u_at, table_at;                      // offsets in shared memory in bytes
   long long has_bias, has_scale, has_residual, activation, slope;
 };
 
-// The taps along an axis that a row or a column of y meets: `first`, and every some more; the first one reads `at`.
+// The taps of an axis that a row or a column of y meets: `first`, and those a fixed number further each; the first one reads `at`.
 struct Taps {
   int first, count, at;
   DEVICE Taps(bool gradient, int out, int taps, int stride, int pad, int dilation, int every) : first(0), count(taps), at(out * stride - pad) {
@@ -76,7 +76,7 @@ struct Taps {
 };
 
 struct Column {
-  int from, count;  // in u; taps
+  int from, count;  // offset in u; number of taps
 };
 
 // ---- products: d[0], d[1] are row lane / 4, columns 2 * (lane % 4) and the next; d[2], d[3] are 8 rows below
@@ -98,26 +98,26 @@ DEVICE void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint3
 }
 #endif
 
-// Channels of a lane, as they lie.
+// A lane's channels as they lie.
 struct Channels {
   uint32_t words[4];
   Channels() = default;
   DEVICE explicit Channels(const uint4& v) : words{v.x, v.y, v.z, v.w} {}
 };
 
-// What the first TF32 number leaves is kept so many times larger: then it is there even of subnormals. What so overflows is computed once more.
+// The rest that the first TF32 number leaves is kept so many times larger: then even subnormals have one. Results that overflow so are computed once more.
 [[maybe_unused]] constexpr float LARGER = 4096;
-// The part of itself that a sum of steps of 16 channels loses in the mean: two cuts, less what the rounding of second numbers gives. See truncation.cuh.
+// The part of itself that a sum of steps of 16 channels loses in the mean: two truncations, less what the rounding of second numbers gives. See truncation.cuh.
 [[maybe_unused]] constexpr float LOST = 0.42e-7f * 16 / 15;
 
-// Channels as factors; with three products, `high` and LARGER times what that leaves.
+// Channels as factors; for three products `high` and LARGER times the rest.
 struct Factor {
   uint32_t high[4];
 #if PRODUCTS == 3
   uint32_t low[4];
 #endif
   Factor() = default;
-  DEVICE Factor(const Channels& channels, bool rounded) {  // rounded: they are TF32 numbers
+  DEVICE Factor(const Channels& channels, bool rounded) {  // rounded: to TF32 numbers
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #if TYPE == 32
@@ -157,12 +157,12 @@ DEVICE void load_shared(Channels& to, uint32_t at) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(to.words[0]), "=r"(to.words[1]), "=r"(to.words[2]), "=r"(to.words[3]) : "r"(at));
 }
 
-// Columns of x of a lane, for a step.
+// A lane's columns of x, for a step.
 struct Pixels {
   Channels of[PIXEL_TILES][2];
 };
 
-// `first`: the lane's first column of x, from its channel c on; the others are 8 columns apart. `there`: a bit for each column that there is.
+// Loads from `first`, the lane's first column of x and its channel c; the others are 8 columns apart. `there`: a bit for each real column.
 DEVICE void load(Pixels& to, const FewChannelsArguments& arg, const data_t* first, int c, unsigned there) {
   if (c >= (int)arg.c) there = 0;
 #pragma unroll
@@ -190,7 +190,7 @@ DEVICE void load(Pixels& to, const FewChannelsArguments& arg, const data_t* firs
     }
 }
 
-// ---- results that are not finite, once more
+// ---- results that are not finite, computed once more
 
 #if PRODUCTS == 3
 static __device__ __noinline__ float exact(const FewChannelsArguments& arg, const data_t* image, const data_t* w, int p, int q) {
@@ -255,14 +255,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
   const Divided of_warps_w(warp, arg.warps_w, arg.by_warps_w), of_warps_h(of_warps_w.quotient, arg.warps_h, arg.by_warps_h);
   const int warp_w = of_warps_w.rest, warp_h = of_warps_h.rest, part = of_warps_h.quotient, area = (int)arg.tile_rows * tile_columns;
   const int begin = part * (int)arg.part_steps, end = min(begin + (int)arg.part_steps, steps);  // there may be none
-  const int used = (int)arg.taps_s * chunk;  // of gemm n
+  const int used = (int)arg.taps_s * chunk;  // columns of gemm n that are used
   uint32_t filter_lane = (uint32_t)__cvta_generic_to_shared(dynamic) + lane * 16;
-  asm volatile("" : "+r"(filter_lane));  // or the compiler would compute it again for each product
+  asm volatile("" : "+r"(filter_lane));  // else the compiler would compute it again for each product
   for (int tile = worker; tile < (int)arg.tiles; tile += (int)arg.workers) {
     const Divided of_row(tile, arg.tiles_w, arg.by_tiles_w), of_image(of_row.quotient, arg.tiles_h, arg.by_tiles_h);
     const int n = of_image.quotient, j0 = of_image.rest * (int)arg.tile_rows, q0 = of_row.rest * (int)arg.tile_q;
 
-    // the rows of x that this warp's rows of y meet, and this lane's columns
+    // the rows of x that this warp's rows of y read, and this lane's columns
     const int j = j0 + warp_h * ROWS, valid = min(phase_rows - j, ROWS), top = first_h + (int)(arg.row_step * arg.rows_apart) * j;
     const int count = valid > 0 && taps > 0 ? ((int)arg.rows_apart * (valid - 1) + taps) * max(end - begin, 0) : 0;
     const int column = (int)arg.first_w + of_row.rest * (int)arg.tile_w + warp_w * COLUMNS + lane / 4;
@@ -270,12 +270,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
 #pragma unroll
     for (int i = 0; i < 2 * PIXEL_TILES; ++i) there |= (unsigned)((unsigned)(column + i * 8) < (unsigned)arg.w) << i;
 
-    // products; the loads are DEEP steps ahead. From a row's last step they go on to the next row's first.
+    // Products: loads are DEEP steps ahead. From a row's last step they go on to the next row's first.
     constexpr int DEEP = PRODUCTS == 1 && WIDE_LOADS && COLUMN_TILES < 6 ? 2 / PIXEL_TILES : 1;  // as many as registers hold
     float sums[ROWS][COLUMN_TILES][PIXEL_TILES][4] = {};
     Pixels ring[DEEP];
     int row_now = 0, row_ahead = top, step_now = begin, channel_ahead = begin * STEP + lane % 4 * LANE;
-    uint32_t filter_now = filter_lane + begin * STEP_BYTES;  // for the tap that reads this row for the warp's first row of y
+    uint32_t filter_now = filter_lane + begin * STEP_BYTES;  // for the tap by which the warp's first row of y reads this row
     const int row_bytes = steps * STEP_BYTES, y_row_bytes = (int)arg.rows_apart * row_bytes, next_step = STEP * (int)arg.x_channel;
     const int next_row = (int)(arg.row_step * arg.x_row) - (end - begin) * next_step;
     const data_t* ahead = x + n * arg.x_image + top * arg.x_row + column * arg.x_pixel + channel_ahead * arg.x_channel;
@@ -342,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
           }
     __syncthreads();
 
-    // y
+    // from sums to y
     const int next = (int)arg.every_w * chunk * plane + (int)arg.column_step;
     for (int i = threadIdx.x; i < (int)(arg.tile_rows * arg.tile_q) * chunk; i += THREADS) {
       int row, q, kk;

@@ -1,33 +1,33 @@
-// few_channels_wgrad.cu: gradients of filters with few channels in or out, from arrays with their channels last, as they lie, on tensor cores that warps
-// feed themselves, from Ampere on.
+// few_channels_wgrad.cu: wgrad with few channels in or out, from channels-last arrays as they lie, on tensor cores that warps feed themselves, from
+// Ampere on.
 //
 //   dw[k,c,r,s] = sum over n, p, q of dy[n,p,q,k] * x[n, p * stride_h - pad_h + r * dilation_h, q * stride_w - pad_w + s * dilation_w, c]
 //
-// The array with more channels is called dense, the other one thin. Where dy is thin, all strides are 1, and the same sum runs over the pixels of x:
+// The array with more channels is called dense, the other one thin. If dy is thin, all strides are 1, and the same sum runs over the pixels of x:
 //   dw[k,c,r,s] = sum over n, h, w of x[n,h,w,c] * dy[n, h + pad_h - r * dilation_h, w + pad_w - s * dilation_w, k]
 //   gemm m: channels of the dense array | gemm n: (r,s, thin channel), the latter fastest | gemm k: pixels of the dense array
 //
-// Few channels fill the tensor core's columns together with the taps, and each element of either array is loaded about once.
+// Taps times few channels fill the tensor core's columns, and each element of either array is loaded about once.
 //
 // Mapping  block -> 16 * M_TILES channels, 8 * N_TILES * warps_n columns, and every `parts`-th tile of pixels. Order, fastest first: channels,
 //          columns, parts. A tile is `rows` x `columns` pixels, in groups of 16 of a row.
-//          warp -> 8 * N_TILES columns of gemm n, and every so many groups. Then one warp of each columns adds the sums of the others.
-// Memory   shared: two tiles of the dense array, [row][column][channels], with so much between pixels that no banks conflict; outside the array zeros.
-//          What a tile meets of the thin array, [row][column, channel], as the tensor core takes it: one or two TF32 numbers, or a word of an element
-//          and of the one that the next pixel meets by the same tap. The next tile's comes to registers while this one is multiplied.
-// LIMBS 2  float32: an element is two TF32 numbers. Three products are added up: of the first ones, by 16 pixels, which a float32 sum takes, because
-//          the tensor core truncates its own; and of first and second ones.
-// Sums     float32, in registers. Each part is stored like dw, and direct_reduce.cu adds them in order; a single one of float32 is dw.
-// Zeros    Inf or NaN times a zero that stands for a pixel outside an array is a NaN. So a sum that is not finite is added up again without them. So is
+//          warp -> 8 * N_TILES columns of gemm n, and every so many groups. In the end one warp of each columns adds the others' sums.
+// Memory   shared: two tiles of the dense array, [row][column][channels], spaced so that no banks conflict; zeros outside the array.
+//          What a tile reads of the thin array, [row][column, channel], as the tensor core takes it: one or two TF32 numbers, or a word of an element
+//          and of the one that the next pixel reads by the same tap. Registers receive the next tile's while this one is multiplied.
+// LIMBS 2  float32: an element is two TF32 numbers. Three products are added: that of the first numbers, 16 pixels at a time, to a float32 sum, because
+//          the tensor core truncates its own; and those of first and second numbers.
+// Sums     float32, in registers. Each part is stored like dw, and direct_reduce.cu adds them in order; a single float32 part is dw.
+// Zeros    Zeros stand for pixels outside an array, and 0 x Inf is NaN. So a sum that is not finite is computed again without them. So is
 //          one of floats whose second number overflows.
 // Limits   fewer than 2^31 elements of either array.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/few_channels_wgrad.cu
 #ifndef TYPE
 #define TYPE 17    // of x, dy: 32 float, 16 half, 17 bfloat16
-#define LIMBS 1    // TF32 numbers of a float
-#define M_TILES 2  // sixteens of channels of the dense array, of a block
-#define N_TILES 3  // eights of columns of gemm n, of a warp
+#define LIMBS 1    // TF32 numbers that a float is split into
+#define M_TILES 2  // sixteens of a block's channels of the dense array
+#define N_TILES 3  // eights of a warp's columns of gemm n
 #endif
 #include "grouped.cuh"
 #include "truncation.cuh"
@@ -37,21 +37,21 @@ static_assert(LIMBS == 1 || TYPE == 32, "16 bits are one number");
 typedef element<TYPE> data_t;
 
 constexpr int THREADS = 256, WARPS = THREADS / 32;
-constexpr int WORDS = 12, TOGETHER = 4;                              // of the thin array's tile, of a thread, at the most, and asked for at once
+constexpr int WORDS = 12, TOGETHER = 4;                              // words of the thin array's tile that a thread has at the most, and that it loads at once
 constexpr int PIXEL = 16 * M_TILES * sizeof(data_t) + (TYPE == 32 ? 32 : 16);  // bytes from one pixel of a dense tile to the next
 
 // by_n is the divisor n, prepared (division.cuh).
 struct FewChannelsWgradArguments {
   long long blocks_m, by_blocks_m, blocks_n, by_blocks_n, parts;  // blocks along channels and along columns; parts of the sum
-  long long tiles, tiles_p, by_tiles_p, tiles_q, by_tiles_q;      // all; along rows and columns of the dense array
-  long long rows, by_rows, columns, groups, groups_q, by_groups_q;  // of a tile: pixels, groups of 16, and those of a row
-  long long warps_n, by_warps_n;                                  // warps that have different columns of gemm n
-  long long n, p, q, dense, pixel, chunks, by_chunks;             // the dense array: its channels, 16 bytes of a pixel, and of those of a block
-  long long h, w, thin, by_thin;                                  // the thin array
-  long long step_h, step_w, low_h, low_w, dilation_h, dilation_w;  // pixel p meets row p * step_h + low_h + r * dilation_h of it
-  long long tile_words, tile_w, by_tile_w;                        // its part that a tile meets: words, and those of a row
-  long long taps, tap_r, tap_s, by_tap_s, flipped;                // flipped: that of tap (r, s) is the one of (R-1-r, S-1-s)
-  long long out_m, out_c, size;                                   // elements of dw from one dense channel to the next, and from one thin one; all
+  long long tiles, tiles_p, by_tiles_p, tiles_q, by_tiles_q;      // all tiles; along rows and columns of the dense array
+  long long rows, by_rows, columns, groups, groups_q, by_groups_q;  // of a tile: pixels, groups of 16 pixels, and those of a row
+  long long warps_n, by_warps_n;                                  // warps with different columns of gemm n
+  long long n, p, q, dense, pixel, chunks, by_chunks;             // the dense array: images and size, channels, 16-byte chunks of a pixel, and those of a block
+  long long h, w, thin, by_thin;                                  // the thin array: size and channels
+  long long step_h, step_w, low_h, low_w, dilation_h, dilation_w;  // pixel p reads row p * step_h + low_h + r * dilation_h of it
+  long long tile_words, tile_w, by_tile_w;                        // the part of it that a tile reads: words, and words of a row
+  long long taps, tap_r, tap_s, by_tap_s, flipped;                // flipped: sums of tap (r, s) are those of (R-1-r, S-1-s)
+  long long out_m, out_c, size;                                   // elements of dw: from one dense channel to the next, from one thin channel to the next, all
 };
 
 // A tile's image, first row and column of the dense array.
@@ -67,26 +67,26 @@ struct Tile {
 
 constexpr int STEP = 32 / sizeof(data_t);   // pixels of a product
 constexpr int HALF = STEP / 2;              // pixels from a lane's first word to its second
-constexpr int PIXELS = 4 / sizeof(data_t);  // of a word
-constexpr int WORD = 4 * LIMBS;             // bytes of what an element, or two of 16 bits, become in shared memory
+constexpr int PIXELS = 4 / sizeof(data_t);  // elements of a word
+constexpr int WORD = 4 * LIMBS;             // bytes in shared memory of an element's limbs, or of two 16-bit elements
 
 #if TYPE == 32
-// What the first TF32 number leaves is kept so many times larger: then it is there even of subnormals.
+// The rest that the first TF32 number leaves is kept so many times larger: then even subnormals have one.
 constexpr float LARGER = 4096;
 // The part of itself that a sum of two steps loses in the mean. See truncation.cuh.
 [[maybe_unused]] constexpr float LOST = 0.42e-7f * 16 / 15;
-// A float as a TF32 number, and LARGER times what that leaves, of which the tensor core takes the first bits.
+// A float as a TF32 number and LARGER times the rest, of which the tensor core takes the first bits.
 struct Limbs {
   uint32_t high, low;
   DEVICE explicit Limbs(float v) : high(to_tf32(v)), low(__float_as_uint((v - __uint_as_float(high)) * LARGER)) {}
 };
 #endif
 
-// What a tile meets of the thin array: this thread's words, as they lie. Nothing is asked of them before they are stored, so all loads are under way
-// while a tile is multiplied. Elements outside the array are not loaded, but the first one is, which is as quick as none.
+// What a tile reads of the thin array: this thread's words as they lie. Nothing uses them before they are stored, so all loads are under way
+// while a tile is multiplied. For elements outside the array the first element is loaded instead, which is as quick as no load.
 struct ThinWords {
   data_t element[WORDS][PIXELS];
-  uint32_t inside;  // a bit for each
+  uint32_t inside;  // a bit for each: whether it is inside
 
   DEVICE void fetch(const FewChannelsWgradArguments& arg, const Tile& tile, const data_t* __restrict__ thin) {
     const int h0 = tile.p * (int)arg.step_h + (int)arg.low_h, first = (tile.q * (int)arg.step_w + (int)arg.low_w) * (int)arg.thin;
@@ -124,7 +124,7 @@ struct ThinWords {
   }
 
  private:
-  // This thread's words and their numbers in the tile: some at once, past the tile's end too.
+  // Calls `word` for this thread's words and their numbers in the tile, some at once, past the tile's end too.
   template <class Word> DEVICE void each(const FewChannelsWgradArguments& arg, Word word) const {
 #pragma unroll
     for (int some = 0; some < WORDS; some += TOGETHER) {
@@ -155,8 +155,8 @@ DEVICE void load_word(uint32_t (&v)[2], uint32_t from) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(from) : "memory");
 }
 
-// Sixteen channels of the pixels of a product, whose first one is at `from`: a[..][0], a[..][1] of the first half of the pixels, a[..][2], a[..][3] of
-// the second.
+// Loads sixteen channels of the pixels of a product, whose first one is at `from`: a[..][0], a[..][1] are those of the first half of the pixels,
+// a[..][2], a[..][3] those of the second.
 DEVICE void load_channels(uint32_t (&a)[LIMBS][4], uint32_t from) {
   const int lane = threadIdx.x % 32;
 #if TYPE == 32
@@ -174,8 +174,8 @@ DEVICE void load_channels(uint32_t (&a)[LIMBS][4], uint32_t from) {
 #endif
 }
 
-// Adds a tile's groups from `group` on; with LIMBS 2, of products of first and second numbers, to `cross`. `offsets` are the words from what a pixel
-// meets first to what the columns of this lane are made of.
+// Adds a tile's groups from `group` on to `sums`; with LIMBS 2, products of first and second numbers go to `cross`. `offsets`: from the first word that
+// a pixel reads to the words that this lane's columns are made of.
 DEVICE void multiply_tile(const FewChannelsWgradArguments& arg, const Tile& tile, int group, int groups_apart, uint32_t dense, uint32_t thin,
                           const int (&offsets)[N_TILES], Sums& sums, Sums& cross) {
   const int lane = threadIdx.x % 32, rows = (int)arg.p - tile.p, columns = (int)arg.q - tile.q, step_w = (int)(arg.step_w * arg.thin);
@@ -214,7 +214,7 @@ DEVICE void multiply_tile(const FewChannelsWgradArguments& arg, const Tile& tile
   }
 }
 
-// The place in the thin array of the tap of a column, beside what tap (0, 0) of the product meets, and where the column's sums belong.
+// A column's tap: its offset in the thin array from tap (0, 0) of the product; and where the column's sums are stored.
 struct Column {
   int r, s, c, tap;
   DEVICE Column(const FewChannelsWgradArguments& arg, int column) {
@@ -226,7 +226,7 @@ struct Column {
   }
 };
 
-// The sum of dense channel m and a column, of this part, without what is outside the arrays.
+// Computes the sum of dense channel m and a column, of this part, without pixels outside the arrays.
 static __device__ __noinline__ float sum_again(const FewChannelsWgradArguments& arg, const data_t* dense, const data_t* thin, int part, int m, const Column& of) {
   float sum = 0;
   for (int number = part; number < (int)arg.tiles; number += (int)arg.parts) {
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   int offsets[N_TILES];
 #pragma unroll
   for (int j = 0; j < N_TILES; ++j) {
-    const Column column(arg, min(column0 + j * 8 + lane / 4, columns - 1));  // those that there are not: one of which nothing is stored
+    const Column column(arg, min(column0 + j * 8 + lane / 4, columns - 1));  // a missing column repeats the last one, and is not stored
     offsets[j] = column.r * (int)(arg.dilation_h * arg.tile_w) + column.s * (int)(arg.dilation_w * arg.thin) + column.c;
   }
 
@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     copies_wait<1>();
     __syncthreads();  // this tile has arrived for all
     multiply_tile(arg, Tile(arg, number), of_warp.quotient, beside, tiles + slot * tile_size, met, offsets, sums, cross);
-    __syncthreads();  // it has been read, its place is taken next
+    __syncthreads();  // all have read it: its place is filled next
   }
   copies_wait<0>();
 #if LIMBS == 2

@@ -1,24 +1,23 @@
-// few_pixels_sm90.cu: convolutions and gradients by the input of few pixels and many channels, NCHW arrays as they lie, on tensor cores that warps feed
-// themselves.
+// few_pixels_sm90.cu: fprop and dgrad with few pixels and many channels, NCHW arrays as they lie, on tensor cores that warps feed themselves.
 //
 //   y[n,k,p,q] = sum over c, r and s of x[n, c, p * stride_h + low_h + r * step_h, q * stride_w + low_w + s * step_w] * w[k,c,tap(r,s)], and finish.cuh
 //   gemm m: output channel | gemm n: pixel (n,p,q) of the batch | gemm k: (c, tap), in steps of a unit of channels and a tap
 //
-// The filter is the traffic: each block reads its part once. What its pixels meet of x lies in shared memory, from where every tap reads it. Nothing is
-// packed, and there is one launch.
+// The filter is most of the traffic, so each block reads its part once. What its pixels read of x lies in shared memory, from where every tap reads it.
+// Nothing is packed, and there is one launch.
 //
 // Mapping  block: a tile of 32 * warps_m channels and BLOCK_N pixels. CLUSTER blocks share a tile; each sums its part of the channels, units of 32 bytes.
-//          warp: 32 channels, all pixels; the 8 / warps_m warps with the same channels take steps by turns.
+//          warp: 32 channels, all pixels; the 8 / warps_m warps with the same channels take steps in turn.
 // Shared   a ring of STAGES slots, of stage_units units of channels each.
-//          w: in lines of neighbours as in memory: forward a line is a channel of y, in the gradient a channel of x. row_step and channel_step are chosen
-//          so that a warp's loads meet all banks once.
-//          x: [unit][word % 4][position][word / 4], a word being one channel of 32 bits or two of 16. Positions are the rows and columns that the tile's taps
-//          meet of an image, with the zeros around it, image after image; where there is one tap, flat, they are the tile's pixels.
-//          When all is multiplied, the sums of all warps take its place, [warps with the same channels][channel][pixel].
-// Sums     PRODUCTS = 3: x and w are split into two TF32 numbers each, and three of their products are added. After two steps the main one's sum is
-//          added to a float32 sum, because the tensor core truncates its own. What is not finite in the end is computed once more, in plain float32.
+//          w: in lines of neighbours as in memory: in fprop a line is a channel of y, in dgrad a channel of x. row_step and channel_step are chosen
+//          so that a warp's loads use all banks once.
+//          x: [unit][word % 4][position][word / 4], where a word is one 32-bit channel or two 16-bit ones. Positions are the rows and columns of an image
+//          that the tile's taps read, with the zeros around them, image after image. `flat`: with one tap they are the tile's pixels.
+//          When all is multiplied, the sums of all warps take the ring's place, [warps with the same channels][channel][pixel].
+// Sums     PRODUCTS = 3: x and w are split into two TF32 numbers each, and three of their products are added. After two steps the main product's sum is
+//          added to a float32 sum, because the tensor core truncates its own. Results that are not finite are computed once more, in plain float32.
 //          The order: a warp's steps; the warps with the same channels; the blocks of the cluster.
-// Phases   the gradient with a stride is made of stride phases, each a stride-1 convolution with some of the taps. A launch takes up to four.
+// Phases   dgrad with a stride is a set of stride phases, each a stride-1 convolution with some of the taps. A launch takes up to four.
 //
 // By hand: nvcc -cubin -arch=sm_90 cu/few_pixels_sm90.cu
 #ifndef TYPE
@@ -43,32 +42,32 @@ typedef uint16_t data_bits;
 #endif
 
 constexpr int WARPS = 8, THREADS = 32 * WARPS, WARP_M = 32, EIGHTS = BLOCK_N / 8, STAGES = 4, MOST_STEPS = 128;
-constexpr bool AHEAD = BLOCK_N < 56;  // whether a step's operands are loaded beside the products before: where registers hold them
-constexpr int NOWHERE = -2;  // what is at no position in x
+constexpr bool AHEAD = BLOCK_N < 56;  // a step's operands are loaded beside the products before, if registers hold them
+constexpr int NOWHERE = -2;  // a position outside x
 constexpr int SIZE = sizeof(data_t), WORD = 4 / SIZE, UNIT = 8 * WORD, VECTOR = 16 / SIZE;  // channels of a word and of a unit; elements of 16 bytes
 constexpr int PITCH = (BLOCK_N + 23) / 32 * 32 + 8;                                         // floats of a row of sums
 static_assert(PRODUCTS == 1 || TYPE == 32, "three products are for float32");
 
-// What the kernel is told of a phase. by_n is the divisor n, prepared (division.cuh).
+// A phase of the launch. by_n is the divisor n, prepared (division.cuh).
 struct FewPixelsPhase {
-  long long tiles, tiles_m, by_tiles_m;                        // all; along channels
+  long long tiles, tiles_m, by_tiles_m;                        // all tiles; those along channels
   long long warps_m, by_warps_m;
-  long long rows, channels;                                    // of y, of x
-  long long units, part, stage_units;                          // of channels: all, of one of CLUSTER parts, of a stage
+  long long rows, channels;                                    // channels of y, and of x
+  long long units, part, stage_units;                          // units of channels: all, of one of CLUSTER parts, of a stage
   long long gradient;
-  long long pieces, line_bytes, line_step;                     // 16 bytes of a line; bytes to the next one in shared memory, elements in memory
+  long long pieces, line_bytes, line_step;                     // 16-byte pieces of a line; from one line to the next: bytes in shared memory, elements in memory
   long long line_threads, by_line_threads, lines_at_once;      // threads that copy a line
   long long row_step, channel_step;                            // elements in shared memory
-  long long w_taps;                                            // of the filter
-  long long steps;                                             // of a stage
-  long long taps, by_taps, taps_s, by_taps_s;                  // of the phase
-  long long tap_base, tap_step_r, tap_step_s, step_h, step_w;  // in w; in x
-  long long pixels, images, plane, by_plane, q, by_q;          // of the phase, of an image, of a row
+  long long w_taps;                                            // taps of the filter
+  long long steps;                                             // steps of a stage
+  long long taps, by_taps, taps_s, by_taps_s;                  // taps of the phase
+  long long tap_base, tap_step_r, tap_step_s, step_h, step_w;  // steps from tap to tap: in w; in x
+  long long pixels, images, plane, by_plane, q, by_q;          // pixels of the phase; images; pixels of an image and of a row
   long long stride_h, stride_w, low_h, low_w;
   long long h, w, x_image, x_channel;
-  long long flat, positions, chunks;                           // of positions: all, and 32s of them
-  long long slot, by_slot, width, by_width, pitch;             // positions of an image, of a row, from a pair of words to the next
-  long long ring_at, slot_bytes, x_at;                         // bytes of shared memory: before the ring, of a slot, before x in a slot
+  long long flat, positions, chunks;                           // positions: all, and 32s of them
+  long long slot, by_slot, width, by_width, pitch;             // positions of an image, of a row; from one pair of words to the next
+  long long ring_at, slot_bytes, x_at;                         // bytes of shared memory: before the ring; of a slot; before x in a slot
   long long y_image, y_channel, out_base, out_h, out_w;
   long long has_bias, has_scale, has_residual, activation, slope;
 };
@@ -78,12 +77,12 @@ struct Shapes {
 };
 
 struct Tables {
-  int2 step[MOST_STEPS + 2 * WARPS];  // of a stage, a unit's taps side by side: bytes of a slot before its part of w and of x; some more for loads ahead
-  int start[BLOCK_N];   // of a pixel: the position of its first tap
-  int place[BLOCK_N];   // of a pixel in y, or -1
+  int2 step[MOST_STEPS + 2 * WARPS];  // for each step of a stage, a unit's taps side by side: offsets in a slot of its part of w and of x; some more for loads ahead
+  int start[BLOCK_N];   // of a pixel: the position that its first tap reads
+  int place[BLOCK_N];   // of a pixel: its offset in y, or -1
 };
 
-// A tile's first channel and pixel, its first pixel's image and row.
+// A tile's first channel and pixel, and that pixel's image and row.
 struct Tile {
   int row, pixel, image, first_p;
   DEVICE Tile(const FewPixelsPhase& shape, int tile) {
@@ -109,7 +108,7 @@ struct Pixel {
 
 // ---- tables
 
-// Where a position lies in x, or -1: there is a zero.
+// The offset of a position in x; -1 where there is a zero.
 DEVICE int place_in_x(const FewPixelsPhase& shape, const Tile& of, int position) {
   int image, h, w;
   if (shape.flat) {
@@ -147,12 +146,12 @@ DEVICE void write_tables(const FewPixelsPhase& shape, const Tile& of, Tables& ta
 
 // ---- loads
 
-// A stage of the filter, from channel `first` on; `end`: behind the block's last channel. Neighbouring threads share a line.
+// Loads a stage of the filter, from channel `first` to `end`, the end of the block's channels. Neighbouring threads share a line.
 DEVICE void fetch_w(const FewPixelsPhase& shape, const Tile& of, const data_t* w, uint32_t slot, int first, int end) {
   const int taps = (int)shape.w_taps, step = (int)shape.line_step, pieces = (int)shape.pieces, line_bytes = (int)shape.line_bytes;
   const int rows = min(WARP_M * (int)shape.warps_m, (int)shape.rows - of.row), channels = min((int)shape.stage_units * UNIT, end - first);
   const int lines = shape.gradient ? channels : rows, all = shape.gradient ? (int)shape.stage_units * UNIT : WARP_M * (int)shape.warps_m;
-  const int there = (shape.gradient ? rows : channels) * taps / VECTOR;  // pieces that there are of a line
+  const int there = (shape.gradient ? rows : channels) * taps / VECTOR;  // real pieces of a line
   const data_t* const begin = w + (shape.gradient ? first * step + of.row * taps : of.row * step + first * taps);
   const int each = (int)shape.line_threads;
   const Divided own(threadIdx.x, each, shape.by_line_threads);
@@ -171,7 +170,7 @@ DEVICE void fetch_w(const FewPixelsPhase& shape, const Tile& of, const data_t* w
 
 [[maybe_unused]] DEVICE void store_shared(uint32_t at, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
 
-// What the tile meets of x, of so many units of channels from channel `first` on. A warp has a word of each unit, a lane every 32nd position.
+// Loads what the tile reads of x: `units` units of channels from channel `first` on. A warp has a word of each unit, a lane every 32nd position.
 DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot, const int* from, int first, int units) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = (int)shape.x_channel, channels = (int)shape.channels, chunks = (int)shape.chunks;
   static_assert(WARPS == 8, "words of a unit");
@@ -179,7 +178,7 @@ DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot,
   slot += (warp % 4 * (int)shape.pitch + lane) * 8 + warp / 4 * 4;
   const int begin = first + warp * WORD, next_unit = 32 * (int)shape.pitch;
 #if TYPE == 32
-  const int real = (channels - begin + UNIT - 1) / UNIT;  // units whose channel there is
+  const int real = (channels - begin + UNIT - 1) / UNIT;  // units with a real channel
 #pragma unroll 2
   for (int chunk = 0; chunk < chunks; ++chunk) {
     const int place = from[chunk * 32], there = place >= 0 ? real : 0;
@@ -194,7 +193,7 @@ DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot,
     }
   }
 #else
-  constexpr int AT_ONCE = 8;  // so many loads are under way before one is waited for
+  constexpr int AT_ONCE = 8;  // loads under way at once
   int c = begin, chunk = 0;
   for (int unit = 0; unit < units;) {
     int place[AT_ONCE], channel_of[AT_ONCE];
@@ -226,10 +225,10 @@ DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot,
 
 // ---- products
 
-// What the first TF32 number leaves is kept so many times larger: then it is there even of subnormals. What so overflows is computed once more.
+// The rest that the first TF32 number leaves is kept so many times larger: then even subnormals have one. Results that overflow so are computed once more.
 [[maybe_unused]] constexpr float LARGER = 4096;
-// A number as factors. With three products: the nearest TF32 number, and LARGER times what that leaves, of which the tensor core takes the first bits.
-// The nearest is made without a question whether there is one: a NaN of all bits becomes a zero, and what that leaves is a NaN.
+// A number as factors. For three products: the nearest TF32 number, and LARGER times the rest, of which the tensor core takes the first bits.
+// Rounding does not check for NaN: a NaN with all bits set becomes zero, and leaves a NaN.
 struct Factor {
   uint32_t high, low;
   Factor() = default;
@@ -251,11 +250,11 @@ DEVICE void load_shared(uint32_t& v, uint32_t at) { asm volatile("ld.shared.u32 
 DEVICE void load_shared(uint16_t& v, uint32_t at) { asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(at)); }
 DEVICE void load_shared(uint32_t& v, uint32_t& next, uint32_t at) { asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v), "=r"(next) : "r"(at)); }
 
-// What a lane needs of w and of x for a step, as it lies.
+// A lane's operands of w and of x for a step, as they lie.
 struct Operands {
   data_bits w[2][4][WORD];
   uint32_t x[EIGHTS][2];
-  // w_at, x_at: of the lane's first words; the bytes from one row and one channel of w to the next
+  // w_at, x_at: the lane's first words; row, channel: bytes from one row and one channel of w to the next
   DEVICE void load(uint32_t w_at, uint32_t x_at, int row, int channel, const int (&start)[EIGHTS]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -295,7 +294,7 @@ struct Sums {
   }
 };
 
-// A warp's sums: with three products, the float32 sum, and what the tensor core has added up of its main and its other products.
+// A warp's sums; for three products the float32 sum, and the tensor core's own sums of the main and of the other products.
 struct Totals {
   Sums sum;
 #if PRODUCTS == 3
@@ -346,7 +345,7 @@ struct Totals {
 };
 
 #if PRODUCTS == 3
-// Results that are not finite, once more.
+// Computes a result that is not finite once more.
 static __device__ __noinline__ float exact(const FewPixelsPhase& shape, const data_t* x, const data_t* w, int row, int pixel) {
   const Pixel at(shape, pixel);
   const int row_step = shape.gradient ? (int)shape.w_taps : (int)shape.line_step, channel_step = shape.gradient ? (int)shape.line_step : (int)shape.w_taps;
@@ -362,7 +361,7 @@ static __device__ __noinline__ float exact(const FewPixelsPhase& shape, const da
   }
   return sum;
 }
-// The part of itself that a sum of two steps loses in the mean: its two cuts, less what rounding gives. See truncation.cuh.
+// The part of itself that a sum of two steps loses in the mean: two truncations, less what rounding gives. See truncation.cuh.
 constexpr float LOST = 0.47e-7f * 16 / 15;
 #endif
 
@@ -405,7 +404,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int row = (int)shape.row_step * SIZE, channel = (int)shape.channel_step * SIZE;
   uint32_t w_lane = (warp_row + lane / 4) * row + lane % 4 * WORD * channel, x_lane = lane % 4 * (int)shape.pitch * 8,
            first_step = shared_address(tables.step + group);
-  asm volatile("" : "+r"(w_lane), "+r"(x_lane), "+r"(first_step));  // or the compiler would compute them again for each step
+  asm volatile("" : "+r"(w_lane), "+r"(x_lane), "+r"(first_step));  // else the compiler would compute them again for each step
   int start[EIGHTS];
 #pragma unroll
   for (int j = 0; j < EIGHTS; ++j) start[j] = tables.start[8 * j + lane / 4] * 8;
@@ -419,7 +418,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     copies_commit();
     const int count = min((int)shape.stage_units, units - stage * (int)shape.stage_units) * (int)shape.taps;
     const uint32_t slot = shared_address(slot_of(stage)), w_slot = slot + w_lane, x_slot = slot + x_lane;
-    // loads are a step ahead of the products, and the table is one more
+    // loads are a step ahead of the products, and the table's entries one more
     uint32_t in_w, in_x, at = first_step;
     auto look_up = [&] {
       load_shared(in_w, in_x, at);
@@ -458,7 +457,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
       for (int down = 0; down < 2; ++down) {
         float2 v = make_float2(totals.sum.of[half][j][2 * down], totals.sum.of[half][j][2 * down + 1]);
-        if (TYPE == 32) {  // the rounding of 16 bits hides it
+        if (TYPE == 32) {  // the rounding to 16 bits hides it
           v.x = with_lost(v.x, lost);
           v.y = with_lost(v.y, lost);
         }
@@ -502,5 +501,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       y[at] = from_float<data_t>(v[0]);
     }
   }
-  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read of it
+  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read from it
 }

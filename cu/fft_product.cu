@@ -1,8 +1,8 @@
 // fft_product.cu: the product over frequencies: y[k][pair] = sum over c of x[c][pair] * f[c][k], always in the same order.
 //
-// Mapping  block -> THREADS frequencies of COLUMNS pairs of tiles, and of ROWS channels of the result, of a group; thread -> a frequency
+// Mapping  block -> THREADS frequencies of COLUMNS pairs of tiles and ROWS channels of the result, of one group; thread -> one frequency
 //          of each. Neighbouring threads have neighbouring frequencies.
-// Memory   registers: the sums, and of a channel c the frequencies that they take. No shared memory.
+// Memory   registers: the sums, and the frequencies of a channel c that they take. No shared memory.
 //
 // By hand: nvcc -cubin cu/fft_product.cu
 #include "portable.cuh"
@@ -38,7 +38,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_product(const GLOBAL_MEM acc_t* x, con
   for (int c = 0; c < channels; ++c) {
     const long_t channel = group * channels + c;
     complex_t f[ROWS], v[COLUMNS];
-    // what sticks out is computed from a place that is there, and not written
+    // what lies past the end is computed from real elements, and not written
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
       f[i] = taps[(channel * arg.per_group + (row0 + i < (int)arg.per_group ? row0 + i : (int)arg.per_group - 1)) * FREQUENCIES];

@@ -1,16 +1,16 @@
-// fft_range.cu: which results a transform would spoil: flags[group][tile], 1 if some of a tile's are, and then maps[group][tile][part].
+// fft_range.cu: finds results that a transform would spoil: flags[group][tile] is 1 if a tile has some, and maps[group][tile][part] then says where.
 //
-// The error of a result is relative to the norm of its pair of tiles. So a result is computed without a transform if its window, the pixels that
-// it is computed from, has a norm of less than 1 / RANGE of the pair's. Values that are not finite, or whose squares are near the end of the type,
-// count as zeros, here and in transforms, and results whose windows may have one are computed without a transform. So are all results of a
-// pair whose norm's square is near the ends of the type. A map says it for all windows that begin in a part of a tile: BY_SUM, or ZERO where
-// they have nothing but zeros. It also says which parts are zeros: NOTHING_THERE.
+// The error of a result is relative to the norm of its pair of tiles. A result's window is the pixels that it is computed from. If the window's norm is
+// less than 1 / RANGE of the pair's, the result is computed without a transform. Values that are not finite, or whose squares are near the end of the
+// type, count as zeros, here and in transforms, and results whose windows may have one are computed without a transform. So are all results of a
+// pair if the square of its norm is near the ends of the type. The map's entry holds for all windows that begin in a part of a tile: BY_SUM, or ZERO if
+// they have nothing but zeros. It also says which parts are all zeros: NOTHING_THERE.
 //
-// A window's norm is taken from below: it is that of the parts of the tile that lie in the window as a whole. A window that reaches over
-// an edge of the image counts as the nearest one that does not. Norms are of all channels of a group.
+// A window's norm is bounded from below: by that of the parts of the tile that lie wholly in the window. A window that reaches over
+// an edge of the image counts as the nearest one that does not. Norms are over all channels of a group.
 //
 // Mapping  block -> a pair of tiles of a group; thread -> one of PARTS parts of each tile, part_h x part_w pixels, of all channels.
-// Memory   shared: the sum of squares of each part, then of boxes of parts, and what a part has.
+// Memory   shared: the sum of squares of each part, then of boxes of parts; and what each part holds.
 //
 // By hand: nvcc -cubin cu/fft_range.cu
 #include "portable.cuh"
@@ -18,7 +18,7 @@
 
 #define RANGE 256
 #define MOST_PIXELS 16  // of a part: the largest tile has 1 << 14
-// what a part, or a box of them, has
+// what a part, or a box of parts, holds
 #define SOMETHING 1
 #define LOST 2
 #if DTYPE == 64
@@ -33,8 +33,8 @@
 
 WITHIN_KERNEL int clamped(int v, int most) { return v < 0 ? 0 : v > most ? most : v; }
 
-// The first whole part of the window of result `v` of a tile, along one axis. The tile begins at `first`. Windows that reach over an edge of the image
-// count as the nearest result's of the tile that does not, or does so least; `most` is the tile's last result, `last` where the last window begins.
+// The first part that lies wholly in the window of result `v` of a tile, along one axis. The tile begins at `first`. A window that reaches over an edge of the
+// image counts as that of the tile's nearest result that does not, or does so least; `most` is the tile's last result, `last` where the last window begins.
 WITHIN_KERNEL int whole_part(int v, int size, int first, int most, int last) {
   const int a = clamped(-first, most), b = clamped(last - first, most), least = a < b ? a : b, greatest = a < b ? b : a;
   return ((v < least ? least : v > greatest ? greatest : v) + size - 1) / size;
@@ -59,11 +59,11 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
       for (int c = 0; c < (int)arg.channels; ++c) {
         const GLOBAL_MEM data_t* channel = plane + c * (index_t)arg.channel_stride;
 #pragma unroll
-        for (int j = 0; j < MOST_PIXELS; ++j) {  // all loads are under way at once, as they would not be if the compiler did not know how many
+        for (int j = 0; j < MOST_PIXELS; ++j) {  // the compiler has to know the count, so that all loads are under way at once
           const int down = divided(j, arg.by_part_w);
           const acc_t v = element(channel, &arg, j < pixels, row0 + down, column0 + j - down * part_w);
           const acc_t fitting = FITTING(v);
-          sum += fitting * fitting + (fitting != 0 ? (acc_t)SMALL : 0);  // so that nothing but zeros adds up to 0
+          sum += fitting * fitting + (fitting != 0 ? (acc_t)SMALL : 0);  // so that only zeros add up to 0
           found |= (v == 0 ? 0 : SOMETHING) | (fitting == v ? 0 : LOST);
         }
       }
@@ -85,10 +85,10 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
   for (int i = 0; i < (int)arg.at_once && first + i < (int)arg.all_tiles; ++i) {
     local_barrier();
     if (!arg.box_h) {  // a filter
-      if (has[i][LID_0] & LOST) spoilt[i] = 1;  // whoever writes writes the same
+      if (has[i][LID_0] & LOST) spoilt[i] = 1;  // all writers write the same
       continue;
     }
-    // boxes of parts, first along rows: those that lie in any window, and those that any window touches
+    // boxes of parts, first along rows: those that lie in every window, and those that any window touches
     acc_t sum = 0;
     int found = 0;
     for (int j = 0; j < (int)arg.box_w && b + j < parts_w; ++j) sum += squares[i][LID_0 + j];

@@ -1,21 +1,21 @@
-// fft_tiles.cu: transforms of pairs of tiles: forwards, backwards, or there and back again. fft.cuh says what a tile and a pair are.
+// fft_tiles.cu: transforms of pairs of tiles: forwards, backwards, or both. fft.cuh says what a tile and a pair are.
 //
 //   FORWARD  spectrum[channel][pair] = transform of the two tiles of x, or of a filter alone, times `gain`
 //   BACKWARD  y = epilogue(inverse transform of spectrum[k][pair])
-//   WHOLE    y = epilogue(inverse transform of (transform of the tiles * spectrum of filter k)), where a group has one channel of x
+//   WHOLE    y = epilogue(inverse transform of (transform of the tiles * spectrum of filter k)), if a group has one channel of x
 //
-// Results that fft_range.cu's map names, and all of a filter that it has flagged, are not taken from the transform. They are listed in shared
-// memory, and the block's threads compute them one each: 0, or a sum of products, without the parts of the tile that are zeros.
+// Results that fft_range.cu's map names, and all results of a filter that it has flagged, are not taken from the transform. They are listed in shared
+// memory, and the block's threads compute one each: 0, or a sum of products, without the parts of the tile that are zeros.
 //
-// A transform of a tile is one of its columns, then one of its rows. With LINEAR the tile is one line, row after row, and numbers are turned by
+// A tile's transform is one of its columns, then one of its rows. With LINEAR the tile is one line, row after row, and numbers are rotated by
 // their row and column in between, which makes it a transform of the line (Bailey 1990, the four-step method). A column of TILE_H = RADIX_H * REST_H
-// numbers takes two steps: RADIX_H numbers that are REST_H apart are transformed in registers, and turned; then REST_H neighbours. The inverse
-// transform takes the same steps backwards. Nothing is ever put in order: a place holds the frequency that comes to it.
+// numbers takes two steps: RADIX_H numbers that are REST_H apart are transformed in registers, and rotated; then REST_H neighbours. The inverse
+// transform takes the same steps backwards. Nothing is ever put in order: each place holds whatever frequency comes to it.
 //
 // Mapping  block -> a pair of tiles of a channel. thread -> in each step some columns, or rows, of RADIX or REST numbers each. Neighbouring
-//          threads have neighbouring columns, and rows that are an odd number of numbers apart: no two need the same bank.
-// Memory   shared: the pair as complex numbers, a row TILE_W + 1 apart; the turns of a row and of a column. The first step takes its numbers from
-//          global memory, the last one brings them there. Then the list of other results lies where the pair was.
+//          threads have neighbouring columns, and rows an odd number of numbers apart: no two use the same bank.
+// Memory   shared: the pair as complex numbers, rows TILE_W + 1 apart; the rotations of a row and of a column. The first step reads its numbers from
+//          global memory, the last one writes them there. Then the list of other results takes the pair's place.
 //
 // By hand: nvcc -cubin cu/fft_tiles.cu
 #include "portable.cuh"
@@ -58,7 +58,7 @@
     (i) == 5 ? -0.38268343236508977173 : (i) == 6 ? -0.70710678118654752440 : -0.92387953251128675613))
 #define SIN_8(i) COS_8((i) < 4 ? 4 - (i) : (i) - 4)
 
-// v turned by -pi * i / 8, i from 0 to 7, a constant
+// v rotated by -pi * i / 8, for a constant i from 0 to 7
 WITHIN_KERNEL complex_t turned(complex_t v, const int i) {
   if (i == 0) return v;
   if (i == 4) return COMPLEX(v.y, -v.x);
@@ -70,7 +70,7 @@ WITHIN_KERNEL complex_t turned_back(complex_t v, const int i) {
   return times(v, COMPLEX(COS_8(i), SIN_8(i)));
 }
 
-// The frequency that lies at place i of `count`, a power of 2.
+// The frequency at place i of `count`, a power of 2.
 WITHIN_KERNEL int frequency_at(int i, const int count) {
   int reversed = 0;
 #pragma unroll
@@ -81,7 +81,7 @@ WITHIN_KERNEL int frequency_at(int i, const int count) {
   return reversed;
 }
 
-// The transform of COUNT numbers in registers, and its inverse times COUNT.
+// The transform of COUNT numbers in registers; and its inverse, times COUNT.
 #define TRANSFORM(v, COUNT)                                                    \
   _Pragma("unroll") for (int half_ = (COUNT) / 2; half_; half_ /= 2)           \
     _Pragma("unroll") for (int i_ = 0; i_ < (COUNT) / 2; ++i_) {               \
@@ -188,7 +188,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
   local_barrier();
 #endif
 
-  {  // where the spectrum is: at [column][row], as neighbouring threads have it
+  {  // the spectrum is at [column][row], as neighbouring threads have it
 #if MODE == FORWARD
     GLOBAL_MEM complex_t* to = (GLOBAL_MEM complex_t*)(written + arg.written_at) + (long_t)GID_0 * FREQUENCIES;
 #elif MODE == BACKWARD
@@ -252,7 +252,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
   // rows and columns of results
   const int rows0 = SMALLER(used_h, p - tile0.row * used_h), columns0 = SMALLER(used_w, q - tile0.column * used_w);
   const int rows1 = alone ? 0 : SMALLER(used_h, p - tile1.row * used_h), columns1 = SMALLER(used_w, q - tile1.column * used_w);
-  // what is asked of the maps: of tiles without a flag, nothing
+  // the maps' entries count only for tiles with a flag
   const index_t in_flags = group * (index_t)arg.all_tiles;
   const GLOBAL_MEM acc_t* flag = flags + arg.flags_at + in_flags;
   const GLOBAL_MEM unsigned char* map0 = (const GLOBAL_MEM unsigned char*)(flags + arg.maps_at) + (in_flags + number0) * PARTS;
@@ -266,7 +266,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
     EACH(RADIX_H) v[i] = times_conjugate(z[(j + i * REST_H) * PITCH + column], TURN_H(j * frequency_at(i, RADIX_H)));
     TRANSFORM_BACK(v, RADIX_H)
     EACH(RADIX_H) {
-      // the result of the tile: the first right ones of a circular convolution are behind r - 1 rows and s - 1 columns
+      // the result of the tile: a circular convolution is right behind its first r - 1 rows and s - 1 columns
 #if LINEAR
       const int h = 0, in_w = (j + i * REST_H) * TILE_W + column - (s - 1);
 #else
@@ -287,7 +287,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
   }
 
   if (fits && !asked0 && !asked1) return;
-  // the list: a result's place in its tile, and whether that is the second
+  // lists a result's place in its tile, and whether that is the second tile
   local_barrier();
   if (LID_0 == 0) listed_count = 0;
   local_barrier();
@@ -307,7 +307,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
     const Tile tile = second ? tile1 : tile0;
     const GLOBAL_MEM data_t* from = second ? from1 : from0;
     const GLOBAL_MEM unsigned char* map = second ? map1 : map0;
-    const int mapped = fits && (second ? asked1 : asked0);  // a filter's Inf and NaN reach what they reach, zeros too
+    const int mapped = fits && (second ? asked1 : asked0);  // a filter's Inf and NaN reach every result, where x is zero too
     const int first_h = (int)arg.first_h + tile.row * used_h, first_w = (int)arg.first_w + tile.column * used_w;
     // pixels of the tile that lie in the window and in the image
     const int top = h < -first_h ? -first_h : h, left = in_w < -first_w ? -first_w : in_w;

@@ -1,21 +1,21 @@
-// gathered_planes_sm90.cu: 1x1 convolutions of NCHW arrays as they lie, with any plane, stride and padding, on Hopper's tensor cores, and the gradients of
-// their inputs. The arrays have 16 bits, or are float32 in TF32.
+// gathered_planes_sm90.cu: 1x1 convolutions of NCHW arrays as they lie, with any plane, stride and padding, on Hopper's tensor cores, and their dgrad.
+// The arrays have 16 bits, or are float32 in TF32.
 //
 //   y[image, m, pixel] = sum over c of w[m, c] * x[image, c, pixel of x], and finish.cuh
 //   gemm m: output channel | gemm n: pixel of y, of all images in their order | gemm k: input channel, in stages of 128 bytes
 //
-// Tensor loads take planes of a multiple of 16 bytes (planes_sm90.cu). Here threads load instead: planes may have any size, pixels may lie a stride
+// Tensor loads need planes of a multiple of 16 bytes (planes_sm90.cu). Here threads load instead: planes may have any size, pixels may lie a stride
 // apart, and tiles go on from one image to the next, so that planes of 7x7 fill them.
 //
 // Mapping  block: a tile of BLOCK_M channels x BLOCK_N pixels. CLUSTER blocks share a tile; each sums a part of gemm k. Tiles of the same pixels run
-//          side by side. A consumer warpgroup for each 64 channels; behind them GROUPS groups of four producer warps, which fill stages by turns. The
-//          first thread of a group asks for w too. Two blocks of 64 channels share a multiprocessor.
+//          side by side. A block has a consumer warpgroup for each 64 channels, and behind them GROUPS groups of four producer warps, which fill stages
+//          in turn. The first thread of a group also loads w. Two blocks of 64 channels share a multiprocessor.
 // Shared   a ring of STAGES stages (ring.cuh): w, then x, a row of 128 bytes of gemm k for each channel and pixel, swizzled. When all is multiplied,
-//          the sums lie there, rows of PITCH floats.
+//          the sums take its place, rows of PITCH floats.
 // x        A thread loads 16 bytes of gemm k of a pixel, number by number: neighbouring lanes have neighbouring pixels. It stores them at once. For TF32
 //          it rounds them.
-// w        by TMA: rows along gemm k, as a forward filter lies. W_TURNED, for the gradient: rows along the channels of y, which wgmma takes of 16-bit
-//          operands. Of float32 it doesn't: then the threads that load x load w in the same way.
+// w        by TMA: rows along gemm k, as a filter of fprop lies. W_TURNED, for dgrad: rows along the channels of y, which wgmma takes of 16-bit
+//          operands. It does not take float32 so: then the threads that load x load w in the same way.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/gathered_planes_sm90.cu
 #ifndef BLOCK_M
@@ -24,7 +24,7 @@
 #define STAGES 6
 #define TYPE 17     // of the arrays: 32 float, 16 half, 17 bfloat16
 #define W_TURNED 0  // output channels of w are neighbours
-#define CLUSTER 1   // blocks that share a tile
+#define CLUSTER 1   // the output channels of w are neighbours
 #define GROUPS 2    // of producer warps
 #endif
 #if TYPE == 32
@@ -52,24 +52,24 @@ typedef element<TYPE> data_t;
 
 constexpr int CONSUMERS = BLOCK_M / 64, CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + 128 * GROUPS;
 constexpr int W_BYTES = 128 * BLOCK_M, X_BYTES = 128 * BLOCK_N, PITCH = BLOCK_N + 8, STEPS = 4;
-constexpr int EACH = 16 / (int)sizeof(data_t), BLOCK_K = 8 * EACH;  // numbers of 16 bytes, and of a stage
+constexpr int EACH = 16 / (int)sizeof(data_t), BLOCK_K = 8 * EACH;  // elements of 16 bytes, and of a stage
 static_assert(BLOCK_M * PITCH * 4 <= STAGES * (W_BYTES + X_BYTES), "sums take the place of the ring");
 
-// What the kernel is told. by_n is the divisor n, prepared (division.cuh).
+// The arguments. by_n is the divisor n, prepared (division.cuh).
 struct GatheredPlanesProduct {
-  long long tiles_m, by_tiles_m;                       // along the channels
+  long long tiles_m, by_tiles_m;                       // tiles along the channels
   long long steps, part;                               // stages of a sum, and of one of CLUSTER parts
-  long long rows, channels;                            // of y, of x
-  long long depth, height, width, x_image, x_channel;  // of x; elements
-  long long pixels;                                    // of y, of all images
+  long long rows, channels;                            // channels of y, and of x
+  long long depth, height, width, x_image, x_channel;  // size of x; its strides, in elements
+  long long pixels;                                    // pixels of y, of all images
   long long stride_d, stride_h, stride_w;              // x of pixel (o, p, q): o * stride_d + low_d and so on
   long long low_d, low_h, low_w;
-  long long apart;  // whether these are, for the gradient with a stride, to be divided by it, without a rest:
+  long long apart;  // dgrad with a stride: whether these pixels of x are divided by the following, and count only without a remainder
   long long apart_d, by_apart_d, apart_h, by_apart_h, apart_w, by_apart_w;
   long long load_plane, by_load_plane, load_pq, by_load_pq, load_q, by_load_q;  // pixels of an image of y, a slice and a row
   long long y_image, y_channel;
-  long long wide;   // whether pixels 2 i and 2 i + 1, and such rows of the filter, are neighbours in x and in w, at a multiple of two
-  long long pairs;  // whether pixels 2 i and 2 i + 1 are neighbours in y, at a multiple of two
+  long long wide;   // whether pixels 2 i and 2 i + 1, and likewise rows of the filter, are neighbours in x and in w, at multiples of two
+  long long pairs;  // whether pixels 2 i and 2 i + 1 are neighbours in y, at multiples of two
   long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
@@ -77,7 +77,7 @@ typedef StageRing<STAGES, W_BYTES + X_BYTES> Ring;
 
 // ---- the producers
 
-// Numbers as they lie, of one pixel or two neighbouring ones. `packed`: 16 bytes of gemm k as wgmma takes them, of pixel `which`.
+// Elements of one pixel, or of two neighbouring ones, as they lie. `packed`: 16 bytes of gemm k of pixel `which`, as wgmma takes them.
 #if TYPE == 32
 typedef float number_t;
 template <int wide> struct Loaded { typedef float type; };
@@ -97,14 +97,14 @@ template <class T> DEVICE uint4 packed(const T (&v)[EACH], int which) {
 }
 #endif
 
-// What a thread has loaded of a stage, and not stored yet: some 16 bytes of gemm k of one row, or of `wide` neighbouring ones, of `lines` rows.
+// What a thread has loaded of a stage and not stored yet: some 16-byte pieces of gemm k of one row, or of `wide` neighbouring rows, of `lines` rows.
 template <int lines, int wide> struct Gather {
   typedef typename Loaded<wide>::type loaded_t;
   static constexpr int ACROSS = lines / wide, APART = 128 / ACROSS, TASKS = 8 / APART;
   loaded_t v[TASKS][EACH];
-  static DEVICE int row() { return threadIdx.x % ACROSS * wide; }     // the first one
-  static DEVICE int first() { return threadIdx.x % 128 / ACROSS; }  // the first of its 16 bytes
-  // `from`: the row's first number of the stage; `step`: from one to the next; `left`: those that there are
+  static DEVICE int row() { return threadIdx.x % ACROSS * wide; }     // the first row
+  static DEVICE int first() { return threadIdx.x % 128 / ACROSS; }  // the first of its 16-byte pieces
+  // `from`: the row's first element of the stage; `step`: from one element to the next; `left`: real elements
   DEVICE void load(const number_t* from, int step, int left) {
     if (left >= BLOCK_K) load_some<true>(from, step, left);
     else load_some<false>(from, step, left);
@@ -114,7 +114,7 @@ template <int lines, int wide> struct Gather {
     for (int i = 0; i < TASKS; ++i) {
       const int k = (first() + i * APART) * EACH;
       const number_t* at = from + k * step;
-      asm volatile("" : "+l"(at));  // or the compiler would keep the places of all of them
+      asm volatile("" : "+l"(at));  // else the compiler would keep the addresses of all of them
 #pragma unroll
       for (int e = 0; e < EACH; ++e) v[i][e] = whole || k + e < left ? *(const loaded_t*)(at + e * step) : loaded_t();
     }
@@ -125,13 +125,13 @@ template <int lines, int wide> struct Gather {
     for (int i = 0; i < TASKS; ++i)
 #pragma unroll
       for (int j = 0; j < wide; ++j) {
-        const int which = wide == 2 ? (threadIdx.x / 4 + j) % 2 : 0, own = row() + which;  // so that eight lanes' rows meet all banks
+        const int which = wide == 2 ? (threadIdx.x / 4 + j) % 2 : 0, own = row() + which;  // so that eight lanes' rows use all banks
         *(uint4*)(stage + own * 128 + ((first() + i * APART) ^ own % 8) * 16) = there ? packed(v[i], which) : make_uint4(0, 0, 0, 0);
       }
   }
 };
 
-// Where a pixel lies in x: `there`, or there is a zero. Behind the last pixel it is any: its sums are not stored.
+// A pixel's offset in x; without `there` it reads zeros. Past the last pixel it is any offset: those sums are not stored.
 struct Source {
   int element;
   bool there;
@@ -151,7 +151,7 @@ struct Source {
   }
 };
 
-// A group's part: the stages of gemm k from `begin` to `end`, every GROUPS-th one. What it loads next is under way while it waits for room.
+// A group's part: every GROUPS-th stage of gemm k from `begin` to `end`. Its next loads are under way while it waits for room.
 template <int wide>
 DEVICE void produce([[maybe_unused]] const CUtensorMap* map_w, [[maybe_unused]] const data_t* w, const data_t* x, const GatheredPlanesProduct& arg,
                     const Ring& ring, uint8_t* stages, int channel, int pixel, int begin, int end) {
@@ -196,7 +196,7 @@ DEVICE void produce([[maybe_unused]] const CUtensorMap* map_w, [[maybe_unused]] 
     of_w.store(stage, true);
 #endif
     of_x.store(stage + W_BYTES, source.there);
-    fence_for_bulk();  // wgmma reads shared memory as the bulk copies do
+    fence_for_bulk();  // wgmma reads shared memory as bulk copies do
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived(at));
     at.skip(GROUPS);
@@ -224,7 +224,7 @@ DEVICE void consume(const Ring& ring, float* sums, int steps) {
   }
   wgmma_wait<0>();
   wgmma_arrived(sum);
-#if TYPE == 32  // the rounding of 16 bits hides it
+#if TYPE == 32  // the rounding to 16 bits hides it
   const float part = lost_in(STEPS * steps);
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = with_lost(sum[i], part);
@@ -233,9 +233,9 @@ DEVICE void consume(const Ring& ring, float* sums, int steps) {
   leave_sums<PITCH>(sum, sums);
 }
 
-// ---- and what becomes of the sums
+// ---- from sums to y
 
-// The block's rows of sums, from number `first` on. A thread has the same `wide` neighbouring pixels of some of them.
+// Stores the block's rows of sums from number `first` on. A thread has the same `wide` neighbouring pixels of some of them.
 template <int wide> DEVICE void store(const GatheredPlanesProduct& arg, const float* sums, const int* places, int channel, int first, const data_t* scale,
                                       const data_t* bias, const data_t* residual, data_t* y) {
   constexpr int ACROSS = BLOCK_N / wide, DOWN = THREADS / ACROSS;
@@ -276,7 +276,7 @@ __launch_bounds__(THREADS, BLOCK_M == 64 && GROUPS == 2 ? 2 : 1)
                          data_t* __restrict__ y, const __grid_constant__ GatheredPlanesProduct arg) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
-  __shared__ int places[BLOCK_N];  // of pixels in y, or -1
+  __shared__ int places[BLOCK_N];  // offsets of pixels in y, or -1
   const Ring ring(dynamic, barriers);
   uint8_t* const stages = dynamic + (ring.stages - shared_address(dynamic));
   float* const sums = (float*)stages;
@@ -309,7 +309,7 @@ __launch_bounds__(THREADS, BLOCK_M == 64 && GROUPS == 2 ? 2 : 1)
   constexpr int OWN = BLOCK_M / CLUSTER;
 #if CLUSTER > 1
   cluster_barrier();
-  for (int i = threadIdx.x; i < OWN * BLOCK_N / 4; i += THREADS) {  // nobody else reads these rows of this block's
+  for (int i = threadIdx.x; i < OWN * BLOCK_N / 4; i += THREADS) {  // no other block reads these rows
     float* const to = sums + (rank * OWN + i / (BLOCK_N / 4)) * PITCH + i % (BLOCK_N / 4) * 4;
     *(float4*)to = add_of_ranks(shared_address(to));
   }
@@ -318,6 +318,6 @@ __launch_bounds__(THREADS, BLOCK_M == 64 && GROUPS == 2 ? 2 : 1)
   if (arg.pairs) store<2>(arg, sums, places, channel, rank * OWN, scale, bias, residual, y);
   else store<1>(arg, sums, places, channel, rank * OWN, scale, bias, residual, y);
 #if CLUSTER > 1
-  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read of it
+  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read from it
 #endif
 }
