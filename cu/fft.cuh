@@ -1,15 +1,15 @@
-// fft.cuh: what the kernels of the FFT engine share: their arguments, complex numbers, where tiles lie.
+// fft.cuh: what the kernels of the FFT engine share: arguments, complex numbers, the layout of tiles.
 //
 //   y[i] = sum over m of v[i + base - m] * f[m]     f: the filter's taps, reversed for a forward convolution; v: an image, 0 outside
 //
-// A tile is TILE_H x TILE_W pixels of v, or, with LINEAR, TILE_H * TILE_W of a line. Its circular convolution with f is right for all
-// pixels but the first R - 1 rows and S - 1 columns: the tiles overlap by so much (overlap-save).
+// A tile is TILE_H x TILE_W pixels of v, or, with LINEAR, TILE_H * TILE_W pixels of a line. Its circular convolution with f is right for all
+// pixels but the first R - 1 rows and S - 1 columns, so tiles overlap by that much (overlap-save).
 //
 // A transform takes two tiles at once, a pair: one as the real part of complex numbers, the other as the imaginary one. The filter is real, so
-// both parts of the product's inverse transform are the tiles' results, and nothing has to be taken apart. The tiles of a channel are
+// the two parts of the product's inverse transform are the two tiles' results, and nothing has to be separated. The tiles of a channel are
 // numbered through all images, and every two neighbours are a pair.
 //
-// Frequencies stay in the order in which the forward transform leaves them, which is the order that the inverse one wants.
+// Frequencies stay in the order that the forward transform leaves, which the inverse transform expects.
 #pragma once
 
 #if DTYPE == 64
@@ -30,11 +30,11 @@ typedef float2 complex_t;
 
 #define SMALLER(a, b) ((a) < (b) ? (a) : (b))
 #define PARTS 1024  // of a tile: fft_range.cu
-// what a map says of windows that begin in a part, and of the part
+// what a map says of the windows that begin in a part, and of the part
 #define BY_SUM 1
 #define ZERO 2
 #define NOTHING_THERE 4
-// a value as transforms take it: others would spoil more than what they reach
+// a value as transforms take it: values that are not usable would spoil more results than those they reach
 #if DTYPE == 64
 #define FITTING(v) (fabs(v) <= (acc_t)1e95 ? (v) : (acc_t)0)
 #else
@@ -46,7 +46,7 @@ typedef struct FftArguments {
   // begins; elements from a plane's start to its first pixel, and from one row and column to the next: filters may be read backwards
   long_t image_stride, group_stride, channel_stride, channels, by_channels;
   long_t h, w, first_h, first_w, start, row_step, column_step;
-  long_t gain;  // an acc_t's bits: what is read is multiplied by it
+  long_t gain;  // an acc_t's bits: factor of what is read
   // tiles of a plane, in rows of tiles_w; of all images; 2 where they are paired, 1 where each is alone; pairs of a channel;
   // results of a tile in each direction, so that tiles begin so far apart
   long_t tiles, by_tiles, tiles_w, by_tiles_w, all_tiles, at_once, pairs, by_pairs, used_h, used_w;
@@ -64,9 +64,9 @@ typedef struct FftArguments {
 WITHIN_KERNEL complex_t times(complex_t a, complex_t b) { return COMPLEX(a.x * b.x - a.y * b.y, a.x * b.y + a.y * b.x); }
 WITHIN_KERNEL complex_t times_conjugate(complex_t a, complex_t b) { return COMPLEX(a.x * b.x + a.y * b.y, a.y * b.x - a.x * b.y); }
 
-// Where the tile of this number is.
+// The place of tile number `number`.
 typedef struct Tile {
-  int image, row, column;  // its place among those of its plane, in tiles
+  int image, row, column;  // its place in its plane, in tiles
 } Tile;
 WITHIN_KERNEL Tile tile_of(const FftArguments* arg, int number) {
   Tile tile;
@@ -77,7 +77,7 @@ WITHIN_KERNEL Tile tile_of(const FftArguments* arg, int number) {
   return tile;
 }
 
-// An element of a plane that is read, 0 outside, and unless it is `wanted`. A value chosen, not a branch taken: several loads are under way at once.
+// An element of a plane of the input; 0 outside, and if it is not `wanted`. A select, not a branch: several loads can be under way at once.
 WITHIN_KERNEL acc_t element(const GLOBAL_MEM data_t* plane, const FftArguments* arg, int wanted, int row, int column) {
   const int inside = wanted && (unsigned)row < (unsigned)arg->h && (unsigned)column < (unsigned)arg->w;
   acc_t v = 0;

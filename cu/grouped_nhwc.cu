@@ -1,29 +1,29 @@
-// grouped_nhwc.cu: grouped convolutions of arrays with their channels last, as they lie, on tensor cores that warps feed themselves, from Ampere on.
+// grouped_nhwc.cu: grouped convolutions of channels-last arrays as they lie, on tensor cores that warps feed themselves, from Ampere on.
 //
 //   y[n, p, q, k] = sum over r, s, c of w[k, c, r, s] * x[n, p * stride_h + low_h + r * dilation_h, q * stride_w + low_w + s * dilation_w, first(k) + c]
-//   and epilogue.cuh; first(k) is the first channel of k's group. The gradient of the input is one such convolution, or one a stride phase.
+//   and epilogue.cuh; first(k) is the first channel of k's group. dgrad is one such convolution, or one for each stride phase.
 //
 // Unit     up to 16 neighbouring channels of y, of whole groups or of a part of one, and the channels of x that these groups read, in steps of
-//          32 bytes. Its filter is a matrix of 16 channels for each tap and step, with zeros where a channel of x is of another group.
+//          32 bytes. Its filter is a matrix of 16 channels for each tap and step, with zeros for channels of x of other groups.
 // Mapping  block -> a slab of `units` units, and every `blocks`-th tile of pixels. Order, fastest first: slabs, phases, tiles.
 //          A tile is `images` x `rows` x `columns` pixels of y. Its columns, image after image, are taken in groups of 16.
 //          warp -> jobs: a unit, a group of columns, ROWS rows of y. A product has 16 pixels of a row x 8 channels x 32 bytes of channels of x.
-//          With TAPS_R > 1 what is loaded of a row of x is multiplied with all taps of a column of the filter, for all rows of y that meet it.
-//          thread -> of two pixels of each row four neighbouring channels: column 2t + e of product j is channel 4t + 2j + e.
-// Memory   shared: the slab's filter as the products take it, [unit][step][tap][lane][4 words], made once a block; two tiles of x with what
-//          surrounds them, [image][row][column][channels], outside the image zeros. The next tile arrives while one is multiplied. 16 bytes
-//          between pixels keep ldmatrix free of bank conflicts where stride_w is odd.
-// Sums     float32, in registers: steps, then columns of the filter, then its rows; with TAPS_R = 1 its rows come first.
-// Zeros    Inf or NaN times one of the zeros that fill up the filter's matrices is a NaN, in channels of other groups. So a sum that is NaN is
+//          With TAPS_R > 1 a loaded row of x is multiplied with all taps of a column of the filter, for all rows of y that read it.
+//          thread -> four neighbouring channels of two pixels of each row: column 2t + e of product j is channel 4t + 2j + e.
+// Memory   shared: the slab's filter as the products take it, [unit][step][tap][lane][4 words], made once for a block; two tiles of x with what
+//          surrounds them, [image][row][column][channels], zeros outside the image. The next tile arrives while one is multiplied. 16 bytes
+//          between pixels keep ldmatrix free of bank conflicts if stride_w is odd.
+// Sums     float32, in registers: over steps, then columns of the filter, then its rows; with TAPS_R = 1 over its rows first.
+// Zeros    Zeros fill up the filter's matrices, and 0 x Inf is NaN, in channels of other groups. So a sum that is NaN is
 //          computed again, from the channels of its own group alone.
 // Limits   fewer than 2^31 pixels of x and of y.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/grouped_nhwc.cu
 #ifndef TYPE
 #define TYPE 17         // of all arrays: 32 float, multiplied as TF32, 16 half, 17 bfloat16
-#define TAPS_R 3        // taps along r that share a load, all of them; 1: any number, one after the other
-#define STRIDE_H 1      // with TAPS_R > 1; else the arguments say it
-#define PHASES 1        // parts of the result that a launch computes: 1 or 4
+#define TAPS_R 3        // taps along r that share a load: all of them; 1: any number, one after the other
+#define STRIDE_H 1      // if TAPS_R > 1; else an argument
+#define PHASES 1        // phases of a launch: 1 or 4
 #endif
 #include "finish.cuh"
 #include "grouped.cuh"
@@ -33,28 +33,28 @@ typedef element<TYPE> data_t;
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 4;
 constexpr int STEP = 32 / sizeof(data_t), PAIR = 4 / sizeof(data_t);  // channels of x in a step, and in a word
-constexpr int ROWS_X = (ROWS - 1) * STRIDE_H + TAPS_R;    // rows of x that a job's rows of y meet
+constexpr int ROWS_X = (ROWS - 1) * STRIDE_H + TAPS_R;    // rows of x that a job's rows of y read
 static_assert(TAPS_R > 1 || STRIDE_H == 1, "TAPS_R = 1 goes from row to row as the arguments say");
 
-// What the kernel is told of a phase. by_n is the divisor n, prepared (division.cuh).
+// A phase of the launch. by_n is the divisor n, prepared (division.cuh).
 struct GroupedPhase {
-  long long slabs, by_slabs, blocks;                       // slabs; blocks of a slab and phase
-  long long tiles, tiles_p, by_tiles_p, tiles_q, by_tiles_q;  // all; along rows and columns of y
-  long long units, unit_groups;                            // units of a slab: 1, 2, 4 or 8; groups of a unit, 1 where a group has several
+  long long slabs, by_slabs, blocks;                       // slabs; blocks that share a slab and phase
+  long long tiles, tiles_p, by_tiles_p, tiles_q, by_tiles_q;  // all tiles; along rows and columns of y
+  long long units, unit_groups;                            // units of a slab: 1, 2, 4 or 8; groups of a unit, 1 if a group has several units
   long long units_group, by_units_group;                   // units of a group
-  long long groups, read, written, by_written;             // groups; channels of a group that are read, and written
-  long long steps, by_steps;                               // of a unit
-  long long chunks, by_chunks, pitch;                      // 16 bytes of channels of a slab of x; bytes from one pixel to the next in shared memory
+  long long groups, read, written, by_written;             // groups; channels of a group of x, and of y
+  long long steps, by_steps;                               // steps of a unit
+  long long chunks, by_chunks, pitch;                      // 16-byte chunks of a slab of x; bytes from one pixel to the next in shared memory
   long long images, rows, columns, by_columns;             // of a tile of y
-  long long tile_h, by_tile_h, tile_w, rows_x;             // of x: rows and columns of an image, all rows
-  long long jobs_q, by_jobs_q, jobs;                       // of a unit and tile: groups of columns, all
-  long long n, c, h, w, pixel;                             // x; 16 bytes from one pixel to the next
+  long long tile_h, by_tile_h, tile_w, rows_x;             // of x's tile: rows and columns of an image, rows of all images
+  long long jobs_q, by_jobs_q, jobs;                       // jobs of a unit and tile: groups of columns, all
+  long long n, c, h, w, pixel;                             // size of x; 16-byte words from one pixel to the next
   long long stride_h, stride_w, low_h, low_w, dilation_h, dilation_w;
   long long taps, tap_r, tap_s;                            // taps of the phase
   long long tap_base, tap_step_r, tap_step_s;              // number in w of the first tap, and steps from one to the next
   long long group_step, row_step, channel_step, tap_step;  // elements of w from one group, channel of y, channel of x, tap to the next
-  long long k, p, q;                                       // y, and pixels of the phase
-  long long out_size, out_base, out_h, out_w, next_row;    // pixels of an image of y, of the first one, and from one to the next; elements of out_h
+  long long k, p, q;                                       // channels and pixels of y, of the phase
+  long long out_size, out_base, out_h, out_w, next_row;    // pixels of an image of y, the first pixel of the phase, and from one to the next; elements of out_h
   long long mixed;                                         // whether a unit's steps have channels of other groups
   long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
 };
@@ -65,7 +65,7 @@ struct Phases {
 
 // ---- the filter
 
-// The filter of the units from `unit0` on, to shared memory: a thread makes the same word of each tap's matrix.
+// Puts the filter of the units from `unit0` on into shared memory: a thread makes the same word of each tap's matrix.
 DEVICE void lay_filter(const GroupedPhase& shape, int unit0, const data_t* __restrict__ w, uint32_t* filter) {
   const int taps = (int)shape.taps, tap_s = (int)shape.tap_s, all = (int)(shape.units * shape.steps) * 128;
   for (int i = threadIdx.x; i < all; i += THREADS) {
@@ -73,7 +73,7 @@ DEVICE void lay_filter(const GroupedPhase& shape, int unit0, const data_t* __res
     const Divided of(i / 128, shape.steps, shape.by_steps);
     const Unit unit(shape, unit0 + of.quotient, STEP / 2);
     const Divided row(min(unit.first + column, (int)shape.k - 1), shape.written, shape.by_written);
-    // its first channel of the group, which it may not be of
+    // its first channel, counted in the group, which it may not belong to
     const int c = unit.from + of.rest * STEP + (i % 2 * 4 + lane % 4) * PAIR - row.quotient * (int)shape.read;
     const bool real = unit.first + column < unit.end;
     auto there = [&](int channel) { return real && (unsigned)channel < (unsigned)shape.read; };
@@ -108,7 +108,7 @@ struct Tile {
   }
 };
 
-// The tile's part of x, from channel `c0` on, to shared memory at `to`.
+// Loads the tile's part of x, from channel `c0` on, to shared memory at `to`.
 DEVICE void load_tile(const GroupedPhase& shape, const Tile& tile, int c0, const data_t* x, uint32_t to) {
   const Window window = {(int)shape.rows_x, (int)shape.tile_h, (int)shape.tile_w, (int)shape.chunks, (int)shape.pitch, shape.by_tile_h, shape.by_chunks,
                          (int)shape.n, (int)shape.h, (int)shape.w, (int)shape.pixel};
@@ -118,10 +118,10 @@ DEVICE void load_tile(const GroupedPhase& shape, const Tile& tile, int c0, const
 
 // ---- results
 
-// Whether neither is a NaN: one instruction.
+// Whether neither is NaN, in one instruction.
 DEVICE bool numbers(float a, float b) { return a <= b || a > b; }
 
-// The sum of pixel (p, q) of image n, channel `channel`, of its own group alone.
+// Computes the sum of pixel (p, q) of image n, channel `channel`, from its own group alone.
 static __device__ __noinline__ float sum_again(const GroupedPhase& shape, const data_t* x, const data_t* w, int n, int p, int q, int channel) {
   const Divided row(channel, shape.written, shape.by_written);
   const data_t* const of_row = w + row.quotient * shape.group_step + row.rest * shape.row_step;
@@ -140,12 +140,12 @@ static __device__ __noinline__ float sum_again(const GroupedPhase& shape, const 
 
 // ---- the multiplication
 
-// A warp's work: its unit, of which it has some rows and columns of each tile.
+// A warp's work: a unit, and some rows and columns of it in each tile.
 struct Worker {
   Unit unit;
-  int channel;      // this thread's first of y
-  uint32_t filter;  // in shared memory: the first matrix, this lane's part
-  int offset;       // bytes from a pixel of a tile to what this lane names of it
+  int channel;      // this thread's first channel of y
+  uint32_t filter;  // the first matrix in shared memory, this lane's part
+  int offset;       // bytes from a pixel of a tile to what this lane addresses of it
   Finish<false> finish[4];
 
   DEVICE Worker(const GroupedPhase& shape, int unit0, int number, uint32_t filters, const data_t* scales, const data_t* biases)
@@ -158,7 +158,7 @@ struct Worker {
     for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, scales, biases, min(channel + e, (int)shape.k - 1));
   }
 
-  // The sums of ROWS rows of 16 columns, of which `from` is this lane's pixel of the first row, in shared memory.
+  // Computes the sums of ROWS rows of 16 columns; `from` is this lane's pixel of the first row, in shared memory.
   DEVICE void multiply_rows(const GroupedPhase& shape, uint32_t from, float (&sums)[ROWS][2][4]) const {
     const int pitch = (int)shape.pitch, row_bytes = (int)shape.tile_w * pitch, tap_bytes = (int)shape.dilation_w * pitch;
     const int next_row = TAPS_R > 1 ? row_bytes : row_bytes * (int)shape.stride_h, tap_s = (int)shape.tap_s;
@@ -192,7 +192,7 @@ struct Worker {
     }
   }
 
-  // What becomes of the sums of ROWS pixels, one below the other; `rows` of them are there, the first one at element `at` of y.
+  // Finishes and stores the sums of ROWS pixels, one below the other; `rows` of them are real, the first one at element `at` of y.
   DEVICE void store(const GroupedPhase& shape, const float (&sums)[4 * ROWS], int rows, long long at, const data_t* residual, data_t* y) const {
     struct alignas(4 * sizeof(data_t)) Vector {
       data_t v[4];
@@ -216,7 +216,7 @@ struct Worker {
     }
   }
 
-  // Its part of a tile, of which `tile_x` is the address in shared memory.
+  // Computes its part of a tile, which lies at `tile_x` in shared memory.
   DEVICE void compute(const GroupedPhase& shape, const Tile& tile, int job, uint32_t tile_x, const data_t* x, const data_t* w, const data_t* residual,
                       data_t* y) const {
     const int lane = threadIdx.x % 32, columns = (int)(shape.images * shape.columns);
@@ -243,7 +243,7 @@ struct Worker {
       for (int i = 0; i < 4 * ROWS; ++i) {
         const float sum = sums[i / 4][i % 4 / 2][i % 2 + 2 * half];
         if (i % 2 == 0) good = good && numbers(sum, sums[i / 4][i % 4 / 2][i % 2 + 2 * half + 1]);
-        of_half[i] = TYPE == 32 ? with_lost(sum, lost) : sum;  // the rounding of 16 bits hides it
+        of_half[i] = TYPE == 32 ? with_lost(sum, lost) : sum;  // the rounding to 16 bits hides it
       }
       if (shape.mixed && !good) {
         float some[4 * ROWS];
@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const Tile tile(shape, number);
     if (worker.unit.first < (int)shape.k)
       for (int job = warp / units; job < (int)shape.jobs; job += beside) worker.compute(shape, tile, job, tiles + slot * tile_size, x, w, residual, y);
-    __syncthreads();  // it has been read, its place is taken next
+    __syncthreads();  // all have read it: its place is filled next
   }
   copies_wait<0>();
 }

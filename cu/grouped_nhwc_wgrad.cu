@@ -1,16 +1,16 @@
-// grouped_nhwc_wgrad.cu: the gradient of a grouped convolution's filter, of 16-bit arrays with their channels last, as they lie, on tensor cores.
+// grouped_nhwc_wgrad.cu: grouped wgrad from 16-bit channels-last arrays as they lie, on tensor cores.
 //
 //   dw[k, c, r, s] = sum over n, p, q of dy[n, p, q, k] * x[n, p * stride_h - pad_h + r * dilation_h, q * stride_w - pad_w + s * dilation_w, first(k) + c]
 //   first(k) is the first channel of k's group
 //
 // Unit     16 neighbouring channels of dy, of whole groups or of a part of one, and the channels of x that these groups read, in steps of 16. A
-//          product has 16 channels of dy x 8 of x; of those whose channels are of different groups nothing is stored.
+//          product has 16 channels of dy x 8 of x; products of channels of different groups are not stored.
 // Mapping  block -> a slab of `units` units, TAPS taps, and every `parts`-th tile of pixels. Order, fastest first: slabs, taps, parts.
 //          A tile is `images` x `rows` x `columns` pixels of dy. Its columns, image after image, are taken in groups of 16.
-//          warp -> a step of a unit, and some of the rows: a product adds up 16 pixels of a row. Then one warp of each step adds those of the others.
-// Memory   shared: 32 bytes of zeros for pixels that there are not; two tiles of x, with what surrounds them, and of dy, [image][row][column][channels],
-//          outside the images zeros. The next tile arrives while one is multiplied. An odd number of 16 bytes between pixels keeps ldmatrix free of bank
-//          conflicts. In the end the tiles' place takes the warps' sums.
+//          warp -> a step of a unit, and some of the rows: a product sums 16 pixels of a row. In the end one warp of each step adds the others' sums.
+// Memory   shared: 32 bytes of zeros for missing pixels; two tiles of x, with what surrounds them, and of dy, [image][row][column][channels],
+//          zeros outside the images. The next tile arrives while one is multiplied. An odd number of 16 bytes between pixels keeps ldmatrix free of bank
+//          conflicts. In the end the warps' sums take the tiles' place.
 // Sums     float32, in registers. Each part is stored like dw, and direct_reduce.cu adds them in order; a single one is dw.
 // Limits   fewer than 2^31 pixels of x and of dy, and elements of dw.
 //
@@ -18,7 +18,7 @@
 #ifndef TYPE
 #define TYPE 17  // of x, dy and dw: 16 half, 17 bfloat16
 #define TAPS 9   // of a block
-#define WHOLE 0  // whether the sums are dw, not parts of it
+#define WHOLE 0  // whether the sums are dw, or else a part of it
 #endif
 #include "grouped.cuh"
 
@@ -30,20 +30,20 @@ constexpr int THREADS = 256, WARPS = THREADS / 32, ALIGNED = 8;
 // by_n is the divisor n, prepared (division.cuh).
 struct GroupedWgradArguments {
   long long slabs, by_slabs, tap_blocks, by_tap_blocks, parts;    // slabs; blocks of TAPS taps; parts of the sum
-  long long tiles, tiles_p, by_tiles_p, tiles_q, by_tiles_q;      // all; along rows and columns of dy
+  long long tiles, tiles_p, by_tiles_p, tiles_q, by_tiles_q;      // all tiles; along rows and columns of dy
   long long units, unit_groups, units_group, by_units_group;      // units of a slab, groups of a unit, units of a group
   long long groups, read, written, by_written;                    // groups; channels of a group of x, and of dy
   long long units_all, steps, by_steps, jobs, by_jobs, beside;     // all units; steps of a unit, of a slab; warps of a step
-  long long images, rows, by_rows, columns, by_columns, columns_all;  // of a tile of dy; columns of all images
-  long long chunks_y, by_chunks_y, pitch_y, rows_y;               // of dy: 16 bytes of channels of a slab, bytes from pixel to pixel, rows of a tile
+  long long images, rows, by_rows, columns, by_columns, columns_all;  // images, rows and columns of a tile of dy; columns of all images
+  long long chunks_y, by_chunks_y, pitch_y, rows_y;               // of dy: 16-byte chunks of a slab, bytes from pixel to pixel, rows of a tile
   long long chunks_x, by_chunks_x, pitch_x, rows_x;               // the same of x
-  long long tile_h, by_tile_h, tile_w;                            // rows and columns of x that a tile of an image meets
-  long long n, h, w, pixel_x, p, q, pixel_y;                      // x and dy; 16 bytes of a pixel
+  long long tile_h, by_tile_h, tile_w;                            // rows and columns of x that an image's part of a tile reads
+  long long n, h, w, pixel_x, p, q, pixel_y;                      // sizes of x and dy; 16-byte words of a pixel
   long long stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
   long long taps, tap_s, by_tap_s, size;                          // taps of the filter; elements of dw
 };
 
-// four matrices of 8 pixels x 8 channels, turned: lane l names pixel l % 8 of matrix l / 8 and gets two pixels of channel l / 4 of each
+// four matrices of 8 pixels x 8 channels, transposed: lane l addresses pixel l % 8 of matrix l / 8 and gets two pixels of channel l / 4 of each
 DEVICE void load_turned(uint32_t (&v)[4], uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from) : "memory");
@@ -60,7 +60,7 @@ struct Tile {
   }
 };
 
-// A tile of both arrays, from channel `x0` of x and `y0` of dy on.
+// Loads a tile of both arrays, from channel `x0` of x and `y0` of dy on.
 DEVICE void load_tile(const GroupedWgradArguments& arg, const Tile& tile, int x0, int y0, const uint4* x, const uint4* dy, uint32_t to_x, uint32_t to_y) {
   const Window of_x = {(int)arg.rows_x, (int)arg.tile_h, (int)arg.tile_w, (int)arg.chunks_x, (int)arg.pitch_x, arg.by_tile_h, arg.by_chunks_x,
                        (int)arg.n, (int)arg.h, (int)arg.w, (int)arg.pixel_x};
@@ -71,16 +71,16 @@ DEVICE void load_tile(const GroupedWgradArguments& arg, const Tile& tile, int x0
   of_y.load<WARPS>(dy, tile.image, tile.p, tile.q, y0 / ALIGNED, to_y);
 }
 
-// The sums of a warp: of all taps, two products of 8 channels of x.
+// A warp's sums: for each tap, two products of 8 channels of x.
 typedef float Sums[TAPS][2][4];
 
-// Adds a tile's. `tile_x` and `tile_y` are the unit's first channels in shared memory, `offsets` the bytes from a pixel of x to the taps.
+// Adds a tile to them. `tile_x` and `tile_y` are the unit's first channels in shared memory, `offsets` the bytes from a pixel of x to the taps.
 DEVICE void multiply_tile(const GroupedWgradArguments& arg, const Tile& tile, int first_row, uint32_t zeros, uint32_t tile_x, uint32_t tile_y,
                           const int (&offsets)[TAPS], Sums& sums) {
   const int lane = threadIdx.x % 32, half = lane / 8 % 2 * 16, rows = min((int)arg.rows, (int)arg.p - tile.p);
   const int row_x = (int)(arg.stride_h * arg.tile_w * arg.pitch_x), row_y = (int)(arg.columns * arg.pitch_y);
   for (int column0 = 0; column0 < (int)arg.columns_all; column0 += 16) {
-    const int column = column0 + lane % 8 + lane / 16 * 8;  // the pixel that this lane names
+    const int column = column0 + lane % 8 + lane / 16 * 8;  // the pixel that this lane addresses
     const Divided at(column, arg.columns, arg.by_columns);
     const bool there = column < (int)arg.columns_all && tile.image + at.quotient < (int)arg.n && tile.q + at.rest < (int)arg.q;
     const int pixel_x = (at.quotient * (int)arg.tile_h + first_row * (int)arg.stride_h) * (int)arg.tile_w + at.rest * (int)arg.stride_w;
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   int offsets[TAPS];
 #pragma unroll
   for (int tap = 0; tap < TAPS; ++tap) {
-    const Divided row(min(tap0 + tap, (int)arg.taps - 1), arg.tap_s, arg.by_tap_s);  // those that there are not: one of which nothing is stored
+    const Divided row(min(tap0 + tap, (int)arg.taps - 1), arg.tap_s, arg.by_tap_s);  // a missing tap repeats the last one, and is not stored
     offsets[tap] = (row.quotient * (int)(arg.dilation_h * arg.tile_w) + row.rest * (int)arg.dilation_w) * (int)arg.pitch_x;
   }
 
@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     if (works)
       multiply_tile(arg, Tile(arg, number), of_job.quotient, zeros, tile_x + (channel_x - first.from) * 2, tile_y + (unit.first - first.first) * 2,
                     offsets, sums);
-    __syncthreads();  // it has been read, its place is taken next
+    __syncthreads();  // all have read it: its place is filled next
   }
   copies_wait<0>();
 

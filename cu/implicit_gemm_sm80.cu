@@ -3,23 +3,23 @@
 //   y[n, k, pixel] = scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c], and epilogue.cuh
 //   gemm m: output channel | gemm n: pixel (n,o,p,q) of the batch | gemm k: (tap, c), c fastest, in chunks of 8 channels
 //
-// Both operands were packed by pack.cu: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi:
-// fp32 accuracy, because the tensor core's own sum, which truncates, is added into fp32 registers every 32 of k (promotion);
-// the two cross products are 2^-11 of the result and stay in the tensor core. PRODUCTS = 1 takes the first limb alone, or
+// pack.cu packed both operands: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi for fp32 accuracy: the
+// tensor core's own sum truncates, so the kernel adds it to fp32 registers every 32 of k (promotion);
+// the two cross products are 2^-11 of the result and stay in the tensor core. PRODUCTS = 1 multiplies the first limb alone, or
 // arrays that have 16 bits to begin with. implicit_gemm_sm90.cu is the same for GPUs whose tensor cores read shared memory.
 //
 // Mapping  block -> a tile of BLOCK_M channels x BLOCK_N pixels. Order, fastest first: channels, split, pixels, group.
 //          Eight warps, WARPS_M x WARPS_N, of WARP_M channels x WARP_N pixels each: m16n8k16 products, [MT][NT] of them.
 //          Loads: thread -> chunk % 4 of every step, of the rows thread / 4 + 64 * i of the w tile and of the x tile.
-//          A pixel's place in x is found once; each step adds its tap and looks whether that lies in the image.
+//          A pixel's offset in x is found once; each step adds its tap and checks whether that lies in the image.
 // Memory   shared: STAGES stages of 32 of k; a stage holds, for each limb, BLOCK_M rows of w, then BLOCK_N rows of x, of 4 chunks
 //          (64 bytes) each. Chunk c of row r lies at c ^ (r / 2 % 4): 8 rows of one chunk, what ldmatrix reads at once, touch
-//          every bank once. cp.async fills stages ahead of their use, with zeros where there is padding or nothing left.
-//          In the end the same bytes turn sums into rows of y: for each warp 16 rows of channels of a pixel, or the reverse.
-//          Registers of a thread: the sums, WARP_M * WARP_N / 32, twice for three products; the x of a step.
+//          (64 bytes) each. Chunk c of row r lies at c ^ (r / 2 % 4): 8 rows of one chunk, which ldmatrix reads at once, use
+//          every bank once. cp.async fills stages ahead of their use, with zeros for padding and past the end.
+//          In the end the stages' bytes transpose sums into rows of y: for each warp 16 rows of channels of a pixel, or the reverse.
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
-// Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
+// Phases   dgrad is one launch for each stride phase, a stride-1 convolution with some of the taps
 //          (tap_base, tap_*) that writes every out_h-th row and out_w-th column.
 // Limits   fewer than 2^31 pixels of y and blocks, fewer than 2^32 chunks in w and in a limb of x.
 //
@@ -40,37 +40,37 @@
 #include "fragments.cuh"
 #include "truncation.cuh"
 
-constexpr bool SCALED = OUT == 32 && !BF16;  // there may be scales: of limbs, but not of parts of 16-bit sums
+constexpr bool SCALED = OUT == 32 && !BF16;  // operands may have scales: limbs have them; sums of 16-bit operands in parts do not
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, THREADS = 256;
 constexpr int WARPS_M = BLOCK_M == 128 && BLOCK_N == 64 ? 4 : 2, WARPS_N = 8 / WARPS_M;
 constexpr int WARP_M = BLOCK_M / WARPS_M, WARP_N = BLOCK_N / WARPS_N, MT = WARP_M / 16, NT = WARP_N / 8;
 constexpr int A_BYTES = BLOCK_M * 64, B_BYTES = BLOCK_N * 64, LIMB_BYTES = A_BYTES + B_BYTES, STAGE_BYTES = LIMBS * LIMB_BYTES;
-constexpr int BLOCKS = MT * NT <= (PRODUCTS == 3 ? 4 : 16) ? 2 : 1;  // that a multiprocessor has registers for
+constexpr int BLOCKS = MT * NT <= (PRODUCTS == 3 ? 4 : 16) ? 2 : 1;  // blocks for which a multiprocessor has registers
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 64 == 0, "a thread loads whole rows, 64 apart");
 static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0, "a product has 16 channels, a piece of the result 16 pixels");
 
 // a warp's tile goes to y in pieces of 16 rows: of pixels if channels are last, else of channels
 constexpr int ACROSS = NHWC ? WARP_M : WARP_N, PIECES = (NHWC ? WARP_N : WARP_M) / 16;
-constexpr int PITCH = ACROSS + (NHWC ? 4 : 8);  // floats; free of bank conflicts when the sums are put down
+constexpr int PITCH = ACROSS + (NHWC ? 4 : 8);  // floats; no bank conflicts when sums are stored there
 static_assert(8 * 16 * PITCH * 4 <= STAGES * STAGE_BYTES, "the stages' bytes hold a piece for each warp");
 
 typedef element<OUT> out_t;
 typedef element<BF16 ? 17 : 16> limb_t;  // of w and x
 
-// What the kernel is told of a phase of the problem. by_n is the divisor n, prepared (division.cuh).
+// A phase of the problem. by_n is the divisor n, prepared (division.cuh).
 struct GemmPhase {
   long long tiles_m, by_tiles_m;                           // tiles along the channels of a group
-  long long splits, by_splits, split_stages;               // splits; steps of 32 of gemm k in one
+  long long splits, by_splits, split_stages;               // splits of gemm k; steps of 32 of gemm k in one
   long long tiles_pixels, by_tiles_pixels;                 // tiles along the pixels
-  long long chunks, chunks_group, by_chunks_group;         // chunks of gemm k, of a group's channels,
+  long long chunks, chunks_group, by_chunks_group;         // chunks of gemm k, and of a group's channels,
   long long chunks_pixel;                                  // of a pixel of x
-  long long rows_group, rows;                              // output channels of a group, and of all
+  long long rows_group, rows;                              // output channels of a group, and of all groups
   long long blocks_group, channel_blocks, w_block;         // of w: blocks of 64 rows of a group, of channels of a tap; chunks of 64 rows
-  long long piece_bits;                                    // chunks of a row of such a block are 8, 4 or 2: the logarithm of that
+  long long piece_bits;                                    // log2 of the chunks of a row of such a block: 8, 4 or 2 chunks
   long long x_limb;                                        // chunks from one limb of x to the other
   long long tap_r, by_tap_r, tap_s, by_tap_s;              // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
-  long long size_d, size_h, size_w;                        // x
+  long long size_d, size_h, size_w;                        // size of x
   long long stride_d, stride_h, stride_w;                  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
   long long low_d, low_h, low_w;
   long long dilation_d, dilation_h, dilation_w;            // offset in x from one tap to the next
@@ -86,9 +86,9 @@ struct GemmPhase {
 
 // ---- loads
 
-// Where this thread's loads stand in gemm k.
+// The place of this thread's next loads in gemm k.
 struct Cursor {
-  int chunk, c, s, r, t;  // of gemm k; of the tap's channels; the tap
+  int chunk, c, s, r, t;  // chunk of gemm k; chunk of the tap's channels; the tap
   DEVICE Cursor(const GemmPhase& shape, int step) {
     chunk = 4 * step + threadIdx.x % 4;
     const Divided tap(chunk, shape.chunks_group, shape.by_chunks_group), row(tap.quotient, shape.tap_s, shape.by_tap_s);
@@ -101,7 +101,7 @@ struct Cursor {
   DEVICE void next(const GemmPhase& shape) {
     chunk += 4;
     c += 4;
-    while (c >= (int)shape.chunks_group) {  // more than once where a tap has fewer than 4 chunks
+    while (c >= (int)shape.chunks_group) {  // more than once if a tap has fewer than 4 chunks
       c -= (int)shape.chunks_group;
       if (++s == (int)shape.tap_s) {
         s = 0;
@@ -114,9 +114,9 @@ struct Cursor {
   }
 };
 
-// Where in x the first tap of a pixel lies; may be outside. Unsigned: what lies before the image is past its end too.
+// Where the first tap of a pixel lies in x; it may be outside. Unsigned: what lies before the image counts as past its end.
 struct alignas(16) Corner {
-  unsigned d, h, w, pixel;  // the place in its image, and in all of x
+  unsigned d, h, w, pixel;  // its place in the image; and the pixel in all of x
   DEVICE void find(const GemmPhase& shape, int at) {
     const Divided of_image(at, shape.plane, shape.by_plane), slice(of_image.rest, shape.pq, shape.by_pq), row(slice.rest, shape.q, shape.by_q);
     const unsigned image = of_image.quotient;
@@ -124,12 +124,12 @@ struct alignas(16) Corner {
     h = row.quotient * (unsigned)shape.stride_h + (unsigned)shape.low_h;
     w = row.rest * (unsigned)shape.stride_w + (unsigned)shape.low_w;
     pixel = ((image * (unsigned)shape.size_d + d) * (unsigned)shape.size_h + h) * (unsigned)shape.size_w + w;
-    if (at >= (int)shape.pixels) w = 1u << 31;  // outside with every tap
+    if (at >= (int)shape.pixels) w = 1u << 31;  // outside for every tap
   }
 };
 
-// One stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. w0 is the first chunk of the tile's rows of w,
-// w_next further on are the next 64 rows; x0 is the first of the group's channels of a pixel.
+// Loads one stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. w0 is the first chunk of the tile's rows of w, and the next
+// 64 rows begin w_next further; x0 is the first of the group's channels of a pixel.
 DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsigned w0, unsigned w_next, const uint4* x, unsigned x0, const Corner* corners,
                  const GemmPhase& shape) {
   const int row = threadIdx.x / 4;
@@ -166,7 +166,7 @@ struct Sums {
 #endif
 };
 
-// One stage. `a` and `b`: what this lane reads of the first m16k16 of w and the first n8k32 of x, from the stage's start.
+// Multiplies one stage. `a` and `b`: the offsets from the stage's start of this lane's first m16k16 of w and first n8k32 of x.
 DEVICE void multiply_stage(Sums& sums, uint32_t a, uint32_t b) {
   uint32_t x[LIMBS][NT][4];
 #pragma unroll
@@ -200,7 +200,7 @@ DEVICE void multiply_stage(Sums& sums, uint32_t a, uint32_t b) {
   }
 }
 
-// ---- a warp's sums, scaled and so on, to y. Through shared memory, so that it writes neighbours together.
+// ---- a warp's sums, scaled and finished, to y; through shared memory, so that it writes neighbours together
 
 // `m0` and `pixel0` are the warp's first channel in the group and first pixel, `k0` is the group's first channel
 DEVICE void store(const float (&sums)[MT][NT][4], const GemmPhase& shape, int m0, int k0, int pixel0, float* staging, const float* scale_n,
@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const Divided along(part.quotient, shape.tiles_pixels, shape.by_tiles_pixels);
   const int m0 = across.rest * BLOCK_M, split = part.rest, pixel0 = along.rest * BLOCK_N, group = along.quotient;
   const unsigned w0 = (group * (unsigned)shape.blocks_group + m0 / 64) * (unsigned)shape.w_block, x0 = group * (unsigned)shape.chunks_group;
-  // where there are none the first 64 once more: sums of rows that there are not are not stored
+  // without a next block the first 64 rows are loaded once more: sums of missing rows are not stored
   const unsigned w_next = m0 / 64 + 1 < (int)shape.blocks_group ? (unsigned)shape.w_block : 0;
   __shared__ Corner corners[BLOCK_N];
   if (threadIdx.x < BLOCK_N) corners[threadIdx.x].find(shape, pixel0 + threadIdx.x);
@@ -294,12 +294,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   int slot = 0;
   for (int step = first; step < last; ++step) {
     copies_wait<STAGES - 2>();
-    __syncthreads();  // this step has arrived for all; all have read the step before, whose place is taken now
+    __syncthreads();  // this step has arrived for all; all have read the step before, whose place is filled now
     load_next(slot == 0 ? STAGES - 1 : slot - 1);
     multiply_stage(sums, a + slot * STAGE_BYTES, b + slot * STAGE_BYTES);
     slot = slot == STAGES - 1 ? 0 : slot + 1;
   }
-  // Ampere and Ada add 16 of k in two steps, and cut a bit more
+  // Ampere and Ada add 16 of k in two steps, and truncate a bit more
   [[maybe_unused]] constexpr float PROMOTED = (__CUDA_ARCH__ < 900 ? 0.70e-7f : 0.58e-7f) * 16 / 15;
   [[maybe_unused]] const float lost = PRODUCTS == 3 ? 2048 * PROMOTED : lost_in((__CUDA_ARCH__ < 900 ? 4 : 2) * (last - first));
 #pragma unroll

@@ -1,12 +1,12 @@
-// max_pool.cu: maxima of windows, and the gradient.
+// max_pool.cu: max pooling, forward and backward.
 //
 //   max_pool            y[n,p,q,c] = max over r,s of x[n, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w, c]
-//                       from[n,p,q,c] = r*S + s, of the first tap that has it; of a NaN the last, as torch does. Nothing where `from` is null
-//   max_pool_backward   dx = the sum of y's gradients of the windows that took x
+//                       from[n,p,q,c] = r*S + s of the first tap with the maximum; the last NaN counts, as in torch. Not written if `from` is null
+//   max_pool_backward   dx = the sum of y's gradients over the windows that took x
 //
-// Mapping  thread -> VEC channels of a pixel, in max_pool of y, in max_pool_backward of x. With channels last these are 16 bytes. A channel of NCHW
+// Mapping  thread -> VEC channels of a pixel: of y in max_pool, of x in max_pool_backward. With channels last these are 16 bytes. A channel of NCHW
 //          arrays counts as an image of one channel.
-// Memory   registers only. Which tap a maximum is of takes a byte.
+// Memory   registers only. A maximum's tap takes a byte.
 // Sums     float32, always in the same order.
 // Limits   up to 255 taps, fewer than 2^31 threads; with channels last, pixels of a multiple of 16 bytes.
 //
@@ -30,12 +30,12 @@ struct alignas(V) Taps {
 
 // by_n is the divisor n, prepared (division.cuh).
 struct PoolArguments {
-  long long threads, groups, by_groups, across, by_across, down, by_down;  // groups: of channels; across, down: pixels of the array that threads make
-  long long h, w, p, q;                                                    // of x and y
+  long long threads, groups, by_groups, across, by_across, down, by_down;  // groups of channels; across, down: pixels of the array that the threads make
+  long long h, w, p, q;                                                    // sizes of x and y
   long long r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, dil_w;
 };
 
-// The pixel and the channels of a thread.
+// A thread's pixel and channels.
 struct Place {
   int image, row, column, group;
   DEVICE Place(const PoolArguments& arg, int thread) {

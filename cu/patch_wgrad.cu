@@ -1,21 +1,21 @@
-// patch_wgrad.cu: the gradient of the filter as a matrix product over pixels, for few channels in and many out: first layers, raw audio.
+// patch_wgrad.cu: wgrad as a matrix product over pixels, for few channels in and many out: first layers, raw audio.
 //
 //   dw[k,c,t,r,s] = sum over n,o,p,q of dy[n,k,o,p,q] * x[n, g*cg + c, o*stride_d - pad_d + t*dil_d, p*stride_h - pad_h + r*dil_h,
 //                                                         q*stride_w - pad_w + s*dil_w],   g = k / kg
 //   gemm m: k of a group | gemm n: column (c,t,r,s), the tap fastest; with CHANNELS_LAST (t,r,s,c) | gemm k: pixel (n,o,p,q) of dy
 //
-// direct_gemm.cu computes the same, with columns beside one another in a warp, which lie in many rows of x. Here a warp loads the
+// direct_gemm.cu computes the same, but neighbouring lanes have neighbouring columns, which lie in many rows of x. Here a warp loads the
 // neighbouring pixels of one column, which are neighbours in x.
 //
 // Sizes    They are arguments: the text depends on the tile, the type and the layout alone.
 // Mapping  block -> BLOCK_M k x BLOCK_N columns x a run of pixels; GID_0 = ((slice * groups + g) * n_tiles + n tile) * m_tiles + m tile:
 //          blocks that share pixels are neighbours.
-//          loading: thread -> one of BLOCK_K pixels, every LANES-th four of the tile's k and columns. Neighbours are pixels, or with
-//          CHANNELS_LAST fours. multiplying: warp -> 4 x 8 threads, thread -> THREAD_M x THREAD_N sums, in groups of four neighbours,
+//          loading: thread -> one of BLOCK_K pixels, every LANES-th four of the tile's k and columns. Neighbouring threads have neighbouring pixels, or
+//          with CHANNELS_LAST fours. multiplying: warp -> 4 x 8 threads, thread -> THREAD_M x THREAD_N sums, in groups of four neighbours,
 //          4 * threads-along-the-axis apart, as in direct_gemm.cu.
 // Memory   shared: two buffers of dy, BLOCK_K x (BLOCK_M + PAD), and of x, BLOCK_K x (BLOCK_N + PAD); PAD spreads the stores of fours over
-//          the banks. And where each column lies. While one buffer is multiplied the next BLOCK_K pixels wait in registers.
-// Sums     In fp32 the BLOCK_K products of a step are added up first, and then to the sum of the steps before: a longer row of sums would
+//          the banks. And the offset of each column. While one buffer is multiplied the next BLOCK_K pixels wait in registers.
+// Sums     In fp32 the BLOCK_K products of a step are added first, and then go to the sum of the steps before: a longer chain of sums would
 //          lose more digits. With slices > 1 each slice writes its part to a workspace [slices][size of dw], and direct_reduce.cu adds them.
 //
 // By hand: nvcc -cubin cu/patch_wgrad.cu
@@ -40,28 +40,28 @@
 #define PAD (DTYPE == 64 ? 2 : 4)
 #define A_PITCH (BLOCK_M + PAD)
 #define B_PITCH (BLOCK_N + PAD)
-#define IN_STEPS (DTYPE != 64)  // whether a step's products are added up first
+#define IN_STEPS (DTYPE != 64)  // whether a step's products are added first
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct PatchWgradArguments {
   long_t slices, groups, by_groups, m_tiles, by_m_tiles, n_tiles, by_n_tiles;
-  long_t total, run;                              // pixels of all images of dy; of a slice, but for the last
+  long_t total, run;                              // pixels of all images of dy; of a slice, fewer in the last one
   long_t kg, columns, cg, by_cg, taps, by_taps;   // a group's k, columns and channels; t * r * s
   long_t rs, by_rs, r, s, by_s;
-  long_t plane, by_plane, pq, by_pq, p, q, by_q;  // of an image of dy: o * p * q
-  long_t d, h, w;                                 // an image of x
+  long_t plane, by_plane, pq, by_pq, p, q, by_q;  // pixels of an image of dy: o * p * q
+  long_t d, h, w;                                 // size of x
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
-  long_t x_image, x_channel, x_pixel, y_image, y_channel, y_pixel;  // from one to the next, in elements of x and of dy
+  long_t x_image, x_channel, x_pixel, y_image, y_channel, y_pixel;  // strides in elements of x and of dy
   long_t y_vec;                                   // whether four k of dy may be loaded at once
   long_t part_size;                               // elements of dw
 } PatchWgradArguments;
 
-// Where a column lies from the first element that a pixel meets.
+// A column's offset from the first element that a pixel reads.
 typedef struct ALIGNED Column {
   int d, h, w;
   index_t x;
 } Column;
-#define NOWHERE (1 << 30)  // the d of a column past the end: outside of every image
+#define NOWHERE (1 << 30)  // the d of a column past the end, outside every image
 
 #if DTYPE < 32
 #define STORE_SUM(at, v)                                             \
@@ -73,7 +73,7 @@ typedef struct ALIGNED Column {
 #define STORE_SUM(at, v) STORE(dw, at, v);
 #endif
 
-// This thread's fours of the pixel `at`, on their way to shared memory.
+// Loads this thread's fours of the pixel `at`, on their way to shared memory.
 #define LOAD_STEP(at)                                                                                               \
   {                                                                                                                 \
     const index_t number = (at) + load_k;                                                                           \

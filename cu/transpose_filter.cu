@@ -1,8 +1,8 @@
-// transpose_filter.cu: a filter with its axes in another order, so that the channels of a product are neighbours:
+// transpose_filter.cu: a filter with its axes in another order, so that a product's channels are neighbours:
 //
-//   transposed[row][tap][channel] = w[row, tap, channel], which lies by steps of its own, as do transposed's rows
+//   transposed[row][tap][channel] = w[row, tap, channel], where w has any strides, and transposed's rows a pitch
 //
-// Mapping  block: 64 rows x 64 channels of a tap, 16 a thread, all loads under way at once. Where w's rows lie closer together than its
+// Mapping  block: 64 rows x 64 channels of a tap, 16 a thread, all loads under way at once. If w's rows lie closer together than its
 //          channels, lanes read along the rows.
 // Shared   the tile, pitch 65: no bank conflicts either way.
 //
@@ -17,7 +17,7 @@ typedef WordOf<BYTES>::type element_t;
 constexpr int TILE = 64, THREADS = 256, EACH = TILE * TILE / THREADS;
 
 struct TransposedFilter {
-  long long rows, taps, by_taps, channels;     // of the transposed filter; by_: as a prepared divisor (division.cuh)
+  long long rows, taps, by_taps, channels;     // size of the transposed filter; by_: a prepared divisor (division.cuh)
   long long tiles_c, by_tiles_c;               // tiles along the channels
   long long row_step, tap_step, channel_step;  // elements of w from one to the next
   long long pitch;                             // elements of the transposed filter from one row to the next

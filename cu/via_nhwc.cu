@@ -1,16 +1,16 @@
-// via_nhwc.cu: images in another order of their axes, channels before pixels or behind them: a batch of matrices is transposed.
+// via_nhwc.cu: moves the channels of images before or behind their pixels: it transposes a batch of matrices.
 //
 //   to[image][column][row] = from[image][row][column]
 //
-// NCHW to NHWC: rows are channels, columns are pixels; and the other way round. `to` may have zeros behind the rows.
+// NCHW to NHWC: rows are channels, columns are pixels; NHWC to NCHW the reverse. `to` may have zeros behind the rows.
 //
-// Mapping  block: a tile of 8 KB, 2^row_bits words of rows x as many columns as that leaves, at least 64. A word is a row of 4 bytes, or two
-//          neighbouring ones of 2 bytes. A thread loads neighbouring columns at once: as many as make up to 16 bytes and divide the number of
-//          columns. All its loads are under way at once; lanes take 64 columns, side by side.
-// Shared   the tile, a column's rows side by side. Eight neighbouring columns lie in eight places far apart. Columns at the same place of neighbouring
-//          eights change places, and their chunks of 16 bytes too, so that stores of words and loads of chunks meet all banks.
-// Stores   16 bytes of a column's rows, where their number is a multiple of that; else a word of each lane. A column that begins at an odd
-//          element has words of the second row of one and the first of the next, and elements at its ends.
+// Mapping  block: a tile of 8 KB, 2^row_bits words of rows x as many columns as fit, at least 64. A word is a row of 4 bytes, or two
+//          neighbouring rows of 2 bytes. A thread loads neighbouring columns at once: as many as divide the number of columns and make up to 16
+//          bytes. All its loads are under way at once; lanes take 64 columns, side by side.
+// Shared   the tile, a column's rows side by side. Eight neighbouring columns lie far apart. The columns at the same place of neighbouring
+//          eights are swizzled, and so are their chunks of 16 bytes, so that stores of words and loads of chunks use all banks.
+// Stores   16 bytes of a column's rows, if their number is a multiple of that; else a word of each lane. A column that begins at an odd
+//          element has words of rows 1 and 2, 3 and 4, ..., and single elements at its ends.
 //
 // By hand: nvcc -cubin cu/via_nhwc.cu
 #include "packed.cuh"
@@ -25,7 +25,7 @@ constexpr int THREADS = 256, WORDS = 2048, EACH = WORDS / THREADS, ROWS = 4 / BY
 // by_n is the divisor n, prepared (division.cuh).
 struct ViaNhwcArguments {
   long long rows, columns, pitch;                     // of a matrix; rows of `to`, with the zeros
-  long long row_bits;                                 // words of a tile's column: 2 to this power, 4 to 32
+  long long row_bits;                                 // log2 of the words of a tile's column: 4 to 32 words
   long long tiles_r, by_tiles_r, tiles_c, by_tiles_c;  // tiles of a matrix, down and across
   long long vector, wide;                             // columns that are loaded at once: 1, 2, 4, 8; whether 16 bytes are stored at once
 };
@@ -35,7 +35,7 @@ struct ViaNhwcTwo {
   ViaNhwcArguments of[2];
 };
 
-// A tile: its first row and column, and the number of its matrices.
+// A tile: its first row and column, and the number of its matrix.
 struct Tile {
   int row, column, row_bits, image;
   DEVICE Tile(const ViaNhwcArguments& arg, int number) : row_bits((int)arg.row_bits) {
@@ -45,7 +45,7 @@ struct Tile {
     image = across.quotient;
   }
   DEVICE int columns() const { return WORDS >> row_bits; }
-  // where the word of a column of the tile lies
+  // the offset of a word of a column of the tile
   DEVICE int place(int column, int word) const {
     const int eight = column / 8, number = column % 8, spread = (eight ^ number) & 7, slots = 5 - row_bits;  // 2^slots columns share a line of banks
     const int slot = (eight & ~((1 << slots) - 1)) | (spread & ((1 << slots) - 1));
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   transpose(from, to, arg, blockIdx.x, shared);
 }
 
-// Two in one launch: the first one's tiles are so many blocks.
+// Two in one launch: the first one's tiles come first.
 extern "C" __global__ void __launch_bounds__(THREADS)
     via_nhwc_two(const element_t* __restrict__ from, element_t* __restrict__ to, const element_t* __restrict__ other_from, element_t* __restrict__ other_to,
                  const __grid_constant__ ViaNhwcTwo arg, const long long blocks) {

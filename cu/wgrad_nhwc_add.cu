@@ -1,13 +1,13 @@
-// wgrad_nhwc_add.cu: adds the parts of wgrad_nhwc_sm90.cu where dw lies as they do, its channels fastest, or, of many parts, where its taps are.
+// wgrad_nhwc_add.cu: adds the parts of wgrad_nhwc_sm90.cu if dw has their layout, channels fastest, or if its taps are fastest and the parts are many.
 //
 //   dw[k, tap, c] = sum over run of parts[run][k][tap][c], always in the same order
 //
-// Where innermost taps were folded into channels (fold_channels.cu), a channel is (fold, c) in both. With its taps fastest dw is [k][c][tap][fold]. Then
-// stores of a thread lie apart: wgrad_nhwc_reduce.cu is for results that are many.
+// If innermost taps were folded into channels (fold_channels.cu), a channel is (fold, c) in both. With its taps fastest dw is [k][c][tap][fold]. Then
+// a thread's stores are scattered: wgrad_nhwc_reduce.cu is better if results are many.
 //
-// Mapping  block -> 2^width times EACH neighbours of a part. thread -> EACH neighbours, of one of THREADS / 2^width ranges of the runs: few results of
-//          many runs would have few threads otherwise. The ranges' sums are added in order, too.
-// Shared   the sums of a thread.
+// Mapping  block -> 2^width times EACH neighbours of a part. thread -> EACH neighbours, of one of THREADS / 2^width ranges of the runs: otherwise few
+//          results of many runs would have few threads. The ranges' sums are added in order, too.
+// Shared   each thread's sums.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/wgrad_nhwc_add.cu
 #ifndef TYPE
@@ -23,9 +23,9 @@ constexpr int BATCH = 8;  // loads of a thread under way
 
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcAddArguments {
-  long long size, splits, width, range;  // elements of a part; runs; log2; runs of a range, but for the last
-  long long pitch, by_pitch, channels;   // of a k and tap: EACHes of a part; and elements of dw, behind which a part has zeros
-  long long taps_fastest, taps, by_taps, own, by_own, folds;  // of dw; taps that are not folded, channels, and taps that are
+  long long size, splits, width, range;  // elements of a part; runs; log2 of a block's EACHes; runs of a range, fewer in the last one
+  long long pitch, by_pitch, channels;   // of a k and tap: EACHes of a part, and elements of dw, behind which a part has zeros
+  long long taps_fastest, taps, by_taps, own, by_own, folds;  // of dw: taps that are not folded; channels; folded taps
 };
 
 struct alignas(4 * EACH) Sums {
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __shared__ Sums sums[THREADS];
   AFTER_LAST_LAUNCH
   const int width = (int)arg.width, lane = threadIdx.x >> width, lanes = THREADS >> width, channels = (int)arg.channels;
-  const int each = (blockIdx.x << width) + (threadIdx.x & ((1 << width) - 1));  // number `each` of the EACHes
+  const int each = (blockIdx.x << width) + (threadIdx.x & ((1 << width) - 1));  // number among the EACHes
   const int first = lane * (int)arg.range, last = min(first + (int)arg.range, (int)arg.splits);
   const bool real = each < (int)(arg.size / EACH);
   Sums sum;

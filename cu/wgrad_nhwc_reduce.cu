@@ -1,10 +1,10 @@
-// wgrad_nhwc_reduce.cu: adds few parts of wgrad_nhwc_sm90.cu, whose channels are fastest, and writes dw, whose taps are.
+// wgrad_nhwc_reduce.cu: adds few parts of wgrad_nhwc_sm90.cu, channels fastest, into dw with its taps fastest.
 //
 //   dw[k, c, tap] = sum over run of parts[run][k][tap][c], always in the same order, which is that of wgrad_nhwc_add.cu
 //
-// Where innermost taps were folded into channels (fold_channels.cu), a channel of a part is (fold, c), and a tap of dw (tap, fold).
+// If innermost taps were folded into channels (fold_channels.cu), a channel of a part is (fold, c), and a tap of dw (tap, fold).
 //
-// Mapping  block -> one k, `tile_taps` taps, 64 channels; a warp for each of the taps. thread -> two channels of a tap.
+// Mapping  block -> one k, `tile_taps` taps, 64 channels; a warp for each tap. thread -> two channels of a tap.
 // Shared   the block's sums, [tap][channel], from which it writes neighbours of dw.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/wgrad_nhwc_reduce.cu
@@ -21,9 +21,9 @@ constexpr int BATCH = 8;                      // loads of a thread under way
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcReduceArguments {
   long long size, splits;               // elements of a part; runs
-  long long taps, channels, pitch;      // of a part: of a k; channels of a tap that there are; and with the zeros behind them, an even number
-  long long own, by_own, folds;         // channels of dw, of a group; of how many taps a part's are
-  long long tile_taps, by_tile_taps;    // of a block
+  long long taps, channels, pitch;      // of a part: taps of a k; real channels of a tap; and with the zeros behind them, an even number
+  long long own, by_own, folds;         // channels of dw, of a group; taps folded into a part's channel
+  long long tile_taps, by_tile_taps;    // taps of a block
   long long tiles_c, by_tiles_c, tiles_t, by_tiles_t;
 };
 
