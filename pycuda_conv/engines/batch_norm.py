@@ -70,7 +70,7 @@ class Pixels:
 
 
 class Walk(NamedTuple):
-    """The struct of ``batch_norm.cu``, which says what its members are."""
+    """The struct of ``batch_norm.cu``, which explains each member."""
 
     channels: int
     plane: int

@@ -1,7 +1,7 @@
-"""Gradients by the input as a product without taps, whose columns are added (``cu/columns_add.cu``).
+"""dgrad as a product without taps, whose columns are added (``cu/columns_add.cu``).
 
-What each tap makes of each pixel that it reads is a product of a 1x1 filter of as many channels as the filter has channels and taps. Any
-engine computes it. It is dense, whatever the stride, and where pixels of the result meet few taps it has hardly more numbers than the
+The product gives what each tap contributes for each pixel that it reads. It has a 1x1 filter with a channel for each channel and tap,
+and any engine computes it. It is dense, whatever the stride. If the result's pixels meet few taps, it has hardly more elements than the
 result: patches, long filters with long strides, strides of three.
 """
 
@@ -30,7 +30,7 @@ THREADS = 256  # of a block of columns_add.cu
 
 @dataclass(frozen=True)
 class Columns(Config):
-    """The configuration of the product without taps, as it is printed."""
+    """A configuration of the product without taps, as text."""
 
     INNER: str = "Gemm()"
 
@@ -53,12 +53,12 @@ def _taps(problem: ConvProblem) -> int:
 
 
 def _met(problem: ConvProblem) -> int:
-    """Taps that a pixel meets at the most."""
+    """The most taps that a pixel of the result meets."""
     return math.prod(ceil(taps, every) for taps, every in zip(problem.filter_size, taps_apart(problem), strict=True))
 
 
 def _product(problem: ConvProblem) -> ConvProblem:
-    """The product without taps: all taps of all channels are its channels."""
+    """The product without taps: its channels are all taps of all channels."""
     one, none = (1, 1, 1), (0, 0, 0)
     return replace(
         problem, C=problem.C * _taps(problem), input_size=problem.output_size, filter_size=one, stride=one, dilation=one,
@@ -90,7 +90,7 @@ def refusal(problem: ConvProblem, config: Columns) -> str | None:
 
 
 class ColumnsArguments(NamedTuple):
-    """The struct of ``columns_add.cu``, which says what its members are."""
+    """The struct of ``columns_add.cu``, which explains each member."""
 
     size: int
     channels: int
@@ -151,7 +151,7 @@ def schedule(problem: ConvProblem, config: Columns, device: Device, noted: bool 
     prepare, steps = moved(made.prepare, places), moved(made.steps, places)
     added = [[_launch(problem, columns, False)]]
     last = None
-    if problem.layout == "NHWC" and problem.groups == 1:  # the same numbers in another order of the product's channels
+    if problem.layout == "NHWC" and problem.groups == 1:  # the same columns with the product's channels in another order
         last = [*prepare, *steps, [_launch(problem, columns, True)]]
     return Schedule(
         prepare, steps + added, prepare + steps + added, scratch.used, made.filter_bytes, made.redoes, filter_last=last
@@ -159,7 +159,7 @@ def schedule(problem: ConvProblem, config: Columns, device: Device, noted: bool 
 
 
 def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLaunch:
-    """The launch that adds the columns; with `filter_last` the channels of a tap are neighbours in them, else the taps of a channel."""
+    """The launch that adds the columns. With `filter_last` the channels of a tap are neighbours in them, else the taps of a channel."""
     (_, h, w), (o, p, q), (t, r, s), taps = problem.result_size, problem.output_size, problem.filter_size, _taps(problem)
     read, channels = o * p * q, problem.C
     last = problem.layout == "NHWC"
@@ -178,39 +178,39 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
 
 
 def filter_key(problem: ConvProblem, config: Columns) -> Hashable:
-    """As the product's engine says."""
+    """That of the product's engine."""
     return inner_filter_key(_product(problem), config.INNER)
 
 
 def sum_order(problem: ConvProblem, config: Columns) -> Hashable:
-    """As the product's engine says, of its own configurations."""
+    """That of the product's engine, for its configurations."""
     return inner_sum_order(_product(problem), config.INNER) or config
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a type."""
+    """A text for each type."""
     yield TextFamily("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
 
 
 # ---- the choice
 
 BEGIN = 2.3  # microseconds of the launch that adds columns
-#: Microseconds of an element of the result on 132 multiprocessors, by the layout: with channels last neighbours read from places that lie
-#: apart. Bytes a microsecond of columns, which the product has left in the cache or in memory, and of a residual.
+#: Microseconds of an element of the result on 132 multiprocessors, by the layout: with channels last neighbours read scattered
+#: elements. Bytes a microsecond of columns, which the product has left in the cache or in memory, and of a residual.
 ELEMENT = {"NCHW": 5e-6, "NHWC": 4.7e-6}
 CACHED, CACHED_RATE, COLUMN_RATE, RESIDUAL_RATE = 2e7, 4.17e6, 2.93e6, 5.37e6
-MOST_MET = 64  # taps that a pixel meets: more make many more columns than the result has elements
-MOST_BYTES = 2**30  # of columns, in the workspace
-BEST = 3  # of the product's configurations
+MOST_MET = 64  # the most taps that a pixel meets: with more there are many more columns than elements of the result
+MOST_BYTES = 2**30  # the most columns, in bytes of workspace
+BEST = 3  # configurations of the product that are tried
 
 
 def _columns(problem: ConvProblem) -> int:
-    """Numbers that the product has."""
+    """Elements of the product."""
     return problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
 
 
 def _adding(problem: ConvProblem, device: Device) -> float:
-    """Microseconds that it should take to add the columns."""
+    """Microseconds of adding the columns."""
     nbytes, results = problem.itemsize * _columns(problem), math.prod(problem.result_shape)
     us = 2 * nbytes / (CACHED_RATE if nbytes < CACHED else COLUMN_RATE) + ELEMENT[problem.layout] * results
     if problem.has_residual:
@@ -224,7 +224,7 @@ def _worth_it(problem: ConvProblem) -> bool:
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
-    """The configurations worth comparing for `problem`: the best of the product."""
+    """The configurations worth comparing for `problem`: the best ones of the product."""
     from pycuda_conv.engines import registry
 
     if _worth_it(problem):

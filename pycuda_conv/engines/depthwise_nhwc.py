@@ -1,4 +1,4 @@
-"""Depthwise convolutions and their gradients of arrays with their channels last, as they lie: ``cu/depthwise_nhwc*.cu``."""
+"""Depthwise convolutions of channels-last arrays as they lie, and their gradients: ``cu/depthwise_nhwc*.cu``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 
 @dataclass(frozen=True)
 class Depthwise(Config):
-    """Channels of a block, and pixels of a thread: ``depthwise_nhwc.cu``."""
+    """CHUNK channels of a block, and TILE_P x TILE_Q pixels of a thread: ``depthwise_nhwc.cu``."""
 
     CHUNK: int = 64
     TILE_P: int = 2
@@ -47,7 +47,7 @@ class DepthwiseStrips(Config):
 
 @dataclass(frozen=True)
 class DepthwiseWgrad(Config):
-    """Rows of the result's gradient that a thread walks down at once, and parts of the sum: ``depthwise_nhwc_wgrad.cu``."""
+    """Rows of dy that a thread walks down at a time, and parts of the sum: ``depthwise_nhwc_wgrad.cu``."""
 
     ROWS: int = 14
     PARTS: int = 1
@@ -55,14 +55,14 @@ class DepthwiseWgrad(Config):
 
 @dataclass(frozen=True)
 class DepthwiseRing(Config):
-    """The same where rows come to shared memory some steps before they are needed: ``depthwise_nhwc_wgrad_ring.cu``."""
+    """The same with rows that arrive in shared memory some steps before they are used: ``depthwise_nhwc_wgrad_ring.cu``."""
 
     ROWS: int = 14
     PARTS: int = 1
 
 
 class DepthwiseArguments(NamedTuple):
-    """The struct of ``depthwise_nhwc.cu``, which says what its members are."""
+    """The struct of ``depthwise_nhwc.cu``, which explains each member."""
 
     lanes_c: int
     lanes_q: int
@@ -101,7 +101,7 @@ class DepthwiseArguments(NamedTuple):
 
 
 class DepthwiseStripsArguments(NamedTuple):
-    """The struct of ``depthwise_nhwc_strips.cu``, which says what its members are."""
+    """The struct of ``depthwise_nhwc_strips.cu``, which explains each member."""
 
     lanes_c: int
     by_lanes_c: int
@@ -133,7 +133,7 @@ class DepthwiseStripsArguments(NamedTuple):
 
 
 class DepthwiseWgradArguments(NamedTuple):
-    """The struct of ``depthwise_nhwc_wgrad.cu``, which says what its members are."""
+    """The struct of ``depthwise_nhwc_wgrad.cu``, which explains each member."""
 
     lanes_c: int
     by_lanes_c: int
@@ -173,7 +173,7 @@ class DepthwiseWgradArguments(NamedTuple):
 
 
 class DepthwiseRingArguments(NamedTuple):
-    """The struct of ``depthwise_nhwc_wgrad_ring.cu``, which says what its members are."""
+    """The struct of ``depthwise_nhwc_wgrad_ring.cu``, which explains each member."""
 
     lanes_c: int
     by_lanes_c: int
@@ -202,17 +202,17 @@ LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
 THREADS = 128
 CHUNKS = (64, 32, 16, 8, 4)
-#: Channels of a block whose threads walk down the image, at the most.
+#: The most channels of a block whose threads walk down the image.
 PITCH = 64
-#: Pixels of a thread, down and across: as many as leave the machine full.
+#: Pixels of a thread, down and across: larger tiles would not fill the GPU.
 TILES = ((2, 4), (1, 4))
-OPENCL_TILES = TILES[:1]  # one will do there, and no strips
-COLUMNS, LEAST_ROWS = 4, 4  # of a thread that walks down the image
+OPENCL_TILES = TILES[:1]  # OpenCL needs one tile, and no strips
+COLUMNS, LEAST_ROWS = 4, 4  # columns of a thread that walks down the image, and the fewest rows
 FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
-RING_LANES = (32, 16, 8, 4)  # threads along channels, a part of a warp, where rows come to shared memory
+RING_LANES = (32, 16, 8, 4)  # threads along channels, a part of a warp, if rows arrive in shared memory
 #: Square filters whose loops are unrolled, with strides of 1 and 2.
 UNROLLED = (3, 5, 7)
-#: Taps of a block of the gradient of other filters.
+#: Taps of a block for wgrad of other filters, down and across.
 SOME_TAPS = (2, 4)
 
 
@@ -256,7 +256,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
     return None
 
 
-_MOST_UNITS = 2**31 - 1 - THREADS  # the kernels count them, the last block's idle ones too, in 32 bits
+_MOST_UNITS = 2**31 - 1 - THREADS  # the kernels count units in 32 bits, with the last block's idle ones
 
 
 def _refused(problem: ConvProblem) -> str | None:
@@ -272,28 +272,28 @@ def _refused(problem: ConvProblem) -> str | None:
 
 
 def _of_filter(problem: ConvProblem) -> bool:
-    """Whether the gradient of a filter is asked for: see :attr:`ConvProblem.launched`."""
+    """Whether `problem` is wgrad: see :attr:`ConvProblem.launched`."""
     return problem.layout == "CHWN"
 
 
 def _fits_ring(problem: ConvProblem) -> bool:
-    """Whether rows can come to shared memory: 16 bytes at a time, of which four threads take a word each."""
+    """Whether rows can arrive in shared memory: by 16 bytes, of which four threads take a word each."""
     if problem.K != problem.groups or problem.itemsize > 4 or problem.K * problem.itemsize % 16 or not _unrolled(problem):
         return False
     return max(math.prod(problem.weight_shape), math.prod(problem.input_shape)) < 2**31
 
 
 def _vector(problem: ConvProblem, kind: type[Config]) -> int:
-    """Channels of a thread: as many as the registers hold; a word, where it comes from shared memory."""
+    """Channels of a thread: as many as registers hold, or one word if they come from shared memory."""
     if kind is DepthwiseRing:
         return 4 // problem.itemsize
-    if problem.K != problem.groups:  # several channels of the output see one of the input
+    if problem.K != problem.groups:  # several output channels read one input channel
         return 1
     return next(v for v in _vectors(DTYPE_CODES[problem.dtype], _unrolled(problem), kind) if problem.K % v == 0)
 
 
 def _vectors(dtype: int, size: int, kind: type[Config]) -> tuple[int, ...]:
-    """The vectors of channels of a thread, as many as its registers hold or one, for an unrolled filter or, of size 0, another."""
+    """The choices for channels of a thread: as many as registers hold, or one; for an unrolled filter, or with `size` 0 another."""
     if size and kind is DepthwiseWgrad:  # mostly channels that fit no ring
         return (1,)
     if not size or kind is Depthwise:
@@ -308,7 +308,7 @@ def _vectors(dtype: int, size: int, kind: type[Config]) -> tuple[int, ...]:
 def _unrolled(problem: ConvProblem) -> int:
     """The size of a square filter whose loops are unrolled, or 0."""
     size, stride, dilation = problem.filter_size, problem.stride, problem.dilation
-    if _of_filter(problem):  # which is the result
+    if _of_filter(problem):  # the filter is the result
         size, stride, dilation = problem.output_size, dilation, stride
     _, stride_h, stride_w = stride
     if size[1] != size[2] or size[1] not in UNROLLED or stride_h != stride_w or stride_h > 2 or dilation != (1, 1, 1):
@@ -317,29 +317,29 @@ def _unrolled(problem: ConvProblem) -> int:
 
 
 def _unrolled_by(problem: ConvProblem, kind: type[Config]) -> int:
-    """The same of a kind of kernel: tiles of single channels have such a text in float64 alone, and none for gradients with a stride."""
+    """:func:`_unrolled` for a kind of kernel: tiles of single channels are unrolled in float64 alone, and not for strided dgrad."""
     strided = problem.direction == "dgrad" and problem.stride[1] > 1
     alone = kind is Depthwise and _vector(problem, kind) == 1
     return 0 if alone and (strided or problem.itemsize < 8) else _unrolled(problem)
 
 
 def _flipped(problem: ConvProblem, kind: type[Config]) -> bool:
-    """Whether a gradient by the input is computed as the forward convolution with the filter turned by half a circle, which it then is."""
+    """Whether dgrad is computed as fprop with the filter rotated by 180 degrees."""
     return problem.direction == "dgrad" and problem.stride[1] == 1 and _unrolled_by(problem, kind) > 0
 
 
 def _padding(problem: ConvProblem, kind: type[Config]) -> tuple[int, int]:
-    """Rows and columns before the first of the image that is read."""
+    """Rows and columns of padding before the image that is read."""
     _, pad_h, pad_w = problem.padding_before
     size = _unrolled(problem)
     return (size - 1 - pad_h, size - 1 - pad_w) if _flipped(problem, kind) else (pad_h, pad_w)
 
 
 class _Walks(NamedTuple):
-    """How the channels and the columns of an image, in strips of rows, are spread over blocks."""
+    """How the channels and the columns of images, in strips of rows, are distributed over blocks."""
 
     lanes_c: int  # threads of a block along channels
-    lanes_u: int  # and along units: groups of columns of all images; where filters' gradients are asked for, of all strips
+    lanes_u: int  # threads along units: groups of columns of all images; for wgrad, of all strips
     blocks_c: int
     strips: int
     tiles_q: int
@@ -363,7 +363,7 @@ def _walks(problem: ConvProblem, config: DepthwiseStrips | DepthwiseWgrad | Dept
 
 @lru_cache(maxsize=256)  # the planner asks for them once a configuration
 def _lanes(channels: int, vector: int, itemsize: int, of_warp: bool) -> int:
-    """Threads of a block along channels: few threads without work, few sectors of 32 bytes that two blocks share, rather more channels."""
+    """Threads of a block along channels: few idle threads, few sectors of 32 bytes that two blocks share, and rather more channels."""
     groups, nbytes = ceil(channels, vector), vector * itemsize
 
     def cost(lanes: int) -> float:
@@ -429,7 +429,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
 
 
 def _with_sum(problem: ConvProblem, parts: int, launch: KernelLaunch) -> Schedule:
-    """`launch`, and the one that adds the parts of the sum that it leaves in the workspace."""
+    """`launch` and the launch that adds the parts of the sum that it leaves in the workspace."""
     nbytes = parts * math.prod(problem.result_shape) * accumulator_bytes(problem)
     return Schedule.plain([[launch], [split_sum.reduce_launch(problem, parts, WORKSPACE)]], nbytes)
 
@@ -465,7 +465,7 @@ def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> Depthwis
 
 
 def _taps(problem: ConvProblem) -> tuple[int, int]:
-    """Taps of a block of the gradient of a filter, down and across."""
+    """Taps of a block for wgrad, down and across."""
     size = _unrolled(problem)
     return (size, size) if size else SOME_TAPS
 
@@ -494,7 +494,7 @@ def _ring_arguments(problem: ConvProblem, config: DepthwiseRing) -> DepthwiseRin
 
 
 def _images(problem: ConvProblem) -> int:
-    """Images of the arrays from which the gradient of a filter is computed."""
+    """Images from which wgrad is computed."""
     return problem.C // problem.groups
 
 
@@ -503,15 +503,15 @@ def filter_key(problem: ConvProblem, config: Config) -> None:
 
 
 def sum_order(problem: ConvProblem, config: Config) -> Hashable:
-    """Tiles and strips add alike, rows of the filter one after the other, unless strips alone turn it. Gradients of filters are sums of
-    strips, and of parts."""
+    """Tiles and strips add alike, one row of the filter after the other, unless only strips rotate it. wgrad's sums are cut into strips and
+    parts."""
     if isinstance(config, DepthwiseWgrad | DepthwiseRing):
         return type(config), config.ROWS, config.PARTS
     return Depthwise, _flipped(problem, type(config))
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a type, a vector and a tile; and one for each of a few common filters."""
+    """A text for each type, vector and tile, and for each common filter."""
     on_gpu = device.backend == "cuda"
     for code in DTYPE_CODES.values():
         common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": _vectors(code, 0, Depthwise)}
@@ -531,7 +531,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _made(d: Mapping[str, int], on_gpu: bool) -> bool:
-    """Whether a tile's kernel with these defines is ever chosen."""
+    """Whether a tile's kernel with these defines is ever launched."""
     size, stride, dgrad = d.get("R", 0), d.get("STRIDE", 1), bool(d["DGRAD"])
     if size and dgrad and (stride == 1 or d["TILE_P"] % stride):
         return False
@@ -544,42 +544,42 @@ def _made(d: Mapping[str, int], on_gpu: bool) -> bool:
 
 
 class _Pace(NamedTuple):
-    """How fast unrolled loops go."""
+    """The pace of unrolled loops."""
 
     begin: float  # microseconds of a launch
-    first: float  # instructions a cycle of a scheduler that has a warp of one block
-    most: float  # and at the most
+    first: float  # instructions a cycle of a scheduler with one block's warp
+    most: float  # the most instructions a cycle
     hidden: float  # 1: memory and instructions take turns; more: the shorter hides behind the longer
     step: float  # microseconds that a thread waits for each row
     memory: float  # bytes a microsecond of 132 multiprocessors
 
 
 #: Fitted to 227 times of strips, 36 of them on an H200, the others on H100s (root mean square of the error 11%), and to 20 of tiles, all
-#: on an H200 (15%). Then each block of a multiprocessor hid what the others wait for: of 11 layers on an H100 the chosen strips took
-#: 1.008 times as long as the best of three heights instead of 1.07.
+#: on an H200 (15%). In the model each block of a multiprocessor hides the others' latency: of 11 layers on an H100 the chosen strips took
+#: 1.008 times as long as the best of three heights, instead of 1.07 without that.
 PACES: dict[type[Config], _Pace] = {
     DepthwiseStrips: _Pace(1.8, 0.508, 0.707, 1.1, 0.153, 4.76e6), Depthwise: _Pace(2.4, 0.73, 0.73, 1.7, 0.26, 3.6e6),
 }  # fmt: skip
-OF_TILES = 1.55  # instructions of a tile for each that is counted
-OF_STRIPS, BESIDE_PRODUCTS = 283.0, 0.59  # instructions of a strip before its first row; and for each that is counted beside products
-FLOAT64_STRIPS = 0.85  # of what is counted: 16 layers on an H200
+OF_TILES = 1.55  # instructions of a tile for each one counted
+OF_STRIPS, BESIDE_PRODUCTS = 283.0, 0.59  # instructions of a strip before its first row; and for each one counted beside products
+FLOAT64_STRIPS = 0.85  # times the counted instructions: of 16 layers on an H200
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float:
-    """Roughly the microseconds.
+    """Microseconds that `config` should take, roughly.
 
-    What is read and written once takes its time, and so do the instructions of the multiprocessor that has most blocks. Of float64 and of
-    gradients of filters neither hides the other, and both take longer where blocks do not fill the machine.
+    They are those of what is read and written once, and of the instructions of the multiprocessor with most blocks. In float64 and in
+    wgrad neither hides the other, and both take longer if blocks do not fill the GPU.
     """
-    waits = 0.0  # of a thread, for one tap after another
+    waits = 0.0  # microseconds that a thread waits, for one tap after another
     if isinstance(config, Depthwise) and not (_unrolled_by(problem, Depthwise) and problem.K == problem.groups):
         waits = math.prod(problem.filter_size) * (TAP_WAIT + ELEMENT_WAIT * config.TILE_P * config.TILE_Q)
     strips = isinstance(config, DepthwiseStrips) and _unrolled_by(problem, DepthwiseStrips)
     if problem.K != problem.groups and not _of_filter(problem) and not strips:  # threads load one number at a time
         singly = max(problem.macs / 2e6, math.prod(problem.result_shape) / 0.47e6)
         return 1.2 + max(waits, singly * 132 / device.multiprocessors)
-    if not _unrolled_by(problem, type(config)):  # its loops take the time that a 9x9 filter's were seen to take
-        # a load takes as long, of one channel
+    if not _unrolled_by(problem, type(config)):  # its loops take as long as a 9x9 filter's were measured to take
+        # a load of one channel takes as long
         narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector(problem, type(config))
         loops = LOOPS_OF_FILTER / (1 + FEW_TAPS / math.prod(problem.output_size)) if _of_filter(problem) else LOOPS
         return 3 + max(waits, narrow * problem.macs / loops * 132 / device.multiprocessors)
@@ -589,14 +589,14 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     multiprocessors, blocks = device.multiprocessors, max(_grid(problem, config), 1)
     if type(config) in PACES and problem.dtype != "float64":
         pace, each = PACES[type(config)], max(1.0, blocks / multiprocessors)
-        together = min(each, work.blocks)  # each hides what the others wait for
+        together = min(each, work.blocks)  # each block hides the latency of the others
         rate = min(pace.most, pace.first * together)
-        busy = each * work.instructions / rate / CLOCK  # a block has a warp for each scheduler
+        busy = each * work.instructions / rate / CLOCK  # each scheduler has a warp of the block
         moving = problem.bytes / pace.memory * 132 / multiprocessors
         return pace.begin + float((busy**pace.hidden + moving**pace.hidden) ** (1 / pace.hidden)) + work.steps * pace.step / together
     at_once = work.blocks * multiprocessors
     rounds = blocks / at_once
-    if isinstance(config, DepthwiseWgrad) and rounds > 1:  # blocks take long, and all as long: so does the last round
+    if isinstance(config, DepthwiseWgrad) and rounds > 1:  # blocks are long and equal, so the last round takes as long as others
         blocks = ceil(blocks, at_once) * at_once
     us = problem.bytes / 4.2e6 + (blocks * THREADS * work.instructions / 29e6) * 132 / multiprocessors
     us = 3 + us / min(1.0, rounds) + work.steps / 4
@@ -608,10 +608,10 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
 
 
 CLOCK = 1700.0  # cycles a microsecond
-# Of rings. Fitted to 120 times of 24 layers on an H100, but for the memory's rate, which is an H200's: root mean square of the error 12%.
+# For rings. Fitted to 120 times of 24 layers on an H100 (root mean square of the error 12%), except the memory's rate, which is an H200's.
 RING_MEMORY = 3.0e6  # bytes a microsecond
 RING_BEGIN = 1.5  # microseconds of a launch, with its first rows
-ALONE = 1.47  # warps of a scheduler that take as long as one
+ALONE = 1.47  # warps of a scheduler that take as long as one alone
 ISSUED = 1.2  # cycles of an instruction
 
 
@@ -619,8 +619,8 @@ def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> f
     """Microseconds that a ring should take: memory, or the multiprocessors' instructions."""
     size, stride, vector, (_, p, _) = _unrolled(problem), problem.dilation[1], _vector(problem, DepthwiseRing), problem.filter_size
     walks, rows, blocks, sums = _walks(problem, config), min(config.ROWS, p), _grid(problem, config), size * size * vector
-    fit = 2 if sums > 64 else 3 if sums >= 50 else 4  # blocks of a multiprocessor at once
-    loaded = 1 + (vector if vector > 1 else 0)  # instructions of a word from shared memory
+    fit = 2 if sums > 64 else 3 if sums >= 50 else 4  # blocks that fit a multiprocessor
+    loaded = 1 + (vector if vector > 1 else 0)  # instructions to load and unpack a word from shared memory
     steps = (rows - 1) * stride + size
     inside = min(steps, problem.input_size[1])  # rows of x that are no padding
     product = COLUMNS * sums / stride + ((COLUMNS - 1) * stride + size) * loaded
@@ -633,29 +633,29 @@ def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> f
     return us
 
 
-#: Multiplications a microsecond of 132 multiprocessors, where loops are not unrolled.
+#: Multiplications a microsecond of 132 multiprocessors if loops are not unrolled; and those of wgrad.
 LOOPS, LOOPS_OF_FILTER = 3.1e6, 2.2e6
-FEW_TAPS = 4  # a gradient's pixel takes as long as so many taps: 1x1x1 filters took 45 us on an H100 where their multiplications say 9
-#: Microseconds that a thread waits for a tap there, and for each element of its tile: images of few pixels take as long as that.
+FEW_TAPS = 4  # wgrad's pixels take at least as long as so many taps: 1x1x1 filters took 45 us on an H100, 9 by their multiplications
+#: Microseconds that a thread then waits for a tap, and for each element of its tile: they bound images of few pixels.
 TAP_WAIT, ELEMENT_WAIT = 0.27, 0.083
 
 
 class _Work(NamedTuple):
-    """What a thread does."""
+    """The work of a thread."""
 
-    blocks: int  # that a multiprocessor holds at once
-    steps: int  # one after the other, each of which waits for memory
+    blocks: int  # blocks that fit a multiprocessor
+    steps: int  # one after the other, each waiting for memory
     instructions: float
 
 
-START, LOADED, STORED = 600, 5, 4  # instructions of a thread that walks before its first row; and of a load and a store
+START, LOADED, STORED = 600, 5, 4  # instructions of a thread that walks: before its first row, of a load, of a store
 
 
 def _work(problem: ConvProblem, config: Config) -> _Work:
-    """What a thread of `config` does, for a filter whose loops are unrolled."""
+    """The work of a thread of `config` for a filter whose loops are unrolled."""
     size, vector = _unrolled(problem), _vector(problem, type(config))
     unpacked = vector if problem.itemsize == 2 else 0
-    parts = 0 if problem.itemsize == 2 else 1  # of the sums, by rows of the filter, that are added
+    parts = 0 if problem.itemsize == 2 else 1  # partial sums, of rows of the filter, that are added
     if isinstance(config, DepthwiseWgrad):
         stride, (_, p, _) = problem.dilation[1], problem.filter_size
         walks, rows = _walks(problem, config), min(config.ROWS, p)
@@ -683,12 +683,12 @@ def _work(problem: ConvProblem, config: Config) -> _Work:
         return _Work(blocks, steps, START + loading + rows * (products + beside))
     if isinstance(config, Depthwise):
         return _Work(blocks, steps, OF_TILES * (loading + rows * (products + beside)))
-    met = rows if size == 5 and vector == 4 else steps / stride  # rows of sums, of which some are outside the strip
+    met = rows if size == 5 and vector == 4 else steps / stride  # rows of sums that are met; some of the others lie outside the strip
     return _Work(blocks, steps, OF_STRIPS + BESIDE_PRODUCTS * (loading + rows * beside) + met * products)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
-    """The configuration by rule; where results or taps are many, matrix products may be faster."""
+    """The configuration by rule; if results or taps are many, matrix products may be faster."""
     found = next(configs(problem, device), None)
     if found is None:
         return None
@@ -708,7 +708,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
     def expected(config: Config) -> float:
         us = time(problem, config, device)
-        return 0.0 if us is None else us  # without a model they are in order
+        return 0.0 if us is None else us  # without a model they keep their order
 
     if _of_filter(problem):
         rings = best(_rings(problem), 3) if device.backend == "cuda" and device.capability >= (8, 0) else []
@@ -720,8 +720,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 
 def _fitting(size: int, dgrad: bool) -> tuple[tuple[int, int], ...]:
-    """The tiles that are worth it for an unrolled filter, or, of size 0, another; and for a gradient that no turned filter gives."""
-    return TILES if size and dgrad else TILES[1:]  # strips are better where there are enough rows
+    """The tiles worth trying for an unrolled filter or, with `size` 0, another; `dgrad`: for dgrad that no rotated filter gives."""
+    return TILES if size and dgrad else TILES[1:]  # strips are better if there are enough rows
 
 
 def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
@@ -737,7 +737,7 @@ def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 
 def _rows(p: int, lanes: int) -> list[int]:
-    """Rows of strips that leave none much shorter than the others. So many threads walk down a strip: more strips where these are few."""
+    """Rows of strips that leave none much shorter than the others. `lanes` threads walk down a strip: few threads need more strips."""
     many = (strips for strips in (64, 128, 256) if p >= 8 * strips and 32 * lanes < FULL)
     return sorted({ceil(max(p, 1), strips) for strips in (1, 2, 3, 4, 6, 8, 12, 16, 32, *many)}, reverse=True)
 
@@ -750,7 +750,7 @@ def _strips(problem: ConvProblem) -> Iterator[Config]:
 
 
 def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:
-    """Configurations of the gradient of a filter. All threads of all parts but the last walk down the same number of strips."""
+    """Configurations of wgrad. All threads of all parts but the last walk down equally many strips."""
     if not _unrolled(problem):
         one = DepthwiseWgrad(4)
         rounds = _walks(problem, one).rounds
@@ -765,7 +765,7 @@ def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 
 def _rings(problem: ConvProblem) -> Iterator[Config]:
-    """Configurations whose rows come to shared memory before they are needed."""
+    """Configurations whose rows arrive in shared memory before they are used."""
     if not _fits_ring(problem):
         return
     for rows in _rows(problem.filter_size[1], _images(problem) * ceil(problem.filter_size[2], COLUMNS) * problem.K):
@@ -774,11 +774,11 @@ def _rings(problem: ConvProblem) -> Iterator[Config]:
 
 
 def _threads(device: Device) -> int:
-    """Threads that fill a machine: two blocks a multiprocessor."""
+    """Threads that fill the GPU: two blocks a multiprocessor."""
     return 2 * THREADS * device.multiprocessors
 
 
 def _chunk(problem: ConvProblem) -> int:
-    """Channels of a block: as many as leave few threads without one, rather more."""
+    """Channels of a block: few idle threads, and rather more channels."""
     fitting = [chunk for chunk in CHUNKS if chunk >= _vector(problem, Depthwise)]
     return min(fitting, key=lambda chunk: (ceil(problem.K, chunk) * chunk * (1 + 2 / chunk), -chunk))

@@ -39,7 +39,7 @@ TENSOR_CORES = False
 
 
 class DepthwisePlanesArguments(NamedTuple):
-    """The struct of ``depthwise_planes.cu``, which says what its members are."""
+    """The struct of ``depthwise_planes.cu``, which explains each member."""
 
     planes: int
     all_planes: int

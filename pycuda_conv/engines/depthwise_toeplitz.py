@@ -53,7 +53,7 @@ TENSOR_CORES = True
 
 
 class DepthwiseToeplitzArguments(NamedTuple):
-    """The struct of ``depthwise_toeplitz.cu``, which says what its members are."""
+    """The struct of ``depthwise_toeplitz.cu``, which explains each member."""
 
     planes: int
     all_planes: int

@@ -40,7 +40,7 @@ TENSOR_CORES = False
 
 
 class DepthwiseWgradPlanesArguments(NamedTuple):
-    """The struct of ``depthwise_wgrad.cu``, which says what its members are."""
+    """The struct of ``depthwise_wgrad.cu``, which explains each member."""
 
     channels: int
     by_channels: int

@@ -1,6 +1,6 @@
 """The register-blocked matrix product on plain cores, for every problem: ``cu/direct_gemm.cu``.
 
-It also computes once more, in plain fp32, what 16-bit limbs can't hold: see :mod:`pycuda_conv.engines.range_guard`.
+It also computes once more, in plain fp32, the results that 16-bit limbs can't give: see :mod:`pycuda_conv.engines.range_guard`.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import SIDE_BY_SIDE, Device, KernelLaunch
 
-TAP_BYTES = 32 + 8  # of one k in the table of taps: its places in x and in w
+TAP_BYTES = 32 + 8  # bytes of a k in the table of taps: its offsets in x and in w
 
 
 @dataclass(frozen=True)
 class Gemm(Config):
-    """Implicit matrix product with register blocking: ``direct_gemm.cu``; dgrad as one launch a stride phase."""
+    """An implicit matrix product with register blocking: ``direct_gemm.cu``. dgrad is one launch for each stride phase."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 128
@@ -62,7 +62,7 @@ class Gemm(Config):
 
     @property
     def threads(self) -> int:
-        """Threads a block."""
+        """Threads of a block."""
         return self.BLOCK_M // self.THREAD_M * (self.BLOCK_N // self.THREAD_N)
 
 
@@ -104,7 +104,7 @@ def _no_tile(config: Gemm) -> str | None:
 
 
 def _divides(threads: int, row: int, rows: int, vector: int = 1) -> bool:
-    """Whether `threads`, loading `vector` elements each, cover a tile of `rows` rows in whole steps of whole rows."""
+    """Whether `threads`, each loading `vector` elements, cover a tile of `rows` rows in whole steps of whole rows."""
     return row % vector == 0 and threads % (row // vector) == 0 and rows % (threads // (row // vector)) == 0
 
 
@@ -135,14 +135,14 @@ def filter_key(problem: ConvProblem, config: Gemm) -> None:
 
 
 def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> list[KernelLaunch]:
-    """The launches of all phases, the longest first; `filter_last`: the filter's second axis is last in memory."""
+    """The launches of all phases, those with most taps first. `filter_last`: the filter's second axis is last in memory."""
     return [
         _product(problem, config, phase, grid, filter_last)
         for phase, grid in sorted(zip(phases(problem), _grids(problem, config), strict=True), key=lambda pair: -math.prod(pair[0].taps))
     ]
 
 
-#: The struct of ``direct_gemm.cu``, which says what its members are.
+#: The struct of ``direct_gemm.cu``, which explains each member.
 GemmArguments = namedtuple(
     "GemmArguments",
     "n_pixels plane by_plane by_pq p q by_q "
@@ -156,7 +156,7 @@ GemmArguments = namedtuple(
     "y_base y_image y_group y_channel y_d y_h y_w "
     "out_vec has_scale has_bias has_residual activation slope "
     "n_blocks units unit_group unit_image patch_rows by_patch_rows row_units followed noted",
-    defaults=(0, 0, 0, 0, 0, 0, 0, 0, 0),  # of what only the guarded kernel reads
+    defaults=(0, 0, 0, 0, 0, 0, 0, 0, 0),  # what only the FIXUP kernel reads
 )
 
 
@@ -173,7 +173,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
         tap_strides = tuple(n * w_tap for n in tap_strides)
     contiguous_taps = problem.direction == "fprop" and w_c == math.prod(problem.filter_size) and gemm_k % 4 == 0 and gemm_k > 0
     pointwise = phase.taps == (1, 1, 1) and phase.stride == (1, 1, 1) and phase.pad == (0, 0, 0) and phase.size == problem.operand_size
-    fours = problem.layout != "NHWC" and plane % 4 == 0  # four pixels are neighbours in one plane
+    fours = problem.layout != "NHWC" and plane % 4 == 0  # four neighbouring pixels lie in one plane
     a_vec = contiguous_taps and _divides(config.threads, config.BLOCK_K, config.BLOCK_M, 4)
     b_vec = pointwise and fours and _divides(config.threads, config.BLOCK_N, config.BLOCK_K, 4)
     defines = {
@@ -198,7 +198,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
         w_base=sum(f * n for f, n in zip(phase.first, tap_strides, strict=True)), w_g=w_g, w_m=w_m, w_c=w_c,
         **by_axis("w_", [every * n for every, n in zip(phase.every, tap_strides, strict=True)], "trs"),
         y_base=origin * y.pixel, y_image=y.image, y_group=y.group, y_channel=y.channel, **by_axis("y_", [n * y.pixel for n in steps]),
-        # parts of a split sum of 16-bit arrays are floats
+        # the parts of split 16-bit sums are floats
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
         **finish(problem, split > 1),
     )  # fmt: skip
@@ -207,15 +207,15 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
 
 
 def sum_order(problem: ConvProblem, config: Gemm) -> Hashable:
-    """Where a split sum is cut: at multiples of BLOCK_K. And whether the tile adds up 256 products by themselves: TOTALS of the kernel."""
+    """Where a split sum is cut: at multiples of BLOCK_K. And whether the tile adds up 256 products separately: TOTALS of the kernel."""
     return config.SPLIT_K, config.BLOCK_K, problem.dtype == "float32" and config.THREAD_M <= 4
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, a type, and how operands can be read."""
+    """A text for each tile and type, and for each way to read operands."""
     guarded, on_gpu = Gemm(128, 128, 16, 8, 8, 1), device.backend == "cuda"
     for dtype, code in DTYPE_CODES.items():
-        # of 16 bits only what Hopper's loads take along is computed once more
+        # among 16-bit arrays only what Hopper's loads read along with windows is mended
         mended = on_gpu and (dtype == "float32" or (dtype != "float64" and device.capability >= (9, 0)))
         for tile, mends in [(tile, 0) for tile in (RATES[dtype] if on_gpu else (CPU_TILE,))] + [(guarded, 1)] * mended:
             of_tile = {name: (value,) for name, value in asdict(tile).items() if name != "SPLIT_K"}
@@ -228,20 +228,20 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 
-#: TFLOP/s of the tiles with the machine full. Fitted with the numbers below to 264 times of float32 on an H200: half of them are within 6%,
-#: gradients of many phases not within a factor of three.
+#: TFLOP/s of the tiles on a full GPU. Fitted with the numbers below to 264 times of float32 on an H200: half of them are within 6%, but
+#: dgrad of many phases not within a factor of three.
 GEMM_RATES = {
     Gemm(128, 128, 16, 8, 8, 2): 47.3, Gemm(64, 64, 16, 8, 4, 4): 42.6, Gemm(32, 128, 16, 4, 8, 4): 29.9,
 }
-STEPS = 1.0  # of the loop, that a block takes to start and to store
-FILLED = 0.508  # a multiprocessor with n of the m blocks that fit runs at (n/m) to the power of this, of its full rate
-PHASED, LAST = 0.85, 0.5  # times as long blocks of phases take; what the last of them take alone, of a multiprocessor full of the longest
-SECTOR, SCATTERED = 32, 1.02e6  # bytes that memory writes at once; and those that phases write in a microsecond, parts of them
-PHASE_TIME = 1.8  # microseconds that the launch of a phase takes at the least, beside others
-QUEUED = 1.5  # times as long phases of few blocks take that wait for one another: few launches run side by side
-GRADIENT = 1.27  # times as long the gradient of a filter takes
+STEPS = 1.0  # steps of the loop that a block's start and stores take
+FILLED = 0.508  # a multiprocessor with n of the m blocks that fit runs at (n/m) to this power of its full rate
+PHASED, LAST = 0.85, 0.5  # relative time of phases' blocks; and of the last ones, alone on a multiprocessor, beside a full one
+SECTOR, SCATTERED = 32, 1.02e6  # bytes that memory writes at once; and bytes a microsecond if phases write parts of these
+PHASE_TIME = 1.8  # least microseconds of the launch of a phase, beside others
+QUEUED = 1.5  # relative time of phases of few blocks that wait for one another: few launches run side by side
+GRADIENT = 1.27  # relative time of wgrad
 STORED = 3.18e6  # bytes of the result, and of a residual, a microsecond
-WRITTEN_APART, RESIDUAL_APART = 0.9e6, 0.6e6  # the same besides, of planes whose numbers are written, and loaded, one by one
+WRITTEN_APART, RESIDUAL_APART = 0.9e6, 0.6e6  # the same in addition for planes whose elements are written, and loaded, one by one
 BEGIN, JOIN_TIME = 2.2, 0.97  # microseconds of a launch, and of one that adds the parts of a split sum
 CPU_TILE = Gemm(64, 64, 8, 4, 4, 1)
 #: float64 keeps twice the bytes in registers and shared memory.
@@ -253,7 +253,7 @@ def _split(tile: Gemm, split: int) -> Gemm:
     return replace(tile, SPLIT_K=split)
 
 
-#: 16 bits come here where no tensor core can be used. By the model these tiles lose 0.01% in the mean of random problems.
+#: 16 bits come here if no tensor core can be used. By the model these tiles take 0.01% longer in the mean of random problems than all.
 GEMM_RATES_16 = {tile: rate for tile, rate in GEMM_RATES.items() if tile.BLOCK_M < 128}
 RATES = {"float16": GEMM_RATES_16, "bfloat16": GEMM_RATES_16, "float32": GEMM_RATES, "float64": GEMM_RATES_64}
 
@@ -273,12 +273,12 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Gemm]:
 def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     """Microseconds that `config` should take, None for a tile of no known rate.
 
-    It runs in rounds of blocks, of which the last may leave multiprocessors half empty.
+    Blocks run in rounds, of which the last may leave multiprocessors half empty.
 
-    A block costs its multiplications and STEPS more of the loop for its start and its stores. A multiprocessor with
+    A block takes its multiplications, and STEPS more of the loop for its start and its stores. A multiprocessor with
     n of the m blocks that fit runs at (n/m)^FILLED of its full rate. Phases of dgrad run side by side, the longest
-    first, and what is left over at the end is most of one long block. But no more than SIDE_BY_SIDE do at once, so many phases of few
-    blocks take as long as these blocks one after the other. A split sum is written and read once more, twice the bytes where a phase
+    first, and what remains at the end is most of one long block. But only SIDE_BY_SIDE launches run at once, so many phases of few
+    blocks take as long as these blocks one after the other. A split sum is written and read once more, with twice the bytes if a phase
     writes every other pixel.
     """
     multiprocessors, all_at_once = device.multiprocessors, _rates(problem).get(_split(config, 1))
@@ -288,9 +288,9 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     if problem.layout == "NHWC" and problem.itemsize == 2:
         rate /= 1.7 if problem.groups > 1 else 2.0
     elif (problem.layout == "NHWC" and problem.groups == 1) or (problem.layout == "CNHW" and problem.itemsize == 2):
-        rate /= 1.6  # neighbouring pixels lie all channels apart, or are elements of two bytes that loads take one by one
+        rate /= 1.6  # neighbouring pixels are all channels apart, or are two-byte elements that are loaded one by one
     elif problem.direction == "fprop" and problem.layout == "NCHW" and problem.stride[2] * problem.itemsize * 2 >= SECTOR:
-        rate /= 1.3  # few of a sector's elements are met at once
+        rate /= 1.3  # few of a sector's elements are used at once
     step, fit = 2 * config.BLOCK_M * config.BLOCK_N * config.BLOCK_K, config.MIN_BLOCKS
     reduction = problem.operand_channels // problem.groups
     blocks = _grids(problem, config)
@@ -299,7 +299,7 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     ]
 
     def alone(count: int, length: float) -> float:
-        """Microseconds of so many blocks in rounds."""
+        """Microseconds of `count` blocks of `length` steps, in rounds."""
         rounds, rest = divmod(count, multiprocessors * fit)
         last = ceil(rest, multiprocessors)
         return length * (rounds * fit + (last / (last / fit) ** FILLED if last else 0))
@@ -311,7 +311,7 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     else:
         work = sum(count * length for count, length in zip(blocks, lengths, strict=True))
         us = max(PHASED * work / multiprocessors + LAST * fit * max(lengths), PHASE_TIME * len(blocks))
-        apart = min(phases(problem)[0].step[2], SECTOR // problem.itemsize)  # of a row of the result, of which a phase writes a part
+        apart = min(phases(problem)[0].step[2], SECTOR // problem.itemsize)  # phases that write a part of each sector of a row
         us += problem.itemsize * math.prod(problem.result_shape) * apart / SCATTERED * 132 / multiprocessors
         if len(blocks) > SIDE_BY_SIDE:
             us = max(us, QUEUED * sum(map(alone, blocks, lengths)) / SIDE_BY_SIDE)
@@ -320,13 +320,13 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
         us += JOIN_TIME + bytes_moved * min(len(blocks), 2) / 3e6  # at 3 TB/s
     written = problem.itemsize * math.prod(problem.result_shape)
     us += BEGIN + written * (2 if problem.has_residual else 1) / STORED
-    if problem.layout == "NCHW" and config.SPLIT_K == 1 and math.prod(problem.result_size) % 4:  # numbers are written one by one
+    if problem.layout == "NCHW" and config.SPLIT_K == 1 and math.prod(problem.result_size) % 4:  # elements are written one by one
         us += written / WRITTEN_APART + (written / RESIDUAL_APART if problem.has_residual else 0.0)
     return us
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Gemm] | None:
-    """The configuration that should be the fastest; on a CPU one that has to do if no other kernel can."""
+    """The configuration that should be fastest; on a CPU a last resort if no other kernel can run the problem."""
     # a CPU has too few registers for a thread's sums: there direct_batched.cu was up to twice as fast
     if device.backend == "cuda":
         timed = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)

@@ -1,6 +1,6 @@
 """Convolutions of few channels in NCHW, float32, on plain cores: ``cu/direct_quads.cu``.
 
-A thread keeps quads of neighbouring pixels in its registers, of eight channels.
+A thread keeps quads, four neighbouring pixels, of eight channels in registers.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ __all__ = [
     "unsupported",
 ]  # fmt: skip
 
-WARPS, LANES = 4, 32  # of a block, of a warp
-CHANNELS, PAD = 8, 4  # of a thread; numbers behind a tap's channels in shared memory
-#: The strides along w that have a text, by the taps along w; and those that are chosen: of 28,000 random problems none took another.
+WARPS, LANES = 4, 32  # warps of a block, lanes of a warp
+CHANNELS, PAD = 8, 4  # channels of a thread; numbers behind a tap's channels in shared memory
+#: The strides along w that have a text, by the taps along w; and those worth choosing: no other was best for any of 28,000 random problems.
 STRIDES = {
     1: (1,), 2: (1, 2), 3: (1, 2), 4: (1, 2, 4), 5: (1, 2), 7: (1, 2, 4), 8: (1, 2, 4, 8), 10: (1, 5), 11: (1, 2, 4), 14: (2,),
     16: (1, 2, 4, 8),
 }  # fmt: skip
 CHOSEN = {1: (1,), 3: (1, 2), 4: (1, 2), 5: (1, 2), 7: (1, 2), 8: (1, 2), 10: (5,), 11: (1, 2), 14: (2,), 16: (2, 8)}
-MOST_BUFFER = 24 * 1024  # bytes, with more than one plane
-MOST_CHANNELS = 64  # of problems that it is for
+MOST_BUFFER = 24 * 1024  # bytes, if a buffer has more than one plane
+MOST_CHANNELS = 64  # more input channels are left to other engines
 
 
 @dataclass(frozen=True)
 class Quads(Config):
-    """Quads of pixels of a thread of ``direct_quads.cu``, and warps of a block that have channels of their own."""
+    """QUADS of pixels of a thread of ``direct_quads.cu``, and CHANNEL_WARPS of a block: warps with channels of their own."""
 
     QUADS: int = 2
     CHANNEL_WARPS: int = 4
@@ -51,7 +51,7 @@ TENSOR_CORES = False
 
 
 class DirectQuadsArguments(NamedTuple):
-    """The struct of ``direct_quads.cu``, which says what its members are."""
+    """The struct of ``direct_quads.cu``, which explains each member."""
 
     k_tiles: int
     by_k_tiles: int
@@ -156,7 +156,7 @@ class _Tile(NamedTuple):
     planes: int
     patch_rows: int
     patch_columns: int
-    phase: int  # numbers of shared memory: of a phase, of a row, of the filter's planes, of a buffer
+    phase: int  # numbers of shared memory of a phase, a row, the filter's planes, a buffer
     pitch: int
     filter: int
     buffer: int
@@ -165,7 +165,7 @@ class _Tile(NamedTuple):
 
 @lru_cache(maxsize=1024)  # the planner asks for it several times
 def _tile(problem: ConvProblem, config: Quads) -> _Tile:
-    """Of the tiles that a block has quads for the one that leaves the fewest idle, and among equals loads the least."""
+    """The tile that leaves the fewest of a block's quads idle, and among equals loads the least."""
     (t, r, s), (o, p, q), groups = problem.filter_size, problem.result_size, problem.groups
     stride_h, stride_w, dilation_h = problem.stride[1], problem.stride[2], problem.dilation[1]
     most = config.QUADS * WARPS * LANES // config.CHANNEL_WARPS
@@ -173,7 +173,7 @@ def _tile(problem: ConvProblem, config: Quads) -> _Tile:
     group_tiles, planes = ceil(problem.result_channels // groups, channels), problem.operand_channels // groups * t
 
     def shape(tiles_w: int) -> tuple[int, int, int, int, int, int, int]:
-        """What such tiles cost, and how many there are, of which size."""
+        """The cost, number and size of tiles if `tiles_w` of them lie side by side."""
         quads = ceil(across, tiles_w)
         tiles_h = ceil(p, min(most // quads, p))
         rows = ceil(p, tiles_h)
@@ -183,7 +183,7 @@ def _tile(problem: ConvProblem, config: Quads) -> _Tile:
 
     fewest = ceil(across, most)
     _, tiles_w, tiles_h, rows, quads, patch_rows, patch_columns = min(map(shape, range(fewest, min(across, fewest + MORE) + 1)))
-    phase = 4 * (quads + ceil(ceil(s, stride_w) - 1, 4))  # a quad's last vector may lie behind the row's end
+    phase = 4 * (quads + ceil(ceil(s, stride_w) - 1, 4))  # a quad's last vector may lie past the row's end
     pitch = min(s, stride_w) * phase
     of_plane = r * s * (channels + PAD), patch_rows * pitch
     at_once = max(1, min(planes, MOST_BUFFER // (4 * sum(of_plane))))
@@ -197,8 +197,8 @@ def _tile(problem: ConvProblem, config: Quads) -> _Tile:
     )  # fmt: skip
 
 
-#: What a number of the patch costs, in multiplications of a thread: of tiles of a block the cheapest is taken. So many more of them along w
-#: than are needed are tried.
+#: The cost of a number of the patch, in multiplications of a thread: the cheapest tile of a block is taken. And how many more tiles along w
+#: than necessary are tried.
 LOADED, MORE = 6, 15
 
 
@@ -210,7 +210,7 @@ def schedule(problem: ConvProblem, config: Quads, device: Device, noted: bool = 
     tile, forward = _tile(problem, config), problem.direction == "fprop"
     (t, r, s), (depth, height, width), (o, p, q) = problem.filter_size, problem.operand_size, problem.result_size
     reach = [(n - 1) * d for n, d in zip(problem.filter_size, problem.dilation, strict=True)]
-    # the gradient is a convolution with the taps in reverse
+    # dgrad is a convolution with the taps in reverse
     low = [-pad if forward else pad - far for pad, far in zip(problem.padding_before, reach, strict=True)]
     w_group, w_k, w_c = filter_strides(problem)
     taps = t * r * s
@@ -237,12 +237,12 @@ def filter_key(problem: ConvProblem, config: Quads) -> None:
 
 
 def sum_order(problem: ConvProblem, config: Quads) -> Hashable:
-    """All tiles add up planes, rows of taps, phases and taps in their order."""
+    """The same for all tiles: they sum planes, rows of taps, phases and taps in one order."""
     return Quads
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for the taps and the stride along w, and a thread's quads."""
+    """A text for each number of taps and stride along w, and each number of quads."""
     for taps, strides in CHOSEN.items():
         yield TextFamily("direct_quads", {"S": (taps,), "STRIDE": strides, "QUADS": _quads(taps)})
 
@@ -251,26 +251,26 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _quads(taps: int) -> tuple[int, ...]:
-    """The quads of a thread that are chosen from: for more than three taps two, which share loads."""
+    """QUADS to choose from: two for more than three taps, which share loads."""
     return (1, 2) if taps <= 3 else (2,)
 
 
 # Fitted to 223 times on an H200: root mean square of the error 13%.
 CLOCK = 1700.0  # cycles a microsecond
 BEGIN = 2.14  # microseconds of a launch with its first loads
-MEMORY, WRITTEN = 3.8e6, 2.17e6  # bytes a microsecond; those that are written
+MEMORY, WRITTEN = 3.8e6, 2.17e6  # bytes a microsecond; those of the result
 WAIT = 1.39  # microseconds that a block waits for a buffer
-LOAD_CYCLES = 69.1  # of a multiprocessor, for 128 numbers of a patch, and for each plane's copies of them
+LOAD_CYCLES = 69.1  # cycles of a multiprocessor for 128 numbers of a patch, and for each plane's copies of them
 COPY_CYCLES = 30.0
-STORE_CYCLES = 14.5  # of a multiprocessor, for a block's quads of a channel
-RESIDUAL_CYCLES = 336.0  # the same, for a residual that is added
-SINGLE_CYCLES = 116.0  # the same, for numbers that are stored one by one, by neighbouring lanes
-FILLED = 0.174  # n blocks together take n to the power of this as long as one alone, which does not fill a multiprocessor
-BUSY = 1.14  # what the multiplications take, of what the multiprocessor could do
+STORE_CYCLES = 14.5  # cycles of a multiprocessor for a block's quads of a channel
+RESIDUAL_CYCLES = 336.0  # the same, to add a residual
+SINGLE_CYCLES = 116.0  # the same, if numbers are stored one by one, by neighbouring lanes
+FILLED = 0.174  # n blocks of a multiprocessor take n to this power times as long as one alone, which does not fill it
+BUSY = 1.14  # relative time of the multiplications beside a multiprocessor's peak
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Quads]:
-    """The configurations worth comparing for `problem`: none for many channels."""
+    """The configurations worth comparing for `problem`; none if it has many channels."""
     if problem.operand_channels // problem.groups > MOST_CHANNELS or why_not(problem):
         return
     if problem.stride[2] not in CHOSEN.get(problem.filter_size[2], ()):
@@ -288,7 +288,7 @@ def time(problem: ConvProblem, config: Quads, device: Device) -> float:
     """Microseconds that `config` should take: the multiplications of the fullest multiprocessor, or its blocks' waits, or memory."""
     tile, (_, r, s), stride = _tile(problem, config), problem.filter_size, problem.stride[2]
     vectors = sum(1 + (ceil(s - phase, stride) + 2) // 4 for phase in range(min(s, stride)))
-    multiplying = config.QUADS * 4 * CHANNELS * s  # cycles of a row of taps: of the plain cores, of shared memory
+    multiplying = config.QUADS * 4 * CHANNELS * s  # cycles of a row of taps: of the plain cores, and below of shared memory
     reading = 4 * WARPS * (config.QUADS * vectors + CHANNELS // 4 * s)
     products = tile.planes * r * max(multiplying, reading) * BUSY
     patch, taps = ceil(tile.patch_rows * tile.patch_columns, 128), ceil(r * s * CHANNELS * config.CHANNEL_WARPS, 128)
@@ -296,7 +296,7 @@ def time(problem: ConvProblem, config: Quads, device: Device) -> float:
     loading = buffers * patch * LOAD_CYCLES + tile.planes * (patch + 2 * taps) * COPY_CYCLES
     channels = min(CHANNELS, problem.result_channels // problem.groups)
     storing = CHANNELS * STORE_CYCLES + (channels * RESIDUAL_CYCLES if problem.has_residual else 0)
-    if problem.result_size[2] % 4 and not problem.has_residual:  # rows are stored number by number
+    if problem.result_size[2] % 4 and not problem.has_residual:  # numbers are stored one by one
         filled = tile.rows * tile.quads * config.CHANNEL_WARPS / (config.QUADS * WARPS * LANES)
         storing += channels * filled * SINGLE_CYCLES
     each = products + loading + config.QUADS * storing

@@ -532,7 +532,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever made.
+    """Whether a product with these defines is ever launched.
 
     A's elements are copied in pairs wherever those of B are. Sums of one tap are never cut.
     """

@@ -62,7 +62,7 @@ TENSOR_CORES = True
 
 
 class FewChannelsArguments(NamedTuple):
-    """The struct of ``few_channels.cu``, which says what its members are."""
+    """The struct of ``few_channels.cu``, which explains each member."""
 
     workers: int
     by_workers: int

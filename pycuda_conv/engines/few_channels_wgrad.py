@@ -181,7 +181,7 @@ def _shared_bytes(problem: ConvProblem, config: FewChannelsWgrad) -> int:
 
 
 class FewChannelsWgradArguments(NamedTuple):
-    """The struct of ``few_channels_wgrad.cu``, which says what its members are."""
+    """The struct of ``few_channels_wgrad.cu``, which explains each member."""
 
     blocks_m: int
     by_blocks_m: int

@@ -1,8 +1,8 @@
 """Convolutions of few channels, on tensor cores: ``cu/few_inputs.cu``.
 
-The other engines' rows of shared memory have room for 16 channels or more, or their images are packed first. Here the channels of a row of
-taps, which are neighbours in memory, follow one another in the sum. In NCHW the taps of a channel's row are neighbours. A float32 product
-is three of TF32 halves.
+Other engines' rows of shared memory have room for 16 channels or more, or their images are packed first. Here gemm k runs through the
+channels of a row of taps, which are contiguous in memory; in NCHW through the taps of a channel's row. A float32 product is three products
+of TF32 halves.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ __all__ = [
 ]  # fmt: skip
 
 WARPS = 8  # of a block
-TILE_PIXELS = 256  # of a block
-COLUMNS = (16, 32, 64, 128)  # of a tile
-CHANNELS = (16, 32, 48, 64)  # of the result, of a block
+TILE_PIXELS = 256  # pixels of a tile
+COLUMNS = (16, 32, 64, 128)  # columns of a tile that are tried
+CHANNELS = (16, 32, 48, 64)  # BLOCK_N: channels of the result of a block
 WORD = 4  # bytes
-STEP_WORDS = 8  # words of gemm k that are multiplied at once
-MOST_CHANNELS = {"NHWC": 8, "NCHW": 16}  # of problems that it is for: more of them fill rows of the other engines
-MOST_OF_HALVES = 32  # the same in NCHW where a product is three: others pack arrays first, or multiply on plain cores
-TURNED = 8 * 36 * 4  # bytes of shared memory in which a warp turns sums of eight channels
+STEP_WORDS = 8  # words of gemm k of a step
+MOST_CHANNELS = {"NHWC": 8, "NCHW": 16}  # more input channels fill the rows of other engines
+MOST_OF_HALVES = 32  # the same for three products in NCHW: other engines pack arrays first, or multiply on plain cores
+TURNED = 8 * 36 * 4  # bytes of shared memory in which a warp transposes sums of eight channels
 BANKS = 128  # bytes that shared memory reads at once
 COPIES = (16, 8, 4)  # bytes that are copied at once
 
 
 @dataclass(frozen=True)
 class FewInputs(Config):
-    """Channels of the result of a block of ``few_inputs.cu``, and columns of its tiles."""
+    """BLOCK_N channels of the result of a block of ``few_inputs.cu``, and COLUMNS of its tiles."""
 
     BLOCK_N: int = 64
     COLUMNS: int = 32
@@ -54,7 +54,7 @@ TENSOR_CORES = True
 
 
 class FewInputsArguments(NamedTuple):
-    """The struct of ``few_inputs.cu``, which says what its members are."""
+    """The struct of ``few_inputs.cu``, which explains each member."""
 
     workers: int
     by_workers: int
@@ -181,18 +181,18 @@ class _Tile(NamedTuple):
     rows: int
     tiles_w: int
     tiles_h: int
-    tiles: int  # of a chunk of channels
+    tiles: int  # of each chunk of channels
     chunks: int
-    run: int  # elements of a row of taps, or of a tap, whose words follow one another
-    lead: int  # elements before it in its first word
+    run: int  # contiguous elements of a row of taps, or of a tap
+    lead: int  # elements before them in their first word
     row_words: int
     words: int  # of gemm k
     steps: int
-    patch_rows: int  # of a slice
+    patch_rows: int  # rows of a slice
     patch: int  # rows of all slices
-    pitch: int  # elements
+    pitch: int  # elements from row to row
     unit: int  # elements that are copied at once
-    shift: int  # elements of a row of the patch before its first pixel
+    shift: int  # elements of a patch's row before its first pixel
     stages: int
     stage_bytes: int
     table_at: int
@@ -206,7 +206,7 @@ class _Tile(NamedTuple):
 @lru_cache(maxsize=1024)  # the planner asks for it several times
 def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     (t, r, s), (o, p, q), channels, size = problem.filter_size, problem.result_size, _pixel(problem), problem.itemsize
-    slices = t if problem.layout == "NHWC" else t * _channels(problem)  # that a tile meets
+    slices = t if problem.layout == "NHWC" else t * _channels(problem)  # those that a tile reads
     _, stride_h, stride_w = problem.stride if problem.direction == "fprop" else (1, 1, 1)
     _, dilation_h, dilation_w = problem.dilation
     each, rows = WORD // size, TILE_PIXELS // config.COLUMNS
@@ -219,12 +219,12 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     steps = ceil(words, STEP_WORDS)
     patch_rows = (rows - 1) * stride_h + (r - 1) * dilation_h + 1
     columns = ((config.COLUMNS - 1) * stride_w + (s - 1) * dilation_w + 1) * channels
-    pitch = ceil(shift + columns + each - 1, max(unit, each)) * max(unit, each)  # the last word may have an element behind the row
-    halves = 2 if problem.layout == "NCHW" and products(problem) == 3 else 1  # the filter is kept as halves
+    pitch = ceil(shift + columns + each - 1, max(unit, each)) * max(unit, each)  # the last word may have an element past the row's end
+    halves = 2 if problem.layout == "NCHW" and products(problem) == 3 else 1  # the filter is kept as two halves
     table_at = steps * config.BLOCK_N * STEP_WORDS * WORD * halves
     places_at = table_at + steps * STEP_WORDS * 2 * WORD
     patch_at = ceil(places_at + slices * r * s * channels * WORD, BANKS) * BANKS
-    nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes' words of either patch lie in different banks
+    nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes' words in a patch and its copy differ in banks
     copies = int(size == 2 and stride_w * channels % 2 == 1)
     turned = WARPS * TURNED if problem.layout == "NCHW" and _run(problem) < 16 // size else 0
     stages = 2 if unit * size >= WORD and patch_at + (2 + copies) * nbytes + turned <= SHARED_BYTES else 1
@@ -239,31 +239,31 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
 
 
 def _channels(problem: ConvProblem) -> int:
-    """Channels of the input of a group."""
+    """Input channels of a group."""
     return problem.operand_channels // problem.groups
 
 
 def _pixel(problem: ConvProblem) -> int:
-    """Elements of a pixel of the input that are neighbours."""
+    """Contiguous elements of an input pixel."""
     return problem.operand_channels if problem.layout == "NHWC" else 1
 
 
 def _low(problem: ConvProblem) -> tuple[int, ...]:
-    """Of the first pixel the first tap's slice, row and column of the input."""
+    """Slice, row and column of the input that the first pixel reads by its first tap."""
     if problem.direction == "fprop":
         return tuple(-pad for pad in problem.padding_before)
-    # the gradient is a convolution with the taps in reverse
+    # dgrad is a convolution with the taps in reverse
     axes = zip(problem.padding_before, problem.filter_size, problem.dilation, strict=True)
     return tuple(pad - (taps - 1) * dilation for pad, taps, dilation in axes)
 
 
 def _run(problem: ConvProblem) -> int:
-    """Elements of a row of an NCHW result that a lane writes at once: 16 bytes, two elements or one."""
+    """Neighbouring elements of an NCHW result that a lane writes at once: 16 bytes, two elements or one."""
     return next(run for run in (16 // problem.itemsize, 2, 1) if problem.result_size[2] % run == 0)
 
 
 def _resident(tile: _Tile) -> int:
-    """Blocks that a multiprocessor has room for."""
+    """Blocks that fit a multiprocessor."""
     return max(1, min(2, 2 * SHARED_BYTES // (tile.shared + 1024)))
 
 
@@ -284,7 +284,7 @@ def schedule(problem: ConvProblem, config: FewInputs, device: Device, noted: boo
 
 
 def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_steps: tuple[int, int, int, int]) -> KernelLaunch:
-    """The launch, of a filter with so many elements from one group, channel of the result, one of the input, and one tap to the next."""
+    """The launch for a filter with these strides in elements: of a group, a channel of the result, a channel of the input, a tap."""
     tile, forward = _tile(problem, config), problem.direction == "fprop"
     depth, height, width = problem.operand_size
     o, p, q = problem.result_size
@@ -327,51 +327,51 @@ def filter_key(problem: ConvProblem, config: FewInputs) -> None:
 
 
 def sum_order(problem: ConvProblem, config: FewInputs) -> Hashable:
-    """All tiles add up gemm k in its order."""
+    """The same for all tiles: they sum gemm k in one order."""
     return FewInputs
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for the type, the channels of a block, and the layout."""
+    """A text for each type, BLOCK_N and layout."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG, "PRODUCTS": (1, 3)}
     yield TextFamily("few_inputs", choices, _made)
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever made."""
+    """Whether a kernel with these defines is ever launched."""
     return d["TYPE"] == FLOAT or d["PRODUCTS"] == 1
 
 
 # ---- the choice
 
-# Fitted to 480 times of 15 layers in float16 and TF32, all tiles: root mean square of the error 7%. With channels last; of 70 times of 26
-# layers in NCHW on an H100 it is 14%, but for the cycles of pixels that are not written at once, which were counted there.
+# Fitted to 480 times of 15 channels-last layers in float16 and TF32, all tiles: root mean square of the error 7%. It is 14% for 70 of 26
+# NCHW layers on an H100, to which only the cycles of separate stores were fitted.
 CLOCK = 1700.0  # cycles a microsecond
 BEGIN = 2.75  # microseconds of a launch with its first loads
 MEMORY = 2.75e6  # bytes a microsecond
-NARROW_MEMORY = {8: 2.7e6, 2: 0.8e6, 1: 0.6e6}  # of tiles that write 32 bytes of a row of planes, of so many pixels at once
-STEP_CYCLES = 7.36  # of a multiprocessor, for a warp's step of gemm k, and for each eight of its channels
+NARROW_MEMORY = {8: 2.7e6, 2: 0.8e6, 1: 0.6e6}  # of tiles that write 32 bytes of a plane's rows, by the pixels that are written at once
+STEP_CYCLES = 7.36  # cycles of a multiprocessor for a warp's step of gemm k, and for each eight of its channels
 EIGHT_CYCLES = 6.97
-#: Steps beyond so many take this part of the others' time: they hide what those wait for. Of 121 times of layers of 1 to 61 steps on an
-#: H100 the root mean square of the error became 13%, which had been 18%. Float32 in NCHW was fitted by itself.
+#: Steps beyond the first ones take this part of their time: they hide latency that the first ones wait for. It brought the root mean square
+#: of the error from 18% to 13%, for 121 times of layers of 1 to 61 steps on an H100. Float32 in NCHW was fitted separately.
 FIRST_STEPS, LATER_STEPS = 4, 0.605
-HALVES = 2.3  # times as long, where a product is three: of eight layers on an H100, root mean square of the error 10%
-LOAD_CYCLES = 21.3  # of a multiprocessor, for what a warp's 32 lanes copy at once of a patch
-STORE_CYCLES = 6.0  # of a multiprocessor, for 16 pixels of an eight of channels that a warp finishes and writes
-APART_CYCLES = {8: 5.0, 4: 8.0, 2: 17.0, 1: 25.0}  # the same in NCHW, of so many pixels at once
-RESIDUAL_CYCLES = 57.0  # the same, for a residual that is added
-TILE_CYCLES = 845.0  # of a block, for a tile: barriers
-FILTER_CYCLES = 0.35  # of a multiprocessor, for a number of a block's filter
-#: Of float32 in NCHW, by products: times as long as the cycles say, where a multiprocessor has one block, and where it has more. Fitted to
+HALVES = 2.3  # relative time of three products: of eight layers on an H100, root mean square of the error 10%
+LOAD_CYCLES = 21.3  # cycles of a multiprocessor for what a warp's 32 lanes copy of a patch at once
+STORE_CYCLES = 6.0  # cycles of a multiprocessor to finish and write 16 pixels of eight channels
+APART_CYCLES = {8: 5.0, 4: 8.0, 2: 17.0, 1: 25.0}  # the same in NCHW, by the pixels written at once
+RESIDUAL_CYCLES = 57.0  # the same to add a residual
+TILE_CYCLES = 845.0  # cycles of a block for a tile: barriers
+FILTER_CYCLES = 0.35  # cycles of a multiprocessor for a number of a block's filter
+#: For float32 in NCHW, by products: relative time where a multiprocessor has one block, and where it has more. Fitted to
 #: 123 times of 28 layers on an H100 (root mean square of the error 7%), and scaled to 51 of eleven when the filter was kept as fragments.
 FLOAT_PLANES = {3: (1.08, 0.88), 1: (1.2, 0.7)}
 FLOAT_MEMORY = 2.4e6  # bytes a microsecond
-#: Bytes a microsecond beyond those that the cache holds, where rows of results are no multiple of 16 bytes, by a tile's columns.
+#: Bytes of results that the cache holds; and bytes a microsecond beyond them if rows are no multiple of 16 bytes, by a tile's columns.
 FLOAT_CACHED, FLOAT_APART = 3e7, {16: 0.7e6, 32: 1.06e6, 64: 1.2e6, 128: 1.9e6}
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
-    """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none for many channels."""
+    """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none if it has many channels."""
     most = MOST_OF_HALVES if problem.layout == "NCHW" and products(problem) == 3 else MOST_CHANNELS.get(problem.layout, 0)
     if _channels(problem) > most or why_not(problem):
         return
@@ -381,26 +381,26 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
         if found:
             yield from found
             if block == 64 and problem.layout == "NCHW" and products(problem) == 3:
-                # where a multiprocessor has a block at the most: more of them, which are sooner done
+                # if a multiprocessor has at most one block: more, shorter blocks
                 yield from (replace(one, BLOCK_N=32) for one in found if _blocks(problem, one) <= device.multiprocessors)
             return
 
 
 def _blocks(problem: ConvProblem, config: FewInputs) -> int:
-    """Blocks that tiles would fill if each had its own."""
+    """Blocks if each had a single tile."""
     tile = _tile(problem, config)
     return tile.tiles * tile.chunks
 
 
 def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
-    """Microseconds that `config` should take: a block's filter, and its tiles, each its loads, products and stores; or memory."""
+    """Microseconds that `config` should take: a block's filter, and its tiles' loads, products and stores; or memory."""
     tile, eights = _tile(problem, config), config.BLOCK_N // 8
     halves = products(problem) == 3
     float_planes = problem.layout == "NCHW" and problem.itemsize == WORD
     later = 0 if float_planes else max(0, tile.steps - FIRST_STEPS)
     multiplying = WARPS * (tile.steps - later + later * LATER_STEPS) * (STEP_CYCLES + EIGHT_CYCLES * eights) * (HALVES if halves else 1)
     words = tile.patch * tile.pitch * problem.itemsize // WORD
-    again = words if tile.copy_at else words // 4 if problem.itemsize == WORD and not halves else 0  # to make a copy, or to round
+    again = words if tile.copy_at else words // 4 if problem.itemsize == WORD and not halves else 0  # to make the copy, or to round
     loading = (tile.patch * tile.pitch // tile.unit + again) / 32 * LOAD_CYCLES
     of_store = STORE_CYCLES if problem.layout == "NHWC" else APART_CYCLES[_run(problem)]
     storing = TILE_PIXELS // 16 * eights * (of_store + (RESIDUAL_CYCLES if problem.has_residual else 0))

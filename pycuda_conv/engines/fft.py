@@ -42,7 +42,7 @@ class Fft(Config):
 
 
 class FftArguments(NamedTuple):
-    """The struct of ``fft.cuh``, which says what its members are."""
+    """The struct of ``fft.cuh``, which explains each member."""
 
     image_stride: int
     group_stride: int

@@ -123,7 +123,7 @@ def _widest(rows: int, pixels: int, cluster: int, groups: int) -> GatheredPlanes
 
 
 class GatheredPlanesProduct(NamedTuple):
-    """The struct of ``gathered_planes_sm90.cu``, which says what its members are."""
+    """The struct of ``gathered_planes_sm90.cu``, which explains each member."""
 
     tiles_m: int
     by_tiles_m: int

@@ -147,7 +147,7 @@ def _shared_bytes(problem: ConvProblem, config: GroupedWgrad) -> int:
 
 
 class GroupedWgradArguments(NamedTuple):
-    """The struct of ``grouped_nhwc_wgrad.cu``, which says what its members are."""
+    """The struct of ``grouped_nhwc_wgrad.cu``, which explains each member."""
 
     slabs: int
     by_slabs: int

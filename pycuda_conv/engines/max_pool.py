@@ -84,7 +84,7 @@ class Pool:
 
 
 class PoolArguments(NamedTuple):
-    """The struct of ``max_pool.cu``, which says what its members are."""
+    """The struct of ``max_pool.cu``, which explains each member."""
 
     threads: int
     groups: int

@@ -30,7 +30,7 @@ class PatchWgrad(Config):
 
 
 class PatchWgradArguments(NamedTuple):
-    """The struct of ``patch_wgrad.cu``, which says what its members are."""
+    """The struct of ``patch_wgrad.cu``, which explains each member."""
 
     slices: int
     groups: int

@@ -111,7 +111,7 @@ def _widest(rows: int, pixels: int) -> Planes:
 
 
 class PlanesProduct(NamedTuple):
-    """The struct of ``planes_sm90.cu``, which says what its members are."""
+    """The struct of ``planes_sm90.cu``, which explains each member."""
 
     tiles: int
     tiles_m: int

@@ -351,7 +351,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever made."""
+    """Whether a product with these defines is ever launched."""
     if d["WGRAD"]:
         return d["BLOCKS"] == 1 and not (d["NHWC"] or d["MOMENTS"] or d["RAW_FILTER"])
     if d["RAW_FILTER"] and d["BLOCK_N"] > RAW_COLUMNS[d["BLOCKS"]]:

@@ -23,7 +23,7 @@ def splits(problem: ConvProblem, most: int) -> tuple[int, ...]:
 
 
 class ReduceArguments(NamedTuple):
-    """The struct of ``direct_reduce.cu``, which says what its members are."""
+    """The struct of ``direct_reduce.cu``, which explains each member."""
 
     size: int
     split: int

@@ -97,7 +97,7 @@ def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
 
 
 class ViaNhwcArguments(NamedTuple):
-    """The struct of ``via_nhwc.cu``, which says what its members are."""
+    """The struct of ``via_nhwc.cu``, which explains each member."""
 
     rows: int
     columns: int
