@@ -387,6 +387,11 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="shared memory"):  # of a smaller GPU
         engines.schedule(PLAIN.problem(), Fft(128, 128), Target("sm_86"))
     assert Fft(128, 128) not in fft.configs(PLAIN.problem(), Target("sm_86"))
+    assert Fft(64, 128) in fft.configs(PLAIN.problem(), Target("sm_70"))
+    for arch in ("sm_61", "sm_75"):  # 48 and 64 KiB
+        with pytest.raises(ValueError, match="shared memory"):
+            engines.schedule(PLAIN.problem(), Fft(64, 128), Target(arch))
+        assert Fft(64, 128) not in fft.configs(PLAIN.problem(), Target(arch))
 
 
 LAYERS = [((8, 64, 256, 256), 31, 64), ((1, 1, 4096, 4096), 31, 1), ((8, 16, 256, 256), 31, 1), ((2, 3, 1080, 1920), 63, 3)]

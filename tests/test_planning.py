@@ -6,12 +6,14 @@ import pickle
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
 from pycuda_conv import ConvProblem, behind, engines
 from pycuda_conv import plan as plan_module
 from pycuda_conv.engines import implicit_gemm_sm90, registry
+from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.families import draw
 
@@ -52,6 +54,26 @@ def test_a_choice_is_remembered_for_such_a_device_alone(hopper):
     for device, choices in zip((hopper, small, old), found, strict=True):
         assert choices == {problem: registry._fastest(problem, device) for problem in PROBLEMS}
     assert found[0] != found[1] != found[2]
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 3])
+def test_a_share_of_a_gpu_may_be_smaller_than_a_cluster(multiprocessors, hopper):
+    """CUDA's MPS lends a process as few multiprocessors as it likes, and says that there are no more."""
+    hopper.multiprocessors = multiprocessors
+    assert all(registry.candidates(problem, hopper) for problem in PROBLEMS)
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize(("n", "c"), [(0, 16), (2, 0)])
+def test_problems_without_images_or_channels_are_planned(n, c, layout, architecture):
+    device = Target(architecture)
+    for dtype, size in product(DTYPE_BYTES, ((20, 24), (200,))):
+        options, ndim, x, w = {"layout": layout, "dtype": dtype, "padding": 1}, len(size), (n, c, *size), (24, c, *(3,) * len(size))
+        forward = ConvProblem.forward(ndim, x, w, **options)
+        gradients = [ConvProblem.gradient(of, ndim, x, w, forward.result_shape, **options) for of in ("input", "weight")]
+        for problem in (forward, *gradients, ConvProblem.transposed(ndim, (n, 24, *size), w, **options)):
+            engines.schedule(problem, engines.choose(problem, device), device)
 
 
 def test_another_list_of_engines_chooses_anew(hopper, monkeypatch):

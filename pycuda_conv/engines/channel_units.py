@@ -41,8 +41,8 @@ def worth_it(units: Units, groups: int) -> bool:
 
 @lru_cache(maxsize=256)
 def cut(groups: int, read: int, written: int, itemsize: int) -> Units | None:
-    """The units of so many groups, each of so many channels that are read and written; None if they don't begin at multiples of four."""
-    if groups * written % 4:
+    """The units of so many groups, each of so many channels that are read and written; None if none begin at multiples of four."""
+    if groups * written % 4 or not written:
         return None
     shared = read, written, 16 // itemsize
     if written > UNIT:

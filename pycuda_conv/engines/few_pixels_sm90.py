@@ -356,7 +356,7 @@ def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
     assert tile is not None
     first, blocks, groups = tile.phases[0], _blocks(tile, config), WARPS * WARP_M // config.BLOCK_M
     fitting = 1 if products(problem) == 3 or 2 * (tile.shared + STATIC_SHARED) > MOST_SHARED else 2  # on a multiprocessor
-    alone = device.multiprocessors * AT_ONCE[config.CLUSTER] // 132  # clusters
+    alone = max(device.multiprocessors * AT_ONCE[config.CLUSTER] // 132, 1)  # clusters
     rounds, beside = ceil(blocks, alone * fitting * config.CLUSTER), min(fitting, ceil(blocks, alone * config.CLUSTER))
     whole, rest = divmod(first.part, first.stage_units)
     steps = whole * ceil(first.stage_units * first.taps, groups) + ceil(rest * first.taps, groups)

@@ -37,7 +37,7 @@ def unsupported(device: Device) -> str | None:
 
 def at_once(device: Device, cluster: int) -> int:
     """How many multiprocessors clusters of `cluster` blocks fill. A cluster needs neighbouring ones, so large clusters leave a few idle."""
-    return device.multiprocessors * 10 // 11 if cluster >= 4 else device.multiprocessors
+    return max(device.multiprocessors * 10 // 11, 1) if cluster >= 4 else device.multiprocessors
 
 
 # ---- channels-last images, of which TMA's im2col mode loads the pixels that a tap meets
