@@ -68,7 +68,10 @@ def stand_in(
     coming = []
     for one in chain((config,), _not_slow(problem, config, _alike(problem, config, device), device)):
         if one not in known:
-            known[one] = engines.schedule(problem, one, device)
+            try:
+                known[one] = engines.schedule(problem, one, device)
+            except ValueError:  # it served on a GPU of this process whose blocks have more shared memory
+                continue
         left = missing(form(known[one], device), device)
         if not left:
             return one

@@ -16,6 +16,7 @@ from reference import dgrad, fprop, python, run
 
 from pycuda_conv import Plan, behind, engines
 from pycuda_conv.engines import direct, direct_gemm, registry
+from pycuda_conv.engines.depthwise_toeplitz import DepthwiseToeplitz
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import cached_plan
@@ -783,6 +784,16 @@ def test_what_the_process_has_used_stands_in_first(empty, monkeypatch):
     assert behind.stand_in(problem, best, empty) is None
     behind.used[tile] = None
     assert tile not in engines.alternatives(problem, best, empty) and behind.stand_in(problem, best, empty) == tile
+
+
+def test_what_another_gpu_has_used_does_not_stand_in_where_it_does_not_fit(empty, monkeypatch):
+    """Its blocks have less shared memory."""
+    problem, large = fprop((32, 96, 32, 32), (96, 1, 9, 9), padding=4, groups=96).problem("float16", layout="NHWC"), DepthwiseToeplitz(110)
+    best = engines.choose(problem, Target("sm_86"))
+    assert isinstance(best, DepthwiseToeplitz) and best != large and engines.order(problem, best) == engines.order(problem, large)
+    behind.used[large] = None
+    monkeypatch.setattr(empty, "capability", (8, 6))
+    assert behind.stand_in(problem, best, empty) is None
 
 
 def test_the_rest_is_not_looked_for_where_what_was_used_serves(empty, monkeypatch):

@@ -17,6 +17,7 @@ from test_implicit_gemm import Arrays, asked, ids_of, side_by_side, torch  # noq
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import depthwise_toeplitz as dt
 from pycuda_conv.engines.depthwise_toeplitz import DepthwiseToeplitz
+from pycuda_conv.runtime.target import Target
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 MODES = tuple(mode for mode, dtype in (("fp16", "float16"), ("bf16", "bfloat16"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
@@ -157,6 +158,19 @@ def test_other_devices_do_not_have_it():
 def test_large_planes_choose_it(size, taps, stride, dtype):
     problem = ConvProblem.forward(2, (16, 192, size, size), (192, 1, taps, taps), padding=taps // 2, stride=stride, groups=192, dtype=dtype)
     assert isinstance(engines.choose(problem, H200), DepthwiseToeplitz)
+
+
+def test_blocks_fit_in_the_shared_memory_of_smaller_gpus():
+    """99 KiB of consumers' Ampere, Ada and Blackwell."""
+    problem, large = asked(fprop((32, 96, 32, 32), (96, 1, 9, 9), padding=4, groups=96, bias=False), "fp16 last"), DepthwiseToeplitz(110)
+    assert large in dt.configs(problem, Target("sm_80")) and large in dt.configs(problem, H200)
+    for architecture in ("sm_86", "sm_89", "sm_120"):
+        device = Target(architecture)
+        assert large not in dt.configs(problem, device)
+        with pytest.raises(ValueError, match="it needs 104,608 bytes of shared memory; a block has 101,376"):
+            engines.schedule(problem, large, device)
+        ((launch,),) = engines.schedule(problem, engines.choose(problem, device), device).whole
+        assert launch.shared <= 99 * 1024
 
 
 # ---- the kernel, compiled

@@ -15,7 +15,20 @@ from typing import NamedTuple
 from pycuda_conv.engines.ampere import unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    GRID_LIMIT,
+    INPUT,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    Schedule,
+    check_shared,
+    finish,
+    finish_constants,
+    most_shared,
+)
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -276,6 +289,7 @@ def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, no
     (_, stride_h, stride_w), (_, dil_h, dil_w), (pad_h, pad_w) = problem.stride, problem.dilation, _padding(problem)
     unit, grad = _unit(problem, config), _strided(problem)
     assert unit is not None
+    check_shared(problem, config, device, unit.shared)
     told = arguments(
         DepthwiseToeplitzArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands,
         sixteens=_sixteens(problem, unit), groups=unit.groups, k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, r=r, s=s,
@@ -350,7 +364,9 @@ LONG = 1.12  # times as long in NCHW, where blocks are large: nothing is loaded 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]:
     """The configurations worth comparing for `problem`."""
-    return (config for config in map(DepthwiseToeplitz, UNITS[problem.layout]) if refusal(problem, config) is None)
+    for config in map(DepthwiseToeplitz, UNITS[problem.layout]):
+        if refusal(problem, config) is None and (unit := _unit(problem, config)) and unit.shared <= most_shared(device):
+            yield config
 
 
 def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> float:

@@ -26,7 +26,9 @@ from pycuda_conv.engines.schedule import (
     WORKSPACE,
     Arena,
     Schedule,
+    check_shared,
     finish,
+    most_shared,
 )
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -112,8 +114,6 @@ RANGE = 256
 #: fft_product.cu's: threads, and channels and pairs of tiles of each.
 THREADS, ROWS, COLUMNS = 128, 4, 4
 MOST_SHARED_BYTES = 227 << 10
-#: Of a block, by compute capability: from 8.0 on it has 99 at least, before Volta 48.
-SHARED_KIB = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 MOST_WORKSPACE = 4 << 30
 #: Filters of fewer taps are left to other engines, unless a configuration is given.
 LEAST_TAPS = 100
@@ -226,11 +226,6 @@ def _product_grid(problem: ConvProblem, tiles: _Tiles) -> int:
     return columns * tiles.frequencies // THREADS * rows * problem.groups
 
 
-def _most_shared(device: Device) -> int:
-    """Bytes of shared memory that a block of a GPU may have."""
-    return SHARED_KIB.get(device.capability, 99 if device.capability >= (8, 0) else 48) << 10
-
-
 # ---- launches
 
 
@@ -239,10 +234,7 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = Fa
 
     On a GPU the filter's spectrum is its packed form. OpenCL's launches take whole buffers, so there it lies in the workspace.
     """
-    most = _most_shared(device)
-    if device.backend == "cuda" and _shared_bytes(problem, config) > most:
-        needed = _shared_bytes(problem, config)
-        raise ValueError(f"{config} can't run {problem}: it needs {needed:,} bytes of shared memory; a block has {most:,}")
+    check_shared(problem, config, device, _shared_bytes(problem, config))
     tiles, size = _Tiles.of(problem, config), accumulator_bytes(problem)
     groups, written = problem.groups, problem.result_channels // problem.groups
     spectrum, filters = 2 * tiles.frequencies * size, _filters(problem)
@@ -376,7 +368,7 @@ CLEARLY = 1.2
 def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     """Microseconds that `config` should take: launches, transforms, and spectra that go through memory."""
     tiles, size = _Tiles.of(problem, config), accumulator_bytes(problem)
-    alone = 2 * _shared_bytes(problem, config) > _most_shared(device)
+    alone = 2 * _shared_bytes(problem, config) > most_shared(device)
     pair = tiles.frequencies * math.log2(tiles.frequencies) * (STAGE if alone else TOGETHER) * (size // 4) ** 2
     read, written = (channels * tiles.pairs for channels in (problem.operand_channels, problem.result_channels))
     scale = 132 / device.multiprocessors
@@ -403,7 +395,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
     """The configurations worth comparing for `problem`: every tile that fits the device, for filters of many taps."""
     if device.backend != "cuda" or math.prod(problem.filter_size) < LEAST_TAPS:
         return
-    most = _most_shared(device)
+    most = most_shared(device)
     for tile in (LINE,) if _is_line(problem) else _tiles(problem.dtype):
         config = Fft(*tile)
         if refusal(problem, config) is None and _shared_bytes(problem, config) <= most:

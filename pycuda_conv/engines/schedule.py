@@ -8,10 +8,12 @@ from typing import Any
 
 from pycuda_conv.engines.geometry import accumulator_bytes, bits, ceil
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch
+from pycuda_conv.runtime.base import Device, KernelLaunch
 
 GRID_LIMIT = 2**31 - 1  # blocks of a launch
 STATIC_SHARED_BYTES = 48 * 1024  # what a block may declare statically on every GPU
+#: KiB of shared memory that a block may have, by compute capability. Others have 99 from 8.0 on, and 48 before Volta.
+SHARED_KIB = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
 class Buffer(IntEnum):
@@ -98,6 +100,17 @@ class Arena:
         place = self.buffer, self.used
         self.used += ceil(nbytes, 256) * 256
         return place
+
+
+def most_shared(device: Device) -> int:
+    """Bytes of shared memory that a block of a GPU may have."""
+    return SHARED_KIB.get(device.capability, 99 if device.capability >= (8, 0) else 48) << 10
+
+
+def check_shared(problem: ConvProblem, config: Any, device: Device, needed: int) -> None:
+    """A ``ValueError`` if a block of `config` needs more bytes of shared memory than it may have on a GPU."""
+    if device.backend == "cuda" and needed > most_shared(device):
+        raise ValueError(f"{config} can't run {problem}: it needs {needed:,} bytes of shared memory; a block has {most_shared(device):,}")
 
 
 def finish(problem: ConvProblem, split: bool = False, asks_residual: bool = True) -> dict[str, int]:
