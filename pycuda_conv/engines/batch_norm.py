@@ -1,7 +1,7 @@
-"""Batch normalisation with a residual and an activation behind a convolution, and sums over channels: launches of ``cu/batch_norm.cu``.
+"""Batch normalisation behind a convolution, with a residual and an activation, and sums over channels: launches of ``cu/batch_norm.cu``.
 
-These are no convolutions and have no plans. Each function here makes the launches of one thing to do, for buffers in the order
-that it names; :func:`compiled` keeps them compiled.
+These are no convolutions and have no plans. Each function here makes the launches for one purpose, for buffers in the order
+that its docstring lists; :func:`compiled` compiles and keeps them.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, activation_and_slope
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
 
-#: None, or as :func:`pycuda_conv.problem.checked_activation` gives it.
+#: None, or the form that :func:`pycuda_conv.problem.checked_activation` returns.
 Activation = str | tuple[str, float] | None
 
 HALVES = "float16", "bfloat16"
 THREADS = 128
-#: Threads of a block that adds slices, or takes what there is one of a channel. Each adds few, one after the other.
+#: Threads of a block that adds slices, or works on per-channel values. Each thread adds few, one after the other.
 ADDING_THREADS = 1024
-#: Slices that such a thread adds, if there are enough of them, and the fewest and most threads that share the slices of a column.
+#: Slices that such a thread adds, if there are enough of them; and the fewest and most threads that share the slices of a column.
 ADDED, LANES = 8, (32, 512)
-#: Of an array, for each multiprocessor. With channels last, threads need so many registers that about six blocks run at once.
+#: Blocks of an array for each multiprocessor. With channels last, threads need so many registers that about six blocks run at once.
 BLOCKS = {"NCHW": 16, "NHWC": 6}
-#: Items of a channel in NCHW up to which a block takes all of it: a pass is one launch then. On an H100 that takes 0.4 to 0.9 of the
-#: time of two or three, for up to 1568 items of 16 to 2048 channels and 3136 of 128 and more. Fewer channels have half of that: with 3136
-#: items of 8 channels a backward pass takes 1.5 times as long.
+#: Items of an NCHW channel up to which one block takes all of it, so that a pass is one launch. On an H100 that takes 0.4 to 0.9 of the
+#: time of two or three launches, for up to 1568 items of 16 to 2048 channels, and for 3136 items of 128 channels and more. With fewer
+#: channels the limit is half of that: with 3136 items of 8 channels a backward pass takes 1.5 times as long.
 MOST_WHOLE, MANY_CHANNELS = 3200, 128
 
 
@@ -43,7 +43,7 @@ class Pixels:
     dtype : str
     layout : {"NCHW", "NHWC"}
     N, K, plane : int
-        None of them 0.
+        None of them is 0.
     """
 
     dtype: str
@@ -54,17 +54,18 @@ class Pixels:
 
     @property
     def channels_last(self) -> bool:
-        """Whether channels are neighbours."""
+        """Whether a pixel's channels are neighbours."""
         return self.layout == "NHWC" or self.plane == 1
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of one sum, and of all else that there is one of a channel."""
+        """Bytes of a sum, and of every other per-channel value."""
         return 8 if self.dtype == "float64" else 4
 
     @property
     def whole(self) -> bool:
-        """Whether a block takes all of a channel, so that a pass is one launch: :func:`whole_forward` and :func:`whole_backward`."""
+        """Whether one block takes all of a channel, so that a pass is one launch: of :func:`statistics`, :func:`whole_forward` and
+        :func:`backward`."""
         most = MOST_WHOLE if self.K >= MANY_CHANNELS else MOST_WHOLE // 2
         return not self.channels_last and self.N * self.plane <= most * _vector(self) and not _index_64(self)
 
@@ -87,7 +88,7 @@ class Walk(NamedTuple):
 
 @dataclass(frozen=True)
 class _Cut:
-    """How the kernels walk an array: see ``cu/batch_norm.cu``."""
+    """How the kernels walk an array: the counts of the struct ``Walk`` in ``cu/batch_norm.cu``."""
 
     pixels: Pixels
     vector: int
@@ -97,7 +98,7 @@ class _Cut:
 
     @classmethod
     def of_channels(cls, pixels: Pixels) -> _Cut:
-        """A block for each channel, in NCHW."""
+        """One block for each channel, in NCHW."""
         vector = _vector(pixels)
         total = pixels.N * pixels.plane // vector
         return cls(pixels, vector, pixels.K, total, total)
@@ -112,7 +113,7 @@ class _Cut:
             total = pixels.N * pixels.plane
         else:
             tiles, down, total = pixels.K, THREADS, pixels.N * pixels.plane // vector
-        # enough blocks for the GPU, each with an item for every thread at the least
+        # enough blocks for the GPU, each with at least one item for every thread
         blocks = BLOCKS["NHWC" if pixels.channels_last else "NCHW"] * multiprocessors
         slices = min(-(-blocks // tiles), -(-total // down))
         return cls(pixels, vector, tiles, total, -(-total // slices))
@@ -162,15 +163,15 @@ class _Cut:
     def step_of_channels(
         self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, noted: bool = False
     ) -> KernelLaunch:
-        """A launch that reads what there is one of a channel, or of a channel and a slice."""
+        """A launch that works on per-channel values, or on one value of each channel and slice."""
         defines = self._defines(ADDING_THREADS) | {"NOTED": int(noted)}
         return KernelLaunch(kernel, defines, blocks, ADDING_THREADS, buffers, scalars, "batch_norm")
 
 
 def _vector(pixels: Pixels) -> int:
-    """Neighbours of an item."""
+    """Elements of an item."""
     neighbours = pixels.K if pixels.channels_last else pixels.plane
-    widest = 8 if pixels.dtype in HALVES else 4  # loads of 16 bytes, and of twice that in float64
+    widest = 8 if pixels.dtype in HALVES else 4  # loads of 16 bytes; of 32 in float64
     return next(width for width in (widest, 4, 1) if neighbours % width == 0)
 
 
@@ -180,7 +181,7 @@ def _index_64(pixels: Pixels) -> bool:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text of batch_norm.cu for a type and how arrays can be read, and some for what there is one of a channel."""
+    """A text of batch_norm.cu for each type and each way to read arrays, and some for per-channel values."""
     common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
     of_halves = {"DTYPE": tuple(DTYPE_CODES[dtype] for dtype in HALVES)}
     for flags in _finishes(device):
@@ -195,21 +196,21 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _finishes(device: Device) -> tuple[dict[str, tuple[int, ...]], ...]:
-    """What the defines may be that say whether there is a residual, and what activation."""
+    """The values of the defines that say whether there is a residual, and which activation."""
     if device.backend != "cuda":
         return ({},)
     return {"HAS_RESIDUAL": FLAG, "BEYOND_RELU": (0,)}, {"HAS_RESIDUAL": (0,), "BEYOND_RELU": (1,)}
 
 
 def for_device(steps: Sequence[KernelLaunch], device: Device) -> list[KernelLaunch]:
-    """The launches as `device` compiles them: OpenCL's texts ask arguments whether there is a residual, and what activation."""
+    """The launches as `device` compiles them: OpenCL's texts take the residual and the activation as arguments instead of defines."""
     if device.backend == "cuda":
         return list(steps)
     asked = "HAS_RESIDUAL", "BEYOND_RELU"
     return [replace(step, defines={name: value for name, value in step.defines.items() if name not in asked}) for step in steps]
 
 
-#: Of an array, for a device of so many multiprocessors: launches, which follow one another, and the bytes of workspace they need.
+#: Makes, for an array and a number of multiprocessors, launches that follow one another, and the bytes of workspace that they need.
 Maker = Callable[..., tuple[Sequence[KernelLaunch], int]]
 
 
@@ -219,8 +220,8 @@ def statistics(
     """The mean and 1 / sqrt(variance + eps) of each channel.
 
     Buffers: y, num_batches_tracked or None | mean, invstd, running_mean or None, running_var or None, num_batches_tracked or None |
-    workspace. Running statistics move by `momentum` towards this batch's, or, where the first `num_batches_tracked` (int64, this batch
-    counted) is given, are the mean over batches. The second one is raised by 1. All there is one of a channel is of the type of sums:
+    workspace. Running statistics move by `momentum` towards this batch's; or, if the first `num_batches_tracked` (int64, this batch
+    counted) is given, they are the mean over batches. The second one is raised by 1. Per-channel values have the type of sums:
     float64 for float64, else float32.
     With `moments` the workspace is the convolution's, which holds them, and y is not read.
     """
@@ -241,14 +242,15 @@ def statistics(
 
 
 def takes(activation: Activation, residual: bool) -> bool:
-    """Whether :func:`forward` and :func:`backward` take this. Of a sum with a residual they know the result, which tells a ReLU's mask."""
+    """Whether :func:`forward` and :func:`backward` can do this. With a residual they need the result to tell the activation's mask, as for
+    ReLU."""
     return not residual or activation in (None, "relu")
 
 
 def forward(
     pixels: Pixels, multiprocessors: int, activation: Activation, residual: bool = False
 ) -> tuple[Sequence[KernelLaunch], int]:
-    """The normalised y, with a `residual` added if asked for, and the activation.
+    """The normalised y, plus a residual if `residual` is set, and the activation.
 
     Buffers: y, mean, invstd, gamma or None, beta or None, residual or None | out.
     """
@@ -259,7 +261,7 @@ def forward(
 def whole_forward(
     pixels: Pixels, multiprocessors: int, eps: float, momentum: float, activation: Activation, residual: bool = False
 ) -> tuple[Sequence[KernelLaunch], int]:
-    """:func:`statistics` and :func:`forward` by one launch, of pixels that are :attr:`Pixels.whole`.
+    """:func:`statistics` and :func:`forward` in one launch, for pixels that are :attr:`Pixels.whole`.
 
     Buffers: y, num_batches_tracked or None, gamma or None, beta or None, residual or None | mean, invstd, running_mean or None,
     running_var or None, num_batches_tracked or None, out.
@@ -270,10 +272,10 @@ def whole_forward(
 
 
 def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[KernelLaunch], int]:
-    """A given mean and variance as what a convolution is multiplied by, and what is added then. Does not depend on the pixels.
+    """The factor and the summand that a given mean and variance put into a convolution. They do not depend on the pixels.
 
     Buffers: mean, variance, gamma or None, beta or None, the convolution's bias or None | scale, shift. The bias and the results
-    are of the arrays' dtype.
+    have the arrays' dtype.
     """
     cut, blocks = _Cut.of(pixels, multiprocessors), -(-pixels.K // ADDING_THREADS)
     return (cut.step_of_channels("batch_norm_fold", blocks, (0, 1, 2, 3, 4, 5, 6), pixels.K, bits(eps, pixels.sum_bytes)),), 0
@@ -282,11 +284,11 @@ def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[Ker
 def backward(
     pixels: Pixels, multiprocessors: int, activation: Activation, of_batch: bool, residual: bool = False
 ) -> tuple[Sequence[KernelLaunch], int]:
-    """The gradients of :func:`forward`; `of_batch` if mean and invstd are those of y itself and were not given.
+    """The gradients of :func:`forward`; `of_batch` if mean and invstd are those of y itself, not given ones.
 
     Buffers: y, dout, mean, invstd, gamma or None, beta or None, out or None | dy, sums, masked or None | workspace. `sums` are 2 K: beta's
-    gradient and gamma's. After a sum with a residual the ReLU's mask is read off `out`, and `masked` is the residual's gradient: dout
-    where out is above 0. Without ReLU that is dout itself, and there are no such arrays.
+    gradient, then gamma's. With a residual and ReLU the mask is read off `out`, and `masked` is the residual's gradient: dout where
+    out is above 0. Without ReLU the residual's gradient is dout itself, and neither array exists.
     """
     summed = residual and activation is not None
     if pixels.whole:
@@ -294,7 +296,7 @@ def backward(
         whole = _Cut.of_channels(pixels)
         return (whole.activating_step("batch_norm_whole_backward", places, activation, int(of_batch), residual=summed),), 0
     cut = _Cut.of(pixels, multiprocessors)
-    given, plain = (9, None) if summed else (1, activation)  # what the second reads instead of dout has the mask already
+    given, plain = (9, None) if summed else (1, activation)  # what the last launch reads instead of dout is already masked
     steps = (
         cut.activating_step("gradient_sums", (0, 1, 2, 3, 4, 5, 6, 9, 10), activation, residual=summed),
         cut.adding_step("add_slices", 2 * pixels.K, cut.slices, (10, 8), 2 * pixels.K, cut.slices, 0),
@@ -312,7 +314,7 @@ def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[KernelL
 
 @lru_cache(maxsize=1024)
 def compiled(maker: Maker, pixels: Pixels, device: Device, *options: Any) -> tuple[Launcher, int]:
-    """The launches of `maker` as one, compiled for `device`, and the bytes of workspace they need."""
+    """The launches of `maker` as one, compiled for `device`, and the bytes of workspace that they need."""
     steps, workspace = maker(pixels, device.multiprocessors, *options)
     return device.schedule_launcher([[step] for step in for_device(steps, device)]), workspace
 

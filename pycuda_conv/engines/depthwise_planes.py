@@ -1,6 +1,6 @@
-"""Depthwise layers of small filters whose planes lie one behind another, NCHW: ``cu/depthwise_planes.cu``.
+"""Depthwise layers of small filters on contiguous NCHW planes: ``cu/depthwise_planes.cu``.
 
-A block's share of the input is a run of memory, as is its share of the result, so that both move at memory's speed.
+A block's part of the input is a run of memory, and so is its part of the result, so both move at memory's speed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-THREADS, ROWS = 128, 8  # of a block; pixels of a thread, one below the other
-VECTOR = 8  # elements that are moved at once, at most
+THREADS, ROWS = 128, 8  # threads of a block; pixels of a thread, one below the other
+VECTOR = 8  # the most elements that are moved at once
 FILTERS, STRIDES = (3, 5, 7), (1, 2)
-#: KiB of shared memory of a block at most, the quickest in general first.
+#: The most KiB of shared memory of a block; the first is fastest for most layers.
 UNITS = (24, 12, 48)
 
 
 @dataclass(frozen=True)
 class DepthwisePlanes(Config):
-    """Shared memory that a block may take at most, in KiB, which decides how many planes or rows it has: ``depthwise_planes.cu``."""
+    """The most shared memory of a block in KiB, which decides how many planes or rows it has: ``depthwise_planes.cu``."""
 
     UNIT_KIB: int = UNITS[0]
 
@@ -110,7 +110,7 @@ def why_not(problem: ConvProblem) -> str | None:
 
 
 class _Unit(NamedTuple):
-    """What a block computes."""
+    """The part of the result that a block computes."""
 
     planes: int
     band: int  # rows of the result
@@ -118,19 +118,19 @@ class _Unit(NamedTuple):
     strips: int  # tasks below one another
     blocks: int
     tasks: int
-    y_room: int  # numbers of shared memory: of the run of y, of all
+    y_room: int  # numbers of shared memory: of the run of y, and of all
     room: int
 
 
 @lru_cache(maxsize=1024)  # the planner asks for it several times
 def _unit(problem: ConvProblem, config: DepthwisePlanes) -> _Unit | None:
-    """The unit that fits into the shared memory of `config` and leaves the fewest threads without a task; None where none fits."""
+    """The unit that fits the shared memory of `config` and leaves the fewest threads without a task; None if none fits."""
     found = list(_units(problem, config.UNIT_KIB * 1024 // accumulator_bytes(problem)))
     return max(found, key=lambda unit: (unit.tasks / ceil(unit.tasks, THREADS), unit.tasks)) if found else None
 
 
 def _units(problem: ConvProblem, numbers: int) -> Iterator[_Unit]:
-    """Units of whole planes that fill half of so many numbers or more; where not even one plane fits, bands of one."""
+    """Units of whole planes that fill at least half of `numbers`; if not even one plane fits, bands of one."""
     (_, h, w), (_, p, q), (_, r, s), stride = problem.operand_size, problem.result_size, problem.filter_size, problem.stride[1]
     all_planes = problem.N * problem.K
 
@@ -189,12 +189,12 @@ def filter_key(problem: ConvProblem, config: DepthwisePlanes) -> None:
 
 
 def sum_order(problem: ConvProblem, config: DepthwisePlanes) -> Hashable:
-    """The same for all."""
+    """The same for all configurations."""
     return DepthwisePlanes
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a filter, a stride and a type."""
+    """A text for each filter, stride and type."""
     for taps in FILTERS:
         yield TextFamily(
             "depthwise_planes",
@@ -204,12 +204,12 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-# Fitted to 27 times of 9 float32 layers on an H200 and an H100: root mean square of the error 15%. Of 15 layers in
-# 16 bits on an H100 it is 14%.
-CLOCK = 1120.0  # instructions a microsecond and scheduler
+# Fitted to 27 times of 9 float32 layers on an H200 and an H100: root mean square of the error 15%. It is 14% for 15 layers in
+# 16 bits on an H100.
+CLOCK = 1120.0  # instructions of a scheduler in a microsecond
 MEMORY = 2.3e6  # bytes a microsecond
 BEGIN = 3.1  # microseconds of a launch
-ALONE, LONE = 1.3, 1.3  # microseconds that a block waits for memory; and times as long instructions take of one warp a scheduler
+ALONE, LONE = 1.3, 1.3  # microseconds that a block waits for memory; relative time of instructions with one warp for each scheduler
 RESIDENT = {3: 7, 5: 6, 7: 4}  # blocks of a multiprocessor, as registers allow
 
 
@@ -219,13 +219,13 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwisePlanes]:
 
 
 def time(problem: ConvProblem, config: DepthwisePlanes, device: Device) -> float:
-    """Microseconds that `config` should take: memory, or the multiprocessors' instructions, or a block after the other."""
+    """Microseconds that `config` should take: memory, or the multiprocessors' instructions, or one block after the other."""
     unit = _unit(problem, config)
     assert unit is not None
     taps, stride = problem.filter_size[1], problem.stride[1]
     task = ((ROWS - 1) * stride + taps) * (2 * taps + 4) + ROWS * taps * (taps + 1) + 100  # instructions
     moved = 12 * (math.prod(problem.operand_size) + math.prod(problem.result_size)) / (32 * 4 * THREADS)
-    cycles = ceil(unit.tasks, THREADS) * task + moved * unit.planes / unit.bands  # of a scheduler, of which each has a warp of the block
+    cycles = ceil(unit.tasks, THREADS) * task + moved * unit.planes / unit.bands  # of a scheduler, each of which has a warp of the block
     if problem.dtype == "float64":
         cycles *= 2
     fit = min(RESIDENT[taps], 227 * 1024 // (unit.room * accumulator_bytes(problem) + 1024))
@@ -237,15 +237,15 @@ def time(problem: ConvProblem, config: DepthwisePlanes, device: Device) -> float
     return BEGIN + max(busy, waits, problem.itemsize * elements / MEMORY)
 
 
-#: Pixels of a plane of the result up to which runs of memory win in float64; above, direct_tile.cu's tiles are
-#: filled and its loop is shorter.
+#: Pixels of a plane of the result up to which this engine wins in float64. Beyond, direct_tile.cu's tiles are filled, and its loop is
+#: shorter.
 SMALL_PLANE = 512
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, DepthwisePlanes] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where another one is faster.
+    """The configuration that should be fastest, behind the microseconds it should take; None if another engine is faster.
 
-    In float64, to which the model was not fitted, a rule decides: small planes that fill the machine.
+    The model was not fitted to float64: there a rule decides, for small planes that fill the GPU.
     """
     if problem.dtype != "float64":
         return fastest((time(problem, config, device), config) for config in configs(problem, device))

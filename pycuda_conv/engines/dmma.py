@@ -1,8 +1,8 @@
 """float64 convolutions and their gradients on the tensor cores of Ampere and Hopper (``cu/dmma.cu``).
 
-The arrays are read as they lie, and sums are chains of IEEE fused multiply-adds: there is nothing to scale, and no number needs
-a path of its own. A sum is one chain where cuDNN's is no shorter; longer ones are cut into chains of 64 products. A filter is packed only
-where neither its rows of gemm k nor those of channels lie together in memory.
+The arrays are read as they lie, and sums are chains of IEEE fused multiply-adds: nothing is scaled, and no number needs
+a path of its own. A sum is one chain if cuDNN's is no shorter; longer ones are cut into chains of 64 products. A filter is packed only
+if neither its rows of gemm k nor its rows of channels are contiguous.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 
 BLOCK_K = 16  # of gemm k, in a stage, for a warp
 FILTER_THREADS = 256
-LAUNCH = 1.5  # microseconds of each launch of a phase, of more than side by side hides
-L2 = 25e6  # bytes that stay in the cache
-LINE = 0.0009  # microseconds of a multiprocessor for each line that copies meet
-MOST = 2**31 - 2**20  # elements of an array: the kernel counts in 32 bits, a little past the end
+LAUNCH = 1.5  # microseconds of each launch of a phase beyond those that run side by side
+L2 = 25e6  # bytes that stay in the L2 cache
+LINE = 0.0009  # microseconds of a multiprocessor for each cache line that copies touch
+MOST = 2**31 - 2**20  # elements of an array: the kernel counts in 32 bits, and a little past the end
 
 
 @dataclass(frozen=True)
 class Dmma(Config):
-    """One tile of ``dmma.cu``: its output channels, its pixels, and parts of a split sum."""
+    """One tile of ``dmma.cu``: BLOCK_M output channels, BLOCK_N pixels, and SPLIT parts of the sum."""
 
     BLOCK_M: int = 64
     BLOCK_N: int = 64
@@ -70,15 +70,15 @@ TENSOR_CORES = True
 
 @dataclass(frozen=True)
 class _Tile:
-    """What follows from a tile's size.
+    """Properties of a tile of one size.
 
-    `rates` and `start` were fitted to 199 timings on H200 and H100, which they meet within 8% in the mean.
+    `rates` and `start` were fitted to 199 timings on H200 and H100, with a mean error of 8%.
 
-    WARP_M, WARP_N : the part of a warp
-    STAGES, stages_80 : of the ring, on Hopper and on Ampere, which has less shared memory
-    rates : TFLOP/s of all 132 multiprocessors with one block each, with two, and so on, up to as many as run at once
+    WARP_M, WARP_N : a warp's part of the tile
+    STAGES, stages_80 : stages of the ring on Hopper, and on Ampere, which has less shared memory
+    rates : TFLOP/s of all 132 multiprocessors with one block each, with two, and so on, up to as many as fit
     start : microseconds of a block beside its products
-    SLICES : of 8 k, of a stage
+    SLICES : slices of 8 k in a stage
     """
 
     WARP_M: int
@@ -94,11 +94,11 @@ TILES = {
     (64, 64): _Tile(32, 32, 4, 3, (40.0, 43.0, 53.0), 1.4), (128, 64): _Tile(32, 64, 4, 3, (44.0, 58.0), 2.2),
     (32, 32): _Tile(16, 16, 5, 3, (20.7, 27.2), 1.1, 4), (32, 64): _Tile(16, 32, 4, 3, (20.2, 31.3, 36.6), 0.9),
 }  # fmt: skip
-#: The same where sums are cut into chains: these need twice the registers, for which a larger tile has none.
+#: The same for sums that are cut into chains: these need twice the registers, which larger tiles do not have.
 CUT = {
     (64, 64): replace(TILES[64, 64], rates=(32.0, 43.0), start=4.0), (32, 32): replace(TILES[32, 32], rates=(18.1, 28.9), start=1.4),
 }  # fmt: skip
-#: Times of the same for one tap, where there are no tables to write and to read: fitted to 470 timings on H100s, met within 13%.
+#: Their times for one tap, which needs no tables: fitted to 470 timings on H100s, with an error of 13%.
 OF_ONE_TAP = {
     (64, 64): replace(TILES[64, 64], rates=(49.8, 55.1, 57.0), start=0.9),
     (128, 64): replace(TILES[128, 64], rates=(46.1, 55.5), start=1.4),
@@ -107,7 +107,7 @@ OF_ONE_TAP = {
 
 
 class DmmaArguments(NamedTuple):
-    """What the kernel takes by value."""
+    """The arguments of the kernel."""
 
     pixels: int
     rows: int
@@ -179,7 +179,7 @@ class DmmaArguments(NamedTuple):
 
 
 class DmmaFilterArguments(NamedTuple):
-    """What ``dmma_filter`` takes: what it packs, and where that lies."""
+    """The arguments of ``dmma_filter``: what it packs, and where that lies."""
 
     rows: int
     rows_group: int
@@ -240,7 +240,7 @@ def _tile(problem: ConvProblem, config: Dmma) -> _Tile | None:
 
 
 def _cuts(problem: ConvProblem, config: Dmma) -> bool:
-    """Whether sums are cut into chains: those that are longer than cuDNN's, of gradients."""
+    """Whether sums are cut into chains: gradients' sums that are longer than cuDNN's."""
     part = ceil(ceil(_reduction(problem), BLOCK_K), config.SPLIT)  # in stages
     return part > ceil(_longest_chain(problem), BLOCK_K)
 
@@ -248,8 +248,8 @@ def _cuts(problem: ConvProblem, config: Dmma) -> bool:
 def _longest_chain(problem: ConvProblem) -> int:
     """Products of the longest chain that loses no more than a sum of cuDNN's.
 
-    As its errors show: it sums forwards in one chain, gradients of filters by image, and those of inputs in one chain, but for strides,
-    lines and many channels, where it sums by tap. Dilations and volumes were not looked at, and count as these.
+    cuDNN's errors show how it sums: fprop in one chain, wgrad by image, and dgrad in one chain, except with strides, on lines and with
+    many channels, where it sums by tap. Dilations and volumes were not measured, and count as these.
     """
     if problem.layout == "CNHW":
         return math.prod(problem.filter_size)
@@ -259,7 +259,7 @@ def _longest_chain(problem: ConvProblem) -> int:
 
 
 def _reduction(problem: ConvProblem) -> int:
-    """gemm k with all taps, or where phases are merged, those of the part that has the most."""
+    """gemm k with all taps; if phases are merged, the largest gemm k of a part."""
     taps = max(part.taps for part in _parts(problem)) if _merges(problem) else math.prod(problem.filter_size)
     return problem.operand_channels // problem.groups * taps
 
@@ -268,7 +268,7 @@ def _reduction(problem: ConvProblem) -> int:
 class _Form:
     """How the operands are read: see the head of the kernel.
 
-    packs: the filter is packed as rows of k, whose innermost part are the channels; it may lie so already.
+    packs: the filter is packed as rows of k with the channels innermost; it may already lie so.
     """
 
     packs: bool
@@ -283,7 +283,7 @@ class _Form:
         channels, taps = problem.operand_channels // problem.groups, math.prod(problem.filter_size)
         unshifted = problem.dilation == (1, 1, 1) and not any(problem.padding_before)
         if problem.layout == "CNHW":
-            # k runs along rows of dy and of x; pairs of pixels can be copied where no tap shifts them
+            # k runs along rows of dy and of x; pairs of pixels can be copied if no tap shifts them
             even = taps % 2 == 0
             unshifted = unshifted and problem.operand_size == problem.filter_size and problem.result_size == (1, 1, 1)
             return cls(False, 1 + even, 1, 1 + (even and unshifted))
@@ -301,13 +301,13 @@ class _Form:
 
 
 def _stays_inside(phase: Phase, operand_size: tuple[int, int, int]) -> bool:
-    """Whether a phase has one tap, and no pixel reads outside of the image by it."""
+    """Whether a phase has one tap, and no pixel reads outside the image by it."""
     places = zip(phase.size, phase.stride, phase.pad, operand_size, strict=True)
     return phase.taps == (1, 1, 1) and all(pad <= 0 and (pixels - 1) * stride - pad < size for pixels, stride, pad, size in places)
 
 
 def _lies_along_m(problem: ConvProblem) -> bool:
-    """Whether a gradient of the input finds its filter as rows of the channels that it writes, or of these and all phases."""
+    """Whether dgrad finds its filter as rows of the channels that it writes, or of these and all phases."""
     part, *others = _parts(problem)
     taps = math.prod(problem.filter_size)
     return taps == 1 or (not others and part.taps == 1 and part.phases == taps and part.phase.first == (0, 0, 0))
@@ -344,9 +344,9 @@ def filter_key(problem: ConvProblem, config: Dmma) -> Hashable:
 
 @dataclass(frozen=True)
 class _Part:
-    """A launch: a phase, and `many` neighbours of it along each axis, whose pixels read the same of the image.
+    """A launch: a phase, and `many` neighbouring phases along each axis whose pixels read the same pixels.
 
-    These count as channels. `at` is where its part of the filter is packed, in elements for each channel of the result.
+    The phases count as channels. `at` is where the part's filter is packed, in elements of each channel of the result.
     """
 
     phase: Phase
@@ -364,7 +364,7 @@ class _Part:
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration
 def _parts(problem: ConvProblem) -> tuple[_Part, ...]:
-    """The launches, the longest first."""
+    """The launches, those with most taps first."""
     if problem.direction == "fprop":
         return (_Part(phases(problem)[0], (1, 1, 1), 0),)
     found, at, channels = [], 0, problem.operand_channels // problem.groups
@@ -376,7 +376,7 @@ def _parts(problem: ConvProblem) -> tuple[_Part, ...]:
 
 
 def _runs(axis: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
-    """The phases of an axis, and how many like them follow: each begins a pixel and a tap later, and reads the same pixels."""
+    """The first of each run of phases of an axis, and the run's length: each begins a pixel and a tap later, and reads the same pixels."""
     found: list[tuple[tuple[int, ...], int]] = []
     for one in axis:
         if found:
@@ -389,7 +389,7 @@ def _runs(axis: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _pack(problem: ConvProblem, filter_last: bool) -> list[KernelLaunch]:
-    """The launches that pack the filter, whose channels are last with `filter_last`."""
+    """The launches that pack the filter, which has its channels last with `filter_last`."""
     groups, all_taps = problem.groups, math.prod(problem.filter_size)
     rows, channels = problem.result_channels // groups, problem.operand_channels // groups
     w_group, w_row, w_channel = filter_strides(problem)
@@ -414,7 +414,7 @@ def _pack(problem: ConvProblem, filter_last: bool) -> list[KernelLaunch]:
 
 
 def _packed_parts(problem: ConvProblem) -> tuple[_Part, ...]:
-    """Those whose taps lie behind one another in the packed filter."""
+    """The parts whose taps are packed, one part behind the other."""
     if _merges(problem):
         return _parts(problem)
     all_taps = replace(_parts(problem)[0].phase, taps=problem.filter_size, first=(0, 0, 0), every=(1, 1, 1))
@@ -422,12 +422,12 @@ def _packed_parts(problem: ConvProblem) -> tuple[_Part, ...]:
 
 
 def _tap_strides(taps: tuple[int, int, int], tap: int) -> tuple[int, int, int]:
-    """From one tap to the next along each axis, where neighbours are `tap` apart."""
+    """Elements from one tap to the next along each axis, if neighbours are `tap` apart."""
     return taps[1] * taps[2] * tap, taps[2] * tap, tap
 
 
 def _merges(problem: ConvProblem) -> bool:
-    """Whether a launch computes several phases. Then each has its own part of the packed filter; else the taps lie in their order."""
+    """Whether a launch computes several phases. Then each part has its own packed filter; else the taps keep their order."""
     return any(part.phases > 1 for part in _parts(problem))
 
 
@@ -451,12 +451,12 @@ def _tiles(problem: ConvProblem, config: Dmma, part: _Part) -> int:
 
 
 def stage_bytes(config: Dmma, form: _Form) -> int:
-    """Shared memory of a stage."""
+    """Bytes of shared memory of a stage."""
     return 8 * block_k(config) * (config.BLOCK_M + config.BLOCK_N + (0 if form.A_IN_ROWS_OF_K else 4) + (0 if form.B_IN_ROWS_OF_K else 4))
 
 
 def block_k(config: Dmma) -> int:
-    """How much of gemm k a stage has."""
+    """gemm k of a stage."""
     tile = TILES[config.BLOCK_M, config.BLOCK_N]
     return 8 * tile.SLICES
 
@@ -477,13 +477,13 @@ def _defines(config: Dmma, tile: _Tile, form: _Form, device: Device) -> dict[str
 
 
 def _arguments(problem: ConvProblem, config: Dmma, form: _Form, part: _Part, packed: bool) -> DmmaArguments:
-    """What the kernel is told of a part; `packed`: the filter lies as :func:`_pack` leaves it."""
+    """The kernel's arguments of a part; `packed`: the filter lies as :func:`_pack` leaves it."""
     groups, phase, (_, r, s) = problem.groups, part.phase, part.phase.taps
     rows, channels, taps = problem.result_channels // groups * part.phases, problem.operand_channels // groups, part.taps
     w_group, w_row, w_channel = filter_strides(problem)
     if not form.A_IN_ROWS_OF_K:
         w_row = 1
-    if packed:  # the part's own taps, behind one another, or all
+    if packed:  # the part's own taps, contiguous, or all taps
         w_row = channels * (taps if _merges(problem) else math.prod(problem.filter_size))
         w_group, w_channel = rows * w_row, 1
     lying = _tap_strides(part.phase.taps if packed and _merges(problem) else problem.filter_size, channels if packed else 1)
@@ -521,7 +521,7 @@ def sum_order(problem: ConvProblem, config: Dmma) -> Hashable:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, and how operands can be read; and one that lays filters."""
+    """A text for each tile and each way to read operands, and one that packs filters."""
     for size, tile in dict.fromkeys([*TILES.items(), *CUT.items()]):
         of_tile = _defines(Dmma(*size), tile, _Form(False, 1, 0, 1), device)
         choices = {name: (value,) for name, value in of_tile.items()} | {
@@ -534,7 +534,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever launched.
 
-    A's elements are copied in pairs wherever those of B are. Sums of one tap are never cut.
+    A is copied in pairs wherever B is. Sums of one tap are never cut.
     """
     a_rows, b_rows, one_tap = d["A_IN_ROWS_OF_K"], d["B_IN_ROWS_OF_K"], d["ONE_TAP"]
     if b_rows and one_tap:
@@ -559,7 +559,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Dmma]:
 def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
     """Microseconds that `config` should take: rounds of blocks, of which the last may leave multiprocessors half empty.
 
-    Phases run side by side, and what is left over at the end is most of the longest block. A split sum is written and read once more, in
+    Phases run side by side, and what remains at the end is most of the longest block. A split sum is written and read once more, in
     the L2 cache if it fits.
     """
     form, tile, multiprocessors = _Form.of(problem), _tile(problem, config), device.multiprocessors
@@ -592,19 +592,19 @@ def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
 
 
 def _lines(problem: ConvProblem, config: Dmma, form: _Form) -> float:
-    """Lines of 128 bytes that the copies of a stage meet: each copy of a warp takes as long as there are lines in it."""
+    """Cache lines of 128 bytes that a stage's copies touch: a warp's copy takes as long as its lines are many."""
     if form.B_IN_ROWS_OF_K:
         return config.BLOCK_M + config.BLOCK_N * (1 if problem.layout == "NHWC" else 2)
     apart = problem.stride[-1] if problem.direction == "fprop" else 1  # neighbouring pixels
     return config.BLOCK_M + BLOCK_K * config.BLOCK_N * min(1, apart / 16)
 
 
-#: What another tile than the usual one has to gain, by the model's word: it is another text, for which a call may have to wait.
+#: How much faster the model must find another tile than the usual one: it is another text, for which a call may have to wait.
 USUAL, CLEARLY = (64, 64), 1.05
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Dmma] | None:
-    """The configuration that should be the fastest, with the usual tile unless another is clearly faster; None if none runs it."""
+    """The configuration that should be fastest, with the usual tile unless another is clearly faster; None if none can run it."""
     timed = [(time(problem, config, device), config) for config in configs(problem, device)]
     usual = fastest(one for one in timed if (one[1].BLOCK_M, one[1].BLOCK_N) == USUAL)
     best = fastest(timed)

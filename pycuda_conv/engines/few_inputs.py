@@ -224,7 +224,7 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     table_at = steps * config.BLOCK_N * STEP_WORDS * WORD * halves
     places_at = table_at + steps * STEP_WORDS * 2 * WORD
     patch_at = ceil(places_at + slices * r * s * channels * WORD, BANKS) * BANKS
-    nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes' words in a patch and its copy differ in banks
+    nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes read different banks of patch and copy
     copies = int(size == 2 and stride_w * channels % 2 == 1)
     turned = WARPS * TURNED if problem.layout == "NCHW" and _run(problem) < 16 // size else 0
     stages = 2 if unit * size >= WORD and patch_at + (2 + copies) * nbytes + turned <= SHARED_BYTES else 1

@@ -37,7 +37,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 
 @dataclass(frozen=True)
 class Fft(Config):
-    """Pixels of a tile, of a line TILE_H * TILE_W: ``fft_tiles.cu``."""
+    """TILE_H x TILE_W pixels of a tile, which on a line has TILE_H * TILE_W of it: ``fft_tiles.cu``."""
 
     TILE_H: int = 64
     TILE_W: int = 64
@@ -102,16 +102,16 @@ class FftArguments(NamedTuple):
 CONFIGS = (Fft,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-#: Threads of a block, by its tile; and by a tile that is a line, of which the planner has one.
+#: Threads of a block by its tile; and by a tile that is a line, of which the planner has one.
 TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
 LINES = TILES | {(128, 128): 512}
 LINE = (64, 128)
 FORWARD, BACKWARD, WHOLE = range(3)  # fft_tiles.cu's MODE
-#: fft_range.cu's PARTS: of a tile; in a plane they are in a square.
+#: PARTS of fft_range.cu: parts of a tile, and of the side of a square tile.
 PARTS, SIDE = 1024, 32
-#: fft_range.cu's: the norm of a pair of tiles is at most so many times that of a result's window, or the result is a sum.
+#: RANGE of fft_range.cu: if the norm of a pair of tiles is more than so many times that of a result's window, the result is a sum.
 RANGE = 256
-#: fft_product.cu's: threads, and channels and pairs of tiles of each.
+#: Threads of fft_product.cu, and channels and pairs of tiles of each thread.
 THREADS, ROWS, COLUMNS = 128, 4, 4
 MOST_SHARED_BYTES = 227 << 10
 MOST_WORKSPACE = 4 << 30
@@ -128,12 +128,12 @@ def unsupported(device: Device) -> str | None:
 
 
 def _is_line(problem: ConvProblem) -> bool:
-    """Whether all sizes but those along the last axis are 1, so that a tile is a piece of a line."""
+    """Whether the problem is 1-d along the last axis, so that a tile is a piece of a line."""
     return problem.input_size[1] == problem.output_size[1] == problem.filter_size[1] == 1
 
 
 def _shared_bytes(problem: ConvProblem, config: Fft) -> int:
-    """Of a block of ``fft_tiles.cu``, the turns included."""
+    """Bytes of shared memory of a block of ``fft_tiles.cu``, with its table of rotations."""
     return (config.TILE_H * (config.TILE_W + 1) + max(config.TILE_H, config.TILE_W)) * 2 * accumulator_bytes(problem)
 
 
@@ -172,11 +172,11 @@ class _Tiles:
     count : (int, int)
         Tiles of a plane.
     pairs : int
-        Pairs of tiles of a channel, of all images; the last tile may be alone.
+        Pairs of tiles of a channel, over all images; the last tile may be alone.
     part, box : (int, int)
-        Pixels of a part of a tile, and parts that lie in any window.
+        Pixels of a part of a tile, and parts that lie in every window.
     frequencies : int
-        Of a tile.
+        Frequencies of a tile.
     """
 
     used: tuple[int, int]
@@ -200,12 +200,12 @@ class _Tiles:
 
 
 def _dense(problem: ConvProblem) -> bool:
-    """Whether a result is a sum over several channels, so that spectra are kept and added up."""
+    """Whether a result sums several channels, so that spectra are stored and added."""
     return problem.operand_channels > problem.groups
 
 
 def _workspace_bytes(problem: ConvProblem, tiles: _Tiles) -> int:
-    """Of the spectra of filters, and of tiles where these are kept."""
+    """Bytes of the filters' spectra, and of the tiles' if they are stored."""
     spectra = (problem.operand_channels + problem.result_channels) * tiles.pairs if _dense(problem) else 0
     return (spectra + _filters(problem)) * tiles.frequencies * 2 * accumulator_bytes(problem)
 
@@ -232,7 +232,7 @@ def _product_grid(problem: ConvProblem, tiles: _Tiles) -> int:
 def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem`.
 
-    On a GPU the filter's spectrum is its packed form. OpenCL's launches take whole buffers, so there it lies in the workspace.
+    On a GPU the filter's spectrum is its packed form. OpenCL launches take whole buffers, so there it lies in the workspace.
     """
     check_shared(problem, config, device, _shared_bytes(problem, config))
     tiles, size = _Tiles.of(problem, config), accumulator_bytes(problem)
@@ -291,12 +291,12 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = Fa
 
 
 def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> FftArguments:
-    """Of launches that read the filter, or the image."""
+    """The arguments of launches that read the filter, or else the images."""
     (_, r, s), (_, p, q), (_, h, w) = problem.filter_size, problem.result_size, problem.operand_size
     groups, read, written = problem.groups, problem.operand_channels // problem.groups, problem.result_channels // problem.groups
     f_group, f_written, f_read = filter_strides(problem)
     forward, (_, pad_h, pad_w) = problem.direction == "fprop", problem.padding_before
-    if of_filter:  # its "images" are those of a group's channels of the result
+    if of_filter:  # its "images" are the result's channels of a group
         what = {
             "image_stride": f_written, "group_stride": f_group, "channel_stride": f_read, "h": r, "w": s, "first_h": 0, "first_w": 0,
             "start": r * s - 1 if forward else 0, "row_step": -s if forward else s, "column_step": -1 if forward else 1, "tiles": 1,
@@ -320,7 +320,7 @@ def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> FftArgum
 
 
 def filter_key(problem: ConvProblem, config: Fft) -> Hashable:
-    """The filter's spectrum depends on the tile, and on whether it is one line."""
+    """Equal for problems with the same tile and kind of line, on which the filter's spectrum depends."""
     return (
         Fft, config, problem.dtype, problem.direction, _is_line(problem), problem.K, problem.C // problem.groups, problem.groups,
         problem.filter_size,
@@ -328,12 +328,12 @@ def filter_key(problem: ConvProblem, config: Fft) -> Hashable:
 
 
 def sum_order(problem: ConvProblem, config: Fft) -> Hashable:
-    """The tile."""
+    """The tile: it decides all bits."""
     return config
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, a type, planes and lines, and what becomes of a transform: on GPUs, where the planner may choose them."""
+    """A text for each tile and type, for planes and lines, and for each mode; only on GPUs, where the planner chooses them."""
     if device.backend != "cuda":
         return
     all_types = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
@@ -351,17 +351,17 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _tiles(dtype: str) -> tuple[tuple[int, int], ...]:
-    """The tiles that are chosen from: small ones only where large ones don't fit, in float64. In other types they are no faster."""
+    """The tiles to choose from. Small ones are for float64 on devices where large ones don't fit; elsewhere they are no faster."""
     return tuple(TILES)[:2] if dtype == "float64" else tuple(TILES)[1:]
 
 
-#: Microseconds that a multiprocessor of an H200 should take for a pair of tiles, there and back, divided by numbers times log2 of them; and
-#: to judge a pair; TOGETHER where a multiprocessor has room for several pairs. Fitted to 23 times of 13 large filters on H200s and H100s:
-#: root mean square of the error 11%.
+#: Microseconds of a multiprocessor of an H200 for a pair of tiles, both ways, divided by its numbers times their log2; the same with
+#: room for several pairs (TOGETHER); and to judge a pair. Fitted to 23 times of 13 large filters on H200s and H100s: root mean
+#: square of the error 11%.
 STAGE, TOGETHER, JUDGED = 7.41e-5, 0.00011, 13.7
-#: MACs of a channel's filters a microsecond by plain cores, of 132 multiprocessors: what a transform has to beat.
+#: MACs of a channel's filters that the plain cores of 132 multiprocessors do in a microsecond: transforms have to beat that.
 PLAIN_RATE = 10e6
-#: How much less time transforms should take than what else there is: images with dark areas take them two to nine times as long.
+#: How much faster transforms must be predicted than other engines: images with dark areas make them two to nine times slower.
 CLEARLY = 1.2
 
 
@@ -375,7 +375,7 @@ def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     spectrum = 2 * tiles.frequencies * size
 
     def rounds(count: float) -> float:
-        """Pairs that a multiprocessor takes one after the other: whole ones, if it has room for one only."""
+        """Pairs that a multiprocessor takes one after the other: a whole number, if it has room for one at a time."""
         each = count / device.multiprocessors
         return math.ceil(each) if alone else max(1.0, each)
 
@@ -403,7 +403,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Fft] | None:
-    """The tile that should be the fastest, by rule where plain cores should take longer for a filter that sees one channel."""
+    """The tile that should be fastest; by rule if plain cores should take longer for a filter that reads one channel."""
     found = min(((time(problem, config, device), config) for config in configs(problem, device)), key=lambda pair: pair[0], default=None)
     if found is None:
         return None

@@ -1,8 +1,8 @@
-"""Grouped convolutions of arrays with their channels last, as they lie, on tensor cores (``cu/grouped_nhwc.cu``).
+"""Grouped convolutions of channels-last arrays as they lie, on tensor cores (``cu/grouped_nhwc.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``, with few channels a group, or of one group of few channels. A block takes
-neighbouring channels of several groups, and multiplies with zeros what is of others: memory bounds such layers, not arithmetic. Nothing is
-packed. One launch does everything, but for gradients of the input with more than four stride phases.
+They are float16, bfloat16, and float32 with ``precision="tf32"``, and have few channels a group, or one group of few channels. A block takes
+neighbouring channels of several groups, and multiplies channels of other groups with zeros: memory bounds such layers, not arithmetic.
+Nothing is packed. One launch does everything, except for dgrad with more than four stride phases.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ BLOCKS = 2   # that share a multiprocessor
 COUNTS = (1, 2, 4, 8)  # units of a slab
 ROWS = 4     # of the result, whose sums a warp has
 COLUMNS = 16
-UNROLLED = 3  # rows of a filter that share loads
-PHASES = 4   # in a launch, or one
+UNROLLED = 3  # rows of a filter that can share loads
+PHASES = 4   # phases of a launch, if there are more than one
 
 
 @dataclass(frozen=True)
 class GroupedNhwc(Config):
-    """One tile of ``grouped_nhwc.cu``: its units of 16 channels, its images, rows and columns of the result."""
+    """One tile of ``grouped_nhwc.cu``: UNITS of 16 channels, IMAGES, ROWS and COLUMNS of the result."""
 
     UNITS: int = 2
     IMAGES: int = 1
@@ -108,7 +108,7 @@ def _units(problem: ConvProblem) -> Units | None:
 
 
 def _chunks(problem: ConvProblem, count: int) -> int:
-    """16 bytes of channels of a slab of so many units."""
+    """16-byte chunks of a slab of `count` units."""
     units = _units(problem)
     assert units is not None
     return chunks_read(units, count)
@@ -124,7 +124,7 @@ def _slabs(problem: ConvProblem, config: GroupedNhwc) -> int:
 
 
 class _Axis(NamedTuple):
-    """One axis of a phase: pixel j reads with tap i at j * stride + low + i * dilation; in the filter tap i is number base + i * step."""
+    """One axis of a phase: pixel j reads j * stride + low + i * dilation by tap i, which is tap base + i * step of the filter."""
 
     size: int
     taps: int
@@ -136,7 +136,7 @@ class _Axis(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """A phase as the kernel sees it: of `images` images, whose rows may be those of several."""
+    """A phase as the kernel sees it, of `images` images; an image's rows may be those of several."""
 
     phase: Phase
     images: int
@@ -156,7 +156,7 @@ def _walk(problem: ConvProblem, phase: Phase) -> _Walk:
     _, height, width = problem.operand_size
     images = problem.N
     if down.size == height == problem.result_size[1] and (down.taps, down.stride, down.low) == (1, 1, 0):
-        # rows know nothing of each other: all images are one
+        # rows are independent: all images count as one
         images, height, down = 1, images * height, down._replace(size=images * height)
     return _Walk(phase, images, (height, width), down, right)
 
@@ -188,7 +188,7 @@ def _tiles(walk: _Walk, config: GroupedNhwc) -> int:
 
 
 def _tile_size(walk: _Walk, config: GroupedNhwc) -> tuple[int, int]:
-    """Rows and columns of the input that a tile of an image meets."""
+    """Rows and columns of the input that an image's part of a tile reads."""
     height, width = (
         (size - 1) * axis.stride + max(axis.taps - 1, 0) * axis.dilation + 1
         for size, axis in zip((config.TILE_P, config.TILE_Q), (walk.down, walk.right), strict=True)
@@ -203,7 +203,7 @@ def _filter_bytes(problem: ConvProblem, config: GroupedNhwc, walk: _Walk) -> int
 
 
 def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
-    """Shared memory of a block: the filter, and two tiles."""
+    """Bytes of shared memory of a block: the filter and two tiles."""
     pixel = pitch(_chunks(problem, config.UNITS))
     return max(
         _filter_bytes(problem, config, walk) + 2 * config.IMAGES * math.prod(_tile_size(walk, config)) * pixel for walk in _walks(problem)
@@ -294,12 +294,12 @@ def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, noted: b
 
 
 def _products(problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int]) -> list[list[KernelLaunch]]:
-    """The launches, with elements of the filter from one group, channel of the result, of the input, and tap to the next."""
+    """The launches for a filter with strides `lying`, in elements: of a group, a channel of the result, a channel of the input, a tap."""
     return [[_product(problem, config, device, lying, walks) for walks in _launches(problem)]]
 
 
 def _launches(problem: ConvProblem) -> Iterator[tuple[_Walk, ...]]:
-    """Phases that share a launch."""
+    """The phases of each launch."""
     walks, count = _walks(problem), _phase_count(problem)
     return (walks[first : first + count] for first in range(0, len(walks), count))
 
@@ -311,7 +311,7 @@ def _product(
     count, unrolled = _phase_count(problem), _unrolled(problem)
     slabs, blocks = _slabs(problem, config), _blocks(problem, config, device, walks)
     told = tuple(_arguments(problem, config, lying, walk, blocks) for walk in walks)
-    told += (told[-1]._replace(tiles=0),) * (count - len(walks))  # of which there is nothing to compute
+    told += (told[-1]._replace(tiles=0),) * (count - len(walks))  # empty phases fill the kernel's parameter
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": walks[0].down.stride if unrolled > 1 else 1, "PHASES": count,
     }  # fmt: skip
@@ -324,7 +324,7 @@ def _product(
 
 
 def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, walks: tuple[_Walk, ...]) -> int:
-    """Blocks of a slab and phase: as many as leave all with the same number of tiles, one after the other, while they fill the machine."""
+    """Blocks of a slab and phase: as many as fill the GPU, if possible with equally many tiles each."""
     tiles = max(_tiles(walk, config) for walk in walks)
     jobs = _slabs(problem, config) * len(walks)
     rounds = ceil(tiles * jobs, max(BLOCKS * device.multiprocessors, jobs))
@@ -366,26 +366,26 @@ def sum_order(problem: ConvProblem, config: GroupedNhwc) -> Hashable:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for the type, and for how rows of the filter share loads."""
+    """A text for each type, and for each number of filter rows that share loads."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES)}
     yield TextFamily("grouped_nhwc", choices, _made)
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever chosen."""
+    """Whether a kernel with these defines is ever launched."""
     return d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1
 
 
 # ---- the choice
 
 CLOCK = 1700.0     # cycles a microsecond
-MEASURED = 1.4     # times what is counted here: so long blocks took on an H200, in 26 layers, most within a quarter
+MEASURED = 1.4     # relative time beside what is counted: of long blocks on an H200, in 26 layers, most within a quarter
 SHARED_RATE = 128  # bytes a cycle into or out of shared memory
 ISSUED = 2.0       # instructions a cycle
 JOB, LOADED, LAID = 139.0, 39.7, 24.9  # instructions of a job beside its products, of a load of 16 bytes, of a word of the filter
-TILE, BLOCK = 600, 804.0          # cycles of a tile and of a block that nothing hides: barriers, waits
+TILE, BLOCK = 600, 804.0          # cycles of a tile and of a block that nothing hides: barriers, latency
 MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
-HALO = 0.25        # the part that comes from memory of what tiles load beside their own pixels
+HALO = 0.25        # the part that comes from memory of what tiles load around their own pixels
 BEGIN = 2.5        # microseconds of a launch with its first loads
 HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
@@ -407,7 +407,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
 
 
 def time(problem: ConvProblem, config: GroupedNhwc, device: Device) -> float:
-    """Microseconds that `config` should take: what the multiprocessor with most blocks does, or bytes from and to memory."""
+    """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes from and to memory."""
     walks, slabs, multiprocessors = _walks(problem), _slabs(problem, config), device.multiprocessors
     us = loaded = 0.0
     for group in _launches(problem):
@@ -421,7 +421,7 @@ def time(problem: ConvProblem, config: GroupedNhwc, device: Device) -> float:
 
 
 class _Work(NamedTuple):
-    """What a block does, in cycles of a multiprocessor that has another one to go on with."""
+    """A block's work in cycles of a multiprocessor that has another block to overlap it with."""
 
     tile: float
     block: float  # beside its tiles
@@ -433,10 +433,10 @@ def _work(problem: ConvProblem, config: GroupedNhwc, walk: _Walk, device: Device
     assert units is not None
     jobs = config.UNITS * ceil(config.IMAGES * config.TILE_Q, COLUMNS) * config.TILE_P // ROWS
     taps, loads = walk.down.taps * walk.right.taps, _chunks(problem, config.UNITS) * config.IMAGES * math.prod(_tile_size(walk, config))
-    rows = (ROWS - 1) * walk.down.stride + unrolled if unrolled > 1 else ROWS  # of the input, of which a column of the filter's taps loads
+    rows = (ROWS - 1) * walk.down.stride + unrolled if unrolled > 1 else ROWS  # of the input, which a column of the filter's taps loads
     reads, products = jobs * units.steps * taps * (1 + rows / unrolled), jobs * units.steps * taps * ROWS * 2
     multiplied = products * 16 * 8 * 16 * problem.itemsize // 2 / product_rate(device)
-    lines = config.IMAGES * math.prod(_tile_size(walk, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes: a cycle each
+    lines = config.IMAGES * math.prod(_tile_size(walk, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes, a cycle each
     shared = (512 * reads + 16 * loads) / SHARED_RATE + lines
     issued = (jobs * JOB + products + 3 * reads + LOADED * loads / 32) / ISSUED
     words = _filter_bytes(problem, config, walk) / 4

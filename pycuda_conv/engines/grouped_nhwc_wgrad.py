@@ -1,4 +1,4 @@
-"""Gradients of filters of few channels a group from 16-bit arrays with their channels last, as they lie (``cu/grouped_nhwc_wgrad.cu``)."""
+"""wgrad of few channels a group, from 16-bit channels-last arrays as they lie (``cu/grouped_nhwc_wgrad.cu``)."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ BLOCKS = 2   # that share a multiprocessor
 COUNTS = (1, 2, 4, 8)  # units of a slab
 COLUMNS = 16
 TAPS = (1, 9)  # of a block
-ZEROS = 32  # bytes that stand for pixels that there are not
+ZEROS = 32  # bytes that stand for missing pixels
 
 
 @dataclass(frozen=True)
 class GroupedWgrad(Config):
-    """One tile of ``grouped_nhwc_wgrad.cu``: its units of 16 channels, its images, rows and columns, and the parts of the sum."""
+    """One tile of ``grouped_nhwc_wgrad.cu``: UNITS of 16 channels, IMAGES, ROWS and COLUMNS, and the PARTS of the sum."""
 
     UNITS: int = 2
     IMAGES: int = 1
@@ -121,7 +121,7 @@ def _grid(problem: ConvProblem, config: GroupedWgrad) -> int:
 
 
 def _tile_size(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
-    """Rows and columns of x that a tile of an image meets."""
+    """Rows and columns of x that an image's part of a tile reads."""
     forward = forward_of(problem)
     height, width = (
         (size - 1) * forward.stride[axis] + (forward.filter_size[axis] - 1) * forward.dilation[axis] + 1
@@ -136,7 +136,7 @@ def _loads(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
 
 
 def _shared_bytes(problem: ConvProblem, config: GroupedWgrad) -> int:
-    """Shared memory of a block: zeros and two tiles, or the sums of a warp for each step."""
+    """Bytes of shared memory of a block: zeros and two tiles, or the sums of a warp for each step."""
     units, (of_x, of_y) = _units(problem), _loads(problem, config)
     assert units is not None
     tiles = of_x * pitch(chunks_read(units, config.UNITS)) + of_y * pitch(chunks_written(units, config.UNITS))
@@ -248,31 +248,31 @@ def filter_key(problem: ConvProblem, config: GroupedWgrad) -> None:
 
 
 def sum_order(problem: ConvProblem, config: GroupedWgrad) -> Hashable:
-    """Where a sum is cut: into tiles, which warps and parts share."""
+    """How a sum is cut: into tiles, which warps and parts share."""
     return config
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for the type, for one tap and for several, and for whole sums."""
+    """A text for each type, for one tap and for several, and for whole sums or parts."""
     yield TextFamily("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
 
 
 # ---- the choice
 
 CLOCK = 1700.0     # cycles a microsecond
-MEASURED = 1.85    # times what is counted here: so long blocks took on an H200, in 13 layers, most within a quarter
+MEASURED = 1.85    # relative time beside what is counted: of long blocks on an H200, in 13 layers, most within a quarter
 SHARED_RATE = 128  # bytes a cycle into or out of shared memory
 ISSUED = 0.965       # instructions a cycle
 ROW, LOADED = 38.0, 16.0  # instructions of a row of 16 pixels beside its products, and of a load of 16 bytes
-TILE, BLOCK = 720.0, 1000.0  # cycles of a tile and of a block that nothing hides: barriers, waits, stores of sums
+TILE, BLOCK = 720.0, 1000.0  # cycles of a tile and of a block that nothing hides: barriers, latency, stores of sums
 MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
-HALO = 0.25        # the part that comes from memory of what tiles load beside their own pixels
+HALO = 0.25        # the part that comes from memory of what tiles load around their own pixels
 BEGIN = 1.45        # microseconds of a launch with its first loads
 HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
-    """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the machine."""
+    """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the GPU."""
     if why_not(problem):
         return
     forward, units, (_, p, q) = forward_of(problem), _units(problem), problem.filter_size
@@ -292,7 +292,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
 
 
 def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
-    """Microseconds that `config` should take: what the multiprocessor with most blocks does, or bytes; and adding the parts."""
+    """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes; and adding the parts."""
     units, (slabs, tap_blocks), (of_x, of_y) = _units(problem), _blocks(problem, config), _loads(problem, config)
     assert units is not None
     multiprocessors, size, forward = device.multiprocessors, math.prod(problem.result_shape), forward_of(problem)

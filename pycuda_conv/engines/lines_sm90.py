@@ -1,9 +1,9 @@
 """Convolutions of float32 arrays as they lie, NCHW, for ``precision="tf32"`` on Hopper's tensor cores (``cu/lines_sm90.cu``).
 
-Nothing is packed but the filter. In TF32 nothing is scaled either, and no number needs a path of its own; with FP16_OPERANDS the numbers
-become fp16 on their way to the product, which takes half the time, and what fp16 can't hold is done again in TF32 by the same
-launch. Either way shared memory and the L2 cache are asked for more than by packed operands, so that this wins where packing the
-images takes about as long as their products: few channels.
+Only the filter is packed. In TF32 nothing is scaled either, and no number needs a path of its own. With FP16_OPERANDS the numbers
+become fp16 on their way to the product, which takes half the time, and the same launch computes again in TF32 what fp16 can't hold.
+Either way the kernel loads more from shared memory and the L2 cache than one on packed operands does. So it wins if packing the
+images would take about as long as their products: with few channels.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = [
     "unsupported",
 ]  # fmt: skip
 
-MOST_STAGES = 6  # of a ring of x, that are tried
-MOST_PIECES = 4  # of 16 bytes, that a thread keeps of a line
-FILTER_BYTES = 40 * 1024  # of one output channel of the filter
-FEW = 8  # channels: with less, lines are rows of all of them
-SWIZZLED = 4  # rows of so many such pieces are swizzled
+MOST_STAGES = 6  # the most stages of a ring of x that are tried
+MOST_PIECES = 4  # pieces of 16 bytes of a line that a thread can keep
+FILTER_BYTES = 40 * 1024  # the most bytes of the filter of one output channel
+FEW = 8  # channels; with fewer, lines are rows of all of them
+SWIZZLED = 4  # rows of so many pieces are swizzled
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Lines(Config):
     """One tile of ``lines_sm90.cu``.
 
     BLOCK_N output channels. A thread takes PIXEL_QUADS times four neighbouring pixels, one below the other; a warp's pixels are
-    WARP_TILE wide. CONSUMERS are warpgroups; each has a ring of STAGES stages of x, and all share one of W_STAGES stages of w. A
-    stage has CHUNKS times 8 lines, or 16 with FP16_OPERANDS: then they become fp16 numbers.
+    WARP_TILE wide. Each of CONSUMERS warpgroups has a ring of STAGES stages of x, and all share a ring of W_STAGES stages of w. A
+    stage has CHUNKS times 8 lines; with FP16_OPERANDS 16, which become fp16 numbers.
     """
 
     BLOCK_N: int = 64
@@ -137,21 +137,21 @@ def refusal(problem: ConvProblem, config: Lines) -> str | None:
 
 @dataclass(frozen=True)
 class _Walk:
-    """How a problem's pixels meet x: rows and columns each.
+    """How a problem's pixels read x; each pair is of rows and columns.
 
     Attributes
     ----------
     size, taps, stride, dilation : (int, int)
     low : (int, int)
-        x of the first pixel's first tap.
+        The row and column of x that the first pixel reads by its first tap.
     flipped : bool
-        Taps are met from the filter's last to its first.
+        Whether taps are taken from the filter's last to its first.
     flat : bool
-        A line is any row of any channel: there are less than 8 of these.
+        Whether a line is any row of any channel, as for fewer than 8 channels.
     unit : (int, int)
         Pixels of a warp.
     channels, chunks, steps : int
-        Channels a stage; eights, or sixteens, of lines a stage; stages.
+        Channels of a stage; eights, or sixteens, of lines of a stage; stages.
     """
 
     size: tuple[int, int]
@@ -171,7 +171,7 @@ class _Walk:
         (phase,) = phases(problem)
         channels, flat, flipped = problem.operand_channels, problem.operand_channels < FEW, problem.direction != "fprop"
         low = [-pad + min(0, (taps - 1) * step) for pad, taps, step in zip(phase.pad, phase.taps, phase.dilation, strict=True)]
-        dilation = [abs(step) or 1 for step in phase.dilation]  # transposed, taps lie in the other order
+        dilation = [abs(step) or 1 for step in phase.dilation]  # in dgrad taps are reversed
         each = channels if flat else (16 if config.FP16_OPERANDS else 8) * config.CHUNKS
         unit = (32 * config.PIXEL_QUADS // config.WARP_TILE, config.WARP_TILE)
         size, taps, stride = _hw(phase.size), _hw(phase.taps), _hw(phase.stride)
@@ -179,7 +179,7 @@ class _Walk:
 
     @property
     def shift(self) -> int:
-        """Columns from a multiple of 16 bytes to the first one that taps meet."""
+        """Columns of x that are loaded before the first one that taps read: loads begin at multiples of 16 bytes."""
         return self.low[1] % 4
 
     @property
@@ -188,16 +188,16 @@ class _Walk:
 
     @property
     def box(self) -> tuple[int, int]:
-        """What the taps of a unit meet of a channel: rows, columns."""
+        """Rows and columns of a channel that the taps of a unit read."""
         wide = (self.unit[1] - 4) * self.stride[1] // 4 + self.pieces
-        # lines lie so far apart that 8 lanes' loads meet all banks: see four_of and line_of
+        # spaces lines so that 8 lanes' loads use all banks: see four_of and line_of
         while wide % 2 == 0 if self.stride[1] % 2 == 0 else wide % 4 != 2 and wide != SWIZZLED:
             wide += 1
         return (self.unit[0] - 1) * self.stride[0] + (self.taps[0] - 1) * self.dilation[0] + 1, 4 * wide
 
     @property
     def span(self) -> int:
-        """Bytes of a row over which it is swizzled, or 0."""
+        """Bytes over which a row is swizzled, or 0."""
         return 16 * SWIZZLED if self.box[1] == 4 * SWIZZLED else 0
 
     @property
@@ -206,7 +206,7 @@ class _Walk:
 
     @property
     def eights(self) -> int:
-        """Of lines, or sixteens, all."""
+        """Eights, or sixteens, of lines: all of them."""
         return self.steps * self.chunks
 
     @property
@@ -215,7 +215,7 @@ class _Walk:
 
     @property
     def units(self) -> tuple[int, int]:
-        """Of an image: rows, columns."""
+        """Units of an image, in rows and columns."""
         return ceil(self.size[0], self.unit[0]), ceil(self.size[1], self.unit[1])
 
 
@@ -224,26 +224,26 @@ def _hw(axes: tuple[int, ...] | list[int]) -> tuple[int, int]:
 
 
 def shared_bytes(problem: ConvProblem, config: Lines) -> int:
-    """Shared memory of a block: the rings, and room to align them."""
+    """Bytes of shared memory of a block's rings and their alignment."""
     walk = _Walk.of(problem, config)
     w_stage = walk.chunks * walk.taps_of_eight * config.BLOCK_N * 32
     return config.CONSUMERS * config.STAGES * 4 * walk.unit_bytes + config.W_STAGES * w_stage + 1024
 
 
 def _all_shared_bytes(problem: ConvProblem, config: Lines) -> int:
-    """Those, barriers, for as many stages as are ever chosen, and what a block's threads tell one another."""
+    """The same with barriers for the most stages ever chosen, and with what a block's threads share."""
     barriers = 16 * (config.W_STAGES + config.CONSUMERS * max(config.STAGES, MOST_STAGES))
     return shared_bytes(problem, config) + (2 * barriers + 8 * config.BLOCK_N if config.FP16_OPERANDS else barriers) + 64
 
 
 def filter_key(problem: ConvProblem, config: Lines) -> Hashable:
-    """Equal for problems whose filter is laid alike: as many lines at once, of swizzled rows or not, in fp16 too or not."""
+    """Equal for problems whose filter is packed alike: as many lines at once, of swizzled rows or not, in fp16 too or not."""
     walk = _Walk.of(problem, config)
     return "laid", problem.direction, problem.C, problem.K, problem.filter_size, walk.eights, walk.span, config.FP16_OPERANDS
 
 
 class LinesProduct(NamedTuple):
-    """What the kernel is told of a product, which its text explains."""
+    """The arguments of a product: the struct of the kernel, which explains each member."""
 
     across: int
     tiles: int
@@ -269,7 +269,7 @@ class LinesProduct(NamedTuple):
 
 
 class LayFilter(NamedTuple):
-    """What ``lay_filter`` is told of the filter."""
+    """The arguments of ``lay_filter``."""
 
     rows: int
     padded: int
@@ -294,13 +294,13 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
         "WARP_TILE_H": walk.unit[0], "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift,
         "HAS_RESIDUAL": int(problem.has_residual),
     }  # fmt: skip
-    bytes_each = walk.taps_of_eight * padded * 32  # of an eight of lines, or of a sixteen in fp16
+    bytes_each = walk.taps_of_eight * padded * 32  # of eight lines, or of sixteen in fp16
     eights = walk.eights * (2 if config.FP16_OPERANDS else 1)
     laid = kept.take(eights * bytes_each)
     halves: tuple[Place, ...] = (kept.take(walk.eights * bytes_each), kept.take(8 * columns)) if config.FP16_OPERANDS else ()
     _, row_step, channel_step = filter_strides(problem)
     of_filter = LayFilter(columns, padded, problem.operand_channels, eights, row_step, channel_step, int(walk.flipped))
-    # as much shared memory for all: kernels of equal text are one
+    # always the same shared memory: launches of one text can then share a kernel
     filters = KernelLaunch(
         "lay_filter", defines, padded, 256, (WEIGHT, laid, *halves), (), "lines_sm90", shared=FILTER_BYTES, arch="sm_90a",
         arguments=of_filter,
@@ -331,31 +331,31 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
 
 
 def _tiles(problem: ConvProblem, config: Lines, multiprocessors: int) -> tuple[int, int, int]:
-    """Tiles along the channels, and of units; blocks of the launch."""
+    """Tiles along the channels; tiles of units; blocks of the launch."""
     across = ceil(problem.result_channels, config.BLOCK_N)
     tiles = ceil(problem.N * math.prod(_Walk.of(problem, config).units), 4 * config.CONSUMERS)
     return across, tiles, across * min(tiles, max(1, multiprocessors // across))
 
 
 def sum_order(problem: ConvProblem, config: Lines) -> Hashable:
-    """The order of lines, and what numbers they become."""
+    """The order of lines, and the type that numbers become."""
     return config.CHUNKS, config.FP16_OPERANDS, config.PIXEL_QUADS, config.WARP_TILE
 
 
 def texts(device: Device) -> tuple[TextFamily, ...]:
-    """None that could be listed: each layer has a text of its own, whose loops are the layer's."""
+    """None that could be listed: each layer has a text of its own, with the layer's loops."""
     return ()
 
 
 # ---- the choice
 
 # Fitted to 32 times on an H200: root mean square of the error 10%.
-CLOCK = {False: 1900.0, True: 1300.0}  # cycles a microsecond, of products beside what feeds them, by FP16_OPERANDS
-FILL = 42.3e3  # bytes a microsecond to a multiprocessor, from the L2 cache
-STORED = {8: 30.2e3, 16: 37.8e3, 32: 40.8e3}  # and from it, by the pixels of a unit's rows
-LAUNCHES_TIME = {False: 2.47, True: 3.42}  # microseconds, the filter's among them
-RESIDUAL_RATE = 5.85e3  # bytes of a residual a microsecond and multiprocessor that a tile reads and adds
-TILE_TIME = 1.18  # of a tile beside all that
+CLOCK = {False: 1900.0, True: 1300.0}  # cycles a microsecond of products beside the loads that feed them, by FP16_OPERANDS
+FILL = 42.3e3  # bytes a microsecond from the L2 cache to a multiprocessor
+STORED = {8: 30.2e3, 16: 37.8e3, 32: 40.8e3}  # and from the multiprocessor, by the pixels of a unit's rows
+LAUNCHES_TIME = {False: 2.47, True: 3.42}  # microseconds of launches, with that of the filter
+RESIDUAL_RATE = 5.85e3  # bytes of a residual that a multiprocessor reads and adds in a microsecond
+TILE_TIME = 1.18  # microseconds of a tile beside all that
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Lines]:
@@ -364,7 +364,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Lines]:
         return
     channels, rows, most = problem.operand_channels, problem.filter_size[1], problem.result_channels + 31
     widths = [columns for columns in (64, 96, 128) if columns <= most] or [32]
-    amounts = (ceil(channels * rows, 8),) if channels < FEW else (2, 1, 4)  # of equals the first one was the fastest
+    amounts = (ceil(channels * rows, 8),) if channels < FEW else (2, 1, 4)  # of equal predictions the first one was the fastest
     shapes = [(columns, fours) for columns in widths for fours in (1, 2) if columns * fours <= 128]
     for (columns, fours), unit, chunks, half in product(shapes, (8, 16, 32), amounts, (False, True)[: 1 + (channels >= FEW)]):
         for consumers in (2, 3) if columns <= 64 and fours == 1 else (2,):
@@ -372,7 +372,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Lines]:
 
 
 def _deepest(problem: ConvProblem, config: Lines) -> Iterator[Lines]:
-    """`config` with the filter kept in shared memory, if it fits, or else in a ring, and as many stages as there is room for, if any."""
+    """`config` with the filter resident in shared memory, if it fits, or else in a ring, and with the most stages that fit, if any."""
     steps = _Walk.of(problem, config).steps
     for filters in (steps, 4, 3, 2):
         least, next_one = (_all_shared_bytes(problem, replace(config, W_STAGES=filters, STAGES=stages)) for stages in (2, 3))
@@ -384,12 +384,12 @@ def _deepest(problem: ConvProblem, config: Lines) -> Iterator[Lines]:
 
 
 def time(problem: ConvProblem, config: Lines, device: Device) -> float:
-    """Microseconds that `config` should take: arithmetic or bytes from the L2 cache, whichever is longer, stores, rounds of tiles."""
+    """Microseconds that `config` should take: arithmetic or bytes from the L2 cache, whichever is longer; stores; rounds of tiles."""
     walk, (across, tiles, grid) = _Walk.of(problem, config), _tiles(problem, config, device.multiprocessors)
     units = 4 * config.CONSUMERS
-    cycles = walk.eights * walk.taps_of_eight * config.PIXEL_QUADS * config.CONSUMERS * config.BLOCK_N  # a tensor core has 8 columns in 4
+    cycles = walk.eights * walk.taps_of_eight * config.PIXEL_QUADS * config.CONSUMERS * config.BLOCK_N  # 8 columns in 4 cycles
     rows, wide = walk.box
-    x = units * walk.steps * walk.channels * rows * (4 * wide + 32)  # sectors that a row begins and ends in
+    x = units * walk.steps * walk.channels * rows * (4 * wide + 32)  # with the sectors in which a row begins and ends
     w = walk.eights * walk.taps_of_eight * config.BLOCK_N * 32
     kept = config.W_STAGES == walk.steps
     written = 128 * units * config.PIXEL_QUADS * min(config.BLOCK_N, problem.result_channels)
@@ -401,5 +401,5 @@ def time(problem: ConvProblem, config: Lines, device: Device) -> float:
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Lines] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
+    """The configuration that should be fastest, behind the microseconds it should take; None where none is worth it."""
     return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -1,6 +1,6 @@
-"""Gradients of filters as matrix products over pixels, on plain cores: ``cu/patch_wgrad.cu``.
+"""wgrad as a matrix product over pixels, on plain cores: ``cu/patch_wgrad.cu``.
 
-They are for layers that tensor cores' kernels serve badly: few channels in and many out, so that many pixels make a small filter.
+It is for layers that suit tensor-core kernels badly: few channels in and many out, so that many pixels make a small filter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 
 @dataclass(frozen=True)
 class PatchWgrad(Config):
-    """Filters and columns (channels times taps) of a block, and parts of the sum over pixels: ``patch_wgrad.cu``."""
+    """BLOCK_M filters and BLOCK_N columns (channels times taps) of a block, and parts of the sum over pixels: ``patch_wgrad.cu``."""
 
     BLOCK_M: int = 64
     BLOCK_N: int = 64
@@ -84,13 +84,13 @@ class PatchWgradArguments(NamedTuple):
 CONFIGS = (PatchWgrad,)
 LAYOUTS = "CNHW", "CHWN"
 TENSOR_CORES = False
-#: Rows and columns of a thread, by the tile of its block.
+#: Filters and columns of a thread, by the tile of its block.
 TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
-HALVES, HALF_TILES = ("float16", "bfloat16"), ((64, 32), (16, 64))  # these come here where no tensor core can be used
+HALVES, HALF_TILES = ("float16", "bfloat16"), ((64, 32), (16, 64))  # 16-bit arrays come here if no tensor core can be used
 STEP = 16  # pixels of a step
-#: Pixels of a slice at most: a longer one would lose more digits.
+#: The most pixels of a slice: longer sums would lose more digits.
 RUN = 4096
-MOST_PART_BYTES = 1 << 28  # of all slices' parts
+MOST_PART_BYTES = 1 << 28  # of the parts of all slices
 
 
 # ---- what runs
@@ -118,7 +118,7 @@ def _columns(problem: ConvProblem) -> int:
 
 
 def _pixels(problem: ConvProblem) -> int:
-    """Pixels over which is summed, of all images."""
+    """Pixels of all images over which the result sums."""
     return problem.operand_channels // max(problem.groups, 1) * math.prod(problem.filter_size)
 
 
@@ -176,7 +176,7 @@ def sum_order(problem: ConvProblem, config: PatchWgrad) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, a type and a layout."""
-    if device.backend != "cuda":  # for which nothing is chosen here
+    if device.backend != "cuda":  # nothing is chosen here on other devices
         return
     for (block_m, block_n), (thread_m, thread_n) in TILES.items():
         codes = (code for dtype, code in DTYPE_CODES.items() if dtype not in HALVES or (block_m, block_n) in HALF_TILES)
@@ -190,16 +190,16 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 BEGIN = 3.1  # microseconds of a launch
 STORED = 1.25e6  # bytes of the result, or of a part of it, a microsecond
-LONGER, VOLUME = {16: 1.21, 32: 0.93, 64: 0.98}, 0.88  # times as long as counted, by the rows of a tile
-SECTOR, SCATTERED = 32, 2e6  # bytes of memory that are written at once; of such a microsecond, where only an element of each is meant
+LONGER, VOLUME = {16: 1.21, 32: 0.93, 64: 0.98}, 0.88  # relative time beside what is counted: by the rows of a tile; and of volumes
+SECTOR, SCATTERED = 32, 2e6  # bytes that memory writes at once; and bytes of these a microsecond if one element of each is stored
 
 
 def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
-    """Microseconds that `config` should take: the instructions of the fullest multiprocessor's blocks, or the waits of few blocks.
+    """Microseconds that `config` should take: instructions of the multiprocessor with most blocks, or the waits of few blocks.
 
-    Instructions are counted; of w warps a multiprocessor is taken to issue 3.1 w / (w + 4) a cycle, as direct_gemm.cu's tiles were found
-    to. In a step a block waits for memory once, 0.6 us. On an H200 most of 53 timings in float32 were within a tenth of that; those of
-    73 in 16 bits, whose elements are loaded one by one and converted, took 1.45 times as long. On an H100 low tiles and volumes take longer
+    The model counts instructions. A multiprocessor with w warps issues 3.1 w / (w + 4) a cycle, as fitted for direct_gemm.cu's tiles.
+    A block waits for memory once each step, 0.6 us. On an H200 most of 53 float32 timings were within a tenth of that; 73 timings in
+    16 bits, whose elements are loaded one by one and converted, took 1.45 times as long. On an H100 low tiles and volumes take longer
     than that: LONGER and VOLUME are fitted to 77 times, root mean square of the error 22%.
     """
     multiprocessors, wide = device.multiprocessors, problem.dtype == "float64"

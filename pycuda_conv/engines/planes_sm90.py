@@ -1,7 +1,7 @@
-"""1x1 convolutions of 16-bit NCHW arrays as they lie, and the gradients of their inputs, on Hopper's tensor cores (``cu/planes_sm90.cu``).
+"""1x1 convolutions of 16-bit NCHW arrays as they lie, and their dgrad, on Hopper's tensor cores (``cu/planes_sm90.cu``).
 
-They are matrix products, of the filter and each image. wgmma takes 16-bit operands whichever of their axes is the fastest, so nothing is
-packed or transposed: neither planes nor the filter, forwards or backwards.
+They are matrix products of the filter and each image. wgmma takes 16-bit operands whichever of their axes is fastest, so nothing is
+packed or transposed: neither planes nor the filter, in fprop or dgrad.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ __all__ = [
 ]  # fmt: skip
 
 class _Consumers(NamedTuple):
-    """Of a tile: the channels and pixels that each has, and how often it has room for the results of 64 channels."""
+    """A tile's consumers: the channels and pixels of each, and how many times it has room for the results of 64 channels."""
 
     rows: int
     pixels: int
     results: int
 
 
-#: Channels and pixels of a tile. What large results take is the ring's.
+#: The tiles: (BLOCK_M, BLOCK_N) -> consumers. The ring has what room the results leave.
 TILES = {
     (64, 64): _Consumers(64, 64, 2), (64, 256): _Consumers(64, 128, 2), (128, 128): _Consumers(64, 128, 2),
     (128, 192): _Consumers(64, 192, 1), (192, 192): _Consumers(64, 192, 1), (256, 128): _Consumers(128, 128, 1),
 }  # fmt: skip
-STAGES = 8  # of a ring, at the most
+STAGES = 8  # the most stages of a ring
 BLOCK = 64  # channels, and pixels, that are loaded and stored at once
 
 
 @dataclass(frozen=True)
 class Planes(Config):
-    """One tile of ``planes_sm90.cu``: its output channels and pixels, and the stages of its ring."""
+    """One tile of ``planes_sm90.cu``: BLOCK_M output channels, BLOCK_N pixels, and the STAGES of its ring."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 128
@@ -86,23 +86,23 @@ def refusal(problem: ConvProblem, config: Planes) -> str | None:
 
 
 def _beside(rows: int, pixels: int) -> int:
-    """Blocks that share a multiprocessor."""
+    """Blocks that fit a multiprocessor."""
     return 2 if rows * pixels <= 64 * 128 else 1
 
 
 def _most_shared(rows: int, pixels: int) -> int:
-    """Shared memory that a block may take."""
+    """The most shared memory of a block in bytes."""
     return SHARED_BYTES // 2 - 1024 if _beside(rows, pixels) == 2 else SHARED_BYTES
 
 
 def _shared_bytes(config: Planes) -> int:
-    """Shared memory of a block: the ring, the consumers' results, and room to align them."""
+    """Shared memory of a block in bytes: the ring, the consumers' results, and their alignment."""
     own = TILES[config.BLOCK_M, config.BLOCK_N]
     return config.STAGES * ROW * (config.BLOCK_M + config.BLOCK_N) + _consumers(config) * own.results * 2 * 64 * own.pixels + 1024
 
 
 def _widest(rows: int, pixels: int) -> Planes:
-    """A tile with the stages that its ring has room for."""
+    """A tile with the most stages that fit."""
     tiles = (Planes(rows, pixels, stages) for stages in range(STAGES, 1, -1))
     return next(config for config in tiles if _shared_bytes(config) <= _most_shared(rows, pixels))
 
@@ -158,20 +158,20 @@ def _consumers(config: Planes) -> int:
 
 
 def _threads(config: Planes) -> int:
-    """Of a block: the producer's warp is a whole warpgroup where it hands over registers."""
+    """Threads of a block: the producer's warp is a whole warpgroup if it hands over registers."""
     consumers = _consumers(config)
     return 128 * consumers + (128 if consumers == 3 else 32)
 
 
 def _planes(problem: ConvProblem, buffer: int, channels: int, *more: int) -> TensorMap:
-    """The planes of images, 64 pixels of 64 channels at once; with `more` axes, which have one index."""
+    """The map of the planes of images: a box is 64 pixels of 64 channels; `more` axes have one index each."""
     row = 2 * math.prod(problem.operand_size)
     sizes, strides = (row // 2, channels, problem.N, *more), (row, row * channels, *(row * channels * problem.N for _ in more))
     return TensorMap(buffer, 0, sizes, strides, (BLOCK, BLOCK, 1, *more), ROW, problem.dtype)
 
 
 def _tiles(problem: ConvProblem, config: Planes) -> tuple[int, int, int]:
-    """Tiles of an image along its channels, and its pixels; stages of a sum."""
+    """Tiles of an image along its channels, and along its pixels; stages of a sum."""
     plane = math.prod(problem.operand_size)
     return ceil(problem.result_channels, config.BLOCK_M), ceil(plane, config.BLOCK_N), ceil(problem.operand_channels, BLOCK)
 
@@ -181,12 +181,12 @@ def filter_key(problem: ConvProblem, config: Planes) -> None:
 
 
 def sum_order(problem: ConvProblem, config: Planes) -> Hashable:
-    """The same of all tiles."""
+    """The same for all tiles."""
     return None
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, the type, and the direction."""
+    """A text for each tile, type and direction."""
     for (rows, pixels), own in TILES.items():
         choices = {
             "BLOCK_M": (rows,), "BLOCK_N": (pixels,), "WGMMA_N": (own.pixels,), "STAGES": (_widest(rows, pixels).STAGES,),
@@ -197,17 +197,17 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-# Fitted to 69 times of 13 layers on H100s: root mean square of the error 6%. The tile that is chosen took 0.5% longer in the mean than the
-# best, 4% at most.
+# Fitted to 69 times of 13 layers on H100s: root mean square of the error 6%. The chosen tile took 0.5% longer than the best in the mean,
+# and at most 4%.
 BEGIN = 2.0  # microseconds of a launch with its first loads
-MULTIPLIED = 1.1  # of the tensor core's cycles: what products take beside loads
-ROW_CYCLES = 1.2  # of a tensor load, for each row
-WAIT_CYCLES = 1000.0  # that a load takes: the stages of a ring but one share it
-STORED = 40e3  # bytes of the result a microsecond and multiprocessor, to shared memory
+MULTIPLIED = 1.1  # relative time of products beside loads, of the tensor cores' peak
+ROW_CYCLES = 1.2  # cycles of a tensor load for each row
+WAIT_CYCLES = 1000.0  # cycles of a load's latency, which all stages of a ring but one share
+STORED = 40e3  # bytes of the result that a multiprocessor stores to shared memory in a microsecond
 TILE = 0.1  # microseconds of a tile beside its stages and stores
-SHARED = 0.7  # of two blocks of a multiprocessor: exponent of their number, by which each takes longer
+SHARED = 0.7  # n blocks of a multiprocessor each take n to this power times as long
 MEMORY = 3.1e6  # bytes a microsecond
-BESIDE = 0.1  # of the shorter one of memory's time and the multiprocessors': what does not go on beside the other
+BESIDE = 0.1  # part of the shorter of memory's time and the multiprocessors' that does not overlap the longer
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
@@ -220,7 +220,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
 
 
 def time(problem: ConvProblem, config: Planes, device: Device) -> float:
-    """Microseconds that `config` should take: a stage's arithmetic, loads and waits, which add up as squares; stores, rounds; or memory."""
+    """Microseconds that `config` should take: a stage's arithmetic, loads and latency, which add as squares; stores, rounds; or memory."""
     down, across, steps = _tiles(problem, config)
     plane = math.prod(problem.operand_size)
     pixels = min(config.BLOCK_N, ceil(plane, BLOCK) * BLOCK)

@@ -1,8 +1,8 @@
 """1x1 convolutions of float32 arrays, and their gradients, on Hopper's tensor cores in TF32 (``cu/pointwise_sm90.cu``).
 
-The arrays are read as they lie: there is nothing to pack but the filter, nothing to scale, and no number that needs a path of
-its own. A product of TF32 numbers takes twice the time of one of 16 bits, so that where there is more to multiply than to read
-the packed operands of :mod:`pycuda_conv.engines.implicit_gemm_sm90` win; :func:`time` says where.
+The arrays are read as they lie: only the filter is packed, nothing is scaled, and no number needs a path of its own. A product
+in TF32 takes twice the time of one in 16 bits. So if there is more to multiply than to read, the packed operands of
+:mod:`pycuda_conv.engines.implicit_gemm_sm90` win; :func:`time` says where.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ WARPS = 8  # of the consumers
 class Pointwise(Config):
     """One tile of ``pointwise_sm90.cu``.
 
-    BLOCK_N columns, BLOCKS times 16 rows of each warp, the stages of its ring, and splits of k. SWAPPED lets the gradient of a filter
-    have its input channels in rows and its output channels in columns, instead of the other way. RAW_FILTER lets every block of a forward
-    convolution split what it loads of a filter that no call has split before, so that no launch does.
+    BLOCK_N columns, BLOCKS times 16 rows of each warp, the STAGES of its ring, and SPLIT parts of k. SWAPPED: rows of wgrad are input
+    channels and columns output channels, instead of the reverse. RAW_FILTER: every block of a forward convolution splits what it loads
+    of the filter itself, so no launch has to split it; this is for filters that are not kept split.
     """
 
     BLOCK_N: int = 64
@@ -67,7 +67,7 @@ class Pointwise(Config):
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """Rows of a tile."""
         return 16 * WARPS * self.BLOCKS
 
 
@@ -104,7 +104,7 @@ def refusal(problem: ConvProblem, config: Pointwise) -> str | None:
     reason = why_not(problem)
     if reason:
         return reason
-    most = 128 if products(problem) == 3 else 256  # sums three times, or once, fill the registers
+    most = 128 if products(problem) == 3 else 256  # one set of sums, or three for three products, fills the registers
     if config.BLOCK_N not in (32, 64, 96, 128) or config.BLOCKS not in (1, 2) or config.BLOCK_N * config.BLOCKS > most:
         return f"a tile has 32, 64, 96 or 128 columns, and one or two blocks, {most} columns in all"
     if config.BLOCKS == 1 and problem.layout == "NCHW":
@@ -121,22 +121,22 @@ def _wgrad(problem: ConvProblem) -> bool:
 
 
 def _lies(problem: ConvProblem) -> bool:
-    """Whether the filter lies in memory as a tensor load wants it."""
+    """Whether a tensor load can read the filter as it lies."""
     return problem.direction == "fprop" and not _wgrad(problem) and problem.operand_channels % 4 == 0
 
 
 def _reads_filter(problem: ConvProblem) -> bool:
-    """Whether the filter is always read as it lies: the tensor load rounds it to TF32."""
+    """Whether the filter is always read as it lies; the tensor load rounds it to TF32."""
     return products(problem) == 1 and _lies(problem)
 
 
 def _stage_bytes(problem: ConvProblem, config: Pointwise) -> tuple[int, int]:
-    """Of the rows, and of the columns."""
+    """Bytes of a stage of the rows, and of the columns."""
     return 128 * config.rows, 128 * config.BLOCK_N * limbs(problem)
 
 
 def shared_bytes(problem: ConvProblem, config: Pointwise) -> int:
-    """Shared memory of a block: the ring, and room to align it."""
+    """Bytes of shared memory of a block: the ring and its alignment."""
     return config.STAGES * sum(_stage_bytes(problem, config)) + 1024
 
 
@@ -144,7 +144,7 @@ def shared_bytes(problem: ConvProblem, config: Pointwise) -> int:
 
 
 class PointwiseProduct(NamedTuple):
-    """What the kernel is told of a product, which its text explains."""
+    """The arguments of a product: the struct of the kernel, which explains each member."""
 
     tiles: int
     across: int
@@ -171,7 +171,7 @@ class PointwiseProduct(NamedTuple):
 
 
 class SplitFilter(NamedTuple):
-    """What ``split_filter`` is told of the filter."""
+    """The arguments of ``split_filter``."""
 
     rows: int
     channels: int
@@ -185,8 +185,8 @@ class SplitFilter(NamedTuple):
 class _Product:
     """The matrix product of a problem: see the head of the kernel.
 
-    Tiles along its columns, and rows; stages of k; rows, columns, warps of a tile that have rows, elements of the result from one row, and
-    column, to the next; splits.
+    Tiles along its columns, and rows; stages of k; rows, columns, warps of a tile that have rows; elements of the result from one row, and
+    from one column, to the next; splits.
     """
 
     across: int
@@ -221,7 +221,7 @@ class _Product:
         return self.across * self.down * self.splits
 
     def arguments(self, problem: ConvProblem) -> PointwiseProduct:
-        """What the kernel is told."""
+        """The kernel's arguments."""
         plane = math.prod(problem.operand_size)
         return arguments(
             PointwiseProduct, tiles=self.tiles, across=self.across, down=self.down, steps=self.steps, each=ceil(self.steps, self.splits),
@@ -232,16 +232,16 @@ class _Product:
 
 
 def _busy(boxes: int, across: int, multiprocessors: int, one_product: bool) -> int:
-    """Warps of a tile that get a box: as few as take no more rounds of tiles than all of them would.
+    """Warps of a tile that have a box: as few as take no more rounds of tiles than all warps would.
 
-    The others multiply all the same, so that three products, which bound a tile's time, gain in a single round only.
+    The other warps multiply all the same. So with three products, which bound a tile's time, this gains only in a single round.
     """
     rounds = ceil(across * ceil(boxes, WARPS), multiprocessors)
     return ceil(boxes, rounds * multiprocessors // across) if one_product or rounds == 1 else WARPS
 
 
 def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
+    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
     multiprocessors = device.multiprocessors
     scratch, kept = Arena(WORKSPACE), Arena(PACKED)
     layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
@@ -280,7 +280,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
 
 
 def _moments(problem: ConvProblem, config: Pointwise) -> Moments | None:
-    """What the product can note of its result: forward, where nothing is added to it."""
+    """The moments that the product can note: forward, without a residual or an activation."""
     if problem.direction != "fprop" or _wgrad(problem) or problem.has_residual or problem.activation:
         return None
     plane = math.prod(problem.result_size)
@@ -289,13 +289,13 @@ def _moments(problem: ConvProblem, config: Pointwise) -> Moments | None:
 
 
 def _planes(problem: ConvProblem, array: int, channels: int, rows: int) -> TensorMap:
-    """An array of images as the gradient of a filter reads it: so many rows of 32 pixels at once."""
+    """The map of an array of images as wgrad reads it: a box is `rows` rows of 32 pixels."""
     plane, images = math.prod(problem.operand_size), problem.operand_channels
     return TensorMap(array, 0, (plane, channels, images), (4 * plane, 4 * plane * channels), (32, rows, 1), 128, "float32")
 
 
 def _images(problem: ConvProblem, config: Pointwise) -> TensorMap:
-    """The images: 32 channels of 32 pixels at once, or, NHWC, of all pixels of a tile."""
+    """The map of the images: a box is 32 channels of 32 pixels, or in NHWC of all pixels of a tile."""
     plane, channels = math.prod(problem.operand_size), problem.operand_channels
     if problem.layout == "NHWC":
         pixels = problem.N * plane
@@ -305,7 +305,7 @@ def _images(problem: ConvProblem, config: Pointwise) -> TensorMap:
 
 
 def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[str, int]) -> tuple[KernelLaunch, TensorMap]:
-    """The launch that splits the filter into limbs, and how these are read."""
+    """The launch that splits the filter into limbs, and the limbs' map."""
     rows, channels = problem.result_channels, problem.operand_channels
     padded = ceil(channels, 4) * 4
     place = kept.take(4 * limbs(problem) * rows * padded)
@@ -318,26 +318,26 @@ def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[
 
 
 def _raw_filter(problem: ConvProblem, config: Pointwise) -> TensorMap:
-    """The filter as it lies: 32 channels of all columns of a tile. Where one limb is all there is, the load rounds it."""
+    """The map of the filter as it lies: a box is 32 channels of all columns of a tile. If there is one limb, the load rounds it."""
     rows, channels = problem.result_channels, problem.operand_channels
     dtype = "float32" if config.RAW_FILTER else "tfloat32"
     return TensorMap(WEIGHT, 0, (channels, rows, 1), (4 * channels, 4 * channels * rows), (32, config.BLOCK_N, 1), 128, dtype)
 
 
 def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:
-    """Equal for problems whose filter is split alike; None where it is read as it lies."""
+    """Equal for problems whose filter is split alike; None if it is read as it lies."""
     if _reads_filter(problem):
         return None
     return "split", problem.direction, problem.precision, problem.C, problem.K
 
 
 def sum_order(problem: ConvProblem, config: Pointwise) -> Hashable:
-    """Where a split sum is cut, and which operand lies in the rows."""
+    """Where a split sum is cut, and which operand is in the rows."""
     return config.SPLIT, config.SWAPPED
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, the arithmetic, and the layout."""
+    """A text for each tile, arithmetic and layout."""
     for blocks, columns, limbs_each in product((1, 2), (32, 64, 96, 128), (1, 2)):
         tile = Pointwise(columns, blocks)
         stage = 128 * (tile.rows + columns * limbs_each)
@@ -361,15 +361,15 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-#: Columns up to which a tile is tried with a raw filter, by its blocks: each tile along the rows splits these once more.
+#: The most columns with which a tile is tried with a raw filter, by its BLOCKS: each tile along the rows splits them once more.
 RAW_COLUMNS = {1: 32, 2: 64}
-# Fitted to 80 times on an H200: root mean square of the error 8%; what a raw filter takes, to 23 pairs on an H100.
-CLOCK, WAIT_CYCLES = 1610.0, 466  # cycles a microsecond, and of a stage beside its products
-FILL, MOVED = 74e3, 25.2e3  # bytes a microsecond to a multiprocessor, all of them at once: from the caches; from memory, and to it
-RESIDUAL_RATE = 10.4e3  # bytes of a residual a microsecond and multiprocessor that a tile reads and adds
+# Fitted to 80 times on an H200: root mean square of the error 8%; the terms of a raw filter, to 23 pairs of times on an H100.
+CLOCK, WAIT_CYCLES = 1610.0, 466  # cycles a microsecond; cycles of a stage beside its products
+FILL, MOVED = 74e3, 25.2e3  # bytes a microsecond to a multiprocessor while all load: from the caches; and from memory and to it
+RESIDUAL_RATE = 10.4e3  # bytes of a residual that a multiprocessor reads and adds in a microsecond
 STORE_TIME = 2.45  # microseconds to store 256 rows x 64 columns
 SPLIT_CYCLES, SPLIT_TIME = 10.5, 1.0  # cycles of a stage to split a column of a raw filter; microseconds of the launch that this saves
-LAUNCHES_TIME = {False: 3.79, True: 2.9}  # microseconds of launches; of the gradient of a filter, before parts are added
+LAUNCHES_TIME = {False: 3.79, True: 2.9}  # microseconds of launches: of fprop and dgrad; of wgrad, before parts are added
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:
@@ -401,7 +401,7 @@ def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
     cycles = 4 * products(problem) * config.BLOCKS * config.BLOCK_N  # of 4 times 8 of k, by two consumers
     wait = WAIT_CYCLES + (SPLIT_CYCLES * config.BLOCK_N if config.RAW_FILTER else 0)
     step = max((cycles + wait) / CLOCK, (of_rows + of_columns) / FILL)
-    # memory is met by the first of the tiles that share something
+    # the first of the tiles that share something reads it from memory
     written = rows * min(config.BLOCK_N, product.columns) * 4
     moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
     tile = max(steps * step + STORE_TIME * rows * config.BLOCK_N / 2**14, moved / MOVED)
@@ -418,5 +418,5 @@ def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Pointwise] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
+    """The configuration that should be fastest, behind the microseconds it should take; None where none is worth it."""
     return fastest((time(problem, config, device), config) for config in configs(problem, device))
