@@ -1,4 +1,4 @@
-"""What the engines on tensor cores share: element types, limbs, the choice of the fastest, limits of a ring of stages."""
+"""What the engines on tensor cores share: element types, limbs, the choice of the fastest."""
 
 from __future__ import annotations
 
@@ -27,10 +27,3 @@ def limbs(problem: ConvProblem) -> int:
 def fastest(timed: Iterable[tuple[float, C]]) -> tuple[float, C] | None:
     """The first of the pairs with the shortest time; None if there are none."""
     return min(timed, key=lambda pair: pair[0], default=None)
-
-
-def why_not_so_many(stages: int, nbytes: int, most: int, split: int) -> str | None:
-    """Why a tile can't have `stages` stages, which take `nbytes` of a block's `most` bytes, and `split` splits; None if it can."""
-    if stages < 2 or nbytes > most:
-        return f"its {stages} stages take {nbytes:,} bytes of shared memory; a block has {most:,}"
-    return "it has at least one split" if split < 1 else None
