@@ -64,7 +64,7 @@ from pycuda_conv.engines.schedule import (
     finish,
     finish_constants,
 )
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, why_not_one_product
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
@@ -137,10 +137,9 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.layout != "NHWC" or problem.groups != 1:
         return "it takes arrays with their channels last, of one group"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if problem.is_empty:
-        return "there is nothing to compute"
+    reason = why_not_one_product(problem)
+    if reason:
+        return reason
     if problem.operand_channels * problem.itemsize % 16:
         return "tensor loads take a pixel's channels, of a multiple of 16 bytes"
     if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:

@@ -16,7 +16,6 @@ from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.schedule import (
     BIAS,
-    GRID_LIMIT,
     INPUT,
     PACKED,
     RESIDUAL,
@@ -27,6 +26,7 @@ from pycuda_conv.engines.schedule import (
     Arena,
     Schedule,
     finish,
+    grid_refusal,
 )
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -156,9 +156,7 @@ def refusal(problem: ConvProblem, config: Fft) -> str | None:
         return f"a filter must be larger: it must cover one of the parts of {tiles.part[0]} x {tiles.part[1]} pixels wherever it lies"
     if _workspace_bytes(problem, tiles) > MOST_WORKSPACE:
         return f"its spectra take {_workspace_bytes(problem, tiles):,} bytes; at most {MOST_WORKSPACE:,} are taken"
-    if _largest_grid(problem, tiles) > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(_largest_grid(problem, tiles))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from pycuda_conv.engines.schedule import (
     finish,
     finish_constants,
 )
-from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
+from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_one_product
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
@@ -114,10 +114,9 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.layout != "NHWC" or problem.groups != 1:
         return "it takes arrays with their channels last, of one group"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if problem.is_empty:
-        return "there is nothing to compute"
+    reason = why_not_one_product(problem)
+    if reason:
+        return reason
     if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
         return "it computes gradients of convolutions without stride"
     if not _runs(problem).copy:

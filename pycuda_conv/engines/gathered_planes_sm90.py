@@ -17,7 +17,7 @@ from pycuda_conv.engines.hopper import CLOCK, ROW, at_once, map_type, most_share
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
+from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_one_product
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
@@ -62,10 +62,9 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.groups != 1:
         return "it takes arrays of one group"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if problem.is_empty:
-        return "there is nothing to compute"
+    reason = why_not_one_product(problem)
+    if reason:
+        return reason
     if problem.filter_size != (1, 1, 1):
         return "it takes 1x1 filters"
     if not _gathers_filter(problem) and problem.weight_shape[1] * problem.itemsize % 16:

@@ -34,7 +34,7 @@ from pycuda_conv.engines.packing import (
 from pycuda_conv.engines.packing import why_not as why_not_packed
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.ring import Ring
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products
 from pycuda_conv.engines.texts import TextFamily
@@ -104,9 +104,7 @@ def refusal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
     stages = config.STAGES * ring.stage
     if stages < staging:
         return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
-    if any(_blocks(problem, config, walk) > GRID_LIMIT for walk in packed_layout(problem)[1]):
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(max(_blocks(problem, config, walk) for walk in packed_layout(problem)[1]))
 
 
 def _ring(config: ImplicitGemm80, limbs_each: int) -> Ring:

@@ -14,6 +14,11 @@ GRID_LIMIT = 2**31 - 1  # blocks of a launch
 STATIC_SHARED_BYTES = 48 * 1024  # what a block may declare statically on every GPU
 
 
+def grid_refusal(blocks: int) -> str | None:
+    """Why a launch can't have so many blocks, or None if it can."""
+    return f"its grid is larger than {GRID_LIMIT:,} blocks" if blocks > GRID_LIMIT else None
+
+
 class Buffer(IntEnum):
     """The buffers of a plan, in the order in which launchers get them."""
 

@@ -37,7 +37,7 @@ from pycuda_conv.engines.hopper import (
 )
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
-from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -272,9 +272,8 @@ def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
     if config.SPLIT == 1 and not config.FLIPPED and _loaded(problem).C != forward_of(problem).C:
         return "channels that are filled up or folded are written by the launch that adds the parts of several"
     tiles = math.prod(_tiles(seen, config)) * _bundles(problem) * config.SPLIT
-    if max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS)) > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return _ring(config, _factor_bytes(problem)).refusal(config.STAGES, config.SPLIT)
+    blocks = max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS))
+    return grid_refusal(blocks) or _ring(config, _factor_bytes(problem)).refusal(config.STAGES, config.SPLIT)
 
 
 def _tall(config: WgradNhwc, size: int) -> bool:
