@@ -95,7 +95,7 @@ def test_rings_are_as_deep_as_shared_memory_allows(hopper):
     checked = 0
     for problem in PROBLEMS:
         for config in implicit_gemm_sm90.configs(problem.launched, hopper):
-            depths = implicit_gemm_sm90._DEPTHS[config.loader, config.schedule]
+            depths = implicit_gemm_sm90._DEPTHS[config.loader]
             assert implicit_gemm_sm90.refusal(problem.launched, config) is None
             for stages in (n for n in depths if n > config.STAGES):
                 assert implicit_gemm_sm90.refusal(problem.launched, replace(config, STAGES=stages)) is not None, (problem, config)

@@ -24,12 +24,12 @@ from pycuda_conv.engines.hopper import (
     FINISHED,
     ROW,
     ROW_CYCLES,
-    SHARED_BYTES,
     at_once,
     finished_time,
     image_map,
     load_base,
     map_type,
+    most_shared,
     pixel_cycles,
     read_bytes,
     stage_channels,
@@ -48,6 +48,7 @@ from pycuda_conv.engines.packing import (
     written_places,
 )
 from pycuda_conv.engines.range_guard import MomentsLayout
+from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -63,7 +64,7 @@ from pycuda_conv.engines.schedule import (
     finish,
     finish_constants,
 )
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_so_many
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, why_not_one_product
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
@@ -138,10 +139,9 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.layout != "NHWC" or problem.groups != 1:
         return "it takes arrays with their channels last, of one group"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if problem.is_empty:
-        return "there is nothing to compute"
+    reason = why_not_one_product(problem)
+    if reason:
+        return reason
     if problem.operand_channels * problem.itemsize % 16:
         return "tensor loads take a pixel's channels, of a multiple of 16 bytes"
     if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
@@ -160,31 +160,29 @@ def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
         return "a tile of 256 channels leaves no registers for a residual"
     if config.CLUSTER not in CLUSTERS or (config.CLUSTER > 1 and config.BLOCK_N > 128):
         return f"a tile of up to 128 channels is shared by {', '.join(map(str, CLUSTERS))} blocks"
-    if config.BLOCK_M * (config.BLOCK_N + 8) * 4 > config.STAGES * ROW * _stage_rows(config, False) and config.CLUSTER > 1:
+    if config.CLUSTER > 1 and sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * _ring(config, False).stage:
         return "its ring leaves no room for the sums of a tile that is shared"
-    return why_not_so_many(config.STAGES, _shared_bytes(config, _reads_mn_major(problem)), _most_shared(config), config.CLUSTER)
+    return _ring(config, _reads_mn_major(problem)).refusal(config.STAGES, config.CLUSTER)
 
 
-def _most_shared(config: DenseNhwc) -> int:
-    """The most shared memory of a block in bytes: two blocks of small tiles share a multiprocessor."""
-    return SHARED_BYTES if config.BLOCK_M == 128 else SHARED_BYTES // 2 - 1024
+def _beside(config: DenseNhwc) -> int:
+    """Blocks that share a multiprocessor: two of the small tiles."""
+    return 1 if config.BLOCK_M == 128 else 2
 
 
-def _stage_rows(config: DenseNhwc, mn_major: bool) -> int:
-    """Rows of a stage: BLOCK_M of x, and those of w. An MN-major w has whole blocks of 64 rows, or in the narrowest tile 32 rows."""
-    return config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major and config.BLOCK_N > 32 else config.BLOCK_N)
+def _ring(config: DenseNhwc, mn_major: bool) -> Ring:
+    """The ring of a tile. The warps' staging tiles lie beside it, unless blocks share the tile.
 
-
-def _shared_bytes(config: DenseNhwc, mn_major: bool) -> int:
-    """Shared memory of a block in bytes: the ring and its alignment, the warps' staging tiles and moments."""
+    A stage has BLOCK_M rows of x, and the rows of w. An MN-major w has whole blocks of 64 rows, or in the narrowest tile 32 rows.
+    """
+    rows = config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major and config.BLOCK_N > 32 else config.BLOCK_N)
     staging = config.BLOCK_M // 16 * STAGING if config.CLUSTER == 1 else 0
-    return config.STAGES * ROW * _stage_rows(config, mn_major) + staging + 1024
+    return Ring(ROW * rows, staging + ALIGNMENT, most_shared(_beside(config)))
 
 
 def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
     """The most stages of a ring that shared memory has room for."""
-    tiles = (DenseNhwc(rows, columns, stages, cluster) for stages in range(STAGES, 1, -1))
-    return next(tile.STAGES for tile in tiles if _shared_bytes(tile, mn_major) <= _most_shared(tile))
+    return _ring(DenseNhwc(rows, columns, CLUSTER=cluster), mn_major).deepest(range(STAGES, 1, -1))
 
 
 def _reads_mn_major(problem: ConvProblem) -> bool:
@@ -347,7 +345,7 @@ def _product(
     if phases > 1:
         structs += (repeat_arguments(problem, lying, 1, repeats(all_walks)),)
     tiles, turned = sum(phase.tiles for phase in told), mn_major and problem.itemsize == 4
-    fitting = multiprocessors * (2 if config.BLOCK_M == 64 else 1)
+    fitting = multiprocessors * _beside(config)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
@@ -358,7 +356,7 @@ def _product(
         buffers += (parts or RESULT,)
     return KernelLaunch(
         "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TURNERS if turned else 0), buffers, (),
-        maps=tuple(maps), shared=_shared_bytes(config, mn_major and not turned), arch="sm_90a", arguments=structs,
+        maps=tuple(maps), shared=_ring(config, mn_major and not turned).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
         layer=finish_constants(told[0]) | {"NOTED": told[0].noted, "LAST_STEPS": told[0].last_steps},
     )  # fmt: skip
 
@@ -532,5 +530,5 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, DenseNhwc] | None:
-    """The configuration that should be fastest, behind the microseconds it should take; None where none runs."""
-    return min(((time(problem, config, device), config) for config in configs(problem, device)), key=lambda pair: pair[0], default=None)
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

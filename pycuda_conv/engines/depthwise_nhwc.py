@@ -13,7 +13,6 @@ from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
 from pycuda_conv.engines.schedule import (
     BIAS,
-    GRID_LIMIT,
     INPUT,
     RESIDUAL,
     RESULT,
@@ -23,6 +22,7 @@ from pycuda_conv.engines.schedule import (
     Schedule,
     finish,
     finish_constants,
+    grid_refusal,
 )
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -251,9 +251,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
             return f"it takes square filters of {UNROLLED} taps, strides of 1 and 2, and of gradients by the input those of stride 1"
         if _walks(problem, config).units > _MOST_UNITS:
             return f"it takes at most {_MOST_UNITS:,} groups of columns"
-    if _grid(problem, config) > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(_grid(problem, config))
 
 
 _MOST_UNITS = 2**31 - 1 - THREADS  # the kernels count units in 32 bits, with the last block's idle ones

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.tensor_cores import fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -88,9 +88,7 @@ def refusal(problem: ConvProblem, config: DepthwisePlanes) -> str | None:
     unit = _unit(problem, config)
     if unit is None:
         return f"a plane's {ROWS} rows take more than {config.UNIT_KIB} KiB of shared memory"
-    if unit.blocks > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(unit.blocks)
 
 
 def why_not(problem: ConvProblem) -> str | None:

@@ -17,7 +17,6 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import (
     BIAS,
-    GRID_LIMIT,
     INPUT,
     RESIDUAL,
     RESULT,
@@ -27,7 +26,8 @@ from pycuda_conv.engines.schedule import (
     check_shared,
     finish,
     finish_constants,
-    most_shared,
+    grid_refusal,
+    shared_limit,
 )
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -134,9 +134,7 @@ def refusal(problem: ConvProblem, config: DepthwiseToeplitz) -> str | None:
     unit = _unit(problem, config)
     if unit is None:
         return f"a plane's {ROWS} rows take more than {config.UNIT_KIB} KiB of shared memory"
-    if unit.blocks > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(unit.blocks)
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -365,7 +363,7 @@ LONG = 1.12  # times as long in NCHW, where blocks are large: nothing is loaded 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]:
     """The configurations worth comparing for `problem`."""
     for config in map(DepthwiseToeplitz, UNITS[problem.layout]):
-        if refusal(problem, config) is None and (unit := _unit(problem, config)) and unit.shared <= most_shared(device):
+        if refusal(problem, config) is None and (unit := _unit(problem, config)) and unit.shared <= shared_limit(device):
             yield config
 
 

@@ -17,7 +17,6 @@ from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, divider, needs_64_bits, outputs_apart, taps_apart
 from pycuda_conv.engines.schedule import (
     BIAS,
-    GRID_LIMIT,
     INPUT,
     RESIDUAL,
     RESULT,
@@ -27,6 +26,7 @@ from pycuda_conv.engines.schedule import (
     WORKSPACE,
     Schedule,
     finish,
+    grid_refusal,
 )
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.split_sum import time as reduce_time
@@ -144,9 +144,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
         shared = config.TAPS * ((config.THREADS + 8) * acc + 32)  # 8 sums between two taps' rows; 32 bytes for the offsets of a tap
     if shared > STATIC_SHARED_BYTES:
         return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
-    if _grid(problem, config) > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(_grid(problem, config))
 
 
 def _flips(problem: ConvProblem) -> bool:

@@ -29,7 +29,6 @@ from pycuda_conv.engines.geometry import (
 )
 from pycuda_conv.engines.schedule import (
     BIAS,
-    GRID_LIMIT,
     INPUT,
     RESIDUAL,
     RESULT,
@@ -39,6 +38,7 @@ from pycuda_conv.engines.schedule import (
     WORKSPACE,
     Schedule,
     finish,
+    grid_refusal,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -87,9 +87,7 @@ def refusal(problem: ConvProblem, config: Gemm) -> str | None:
     shared = 2 * config.BLOCK_K * ((config.BLOCK_M + 4 + config.BLOCK_N) * accumulator_bytes(problem) + TAP_BYTES)
     if shared > STATIC_SHARED_BYTES:
         return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
-    if any(grid > GRID_LIMIT for grid in _grids(problem, config)):
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(max(_grids(problem, config), default=0))
 
 
 def _no_tile(config: Gemm) -> str | None:

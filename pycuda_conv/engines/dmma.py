@@ -29,7 +29,6 @@ from pycuda_conv.engines.geometry import (
 )
 from pycuda_conv.engines.schedule import (
     BIAS,
-    GRID_LIMIT,
     INPUT,
     PACKED,
     RESIDUAL,
@@ -40,6 +39,7 @@ from pycuda_conv.engines.schedule import (
     Buffer,
     Schedule,
     finish,
+    grid_refusal,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.tensor_cores import fastest
@@ -228,9 +228,7 @@ def refusal(problem: ConvProblem, config: Dmma) -> str | None:
         return "it has at least one split"
     if _tile(problem, config) is None:
         return "its tile has no registers for sums that are cut into chains"
-    if max(_tiles(problem, config, part) for part in _parts(problem)) * config.SPLIT > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(max(_tiles(problem, config, part) for part in _parts(problem)) * config.SPLIT)
 
 
 def _tile(problem: ConvProblem, config: Dmma) -> _Tile | None:

@@ -15,7 +15,7 @@ from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
-from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, limbs, products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -96,9 +96,7 @@ def refusal(problem: ConvProblem, config: FewChannelsWgrad) -> str | None:
         return f"it takes {nbytes:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
     if config.PARTS > _tiles(problem, config):
         return "each part has a tile"
-    if _grid(problem, config) > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(_grid(problem, config))
 
 
 class _Axis(NamedTuple):

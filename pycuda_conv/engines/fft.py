@@ -16,7 +16,6 @@ from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.schedule import (
     BIAS,
-    GRID_LIMIT,
     INPUT,
     PACKED,
     RESIDUAL,
@@ -28,7 +27,8 @@ from pycuda_conv.engines.schedule import (
     Schedule,
     check_shared,
     finish,
-    most_shared,
+    grid_refusal,
+    shared_limit,
 )
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -156,9 +156,7 @@ def refusal(problem: ConvProblem, config: Fft) -> str | None:
         return f"a filter must be larger: it must cover one of the parts of {tiles.part[0]} x {tiles.part[1]} pixels wherever it lies"
     if _workspace_bytes(problem, tiles) > MOST_WORKSPACE:
         return f"its spectra take {_workspace_bytes(problem, tiles):,} bytes; at most {MOST_WORKSPACE:,} are taken"
-    if _largest_grid(problem, tiles) > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(_largest_grid(problem, tiles))
 
 
 @dataclass(frozen=True)
@@ -368,7 +366,7 @@ CLEARLY = 1.2
 def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     """Microseconds that `config` should take: launches, transforms, and spectra that go through memory."""
     tiles, size = _Tiles.of(problem, config), accumulator_bytes(problem)
-    alone = 2 * _shared_bytes(problem, config) > most_shared(device)
+    alone = 2 * _shared_bytes(problem, config) > shared_limit(device)
     pair = tiles.frequencies * math.log2(tiles.frequencies) * (STAGE if alone else TOGETHER) * (size // 4) ** 2
     read, written = (channels * tiles.pairs for channels in (problem.operand_channels, problem.result_channels))
     scale = 132 / device.multiprocessors
@@ -395,7 +393,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
     """The configurations worth comparing for `problem`: every tile that fits the device, for filters of many taps."""
     if device.backend != "cuda" or math.prod(problem.filter_size) < LEAST_TAPS:
         return
-    most = most_shared(device)
+    most = shared_limit(device)
     for tile in (LINE,) if _is_line(problem) else _tiles(problem.dtype):
         config = Fft(*tile)
         if refusal(problem, config) is None and _shared_bytes(problem, config) <= most:

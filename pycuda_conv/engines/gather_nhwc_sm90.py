@@ -23,16 +23,17 @@ from pycuda_conv.engines.hopper import (
     CLOCK,
     MEMORY,
     ROW,
-    SHARED_BYTES,
     at_once,
     finished_time,
     map_type,
+    most_shared,
     read_bytes,
     stage_channels,
     unsupported,
     wide_stores,
 )
 from pycuda_conv.engines.packing import MOST_PIXELS, written_places
+from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -46,7 +47,7 @@ from pycuda_conv.engines.schedule import (
     finish,
     finish_constants,
 )
-from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_so_many
+from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_one_product
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
@@ -113,10 +114,9 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.layout != "NHWC" or problem.groups != 1:
         return "it takes arrays with their channels last, of one group"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if problem.is_empty:
-        return "there is nothing to compute"
+    reason = why_not_one_product(problem)
+    if reason:
+        return reason
     if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
         return "it computes gradients of convolutions without stride"
     if not _runs(problem).copy:
@@ -137,26 +137,26 @@ def refusal(problem: ConvProblem, config: GatherNhwc) -> str | None:
         return f"a tile has 64 or 128 pixels and {', '.join(map(str, COLUMNS))} channels"
     if config.CLUSTER not in CLUSTERS:
         return f"a tile is shared by {', '.join(map(str, CLUSTERS))} blocks"
-    if config.BLOCK_M * (config.BLOCK_N + 8) * 4 > config.STAGES * ROW * (config.BLOCK_M + config.BLOCK_N) and config.CLUSTER > 1:
+    ring = _ring(config)
+    if config.CLUSTER > 1 and sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * ring.stage:
         return "its ring leaves no room for the sums of a tile that is shared"
-    return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config), config.CLUSTER)
+    return ring.refusal(config.STAGES, config.CLUSTER)
 
 
-def _most_shared(config: GatherNhwc) -> int:
-    """Shared memory that a block may take: two of the small tiles share a multiprocessor."""
-    return SHARED_BYTES if config.BLOCK_M == 128 else SHARED_BYTES // 2 - 1024
+def _beside(config: GatherNhwc) -> int:
+    """Blocks that share a multiprocessor: of the small tiles two."""
+    return 1 if config.BLOCK_M == 128 else 2
 
 
-def _shared_bytes(config: GatherNhwc) -> int:
-    """Shared memory of a block: the ring, room to align it, the warps' staging tiles."""
+def _ring(config: GatherNhwc) -> Ring:
+    """The ring of a tile. The warps' staging tiles lie beside it, unless blocks share the tile."""
     staging = config.BLOCK_M // 16 * STAGING if config.CLUSTER == 1 else 0
-    return config.STAGES * ROW * (config.BLOCK_M + config.BLOCK_N) + staging + 1024
+    return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), staging + ALIGNMENT, most_shared(_beside(config)))
 
 
 def _most_stages(rows: int, columns: int, cluster: int) -> int:
     """The stages that a ring has room for."""
-    tiles = (GatherNhwc(rows, columns, stages, cluster) for stages in range(STAGES, 1, -1))
-    return next(tile.STAGES for tile in tiles if _shared_bytes(tile) <= _most_shared(tile))
+    return _ring(GatherNhwc(rows, columns, CLUSTER=cluster)).deepest(range(STAGES, 1, -1))
 
 
 # ---- launches
@@ -250,7 +250,7 @@ def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, noted: bo
 
 def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int, device: Device) -> KernelLaunch:
     told, runs = _arguments(problem, config), _runs(problem)
-    fitting = device.multiprocessors * (2 if config.BLOCK_M == 64 else 1)
+    fitting = device.multiprocessors * _beside(config)
     grid = told.tiles * config.CLUSTER if config.CLUSTER > 1 else min(told.tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype], "COPY": runs.copy,
@@ -258,7 +258,7 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int,
     }  # fmt: skip
     return KernelLaunch(
         "gather_nhwc_sm90", defines, grid, 4 * config.BLOCK_M, (INPUT, BIAS, SCALE, RESIDUAL, RESULT), (),
-        maps=(_filter_map(problem, config, place, pitch),), shared=_shared_bytes(config), arch="sm_90a", arguments=told,
+        maps=(_filter_map(problem, config, place, pitch),), shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told,
         layer=finish_constants(told),
     )  # fmt: skip
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
-from pycuda_conv.engines.hopper import CLOCK, ROW, SHARED_BYTES, at_once, map_type, stage_channels, unsupported
+from pycuda_conv.engines.hopper import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, unsupported
 from pycuda_conv.engines.packing import MOST_PIXELS
+from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_so_many
+from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_one_product
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
@@ -61,10 +62,9 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.groups != 1:
         return "it takes arrays of one group"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if problem.is_empty:
-        return "there is nothing to compute"
+    reason = why_not_one_product(problem)
+    if reason:
+        return reason
     if problem.filter_size != (1, 1, 1):
         return "it takes 1x1 filters"
     if not _gathers_filter(problem) and problem.weight_shape[1] * problem.itemsize % 16:
@@ -89,13 +89,10 @@ def refusal(problem: ConvProblem, config: GatheredPlanes) -> str | None:
     shares = TILES[config.BLOCK_M, config.BLOCK_N]
     if (config.CLUSTER, config.GROUPS) not in shares:
         return f"its blocks and groups are {', '.join(f'{blocks} and {groups}' for blocks, groups in shares)}"
-    if _sum_bytes(config) > _shared_bytes(config) - 1024:
+    ring = _ring(config)
+    if sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * ring.stage:
         return "its ring leaves no room for the sums of a tile"
-    return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config.BLOCK_M), config.CLUSTER)
-
-
-def _sum_bytes(config: GatheredPlanes) -> int:
-    return 4 * config.BLOCK_M * (config.BLOCK_N + 8)
+    return ring.refusal(config.STAGES, config.CLUSTER)
 
 
 def _beside(config: GatheredPlanes) -> int:
@@ -103,20 +100,15 @@ def _beside(config: GatheredPlanes) -> int:
     return 2 if config.BLOCK_M == 64 and config.GROUPS == 2 else 1
 
 
-def _most_shared(rows: int) -> int:
-    """Shared memory that a block may take: two of the small tiles may share a multiprocessor."""
-    return SHARED_BYTES if rows == 128 else SHARED_BYTES // 2 - 1024
-
-
-def _shared_bytes(config: GatheredPlanes) -> int:
-    """Shared memory of a block: the ring, and room to align it."""
-    return config.STAGES * ROW * (config.BLOCK_M + config.BLOCK_N) + 1024
+def _ring(config: GatheredPlanes) -> Ring:
+    """The ring of a tile. Two blocks of the small ones may share a multiprocessor."""
+    return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), ALIGNMENT, most_shared(1 if config.BLOCK_M == 128 else 2))
 
 
 def _widest(rows: int, pixels: int, cluster: int, groups: int) -> GatheredPlanes:
     """A tile with the stages that its ring has room for."""
-    tiles = (GatheredPlanes(rows, pixels, stages, cluster, groups) for stages in range(STAGES, 1, -1))
-    return next(config for config in tiles if _shared_bytes(config) <= _most_shared(rows))
+    tile = GatheredPlanes(rows, pixels, CLUSTER=cluster, GROUPS=groups)
+    return replace(tile, STAGES=_ring(tile).deepest(range(STAGES, 1, -1)))
 
 
 # ---- launches
@@ -195,8 +187,8 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted
     }  # fmt: skip
     launch = KernelLaunch(
         "gathered_planes_sm90", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,
-        (*((WEIGHT,) if gathers else ()), INPUT, BIAS, SCALE, RESIDUAL, RESULT), (), maps=maps, shared=_shared_bytes(config), arch="sm_90a",
-        arguments=told, layer=finish_constants(told),
+        (*((WEIGHT,) if gathers else ()), INPUT, BIAS, SCALE, RESIDUAL, RESULT), (), maps=maps,
+        shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told, layer=finish_constants(told),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 

@@ -19,8 +19,8 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major
 from pycuda_conv.engines.packing import MOST_PIXELS
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_one_product
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -61,10 +61,9 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.layout != "NHWC":
         return "it takes arrays with their channels last"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if problem.is_empty:
-        return "there is nothing to compute"
+    reason = why_not_one_product(problem)
+    if reason:
+        return reason
     if problem.has_depth:
         return "it takes at most two spatial axes"
     if problem.operand_channels * problem.itemsize % 16:
@@ -93,9 +92,7 @@ def refusal(problem: ConvProblem, config: GroupedNhwc) -> str | None:
     nbytes = _shared_bytes(problem, config)
     if nbytes > SHARED_BYTES:
         return f"it takes {nbytes:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    if _slabs(problem, config) * _phase_count(problem) * max(_tiles(walk, config) for walk in _walks(problem)) > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(_slabs(problem, config) * _phase_count(problem) * max(_tiles(walk, config) for walk in _walks(problem)))
 
 
 # ---- channels

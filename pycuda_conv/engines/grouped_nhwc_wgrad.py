@@ -14,7 +14,7 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.packing import MOST_PIXELS
-from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -88,9 +88,7 @@ def refusal(problem: ConvProblem, config: GroupedWgrad) -> str | None:
         return f"it takes {_shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
     if config.PARTS > _tiles(problem, config):
         return "each part has a tile"
-    if _grid(problem, config) > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(_grid(problem, config))
 
 
 def _units(problem: ConvProblem) -> Units | None:

@@ -35,6 +35,11 @@ def unsupported(device: Device) -> str | None:
     return None
 
 
+def most_shared(blocks: int) -> int:
+    """Shared memory that a block may take, so many of which share a multiprocessor."""
+    return SHARED_BYTES if blocks == 1 else SHARED_BYTES // blocks - 1024
+
+
 def at_once(device: Device, cluster: int) -> int:
     """Multiprocessors that clusters of `cluster` blocks can fill. A cluster needs neighbouring ones, so large clusters leave some idle."""
     return max(device.multiprocessors * 10 // 11, 1) if cluster >= 4 else device.multiprocessors

@@ -33,9 +33,10 @@ from pycuda_conv.engines.packing import (
 )
 from pycuda_conv.engines.packing import why_not as why_not_packed
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Schedule, finish, finish_constants
+from pycuda_conv.engines.ring import Ring
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products, why_not_so_many
+from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
@@ -47,6 +48,7 @@ __all__ = [
 
 THREADS = 256
 STEP = 32  # of gemm k, in a stage
+DEPTHS = (4, 3)  # stages of a ring that are tried
 
 
 @dataclass(frozen=True)
@@ -95,30 +97,19 @@ def refusal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
         return "a tile has 64 or 128 rows and 64, 128 or 256 pixels"
     if config.BLOCK_N == 256 and (config.BLOCK_M != 128 or products(problem) != 1):
         return "a tile of 256 pixels has 128 rows and takes one product"
-    stages, staging = shared_bytes(problem, config), _staging_bytes(problem, config)
-    reason = why_not_so_many(config.STAGES, stages + _corner_bytes(config), SHARED_BYTES, config.SPLIT)
+    ring, staging = _ring(config, limbs(problem)), _staging_bytes(problem, config)
+    reason = ring.refusal(config.STAGES, config.SPLIT)
     if reason:
         return reason
+    stages = config.STAGES * ring.stage
     if stages < staging:
         return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
-    if any(_blocks(problem, config, walk) > GRID_LIMIT for walk in packed_layout(problem)[1]):
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(max(_blocks(problem, config, walk) for walk in packed_layout(problem)[1]))
 
 
-def stage_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
-    """Bytes of one stage of the ring: 32 of gemm k."""
-    return limbs(problem) * (config.BLOCK_M + config.BLOCK_N) * 2 * STEP
-
-
-def shared_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
-    """Dynamic shared memory of a block: the ring."""
-    return config.STAGES * stage_bytes(problem, config)
-
-
-def _corner_bytes(config: ImplicitGemm80) -> int:
-    """Static shared memory of a block: where its pixels lie in x."""
-    return 16 * config.BLOCK_N
+def _ring(config: ImplicitGemm80, limbs_each: int) -> Ring:
+    """The ring of a tile, whose stages are 32 of gemm k. Static shared memory beside it says where the pixels lie in x."""
+    return Ring(limbs_each * (config.BLOCK_M + config.BLOCK_N) * 2 * STEP, 16 * config.BLOCK_N, SHARED_BYTES)
 
 
 def _staging_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
@@ -249,9 +240,9 @@ def _product(
         **finish(problem, config.SPLIT > 1),
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
-    grid = _blocks(problem, config, walk)
+    grid, shared = _blocks(problem, config, walk), config.STAGES * _ring(config, limbs(problem)).stage
     return KernelLaunch(
-        "implicit_gemm_sm80", defines, grid, THREADS, buffers, (), shared=shared_bytes(problem, config), arguments=told,
+        "implicit_gemm_sm80", defines, grid, THREADS, buffers, (), shared=shared, arguments=told,
         layer=finish_constants(told),
     )  # fmt: skip
 
@@ -282,8 +273,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     for rows, pixels, count in product((128, 64), (256, 128, 64), (1, 3)):
         if pixels == 256 and (rows == 64 or count == 3):
             continue
-        stage = (2 if count == 3 else 1) * (rows + pixels) * 2 * STEP
-        stages = next(n for n in (4, 3) if n * stage + 16 * pixels <= SHARED_BYTES)
+        stages = _ring(ImplicitGemm80(rows, pixels), 2 if count == 3 else 1).deepest(DEPTHS)
         tile = {"BLOCK_M": (rows,), "BLOCK_N": (pixels,), "STAGES": (stages,)}
         yield from (TextFamily("implicit_gemm_sm80", one | tile, _made) for one in ARITHMETICS if one["PRODUCTS"] == (count,))
 
@@ -315,7 +305,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
         for pixels in (256, 128, 64):
-            stages = next((n for n in (4, 3) if refusal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
+            stages = next((n for n in DEPTHS if refusal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
             for split in splits(problem, steps // 8):
                 defines = arithmetic(problem, walks[0].phase, split > 1) | {"BLOCK_M": rows, "BLOCK_N": pixels}
                 if stages and _made(defines):
@@ -325,7 +315,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
 def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes through shared memory, rounds of tiles."""
     packed, walks = packed_layout(problem)
-    tile, filled = config.BLOCK_M * config.BLOCK_N, stage_bytes(problem, config)
+    tile, filled = config.BLOCK_M * config.BLOCK_N, _ring(config, limbs(problem)).stage
     read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
     multiplying = products(problem) * tile * STEP / (SUSTAINED * product_rate(device))
     step = max(multiplying, (filled + read) / SHARED_RATE, filled / FILL)

@@ -38,9 +38,10 @@ from pycuda_conv.engines.packing import (
     written_so,
 )
 from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
+from pycuda_conv.engines.ring import ALIGNMENT, Ring, why_not_so_many
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products, why_not_so_many
+from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
@@ -237,7 +238,7 @@ def _x_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 def _x_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Stages of the ring of x that fit beside the main ring; 2 without a halo."""
     nbytes = _x_bytes(problem, config)
-    return min(2 if config.splits_images else 4, (SHARED_BYTES - _ring_bytes(problem, config)) // nbytes) if nbytes else 2
+    return min(2 if config.splits_images else 4, (SHARED_BYTES - _ring(problem, config).nbytes(config.STAGES)) // nbytes) if nbytes else 2
 
 
 def _raw_shift(problem: ConvProblem) -> int:
@@ -262,11 +263,6 @@ def _raw_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
     return min(6, (SHARED_BYTES - 256 - _bytes_beside_raw(problem, config)) // _raw_bytes(problem, config))
 
 
-def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Bytes of one stage of the main ring: 64 of gemm k."""
-    return limbs(problem) * (config.BLOCK_M + (0 if config.halo else config.BLOCK_N)) * 128
-
-
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Shared memory of a block in bytes: rings and their alignment, staging tiles, the pixels' scales and places, converters' loads."""
     split = _raw_stages(problem, config) * _raw_bytes(problem, config) if config.splits_images else 0
@@ -274,17 +270,28 @@ def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 
 def _bytes_beside_raw(problem: ConvProblem, config: ImplicitGemm) -> int:
-    return _ring_bytes(problem, config) + _x_stages(problem, config) * _x_bytes(problem, config)
+    return _ring(problem, config).nbytes(config.STAGES) + _x_stages(problem, config) * _x_bytes(problem, config)
 
 
-def _ring_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    staging = 2 * 32 * 64 * _stored_bytes(problem, config) if tensor_store(problem, config) else 4 * 4 * 32 * 20
-    if paired(problem):
-        staging = 4 * (4 * 16 * _consumer_pixels(config) + KEPT_PIECE)
+def _ring(problem: ConvProblem, config: ImplicitGemm) -> Ring:
+    return _ring_of(config, limbs(problem), _stored_bytes(problem, config) if tensor_store(problem, config) else 0, paired(problem))
+
+
+def _ring_of(config: ImplicitGemm, limbs_each: int, stored: int, pairs: bool) -> Ring:
+    """The ring of the filter, and of images that are loaded tap by tap: a stage is 64 of gemm k.
+
+    Beside it lie the consumers' staging tiles, by the bytes of an element that TMA stores, 0 if it stores none, and by whether columns are
+    written in `pairs`; and a scale of each pixel, and its place in the latter case.
+    """
+    consumer = _consumer_pixels(config)
     if config.halo:
         staging = 0
-    of_pixel = 4 + 8 if paired(problem) else 4  # a scale, and with paired phases a place in y
-    return config.STAGES * stage_bytes(problem, config) + 2 * (staging + of_pixel * _consumer_pixels(config)) + 1024
+    elif pairs:
+        staging = 4 * (4 * 16 * consumer + KEPT_PIECE)
+    else:
+        staging = 2 * 32 * 64 * stored if stored else 4 * 4 * 32 * 20
+    stage = limbs_each * (config.BLOCK_M + (0 if config.halo else config.BLOCK_N)) * 128
+    return Ring(stage, 2 * (staging + (4 + 8 if pairs else 4) * consumer) + ALIGNMENT, SHARED_BYTES)
 
 
 def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -800,7 +807,9 @@ def texts(device: Device) -> Iterator[TextFamily]:
             if tile.halo:
                 choices |= {"PATCH_ROWS": (consumer // 8,), "FUSED_SPLIT": (int(tile.splits_images),)}
             else:
-                choices["STAGES"] = (_most_stages({name: values[0] for name, values in choices.items()}),)
+                stored = (4 if one["OUT"] == (FLOAT,) else 2) if choices["TENSOR_STORE"] == (1,) else 0
+                ring = _ring_of(tile, 2 if one["PRODUCTS"] == (3,) else 1, stored, choices["INTERLEAVE_COLUMNS"] == (1,))
+                choices["STAGES"] = (ring.deepest(_depths(tile)),)
             yield TextFamily("implicit_gemm_sm90", choices, _made, "sm_90a")
 
 
@@ -856,23 +865,13 @@ def _made(d: Mapping[str, int]) -> bool:
     return True
 
 
-#: Numbers of stages that are tried, largest first; "im2col" cooperative tiles of 64 rows also try 2.
-_DEPTHS: dict[tuple[Loader, Pipeline], tuple[int, ...]] = {
-    ("im2col", "cooperative"): (6, 5, 4, 3), ("im2col", "pingpong"): (6, 5, 4, 3),
-    ("halo", "cooperative"): (6, 5, 4, 3), ("halo_split", "cooperative"): (4, 3),
-}  # fmt: skip
+_DEPTHS: dict[Loader, tuple[int, ...]] = {"im2col": (6, 5, 4, 3), "halo": (6, 5, 4, 3), "halo_split": (4, 3)}
 
 
-def _most_stages(d: Mapping[str, int]) -> int:
-    """The most stages that shared memory has room for, among those that :func:`configs` tries; 0 if none fits."""
-    consumer, stored = d["WGMMA_N"], 4 if d["OUT"] == FLOAT else 2
-    staging = 2 * 32 * 64 * stored if d["TENSOR_STORE"] else 4 * 4 * 32 * 20
-    if d["INTERLEAVE_COLUMNS"]:
-        staging = 4 * (4 * 16 * consumer + KEPT_PIECE)
-    beside = 2 * (staging + (12 if d["INTERLEAVE_COLUMNS"] else 4) * consumer) + 1024
-    stage = (2 if d["PRODUCTS"] == 3 else 1) * (d["BLOCK_M"] + d["BLOCK_N"]) * 128
-    depths = (6, 5, 4, 3) if d["PINGPONG"] else (6, 5, 4, 3, *((2,) if d["BLOCK_M"] == 64 else ()))
-    return next((n for n in depths if n * stage + beside <= SHARED_BYTES), 0)
+def _depths(tile: ImplicitGemm) -> tuple[int, ...]:
+    """Numbers of stages of a tile's ring that are tried, largest first."""
+    shallow = tile.BLOCK_M == 64 and (tile.loader, tile.schedule) == ("im2col", "cooperative")
+    return _DEPTHS[tile.loader] + ((2,) if shallow else ())
 
 
 # ---- the choice
@@ -969,9 +968,8 @@ def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
             continue
         if tile.takes_turns and problem.has_residual and tile.BLOCK_N > 160:  # registers do not hold both the sums and the residual
             continue
-        depths = _DEPTHS[tile.loader, tile.schedule]
+        depths = _depths(tile)
         if (tile.loader, tile.schedule) == ("im2col", "cooperative"):
-            depths = (*depths, 2) if tile.BLOCK_M == 64 else depths
             in_parts = problem.itemsize == 4 or _in_parts(defines | {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N})
             for split in splits(problem, _steps(problem) // 4 if in_parts else 1):
                 yield from _deepest(problem, _changed(tile, split, tile.STAGES), depths)
@@ -993,8 +991,7 @@ def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]
         tried = (_changed(config, config.SPLIT, stages) for stages in depths[:-1])
         yield next((one for one in tried if refusal(problem, one) is None), least)
     else:
-        most = least.STAGES + (SHARED_BYTES - shared_bytes(problem, least)) // stage_bytes(problem, least)
-        yield _changed(config, config.SPLIT, next(stages for stages in depths if stages <= most))
+        yield _changed(config, config.SPLIT, _ring(problem, least).deepest(depths))
 
 
 def _steps(problem: ConvProblem) -> int:
@@ -1036,7 +1033,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     of_pixel = _pixel_cycles(problem, packed) if lying else rates.row_cycles * SHORT_ROW[packed.load]
     loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
     cycles = 4 * count * config.BLOCK_N * config.BLOCK_M / 128 * (LYING_PRODUCT if lying else 1)
-    loaded = float(stage_bytes(problem, config))
+    loaded = float(_ring(problem, config).stage)
     if not (lying or config.halo):
         slower = UNALIGNED if packed.window is None and packed.pixel * problem.groups % packed.load else 1.0
         slower *= PACKED_VOLUME if walks[0].rank == 3 else 1.0

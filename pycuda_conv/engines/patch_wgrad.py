@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
-from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -107,9 +107,7 @@ def refusal(problem: ConvProblem, config: PatchWgrad) -> str | None:
         return "it computes gradients of filters"
     if (config.BLOCK_M, config.BLOCK_N) not in TILES:
         return f"(BLOCK_M, BLOCK_N) must be one of {', '.join(map(str, TILES))}"
-    if _grid(problem, config) > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return None
+    return grid_refusal(_grid(problem, config))
 
 
 def _columns(problem: ConvProblem) -> int:

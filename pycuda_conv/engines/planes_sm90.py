@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.hopper import CLOCK, ROW, SHARED_BYTES, unsupported
+from pycuda_conv.engines.hopper import CLOCK, ROW, most_shared, unsupported
+from pycuda_conv.engines.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest, why_not_so_many
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
@@ -82,29 +83,24 @@ def refusal(problem: ConvProblem, config: Planes) -> str | None:
         return reason
     if (config.BLOCK_M, config.BLOCK_N) not in TILES:
         return f"its tiles are of {', '.join(f'{rows} x {pixels}' for rows, pixels in TILES)} channels and pixels"
-    return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config.BLOCK_M, config.BLOCK_N), 1)
+    return _ring(config).refusal(config.STAGES)
 
 
-def _beside(rows: int, pixels: int) -> int:
-    """Blocks that fit a multiprocessor."""
-    return 2 if rows * pixels <= 64 * 128 else 1
+def _beside(config: Planes) -> int:
+    """Blocks that share a multiprocessor."""
+    return 2 if config.BLOCK_M * config.BLOCK_N <= 64 * 128 else 1
 
 
-def _most_shared(rows: int, pixels: int) -> int:
-    """The most shared memory of a block in bytes."""
-    return SHARED_BYTES // 2 - 1024 if _beside(rows, pixels) == 2 else SHARED_BYTES
-
-
-def _shared_bytes(config: Planes) -> int:
-    """Shared memory of a block in bytes: the ring, the consumers' results, and their alignment."""
+def _ring(config: Planes) -> Ring:
+    """The ring of a tile. The consumers' results lie beside it."""
     own = TILES[config.BLOCK_M, config.BLOCK_N]
-    return config.STAGES * ROW * (config.BLOCK_M + config.BLOCK_N) + _consumers(config) * own.results * 2 * 64 * own.pixels + 1024
+    results = _consumers(config) * own.results * 2 * 64 * own.pixels
+    return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), results + ALIGNMENT, most_shared(_beside(config)))
 
 
 def _widest(rows: int, pixels: int) -> Planes:
-    """A tile with the most stages that fit."""
-    tiles = (Planes(rows, pixels, stages) for stages in range(STAGES, 1, -1))
-    return next(config for config in tiles if _shared_bytes(config) <= _most_shared(rows, pixels))
+    """A tile with the most stages that shared memory has room for."""
+    return Planes(rows, pixels, _ring(Planes(rows, pixels)).deepest(range(STAGES, 1, -1)))
 
 
 # ---- launches
@@ -144,10 +140,10 @@ def schedule(problem: ConvProblem, config: Planes, device: Device, noted: bool =
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": own.pixels, "STAGES": config.STAGES,
         "TYPE": ELEMENTS[problem.dtype], "W_MN_MAJOR": int(backward), "OWN_M": own.rows, "RESULTS": own.results,
     }  # fmt: skip
-    grid = min(told.tiles, device.multiprocessors * _beside(config.BLOCK_M, config.BLOCK_N))
+    grid = min(told.tiles, device.multiprocessors * _beside(config))
     launch = KernelLaunch(
         "planes_sm90", defines, grid, _threads(config), (BIAS, SCALE, RESIDUAL), (),
-        maps=maps, shared=_shared_bytes(config), arch="sm_90a", arguments=told, layer=finish_constants(told),
+        maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told, layer=finish_constants(told),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 
@@ -227,7 +223,7 @@ def time(problem: ConvProblem, config: Planes, device: Device) -> float:
     loads = (min(config.BLOCK_M, ceil(problem.result_channels, BLOCK) * BLOCK) + pixels) * ROW_CYCLES
     step = math.hypot(MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32, loads, WAIT_CYCLES / (config.STAGES - 1)) / CLOCK
     end = TILE + 2 * config.BLOCK_M * config.BLOCK_N / STORED
-    beside = _beside(config.BLOCK_M, config.BLOCK_N)
+    beside = _beside(config)
     rounds = ceil(problem.N * down * across, device.multiprocessors * beside)
     works = rounds * (steps * step + end) * beside**SHARED, problem.bytes / MEMORY
     return BEGIN + max(works) + BESIDE * min(works)

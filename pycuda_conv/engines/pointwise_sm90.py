@@ -17,6 +17,7 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides
 from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
 from pycuda_conv.engines.range_guard import MomentsLayout
+from pycuda_conv.engines.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -33,7 +34,7 @@ from pycuda_conv.engines.schedule import (
     finish_constants,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
-from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
+from pycuda_conv.engines.tensor_cores import fastest, limbs, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
@@ -45,6 +46,7 @@ __all__ = [
 ]  # fmt: skip
 
 WARPS = 8  # of the consumers
+DEPTHS = (6, 5, 4, 3)  # stages of a ring that are tried
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def refusal(problem: ConvProblem, config: Pointwise) -> str | None:
         return "the gradient of a filter alone is swapped or split"
     if config.RAW_FILTER and not (products(problem) == 3 and _lies(problem)):
         return "of forward convolutions, with three products, a filter's channels of a multiple of 16 bytes are split as they are loaded"
-    return why_not_so_many(config.STAGES, shared_bytes(problem, config), SHARED_BYTES, config.SPLIT)
+    return _ring(config, limbs(problem)).refusal(config.STAGES, config.SPLIT)
 
 
 def _wgrad(problem: ConvProblem) -> bool:
@@ -130,14 +132,13 @@ def _reads_filter(problem: ConvProblem) -> bool:
     return products(problem) == 1 and _lies(problem)
 
 
-def _stage_bytes(problem: ConvProblem, config: Pointwise) -> tuple[int, int]:
+def _stage_bytes(config: Pointwise, limbs_each: int) -> tuple[int, int]:
     """Bytes of a stage of the rows, and of the columns."""
-    return 128 * config.rows, 128 * config.BLOCK_N * limbs(problem)
+    return 128 * config.rows, 128 * config.BLOCK_N * limbs_each
 
 
-def shared_bytes(problem: ConvProblem, config: Pointwise) -> int:
-    """Bytes of shared memory of a block: the ring and its alignment."""
-    return config.STAGES * sum(_stage_bytes(problem, config)) + 1024
+def _ring(config: Pointwise, limbs_each: int) -> Ring:
+    return Ring(sum(_stage_bytes(config, limbs_each)), ALIGNMENT, SHARED_BYTES)
 
 
 # ---- launches
@@ -264,7 +265,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
         prepare, maps = [[step]], [_images(problem, config), of_filter]
     noted_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
     buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
-    shared, told = shared_bytes(problem, config), product.arguments(problem)
+    shared, told = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
     launch = KernelLaunch(
         "pointwise_sm90", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=told,
         layer=finish_constants(told),
@@ -339,9 +340,7 @@ def sum_order(problem: ConvProblem, config: Pointwise) -> Hashable:
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for each tile, arithmetic and layout."""
     for blocks, columns, limbs_each in product((1, 2), (32, 64, 96, 128), (1, 2)):
-        tile = Pointwise(columns, blocks)
-        stage = 128 * (tile.rows + columns * limbs_each)
-        stages = next(n for n in (6, 5, 4, 3, 0) if n * stage + 1024 <= SHARED_BYTES)
+        stages = _ring(Pointwise(columns, blocks), limbs_each).deepest(DEPTHS)
         if stages and columns * blocks <= (128 if limbs_each == 2 else 256):
             choices = {
                 "BLOCK_N": (columns,), "BLOCKS": (blocks,), "STAGES": (stages,), "LIMBS": (limbs_each,), "WGRAD": FLAG, "NHWC": FLAG,
@@ -382,7 +381,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:
         swaps, parts = (False, True), splits(problem, _Product.of(problem, Pointwise(), 1).steps // 8)
     for blocks in (1,) if _wgrad(problem) else (1, 2):
         for columns in (32, 64, 96, 128):
-            deepest = next((n for n in (6, 5, 4, 3) if refusal(problem, Pointwise(columns, blocks, n)) is None), None)
+            deepest = next((n for n in DEPTHS if refusal(problem, Pointwise(columns, blocks, n)) is None), None)
             if deepest:
                 yield from (Pointwise(columns, blocks, deepest, split, swap) for split in parts for swap in swaps)
                 if products(problem) == 3 and _lies(problem) and columns <= RAW_COLUMNS[blocks]:
@@ -392,7 +391,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:
 def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
     """Microseconds that `config` should take: arithmetic, bytes from memory and from the caches, rounds of tiles."""
     multiprocessors = device.multiprocessors
-    product, (of_rows, of_columns) = _Product.of(problem, config, multiprocessors), _stage_bytes(problem, config)
+    product, (of_rows, of_columns) = _Product.of(problem, config, multiprocessors), _stage_bytes(config, limbs(problem))
     rows = config.rows * product.busy // WARPS
     of_rows = of_rows * product.busy // WARPS
     wgrad, steps = _wgrad(problem), ceil(product.steps, config.SPLIT)

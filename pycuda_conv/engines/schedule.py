@@ -16,6 +16,11 @@ STATIC_SHARED_BYTES = 48 * 1024  # what a block may declare statically on every 
 SHARED_KIB = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
+def grid_refusal(blocks: int) -> str | None:
+    """Why a launch can't have so many blocks, or None if it can."""
+    return f"its grid is larger than {GRID_LIMIT:,} blocks" if blocks > GRID_LIMIT else None
+
+
 class Buffer(IntEnum):
     """The buffers of a plan, in the order in which launchers get them."""
 
@@ -102,15 +107,15 @@ class Arena:
         return place
 
 
-def most_shared(device: Device) -> int:
+def shared_limit(device: Device) -> int:
     """Bytes of shared memory that a block of a GPU may have."""
     return SHARED_KIB.get(device.capability, 99 if device.capability >= (8, 0) else 48) << 10
 
 
 def check_shared(problem: ConvProblem, config: Any, device: Device, needed: int) -> None:
     """A ``ValueError`` if a block of `config` needs more bytes of shared memory than it may have on a GPU."""
-    if device.backend == "cuda" and needed > most_shared(device):
-        raise ValueError(f"{config} can't run {problem}: it needs {needed:,} bytes of shared memory; a block has {most_shared(device):,}")
+    if device.backend == "cuda" and needed > shared_limit(device):
+        raise ValueError(f"{config} can't run {problem}: it needs {needed:,} bytes of shared memory; a block has {shared_limit(device):,}")
 
 
 def finish(problem: ConvProblem, split: bool = False, asks_residual: bool = True) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What the engines on tensor cores share: element types, limbs, the choice of the fastest, limits of a ring of stages."""
+"""What the engines on tensor cores share: element types, limbs, the choice of the fastest."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def limbs(problem: ConvProblem) -> int:
     return 2 if products(problem) == 3 else 1
 
 
+def why_not_one_product(problem: ConvProblem) -> str | None:
+    """Why no single product of such numbers makes one of the problem's, or there is none to make; None if one does."""
+    if problem.dtype not in ELEMENTS or products(problem) > 1:
+        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    return "there is nothing to compute" if problem.is_empty else None
+
+
 def fastest(timed: Iterable[tuple[float, C]]) -> tuple[float, C] | None:
     """The first of the pairs with the shortest time; None if there are none."""
     return min(timed, key=lambda pair: pair[0], default=None)
-
-
-def why_not_so_many(stages: int, nbytes: int, most: int, split: int) -> str | None:
-    """Why a tile can't have `stages` stages, which take `nbytes` of a block's `most` bytes, and `split` splits; None if it can."""
-    if stages < 2 or nbytes > most:
-        return f"its {stages} stages take {nbytes:,} bytes of shared memory; a block has {most:,}"
-    return "it has at least one split" if split < 1 else None

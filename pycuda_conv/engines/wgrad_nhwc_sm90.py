@@ -26,17 +26,18 @@ from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, p
 from pycuda_conv.engines.hopper import (
     CLOCK,
     ROW,
-    SHARED_BYTES,
     image_map,
     load_base,
     map_type,
+    most_shared,
     pixel_cycles,
     stage_channels,
     unsupported,
 )
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
-from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, fastest, why_not_so_many
+from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
@@ -270,9 +271,8 @@ def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
     if config.SPLIT == 1 and not config.FLIPPED and _loaded(problem).C != forward_of(problem).C:
         return "channels that are filled up or folded are written by the launch that adds the parts of several"
     tiles = math.prod(_tiles(seen, config)) * _bundles(problem) * config.SPLIT
-    if max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS)) > GRID_LIMIT:
-        return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config, _factor_bytes(problem)), config.SPLIT)
+    blocks = max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS))
+    return grid_refusal(blocks) or _ring(config, _factor_bytes(problem)).refusal(config.STAGES, config.SPLIT)
 
 
 def _tall(config: WgradNhwc, size: int) -> bool:
@@ -280,14 +280,9 @@ def _tall(config: WgradNhwc, size: int) -> bool:
     return size == 4 and config.BLOCK_M == config.BLOCK_N == 128
 
 
-def _shares(config: WgradNhwc, size: int) -> bool:
-    """Whether two blocks fit a multiprocessor."""
-    return _tall(config, size) or (config.BLOCK_M == 64 and config.BLOCK_N <= PAIRED)
-
-
-def _most_shared(config: WgradNhwc, size: int) -> int:
-    """The most shared memory of a block in bytes."""
-    return SHARED_BYTES // 2 - 1024 if _shares(config, size) else SHARED_BYTES
+def _beside(config: WgradNhwc, size: int) -> int:
+    """Blocks that share a multiprocessor."""
+    return 2 if _tall(config, size) or (config.BLOCK_M == 64 and config.BLOCK_N <= PAIRED) else 1
 
 
 def _consumer_columns(config: WgradNhwc) -> int:
@@ -302,19 +297,15 @@ def _threads(config: WgradNhwc, size: int) -> int:
     return 128 * down * across + (128 if config.BLOCK_M == 128 * down else 32)
 
 
-def _stage_bytes(config: WgradNhwc) -> int:
-    return ROW * (config.BLOCK_M + config.BLOCK_N)  # a stage has as many positions as a row has channels
-
-
-def _shared_bytes(config: WgradNhwc) -> int:
-    """Shared memory of a block in bytes: the ring, which the sums overwrite in the end, and its alignment."""
-    return max(config.STAGES * _stage_bytes(config), 4 * config.BLOCK_M * (config.BLOCK_N + 8)) + 1024
+def _ring(config: WgradNhwc, size: int) -> Ring:
+    """The ring of a tile, which the sums overwrite in the end. A stage has as many positions as a row has channels."""
+    rows, columns = config.BLOCK_M, config.BLOCK_N
+    return Ring(ROW * (rows + columns), ALIGNMENT, most_shared(_beside(config, size)), sum_bytes(rows, columns))
 
 
 def _most_stages(rows: int, columns: int, size: int) -> int:
     """The most stages of a ring that shared memory has room for."""
-    tiles = (WgradNhwc(rows, columns, stages) for stages in range(STAGES, 1, -1))
-    return next(tile.STAGES for tile in tiles if _shared_bytes(tile) <= _most_shared(tile, size))
+    return _ring(WgradNhwc(rows, columns), size).deepest(range(STAGES, 1, -1))
 
 
 # ---- launches
@@ -556,10 +547,10 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
         "TYPE": ELEMENTS[problem.dtype], "LIMBS": _limbs(problem), "PLANES": int(_planes(problem)), "FLIPPED": int(config.FLIPPED),
     }
     buffers, structs = ((x, dy), (told, _of_flipped(problem, parts is None, taps_fastest))) if config.FLIPPED else ((), told)
-    grid = down * across * bundles * config.SPLIT
+    grid, size = down * across * bundles * config.SPLIT, _factor_bytes(problem)
     return KernelLaunch(
-        "wgrad_nhwc_sm90", defines, grid, _threads(config, _factor_bytes(problem)), (parts or RESULT, *buffers), (), maps=maps,
-        shared=_shared_bytes(config), arch="sm_90a", arguments=structs,
+        "wgrad_nhwc_sm90", defines, grid, _threads(config, size), (parts or RESULT, *buffers), (), maps=maps,
+        shared=_ring(config, size).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
     )  # fmt: skip
 
 
@@ -760,7 +751,7 @@ def _cut(problem: ConvProblem, tile: WgradNhwc, device: Device) -> Iterator[Wgra
     seen = _seen(problem, tile)
     stages, least = _stages(seen), 1 if tile.FLIPPED or _loaded(seen).C == forward_of(seen).C else 2
     tiles = math.prod(_tiles(seen, tile)) * _bundles(seen)
-    filling = device.multiprocessors * (1 + _shares(tile, _factor_bytes(problem))) // tiles
+    filling = device.multiprocessors * _beside(tile, _factor_bytes(problem)) // tiles
     # the blocks of several rounds are balanced better, which pays if products take long
     more = (2 * filling, 4 * filling) if filling < 4 and problem.itemsize == 4 else ()
     tried = (1, ceil(filling, 4), ceil(filling, 2), filling, *more) if filling else (1, 2, 3, 4)
@@ -801,7 +792,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
         step = _together(beside * products, beside * loads, products + STEP, (WAIT + loads) / (config.STAGES - 1)) / CLOCK
         return _part(seen, config) * step + beside * end
 
-    blocks, slots = down * across * bundles * config.SPLIT, device.multiprocessors * (1 + _shares(config, factor))
+    blocks, slots = down * across * bundles * config.SPLIT, device.multiprocessors * _beside(config, factor)
     again = ceil(blocks, slots) - 1
     us = again * (taken(slots) + AGAIN) + taken(blocks - again * slots)
     us *= TURNED if config.FLIPPED and size == 2 else 1
