@@ -52,6 +52,7 @@ class _Precise:
 
 class _Conv(_Precise):
     function: Callable[..., Any]
+    kernel_size: tuple[int, ...]
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
