@@ -42,7 +42,7 @@ def train(model: nn.Module, device: str, epochs: int, size: int) -> tuple[list[f
     for epoch in range(epochs):
         started = time.perf_counter()
         model.train()
-        # whole batches only, for each shape has kernels of its own
+        # whole batches only, so that all steps weigh alike
         for chosen in torch.randperm(len(x), device=device)[: len(x) // size * size].split(size):
             loss = nn.functional.cross_entropy(model(x[chosen]), labels[chosen])
             optimizer.zero_grad()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pycuda_conv.errors import brief
-from pycuda_conv.problem import PRECISIONS, ConvProblem, checked_activation, integer
+from pycuda_conv.problem import PRECISIONS, ConvProblem, checked_activation, checked_shape, integer
 
 
 class Operands(NamedTuple):
@@ -71,9 +71,9 @@ class Call(NamedTuple):
         if dilation.__class__ is not int:
             dilation = _key("dilation", dilation)
         if groups.__class__ is not int:
-            groups = _key("groups", groups)
+            groups = integer("groups", groups)
         if size.__class__ is not int:
-            size = _key("output_padding" if function == "conv_transpose" else f"{function}_size", size)
+            size = _key("output_padding" if function == "conv_transpose" else f"each size in {function}_size", size)
         return Call(function, ndim, stride, padding, dilation, groups, precision, size, activation)
 
     def problem(self, shapes: Sequence[Any], dtype: str, **more: Any) -> ConvProblem:
@@ -83,6 +83,8 @@ class Call(NamedTuple):
         options = {
             "stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "precision": precision, "dtype": dtype, **more,
         }
+        if function in GRADIENT_OPERANDS:
+            size = checked_shape(f"{function}_size", size)
         if function == "input":
             return ConvProblem.gradient("input", ndim, size, second, first, residual_shape=residual, **options)
         if function == "weight":

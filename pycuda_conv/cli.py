@@ -74,7 +74,12 @@ def _sizes(text: str) -> Any:
 
 
 def _padding(text: str) -> Any:
-    return text if text in ("same", "valid") else _sizes(text)
+    if text in ("same", "valid"):
+        return text
+    try:
+        return _sizes(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"must be same, valid, or integers with commas between them, got {text!r}") from None
 
 
 def _activation(text: str) -> Any:
@@ -248,6 +253,7 @@ def _run(arguments: argparse.Namespace) -> int:
         only=arguments.only, kind=arguments.kind, modes=modes or ("fp32",), quick=arguments.quick, host_calls=arguments.host_calls,
         device=arguments.device, seed=arguments.seed, json=arguments.json, csv=arguments.csv, plots=arguments.plots, pages=arguments.pages,
     )
+    _check_benchmarks(arguments)
     if arguments.host:
         return hostbench.list_problems(settings) if arguments.list else hostbench.run(settings, arguments.devices)
     if arguments.devices is not None:
@@ -255,7 +261,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.cold:
         from pycuda_conv.tools import coldbench
 
-        return coldbench.run(arguments.device, arguments.json, arguments.only)
+        return coldbench.run(settings)
     if arguments.host_cost:
         from pycuda_conv.tools import hostcost
 
@@ -271,6 +277,21 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.training:
         return training.list_problems(settings) if arguments.list else training.run(settings)
     return bench.list_problems(settings) if arguments.list else bench.run(settings)
+
+
+def _check_benchmarks(arguments: argparse.Namespace) -> None:
+    """Refuse two benchmarks at once, of which one alone would be run."""
+    asked = [name for name in ("host", "host_calls", "host_cost", "cold", "families", "training", "models") if getattr(arguments, name)]
+    if arguments.models == []:
+        asked.append("models")
+    if len(asked) > 1 and asked != ["training", "models"]:
+        flags = [f"--{name.replace('_', '-')}" for name in asked]
+        raise ToolError(f"{' and '.join(flags[:2])} are two benchmarks; ask for one at a time")
+    of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
+    for name, options in (("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"])):
+        for option in options if getattr(arguments, name) else ():
+            if getattr(arguments, option) not in (None, False, []):
+                raise ToolError(f"--{option} is not for --{name}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

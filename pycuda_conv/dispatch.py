@@ -144,10 +144,15 @@ def gpus_of(devices: Any, device: Any = None) -> tuple[Any, ...]:
         devices = range(device_count())
     elif isinstance(devices, str) or not isinstance(devices, Iterable):
         raise TypeError(f"devices must be 'all' or a list of GPU numbers, got {brief(devices)}")
-    gpus = tuple(get_device(one) for one in devices)
+    gpus = []
+    for one in devices:
+        try:
+            gpus.append(get_device(one))
+        except (TypeError, ConvArgumentError) as error:  # it speaks of `device`
+            raise type(error)(f"devices must be 'all' or a list of GPU numbers, got {brief(one)} in it") from None
     if not gpus or len(set(gpus)) < len(gpus) or any(gpu.backend != "cuda" for gpu in gpus):
         raise ConvArgumentError(f"devices must name one or more GPUs, each once, but got devices={brief(devices)}")
-    return gpus
+    return tuple(gpus)
 
 
 # ---- plans

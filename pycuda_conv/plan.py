@@ -346,6 +346,9 @@ class BoundPlan:
         #: calls that were made before
         self._made_before: quick.Table = {}
 
+    def __repr__(self) -> str:
+        return f"<BoundPlan of {self.plan!r}>"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _bound_again, (self.plan, type(self._kind), *(a if a is None else self._kind.to_pickle(a) for a in self._filter))
 

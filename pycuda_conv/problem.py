@@ -41,14 +41,19 @@ def _times(sizes: Iterable[int]) -> str:
     return "(" + " x ".join(str(v) for v in sizes) + ")"
 
 
+#: What some arguments may be instead of an integer.
+_OR_ELSE = dict.fromkeys(("stride", "dilation", "output_padding"), " or a list of one for each axis")
+_OR_ELSE["padding"] = " or a list of one, or of a pair (before, after), for each axis"
+
+
 def integer(name: str, value: Any) -> int:
     """`value` as an int; a ``TypeError`` naming the argument for anything that is not an integer (bool, 2.0, nan)."""
-    if isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {brief(value)} of type {type(value).__name__}") from None
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be an integer{_OR_ELSE.get(name, '')}, got {brief(value)} of type {type(value).__name__}")
 
 
 def integers(name: str, value: Any, ndim: int) -> tuple[int, ...]:
@@ -100,7 +105,7 @@ def _rank(ndim: Any) -> int:
     return int(ndim)
 
 
-def _sizes(name: str, shape: Any) -> tuple[int, ...]:
+def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
     """A shape as a tuple of ints."""
     if isinstance(shape, (str, bytes)) or not isinstance(shape, Iterable):
         raise TypeError(f"{name} must be a shape, a tuple of integers, got {brief(shape)}")
@@ -253,7 +258,7 @@ class ConvProblem:
         """
         ndim = _rank(ndim)
         name = f"conv{ndim}d"
-        input_shape, weight_shape = _sizes("input_shape", input_shape), _sizes("weight_shape", weight_shape)
+        input_shape, weight_shape = checked_shape("input_shape", input_shape), checked_shape("weight_shape", weight_shape)
         common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout)
         pairs = padding_pairs(padding, ndim)
         k, channels_per_group, *filter_size = weight_shape
@@ -322,7 +327,7 @@ class ConvProblem:
         """
         ndim = _rank(ndim)
         name = f"conv_transpose{ndim}d"
-        input_shape, weight_shape = _sizes("input_shape", input_shape), _sizes("weight_shape", weight_shape)
+        input_shape, weight_shape = checked_shape("input_shape", input_shape), checked_shape("weight_shape", weight_shape)
         common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout)
         if isinstance(padding, str):
             raise TypeError(f"{name}(): padding must be integers or pairs of integers, not the string '{padding}'")
@@ -395,7 +400,7 @@ class ConvProblem:
             ndim, input_shape, weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=dtype,
             precision=precision, layout=layout, in_chunks=in_chunks,
         )
-        if _sizes("grad_output_shape", grad_output_shape) != forward.result_shape:
+        if checked_shape("grad_output_shape", grad_output_shape) != forward.result_shape:
             raise ConvArgumentError(
                 f"grad_output must have the shape of the convolution's result, {_shown(forward.result_shape)} for input of size "
                 f"{_shown(input_shape)} and weight of size {_shown(weight_shape)}, but got {_shown(grad_output_shape)}"
@@ -425,7 +430,7 @@ class ConvProblem:
             return self
         activation = checked_activation(activation)
         _check_channels("scale", scale_shape, self.result_channels, weight_shape)
-        if residual_shape is not None and _sizes("residual_shape", residual_shape) != self.result_shape:
+        if residual_shape is not None and checked_shape("residual_shape", residual_shape) != self.result_shape:
             raise ConvArgumentError(
                 f"residual must have the result's shape {_shown(self.result_shape)}, but got residual of size {_shown(residual_shape)}"
             )
@@ -699,7 +704,7 @@ def _check_pairs(pairs: str | tuple[tuple[int, int], ...]) -> None:
 
 def _check_channels(name: str, shape: Sequence[int] | None, channels: int, weight_shape: tuple[int, ...]) -> None:
     """That the bias, or the scale, has a number for each channel of the result."""
-    if shape is not None and _sizes(f"{name}_shape", shape) != (channels,):
+    if shape is not None and checked_shape(f"{name}_shape", shape) != (channels,):
         raise ConvArgumentError(
             f"Given weight of size {_shown(weight_shape)}, expected {name} to be 1-dimensional with {channels} elements, but got {name} "
             f"of size {_shown(shape)} instead"

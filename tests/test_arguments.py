@@ -525,7 +525,17 @@ def test_a_whole_array_is_never_printed(refuses):
     for function, arguments in (("conv2d_input", (X, W, zeros(2, 6, 6, 7))), ("conv2d_weight", (X, W, zeros(2, 6, 6, 7)))):
         size = function.removeprefix("conv2d_")
         refuses(TypeError, rf"{size}_size must be the shape of the convolution's {size}, got an array of shape \[", function, *arguments)
-    refuses(TypeError, "stride must be an integer, got 'x{1,80}", "conv2d", X, W, stride="x" * 10**6)
+    refuses(TypeError, "stride must be an integer or a list of one for each axis, got 'x{1,80}", "conv2d", X, W, stride="x" * 10**6)
+
+
+@pytest.mark.parametrize(("one", "error"), [(1.5, TypeError), ("gpu", ConvArgumentError), (-1, ConvArgumentError)])
+def test_one_wrong_device_of_several_is_told_as_devices(one, error):
+    with pytest.raises(error, match=re.escape(f"devices must be 'all' or a list of GPU numbers, got {one!r} in it")):
+        pc.conv2d(X, W, devices=[one])
+
+
+def test_groups_are_told_as_they_were_given(refuses):
+    refuses(TypeError, re.escape("groups must be an integer, got [1] of type list"), "conv2d", X, W, groups=[1])
 
 
 def test_a_stream_of_inputs_that_is_none():

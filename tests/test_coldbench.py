@@ -10,7 +10,7 @@ import pytest
 
 from pycuda_conv.cli import main
 from pycuda_conv.runtime import binaries
-from pycuda_conv.tools import coldbench
+from pycuda_conv.tools import bench, coldbench
 from pycuda_conv.tools.terminal import ToolError
 
 
@@ -26,8 +26,7 @@ def children(monkeypatch):
         return dict.fromkeys(case.shown, 0.25 if ours else 0.002)
 
     monkeypatch.setattr(coldbench, "measure", measure)
-    monkeypatch.setattr(coldbench, "require", lambda module: None)
-    monkeypatch.setattr(coldbench, "named_device", lambda name: SimpleNamespace(capability=(9, 0), model="H200"))
+    monkeypatch.setattr(bench, "gpu_for", lambda settings, flag: SimpleNamespace(capability=(9, 0), model="H200"))
     monkeypatch.setattr(coldbench, "make_archive", lambda file, architecture: file.write_bytes(b""))
     return asked
 

@@ -1464,3 +1464,32 @@ def test_models_of_timm(calls):
         with torch.no_grad():
             close(ours(x), theirs(x))
         assert calls.count("epilogue") == fused and not pn.report(ours).notes, name
+
+
+# ---- TorchScript
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+def test_what_torchscript_computes_is_left_to_it():
+    x = torch.randn(2, 4, 9, 9)
+    for script in (torch.jit.script, lambda module: torch.jit.trace(module, x)):
+        scripted = script(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()))
+        assert not pn.report(pn.convert(scripted)).converted
+        model = nn.Sequential(scripted, nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.ReLU()).eval()
+        expected = model(x)
+        done = pn.report(pn.convert(model))
+        assert [(one.name, one.fused) for one in done.converted] == [("1", ("2", "3"))]
+        assert len(done.notes) == 1 and done.notes[0].startswith("0 (torch.jit.") and "TorchScript computes it" in done.notes[0]
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+def test_a_traced_model_keeps_no_folded_statistics():
+    x = torch.randn(2, 4, 9, 9)
+    model = pn.convert(nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.ReLU()).eval())
+    with torch.no_grad():
+        model(x)
+        traced = torch.jit.trace(model, x)
+        model[1].running_mean.add_(1)
+        torch.testing.assert_close(traced(x), model(x))

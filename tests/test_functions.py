@@ -293,7 +293,8 @@ def test_a_plan_keeps_the_layout_of_its_problem(device, transposed, ndim):
         assert np.array_equal(got, expected) and (got if not last else np.moveaxis(got, 1, -1)).flags.c_contiguous
         out = np.full_like(got, np.nan)  # of the same strides
         assert plan(x, w, b, out=out) is out and np.array_equal(out, expected)
-        assert np.array_equal(plan.bind(w, b)(x), expected)
+        layer = plan.bind(w, b)
+        assert np.array_equal(layer(x), expected) and repr(layer) == f"<BoundPlan of {plan!r}>"
         with pytest.raises(pc.ConvArgumentError, match="out must be channels last" if last else "out must be C-contiguous"):
             plan(x, w, b, out=np.zeros(expected.shape, "f") if last else np.moveaxis(np.zeros(np.moveaxis(expected, 1, -1).shape, "f"), -1, 1))
         for tensors in ([torch.from_numpy(a) for a in (x, w, b)], [channels_last(torch.from_numpy(x)), torch.from_numpy(w), torch.from_numpy(b)]):

@@ -234,6 +234,8 @@ def test_depthwise_filters(device, c, k, size):
         (lambda x, w, dy: pc.conv2d_weight(x, (6, 3, 2, 3), dy), r"expected input\[2, 4, 7, 6\] to have 3 channels"),
         (lambda x, w, dy: pc.conv2d_weight(x, w.shape, dy, out=np.empty((6, 4, 2, 2))), r"out must have shape \[6, 4, 2, 3\]"),
         (lambda x, w, dy: pc.conv2d_input(x.shape, w, dy, stride=0), r"non-positive stride"),
+        (lambda x, w, dy: pc.conv2d_input((2, 4, -7, 6), w, dy), r"input_size must not hold negative sizes, but got \[2, 4, -7, 6\]"),
+        (lambda x, w, dy: pc.conv2d_weight(x, (6, 4, -2, 3), dy), r"weight_size must not hold negative sizes"),
     ],
 )
 def test_what_does_not_fit_is_refused(call, message):
@@ -246,7 +248,7 @@ def test_what_does_not_fit_is_refused(call, message):
     ("call", "message"),
     [
         (lambda x, w, dy: pc.conv2d_input(7, w, dy), "input_size must be the shape"),
-        (lambda x, w, dy: pc.conv2d_input((2, 4, 7.0, 6), w, dy), "input_size must be an integer"),
+        (lambda x, w, dy: pc.conv2d_input((2, 4, 7.0, 6), w, dy), "each size in input_size must be an integer, got 7.0"),
         (lambda x, w, dy: pc.conv2d_weight(x, w.shape, [1, 2]), "grad_output must be a numpy.ndarray"),
         (lambda x, w, dy: pc.conv2d_weight(x, w.shape, tensor(dy)), "input is a numpy.ndarray but grad_output is a torch.Tensor"),
         (lambda x, w, dy: pc.conv2d_weight(x, w.shape, dy, precision=1), "precision must be one of"),

@@ -362,6 +362,32 @@ def test_padding_modes(where, ndim, mode):
     same_gradients(ours, theirs, [randn(1, 2, *(4, 5, 3)[:ndim], where=where)])
 
 
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_paddings_before_and_after_each_axis(where, ndim, mode):
+    pairs = ((2, 1), [0, 2], (1, 0))[:ndim]
+    torch.manual_seed(0)
+    ours = getattr(pn, f"Conv{ndim}d")(2, 3, 2, padding=pairs, padding_mode=mode, dtype=torch.float64, device=where)
+    flat = [v for pair in reversed(pairs) for v in pair]
+
+    def theirs(x):
+        return getattr(F, f"conv{ndim}d")(F.pad(x, flat, mode="constant" if mode == "zeros" else mode), ours.weight, ours.bias)
+
+    x = randn(3, 2, *(4, 5, 3)[:ndim], where=where)
+    close(ours(x), theirs(x))
+    norm = getattr(torch.nn, f"BatchNorm{ndim}d")(3, dtype=torch.float64, device=where)
+    model = pn.convert(torch.nn.Sequential(ours, norm, torch.nn.ReLU()), fuse_training=True)
+    close(model(x), F.relu(F.batch_norm(theirs(x), None, None, training=True)))
+    layer = getattr(pn, f"FusedConvBnReLU{ndim}d")
+    close(layer.from_modules(ours, norm)(x), F.relu(F.batch_norm(theirs(x), None, None, training=True)))
+    with torch.no_grad():
+        close(model.eval()(x), F.relu(F.batch_norm(theirs(x), norm.running_mean, norm.running_var)))
+    with pytest.raises(pc.ConvArgumentError, match=re.escape(f"padding must be an integer, {ndim} integers, 'same' or 'valid', but got padding=((2, 1)")):
+        layer(2, 3, 2, padding=pairs)
+    with pytest.raises(pc.ConvArgumentError, match=f"expected padding to be {ndim} pairs"):
+        getattr(pn, f"Conv{ndim}d")(2, 3, 2, padding=(*pairs, (1, 1)))
+
+
 def test_the_output_size_of_a_transposed_convolution(where):
     theirs, ours = pair("ConvTranspose2d", 2, 3, 3, stride=2, padding=1, where=where)
     x = randn(2, 2, 4, 5, where=where)

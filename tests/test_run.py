@@ -217,7 +217,7 @@ REFUSED = {
     "unknown filter": (("--filter", "blurr", "x.npy", "y.npy"), "did you mean blur?"),
     "unknown kind": (("--filter", "w.npy", "x.xyz", "y.xyz"), "x.xyz must end in .npy or be a picture"),
     "output padding": ((*ARRAYS, "--output-padding", "1"), "--transposed"),
-    "padding": ((*ARRAYS, "--padding", "most"), "--padding"),
+    "padding": ((*ARRAYS, "--padding", "most"), "--padding: must be same, valid, or integers with commas between them, got 'most'"),
     "padding of three": ((*ARRAYS, "--padding", "1,2,3"), "padding"),
     "negative": ((*ARRAYS, "--padding", "-1"), "padding"),
     "stride": ((*ARRAYS, "--stride", "0"), "stride"),

@@ -820,6 +820,9 @@ def test_bench_without_a_gpu_says_what_to_do(command):
     (("bench", "--device", "opencl", "--only", "("), "regular expression"), (("bench", "--device", "opencl", "--only", "conv9d"), "matches no problem"),
     (("bench", "--device", "opencl", "--host-calls"), "--host-calls"), (("bench", "--list", "--only", "("), "regular expression"), (("bench", "--mode", "fp32", "int4"), "int4"), (("bench", "--mode"), "--mode"),
     (("bench", "--device", "opencl", "--json", "/no/such/folder/b.json"), "not a folder"), (("bench", "--device", "opencl", "--csv", "/"), "can't be written"),
+    (("bench", "--host", "--training"), "--host and --training are two benchmarks"), (("bench", "--cold", "--models"), "--cold and --models are two benchmarks"),
+    (("bench", "--cold", "--list"), "--list is not for --cold"), (("bench", "--families", "2", "--only", "k3"), "--only is not for --families"),
+    (("bench", "--cold", "--device", "opencl"), "--cold needs a GPU"),
     (("bench", "--device", "opencl", "--plots", __file__), "must be a folder"), (("bench", "--device", "opencl", "--pages", "/no"), "can't be read"),
 ], ids=lambda value: " ".join(map(str, value))[-50:] if isinstance(value, tuple) else "")
 def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, arguments, words):
@@ -947,7 +950,7 @@ def test_verify_needs_no_torch(opencl, rich, fast_env, tmp_path):
     assert {r["torch_relative"] for r in found["results"]} == {None} and {r["array"] for r in found["results"]} == {"numpy"}
 
 
-@pytest.mark.parametrize("arguments", [("info",), ("bench",), ("bench", "--host"), ("bench", "--training"), ("bench", "--models"), ("tune",), ("verify", "--device", "0")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [("info",), ("bench",), ("bench", "--cold"), ("bench", "--host"), ("bench", "--training"), ("bench", "--models"), ("tune",), ("verify", "--device", "0")], ids=" ".join)
 def test_without_a_gpu_nobody_is_told_to_install_pycuda(rich, python_env, tmp_path, arguments):
     done = without(("pycuda",), arguments, tmp_path, python_env)
     told = done.stdout + done.stderr

@@ -511,7 +511,9 @@ class Fusion:
             self.trained = False
             for one in module.modules():  # not every batch normalisation counts the batches that change its statistics
                 one.__dict__.pop("_folded", None)
-        if not (self.in_training if training else not torch.is_grad_enabled()) or _symbolic_trace._is_fx_tracing_flag:
+        if not (self.in_training if training else not torch.is_grad_enabled()):
+            return None
+        if _symbolic_trace._is_fx_tracing_flag or torch.jit.is_tracing():  # the fused step keeps arrays, which would become constants
             return None
         given = self.required
         if kwargs or len(args) != len(given):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 
 from pycuda_conv.nn import modules
@@ -50,7 +51,7 @@ def is_plain_norm(cls: type) -> bool:
 
 def is_container(module: nn.Module) -> bool:
     """True for a ModuleList and the like, which have no forward."""
-    return origin(type(module)).forward is nn.Module.forward
+    return not isinstance(module, torch.jit.ScriptModule) and origin(type(module)).forward is nn.Module.forward
 
 
 def is_sequence(module: nn.Module) -> bool:

@@ -169,6 +169,10 @@ def convert(
     for layer in ours:
         layer.precision = precision
     owned = {part for layer in ours for part in layer.modules()}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and module not in owned:
+            done.notes.append(f"{name or 'the model'} ({_full_name(type(module))}) was left as it is: TorchScript computes it")
+            owned.update(module.modules())
     rest = [(name, module) for name, module in model.named_modules() if module not in owned]
     for name, module in rest:
         module.__class__ = origin(type(module))

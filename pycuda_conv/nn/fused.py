@@ -38,6 +38,7 @@ from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines.geometry import bits, from_bits
+from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.memo import launches_are_in, remember_launches
 from pycuda_conv.nn.autograd import (
     CONV,
@@ -55,6 +56,7 @@ from pycuda_conv.nn.autograd import (
     flops,
     without_autocast,
 )
+from pycuda_conv.nn.modules import in_pairs
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, channels_last, checked_activation
 from pycuda_conv.runtime import Device
@@ -815,6 +817,11 @@ class _FusedConvBnReLU(nn.Module):
         affine: bool = True, track_running_stats: bool = True, relu: bool = True, precision: Precision = "fp32", device: Any = None,
         dtype: Any = None,
     ) -> None:
+        if in_pairs(padding):
+            raise ConvArgumentError(
+                f"padding must be an integer, {self._ndim} integers, 'same' or 'valid', but got padding={brief(padding)}; pairs are for "
+                f"pycuda_conv.nn.Conv{self._ndim}d, which from_modules takes"
+            )
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         conv = self._conv(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, **made)
         self._adopt(conv, self._bn(out_channels, eps, momentum, affine, track_running_stats, **made), relu, precision)

@@ -12,7 +12,7 @@ import torch
 
 import pycuda_conv as pc
 from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.problem import PRECISIONS
+from pycuda_conv.problem import PRECISIONS, padding_pairs
 from pycuda_conv.typing import Precision
 
 
@@ -20,6 +20,11 @@ def checked_precision(precision: str) -> str:
     if not isinstance(precision, str) or precision not in PRECISIONS:
         raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={brief(precision)}")
     return precision
+
+
+def in_pairs(padding: Any) -> bool:
+    """True for a padding before and after each axis, which torch's modules do not know."""
+    return isinstance(padding, (tuple, list)) and any(isinstance(v, (tuple, list)) for v in padding)
 
 
 #: The attributes that decide what a convolution computes, besides its parameters.
@@ -47,6 +52,7 @@ class _Precise:
 
 class _Conv(_Precise):
     function: Callable[..., Any]
+    kernel_size: tuple[int, ...]
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
@@ -56,6 +62,9 @@ class _Conv(_Precise):
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
         self.precision = checked_precision(precision)
+        if in_pairs(padding):  # torch would repeat each pair
+            pairs = padding_pairs(padding, len(self.kernel_size))
+            self._reversed_padding_repeated_twice = [v for pair in reversed(pairs) for v in pair]
 
     def forward(self: Any, input: Any) -> Any:
         return self._conv_forward(input, *parameters_of(self))
@@ -118,7 +127,7 @@ class Conv2d(_Conv, torch.nn.Conv2d):
     Parameters
     ----------
     in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
-        As for ``torch.nn.Conv2d``, in its order. State dicts fit both ways.
+        As for ``torch.nn.Conv2d``, in its order. State dicts fit both ways. The padding may be ((top, bottom), (left, right)) too.
     precision : {"fp32", "tf32"}
         Arithmetic for float32, forward and backward: see :func:`pycuda_conv.conv2d`.
 

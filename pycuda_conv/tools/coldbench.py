@@ -14,10 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycuda_conv.runtime import binaries
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, require, table, track
+
+if TYPE_CHECKING:
+    from pycuda_conv.tools.bench import Settings
 
 PATIENCE = 300  # seconds for one child
 
@@ -217,10 +220,12 @@ def make_archive(file: Path, architecture: str) -> None:
     )
 
 
-def run(device: Any, json_file: Path | None, only: str | None) -> int:
+def run(settings: Settings) -> int:
     """Print the table."""
-    require("torch")
-    gpu = named_device(device if device is not None else "cuda")
+    from pycuda_conv.tools import bench  # children need nothing of it
+
+    gpu: Any = bench.gpu_for(settings, "--cold")
+    json_file, only = settings.json, settings.only
     cases = [case for case in CASES if only is None or any(only in shown for shown in (*case.shown.values(), case.kind))]
     rows, measured, status = [], [], OK
     by_torch: dict[tuple[str, str], Seconds] = {}

@@ -110,7 +110,8 @@ def run_all(inputs: Sequence[Path | str], settings: Settings) -> int:
             raise ToolError(f"{settings.output} can't hold the results of {names.count(name)} files called {name}")
     folder = settings.output
     if "://" not in str(folder) and not Path(folder).is_dir():
-        raise ToolError(f"{folder} must be a folder, for there are {len(found)} inputs")
+        why = f"there are {len(found)} inputs" if len(found) > 1 else f"{inputs[0]} may match several files"
+        raise ToolError(f"{folder} must be a folder, for {why}")
     from pycuda_conv.tools import volumes
 
     for one, name in zip(found, names, strict=True):

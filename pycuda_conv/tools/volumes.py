@@ -121,7 +121,10 @@ def read(place: str, axes: str | None) -> Source:
         if kind != "zarr":
             raise ToolError(f"{place} can't be read: at addresses only zarr can")
     if kind == "zarr" and Path(place).is_file():
-        raise ToolError(f"{place} can't be read: it is no zarr, no TIFF and no .npy file; pictures are written as pictures")
+        raise ToolError(
+            f"{place} can't be read: it is no zarr, no TIFF and no .npy file; pictures become pictures, without "
+            "--axes, --resume and --scheduler"
+        )
     try:
         source = {"npy": _read_npy, "tiff": _read_tiff, "zarr": _read_zarr}[kind](place)
     except ToolError:
