@@ -74,7 +74,7 @@ def test_the_epilogue(width):
 
 @on_cpu
 @pytest.mark.parametrize(("old", "new"), [
-    ("    copies_wait<0>();\n", ""), ("__syncthreads();  // everybody's", "//"), ("(unsigned)column < (unsigned)arg.width", "column >= 0"), ("(unsigned)h < (unsigned)arg.height", "h >= 0"),
+    ("    copies_wait<0>();\n", ""), ("__syncthreads();  // all copies", "//"), ("(unsigned)column < (unsigned)arg.width", "column >= 0"), ("(unsigned)h < (unsigned)arg.height", "h >= 0"),
     ("(parity ^ 1) * (int)arg.buffer", "parity * (int)arg.buffer"), ("if (places[i][e] >= 0) y[", "y["), ("tile.k + channel < (int)arg.kg", "true"),
 ])  # fmt: skip
 def test_a_broken_kernel_is_noticed(old, new):

@@ -119,7 +119,7 @@ def test_the_epilogue(case, mode, config):
 
 @on_cpu
 @pytest.mark.parametrize(("old", "new"), [
-    ("__syncthreads();\n\n    // y", "// y"), ("__syncthreads();\n\n  const Divided", "const Divided"), ("step_now = begin;\n            ++row_now;", "step_now = begin;"), ("if (m < used) u[", "u["), ("there |=", "there = ~0u; //"),
+    ("__syncthreads();\n\n    // from sums", "// from sums"), ("__syncthreads();\n\n  const Divided", "const Divided"), ("step_now = begin;\n            ++row_now;", "step_now = begin;"), ("if (m < used) u[", "u["), ("there |=", "there = ~0u; //"),
 ])  # fmt: skip
 def test_a_broken_kernel_is_noticed(old, new):
     case = fprop((2, 32, 31, 80), (2, 32, 3, 3), padding=1)

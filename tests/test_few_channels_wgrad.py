@@ -93,7 +93,7 @@ def test_what_is_not_finite(case):
     ("broken", "message"),
     [
         (("to[number] = word_of(", "to[number ^ 1] = word_of("), "elements differ"), (("slot ^= 1", "slot ^= 0"), "elements differ"),
-        (("    __syncthreads();  // it has been read, its place is taken next\n", ""), "elements differ"),
+        (("    __syncthreads();  // all have read it: its place is filled next\n", ""), "elements differ"),
         (("    __syncthreads();\n    if (of_warp.quotient == 0)", "    if (of_warp.quotient == 0)"), "elements differ"),
     ],
     ids=lambda v: str(v)[:40],

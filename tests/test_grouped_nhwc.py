@@ -167,7 +167,7 @@ def test_activations(activation):
     ("broken", "message"),
     [
         (("copies_wait<1>();", "copies_wait<2>();"), "elements differ"), (("slot ^= 1", "slot ^= 0"), "elements differ"),
-        (("    __syncthreads();  // it has been read, its place is taken next\n", ""), "elements differ"),
+        (("    __syncthreads();  // all have read it: its place is filled next\n", ""), "elements differ"),
         (("q >= (int)shape.q) continue;", "q > (int)shape.q) continue;"), "outside memory"),
     ],
     ids=lambda v: str(v)[:40],

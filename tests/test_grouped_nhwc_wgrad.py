@@ -102,7 +102,7 @@ def test_what_is_not_finite(config):
     ("broken", "message"),
     [
         (("copies_wait<1>();", "copies_wait<2>();"), "elements differ"), (("slot ^= 1", "slot ^= 0"), "elements differ"),
-        (("    __syncthreads();  // it has been read, its place is taken next\n", ""), "elements differ"), (("there ? from_y : zeros", "from_y"), "elements differ"),
+        (("    __syncthreads();  // all have read it: its place is filled next\n", ""), "elements differ"), (("there ? from_y : zeros", "from_y"), "elements differ"),
         (("  for (int other = 1; other < (int)arg.beside; ++other) {\n    __syncthreads();\n", "  for (int other = 1; other < (int)arg.beside; ++other) {\n"), "elements differ"),
     ],
     ids=lambda v: str(v)[:40],
