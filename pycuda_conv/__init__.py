@@ -1,7 +1,7 @@
 """Convolution for people who work in Python close to the CUDA driver.
 
-numpy, torch, CuPy and PyCUDA arrays go in, the same kind comes out; the kernels are CUDA C, compiled at run time for
-the problem at hand, and run on PoCL where there is no NVIDIA GPU.
+numpy, torch, CuPy, PyCUDA and dask arrays go in, and the same kind comes out. The kernels are CUDA C, compiled when they are first
+needed. Without an NVIDIA GPU the portable ones run on the CPU, through PoCL.
 
 A call goes one way. :mod:`ops` has the signatures, and :mod:`dispatch` leads each call: :mod:`arrays` says what the caller's arrays are,
 :mod:`problem` says what is asked and refuses what is wrong, :mod:`plan` decides how, an engine in :mod:`engines` turns that into launches
