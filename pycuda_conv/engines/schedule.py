@@ -10,14 +10,14 @@ from pycuda_conv.engines.geometry import accumulator_bytes, bits, ceil
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-GRID_LIMIT = 2**31 - 1  # blocks of a launch
+GRID_LIMIT = 2**31 - 1  # most blocks of a launch
 STATIC_SHARED_BYTES = 48 * 1024  # what a block may declare statically on every GPU
 #: KiB of shared memory that a block may have, by compute capability. Others have 99 from 8.0 on, and 48 before Volta.
 SHARED_KIB = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
 def grid_refusal(blocks: int) -> str | None:
-    """Why a launch can't have so many blocks, or None if it can."""
+    """Why a launch can't have this many blocks, or None if it can."""
     return f"its grid is larger than {GRID_LIMIT:,} blocks" if blocks > GRID_LIMIT else None
 
 
@@ -63,7 +63,7 @@ class Moments:
 
     @property
     def nbytes(self) -> int:
-        """Of the parts."""
+        """Bytes of the parts."""
         return 8 * self.sets * ceil(self.span, self.per) * self.channels
 
 
