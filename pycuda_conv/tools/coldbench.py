@@ -221,7 +221,7 @@ def make_archive(file: Path, architecture: str) -> None:
 
 
 def run(settings: Settings) -> int:
-    """Print the table."""
+    """Measure, and print the table."""
     from pycuda_conv.tools import bench  # children need nothing of it
 
     gpu: Any = bench.gpu_for(settings, "--cold")
