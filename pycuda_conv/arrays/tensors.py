@@ -27,7 +27,7 @@ class TorchKind(DeviceKind, HostKind):
 
     def __init__(self) -> None:
         quick.learn(torch)
-        self.pointer = torch.Tensor.data_ptr  # a method around it would take 0.1 us
+        self.pointer = torch.Tensor.data_ptr  # type: ignore[method-assign]  # a method around it would take 0.1 us
         self._dtypes = {
             torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
         }
