@@ -114,7 +114,7 @@ def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:
     return next((one for one in configs if not missing(form(engines.schedule(problem, one, device), device), device)), None)
 
 
-# ---- before it is asked for
+# ---- compilation ahead of calls
 
 #: Other numbers of images to foresee, as parts of a problem's own; so are one more than its own, and one.
 BATCHES = (2.0, 0.5, 4.0, 0.25)
@@ -166,7 +166,7 @@ def _fused(problem: ConvProblem) -> bool:
 
 
 def rivals(problem: ConvProblem, device: Device) -> list[engines.Config]:
-    """Of each other order of sums that should take hardly longer than the planner's choice, the configuration that compiles fastest.
+    """For each other order of sums that should take hardly longer than the planner's choice, its configuration that compiles fastest.
 
     The planner may choose any of these orders for other numbers and sizes of the layer's images, and no kernel of another order may stand
     in then. Among configurations that should take about as long, the one with the smallest tile compiles fastest.

@@ -1,4 +1,4 @@
-"""What is asked of a convolution: its operands, its options, and where it is to run."""
+"""A call of a convolution as values: its operands, its options, and the place where it runs."""
 
 from __future__ import annotations
 

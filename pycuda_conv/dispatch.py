@@ -1,4 +1,4 @@
-"""The way of a call: from what is asked, by way of a plan, to the arrays' memory.
+"""The way of a call from its arguments to a plan, and to the arrays' memory.
 
 A call that was made before is repeated by :mod:`pycuda_conv.quick`. Any other call is decided step by step: the kind of its arrays, who
 has to know of it, the problem, the layout and the plan. Then :mod:`pycuda_conv.execute` runs the plan.

@@ -1,4 +1,4 @@
-"""What is asked: one convolution as a value, and every check of its arguments.
+"""One convolution as a value, and every check of its arguments.
 
 A :class:`ConvProblem` holds the field's letters (N C H W K R S P Q and so on) for one convolution. It is frozen and
 hashable: the key under which plans are cached. It is the only place where output sizes are computed and the only one
@@ -41,7 +41,7 @@ def _times(sizes: Iterable[int]) -> str:
     return "(" + " x ".join(str(v) for v in sizes) + ")"
 
 
-#: What some arguments may be instead of an integer.
+#: The forms of some arguments besides an integer.
 _OR_ELSE = dict.fromkeys(("stride", "dilation", "output_padding"), " or a list of one for each axis")
 _OR_ELSE["padding"] = " or a list of one, or of a pair (before, after), for each axis"
 

@@ -84,7 +84,7 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
     if _native is None:
         return
     c, tensor = torch._C, torch.Tensor
-    marked = getattr(c, "_get_tensor_metadata", tensor.is_neg)  # which keeps the GIL; is_neg() lets go of it
+    marked = getattr(c, "_get_tensor_metadata", tensor.is_neg)  # it keeps the GIL, which is_neg() releases
     about = tensor.data_ptr, tensor.stride, tensor.get_device, marked, tensor.is_inference
     autocast = partial(torch.is_autocast_enabled, "cuda")
     states = c._are_functorch_transforms_active, c._len_torch_dispatch_stack, c._get_tracing_state, autocast
@@ -139,8 +139,8 @@ def row(
 ) -> Any:
     """Launches for :data:`again`, or None where Python makes them.
 
-    Their buffers are so many operands, the results, `nbytes` of workspace, and one that is always None. `like` is a tensor on the GPU;
-    each of `results` is what ``kind.maker`` gives.
+    Their buffers are the operands, `operands` of them, the results, `nbytes` of workspace, and one that is always None. `like` is a tensor
+    on the GPU; each of `results` comes from ``kind.maker``.
     """
     launcher = device.schedule_launcher(steps)
     if not isinstance(launcher, LauncherInC):
@@ -181,7 +181,7 @@ def steps_of(
 ) -> list[list[KernelLaunch]]:
     """A plan's launches for :func:`row`: `places` are those of input, weight, bias, result and workspace, and a buffer that is None.
 
-    The filter is read as it is, and lies in the plan's ``filter_order`` if `filter_last`. The packed one, if there is one, is put behind
+    The filter is read as it is, and lies in the plan's ``filter_order`` if `filter_last`. The packed filter, if there is one, lies behind
     the plan's own workspace.
     """
     *five, none = places
@@ -231,7 +231,7 @@ def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool
 
 
 def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, packed: Any, recorded: list[Any] | None) -> Any:
-    """What the launcher in C takes, or None where an operand has to be copied, or Python makes the launches."""
+    """The call in the form of the launcher in C; None where an operand has to be copied, or Python makes the launches."""
     input, weight, *_ = operands
     filter_last = packed is None and plan.reads_filter_last and kind.is_laid_out_as(weight, plan.filter_order)
     writes_last = plan.lays_filter_last(kind, out)

@@ -51,9 +51,9 @@ class Config:
         return math.prod(getattr(self, name, 1) for name in ("BLOCK_M", "BLOCK_N"))
 
 
-#: What :meth:`Engine.choose` predicts where a measured rule decides, whatever the models say.
+#: The prediction of :meth:`Engine.choose` where a measured rule decides, whatever the models say.
 BY_RULE = 0.0
-#: What it predicts for a configuration without a model that should run only if no configuration with a model can.
+#: Its prediction for a configuration without a model, which should run only if no configuration with a model can.
 LAST_RESORT = math.inf
 
 

@@ -212,7 +212,7 @@ def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
 
 
 class GroupedPhase(NamedTuple):
-    """What the kernel is told of a phase, which its text explains."""
+    """The struct of a phase, whose members the kernel's text explains."""
 
     slabs: int
     by_slabs: int

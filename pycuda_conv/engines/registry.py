@@ -43,7 +43,7 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
-#: Of equal predictions the first engine's wins.
+#: Among equal predictions that of the first engine wins.
 ENGINES: tuple[Engine, ...] = (
     depthwise_nhwc, depthwise_toeplitz, fft, depthwise_planes, depthwise_wgrad, direct, patch_wgrad, direct_gemm, direct_quads, dmma,
     grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, dense_nhwc_sm90, gather_nhwc_sm90, wgrad_nhwc_sm90,
@@ -51,8 +51,8 @@ ENGINES: tuple[Engine, ...] = (
     columns,
 )  # fmt: skip
 
-NEAR, MOST_NEAR = 1.6, 24  # measured are configurations within so many times the best prediction, and at most so many
-BEST = 2  # of every engine, whatever is predicted, since a model may be wrong
+NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
+BEST = 2  # configurations of each engine to measure at any prediction, since a model may be wrong
 
 
 def engine_of(config: Config) -> Engine:
@@ -178,7 +178,7 @@ def order(problem: ConvProblem, config: Config) -> Hashable:
 
 
 def same_bits(problem: ConvProblem, config: Config, others: Iterable[Config]) -> Iterator[Config]:
-    """Those of `others` that can run `problem` and give the same bits as `config`."""
+    """The configurations of `others` that can run `problem` and give the same bits as `config`."""
     engine, launched = engine_of(config), problem.launched
     order = engine.sum_order(launched, config)
     for one in others:

@@ -363,7 +363,7 @@ class Seen:
                 watch.entries(attributes, "training")
 
 
-#: What a conversion adds to a module's attributes.
+#: The attributes that a conversion adds to a module.
 KEPT = ("_folded", "_fusion", "_conversion")
 #: The attributes that all modules have, and those that a conversion adds.
 _COMMON = {*nn.Module().__dict__, *KEPT}
@@ -997,7 +997,7 @@ def _fold(convolution: Any, norm: Any) -> tuple[_Folded, Conditions | None] | No
     watch.unhooked(own, *_FORWARD_HOOKS)
     watch.entries(own, *modules.OPTIONS, "_parameters")
     watch.entries(own["_parameters"], "weight", "bias")
-    lasting = "bias" in own["_parameters"]  # else it is computed, as torch.nn.utils.parametrize does
+    lasting = "bias" in own["_parameters"]  # otherwise it is computed, as in torch.nn.utils.parametrize
     if norm is None:
         return _Folded(weight, None, bias, asked), watch.conditions() if lasting else None
     found = _looked_at(watch, norm, convolution._parameters.get("weight"), bias)

@@ -485,7 +485,7 @@ static struct {
   PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version, *name_needs, *name_again, *name_known, *name_saved;
   long least;  // the lowest ordinal of a GPU
   int (*read)(void*, DLTensor*);  // a tensor's description, where torch offers such a function; NULL where it has to be asked piece by piece
-  Allocate allocate;              // likewise, memory without an object of Python's
+  Allocate allocate;              // memory without a Python object, where torch offers that; otherwise NULL
 } torch;
 static int stopped;  // in a forked child
 
@@ -948,7 +948,7 @@ static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
     return PyErr_Occurred() ? NULL : Py_BuildValue("");
   }
   all = PyTuple_New(1 + r->result_count);
-  if (all) PyTuple_SetItem(all, 0, found);  // which takes it
+  if (all) PyTuple_SetItem(all, 0, found);  // it takes the reference
   for (Py_ssize_t i = 0; i < r->result_count; i++) {
     if (all)
       PyTuple_SetItem(all, 1 + i, results[i]);

@@ -273,7 +273,7 @@ class Device(AbstractContextManager["Device"]):
         return launch
 
     def describe(self, step: KernelLaunch) -> dict[str, float]:
-        """What the compiled kernel of `step` uses of the device, by name; empty where that is not known."""
+        """The resources that the compiled kernel of `step` uses, by name; empty where they are not known."""
         return {}
 
     def capturing(self, stream: Any = None) -> bool:
