@@ -208,7 +208,7 @@ def _statistics(
     """The convolution y, and (2, K): mean and 1 / sqrt(variance + eps) of its channels, of the batch or by running statistics.
 
     The batch's statistics move the running ones, if given: by `momentum`, or to the mean over batches if `tracked`, the number of batches,
-    is given. `counted`, the number of batches too, is raised by 1.
+    is given. `counted`, the number of batches too, is raised by 1. At most one of the two is given.
     """
     layout = _layout(x, spec.settings.ndim)
     found = _forward_of(x, weight, bias, momentum, eps, spec)
