@@ -208,7 +208,7 @@ WITHIN_KERNEL void find_moments(
 
 // Returns 1 / sqrt(variance + eps) of a channel with m values whose squared deviations sum to m2, and writes it and the mean for the backward pass.
 // Updates running statistics if there are any: by `momentum`, or with `tracked`, the number of batches so far, by the share that makes them means over
-// batches. `counted` is that number too, in the launch that counts the batch.
+// batches. `counted` is that number too, where this launch counts the batch. At most one of the two is given.
 WITHIN_KERNEL acc_t settle(
     const index_t channel, const acc_t centre, const acc_t m2, const acc_t m, const GLOBAL_MEM long_t* tracked, GLOBAL_MEM acc_t* mean,
     GLOBAL_MEM acc_t* invstd, GLOBAL_MEM acc_t* running_mean, GLOBAL_MEM acc_t* running_var, GLOBAL_MEM long_t* counted, const long_t eps,

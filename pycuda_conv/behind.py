@@ -1,7 +1,7 @@
-"""What is compiled behind calls: the kernels of a better configuration, and kernels that know a layer's constants.
+"""Compilation behind calls: of a better configuration's kernels, and of kernels that know a layer's constants.
 
-A call waits for the compiler only if no compiled kernel can serve it. Neither which kernel served it nor when another one took
-over shows in the results: only configurations that add up in the same order stand in for one another.
+A call waits for the compiler only if no compiled kernel can serve it. The results don't show which kernel served a call, nor when another
+one took over: only configurations that add up in the same order stand in for one another.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pycuda_conv.tune import lookup, measured_configs
 
 log = logging.getLogger("pycuda_conv")
 
-#: Calls of a plan by general kernels after which those that know the layer's constants are compiled.
+#: After so many calls of a plan by general kernels, the kernels that know the layer's constants are compiled.
 OFTEN = 10
 
 
 def enabled() -> bool:
-    """Whether anything is compiled behind calls, and layers' constants are compiled in: unless ``PYCUDA_CONV_BACKGROUND`` is ``0``."""
+    """Whether kernels are compiled behind calls, and know layers' constants: unless ``PYCUDA_CONV_BACKGROUND`` is ``0``."""
     text = os.environ.get("PYCUDA_CONV_BACKGROUND", "1")
     if text not in ("0", "1"):
         raise ConvArgumentError(f"PYCUDA_CONV_BACKGROUND must be 0 or 1, got {text!r}")
@@ -46,12 +46,12 @@ def launches(schedule: Schedule) -> list[KernelLaunch]:
     return [launch for step in (*schedule.whole, *(schedule.filter_last or ())) for launch in step]
 
 
-#: Configurations that calls of this process were served by, in that order: their kernels are likely to be there.
+#: The configurations that served calls of this process, in that order: their kernels are probably compiled.
 used: dict[engines.Config, None] = {}
 
-#: Times the predicted time of the better configuration that one which stands in may take on a GPU: a captured graph keeps it for good.
+#: How many times as long as the better configuration, by prediction, a stand-in may take on a GPU: a captured graph keeps it for good.
 SLOWEST = 3
-#: The same of one that is waited for because it takes less time to compile.
+#: The same for a configuration that a call waits for because it takes less time to compile.
 HARDLY = 1.15
 
 
@@ -60,9 +60,9 @@ def stand_in(
 ) -> engines.Config | None:
     """A configuration that gives the same bits as `config`, is not much slower, and whose kernels are compiled; or None.
 
-    It is the best one of those that this process has used, or else of all. Where choices of such a GPU were measured, those configurations
-    count as well: their kernels may have served other sizes of the layer. If no kernels are compiled, those that are being compiled will
-    be there sooner than ones that are not begun yet. The schedules that were made on the way are added to `schedules`.
+    It is the best of the configurations that this process has used, or else the best of all. Configurations measured on such a GPU count as
+    used: their kernels may have served the layer at other sizes. If no kernels are compiled, those being compiled are ready before those
+    that nobody has begun. The schedules made on the way are added to `schedules`.
     """
     known: dict[engines.Config, Schedule] = {} if schedules is None else schedules
     coming = []
@@ -81,9 +81,9 @@ def stand_in(
 
 
 def _alike(problem: ConvProblem, config: engines.Config, device: Device) -> Iterator[engines.Config]:
-    """Others that give the same bits as `config`, the fastest first: of those that this process has used, then of all.
+    """Other configurations that give the same bits as `config`, the fastest first: of those that this process has used, then of all.
 
-    Mostly one of the former serves. The rest takes longer to find, and is looked for only if none does.
+    Mostly one of the used ones serves. The others take longer to find, and are looked for only if none does.
     """
     before = tuple(used)
     yield from engines.fastest_first(problem, (one for one in engines.same_bits(problem, config, before) if one != config), device)
@@ -91,7 +91,7 @@ def _alike(problem: ConvProblem, config: engines.Config, device: Device) -> Iter
 
 
 def _not_slow(problem: ConvProblem, config: engines.Config, others: Iterable[engines.Config], device: Device) -> Iterator[engines.Config]:
-    """Those of `others` that are not much slower than `config`."""
+    """The configurations of `others` that are not much slower than `config`."""
     best = engines.predicted(problem, config, device) if device.backend == "cuda" else None  # the models are of GPUs
     for one in others:
         if best is None or (engines.predicted(problem, one, device) or 0) <= SLOWEST * best:
@@ -99,9 +99,9 @@ def _not_slow(problem: ConvProblem, config: engines.Config, others: Iterable[eng
 
 
 def quickest(problem: ConvProblem, config: engines.Config, device: Device) -> engines.Config:
-    """`config`, or one that gives the same bits, takes hardly longer, and compiles in much less time: whose tile is half of its at most."""
+    """`config`, or one with the same bits that takes hardly longer and compiles much faster, as its tile is at most half as large."""
     best = engines.predicted(problem, config, device) if foresees(device) else None
-    if best is None or products(problem) == 1:  # whose texts are short
+    if best is None or products(problem) == 1:  # a text for one product is short
         return config
     same = (one for one in engines.alternatives(problem, config, device) if (engines.predicted(problem, one, device) or 0) <= HARDLY * best)
     smallest = min(same, key=lambda one: one.tile, default=config)
@@ -114,22 +114,22 @@ def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:
     return next((one for one in configs if not missing(form(engines.schedule(problem, one, device), device), device)), None)
 
 
-# ---- before it is asked for
+# ---- compilation ahead of calls
 
-#: Numbers of images beside a problem's own, one more, and one, as parts of it.
+#: Other numbers of images to foresee, as parts of a problem's own; so are one more than its own, and one.
 BATCHES = (2.0, 0.5, 4.0, 0.25)
-#: Sizes of images beside a problem's own, as parts of it; and of all of them, multiples which they are the next of, with a rest.
+#: Other sizes of images to foresee: parts of a problem's own, and its size rounded up to a multiple, with a rest added: (multiple, rest).
 SIZES, FORMS = (0.5, 2.0), ((8, 0), (4, 1))
-#: Channels and pixels of a common network's layers, each with these filters and strides.
+#: Channels and pixels of a common network's layers; each pair occurs with all filters and strides of LAYERS.
 PYRAMID = ((64, 56), (128, 28), (256, 14), (512, 7))
 LAYERS = ((3, 1), (1, 1), (3, 2), (1, 2))
-MOST_LIKELY = 32  # kernels
-SPARE_CORES = 8  # that a machine has to have: on fewer, such kernels would slow down those that are waited for
+MOST_LIKELY = 32  # kernels to compile
+SPARE_CORES = 8  # cores that a machine has to have: on fewer, such kernels would slow down those that are waited for
 
-#: Times the shortest prediction that another order of sums may take, which the next size of a layer's images is likely to be given.
+#: An order of sums is a rival up to this many times the shortest prediction: it is likely to be chosen for the layer's next size of images.
 RIVAL = 1.3
 
-#: By kinds of arrays: a common network's layers whose kernels are still to be looked for.
+#: By kinds of arrays: the layers of a common network whose kernels are still to be foreseen.
 _foreseen: dict[Hashable, deque[ConvProblem]] = {}
 
 
@@ -139,7 +139,7 @@ def foresees(device: Device) -> bool:
 
 
 def foresee(problem: ConvProblem, missing: list[KernelLaunch], device: Device) -> None:
-    """Begin with the kernels that a call of `problem` waits for, and compile what may be asked for next until they are there."""
+    """Begin with the kernels that a call of `problem` waits for, and meanwhile compile those that may be asked for next."""
     device.begin(missing)
     for launch in islice(likely(problem, missing, device), MOST_LIKELY):
         device.compile_behind([launch])
@@ -148,12 +148,12 @@ def foresee(problem: ConvProblem, missing: list[KernelLaunch], device: Device) -
 
 
 def likely(problem: ConvProblem, own: Iterable[KernelLaunch], device: Device) -> Iterator[KernelLaunch]:
-    """Launches whose kernels a process that waits for its `own` of `problem` may soon wait for, the likeliest first.
+    """Launches whose kernels a process may soon wait for while it waits for its `own` of `problem`, the likeliest first.
 
-    They are those of the layer's rivals, then, once for each kind of array and direction, those of a common network's layers, then those of
-    the same layer with more and with fewer images, and with larger and smaller ones: general ones, each of which serves many layers. What
-    other kernels could stand in for is not among them. The rivals' know the layer's constants, which takes half the time to compile, unless
-    the layer is finished as a network's are, in several ways.
+    First come the layer's :func:`rivals`. Then come the layers of a common network, once for each kind of array and direction, and then the
+    same layer with more and with fewer images, and with larger and smaller ones. The latter kernels are general ones, each of which serves
+    many layers. A kernel is left out if others could stand in for it. Rivals know the layer's constants, which takes half the time to
+    compile, unless the layer ends with a scale or an activation, as layers of networks do in several ways.
     """
     found = {launch.source() for launch in own}
     of_rivals = _absent(((problem, config) for config in rivals(problem, device)), found, device)
@@ -166,10 +166,10 @@ def _fused(problem: ConvProblem) -> bool:
 
 
 def rivals(problem: ConvProblem, device: Device) -> list[engines.Config]:
-    """Of each other order of sums that should take hardly longer than the planner's choice, the configuration that compiles fastest.
+    """For each other order of sums that should take hardly longer than the planner's choice, its configuration that compiles fastest.
 
-    The planner may choose any of these orders for other numbers and sizes of the layer's images. No kernel of another order may stand in
-    then. Of configurations that should take about as long, that of the smallest tile compiles fastest.
+    The planner may choose any of these orders for other numbers and sizes of the layer's images, and no kernel of another order may stand
+    in then. Among configurations that should take about as long, the one with the smallest tile compiles fastest.
     """
     orders: dict[Hashable, list[tuple[float, engines.Config]]] = {}
     for us, config in engines.predictions(problem, device):
@@ -185,7 +185,7 @@ def rivals(problem: ConvProblem, device: Device) -> list[engines.Config]:
 def _absent(
     choices: Iterable[tuple[ConvProblem, engines.Config | None]], found: set[str], device: Device
 ) -> Iterator[KernelLaunch]:
-    """General launches of `choices` whose kernels are neither compiled, nor on their way, nor `found`, and that have no stand-in there.
+    """General launches of `choices` whose kernels are not compiled, being compiled or in `found`, and that no compiled kernel can replace.
 
     Their texts are added to `found`.
     """
@@ -226,7 +226,7 @@ def _related(problem: ConvProblem) -> Iterator[ConvProblem]:
 
 
 def _network(problem: ConvProblem, batches: tuple[int, ...]) -> Iterator[ConvProblem]:
-    """Layers of a common network, with arrays as the problem's, for so many images: each once, whoever asks first."""
+    """Layers of a common network with arrays like the problem's, for these numbers of images; each is given once in a process."""
     fused, dense_2d = _fused(problem), problem.ndim == 2 and problem.groups == 1
     kind = problem.dtype, problem.precision, problem.layout, problem.direction, fused, dense_2d, len(batches)
     if kind not in _foreseen:
@@ -242,7 +242,7 @@ def _network(problem: ConvProblem, batches: tuple[int, ...]) -> Iterator[ConvPro
 
 def _network_layers(problem: ConvProblem, batches: tuple[int, ...], fused: bool) -> Iterator[ConvProblem]:
     for n, (k, size), (taps, stride) in product(batches, PYRAMID, LAYERS):
-        if stride > 1 and (k, size) == PYRAMID[0]:  # pooling comes before that
+        if stride > 1 and (k, size) == PYRAMID[0]:  # in networks, pooling comes before that layer
             continue
         pad, written = (0, taps // 2, taps // 2), (1, size, size)
         c, read = (k, written) if stride == 1 else (k // 2, (1, stride * size, stride * size))
@@ -256,7 +256,7 @@ def _network_layers(problem: ConvProblem, batches: tuple[int, ...], fused: bool)
 
 
 def _resized(problem: ConvProblem, size: Size3) -> ConvProblem | None:
-    """The same layer for images of that size; None where its filter does not fit them. Axes that are one pixel long stay so."""
+    """The same layer for images of `size`; None where its filter does not fit them. Axes of one pixel keep that length."""
     d, h, w = (1 if before == 1 else n for n, before in zip(size, problem.input_size, strict=True))
     written = problem.output_size_of((d, h, w))
     return replace(problem, input_size=(d, h, w), output_size=written) if min(written) > 0 else None
@@ -268,10 +268,10 @@ def missing(schedule: Schedule, device: Device) -> list[KernelLaunch]:
 
 
 def form(schedule: Schedule, device: Device) -> Schedule:
-    """The form in which a plan's launches begin.
+    """The form of a plan's launches at first.
 
-    A kernel knows its layer's constants if that one is compiled, and also if a compiler has to run anyway. So general kernels serve where
-    they alone are compiled, or are on their way.
+    A kernel knows its layer's constants if the kernel with them is compiled, or if a compiler has to run anyway. So a general kernel serves
+    where it alone is compiled, or on its way.
     """
     if not (enabled() and device.constants_pay and has_constants(schedule)):
         return schedule
@@ -284,12 +284,12 @@ def form(schedule: Schedule, device: Device) -> Schedule:
 
 
 def with_constants(schedule: Schedule) -> Schedule:
-    """The same launches by kernels that know their layer's constants."""
+    """The same launches with kernels that know their layer's constants."""
     return _each(schedule, _known)
 
 
 def _known(launch: KernelLaunch) -> KernelLaunch:
-    """The same launch by the kernel that knows its layer's constants."""
+    """The same launch with the kernel that knows its layer's constants."""
     return replace(launch, defines={**launch.defines, **launch.layer}, layer={})
 
 
@@ -315,7 +315,7 @@ class Behind:
     device : Device
     kernels : list of KernelLaunch
     calls : int
-        They are compiled once the plan was called so often.
+        The kernels are compiled after so many calls of the plan; at once if it is 0.
     """
 
     def __init__(self, device: Device, kernels: list[KernelLaunch], calls: int = 0) -> None:
@@ -332,12 +332,12 @@ class Behind:
                 self._coming = self._device.compile_behind(self._kernels)
 
     def ready(self, stream: Any) -> bool:
-        """Count a call; whether the kernels may be taken from now on: once, by one thread. Not while a stream is being captured.
+        """Count a call. True once, to one thread, when the kernels may be taken; never while a stream is being captured.
 
         Raises
         ------
         Exception
-            What the compiler said.
+            The compiler's error.
         """
         if self._coming is None:
             self._left -= 1
@@ -360,7 +360,7 @@ _said: set[str] = set()
 
 
 def say(error: Exception) -> None:
-    """That the compiler failed behind a call: once, whatever the kernel."""
+    """Log that the compiler failed behind a call: once for each message, whatever the kernel."""
     how = str(error) if isinstance(error, CompileError) else repr(error)
     log.log(logging.DEBUG if _said else logging.WARNING, "compiling behind calls failed, so slower kernels go on: %s", how)
     _said.add(how)

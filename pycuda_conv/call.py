@@ -1,4 +1,4 @@
-"""What is asked of a convolution: its operands, its options, and where it is to run."""
+"""A call of a convolution as values: its operands, its options, and the place where it runs."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The public function's."""
+        """The name of the public function."""
         if self.function in GRADIENT_OPERANDS:
             return f"conv{self.ndim}d_{self.function}"
         return f"{self.function}{self.ndim}d"
 
     @property
     def operand_names(self) -> tuple[str, str]:
-        """What messages call the first two operands."""
+        """The names of the first two operands in messages."""
         return GRADIENT_OPERANDS.get(self.function, ("input", "weight"))
 
     def hashable(self) -> Call:
@@ -77,7 +77,7 @@ class Call(NamedTuple):
         return Call(function, ndim, stride, padding, dilation, groups, precision, size, activation)
 
     def problem(self, shapes: Sequence[Any], dtype: str, **more: Any) -> ConvProblem:
-        """The problem for operands of these shapes; None for those that there are not. It checks them."""
+        """The problem for operands of these shapes, which it checks; a shape is None where the operand is missing."""
         function, ndim, stride, padding, dilation, groups, precision, size, activation = self
         first, second, bias, scale, residual = shapes
         options = {

@@ -21,7 +21,7 @@ from pycuda_conv.tools.terminal import OK, UNUSABLE, ToolError
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line instead of the usage and a line."""
+        """Print one line instead of the usage and a line."""
         self.exit(UNUSABLE, f"{self.prog}: {message} (--help tells more)\n")
 
 
@@ -52,7 +52,7 @@ def _seconds(text: str) -> float:
 
 
 def _place(text: str) -> Path | str:
-    """A path, also where it is written as an address, or another address as it is."""
+    """A path, which may also be written as an address of ``file`` or ``local``; any other address unchanged."""
     protocol, mark, rest = text.partition("://")
     return text if mark and protocol not in ("file", "local") else Path(rest if mark else text)
 
@@ -295,7 +295,7 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and give its exit status."""
+    """Run the command and return its exit status."""
     command = "pycuda-conv"
     try:
         interrupt.raise_again()
@@ -306,10 +306,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return _interrupted()
-    except BrokenPipeError:  # the reader, head for one, has had enough
+    except BrokenPipeError:  # the reader, such as head, has had enough
         _finish_output()
         return OK
-    except OSError as error:  # as that of a full disk that stdout goes to
+    except OSError as error:  # such as that of a full disk behind stdout
         _finish_output()
         what = error.strerror or str(error)
         print(f"{command}: {what if error.filename is None else f'{error.filename}: {what}'}", file=sys.stderr)
@@ -317,7 +317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ToolError, BackendError, MemoryError) as error:
         print(f"{command}: {' '.join(str(error).split()) or 'too little memory'}", file=sys.stderr)
         return UNUSABLE
-    except RuntimeError as error:  # Python before 3.12 wraps what is raised while a class tells its attributes their names
+    except RuntimeError as error:  # Python before 3.12 wraps an error raised while a class tells its attributes their names
         if not isinstance(error.__cause__, KeyboardInterrupt):
             raise
         return _interrupted()
@@ -329,7 +329,7 @@ def _interrupted() -> int:
 
 
 def _finish_output() -> None:
-    """Write what stdout still holds; what can't be written is dropped, or else Python tries again when it ends and complains."""
+    """Write what stdout still holds. What can't be written is dropped: Python would try again at its end and complain."""
     try:
         sys.stdout.flush()
     except OSError:

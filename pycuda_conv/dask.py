@@ -4,8 +4,8 @@ Chunks of images and of space stay what they are. A spatial chunk is computed fr
 neighbours (:func:`_with_neighbours`), so nothing is computed twice. Each result pixel belongs to the chunk in which the middle of
 its window lies, shifted by the padding: with ``padding="same"`` and stride 1 the result's chunks are the input's.
 
-Workers get the filter once: it is a key of the graph on which all chunks depend. What a chunk needs besides are three numbers for each
-spatial axis (:class:`_Where`), from which :func:`pycuda_conv.execute.pipeline.band` makes the chunk's own problem.
+Workers get the filter once: it is a key of the graph on which all chunks depend. A chunk also needs three numbers for each spatial axis
+(:class:`_Where`), from which :func:`pycuda_conv.execute.pipeline.band` makes the chunk's own problem.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from pycuda_conv.runtime import default_backend, get_device
 
 @dataclass(frozen=True)
 class _Axis:
-    """A spatial axis of the input in chunks, and the result's rows that fall to each."""
+    """A spatial axis of the input in chunks, with the rows of the result that each chunk gives."""
 
     #: sizes of the input's chunks
     chunks: tuple[int, ...]
-    #: rows of the chunk before, and of the one after, that a chunk needs
+    #: rows that a chunk needs of the chunk before, and of the chunk after
     depth: tuple[int, int]
     #: chunk i gives the rows ``cuts[i]`` to ``cuts[i + 1]`` of the result
     cuts: tuple[int, ...]
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """The first row that each chunk has when it has been given its neighbours'."""
+        """The first row that each chunk has after its neighbours' rows were added."""
         firsts = accumulate(self.chunks[:-1], initial=0)
         return tuple(max(first - self.depth[0], 0) for first in firsts)
 
@@ -92,7 +92,7 @@ def _axis(problem: ConvProblem, axis: int, chunks: Sequence[int]) -> _Axis:
 
 
 class _Where(ArrayBlockwiseDep):
-    """What a task is told of its chunk: for each spatial axis the first row that it has, and the rows of the result that it gives."""
+    """The place of a task's chunk: for each spatial axis the first row that it has, and the rows of the result that it gives."""
 
     def __init__(self, axes: Sequence[_Axis]) -> None:
         super().__init__(tuple(axis.result_chunks for axis in axes))
@@ -118,7 +118,7 @@ class ChunkPlace:
 
     @contextmanager
     def taken(self) -> Iterator[Any]:
-        """A device for one chunk; of several GPUs the one with the least to do."""
+        """A device for one chunk; of several GPUs, the one that convolves the fewest chunks."""
         if self.devices is None:
             if self.device is None:
                 _check_default_device()
@@ -136,7 +136,7 @@ class ChunkPlace:
 
 
     def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
-        """An uninitialised array like `like`, page-locked where a GPU is to read it: a GPU fetches that without a further copy."""
+        """An uninitialised array like `like`. For a GPU it is page-locked, as the GPU reads that without another copy."""
         gpu = self._gpu() if isinstance(like, np.ndarray) else None
         if gpu is None:
             return np.empty_like(like, shape=shape, order="C")
@@ -145,7 +145,7 @@ class ChunkPlace:
         return memory.view(like.dtype).reshape(shape)
 
     def _gpu(self) -> Any:
-        """One of the GPUs, or None where chunks are not convolved on any. What is wrong with `device` a chunk's call will say."""
+        """One of the GPUs, or None where chunks are not convolved on any. A chunk's call reports what is wrong with `device`."""
         try:
             if self.devices is not None:
                 return dispatch.gpus_of(self.devices)[0]
@@ -160,7 +160,7 @@ _busy: Counter[str] = Counter()
 
 
 def _check_default_device() -> None:
-    """Refuse to compute on the CPU of a worker that was not meant to do so: nobody sees that a GPU is missing there."""
+    """Refuse to compute on the CPU of a worker unless its user asked for that: nobody would see that a GPU is missing there."""
     if default_backend() == "opencl" and not os.environ.get("PYCUDA_CONV_BACKEND"):
         distributed = sys.modules.get("distributed")
         try:
@@ -182,7 +182,7 @@ def _only(block: Any) -> Any:
 
 
 def _alike(arrays: Sequence[Any]) -> tuple[ArrayKind, list[Any]]:
-    """The blocks as arrays of one kind: beside a chunk on a GPU, filters in host memory are copied there."""
+    """The blocks as arrays of one kind: filters in host memory are copied to the GPU of a chunk that lies on one."""
     kind = kind_of("a chunk", arrays[0])
     if isinstance(kind, CupyKind):
         cupy = sys.modules["cupy"]
@@ -192,9 +192,9 @@ def _alike(arrays: Sequence[Any]) -> tuple[ArrayKind, list[Any]]:
 
 
 def _joined(block: Any, axes: Sequence[int], *rims: Any, place: ChunkPlace | None = None) -> Any:
-    """A copy of `block` with what lies before and after it along `axes`: two of `rims`, or None, for each.
+    """A copy of `block` with the rows before and after it along `axes`: for each axis two of `rims`, which may be None.
 
-    What lies there along an axis covers what was joined along the axes before. With a `place`, the copy is to be convolved there.
+    The rims of an axis cover the rows joined along the axes before. With a `place`, the copy will be convolved there.
     """
     around = list(zip(axes, rims[::2], rims[1::2], strict=True))
     shape, inner = list(block.shape), [slice(0, n) for n in block.shape]
@@ -219,13 +219,13 @@ def _joined(block: Any, axes: Sequence[int], *rims: Any, place: ChunkPlace | Non
 
 
 def _rim(block: Any, axis: int, rows: slice, earlier: Sequence[int], *rims: Any) -> Any:
-    """The `rows` of a chunk along `axis`, which a neighbour needs, with those of `rims` along the `earlier` axes."""
+    """The `rows` of a chunk along `axis`, which a neighbour needs, with those parts of `rims` that lie along the `earlier` axes."""
     here = (slice(None),) * axis + (rows,)
     return _joined(block[here], earlier, *(None if rim is None else rim[here] for rim in rims))
 
 
 def _joined_at(place: ChunkPlace, *arguments: Any) -> Any:
-    """As :func:`_joined`, for a chunk that is convolved at `place`."""
+    """The same as :func:`_joined`, for a chunk that is convolved at `place`."""
     return _joined(*arguments, place=place)
 
 
@@ -242,19 +242,19 @@ def _run(problem: ConvProblem, arrays: Sequence[Any], place: ChunkPlace) -> Any:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The function of a task: one chunk of the problem."""
+    """The function of a task, which computes one chunk of the problem."""
 
     problem: ConvProblem
     #: axes before the channels; they are all images
     lead: int
     place: ChunkPlace
-    #: which of bias, scale and residual there are
+    #: the names of those of bias, scale and residual that are given
     names: tuple[str, ...] = ()
-    #: whether the border is repeated outwards instead of zeros
+    #: whether the padding repeats the border instead of zeros
     repeated: bool = False
 
     def _part(self, x: Any, where: Sequence[tuple[int, int, int]]) -> tuple[ConvProblem, Any]:
-        """The problem of one chunk, less its channels, and what it reads of `x`."""
+        """The problem of one chunk, without its channels, and the part of `x` that it reads."""
         problem, ndim, cut = self.problem, self.problem.ndim, []
         for axis, (start, first, last) in zip(range(3 - ndim, 3), where, strict=True):
             problem, low, high = pipeline.band(problem, axis, first, last)
@@ -296,7 +296,7 @@ def _with_border(problem: ConvProblem, x: Any) -> tuple[ConvProblem, Any]:
 
 @dataclass(frozen=True)
 class _WeightChunks(_Chunks):
-    """The function of a task: what one chunk adds to a filter's gradient."""
+    """The function of a task, which computes the summand of one chunk in a filter's gradient."""
 
     def __call__(self, x: Any, grad_output: Any, where: Any, *rest: Any) -> Any:
         x, grad_output = _only(x), _only(grad_output)
@@ -310,7 +310,7 @@ class _WeightChunks(_Chunks):
 
 @dataclass(frozen=True)
 class _BiasChunks:
-    """The function of a task: the sums of one chunk's channels."""
+    """The function of a task, which sums one chunk's channels."""
 
     ndim: int
     place: ChunkPlace
@@ -325,7 +325,7 @@ class _BiasChunks:
 
 
 def _summand(part: Any, axes: int) -> Any:
-    """A part of a sum over `axes` axes of chunks; 16-bit numbers are added in float32."""
+    """A part of a sum over `axes` axes of chunks; 16-bit numbers are summed in float32."""
     return part.astype(np.float32 if part.dtype.itemsize == 2 else part.dtype, copy=False).reshape((1,) * axes + part.shape)
 
 
@@ -333,7 +333,7 @@ def _summand(part: Any, axes: int) -> Any:
 
 
 def convolve(call: Call, operands: Operands, out: Any, stream: Any, place: ChunkPlace) -> Any:
-    """What a public function gives for dask arrays."""
+    """The result of a public function for dask arrays."""
     _check_whole(out, stream)
     _check_place(place)
     names = *call.operand_names, *Operands._fields[2:]
@@ -349,7 +349,7 @@ def convolve(call: Call, operands: Operands, out: Any, stream: Any, place: Chunk
 
 
 def sum_channels(ndim: int, grad_output: Any, stream: Any, place: ChunkPlace) -> Any:
-    """What :func:`pycuda_conv.conv2d_bias` and its like give for dask arrays."""
+    """The result of :func:`pycuda_conv.conv2d_bias` and its like for dask arrays."""
     _check_whole(None, stream)
     _check_place(place)
     x = _checked("grad_output", grad_output, ndim)
@@ -368,7 +368,7 @@ def graph(
 ) -> Any:
     """The dask array of `problem`, whose images lie along the first `lead` axes of `x`.
 
-    `others` are bias, scale and residual, or None; with `repeated` the border of `x` is repeated outwards instead of zeros.
+    `others` are bias, scale and residual, or None. With `repeated`, the padding repeats the border of `x` instead of zeros.
     """
     ndim, transposed = problem.ndim, problem.direction == "dgrad"
     grouped = problem.groups > 1
@@ -377,7 +377,7 @@ def graph(
     axes = [_axis(problem, 3 - ndim + i, chunks) for i, chunks in enumerate(x.chunks[lead + 1 :])]
     images, space = tuple(f"n{i}" for i in range(lead)), tuple(f"s{i}" for i in range(ndim))
     channels_in, channels_out = ("g", "g") if grouped else ("c", "k")
-    # the filter: whole groups beside the chunks of the input's channels, or chunks of the result's channels as they are
+    # the filter in chunks: whole groups to match the chunks of the input's channels, or the given chunks of the result's channels
     weight = _as_dask(weight)
     along = 0 if transposed or grouped else 1  # its axis with the input's channels
     taps = tuple(f"t{i}" for i in range(ndim))
@@ -395,8 +395,8 @@ def graph(
     _check_chunk_size(problem, axes)
     filters: tuple[Any, Any] = weight, weight_index
     if weight.npartitions == 1 and not isinstance(weight.dask.layers[weight.name], Blockwise):
-        # The filter has no axis to sum along then, so dask makes one task of a chunk's convolution and what comes before and after it.
-        # What is still to be computed would be made part of that task, wrongly.
+        # The filter then has no axis to sum along, so dask fuses a chunk's convolution and the work before and after it into one task.
+        # What is still to be computed would become part of that task, wrongly.
         filters, channels_in = (weight.to_delayed(optimize_graph=False).item(), None), channels_out
     arguments: list[Any] = []
     result_index = (*images, channels_out, *space)
@@ -440,16 +440,16 @@ def _weight_graph(problem: ConvProblem, x: Any, grad_output: Any, place: ChunkPl
 
 
 def _sum(parts: Any, axes: int, dtype: Any) -> Any:
-    """The sum over the first `axes` axes, in an order that the chunks decide."""
+    """The sum over the first `axes` axes; the chunks decide its order."""
     wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
     return parts.astype(wide).sum(axis=tuple(range(axes)), dtype=wide).astype(dtype)
 
 
 def _with_neighbours(x: Any, axes: Sequence[_Axis], lead: int, where: ChunkPlace) -> Any:
-    """`x` in the chunks of `axes`, each with the rows that it needs of its neighbours, to be convolved `where` they are told.
+    """`x` in the chunks of `axes`, each with the rows that it needs of its neighbours; the chunks will be convolved at `where`.
 
-    ``dask.array.overlap`` does this with one task for each of a chunk's 26 neighbours in space. Here there are six: what a neighbour gives
-    along an axis includes what it was given itself along the axes before, so the corners come with the faces.
+    ``dask.array.overlap`` does this with one task for each of a chunk's 26 neighbours in space. Six tasks are enough: the rows that a
+    neighbour gives along an axis include those that it was given along the axes before, so the corners come with the faces.
     """
     x = x.rechunk({lead + 1 + i: axis.chunks for i, axis in enumerate(axes)})
     depths = {lead + 1 + i: axis.depth for i, axis in enumerate(axes) if axis.depth != (0, 0)}
@@ -460,7 +460,7 @@ def _with_neighbours(x: Any, axes: Sequence[_Axis], lead: int, where: ChunkPlace
     graph: dict[Any, Any] = {}
 
     def rims(place: tuple[int, ...], axes: Sequence[int]) -> list[Any]:
-        """The keys of what the chunk at `place` gets from before and from after it along each of `axes`; None at a border."""
+        """The keys of the rows that the chunk at `place` gets from before and after it along each of `axes`; None at a border."""
         found = []
         for axis in axes:
             before, after = depths[axis]
@@ -501,7 +501,7 @@ def _shape(array: Any) -> Any:
 
 
 def _as_dask(array: Any) -> Any:
-    """A dask array without its empty chunks, which `rechunk` may lose; another one, copied, as one chunk: it may be changed later."""
+    """A dask array without its empty chunks, which `rechunk` may lose; a copy of any other array, which may change later, as one chunk."""
     if not isinstance(array, da.Array):
         return da.from_array(array.copy(), chunks=array.shape, asarray=False)
     for axis, chunks in enumerate(array.chunks):
@@ -518,7 +518,7 @@ def _check_whole(out: Any, stream: Any) -> None:
 
 
 def _check_place(place: ChunkPlace) -> None:
-    """Refuse what can't name a device anywhere; whether it is there is the workers' to say."""
+    """Refuse what can't name a device anywhere; the workers find out whether it is there."""
     if not isinstance(place.device, int | str | None):
         raise TypeError(f"device must be None, an int or a str for dask arrays, got {brief(place.device)}")
     if place.devices is not None and place.device is not None:

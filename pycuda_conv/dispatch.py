@@ -1,7 +1,7 @@
-"""The way of a call: from what is asked, by way of a plan, to the arrays' memory.
+"""The way of a call from its arguments to a plan, and to the arrays' memory.
 
-A call that was made before is made again by :mod:`pycuda_conv.quick`. Any other one goes this way: which kind of arrays, who has to know
-of it, which problem and layout, which plan; then :mod:`pycuda_conv.execute` runs the plan.
+A call that was made before is repeated by :mod:`pycuda_conv.quick`. Any other call is decided step by step: the kind of its arrays, who
+has to know of it, the problem, the layout and the plan. Then :mod:`pycuda_conv.execute` runs the plan.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
 
 
 def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:
-    """The input's layout. Of the gradient of a filter, an input with a single channel lies in either, so the other array says which."""
+    """The layout of the call's input. For the gradient of a filter by a single channel, which lies in either, the other array decides."""
     single = call.function == "weight" and len(arrays.input.shape) > call.ndim and arrays.input.shape[-call.ndim - 1] == 1
     return kind.layout(arrays.weight if single else arrays.input, call.ndim)
 
 
 def _recorded(call: Call) -> list[Callable[..., Any]]:
-    """What tells torch of a convolution that the launcher in C has made again, since torch has to give gradients."""
+    """A function that tells torch of a convolution repeated by the launcher in C, as torch has to give gradients; in a list."""
 
     def first(input: Any, weight: Any, bias: Any, made: Any) -> Any:
         from pycuda_conv.nn import autograd
@@ -107,7 +107,7 @@ def _recorded(call: Call) -> list[Callable[..., Any]]:
 
 
 def _hand_over(call: Call, operands: Operands, out: Any, place: Place) -> Any:
-    """What stands in for arrays takes a call of the public function; options with their default values are left out."""
+    """Pass a call on to torch, as the public function's, if its operands are stand-ins for arrays."""
     first, second, bias, scale, residual = operands
     given: tuple[Any, ...] = first, second
     options = {**call._asdict(), **place._asdict(), "bias": bias, "scale": scale, "residual": residual, "out": out}
@@ -119,7 +119,7 @@ def _hand_over(call: Call, operands: Operands, out: Any, place: Place) -> Any:
 
 
 def hand_over(name: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
-    """What stands in for arrays takes a call of the public function `name`; options with their default values are left out."""
+    """Pass a call of the public function `name` on to torch. Options with their default values are left out."""
     function = getattr(sys.modules["pycuda_conv"], name)
     parameters = inspect.signature(function).parameters
     given = {key: options[key] for key in parameters if key in options and options[key] is not parameters[key].default}
@@ -162,7 +162,7 @@ def gpus_of(devices: Any, device: Any = None) -> tuple[Any, ...]:
 def plan_for_call(
     call: Call, kind: ArrayKind, signatures: tuple[Signature | None, ...], device: Any, layout: str, tune: bool, noted: bool = False
 ) -> Plan:
-    """The plan for a call with hashable options. It may be NCHW although `layout`, the result's, is not.
+    """The plan for a call with hashable options. It may be one for NCHW although the result's `layout` is not.
 
     `signatures` are those of the :class:`Operands`, and `noted` is as for :class:`Plan`.
     """
@@ -174,7 +174,7 @@ def plan_for_call(
 
 
 def plan_for(problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool, noted: bool = False) -> Plan:
-    """The plan for a problem that was checked, whose first array is `input`."""
+    """The plan for a problem that was checked; `input` is its first array."""
     own = kind.device(input, device)
     if layout == "NHWC" and input[2] not in (None, -1):  # arrays in host memory are put in order on their way
         problem = as_called(replace(problem, layout="NHWC"), own, tune)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def explain(plan: Plan, measure: bool) -> str:
-    """The work, the configuration and what speaks for it, each launch, the time."""
+    """A text with the work, the configuration and the reasons for it, each launch, and the time."""
     problem, device = plan.problem, plan.device
     predicted = engines.predictions(problem, device) if device.backend == "cuda" and problem.macs else []  # fitted to GPUs
     facts = [
@@ -63,7 +63,7 @@ def _microseconds(us: float) -> str:
 
 
 def _speed(plan: Plan, us: float) -> str:
-    """A time, and what it means."""
+    """A time, with the arithmetic and the memory traffic per second that it means."""
     return f"{_microseconds(us)}: {_number(plan.problem.flops / us / 1e6)} TFLOP/s, {_number(plan.problem.bytes / us / 1e3)} GB/s"
 
 
@@ -79,7 +79,7 @@ def _row(plan: Plan, step: KernelLaunch) -> tuple[str, ...]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows aligned: words left, numbers right; columns that only the first row has are left out."""
+    """The rows as aligned lines: words left, numbers right. Columns that only the first row has are left out."""
     count = max((len(row) for row in rows[1:]), default=0)
     if not count:
         return []

@@ -1,4 +1,4 @@
-"""Ctrl-C while the command ``pycuda-conv`` is still importing what it needs: one line, as later on, and no traceback.
+"""Ctrl-C while the command ``pycuda-conv`` still imports modules: the process ends with one line, as later on, without a traceback.
 
 The package's ``__init__`` imports this module before all others, because numpy and the rest take most of a second.
 """

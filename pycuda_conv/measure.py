@@ -26,7 +26,7 @@ FIRST, AGAIN = Effort(rounds=3, seconds=0.02, most_rounds=7), Effort(rounds=7, s
 NEARLY = 1.1
 
 RANDOM_ELEMENTS = 4_000_037  # drawn on the host and repeated on the device; prime, so that no two rows are the same
-SAMPLES, SAMPLE_ELEMENTS = 16, 2**18  # of a result that is too large to be compared as a whole
+SAMPLES, SAMPLE_ELEMENTS = 16, 2**18  # of a result too large to be compared as a whole: samples, and elements of each
 
 
 class WrongResultError(RuntimeError):
@@ -34,7 +34,7 @@ class WrongResultError(RuntimeError):
 
 
 class Compiler:
-    """Compiles what is worth trying for problems, several kernels at a time and each once, until the end of a ``with`` block."""
+    """Compiles the configurations worth trying: several kernels at a time, each once, until the end of a ``with`` block."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -49,7 +49,7 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def start(self, problem: ConvProblem) -> None:
-        """Begin with the kernels for `problem`, after all that was begun before."""
+        """Begin to compile the kernels for `problem`, behind all that was begun before."""
         if problem in self._begun:
             return
         configs = engines.candidates(problem, self._device)
@@ -62,7 +62,7 @@ class Compiler:
         self._begun[problem] = configs, kernels
 
     def configs(self, problem: ConvProblem) -> list[engines.Config]:
-        """What is worth trying for `problem`, compiled."""
+        """The configurations worth trying for `problem`, compiled."""
         self.start(problem)
         configs, kernels = self._begun[problem]
         for kernel in kernels:
@@ -71,7 +71,7 @@ class Compiler:
 
 
 def _steps(problem: ConvProblem, configs: Sequence[engines.Config], device: Device) -> Iterator[KernelLaunch]:
-    """What plans of `configs` launch once they are settled."""
+    """The launches of plans of `configs` in their final form."""
     for config in configs:
         schedule = engines.schedule(problem, config, device)
         if behind.enabled():
@@ -82,7 +82,7 @@ def _steps(problem: ConvProblem, configs: Sequence[engines.Config], device: Devi
 
 
 def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None = None) -> list[Choice]:
-    """Everything that is worth trying for `problem`, the fastest first.
+    """All configurations worth trying for `problem`, with their times, the fastest first.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None =
 def device_times(plans: Sequence[Plan]) -> list[float]:
     """Microseconds that each of `plans`, all of one problem, takes on the GPU, the packing of the filter included.
 
-    Where the images' channels are last, so are the filter's, if the plan reads or writes them so. Results are compared first.
+    Where the images are channels last, so are the filters of plans that can read or write them so. Results are compared before.
     """
     device: Any = plans[0].device
     with device:
@@ -143,7 +143,7 @@ class _Event:
 
 
 class _Clock:
-    """As much of ``torch.cuda`` as :func:`gpu_times` asks for, made of PyCUDA: everything happens on one stream of ours."""
+    """The part of ``torch.cuda`` that :func:`gpu_times` uses, on PyCUDA; everything happens on one stream of our own."""
 
     def __init__(self, device: CudaDevice) -> None:
         self.cuda = self
@@ -177,7 +177,7 @@ class _Clock:
 
 
 class _Operands:
-    """Random arrays for plans of one problem, so many sets that a launch does not find in the cache what the last one left."""
+    """Random arrays for plans of one problem: so many sets that no launch finds what the last one left in the cache."""
 
     def __init__(self, device: CudaDevice, stream: Any, plans: Sequence[Plan]) -> None:
         self._drv, self._stream = device._drv, stream
@@ -189,7 +189,7 @@ class _Operands:
         self._workspace_bytes = max(max(plan.workspace_bytes for plan in plans), 1)
 
         def room(nbytes: int) -> int:
-            if not nbytes:  # as for calls, there is no such operand
+            if not nbytes:  # an operand that is missing has address 0, as in calls
                 return 0
             self._blocks.append(device.allocate(nbytes))
             return int(self._blocks[-1])
@@ -204,7 +204,7 @@ class _Operands:
             self.buffers.append((*places, workspace))
 
     def _fill(self, address: int, values: np.ndarray, nbytes: int) -> None:
-        """Write `values` over and over."""
+        """Fill `nbytes` bytes at `address` with `values`, repeated."""
         self._drv.memcpy_htod_async(address, values, self._stream)
         done = values.nbytes
         while done < nbytes:
@@ -213,7 +213,7 @@ class _Operands:
             done += part
 
     def compare(self, plans: Sequence[Plan]) -> None:
-        """Run each of `plans` once; a ``WrongResultError`` if one computes something else than the others."""
+        """Run each of `plans` once; a ``WrongResultError`` if their results differ."""
         *_, result, workspace = self.buffers[0]
         expected = None
         for plan in plans:
@@ -243,7 +243,7 @@ class _Operands:
 
 
 def operands(problem: ConvProblem, most: int) -> list[np.ndarray]:
-    """Normal numbers for what the problem reads, at most so many each, none for what there is not; the result's are about 1 then."""
+    """Normal numbers for each array that the problem reads, at most `most` of them, none where it has none; results are about 1 then."""
     rng = np.random.default_rng(0)
     scales = (1.0, 1 / math.sqrt(max(depth(problem), 1)), 1.0, 1.0, 1.0)
     counts = (min(math.prod(shape or (0,)), most) for shape in problem.operand_shapes)
@@ -256,7 +256,7 @@ def _normal(rng: np.random.Generator, dtype: str, count: int, scale: float) -> n
 
 
 def difference(problem: ConvProblem, found: np.ndarray, expected: np.ndarray) -> str | None:
-    """In words, how far two results are apart, if it is more than rounding explains."""
+    """A text that says how far two results are apart, or None if rounding explains the difference."""
     scale = float(np.sqrt(np.mean(expected * expected)))
     error = np.abs(found - expected)
     relative = float(np.sqrt(np.mean(error * error))) / scale

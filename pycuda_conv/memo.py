@@ -1,7 +1,7 @@
-"""What is remembered of calls until it may be out of date: plans, and launches that were put together from plans.
+"""Caches of what may get out of date: plans, and launches that were put together from plans.
 
-The tuner's measurements change which plan is the best; a plan that gets better kernels changes which launches are. The modules that
-learn of it call :func:`forget_plans` or :func:`forget_launches`, and need not know who remembers what.
+The tuner's measurements change which plan is the best, and a plan that gets better kernels changes its launches. The modules that learn of
+it call :func:`forget_plans` or :func:`forget_launches`, and need not know which functions remember what.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Results that a function remembers. A plan holds a few kilobytes; compiled kernels are kept by the device and shared between plans.
+#: The most results that a function remembers. A plan holds a few kilobytes; compiled kernels belong to the device, and plans share them.
 MOST = 1024
 
 _plans: list[Callable[[], None]] = []

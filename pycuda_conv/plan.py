@@ -20,7 +20,7 @@ from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.tune import Choice, lookup, tuned
 from pycuda_conv.typing import Array
 
-#: What a plan has launchers for: to pack the filter, and to compute with it packed, as it is, and lying in :attr:`Plan.filter_order`.
+#: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or lying in :attr:`Plan.filter_order`.
 PACK, WITH_PACKED, WHOLE, FILTER_LAST = range(4)
 
 
@@ -40,7 +40,7 @@ class Plan:
         On OpenCL nothing is measured.
     noted : bool
         Note the moments of the result's channels in the workspace while it is computed, if the kernels can: see
-        :class:`pycuda_conv.engines.schedule.Moments`. For what goes on with them in the same workspace.
+        :class:`pycuda_conv.engines.schedule.Moments`. It serves work that continues with the moments in the same workspace.
 
     Raises
     ------
@@ -85,7 +85,7 @@ class Plan:
             self.specialise()
 
     def _set_up(self, config: engines.Config, noted: bool, schedule: Schedule | None = None) -> None:
-        """Make the plan's launches by `config`, whose `schedule` may be there."""
+        """Make the plan's launches by `config`, or take `schedule`, which `config` made before."""
         problem = self.problem
         self.config = config
         self.noted = noted
@@ -99,7 +99,7 @@ class Plan:
         self.empty = 0 in problem.result_shape
         known = behind.form(schedule, self.device)
         self._load(known)
-        #: the same problem by a better configuration, made behind the calls of this plan: the next call should take that one
+        #: the plan of a better configuration for the same problem, made behind the calls of this plan: the next call should take it
         self.better: Plan | None = None
         self._better_config: engines.Config | None = None
         self._behind: behind.Behind | None = None
@@ -107,14 +107,14 @@ class Plan:
             self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction != "wgrad"
-        #: the same of a filter that is written, the gradient
+        #: the same for a filter that is written: the gradient
         self.writes_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction == "wgrad"
         self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
         self.result_bytes = math.prod(self.result_shape) * problem.itemsize
-        #: of input, weight, bias, scale and residual
+        #: bytes of input, weight, bias, scale and residual
         self.operand_bytes = tuple(math.prod(shape or (0,)) * problem.itemsize for shape in problem.operand_shapes)
         #: whether the kernels take arrays by address alone, without tensor maps
         self.by_address = not any(launch.maps for launch in behind.launches(schedule))
@@ -129,18 +129,18 @@ class Plan:
         if self.empty:
             steps = [], [], [], []
         self.device.compile_all([launch for part in steps for step in part for launch in step])
-        # made when they are asked for, which they may never be, but for the one that most calls ask for
+        # launchers are made at their first use, which may never come, except for the one that most calls use
         self._ways = [partial(self.device.schedule_launcher, part) for part in steps]
         self._launchers: list[Any] = [None, None, self._ways[WHOLE](), None]
-        #: calls of this plan that were made before
+        #: repeated calls of this plan: keys, and what the launcher in C takes
         self.made_before: quick.Table = {}
 
     @classmethod
     def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
         """A plan that does not wait for the compiler if compiled kernels can serve it.
 
-        Its configuration is not the best one then. That one is compiled behind its calls, for :attr:`better`. Where the compiler has to
-        be waited for, it is for as short as possible, and the compiler also makes what may be asked for next.
+        Then its configuration is not the best one, which is compiled behind its calls, for :attr:`better`. If a call has to wait for the
+        compiler, it waits as short as possible, and the compiler also makes what may be asked for next.
         """
         self = cls.__new__(cls)
         self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
@@ -170,13 +170,13 @@ class Plan:
         return self
 
     def _await_constants(self) -> None:
-        """Count calls by general kernels, to compile the layer's constants in if there are several."""
+        """Count calls of general kernels; after several, the compiler builds the layer's constants in."""
         if not self.empty and behind.enabled() and self.device.constants_pay and behind.has_constants(self.schedule):
             kernels = behind.launches(behind.with_constants(self.schedule))
             self._behind = behind.Behind(self.device, kernels, behind.OFTEN)
 
     def _improve(self, coming: behind.Behind, stream: Any) -> None:
-        """Take what was compiled behind the calls, if it is ready."""
+        """Take the kernels that were compiled behind the calls, if they are ready."""
         done = True
         try:
             done = coming.ready(stream)
@@ -184,7 +184,7 @@ class Plan:
                 self._make_better(self._better_config)
             elif done:
                 self._load(behind.with_constants(self.schedule))
-        except Exception as error:  # what serves goes on serving
+        except Exception as error:  # the kernels that serve go on serving
             behind.say(error)
         finally:
             if done:  # not before: until then no call of this plan may be remembered
@@ -198,7 +198,7 @@ class Plan:
         forget_launches()
 
     def settled(self) -> Plan:
-        """The plan that calls will take in the end: the best configuration, with the layer's constants. Waits for the compiler."""
+        """The plan in its final form: the best configuration, with the layer's constants compiled in. Waits for the compiler."""
         if self._better_config is not None and self.better is None:
             self._make_better(self._better_config)
             self._behind = None
@@ -209,8 +209,8 @@ class Plan:
     def specialise(self) -> None:
         """Compile the layer's constants into the kernels now, where that makes them faster. The results stay the same, bit by bit.
 
-        On a GPU, kernels that know them serve from the first call on, unless only general ones are compiled then. In that case the others
-        are compiled behind the calls, after ten of them.
+        On a GPU, kernels with these constants serve from the first call on, unless only general kernels were compiled then. In that case
+        the other kernels are compiled behind the calls, after ten of them.
         """
         if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
             self._load(behind.with_constants(self.schedule))
@@ -228,7 +228,7 @@ class Plan:
         return self.writes_filter_last and (out is None or kind.is_laid_out_as(out, self.filter_order))
 
     def launcher(self, packed: bool, filter_last: bool) -> Any:
-        """What :meth:`launch` calls: for a filter that is packed already, or one that lies in :attr:`filter_order`, or another."""
+        """The launcher that :meth:`launch` calls: for a filter that is packed, one that lies in :attr:`filter_order`, or any other."""
         return self._launcher(WITH_PACKED if packed else FILTER_LAST if filter_last else WHOLE)
 
     def _launcher(self, way: int) -> Any:
@@ -273,7 +273,7 @@ class Plan:
         return BoundPlan(self, weight, bias, scale)
 
     def explain(self, measure: bool = False) -> str:
-        """What will be launched and why, in words: the work, the configuration and what speaks for it, each launch, the time.
+        """A text with what is launched and why: the work, the configuration and the reasons for it, each launch, the time.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""What is asked: one convolution as a value, and every check of its arguments.
+"""One convolution as a value, and every check of its arguments.
 
 A :class:`ConvProblem` holds the field's letters (N C H W K R S P Q and so on) for one convolution. It is frozen and
 hashable: the key under which plans are cached. It is the only place where output sizes are computed and the only one
@@ -27,10 +27,10 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: DTYPE in ``cu/portable.cuh``.
 DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
 PRECISIONS = ("fp32", "tf32")
-LAYOUTS = ("NCHW", "NHWC")  # a caller's; kernels see a third, see :attr:`ConvProblem.launched`
+LAYOUTS = ("NCHW", "NHWC")  # the layouts of callers' arrays; kernels also see those of :attr:`ConvProblem.launched`
 #: In the order of ``cu/activation.cuh``.
 ACTIVATIONS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
-SLOPE = 0.01  # of "leaky_relu", if none is given
+SLOPE = 0.01  # the slope of "leaky_relu" if the caller gives none
 
 
 def _shown(shape: Iterable[int]) -> str:
@@ -41,7 +41,7 @@ def _times(sizes: Iterable[int]) -> str:
     return "(" + " x ".join(str(v) for v in sizes) + ")"
 
 
-#: What some arguments may be instead of an integer.
+#: The forms of some arguments besides an integer.
 _OR_ELSE = dict.fromkeys(("stride", "dilation", "output_padding"), " or a list of one for each axis")
 _OR_ELSE["padding"] = " or a list of one, or of a pair (before, after), for each axis"
 
@@ -93,7 +93,7 @@ def checked_activation(value: Any) -> str | tuple[str, float] | None:
 
 
 def activation_and_slope(activation: str | tuple[str, float] | None) -> tuple[int, float]:
-    """The number in :data:`ACTIVATIONS` of what :func:`checked_activation` gives, and the slope of a leaky ReLU; of others it is 0."""
+    """The number in :data:`ACTIVATIONS` of the result of :func:`checked_activation`, and the slope, which is 0 for all but a leaky ReLU."""
     if isinstance(activation, tuple):
         return ACTIVATIONS.index("leaky_relu"), activation[1]
     return ACTIVATIONS.index(activation), SLOPE if activation == "leaky_relu" else 0.0
@@ -133,7 +133,7 @@ def padding_pairs(padding: Any, ndim: int) -> str | tuple[tuple[int, int], ...]:
 def padding_in_numbers(
     pairs: str | tuple[tuple[int, int], ...], stride: Sequence[int], dilation: Sequence[int], filter_size: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """What ``"same"`` and ``"valid"`` stand for; pairs as they are."""
+    """Pairs of numbers for ``"same"`` and ``"valid"``; other pairs unchanged."""
     if not isinstance(pairs, str):
         return pairs
     if pairs == "valid":
@@ -146,7 +146,7 @@ def padding_in_numbers(
 
 @lru_cache
 def channels_last(axes: int, ndim: int) -> tuple[int, ...] | None:
-    """The axes of an array, which has so many, of them `ndim` spatial, with its channels last; None if there can't be channels."""
+    """The axes of an array of `axes` axes, `ndim` of them spatial, with its channels last; None if it has no axis for channels."""
     channels = axes - ndim - 1
     return (*range(channels), *range(channels + 1, axes), channels) if channels in (0, 1) else None
 
@@ -158,7 +158,7 @@ def _pad3(values: Sequence[int], fill: int) -> Size3:
 
 @dataclass(frozen=True)
 class ConvProblem:
-    """What is asked: a convolution, a transposed convolution, or a gradient of a convolution, of arrays of known shapes.
+    """A convolution, a transposed convolution, or a gradient of a convolution, of arrays of known shapes.
 
     :meth:`forward`, :meth:`transposed` and :meth:`gradient` make one. They take torch's arguments and check them.
 
@@ -445,7 +445,7 @@ class ConvProblem:
 
     @property
     def plain(self) -> ConvProblem:
-        """The same without scale, residual and activation, which change neither the choice of a kernel nor its time by much."""
+        """The problem without scale, residual and activation, which change neither the choice of a kernel nor its time by much."""
         return replace(self, has_scale=False, has_residual=False, activation=None)
 
     @property
@@ -494,12 +494,12 @@ class ConvProblem:
 
     @property
     def residual_shape(self) -> tuple[int, ...] | None:
-        """The result's, or None without a residual."""
+        """The shape of the residual, which is the result's, or None without a residual."""
         return self.result_shape if self.has_residual else None
 
     @property
     def operand_shapes(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Of input, weight, bias, scale and residual; None for what there is not."""
+        """Shapes of input, weight, bias, scale and residual; None for each that is missing."""
         return self.input_shape, self.weight_shape, self.bias_shape, self.scale_shape, self.residual_shape
 
     @property
@@ -514,9 +514,9 @@ class ConvProblem:
         For wgrad it is a forward convolution:
 
         ``dw[k,c,r,s] = sum over n,p,q of dy[n,k,p,q] * x[n, c, p*stride - padding + r*dilation, q*stride - padding + s*dilation]``
-        is a convolution of C images, which have N channels, with the K filters dy, whose taps (p,q) lie `stride` apart and
-        whose result's pixels (r,s) lie `dilation` apart. In all three arrays what it calls channels come before its images
-        in memory, outermost, hence the layout ``"CNHW"``. If x and dy are channels last, its images are last in memory: ``"CHWN"``.
+        is a convolution of C images, which have N channels, with the K filters dy. Their taps (p,q) lie `stride` apart, and the result's
+        pixels (r,s) lie `dilation` apart. In all three arrays the channels of that convolution come before its images in memory,
+        outermost, hence the layout ``"CNHW"``. If x and dy are channels last, its images are last in memory: ``"CHWN"``.
         """
         own = self._of_images() if self.ndim == 3 else self
         if own.layout == "NHWC" and own.C == own.K == 1:  # a single channel lies in either order
@@ -530,10 +530,10 @@ class ConvProblem:
         )
 
     def _of_images(self) -> ConvProblem:
-        """A convolution of volumes as one of images that is the same in memory, if there is one.
+        """A convolution of images on the same memory as one of volumes, if there is one.
 
-        If the filter has no depth and channels are last, slices are images of a larger batch. If it has nothing but depth, slices are rows
-        of an image.
+        If the filter has no depth and arrays are channels last, slices are images of a larger batch. If the filter has nothing but depth,
+        slices are rows of an image.
         """
         each = zip(self.filter_size, self.stride, self.padding_before, self.padding_after, self.input_size, self.output_size, strict=True)
         free_d, *free = (how == [1, 1, 0, 0] and read == written for *how, read, written in each)
@@ -559,12 +559,12 @@ class ConvProblem:
 
     @property
     def weight_order(self) -> tuple[int, ...] | None:
-        """The axes of the second array likewise: for wgrad it is one of images."""
+        """The axes of the second array in that form; for wgrad it is an array of images."""
         return self.order if self.direction == "wgrad" else None
 
     @property
     def result_order(self) -> tuple[int, ...] | None:
-        """The axes of the result likewise: for wgrad it is a filter."""
+        """The axes of the result in that form; for wgrad it is a filter."""
         return None if self.direction == "wgrad" else self.order
 
     @property

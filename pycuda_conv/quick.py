@@ -1,13 +1,12 @@
-"""Calls that were made before: from one key to something that is ready to launch, ahead of everything else.
+"""Repeated calls: each is found by one key and launched at once, before anything else is looked at.
 
-A call of torch's tensors on a GPU is decided by its options and by the shapes, strides, types and place of its arrays. The launcher in
-C writes all of that down as a key, finds behind it what :func:`remember` has put there, allocates and launches. So nothing is planned or
-checked again. It makes no call that is unusual: other arrays than plain tensors, modes, transforms, traces, a stream of the caller's,
-arrays that have to be copied first. Such calls go the whole way, through :mod:`pycuda_conv.dispatch`,
-and so do all where there is no launcher in C.
+The options of a call of torch's tensors on a GPU, and the shapes, strides, types and places of these tensors, decide what it launches. The
+launcher in C writes all of that down as a key and looks up what :func:`remember` stored for it. Then it allocates the result and launches:
+nothing is planned or checked again. It leaves unusual calls to :mod:`pycuda_conv.dispatch`: arrays other than plain tensors, modes,
+transforms, traces, a stream of the caller's, and arrays that have to be copied first. Without a launcher in C all calls go there.
 
-What is several kernels in a row, such as a pass of a fused layer, is kept likewise: :func:`row` makes one schedule of the launches,
-which :data:`again` finds and makes.
+Several kernels in a row, such as a pass of a fused layer, are stored in the same way: :func:`row` makes one schedule of the launches,
+which :data:`again` finds and repeats.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ except ImportError:
     _native = None
 
 
-#: Bytes of two sums' parts up to which one launch adds them. Where there are more, a launch is nothing beside them.
+#: Most bytes of two sums' parts that one launch adds; where there are more, they take much longer than a launch.
 MOST_TOGETHER = 16 << 20
 
-#: Keys, and behind each what the launcher in C takes, or a tuple that begins with it; None where the call has to go the whole way.
+#: By their keys, what the launcher in C takes, or a tuple that begins with it; None for calls that :mod:`pycuda_conv.dispatch` has to make.
 Table = dict[bytes, Any]
 
-#: Of functions' calls. Plans have tables of their own.
+#: Calls of the public functions. Plans have tables of their own.
 table: Table = {}
 launches_are_in(table.clear)
 
@@ -52,9 +51,9 @@ def _nothing(*call: Any) -> Any:
 
 #: (table, options, recorded, input, weight, bias, scale, residual, out) -> the result, or None where Python has to make the call
 call: Callable[..., Any] = _nothing if _native is None else _native.call
-#: (options, tensor, ...) -> the key of a call, or None for what is unusual
+#: (options, tensor, ...) -> the key of a call, or None for an unusual call
 key: Callable[..., Any] = _nothing if _native is None else _native.key
-#: (table, options, operand, ...) -> what stands behind that key and the results of its row of launches, or None
+#: (table, options, operand, ...) -> what the table has for that key, and the results of its row of launches; or None
 again: Callable[..., Any] = _nothing if _native is None else _native.again
 #: (ctx, gradient of the result) -> what ``_Again.backward`` of :mod:`pycuda_conv.nn.autograd` returns, or None
 gradients: Callable[..., Any] = _nothing if _native is None else _native.gradients
@@ -63,21 +62,21 @@ holds: Callable[..., bool] | None = None if _native is None else _native.holds
 
 
 def possible() -> bool:
-    """Whether a call of tensors may be one that was made before: C can launch, and torch.compile does not follow the call."""
+    """Whether a call of tensors may be a repeated one: C can launch, and torch.compile does not trace the call."""
     import torch  # here: torch is there where there are tensors. torch.compile would copy all of sys.modules to ask it
 
     return _native is not None and not torch.compiler.is_dynamo_compiling()
 
 
 def autocasts(input: Any) -> bool:
-    """Whether ``torch.autocast`` casts the operands of a call whose first is this, a plain tensor."""
+    """Whether ``torch.autocast`` casts the operands of a call whose first operand is `input`, a plain tensor."""
     import torch
 
     return type(input) in (torch.Tensor, torch.nn.Parameter) and torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu")
 
 
 def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
-    """Tell the launcher in C what to ask of torch.
+    """Tell the launcher in C which functions of torch to ask.
 
     `least` is the lowest number of a GPU; tests take -1, the host's. With `exchange`, torch describes a tensor in a tenth of the time that
     its attributes take, where it has a function for that: DLPack's.
@@ -85,7 +84,7 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
     if _native is None:
         return
     c, tensor = torch._C, torch.Tensor
-    marked = getattr(c, "_get_tensor_metadata", tensor.is_neg)  # which keeps the GIL; is_neg() lets go of it
+    marked = getattr(c, "_get_tensor_metadata", tensor.is_neg)  # it keeps the GIL, which is_neg() releases
     about = tensor.data_ptr, tensor.stride, tensor.get_device, marked, tensor.is_inference
     autocast = partial(torch.is_autocast_enabled, "cuda")
     states = c._are_functorch_transforms_active, c._len_torch_dispatch_stack, c._get_tracing_state, autocast
@@ -129,7 +128,7 @@ def remember(
 
 
 def put(table: Table, name: bytes, ready: Any) -> None:
-    """Put something behind a key, in a table that may be full."""
+    """Store `ready` for the key `name` in a table, which is emptied if it is full."""
     if len(table) >= MOST:
         table.clear()
     table[name] = ready
@@ -140,8 +139,8 @@ def row(
 ) -> Any:
     """Launches for :data:`again`, or None where Python makes them.
 
-    Their buffers are so many operands, the results, `nbytes` of workspace, and one that is always None. `like` is a tensor on the GPU;
-    each of `results` is what ``kind.maker`` gives.
+    Their buffers are the operands, `operands` of them, the results, `nbytes` of workspace, and one that is always None. `like` is a tensor
+    on the GPU; each of `results` comes from ``kind.maker``.
     """
     launcher = device.schedule_launcher(steps)
     if not isinstance(launcher, LauncherInC):
@@ -180,9 +179,9 @@ def _steps(plan: Plan, filter_last: bool) -> list[list[KernelLaunch]]:
 def steps_of(
     plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None
 ) -> list[list[KernelLaunch]]:
-    """A plan's launches for :func:`row`, with (input, weight, bias, result, workspace) at these places, and None at the last.
+    """A plan's launches for :func:`row`: `places` are those of input, weight, bias, result and workspace, and a buffer that is None.
 
-    The filter is read as it is, and lies in the plan's ``filter_order`` if `filter_last`. The packed one, if there is one, is put behind
+    The filter is read as it is, and lies in the plan's ``filter_order`` if `filter_last`. The packed filter, if there is one, lies behind
     the plan's own workspace.
     """
     *five, none = places
@@ -203,7 +202,7 @@ def in_a_row(
     first: Plan, first_last: bool, first_places: Sequence[tuple[int, int]], second: Plan, second_last: bool,
     second_places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None,
 ) -> list[list[KernelLaunch]]:
-    """The launches of two plans as :func:`steps_of` has them, which share a workspace of :func:`bytes_of_row`."""
+    """The launches of two plans as :func:`steps_of` gives them. They share a workspace of :func:`bytes_of_row`."""
     steps = steps_of(first, first_last, first_places, residual)
     start = behind_each_other(first, first_last, second, second_last)
     if start is None:
@@ -216,7 +215,7 @@ def in_a_row(
 
 
 def bytes_of_row(first: Plan, first_last: bool, second: Plan, second_last: bool) -> int:
-    """Of the workspace that :func:`in_a_row` needs."""
+    """Bytes of the workspace that :func:`in_a_row` needs."""
     start = behind_each_other(first, first_last, second, second_last)
     return max(first.workspace_bytes, second.workspace_bytes) if start is None else start + second.workspace_bytes
 
@@ -232,7 +231,7 @@ def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool
 
 
 def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, packed: Any, recorded: list[Any] | None) -> Any:
-    """What the launcher in C takes, or None where an operand has to be copied, or Python makes the launches."""
+    """The call in the form of the launcher in C; None where an operand has to be copied, or Python makes the launches."""
     input, weight, *_ = operands
     filter_last = packed is None and plan.reads_filter_last and kind.is_laid_out_as(weight, plan.filter_order)
     writes_last = plan.lays_filter_last(kind, out)

@@ -1,12 +1,12 @@
-"""The error that rounding explains: what a result may differ by from a float64 reference, or from another kernel's result.
+"""The error that rounding explains: how far a result may be from a float64 reference, or from another kernel's result.
 
 The bound, element by element, is
 
     |out - ref| <= 4 eps sqrt(depth) conv(|x|, |w|) + eps_out |ref|
 
-with `ref` the float64 convolution of the inputs as they were rounded, `depth` the length of the sum, eps of the dtype in
-which sums are kept and eps_out of the result's. It holds for sums in any order and breaks when a tap is missing. In tf32,
-whose operands lose bits before they are multiplied, 2^-9 takes the place of 4 eps sqrt(depth).
+with `ref` the float64 convolution of the inputs as they were rounded, `depth` the length of the sum, eps that of the dtype in which sums
+are kept and eps_out that of the result. It holds for sums in any order, and a sum without one of its taps breaks it. In tf32, whose
+operands lose bits before they are multiplied, 2^-9 takes the place of 4 eps sqrt(depth).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pycuda_conv.problem import ConvProblem
 #: norm(out - ref) / norm(ref) above which a result is wrong, for sums of up to 256 products.
 RELATIVE_LIMIT = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 2e-15, "tf32": 1e-3}
 TF32_ERROR = 2.0**-9  # of a product of two operands of 11 bits each, cut off
-#: The distance from 1 to the next number, and the smallest number above 0, of results.
+#: For each dtype of results: the distance from 1 to the next number, and the smallest number above 0.
 SPACING = {dtype: (float(np.finfo(dtype).eps), float(np.finfo(dtype).smallest_subnormal)) for dtype in ("float16", "float32", "float64")}
 SPACING["bfloat16"] = 2.0**-7, 2.0**-133
 
 
 def depth(problem: ConvProblem) -> int:
-    """Products summed into one element of the result, at most."""
+    """The most products that are summed into one element of the result."""
     problem = problem.launched
     return problem.operand_channels // problem.groups * math.prod(problem.filter_size)
 
@@ -37,12 +37,12 @@ def _arithmetic(problem: ConvProblem) -> str:
 
 
 def relative_limit(problem: ConvProblem) -> float:
-    """The relative error, norm-wise, above which a result is wrong; grows as rounding does, with the root of the depth."""
+    """The relative error, in norms, above which a result is wrong; it grows with the root of the depth, as rounding does."""
     return RELATIVE_LIMIT[_arithmetic(problem)] * max(1.0, math.sqrt(depth(problem)) / 16)
 
 
 def bound(problem: ConvProblem, reference: Any, magnitude: Any) -> Any:
-    """The error that rounding explains, element by element.
+    """The largest error that rounding explains, element by element.
 
     Parameters
     ----------

@@ -20,8 +20,8 @@ log = logging.getLogger("pycuda_conv")
 Way = Callable[[int], Any]
 
 LONG = 1e-3  # seconds; a launch that takes longer hides its own overhead
-ROUND = 4e-3  # seconds that one way should take in one round
-MOST_LAUNCHES = 1024  # in one graph
+ROUND = 4e-3  # seconds that one way's launches should take in a round
+MOST_LAUNCHES = 1024  # most launches in one graph
 MOST_SETS = 256
 
 
@@ -34,12 +34,12 @@ class Effort:
     most_rounds: int = 50
 
     def count(self, round_seconds: float) -> int:
-        """Rounds to take, if one takes so long."""
+        """The number of rounds to take, if one takes `round_seconds`."""
         return max(self.rounds, min(self.most_rounds, math.ceil(self.seconds / max(round_seconds, 1e-9))))
 
 
 def operand_sets(problem: ConvProblem, cache_bytes: int) -> int:
-    """How many sets of operands make twice the cache."""
+    """How many sets of operands take twice the cache."""
     return max(1, min(MOST_SETS, math.ceil(2 * cache_bytes / max(problem.bytes, 1))))
 
 
@@ -94,7 +94,7 @@ def _replay(graph: Any, count: int) -> Callable[[], None]:
 def _warm_up(torch: Any, ways: Sequence[Way], sets: int) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what a stream other than the default needs must be there before a capture
+    with torch.cuda.stream(side):  # whatever another stream than the default needs must be there before a capture
         for way in ways:
             for i in range(3):
                 way(i % sets)
@@ -106,7 +106,7 @@ def _warm_up(torch: Any, ways: Sequence[Way], sets: int) -> None:
 
 
 def gpu_times(torch: Any, ways: Sequence[Way], sets: int, effort: Effort, captured: float = LONG) -> tuple[list[list[float]], str]:
-    """Seconds a launch of each way takes, round by round, and how they were taken: "graph" or "events".
+    """Seconds that a launch of each way takes, round by round, and how they were taken: "graph" or "events".
 
     Launches shorter than `captured` seconds are captured in a CUDA graph, so that the host's cost of a launch is left out.
     """
@@ -119,12 +119,12 @@ def gpu_times(torch: Any, ways: Sequence[Way], sets: int, effort: Effort, captur
         try:
             graphs = [_capture(torch, way, count, sets) for way, count in zip(ways, counts, strict=True)]
             once = _queue(torch, [graph.replay for graph in graphs], 2)
-            # launched one by one they seemed longer than they are: replay until a round is long enough
+            # single launches seemed longer than they are: replay the graph until a round is long enough
             again = [math.ceil(ROUND / max(min(times), ROUND / 100)) for times in once]
             works = [_replay(graph, times) for graph, times in zip(graphs, again, strict=True)]
             counts = [count * times for count, times in zip(counts, again, strict=True)]
             how = "graph"
-        except Exception as error:  # whatever a capture may meet; the row then says that it was not captured
+        except Exception as error:  # a capture may meet any error; the log says that the way was not captured
             log.warning("not captured in a graph, timed launch by launch: %s", error)
             torch.cuda.synchronize()
     rough = sum(times[-1] for times in _queue(torch, works, 2))
@@ -133,7 +133,7 @@ def gpu_times(torch: Any, ways: Sequence[Way], sets: int, effort: Effort, captur
 
 
 def wall_times(ways: Sequence[Way], sets: int, effort: Effort, wait: Callable[[], Any] = lambda: None) -> list[list[float]]:
-    """Seconds by the host's clock that one call of each way takes with all it sets off, round by round."""
+    """Seconds by the host's clock that one call of each way takes, all of its work included, round by round."""
     rough = 0.0
     for way in ways:
         for _ in range(2):  # the first call may compile
@@ -153,7 +153,7 @@ def wall_times(ways: Sequence[Way], sets: int, effort: Effort, wait: Callable[[]
 
 
 def host_times(way: Callable[[], Any], wait: Callable[[], Any], calls: int = 200, batch: int = 20) -> float:
-    """Median of the seconds that one call keeps the host; the device is waited for between batches, not inside."""
+    """Median of the seconds for which one call occupies the host. The device is waited for between batches, not inside."""
     for _ in range(batch):
         way()
     taken = []

@@ -1,7 +1,7 @@
 """Measured choices: which configuration was the fastest for a problem on a GPU, as data in JSON files.
 
-The user's table lies in the cache folder; ``tune=True`` and ``pycuda-conv tune`` write it. Behind it come tables that are
-shipped with the package, one a GPU. What no table knows is left to the engines' models.
+The user's table lies in the cache folder; ``tune=True`` and ``pycuda-conv tune`` write it. It goes before the tables that are shipped
+with the package, one for each GPU. The engines' models decide what no table knows.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from pycuda_conv.runtime.base import Device
 from pycuda_conv.runtime.cache import cache_dir
 
 FORMAT = "pycuda_conv tuned choices"
-#: Of the kernels and their configurations: raised when they change so much that old measurements tell nothing of them.
+#: The version of the kernels and their configurations, raised when they change so much that old measurements tell nothing of them.
 VERSION = 4
 
-#: What was measured to be faster than the planner's choice by less is not taken for it: runs of one configuration differ so much.
+#: A measured configuration replaces the planner's if it is faster by more than this factor; runs of one configuration vary as much.
 CHANCE = 1.03
 
 SHIPPED = Path(__file__).resolve().parent / "tuned"
-#: By compute capability and multiprocessors: whose shipped choices a GPU follows of which nothing was measured.
+#: By compute capability and multiprocessors: the GPU whose shipped choices such a GPU follows where nothing was measured on its own.
 ALIKE = {((9, 0), 132): "NVIDIA H200"}
 LOCK_SECONDS = 10  # another process merges its choices in milliseconds
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration, and the microseconds that it took, on another GPU if that is named."""
+    """A configuration and the microseconds that it took: on the GPU named by `gpu`, if it was another one."""
 
     config: engines.Config
     us: float
@@ -53,7 +53,7 @@ Choices = dict[tuple[str, str], Choice]
 
 
 def key(problem: ConvProblem) -> str:
-    """The problem in a table: all of its fields but those of :attr:`~ConvProblem.plain`, readable, the same for ever."""
+    """The problem's key in a table: its fields but for those that :attr:`~ConvProblem.plain` drops. It is readable and never changes."""
     return str(problem.plain) + ("" if problem.batched else " unbatched") + (" bias" if problem.has_bias else "")
 
 
@@ -108,7 +108,7 @@ class Table:
     Parameters
     ----------
     path : Path
-        Need not exist.
+        The file; it need not exist.
     shared : bool
         Other processes may write the file at the same time.
     """
@@ -134,7 +134,7 @@ class Table:
             return [choice.config for (name, _), choice in self._known().items() if name == gpu]
 
     def add(self, gpu: str, problem: str, choice: Choice) -> None:
-        """Remember a choice and merge it into the file; after an ``OSError`` it is remembered all the same."""
+        """Remember a choice and merge it into the file. If an ``OSError`` is raised, the choice is remembered all the same."""
         with self._lock:
             self._own[gpu, problem] = choice
             self._choices = {**self._known(), **self._own}
@@ -153,7 +153,7 @@ class Table:
         return self._choices
 
     def read(self) -> Choices:
-        """What the file holds; an ``OSError`` or a ``ValueError`` that says what is wrong if it can't be used."""
+        """The choices in the file; an ``OSError`` or a ``ValueError`` says why they can't be used."""
         try:
             return _parsed(self.path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
@@ -165,11 +165,11 @@ class Table:
             warnings.warn(f"the tuned choices in {self.path} are ignored: {error}", RuntimeWarning, stacklevel=2)
 
     def _merged(self) -> Choices:
-        """Write what the file holds by now and what this process added; what can't be used is set aside."""
+        """Write the file's choices of this moment and those that this process added. A file that can't be used is set aside."""
         from filelock import FileLock  # takes longer to import than this package
 
         path = self.path.resolve()  # behind a link, the file is replaced and not the link
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # kernels are kept in no folder that others can write to
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # kernels are kept only where others can't write
         with FileLock(f"{path}.lock", timeout=LOCK_SECONDS) if self.shared else nullcontext():
             try:
                 found = self.read()
@@ -210,7 +210,7 @@ def shipped_table(gpu: str) -> Table:
 
 
 def lookup(problem: ConvProblem, device: Device, own: bool = False) -> Choice | None:
-    """What was measured for `problem` on such a GPU, by the user or else by us, or else on one alike; None if nothing was that can run it.
+    """The choice measured for `problem` on such a GPU, by the user or by us, or else on a similar one; None if none can run it.
 
     With `own` other GPUs' measurements don't count.
     """
@@ -230,7 +230,7 @@ def measured_configs(device: Device) -> tuple[engines.Config, ...]:
 
 
 def _tables_of(device: Device) -> list[tuple[Table, str]]:
-    """Where a device's choices are looked for, each table with the name that the GPU has there; none for a CPU."""
+    """The tables with a device's choices, each with the name that the GPU has there; none for a CPU."""
     if not device.model:
         return []
     found = [(user_table(), device.model), (shipped_table(device.model), device.model)]
@@ -239,7 +239,7 @@ def _tables_of(device: Device) -> list[tuple[Table, str]]:
 
 
 def best(found: Sequence[Choice], own: engines.Config) -> Choice:
-    """The fastest of what was measured, or the planner's `own` where nothing is faster but by chance."""
+    """The fastest measured choice, or that of the planner, `own`, if nothing is faster by more than chance."""
     fastest = min(found, key=lambda choice: choice.us)
     planned = next(choice for choice in found if choice.config == own)
     return planned if planned.us <= CHANCE * fastest.us else fastest
@@ -249,15 +249,15 @@ _measuring = threading.Lock()
 
 
 def tuned(problem: ConvProblem, device: Device) -> Choice | None:
-    """As :func:`lookup`, but where nothing is found it is measured and stored. On OpenCL nothing is measured.
+    """The choice as :func:`lookup` finds it; if it finds none, `problem` is measured and the result stored. OpenCL is not measured.
 
-    Where there is too little memory for a second set of arrays nothing is measured either, with a warning.
+    Where memory is too small for a second set of arrays, nothing is measured either; there is a warning.
 
     Raises
     ------
     ConvArgumentError
-        There is something to measure while the caller's stream is being captured, as far as that can be seen: a capture of
-        another library than torch and CuPy can't.
+        There is something to measure while the caller's stream is being captured, as far as that can be seen: captures by other libraries
+        than torch and CuPy can't be.
     """
     found = lookup(problem, device, own=True)
     if found is not None or device.backend != "cuda" or not problem.macs:

@@ -1,16 +1,17 @@
 """The caller's arrays: what they are, who owns their memory, which stream they live on.
 
-Each class here adapts one kind of array to the plans, which see addresses only: it describes arrays, allocates and copies them. The result
-is of the input's kind and comes from that kind's own allocator. What runs plans on arrays is in :mod:`pycuda_conv.execute`.
+Each class here adapts one kind of array to the plans, which see addresses only: it describes arrays, allocates and copies them. A result is
+of the input's kind and comes from that kind's own allocator. :mod:`pycuda_conv.execute` runs plans on arrays.
 
-Layouts. The problem has one for input and result: C order (NCHW) or channels last (NHWC). In a call of a function the input
-decides: a torch tensor that is channels last, as ``torch.channels_last`` and ``channels_last_3d`` make it, or
-``x.transpose(1, 2)`` of a contiguous (N, W, C) tensor, gives a result that is, and so has its `out` to be. All else counts
-as NCHW: other kinds of array, and tensors that are both, with one channel or one pixel. The filter has no say, unlike in
-torch. The result's layout says nothing of the kernels: where those that read NCHW are faster by more than the copies take,
-the input is copied to that order and the result is put into its own, and so it always is with
-tensors in host memory. A plan keeps the layout of its problem. Arrays that lie in another way than these, filters that are
-neither in C order nor in one that the plan's kernels read, and arrays whose address is not a multiple of 16 bytes, are copied first.
+Layouts. A problem has one layout for input and result: C order (NCHW) or channels last (NHWC). In a call of a function the input decides.
+A torch tensor counts as NHWC if it is channels last, as ``torch.channels_last`` and ``channels_last_3d`` make it, or ``x.transpose(1, 2)``
+of a contiguous (N, W, C) tensor. Then the result is channels last too, and so must `out` be. Everything else counts as NCHW: other kinds
+of array, and tensors that are both, with one channel or one pixel. The filter does not decide, unlike in torch.
+
+The result's layout does not tell which kernels ran. Where kernels that read NCHW save more time than the copies take, the input is copied
+to that order and the result to its own; tensors in host memory are always copied so. A plan keeps the layout of its problem. Arrays in any
+other order, filters that are neither in C order nor in one that the plan's kernels read, and arrays whose address is not a multiple of 16
+bytes are copied first.
 """
 
 from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature

@@ -1,4 +1,4 @@
-"""What every kind of array is asked for, and how arrays lie in memory."""
+"""The interface of all kinds of array, and how arrays lie in memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from pycuda_conv.call import Operands
 from pycuda_conv.runtime import Device
 
-#: (shape, dtype, GPU number or None for host memory), hashable, cheap to make: what a call is cached by.
+#: (shape, dtype, GPU number or None for host memory): hashable, fast to make, and the key by which calls are cached.
 Signature = tuple[Any, Any, int | None]
 
 ALIGNMENT = 16  # bytes; the kernels load four floats at once
@@ -56,39 +56,39 @@ class ArrayKind:
         return False
 
     def must_be_recorded(self, operands: Operands, free: bool) -> bool:
-        """Whether the library has to know of the call, as torch where it differentiates, traces or casts.
+        """Whether the library has to know of the call, as torch does where it differentiates, traces or casts.
 
-        `free` says that nothing was asked of the call which an operator of the library's can't do; it is refused otherwise.
+        `free` means that the call asks for nothing that an operator of the library can't do; otherwise such a call is refused.
         """
         return False
 
     def check_not_recorded(self, operands: Operands) -> None:
-        """Refuse arrays whose library has to know of the call, where a plan is called, of which it can't know."""
+        """Refuse arrays whose library has to know of the call. A plan's call asks this, as the library can't know of it."""
 
     def check_no_gradient(self, arrays: Sequence[Any]) -> None:
-        """Refuse arrays that the library wants gradients for, where there are none."""
+        """Refuse arrays that the library wants gradients for, in functions without gradients."""
 
     def check_dense(self, *arrays: Any) -> None:
-        """Refuse arrays whose elements do not lie in memory one by one, as a sparse one's."""
+        """Refuse arrays whose elements do not lie in memory one by one, such as sparse ones."""
 
     def will_write(self, out: Any) -> None:
         """Tell the library of `out` that kernels are about to write to it, or refuse what the library would refuse."""
 
     def to_pickle(self, array: Any) -> Any:
-        """`array` as something that can be pickled."""
+        """The array as an object that can be pickled."""
         return array
 
     @staticmethod
     def from_pickle(pickled: Any, device: Any) -> Any:
-        """The way back. The device must be current."""
+        """The array that :meth:`to_pickle` gave. The device must be current."""
         return pickled
 
     def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
-        """An array of the dtype of `like` from the kind's own allocator, with the axes in that order."""
+        """An array of the dtype of `like` from the kind's own allocator, its axes in the `order` of memory, outermost first."""
         raise NotImplementedError
 
     def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:
-        """`array` if its axes lie in memory in that order, outermost first, and kernels can read it so; else a copy that does.
+        """`array` if its axes lie in memory in `order`, outermost first, and kernels can read it there; else a copy that does.
 
         The device must be current.
         """
@@ -97,7 +97,7 @@ class ArrayKind:
 
 @lru_cache(maxsize=1024)
 def strides_of(shape: tuple[int, ...], itemsize: int, order: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of an array without gaps whose axes lie in memory in that order, outermost first."""
+    """Strides in bytes of an array without gaps whose axes lie in memory in `order`, outermost first."""
     strides = [0] * len(shape)
     for i in reversed(order):
         strides[i] = itemsize

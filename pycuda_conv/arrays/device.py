@@ -23,9 +23,9 @@ class DeviceKind(ArrayKind):
     def on_gpu(self, array: Any) -> bool:
         return True
 
-    #: whether :meth:`producer` has anything to say
+    #: whether :meth:`producer` may give a stream
     has_producers = False
-    #: whether its memory comes from PyCUDA, which asks for a context that PyCUDA made current
+    #: whether the kind's memory comes from PyCUDA, which asks for a context that PyCUDA made current
     uses_pycuda = False
 
     def pointer(self, array: Any) -> int:
@@ -40,7 +40,7 @@ class DeviceKind(ArrayKind):
         raise NotImplementedError
 
     def is_laid_out_as(self, array: Any, order: tuple[int, ...] | None) -> bool:
-        """Whether it holds them with the axes in that order, outermost first; None is C order."""
+        """Whether the memory holds the elements with the axes in `order`, outermost first; None is C order."""
         if order is None:
             return self.contiguous(array)
         (shape, dtype, _), strides = self.signature(array), self.strides(array)
@@ -50,26 +50,26 @@ class DeviceKind(ArrayKind):
         return True
 
     def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
-        """An aligned copy of the same kind with the axes in that order."""
+        """An aligned copy of the same kind with the axes in `order`."""
         raise NotImplementedError
 
     def is_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> bool:
-        """Whether kernels can read the array as it is: aligned, and laid out in that order."""
+        """Whether kernels can read the array as it is: aligned, and laid out in `order`."""
         return self.pointer(array) % ALIGNMENT == 0 and self.is_laid_out_as(array, order)
 
     def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:
         return array if self.is_kernel_input(array, order) else self.copy(array, order)
 
     def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
-        """An array of at least `nbytes`, likewise."""
+        """An array of at least `nbytes` bytes from the kind's own allocator."""
         return self.empty((-(-nbytes // DTYPE_BYTES[self.dtype_name(like.dtype)]),), like, device)
 
     def current_stream(self, device: Any) -> Any:
-        """The stream of `device` with which the caller's work and the kind's allocator are ordered."""
+        """The stream of `device` that the caller's work and the kind's allocator follow."""
         raise NotImplementedError
 
     def producer(self, array: Any) -> Any:
-        """The stream on which `array` is being written, where that may be another than the current one; else None."""
+        """The stream that is writing `array`, where that may be another than the current one; else None."""
         return None
 
     def device(self, signature: Signature, device: Any) -> Device:
@@ -87,7 +87,7 @@ class DeviceKind(ArrayKind):
 
 
 class CopyArguments(NamedTuple):
-    """The struct of ``copy_strided.cu``, which says what its members are."""
+    """The struct of ``copy_strided.cu``, which explains each member."""
 
     size: int
     n1: int
@@ -145,7 +145,7 @@ class InterfaceKind(DeviceKind):
 
     @staticmethod
     def _ordinal(pointer: int) -> int:
-        """The GPU on which `pointer` lies; an empty array has none and counts as GPU 0's."""
+        """The GPU on which `pointer` lies; an empty array has none and counts as one of GPU 0."""
         return device_of_pointer(pointer) if pointer else 0
 
     def pointer(self, array: Any) -> int:
@@ -183,7 +183,7 @@ class InterfaceKind(DeviceKind):
         return self.empty((-(-nbytes // self.signature(like)[1].itemsize),), like, device)
 
     def current_stream(self, device: Any) -> Any:
-        return None  # the default one, with which our pool is ordered
+        return None  # the default stream, which our pool follows
 
     has_producers = uses_pycuda = True
 
@@ -267,7 +267,7 @@ class CupyKind(InterfaceKind):
 
 
 def stream_of(stream: Any) -> Any:
-    """The caller's `stream` as launches take it: a PyCUDA stream, or a handle."""
+    """The caller's `stream` in the form that launches take: a PyCUDA stream, or a handle."""
     if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         return stream
     module = type(stream).__module__.partition(".")[0]

@@ -11,13 +11,13 @@ from pycuda_conv.runtime import Device, get_device
 
 
 class HostKind(ArrayKind):
-    """Arrays in the host's memory, seen as numpy arrays; those of bfloat16, which numpy does not know, as integers."""
+    """Arrays in the host's memory, seen as numpy arrays. Those of bfloat16, which numpy does not know, are seen as integers."""
 
     def to_numpy(self, array: Any) -> np.ndarray:
         raise NotImplementedError
 
     def from_numpy(self, array: np.ndarray, like: Any) -> Any:
-        """The way back: an array of the dtype of `like`."""
+        """An array of the kind that holds `array` in the dtype of `like`: the inverse of :meth:`to_numpy`."""
         raise NotImplementedError
 
     def writeable(self, array: Any) -> bool:
@@ -25,7 +25,7 @@ class HostKind(ArrayKind):
         return True
 
     def in_order(self, array: Any, order: tuple[int, ...]) -> Any:
-        """A copy of `array` whose axes lie in memory in that order, outermost first."""
+        """A copy of `array` whose axes lie in memory in `order`, outermost first."""
         raise NotImplementedError
 
     def device(self, signature: Signature, device: Any) -> Device:
@@ -42,7 +42,7 @@ class NumpyKind(HostKind):
         return dtype.name  # the same for both byte orders
 
     def to_numpy(self, array: np.ndarray) -> np.ndarray:
-        if array.dtype.kind != "V":  # which the bfloat16 of ml_dtypes is; asking for a dtype's name takes 2 us
+        if array.dtype.kind != "V":  # this is the bfloat16 of ml_dtypes; a dtype's name would take 2 us
             return array
         return array.view(np.dtype(np.int16).newbyteorder(array.dtype.byteorder))
 

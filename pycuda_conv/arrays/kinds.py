@@ -1,4 +1,4 @@
-"""Which kind of array an object is, and whether the arrays of a call go together."""
+"""The kind of an object's array, and whether the arrays of a call go together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pycuda_conv.errors import ConvArgumentError
 
 
 class StandInKind(ArrayKind):
-    """Objects that stand for tensors while a function is traced, as ``torch.fx.Proxy`` does: torch's protocol for them takes the call."""
+    """Objects that stand for tensors while a function is traced, such as ``torch.fx.Proxy``; torch's protocol for them takes the call."""
 
     name = "stand-in for a torch.Tensor"
 
@@ -25,7 +25,7 @@ class StandInKind(ArrayKind):
 
 
 class LazyKind(ArrayKind):
-    """dask arrays: a graph is made of the call, whose tasks call with the chunks."""
+    """dask arrays: a call makes a graph, whose tasks call the function with the chunks."""
 
     name = "dask.array.Array"
 
@@ -79,7 +79,7 @@ def _found(array: Any) -> ArrayKind | None:
 
 
 def is_torchs(array: Any) -> bool:
-    """Whether it is a tensor of torch's, or what stands for one: then torch is there."""
+    """Whether `array` is a tensor of torch's or stands for one; if so, torch is imported."""
     return hasattr(type(array), "__torch_function__")
 
 
@@ -100,7 +100,7 @@ def same_kind(operands: Operands, out: Any = None, names: tuple[str, str] = ("in
     It is :data:`STAND_IN` if any of them only stands for a tensor, and :data:`LAZY` if any is a dask array.
     """
     input, weight, bias, scale, residual = operands
-    # torch.compile follows what is below and can't write to our table of types; it runs an import as it is
+    # torch.compile traces the code below and can't write to our table of types; it runs an import as it is
     if is_torchs(input):
         import torch
 

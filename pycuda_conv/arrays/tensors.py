@@ -1,4 +1,4 @@
-"""torch's tensors. This module is imported where there are any."""
+"""The kind of torch's tensors; the module is imported where there are tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TorchKind(DeviceKind, HostKind):
 
     def __init__(self) -> None:
         quick.learn(torch)
-        self.pointer = torch.Tensor.data_ptr  # type: ignore[method-assign]  # a method of ours around it would take 0.1 us
+        self.pointer = torch.Tensor.data_ptr  # type: ignore[method-assign]  # a method around it would take 0.1 us
         self._dtypes = {
             torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
         }
@@ -46,7 +46,7 @@ class TorchKind(DeviceKind, HostKind):
             raise
 
     def check_dense(self, *arrays: Any) -> None:
-        # where a call goes fast this is asked when it failed: asking each time would take 0.1 us
+        # a fast call asks this after it failed: asking each time would take 0.1 us
         for array in arrays:
             if array is None:
                 continue
@@ -83,12 +83,12 @@ class TorchKind(DeviceKind, HostKind):
         memory_format = self._formats.get(order)  # permute() takes 1 us
         return array.permute(order).is_contiguous() if memory_format is None else array.is_contiguous(memory_format=memory_format)
 
-    # what torch has to know of
+    # calls that torch has to know of
 
     # (a loop over the tensors would take a microsecond)
 
     def differentiated(self, first: Any, second: Any, bias: Any, scale: Any, residual: Any) -> bool:
-        """Whether torch is to give gradients of what is made of these, or may be asked to carry them forward, which it refuses."""
+        """Whether torch has to give gradients of a result of these arrays, or may be asked to carry them forward, which it refuses."""
         return self._forward_ad._current_level >= 0 or (
             torch.is_grad_enabled() and (
                 first.requires_grad or second.requires_grad or (bias is not None and bias.requires_grad)
@@ -97,7 +97,7 @@ class TorchKind(DeviceKind, HostKind):
         )
 
     def traced(self, first: Any, second: Any, bias: Any, scale: Any = None, residual: Any = None) -> bool:
-        """Whether the call is compiled, traced, transformed or seen by a mode, or the tensors are not plain ones with numbers."""
+        """Whether the call is compiled, traced, transformed or seen by a mode, or one of the tensors is not a plain one with numbers."""
         c, plain = torch._C, self._plain
         return (
             torch.compiler.is_compiling() or c._len_torch_dispatch_stack() or c._are_functorch_transforms_active()
@@ -168,7 +168,7 @@ class TorchKind(DeviceKind, HostKind):
         return tuple(s * array.element_size() for s in array.stride())
 
     def contiguous(self, array: Any) -> bool:
-        return array.is_contiguous() and not array.is_neg()  # negated on reading: as a view of a conjugate's imaginary part
+        return array.is_contiguous() and not array.is_neg()  # a view of a conjugate's imaginary part is negated when it is read
 
     def writeable(self, array: Any) -> bool:
         return not array.is_neg()
@@ -180,7 +180,7 @@ class TorchKind(DeviceKind, HostKind):
         return self.empty(array.shape, array, None, order).copy_(array.detach())
 
     def fill(self, array: Any, values: Any) -> None:
-        with torch.inference_mode():  # to which every tensor lends itself, as it does to kernels
+        with torch.inference_mode():  # every tensor may be written in this mode, as it may by kernels
             array.copy_(values)
 
     def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
@@ -189,8 +189,8 @@ class TorchKind(DeviceKind, HostKind):
     def maker(self, shape: tuple[int, ...], dtype: Any, device: Any, order: tuple[int, ...] | None) -> tuple[Any, tuple[Any, ...], Any]:
         """A function, its arguments and keywords, which make what :meth:`empty` makes, in less time.
 
-        The function may make it on torch's current GPU whatever the `device`: one that torch compiles its own allocations to does so. It
-        passes by torch's dispatcher, and it keeps the GIL.
+        The function may allocate on torch's current GPU whatever `device` is: the one that torch calls in code that it compiles does so.
+        It bypasses torch's dispatcher and keeps the GIL.
         """
         strides = strides_of(shape, 1, order or tuple(range(len(shape))))
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)

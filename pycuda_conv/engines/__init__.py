@@ -1,6 +1,6 @@
 """The engines, one kernel family each, and the choice between them.
 
-The modules of this package know forward convolutions and their transposes only: what they get is a problem as it is launched
+These modules know only forward convolutions and their transposes: they take a problem as it is launched
 (:attr:`ConvProblem.launched`). :mod:`~pycuda_conv.engines.base` says what an engine is, :mod:`~pycuda_conv.engines.registry`
 lists them. Their configurations are attributes of this package: ``engines.Gemm``.
 """
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The class of an engine's configurations that has this name."""
+    """The class of configurations named `name`."""
     try:
         return config_classes()[name]
     except KeyError:

@@ -1,4 +1,4 @@
-"""What an engine is: a family of kernels that the registry can ask what it does, how long that should take, and for its launches."""
+"""What an engine is: a family of kernels that tells the registry what it can run, how long that should take, and its launches."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Config:
 
     @classmethod
     def from_table(cls: type[C], values: Mapping[str, Any]) -> C:
-        """The configuration that a tuned table says: its fields by name; what the table does not have yet is the default.
+        """The configuration that a tuned table describes by its fields' names; a field that the table lacks has its default.
 
         Raises
         ------
         ValueError
-            Names that are no fields, or values that these don't take.
+            The table has a name that is no field, or a value that a field does not take.
         """
         defaults = {field.name: field.default for field in fields(cls)}
         values = {cls.FORMER.get(name, name): value for name, value in values.items()}
@@ -42,18 +42,18 @@ class Config:
 
     @property
     def packs_images(self) -> bool:
-        """Whether images are packed before the product, unless they lie as it wants them."""
+        """Whether images are packed before the product, unless they lie as it needs them."""
         return False
 
     @property
     def tile(self) -> int:
-        """The results of a matrix product's tile, whose registers the kernel's text names: the more, the longer it takes to compile."""
+        """The results of a matrix product's tile, for which the text names registers: the more, the longer it takes to compile."""
         return math.prod(getattr(self, name, 1) for name in ("BLOCK_M", "BLOCK_N"))
 
 
-#: What :meth:`Engine.choose` predicts where a measured rule decides, whatever the models say.
+#: The prediction of :meth:`Engine.choose` where a measured rule decides, whatever the models say.
 BY_RULE = 0.0
-#: What it predicts of a configuration without a model, which is to run only where none with a model does.
+#: Its prediction for a configuration without a model, which should run only if no configuration with a model can.
 LAST_RESORT = math.inf
 
 
@@ -88,7 +88,7 @@ class Engine(Protocol):
         """Microseconds that `config` should take; None where no model knows."""
 
     def choose(self, problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
-        """The configuration that should be the fastest, behind the microseconds it should take; None where another engine's is faster.
+        """The configuration that should be fastest, behind the microseconds it should take; None if another engine's is faster.
 
         The microseconds may be :data:`BY_RULE` or :data:`LAST_RESORT`.
         """
@@ -97,9 +97,9 @@ class Engine(Protocol):
         """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
 
     def sum_order(self, problem: ConvProblem, config: Any) -> Hashable:
-        """Equal for configurations that add up the same numbers in the same order, so that their results are the same bits.
+        """Equal for configurations that add the same numbers in the same order, so that their results have the same bits.
 
-        Whatever may change a bit belongs in it: when in doubt, more.
+        Whatever might change a bit belongs in it; when in doubt, include it.
         """
 
     def texts(self, device: Device) -> Iterable[TextFamily]:

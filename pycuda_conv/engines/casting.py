@@ -1,4 +1,4 @@
-"""Launches of ``cu/cast.cu``: float32 arrays rounded to 16 bits, and 16-bit arrays in float32, beside a convolution that takes others."""
+"""Launches of ``cu/cast.cu``: float32 arrays rounded to 16 bits, and 16-bit arrays in float32, beside a convolution of the other type."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ THREADS = 256
 EACH = 4  # elements of a thread
 
 
-#: An array to cast: how many elements it has, where it lies, and where the cast one is to lie.
+#: An array to cast: its elements, its place, and the place of the cast one.
 Part = tuple[int, Place, Place]
-MOST_PARTS = 3  # of a launch
+MOST_PARTS = 3  # arrays that a launch can cast
 
 
 def narrow(dtype: str, *parts: Part) -> KernelLaunch:
@@ -25,18 +25,18 @@ def narrow(dtype: str, *parts: Part) -> KernelLaunch:
 
 
 def widen(dtype: str, *parts: Part) -> KernelLaunch:
-    """The way back."""
+    """Convert up to :data:`MOST_PARTS` arrays of `dtype` to float32."""
     return _cast("widen", dtype, parts)
 
 
 def widen_filter(dtype: str, shape: Sequence[int], given: Place, made: Place) -> KernelLaunch:
-    """The same of a filter in C order of that shape, which is laid with its second axis last."""
+    """Convert a filter of `shape` in C order to float32, with its second axis last."""
     size = math.prod(shape)
     return _launch("widen_filter", dtype, ceil(size, THREADS), (given, made), size, math.prod(shape[2:]), shape[1])
 
 
 def turns(shape: Sequence[int]) -> bool:
-    """Whether a filter of that shape lies otherwise with its second axis last."""
+    """Whether moving a filter's second axis last changes its layout."""
     return shape[1] > 1 and math.prod(shape[2:]) > 1
 
 

@@ -9,21 +9,21 @@ from pycuda_conv.engines.geometry import ceil
 
 UNIT = 16
 STEP = 32  # bytes of channels of the array read that a product takes
-MOST_STEPS = 8  # of a unit: with more channels a group nothing is gained
+MOST_STEPS = 8  # of a unit: with more channels a group the engines gain nothing
 ONE_GROUP = 8  # steps of all units of a single group, beyond which whole tiles of a matrix product are faster
 
 
 class Units(NamedTuple):
-    """How channels are cut into units. A unit is in C++ ``Unit`` of ``cu/grouped.cuh``."""
+    """How channels are cut into units. A unit is ``Unit`` of ``cu/grouped.cuh``."""
 
     total: int
     groups: int  # of a unit
-    a_group: int  # units of a group, where that has several
+    a_group: int  # units of a group, if it has several
     steps: int
     mixed: bool  # whether steps have channels of other groups
     read: int  # channels of a group
     written: int
-    aligned: int  # channels of 16 bytes
+    aligned: int  # channels in 16 bytes
 
     def first_read(self, unit: int) -> int:
         """The first channel that a unit reads, at a multiple of 16 bytes."""
@@ -35,13 +35,13 @@ class Units(NamedTuple):
 
 
 def worth_it(units: Units, groups: int) -> bool:
-    """Whether the engines are worth comparing: a single group has few channels, but fills its units."""
+    """Whether the engines are worth comparing: a single group must have few channels, and fill its units."""
     return groups > 1 or (units.written >= UNIT and units.total * units.steps <= ONE_GROUP)
 
 
 @lru_cache(maxsize=256)
 def cut(groups: int, read: int, written: int, itemsize: int) -> Units | None:
-    """The units of so many groups, each of so many channels that are read and written.
+    """The units of `groups` groups, each of which has `read` channels that are read and `written` that are written.
 
     None if there are none, or if they don't begin at multiples of four.
     """
@@ -62,7 +62,7 @@ def cut(groups: int, read: int, written: int, itemsize: int) -> Units | None:
 
 
 def _steps(units: int, read: int, itemsize: int) -> tuple[int, bool]:
-    """Steps of units that read so many channels each, at multiples of as many, and whether some of a step's are not of its unit."""
+    """Steps of units that each read `read` channels, from multiples of that on; and whether some channels of a step are not of its unit."""
     each, aligned = STEP // itemsize, 16 // itemsize
     steps = max(ceil(unit * read % aligned + read, each) for unit in range(min(units, aligned)))
     return steps, steps * each != read
@@ -70,18 +70,18 @@ def _steps(units: int, read: int, itemsize: int) -> tuple[int, bool]:
 
 @lru_cache(maxsize=256)  # the planner asks for them once a configuration
 def chunks_read(units: Units, count: int) -> int:
-    """16 bytes of the channels that a slab of so many units reads."""
+    """16-byte chunks of the channels that a slab of `count` units reads."""
     firsts = range(0, units.total, count)
     return max(units.first_read(first + count - 1) - units.first_read(first) for first in firsts) // units.aligned + 2 * units.steps
 
 
 @lru_cache(maxsize=256)
 def chunks_written(units: Units, count: int) -> int:
-    """16 bytes of the channels that a slab of so many units writes."""
+    """16-byte chunks of the channels that a slab of `count` units writes."""
     firsts = range(0, units.total, count)
     return ceil(max(units.first_written(first + count - 1) - units.first_written(first) for first in firsts) + UNIT, units.aligned)
 
 
 def pitch(chunks: int) -> int:
-    """Bytes from one pixel to the next in shared memory: an odd number of 16."""
+    """Bytes from one pixel to the next in shared memory: an odd number of chunks."""
     return 16 * (chunks | 1)

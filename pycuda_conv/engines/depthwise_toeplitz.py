@@ -1,6 +1,6 @@
 """Depthwise layers of 16 bits on tensor cores: ``cu/depthwise_toeplitz.cu``.
 
-A row of a filter is a Toeplitz matrix, which multiplies rows of the input. Memory bounds such layers, where plain cores would be.
+A row of a filter is a Toeplitz matrix, which multiplies rows of the input. So memory bounds such layers; on plain cores arithmetic would.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ __all__ = [
     "texts", "time", "unsupported",
 ]  # fmt: skip
 
-WARPS = {"NCHW": 4, "NHWC": 8}  # of a block
+WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
 ROWS, EIGHT = 16, 8  # rows of a task; columns of a tile
-MOST_COLUMNS, MOST_BANDS = 80, 4  # with channels last: columns of a block at most, and sixteens of rows
-CHANNELS, PIXEL, ROW_PAD = 16, 24, 4  # with channels last: of a block; elements of shared memory of a pixel, and behind a row
+MOST_COLUMNS, MOST_BANDS = 80, 4  # NHWC: most columns of a block, most sixteens of rows
+CHANNELS, PIXEL, ROW_PAD = 16, 24, 4  # NHWC: channels of a block; elements in shared memory of a pixel, and those that pad a row
 WORD = 4
 SHARED_KIB = 227  # of a multiprocessor of Hopper
-#: Eights of columns of a task, and sixteens of columns of the input that an eight meets, by the stride.
+#: By the stride: eights of columns that a task computes, and how many steps of 16 input columns an eight may meet.
 TILES = {1: 5, 2: 3}
 STEPS = {1: (1, 2), 2: (2,)}
-GRAD_TILES, GRAD_TAPS = 6, 64  # of the gradient of a convolution of stride 2; words of a row of its filter
-#: KiB of shared memory of a block at most.
+GRAD_TILES, GRAD_TAPS = 6, 64  # of the gradient of a convolution of stride 2: eights of columns of a task; words of a row of its filter
+#: KiB of shared memory of a block at most: the values of UNIT_KIB to compare.
 UNITS = {"NCHW": (24, 12, 48), "NHWC": (48, 72, 110)}
 
 
 @dataclass(frozen=True)
 class DepthwiseToeplitz(Config):
-    """Shared memory that a block may take at most, in KiB, which decides how many planes or rows it has: ``depthwise_toeplitz.cu``."""
+    """UNIT_KIB is the most shared memory of a block in KiB; it decides how many planes or rows a block has: ``depthwise_toeplitz.cu``."""
 
     UNIT_KIB: int = 24
 
@@ -138,7 +138,7 @@ def refusal(problem: ConvProblem, config: DepthwiseToeplitz) -> str | None:
 
 
 def why_not(problem: ConvProblem) -> str | None:
-    """Why the engine can't run `problem` whatever the unit, or None if it can."""
+    """Why the engine can't run `problem` whatever UNIT_KIB is, or None if it can."""
     if problem.direction not in ("fprop", "dgrad"):
         return "it computes forward convolutions and gradients by the input"
     if problem.groups != problem.C or problem.has_depth:
@@ -166,12 +166,12 @@ def why_not(problem: ConvProblem) -> str | None:
 
 
 def _strided(problem: ConvProblem) -> bool:
-    """Whether it is the gradient of a convolution of stride 2."""
+    """Whether `problem` is the gradient of a convolution of stride 2 by its input."""
     return problem.direction == "dgrad" and problem.stride[2] > 1
 
 
 def _padding(problem: ConvProblem) -> tuple[int, int]:
-    """Rows and columns before the first of the image that is read; a gradient is a convolution with the filter turned by half a circle."""
+    """Rows and columns read before the first of the image. A gradient is a convolution with the filter turned by half a circle."""
     _, pad_h, pad_w = problem.padding_before
     if problem.direction == "fprop" or _strided(problem):
         return pad_h, pad_w
@@ -180,12 +180,12 @@ def _padding(problem: ConvProblem) -> tuple[int, int]:
 
 
 def _shift(problem: ConvProblem) -> int:
-    """Column of the result that eight 0 begins with: the first that meets no column before 0 of the input."""
+    """Column of the result that eight 0 begins with: the first that meets no input column before 0."""
     return ceil(_padding(problem)[1], problem.stride[2])
 
 
 def _steps(problem: ConvProblem) -> int | None:
-    """Sixteens of columns of the input that eight results meet, or None if these are too many."""
+    """Steps of 16 input columns that eight results meet, or None if there are too many."""
     if _strided(problem):
         return 1
     stride = problem.stride[2]
@@ -195,13 +195,13 @@ def _steps(problem: ConvProblem) -> int | None:
 
 
 class _Unit(NamedTuple):
-    """What a block computes."""
+    """The work of a block, called a unit."""
 
     planes: int
     band: int  # rows of the result
     columns: int  # of the result
-    bands: int
-    spans: int  # of columns
+    bands: int  # units below one another that cover a plane
+    spans: int  # units side by side that cover a plane
     blocks: int
     groups: int  # tasks side by side
     x_rows: int  # of a plane
@@ -218,7 +218,7 @@ class _Unit(NamedTuple):
 
 @lru_cache(maxsize=1024)  # the planner asks for it several times
 def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
-    """The unit that fits into the shared memory of `config` and reads the least beside what it computes; None where none fits."""
+    """The unit that fits into the shared memory of `config` and reads the fewest values twice; None where none fits."""
     (_, h, _), (_, p, q), (_, r, _), (_, stride_h, stride) = problem.operand_size, problem.result_size, problem.filter_size, problem.stride
     most, steps, last, all_planes = config.UNIT_KIB * 1024, _steps(problem), problem.layout == "NHWC", problem.N * problem.K
     assert steps is not None
@@ -250,7 +250,7 @@ def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
         plane_pitch = x_rows * pitch | last  # odd where neighbouring channels are stored together
         y_at = ceil(planes * r * taps_pitch * WORD, 16) * 16
         x_at = y_at + (ceil(2 * band * (columns * PIXEL + ROW_PAD), 16) * 16 if last else ceil(2 * (planes * band * q + EIGHT), 16) * 16)
-        beside = of_task * stride  # eights that a task reads beside the row: of tiles that there are not
+        beside = of_task * stride  # eights that a task reads behind the end of the row, for tiles that don't exist
         blocks = bands * spans * (problem.N * ceil(problem.K, CHANNELS) if last else ceil(all_planes, planes))
         shared = x_at + (planes * plane_pitch + pitch + beside) * 16
         return _Unit(
@@ -274,7 +274,7 @@ def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
 
 
 def _sixteens(problem: ConvProblem, unit: _Unit) -> int:
-    """Tasks of a unit below one another."""
+    """How many tasks of a unit lie below one another."""
     return 2 * ceil(unit.band, 2 * ROWS) if _strided(problem) else ceil(unit.band, ROWS)
 
 
@@ -316,19 +316,19 @@ def filter_key(problem: ConvProblem, config: DepthwiseToeplitz) -> None:
 
 
 def sum_order(problem: ConvProblem, config: DepthwiseToeplitz) -> Hashable:
-    """The same for all."""
+    """Equal for all configurations: each adds in the same order."""
     return DepthwiseToeplitz
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a type, a stride, and how far a row of the filter reaches."""
+    """One text per type, stride, and number of steps that a row of the filter reaches."""
     for stride, steps in STEPS.items():
         choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "GRAD": FLAG, "LAST": FLAG}
         yield TextFamily("depthwise_toeplitz", choices, _made)
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever made."""
+    """Whether the planner ever makes a kernel with these defines."""
     return not d["GRAD"] or (d["STRIDE"], d["STEPS"]) == (1, 1)
 
 
@@ -336,16 +336,16 @@ def _made(d: Mapping[str, int]) -> bool:
 
 
 class _Pace(NamedTuple):
-    """What takes how long: cycles of a multiprocessor, or microseconds."""
+    """What each part of the work costs, in cycles of a multiprocessor if nothing else is said."""
 
-    product: float  # of 16 x 8 x 16
-    row: float  # of the filter, of a task, besides
-    task: float  # its results
-    whole: float  # eight columns of a row of the input, of rows of a multiple of eight elements
-    eight: float  # and of others
+    product: float  # a product of 16 x 8 x 16
+    row: float  # a row of the filter, for each task, besides its products
+    task: float  # the results of a task
+    whole: float  # eight columns of a row of the input, where a row's elements are a multiple of eight
+    eight: float  # eight columns of other rows
     tap: float  # a word of the filters
-    block: float
-    begin: float  # microseconds of a launch
+    block: float  # the rest of a block
+    begin: float  # microseconds to begin a launch
     wave: float  # microseconds that the blocks of a multiprocessor wait
     memory: float  # bytes a microsecond
 
@@ -357,7 +357,7 @@ PACES = {
 }  # fmt: skip
 RESIDENT = {"NCHW": 5, "NHWC": 3}  # blocks of a multiprocessor, as registers allow
 CLOCK = 1700.0  # cycles a microsecond
-LONG = 1.12  # times as long in NCHW, where blocks are large: nothing is loaded or stored meanwhile
+LONG = 1.12  # how many times as long it takes with large blocks in NCHW: while one computes, nothing is loaded or stored
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]:
@@ -368,7 +368,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]
 
 
 def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> float:
-    """Microseconds that `config` should take: memory and the multiprocessors' cycles, of which the shorter hides in part, and waits."""
+    """Microseconds that `config` should take: memory and multiprocessors overlap in part, and blocks wait."""
     unit, stride, steps, pace = _unit(problem, config), problem.stride[2], _steps(problem), PACES[problem.layout]
     assert unit is not None and steps is not None
     r, whole = problem.filter_size[1], problem.layout == "NCHW" and problem.operand_size[2] % EIGHT == 0
@@ -387,7 +387,7 @@ def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> flo
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs.
 
-    With channels last strips and tiles of unrolled filters were faster on all of 16 layers but a small one: depthwise_nhwc.py takes those
-    by rule.
+    NHWC: depthwise_nhwc.py prefers its strips, and tiles with unrolled filters, by rule. They were faster on 15 of 16 layers; the other
+    layer was small.
     """
     return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -1,6 +1,6 @@
-"""Gradients of depthwise filters from arrays in C order, 16 bits and float32: ``cu/depthwise_wgrad.cu``.
+"""Depthwise wgrad from arrays in C order, 16 bits and float32: ``cu/depthwise_wgrad.cu``.
 
-Threads walk down the columns of planes, whose rows come to shared memory before they are needed.
+Threads walk down the columns of planes, whose rows arrive in shared memory before they are used.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-THREADS, WARP = 128, 32  # of a block, and of a part of it that shares a ring
+THREADS, WARP = 128, 32  # threads of a block, and of a part of it that shares a ring
 FILTERS, STRIDES = (3, 5, 7), (1, 2)
 COLUMNS = 4  # of a thread
 WORD = 4  # bytes
-LEAST_LANES = 2  # along columns: a slot of the ring has no room for more images
+LEAST_LANES = 2  # threads along columns: with fewer, a slot of the ring has no room for all images
 
 
 @dataclass(frozen=True)
 class DepthwisePlanesWgrad(Config):
-    """Rows of the result's gradient that a thread walks down at once, and parts of the sum: ``depthwise_wgrad.cu``."""
+    """Rows of dy that a thread walks down at a time, and parts of the sum: ``depthwise_wgrad.cu``."""
 
     ROWS: int = 14
     PARTS: int = 1
@@ -103,7 +103,7 @@ def refusal(problem: ConvProblem, config: DepthwisePlanesWgrad) -> str | None:
 
 
 class _Walks(NamedTuple):
-    """How images, rows and columns are spread over the threads of a channel."""
+    """How images, rows and columns are distributed over a channel's threads."""
 
     lanes_q: int  # threads along columns
     planes: int  # images of a warp
@@ -146,7 +146,7 @@ def schedule(problem: ConvProblem, config: DepthwisePlanesWgrad, device: Device,
 
 
 def _pitch(problem: ConvProblem, lanes_q: int) -> int:
-    """Words of a row of x in shared memory: what the columns of so many threads meet, in fours of numbers."""
+    """Words of a row of x in shared memory: what the columns of `lanes_q` threads read, in fours of numbers."""
     each, taps, stride = WORD // problem.itemsize, problem.output_size[1], problem.dilation[1]
     return (COLUMNS * stride * (lanes_q - 1) + ceil((COLUMNS - 1) * stride + taps + each - 1, 4) * 4) // each
 
@@ -156,12 +156,12 @@ def filter_key(problem: ConvProblem, config: DepthwisePlanesWgrad) -> None:
 
 
 def sum_order(problem: ConvProblem, config: DepthwisePlanesWgrad) -> Hashable:
-    """Sums are of strips, and of parts."""
+    """Strips and parts, into which sums are cut."""
     return DepthwisePlanesWgrad, config.ROWS, config.PARTS
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a filter and a stride."""
+    """A text for each filter size and stride."""
     yield TextFamily("depthwise_wgrad", {"TYPE": tuple(ELEMENTS.values()), "TAPS": FILTERS, "STRIDE": STRIDES})
 
 
@@ -171,14 +171,14 @@ def texts(device: Device) -> Iterator[TextFamily]:
 CLOCK = 1700.0  # cycles a microsecond
 MEMORY = 3e6  # bytes a microsecond
 BEGIN = 2.0  # microseconds of a launch, with its first rows
-RESIDENT, ALONE = 4, 1.62  # blocks of a multiprocessor at once, and those that take as long as one
-#: Cycles of an instruction; in 16 bits with those that take words apart, by 46 times of 18 layers on an H100: error 15%.
+RESIDENT, ALONE = 4, 1.62  # blocks that fit a multiprocessor; and how many of them take as long as one
+#: Cycles of an instruction; in 16 bits with those that unpack words, from 46 times of 18 layers on an H100: error 15%.
 ISSUED, ISSUED_16 = 1.43, 2.17
-COPY = 14.0  # instructions of a copy, with what depends on it
-NARROW = 10  # columns of planes: of fewer, direct_wgrad.cu was faster
-#: Bytes of 16-bit arrays from which it is chosen. Of fewer the L2 cache answers direct_wgrad.cu, whose model takes that for granted.
+COPY = 14.0  # instructions of a copy, with those that depend on it
+NARROW = 10  # columns of planes: for fewer, direct_wgrad.cu was faster
+#: Bytes of 16-bit arrays from which it is chosen. Smaller ones stay in the L2 cache, which direct_wgrad.cu's model assumes.
 MANY = 32e6
-LONGEST = 512  # rows that a thread adds up: a longer row of sums would lose more digits
+LONGEST = 512  # rows that a thread adds: longer sums would lose more digits
 
 
 def time(problem: ConvProblem, config: DepthwisePlanesWgrad, device: Device) -> float:

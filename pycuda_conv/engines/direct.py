@@ -44,7 +44,7 @@ class Single(Config):
 
 @dataclass(frozen=True)
 class Tile(Config):
-    """As :class:`Single`, with the input tile in shared memory: ``direct_tile.cu``. ROWS divides TILE_P."""
+    """The same as :class:`Single`, with the input tile in shared memory: ``direct_tile.cu``. ROWS divides TILE_P."""
 
     TILE_P: int = 8
     TILE_Q: int = 32
@@ -456,8 +456,8 @@ ALONE = 0.58  # a single thread's walk takes so much of the time in which a full
 TILE_START = 2.57  # microseconds of a launch of direct_tile.cu
 #: Microseconds that a block takes at least: for each row of taps; and for each tap, by ROWS of a thread, which share loads.
 TILE_ALONE, TAP_ALONE = 0.108, {1: 0.075, 2: 0.0168, 7: 0.0389}
-#: What 132 multiprocessors do in a microsecond: products of a tap and a pixel; the same for threads with two rows, which read more for
-#: each; elements loaded. And the microseconds of a block.
+#: Work of 132 multiprocessors in a microsecond: products of a tap and a pixel; the same by threads with two rows, which read more for
+#: each; elements loaded. Then the microseconds of a block.
 TILE_TAPS, TWO_ROWS_TAPS, TILE_LOADS, TILE_BLOCK = 12.9e6, 6.39e6, 1.07e6, 0.000388
 TILE_MEMORY, TILE_RESIDUAL = 2.38e6, 2.59e6  # bytes a microsecond; and those of a residual, whose loads nothing hides
 BATCHED_START = 2.23  # microseconds of a launch of direct_batched.cu

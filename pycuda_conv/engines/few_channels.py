@@ -1,6 +1,6 @@
-"""Convolutions and gradients by the input with few channels in their result, on tensor cores: ``cu/few_channels.cu``.
+"""fprop and dgrad with few channels in their result, on tensor cores: ``cu/few_channels.cu``.
 
-The other engines' tiles have 64 of these channels or more, and load the input once a tap. Here taps share the tile's columns with channels.
+Other engines' tiles have 64 of these channels or more, and load the input once for each tap. Here taps and channels share a tile's columns.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ __all__ = [
 ]  # fmt: skip
 
 WARPS = 4  # of a block
-STEP_BYTES, LANE_BYTES = 64, 16  # of a pixel's channels: of a step, of a lane
-#: By the eights of gemm n: rows of the result and sixteens of columns of the input of a warp, as many as registers hold.
+STEP_BYTES, LANE_BYTES = 64, 16  # bytes of a pixel's channels: of a step, of a lane
+#: A warp's rows of the result and sixteens of input columns, by the eights of gemm n: as many as registers hold.
 TILES = {1: (6, 2), 2: (3, 2), 3: (4, 1), 6: (2, 1)}
-#: Warps beside one another in a row, and parts of the channels; the others have rows of their own.
+#: Warps side by side in a row, and parts of the channels; the other warps have rows of their own.
 SHAPES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
 #: Shared memory of a multiprocessor, in KiB.
 SHARED_KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
 OTHER_SHARED_KIB = 100
-#: Channels of the result of problems that it is for: more of them fill half a tile of the other engines.
+#: The most channels of the result: more would fill half a tile of other engines.
 MOST_CHANNELS = 32
 
 
 @dataclass(frozen=True)
 class FewChannels(Config):
-    """Columns of the product, which taps and channels share; of a block's warps, how many are beside one another in a row, and how many
+    """COLUMNS of the product, which taps and channels share; of a block's warps, how many lie side by side in a row, and how many
     share a sum over channels: ``few_channels.cu``."""
 
     BLOCK_N: int = 8
@@ -172,12 +172,12 @@ def refusal(problem: ConvProblem, config: FewChannels) -> str | None:
 
 
 class _Axis(NamedTuple):
-    """How indices of the result meet the input's along an axis: see the kernel."""
+    """How indices of the result and the input correspond along an axis: see the kernel."""
 
-    every: int  # of how many taps an index meets one
-    phases: int  # indices that are so far apart meet the input by the same taps
-    apart: int  # steps of the input from one such index to the next
-    step: int  # of the input from one tap that is met to the next
+    every: int  # taps from one that an index meets to the next
+    phases: int  # indices so far apart meet the input by the same taps
+    apart: int  # input steps from one such index to the next
+    step: int  # input steps from one tap that is met to the next
 
 
 def _axis(problem: ConvProblem, axis: int) -> _Axis:
@@ -195,15 +195,15 @@ class _Tile(NamedTuple):
     chunk: int  # channels of the result
     chunks: int
     columns: int  # of the input
-    first_w: int  # of them, in the first tile
+    first_w: int  # the first input column, in the first tile
     tile_q: int  # columns of the result
     tile_w: int  # columns of the input from one tile to the next
-    rows: int  # of the result, of a phase
+    rows: int  # rows of a phase of the result
     row_phases: int
     tiles_h: int
     tiles_w: int
-    tiles: int  # of a phase and a chunk, of all images
-    taps: int  # rows of taps that a phase meets at most
+    tiles: int  # of a phase and a chunk, over all images
+    taps: int  # the most rows of taps that a phase meets
     steps: int  # of channels
     u_at: int
     table_at: int
@@ -211,7 +211,7 @@ class _Tile(NamedTuple):
 
     @property
     def combinations(self) -> int:
-        """Phases and chunks."""
+        """Pairs of a phase and a chunk."""
         return self.row_phases * self.chunks
 
 
@@ -246,7 +246,7 @@ def _tile(problem: ConvProblem, config: FewChannels) -> _Tile:
 
 
 def _resident(problem: ConvProblem, tile: _Tile, device: Device) -> int:
-    """Blocks that a multiprocessor has room for."""
+    """Blocks that fit a multiprocessor."""
     shared = SHARED_KIB.get(device.capability, OTHER_SHARED_KIB) * 1024
     return max(1, min(4 if _wide_loads(problem) and products(problem) == 1 else 3, shared // (tile.shared + 1024)))
 
@@ -275,7 +275,7 @@ def schedule(problem: ConvProblem, config: FewChannels, device: Device, noted: b
 
 
 def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_steps: tuple[int, int, int]) -> KernelLaunch:
-    """The launch, of a filter with so many elements from one channel of the result, one of the input, and one tap to the next."""
+    """The launch for a filter with these strides, in elements: of a channel of the result, of a channel of the input, of a tap."""
     (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
     (_, stride_h, stride_w), (_, pad_h, pad_w), (_, dil_h, dil_w) = problem.stride, problem.padding_before, problem.dilation
     tile, down, across, last = _tile(problem, config), _axis(problem, 1), _axis(problem, 2), problem.layout == "NHWC"
@@ -313,43 +313,43 @@ def filter_key(problem: ConvProblem, config: FewChannels) -> None:
 
 
 def sum_order(problem: ConvProblem, config: FewChannels) -> Hashable:
-    """Rows of taps, of each a part's channels; the taps of a row; the parts."""
+    """The order of a sum: rows of taps, and in each a part's channels; the taps of a row; the parts."""
     return FewChannels, config.PARTS
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, the type and the arithmetic."""
+    """A text for each tile, type and arithmetic."""
     common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
     for eights, (rows, sixteens) in TILES.items():
         yield TextFamily("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, _made)
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever made."""
+    """Whether a kernel with these defines is ever launched."""
     return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
 
 
 # ---- the choice
 
-# Counted, not measured one by one; of 76 layers on an H200 in four modes, the blocks took MEASURED times as long, most within a quarter.
-# Fitted once more to 98 times of float32: root mean square of the error 19%.
+# Counted, not measured one by one: the blocks of 76 layers on an H200 in four modes took MEASURED times what is counted, most within a
+# quarter. Fitted once more to 98 times of float32: root mean square of the error 19%.
 MEASURED, MEASURED_FP32 = 2.14, 3.0
 CLOCK = 1700.0  # cycles a microsecond
 BEGIN = 4.53  # microseconds of a launch with its first loads
 MEMORY = 2.3e6  # bytes a microsecond
-PRODUCT_CYCLES = 1.27  # of a multiprocessor, for a product of 16 x 8, of half a step's channels
-LOAD_BYTES = 116.0  # that a multiprocessor loads in a cycle from L1 and L2, a lane's channels at once
-SINGLE_CYCLES = 3.2  # of a warp's load of single elements
+PRODUCT_CYCLES = 1.27  # cycles of a multiprocessor for a product of 16 x 8 of half a step's channels
+LOAD_BYTES = 116.0  # bytes that a multiprocessor loads in a cycle from L1 and L2, a lane's channels at once
+SINGLE_CYCLES = 3.2  # cycles of a warp's load of single elements
 SHARED_RATE = 128.0  # bytes a cycle from and to shared memory
-STORE_CYCLES = 25.0  # of a multiprocessor, for 32 elements of the result, besides their taps, and for as many of a residual
-MANY_ROWS, LARGE = 7, 0.994  # taps one above another, from which on blocks take so much of what is counted: they wait less
-WAIT = 340.0  # cycles of a warp that waits for a step of channels
-TILE_CYCLES = 1120.0  # of a block, for a tile: first loads, barriers
-FILTER_CYCLES = 0.74  # of a block, for an element of the filter that it lays in order first
+STORE_CYCLES = 25.0  # cycles of a multiprocessor for 32 elements of the result, without their taps; and for as many of a residual
+MANY_ROWS, LARGE = 7, 0.994  # rows of taps from which on blocks take this part of what is counted: they wait less
+WAIT = 340.0  # cycles that a warp waits for a step of channels
+TILE_CYCLES = 1120.0  # cycles of a block for a tile: first loads, barriers
+FILTER_CYCLES = 0.74  # cycles of a block for an element of the filter that it rearranges first
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannels]:
-    """The configurations worth comparing for `problem`: for each tile that is not too wide, every shape; none for many channels."""
+    """The configurations worth comparing for `problem`: every shape of each tile that is not too wide; none if it has many channels."""
     if problem.result_channels > MOST_CHANNELS or why_not(problem):
         return
     columns = problem.filter_size[2] * problem.result_channels
@@ -362,12 +362,12 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannels]:
 
 
 def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:
-    """Microseconds that `config` should take: a block's tiles, each its products or loads and its sums through shared memory; or memory."""
+    """Microseconds that `config` should take: the products or loads of a block's tiles, and their sums through shared memory; or memory."""
     tile, down, across = _tile(problem, config), _axis(problem, 1), _axis(problem, 2)
     eights, size = config.BLOCK_N // 8, problem.itemsize
     rows, sixteens = TILES[eights]
     of_phase = ceil(problem.result_size[1], tile.row_phases)  # rows of the result
-    warps = WARPS * of_phase / (tile.tiles_h * tile.rows) * rows  # that have rows, were all their rows there
+    warps = WARPS * of_phase / (tile.tiles_h * tile.rows) * rows  # that would have rows if all their rows were real
     rows = min(rows, of_phase)
     warps /= rows
     steps = ceil(tile.steps, config.PARTS)

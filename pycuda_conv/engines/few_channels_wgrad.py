@@ -1,6 +1,6 @@
-"""Gradients of filters with few channels in or out, from arrays with their channels last, as they lie (``cu/few_channels_wgrad.cu``).
+"""wgrad with few channels in or out, from channels-last arrays as they lie (``cu/few_channels_wgrad.cu``).
 
-They are float16, bfloat16 and float32. Three products of TF32 make one of float32, unless ``precision="tf32"``. The taps and the few
+The arrays are float16, bfloat16 and float32. float32 takes three products of TF32, or one with ``precision="tf32"``. Taps and few
 channels together are columns of a matrix product, whose sums run over the pixels of the array with more channels. Nothing is copied first.
 """
 
@@ -28,20 +28,20 @@ __all__ = [
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2         # that share a multiprocessor
-#: By the numbers that an element is split into: sixteens of channels of a block, and the eights of columns that a warp may have
-#: then. There are registers for so many sums.
+#: By the numbers that an element is split into: sixteens of a block's channels -> eights of a warp's columns. Registers hold so many
+#: sums.
 TILES: dict[int, dict[int, tuple[int, ...]]] = {1: {1: (2, 4), 2: (2, 3, 4), 4: (2, 3)}, 2: {1: (2, 4), 2: (2, 3)}}
 WARPS_N = (1, 2, 4, 8)
 GROUP = 16         # pixels of a row that a warp takes at once
-WORDS = 12 * THREADS  # of the thin array, that a tile meets at the most
-MOST_THIN = {1: 16, 2: 32}  # channels, by the numbers of an element: with more of them others are faster
+WORDS = 12 * THREADS  # words of the thin array that a tile reads at the most
+MOST_THIN = {1: 16, 2: 32}  # the most channels of the thin array, by the numbers of an element: with more, other engines are faster
 
 
 @dataclass(frozen=True)
 class FewChannelsWgrad(Config):
     """One tile of ``few_channels_wgrad.cu``.
 
-    Its sixteens of channels, eights of columns of a warp, warps of different columns, rows and columns of pixels, and the parts of the sum.
+    Sixteens of its channels, eights of a warp's columns, warps of different columns, rows and columns of pixels, and parts of the sum.
     """
 
     M_TILES: int = 2
@@ -100,7 +100,7 @@ def refusal(problem: ConvProblem, config: FewChannelsWgrad) -> str | None:
 
 
 class _Axis(NamedTuple):
-    """One axis: pixel i of the dense array meets i * step + low + tap * dilation of the thin one."""
+    """One axis: pixel i of the dense array reads i * step + low + tap * dilation of the thin one."""
 
     dense: int
     thin: int
@@ -111,7 +111,7 @@ class _Axis(NamedTuple):
 
 
 class _Roles(NamedTuple):
-    """The arrays by their numbers of channels. If they are flipped, the dense one is x, and the taps come in reverse."""
+    """The arrays by their numbers of channels. If they are flipped, x is the dense one, and taps are reversed."""
 
     flipped: bool
     dense: int
@@ -135,7 +135,7 @@ def _roles(problem: ConvProblem) -> _Roles:
 
 
 def _met(roles: _Roles, config: FewChannelsWgrad) -> tuple[int, int]:
-    """Rows of the thin array that a tile meets, and elements of a row."""
+    """Rows of the thin array that a tile reads, and elements of a row."""
     rows, columns = (
         (size - 1) * axis.step + (axis.taps - 1) * axis.dilation + 1
         for size, axis in ((config.TILE_P, roles.down), (config.TILE_Q, roles.right))
@@ -169,7 +169,7 @@ def _pixel(config: FewChannelsWgrad, itemsize: int) -> int:
 
 
 def _shared_bytes(problem: ConvProblem, config: FewChannelsWgrad) -> int:
-    """Shared memory of a block: two tiles of the dense array and what one meets, or the sums of a warp of each columns."""
+    """Bytes of shared memory of a block: two tiles of the dense array and what one reads, or the sums of one warp of each columns."""
     met = 4 * limbs(problem) * math.prod(_met(_roles(problem), config))
     tiles = 2 * config.TILE_P * config.TILE_Q * _pixel(config, problem.itemsize) + met
     return max(tiles, config.WARPS_N * config.M_TILES * config.N_TILES * 4 * 32 * 4 if config.WARPS_N < WARPS else 0)
@@ -266,12 +266,12 @@ def filter_key(problem: ConvProblem, config: FewChannelsWgrad) -> None:
 
 
 def sum_order(problem: ConvProblem, config: FewChannelsWgrad) -> Hashable:
-    """Where a sum is cut: into tiles, which warps and parts share."""
+    """How a sum is cut: into tiles, which warps and parts share."""
     return config
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for the type and a warp's sums."""
+    """A text for each type and each shape of a warp's sums."""
     for split, tiles in TILES.items():
         types = tuple(ELEMENTS.values()) if split == 1 else (FLOAT,)
         for m_tiles, n_tiles in tiles.items():
@@ -281,17 +281,17 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 CLOCK = 1700.0     # cycles a microsecond
-MEASURED = 1.33    # times what is counted here: fitted to 144 times of 12 layers on an H200, root mean square of the error 20%
+MEASURED = 1.33    # relative time beside what is counted: fitted to 144 times of 12 layers on an H200, root mean square of the error 20%
 ISSUED = 2.4       # instructions a cycle
 GROUP_WORK, FETCHED, LOADED = 36, 36, 23  # instructions of 16 pixels beside their products, of a fetched word, of a load of 16 bytes
-TILE, BLOCK = 1000, 4000  # cycles that a block waits in each tile, while another one may go on, and at its ends
+TILE, BLOCK = 1000, 4000  # cycles that a block waits in each tile, while another one may run, and at its start and end
 MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
 BEGIN = 3.0        # microseconds of a launch with its first loads
 WIDTHS, HEIGHTS = (16, 32, 64), (1, 2, 4, 8, 16)  # columns and rows of tiles
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannelsWgrad]:
-    """The configurations worth comparing for `problem`: tiles as large as fit, and as many parts as fill the machine."""
+    """The configurations worth comparing for `problem`: the largest tiles that fit, and as many parts as fill the GPU."""
     if why_not(problem):
         return
     roles = _roles(problem)
@@ -310,9 +310,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannelsWgrad]:
 
 
 def _cut(roles: _Roles, itemsize: int, split: int) -> list[tuple[int, int, int]]:
-    """The sixteens of channels, eights of columns and warps beside one another that take the fewest instructions for 16 pixels."""
+    """The sixteens of channels, eights of columns and warps side by side that take the fewest instructions for 16 pixels."""
     channels, columns = ceil(roles.dense, 16), ceil(_columns(roles), 8)
-    fetched = 1.5 * GROUP * roles.right.step * roles.down.step * roles.thin  # words, with what tiles have in common
+    fetched = 1.5 * GROUP * roles.right.step * roles.down.step * roles.thin  # words, with those that tiles have in common
 
     def instructions(cut: tuple[int, int, int]) -> float:
         m, n, warps = cut
@@ -324,19 +324,19 @@ def _cut(roles: _Roles, itemsize: int, split: int) -> list[tuple[int, int, int]]
 
 
 def _products(m_tiles: int, n_tiles: int, itemsize: int, split: int) -> int:
-    """Instructions of a warp for 16 pixels, whose elements are so many numbers."""
+    """Instructions of a warp for 16 pixels whose elements are split into `split` numbers."""
     fragments = m_tiles * (1 if itemsize == 2 else 8 * split) + 2 * n_tiles
     added = 4 * m_tiles * n_tiles if split == 2 else 0
     return GROUP_WORK + itemsize // 2 * (fragments + (2 * split - 1) * m_tiles * n_tiles) + added
 
 
 def _loading(words: float, loads: int) -> float:
-    """Instructions of a block that loads so many words of the thin array, and so often 16 bytes of the dense one."""
+    """Instructions of a block for `words` words of the thin array and `loads` 16-byte loads of the dense one."""
     return (FETCHED * words + LOADED * loads) / 32
 
 
 def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> float:
-    """Microseconds that `config` should take: what the multiprocessor with most blocks does, or bytes; and adding the parts."""
+    """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes; and adding the parts."""
     roles, multiprocessors, itemsize = _roles(problem), device.multiprocessors, problem.itemsize
     groups = config.TILE_P * config.TILE_Q // GROUP * config.WARPS_N  # of all warps
     steps, size = itemsize // 2, math.prod(problem.result_shape)

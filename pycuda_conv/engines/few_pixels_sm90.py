@@ -1,7 +1,7 @@
-"""Convolutions and gradients by the input of few pixels and many channels, NCHW, on Hopper: ``cu/few_pixels_sm90.cu``.
+"""fprop and dgrad of few pixels and many channels, NCHW, on Hopper: ``cu/few_pixels_sm90.cu``.
 
-The other engines' tiles are too few there to fill the machine unless their sums are cut into parts in memory, which takes a launch to
-pack, one to multiply and one to add. Here the blocks of a cluster share a tile, read both arrays as they lie, and add up what they have.
+Such problems have too few of other engines' tiles to fill the GPU, unless sums are cut into parts in memory: that takes one launch to
+pack, one to multiply and one to add. Here the blocks of a cluster share a tile, read both arrays as they lie, and add their sums.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ __all__ = [
     "time", "unsupported",
 ]  # fmt: skip
 
-WARPS, WARP_M = 8, 32  # of a block; channels of the result of a warp
+WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
 PHASES = 4  # of a launch
 STAGES = 4  # of the ring
 MOST_STEPS = 128  # of a stage
 ROWS, COLUMNS, CLUSTERS = (32, 64, 128), (32, 56), (2, 4, 8)
-PHASED_CLUSTERS = (2, 8)  # of these, for phases
+PHASED_CLUSTERS = (2, 8)  # of these clusters, those for phases
 STATIC_SHARED = 2048  # the kernel's tables
-STEPS = 4  # of each warp in a stage, if there is room
+STEPS = 4  # steps of each warp in a stage, if there is room
 BANKS = 32
 UNIT_BYTES = 32  # of a pixel's channels
 
 
 @dataclass(frozen=True)
 class FewPixels(Config):
-    """A tile of ``few_pixels_sm90.cu``: its output channels, its pixels, and the blocks that share it."""
+    """A tile of ``few_pixels_sm90.cu``: BLOCK_M output channels, BLOCK_N pixels, and the CLUSTER blocks that share it."""
 
     BLOCK_M: int = 64
     BLOCK_N: int = 56
@@ -53,7 +53,7 @@ TENSOR_CORES = True
 
 
 class FewPixelsPhase(NamedTuple):
-    """What the kernel is told of a phase, which its text explains."""
+    """A phase's arguments: the struct of the kernel, which explains each member."""
 
     tiles: int
     tiles_m: int
@@ -165,7 +165,7 @@ def refusal(problem: ConvProblem, config: FewPixels) -> str | None:
 
 
 class _Positions(NamedTuple):
-    """Positions of a tile: all, of an image, and of a row; flat: they are the tile's pixels."""
+    """Positions of a tile: all, those of an image, and of a row. flat: they are the tile's pixels."""
 
     flat: bool
     positions: int
@@ -177,7 +177,7 @@ class _Positions(NamedTuple):
         (_, p, q), (_, r, s) = phase.size, phase.taps
         if r * s <= 1:
             return cls(True, config.BLOCK_N, config.BLOCK_N, config.BLOCK_N)
-        # as many images, and rows of one, as pixels that are neighbours can lie in
+        # the most images, and rows of an image, that neighbouring pixels can lie in
         images = min(problem.N, (config.BLOCK_N + p * q - 2) // (p * q) + 1)
         rows = min(p, (config.BLOCK_N + q - 2) // q + 1)
         width = (q - 1) * phase.stride[2] + (s - 1) * abs(phase.dilation[2]) + 1
@@ -186,7 +186,7 @@ class _Positions(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """A slot of the ring: units of channels, elements from one row and one channel of the filter to the next; bytes."""
+    """A slot of the ring: units of channels; strides of the filter's rows and channels, in elements; bytes."""
 
     units: int
     lines: int  # of the filter
@@ -202,10 +202,10 @@ class _Slot(NamedTuple):
         size, taps = problem.itemsize, math.prod(problem.filter_size)
         word = 4 // size
         channels = units * 8 * word
-        if problem.direction == "fprop":  # a line: a stage's channels of a row
+        if problem.direction == "fprop":  # a line has a stage's channels of a row
             line, lines = channels * taps, config.BLOCK_M
             row_step, channel_step = apart = _up_to(line, 4 * word, BANKS * word), taps
-        else:  # a line: the tile's rows of a channel
+        else:  # a line has the tile's rows of a channel
             line, lines = config.BLOCK_M * taps, channels
             channel_step, row_step = apart = _up_to(line, 8, BANKS), taps
         w_bytes = lines * apart[0] * size
@@ -213,20 +213,20 @@ class _Slot(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """What a configuration is for a problem: its phases, the longest first, and the shared memory of a block."""
+    """A configuration's form for a problem: its phases, those with most taps first, and the shared memory of a block."""
 
     phases: tuple[FewPixelsPhase, ...]
     shared: int
 
 
 def _up_to(n: int, rest: int, of: int) -> int:
-    """The least number from n on that leaves `rest`, divided by `of`."""
+    """The least number from n on that has the remainder `rest` modulo `of`."""
     return n + (rest - n) % of
 
 
 @lru_cache(maxsize=1024)  # the planner asks for it several times
 def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
-    """The tile, with as many channels in a stage as shared memory has room for, up to STEPS steps a warp; None if it has for none."""
+    """The tile with the most channels of a stage that fit shared memory, up to STEPS steps a warp; None if none fit."""
     part = ceil(ceil(problem.operand_channels * problem.itemsize, UNIT_BYTES), config.CLUSTER)
     ordered = sorted(phases(problem), key=lambda phase: -math.prod(phase.taps))
     positions = [_Positions.of(problem, config, phase) for phase in ordered]
@@ -246,12 +246,12 @@ def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
 def _phase(
     problem: ConvProblem, config: FewPixels, phase: Phase, lying: _Positions, slot: _Slot, pitch: int, ring_at: int
 ) -> FewPixelsPhase:
-    """What the kernel is told of a phase."""
+    """The kernel's arguments of a phase."""
     (_, size_h, size_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
     (_, h, w), (_, p, q), (_, _, filter_s) = problem.operand_size, problem.result_size, problem.filter_size
     rows, channels, w_taps = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size)
     units, tiles_m, count = ceil(channels * problem.itemsize, UNIT_BYTES), ceil(rows, config.BLOCK_M), problem.N * size_h * size_w
-    # x is met from its first row and column on, by the last tap first where a tap steps back
+    # x is read from its first row and column on, and taps are reversed if they step back
     across_r, across_s = phase.every[1] * filter_s, phase.every[2]
     base = phase.first[1] * filter_s + phase.first[2]
     base += (across_r * (r - 1) if step_h < 0 else 0) + (across_s * (s - 1) if step_w < 0 else 0)
@@ -281,7 +281,7 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: boo
     assert tile is not None
     told = tile.phases
     if len(told) > 1:
-        told += (told[-1]._replace(tiles=0),) * (PHASES - len(told))  # of which there is nothing to compute
+        told += (told[-1]._replace(tiles=0),) * (PHASES - len(told))  # empty phases fill the kernel's parameter
     launch = KernelLaunch(
         "few_pixels_sm90", _defines(problem, config), _blocks(tile, config), 32 * WARPS, (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT), (),
         shared=tile.shared, arguments=told, layer=finish_constants(told[0]),
@@ -301,19 +301,19 @@ def filter_key(problem: ConvProblem, config: FewPixels) -> None:
 
 
 def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:
-    """Where the sum is cut: among blocks and warps, and into stages."""
+    """How the sum is cut: among blocks and warps, and into stages."""
     tile = _tile(problem, config)
     return config.CLUSTER, config.BLOCK_M, tile and tile.phases[0].stage_units
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for the type and the arithmetic, the tile's pixels, and the blocks that share it."""
+    """A text for each type and arithmetic, BLOCK_N and CLUSTER."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "BLOCK_N": COLUMNS, "CLUSTER": CLUSTERS, "PHASES": (1, PHASES)}
     yield TextFamily("few_pixels_sm90", choices, _made)
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever made."""
+    """Whether a kernel with these defines is ever launched."""
     if d["PHASES"] > 1 and (d["BLOCK_N"] != COLUMNS[0] or d["CLUSTER"] not in PHASED_CLUSTERS):
         return False
     return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
@@ -321,24 +321,24 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Fitted to 659 times of 70 problems on an H200, and once more, but for the steps, to 117 of float32: root mean square of the error 10%.
+# Fitted to 659 times of 70 problems on an H200, and again, except the steps, to 117 of float32: root mean square of the error 10%.
 CLOCK = 1700.0  # cycles a microsecond
 BEGIN = 1.34  # microseconds of a launch
-BLOCK_CYCLES, STAGE_CYCLES = 3160.0, 2260.0  # of a block: its tables, first loads, and the cluster's barriers; of each stage
-STEP_CYCLES = {  # of a quarter of a multiprocessor for a warp's step, by products, bytes of an element, and pixels
+BLOCK_CYCLES, STAGE_CYCLES = 3160.0, 2260.0  # cycles of a block: its tables, first loads, and the cluster's barriers; and of each stage
+STEP_CYCLES = {  # cycles of a quarter of a multiprocessor for a warp's step, by (products, bytes of an element) and pixels
     (3, 4): {32: 241.0, 56: 396.0}, (1, 4): {32: 105.0, 56: 65.0}, (1, 2): {32: 15.0, 56: 11.0},
 }  # fmt: skip
-WAIT = 302.0  # cycles of a warp for a step, whoever else there is
-X_BYTES = 11.9  # of images that a multiprocessor loads in a cycle; the filter's bytes cannot be told from the stages
-BESIDE = 0.889  # of the shorter one of loads and products, beside the longer one
-ADDED_CYCLES = 0.615  # of a sum of the tile
-AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters whose blocks are alone on their multiprocessors, of 132
-CHOSEN_ROWS = ROWS[:2]  # of 46 problems tiles of 128 channels were the fastest for none
-MOST_TILES = 132  # of the largest size: more pixels and channels fill the machine without clusters
+WAIT = 302.0  # cycles of a warp for a step, whatever the other warps do
+X_BYTES = 11.9  # bytes of images that a multiprocessor loads in a cycle; the times don't tell the filter's bytes from the stages
+BESIDE = 0.889  # part of the shorter of loads and products that adds to the longer
+ADDED_CYCLES = 0.615  # cycles of each sum of the tile
+AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters of 132 multiprocessors if each block is alone on its multiprocessor
+CHOSEN_ROWS = ROWS[:2]  # tiles of 128 channels were the fastest for none of 46 problems
+MOST_TILES = 132  # of the largest size: more pixels and channels fill the GPU without clusters
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewPixels]:
-    """The configurations worth comparing for `problem`: none for many pixels."""
+    """The configurations worth comparing for `problem`; none if it has many pixels."""
     tiles = ceil(problem.result_channels, ROWS[-1]) * ceil(problem.N * math.prod(problem.result_size), COLUMNS[-1])
     if tiles > MOST_TILES or why_not(problem):
         return
@@ -351,7 +351,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewPixels]:
 
 
 def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
-    """Microseconds that `config` should take: rounds of blocks, of each its loads beside its products, and what it has to do besides."""
+    """Microseconds that `config` should take: rounds of blocks, each with its loads beside its products, and its other work."""
     tile = _tile(problem, config)
     assert tile is not None
     first, blocks, groups = tile.phases[0], _blocks(tile, config), WARPS * WARP_M // config.BLOCK_M

@@ -1,7 +1,7 @@
 """Channels-last arrays whose pixels are no multiple of 128 bytes, on Hopper's tensor cores (``cu/gather_nhwc_sm90.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``. Threads copy what the taps meet, so that the channels of all taps follow
-one another in the sum without gaps, which tensor loads would fill. One launch does everything, but a filter that does not lie in such rows
+They are float16, bfloat16, and float32 with ``precision="tf32"``. Threads copy what the taps read, so that the channels of all taps are
+contiguous in gemm k; tensor loads would leave gaps of zeros. One launch does everything, but a filter without such rows
 is transposed first.
 """
 
@@ -60,17 +60,17 @@ __all__ = [
 
 COLUMNS = (32, 64, 96, 128)  # channels of a tile
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile
-#: Tiles that are chosen from, a kernel for each: (pixels, channels), and the blocks that share one.
+#: The tiles worth choosing from, each a kernel of its own: (BLOCK_M, BLOCK_N) -> CLUSTERs.
 TILES: dict[tuple[int, int], tuple[int, ...]] = {(128, 64): (1,), (128, 128): (1,), (64, 32): (1, 8), (64, 64): (1, 4)}
-STAGES = 8  # of a ring, at the most
+STAGES = 8  # the most stages of a ring
 STAGING = 2560  # bytes of a warp's staging tile
-MOST_TAPS = 31  # of all axes: bits of a mask
+MOST_TAPS = 31  # of all axes together: bits of a mask
 COPIES = (16, 4)  # bytes of a copy
 
 
 @dataclass(frozen=True)
 class GatherNhwc(Config):
-    """One tile of ``gather_nhwc_sm90.cu``: its pixels, its channels, the stages of its ring, and the blocks that share it."""
+    """One tile of ``gather_nhwc_sm90.cu``: BLOCK_M pixels, BLOCK_N channels, STAGES of its ring, CLUSTER blocks that share it."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 64
@@ -87,7 +87,7 @@ TENSOR_CORES = True
 
 
 class _Runs(NamedTuple):
-    """What of x follows one another in gemm k and in memory: the channels of a tap, or of a row of taps, which is one then."""
+    """The parts of x that are contiguous in gemm k and in memory: the channels of a tap, or of a row of taps, which then counts as one."""
 
     taps: tuple[int, int, int]
     length: int  # elements
@@ -104,7 +104,7 @@ def _runs(problem: ConvProblem) -> _Runs:
 
     inside = problem.padding_before[2] == 0 and (results - 1) * problem.stride[2] + s <= width
     if problem.direction == "fprop" and problem.dilation[2] == 1 and inside and s > 1:
-        steps = s * channels, problem.stride[2] * channels, width * channels  # of a row, a pixel of the result, a row of x
+        steps = s * channels, problem.stride[2] * channels, width * channels  # elements of a row of taps, a step of q, a row of x
         if copy(*steps) and copy(*steps) >= copy(channels):
             return _Runs((t, r, 1), s * channels, copy(*steps))
     return _Runs((t, r, s), channels, copy(channels))
@@ -163,7 +163,7 @@ def _most_stages(rows: int, columns: int, cluster: int) -> int:
 
 
 class GatherPhase(NamedTuple):
-    """What the kernel is told, which its text explains."""
+    """The arguments: the struct of the kernel, which explains each member."""
 
     tiles: int
     tiles_n: int
@@ -223,7 +223,7 @@ def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, noted: bo
     """The launches of `config`, which can run `problem`; they note no moments."""
     taps, size = math.prod(problem.filter_size), problem.itemsize
     elements = taps * problem.operand_channels
-    # elements of the filter from one channel of the result, tap, and channel of the input, to the next
+    # strides of the filter, in elements: of a channel of the result, of a tap (1), of a channel of the input
     _, row, channel = filter_strides(problem)
     width = problem.weight_shape[1]
     of_taps_last = (taps * width, width, 1) if problem.direction == "fprop" else (1, width, taps * width)
@@ -264,7 +264,7 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int,
 
 
 def _filter_map(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int) -> TensorMap:
-    """The filter: a stage of gemm k of the rows of a tile."""
+    """The map of the filter: a box is a stage of gemm k of a tile's rows."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, elements = problem.result_channels, math.prod(problem.filter_size) * problem.operand_channels
     sizes, strides = (elements, 1, rows), (problem.itemsize * pitch,) * 2
@@ -273,12 +273,12 @@ def _filter_map(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: i
 
 
 def _stages(problem: ConvProblem) -> int:
-    """Of a sum."""
+    """Stages of a sum."""
     return ceil(math.prod(problem.filter_size) * problem.operand_channels, stage_channels(problem))
 
 
 def _tiles(problem: ConvProblem, config: GatherNhwc) -> tuple[int, int]:
-    """Tiles along the channels, and the pixels."""
+    """Tiles along the channels, and along the pixels."""
     return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(problem.result_size), config.BLOCK_M)
 
 
@@ -307,12 +307,12 @@ def filter_key(problem: ConvProblem, config: GatherNhwc) -> Hashable:
 
 
 def sum_order(problem: ConvProblem, config: GatherNhwc) -> Hashable:
-    """Where a sum is cut: its stages follow one another in all tiles."""
+    """How many blocks cut a sum; all tiles sum the stages in the same order."""
     return config.CLUSTER
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, the type, and the bytes of a copy. Those that transpose filters are another engine's too, which lists them."""
+    """A text for each tile and type, and each size of copies. The texts that transpose filters are listed by another engine."""
     for (rows, columns), clusters in TILES.items():
         for cluster in clusters:
             choices = {
@@ -324,14 +324,14 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-#: Cycles of a multiprocessor for a row of a stage that is copied, by the bytes of a copy; and to round it. On an H200 16-bit tiles took
-#: 6.1 to 8.7 of copies of 16 bytes, the same whether two small ones shared a multiprocessor or not.
+#: Cycles of a multiprocessor to copy a row of a stage, by the bytes of a copy; and to round it. On an H200 16-byte copies of 16-bit tiles
+#: took 6.1 to 8.7, whether two small tiles shared a multiprocessor or not.
 COPY_CYCLES, ROUND_CYCLES = {16: 6.0, 4: 10.0}, 2.0
-MULTIPLIED = 2.1  # of the tensor core's cycles: what products take beside loads
+MULTIPLIED = 2.1  # relative time of products beside loads, of the tensor cores' peak
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:
-    """The configurations worth comparing for `problem`: none where tensor loads fill nothing."""
+    """The configurations worth comparing for `problem`; none if tensor loads leave no gaps."""
     if why_not(problem) or problem.operand_channels * problem.itemsize % ROW == 0:
         return
     for (rows, columns), clusters in TILES.items():

@@ -1,4 +1,4 @@
-"""1x1 convolutions of NCHW arrays whose planes tensor loads don't take, and of few pixels, on Hopper (``cu/gathered_planes_sm90.cu``).
+"""1x1 convolutions of few pixels, or of NCHW planes that tensor loads don't take, on Hopper (``cu/gathered_planes_sm90.cu``).
 
 The arrays are float16, bfloat16, and float32 with ``precision="tf32"``. Planes may have any size, and pixels of x may lie a stride apart.
 Tiles go on from one image to the next. Threads load what a tile reads, so one launch does everything.
@@ -28,11 +28,11 @@ __all__ = [
     "unsupported",
 ]  # fmt: skip
 
-#: Channels and pixels of a tile; the blocks that share one, and the groups of warps that load.
+#: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
 TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
     (64, 32): ((1, 2), (8, 2), (1, 4), (2, 4)), (64, 64): ((1, 2), (2, 2), (4, 2), (1, 4), (2, 4)), (128, 128): ((1, 2),),
 }  # fmt: skip
-STAGES = 8  # of a ring, at the most
+STAGES = 8  # the most stages of a ring
 BLOCK = 64  # channels of the filter that are loaded at once
 
 
@@ -40,7 +40,7 @@ BLOCK = 64  # channels of the filter that are loaded at once
 class GatheredPlanes(Config):
     """One tile of ``gathered_planes_sm90.cu``.
 
-    Its output channels and its pixels, the stages of its ring, the blocks that share it, and the groups of warps that load.
+    BLOCK_M output channels, BLOCK_N pixels, STAGES of its ring, CLUSTER blocks that share it, and GROUPS of warps that load.
     """
 
     BLOCK_M: int = 64
@@ -75,7 +75,7 @@ def why_not(problem: ConvProblem) -> str | None:
 
 
 def _gathers_filter(problem: ConvProblem) -> bool:
-    """Whether threads load the filter, which wgmma can't read as it lies."""
+    """Whether threads load the filter, because wgmma can't read it as it lies."""
     return problem.direction == "dgrad" and problem.itemsize == 4
 
 
@@ -96,7 +96,7 @@ def refusal(problem: ConvProblem, config: GatheredPlanes) -> str | None:
 
 
 def _beside(config: GatheredPlanes) -> int:
-    """Blocks that share a multiprocessor."""
+    """Blocks that fit a multiprocessor."""
     return 2 if config.BLOCK_M == 64 and config.GROUPS == 2 else 1
 
 
@@ -194,13 +194,13 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted
 
 
 def _wide(problem: ConvProblem) -> bool:
-    """Whether two neighbouring pixels, and rows of a filter that threads load, may be loaded at once."""
+    """Whether two neighbouring pixels, and rows of a filter that threads load, can be loaded at once."""
     flat = problem.stride == (1, 1, 1) and problem.operand_size == problem.result_size and not any(problem.padding_before)
     return flat and math.prod(problem.result_size) % 2 == 0 and not (_gathers_filter(problem) and problem.result_channels % 2)
 
 
 def _tiles(problem: ConvProblem, config: GatheredPlanes) -> tuple[int, int, int]:
-    """Tiles along the channels, and the pixels of all images; stages of a sum."""
+    """Tiles along the channels, and along the pixels of all images; stages of a sum."""
     pixels, steps = problem.N * math.prod(problem.result_size), ceil(problem.operand_channels, stage_channels(problem))
     return ceil(problem.result_channels, config.BLOCK_M), ceil(pixels, config.BLOCK_N), steps
 
@@ -210,12 +210,12 @@ def filter_key(problem: ConvProblem, config: GatheredPlanes) -> None:
 
 
 def sum_order(problem: ConvProblem, config: GatheredPlanes) -> Hashable:
-    """Where a sum is cut."""
+    """How many blocks cut a sum."""
     return config.CLUSTER
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, the blocks that share it, the type, and the direction."""
+    """A text for each tile, CLUSTER, type and direction."""
     for (rows, pixels), shares in TILES.items():
         for cluster, groups in shares:
             choices = {
@@ -227,14 +227,14 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-# Fitted to 218 times of 31 layers on an H100: root mean square of the error 13%. What is chosen took 2.5% longer in the mean than the
-# best tile.
+# Fitted to 218 times of 31 layers on an H100: root mean square of the error 13%. The chosen tile took 2.5% longer than the
+# best in the mean.
 BEGIN, AGAIN = 2.97, 1.5  # microseconds of a launch with its first loads, and of each further round of blocks
-WAIT = 0.566  # microseconds that a group waits for what it loads of a stage
-GATHERED = 3.5  # cycles of a multiprocessor for a load of 32 numbers, or of 64 where these are pairs
-MULTIPLIED = 2.43  # of the tensor core's cycles
-STORED = 14.1e3  # sums a microsecond and multiprocessor that are written
-JOINED = 0.75  # microseconds that blocks wait for one another to add up what they share
+WAIT = 0.566  # microseconds that a group waits for its loads of a stage
+GATHERED = 3.5  # cycles of a multiprocessor for a load of 32 elements, or of 64 as pairs
+MULTIPLIED = 2.43  # relative time of products, of the tensor cores' peak
+STORED = 14.1e3  # sums that a multiprocessor writes in a microsecond
+JOINED = 0.75  # microseconds that blocks wait for one another before they add shared sums
 MEMORY = 1.71e6  # bytes a microsecond
 
 
@@ -260,7 +260,7 @@ def time(problem: ConvProblem, config: GatheredPlanes, device: Device) -> float:
     rounds, together = ceil(blocks, slots * beside), min(beside, ceil(blocks, slots))
     end = config.BLOCK_M * config.BLOCK_N / config.CLUSTER / STORED + (JOINED if shared else 0)
     work = ceil(steps, config.CLUSTER) * (WAIT / config.GROUPS + busy * together) + end * together
-    # rows and slices that the pixels step over are not read; columns are, beside their neighbours
+    # rows and slices that a stride steps over are not read; columns are, with their neighbours
     stepped = problem.stride[0] * problem.stride[1] if problem.direction == "fprop" else 1
     read = problem.N * problem.operand_channels * math.prod(problem.operand_size) // stepped
     moved = problem.itemsize * (read + math.prod(problem.result_shape) + math.prod(problem.weight_shape))

@@ -26,7 +26,7 @@ def divider(d: int) -> int:
     Parameters
     ----------
     d : int
-        From 0 to 2^31. For 0, the size of an empty axis, no block is launched that divides: it counts as 1.
+        From 0 to 2^31. 0, the size of an empty axis, counts as 1: no launched block divides by it.
 
     Returns
     -------
@@ -41,28 +41,28 @@ def divider(d: int) -> int:
 
 
 def bits(value: float, nbytes: int) -> int:
-    """`value`, a number of 4 or 8 bytes, as kernels take it among integers."""
+    """The bits of `value`, a number of 4 or 8 bytes, as an integer argument."""
     return int(unpack("q", pack("d", value))[0] if nbytes == 8 else unpack("i", pack("f", value))[0])
 
 
 def from_bits(number: int, nbytes: int) -> float:
-    """The way back."""
+    """The inverse of :func:`bits`."""
     return float(unpack("d", pack("q", number))[0] if nbytes == 8 else unpack("f", pack("i", number))[0])
 
 
 def by_axis(prefix: str, values: Sequence[int], axes: str = "dhw") -> dict[str, int]:
-    """`values`, one of each of three axes, as arguments of a kernel."""
+    """`values`, one for each of `axes`, as arguments of a kernel."""
     return {prefix + axis: value for axis, value in zip(axes, values, strict=True)}
 
 
 def row_major(size: tuple[int, int, int]) -> tuple[int, ...]:
-    """Elements of an array of that size, in C order, from one index to the next of each axis."""
+    """Strides, in elements, of an array of `size` in C order."""
     _, h, w = size
     return h * w, w, 1
 
 
 def arguments(struct: type[_Arguments], **numbers: int) -> _Arguments:
-    """The struct of these numbers, a NamedTuple. Its fields ``by_<name>`` that are not given are the :func:`divider` of ``<name>``."""
+    """The `struct`, a NamedTuple, of these numbers. A missing field ``by_<name>`` is the :func:`divider` of ``<name>``."""
     missing = (name for name in _prepared(struct) if name not in numbers)
     return struct(**numbers, **{name: divider(max(numbers[name[3:]], 1)) for name in missing})
 
@@ -80,7 +80,7 @@ def accumulator_bytes(problem: ConvProblem) -> int:
 
 @lru_cache(maxsize=1024)  # the planner asks for it once a configuration
 def forward_of(problem: ConvProblem) -> ConvProblem:
-    """The channels-last convolution whose filter's gradient `problem` computes. It undoes what :attr:`ConvProblem.launched` did."""
+    """The channels-last convolution whose wgrad `problem` is. It undoes what :attr:`ConvProblem.launched` did."""
     return replace(
         problem, layout="NHWC", N=problem.C // problem.groups, C=problem.N * problem.groups, filter_size=problem.output_size,
         output_size=problem.filter_size, stride=problem.dilation, dilation=problem.stride,
@@ -99,7 +99,7 @@ def needs_64_bits(problem: ConvProblem, parts: int = 0) -> bool:
 
 @dataclass(frozen=True)
 class Strides:
-    """Elements of an array of images from one image to the next, from one group, channel of a group, and pixel."""
+    """Strides of an array of images, in elements: of an image, a group, a channel of a group, and a pixel."""
 
     image: int
     group: int
@@ -108,12 +108,12 @@ class Strides:
 
 
 def read_strides(problem: ConvProblem) -> Strides:
-    """Of the array that is read first."""
+    """Strides of the first operand."""
     return _strides(problem, problem.operand_channels // problem.groups, math.prod(problem.operand_size), True)
 
 
 def written_strides(problem: ConvProblem) -> Strides:
-    """Of the array that is written."""
+    """Strides of the result."""
     return _strides(problem, problem.result_channels // problem.groups, math.prod(problem.result_size), False)
 
 
@@ -129,7 +129,7 @@ def _strides(problem: ConvProblem, channels: int, plane: int, read: bool) -> Str
 
 
 def filter_strides(problem: ConvProblem) -> tuple[int, int, int]:
-    """Strides of the filter, in elements: of a group, of a channel of the result, of a channel of the input. Taps are neighbours."""
+    """Strides of the filter, in elements: of a group, of a channel of the result, of a channel of the input. Taps are contiguous."""
     taps, groups = math.prod(problem.filter_size), problem.groups
     read, written = problem.operand_channels // groups, problem.result_channels // groups
     if problem.layout == "CNHW":
@@ -148,10 +148,10 @@ def filter_last_strides(problem: ConvProblem) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the result that a stride-1 convolution with some of the taps gives.
+    """A part of the result that a stride-1 convolution with some of the taps computes.
 
-    `size` pixels (O, P, Q) starting at `origin`, `step` apart; taps (T, R, S), `first` + i * `every`; what tap i of pixel
-    j reads lies at j * stride - `pad` + i * `dilation`. A forward convolution is one phase.
+    `size` pixels (O, P, Q) from `origin` on, `step` apart; taps (T, R, S), tap i of which is tap `first` + i * `every` of the filter.
+    Pixel j reads j * stride - `pad` + i * `dilation` by tap i. A forward convolution is one phase.
     """
 
     size: tuple[int, int, int]
@@ -166,13 +166,13 @@ class Phase:
 
 
 def taps_apart(problem: ConvProblem) -> Size3:
-    """Along each axis, the taps from one that a pixel of the input meets to the next."""
+    """Along each axis, the taps from one that an input pixel meets to the next."""
     d, h, w = (stride // math.gcd(stride, dilation) for stride, dilation in zip(problem.stride, problem.dilation, strict=True))
     return d, h, w
 
 
 def outputs_apart(problem: ConvProblem) -> Size3:
-    """Along each axis, the pixels of the output from one that a pixel of the input meets to the one before, which the next tap takes."""
+    """Along each axis, the output pixels from the one that a tap meets back to the one that the next such tap meets."""
     d, h, w = (dilation // math.gcd(stride, dilation) for stride, dilation in zip(problem.stride, problem.dilation, strict=True))
     return d, h, w
 
@@ -194,7 +194,7 @@ def _axis_phases(size: int, taps: int, stride: int, pad: int, dilation: int) -> 
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration
 def phases(problem: ConvProblem) -> tuple[Phase, ...]:
-    """The forward convolutions that make up the problem: one for fprop, one a combination of stride phases for dgrad."""
+    """The forward convolutions that make up the problem: one for fprop, one for each combination of stride phases for dgrad."""
     if problem.direction == "fprop":
         zero, one = (0, 0, 0), (1, 1, 1)
         whole = Phase(
@@ -205,13 +205,13 @@ def phases(problem: ConvProblem) -> tuple[Phase, ...]:
 
 
 def axis_phases(problem: ConvProblem) -> list[list[tuple[int, ...]]]:
-    """What :class:`Phase` has of each axis, of the phases of a gradient of the input."""
+    """For each axis, what :class:`Phase` has of dgrad's phases along it."""
     values = problem.input_size, problem.filter_size, problem.stride, problem.padding_before, problem.dilation
     return [_axis_phases(*of_axis) for of_axis in zip(*values, strict=True)]
 
 
 def places(problem: ConvProblem, phase: Phase) -> tuple[int, int, int, int, int]:
-    """Elements of a plane of the result, of a phase's first pixel in it, and from one pixel to the next along d, h and w."""
+    """Elements of a plane of the result; offset in it of a phase's first pixel; and strides of its pixels along d, h and w."""
     d, h, w = problem.result_size
     strides = row_major(problem.result_size)
     step_d, step_h, step_w = (a * b for a, b in zip(phase.step, strides, strict=True))

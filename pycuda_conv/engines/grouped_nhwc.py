@@ -1,6 +1,6 @@
 """Grouped convolutions of channels-last arrays as they lie, on tensor cores (``cu/grouped_nhwc.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``, and have few channels a group, or one group of few channels. A block takes
+They are float16, bfloat16, and float32 with ``precision="tf32"``, with few channels a group, or one group of few channels. A block takes
 neighbouring channels of several groups, and multiplies channels of other groups with zeros: memory bounds such layers, not arithmetic.
 Nothing is packed. One launch does everything, except for dgrad with more than four stride phases.
 """
@@ -212,7 +212,7 @@ def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
 
 
 class GroupedPhase(NamedTuple):
-    """What the kernel is told of a phase, which its text explains."""
+    """The struct of a phase, whose members the kernel's text explains."""
 
     slabs: int
     by_slabs: int

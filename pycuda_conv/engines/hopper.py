@@ -36,7 +36,7 @@ def unsupported(device: Device) -> str | None:
 
 
 def most_shared(blocks: int) -> int:
-    """Shared memory that a block may take, so many of which share a multiprocessor."""
+    """Bytes of shared memory that a block may take if `blocks` of them share a multiprocessor."""
     return SHARED_BYTES if blocks == 1 else SHARED_BYTES // blocks - 1024
 
 
@@ -109,7 +109,7 @@ def wide_stores(problem: ConvProblem, columns: int, phase: Phase) -> int:
 
 
 def map_type(problem: ConvProblem) -> str:
-    """As tensor maps name the elements of `problem`."""
+    """The name that tensor maps give to the type of the elements of `problem`."""
     return "tfloat32" if problem.dtype == "float32" else problem.dtype
 
 

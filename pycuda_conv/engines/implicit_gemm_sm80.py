@@ -53,7 +53,7 @@ DEPTHS = (4, 3)  # stages of a ring that are tried
 
 @dataclass(frozen=True)
 class ImplicitGemm80(Config):
-    """One tile of ``implicit_gemm_sm80.cu``: its output channels, its pixels, the stages of its ring, and splits of gemm k."""
+    """One tile of ``implicit_gemm_sm80.cu``: BLOCK_M output channels, BLOCK_N pixels, STAGES of its ring, SPLIT parts of gemm k."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 128
@@ -113,13 +113,13 @@ def _ring(config: ImplicitGemm80, limbs_each: int) -> Ring:
 
 
 def _staging_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
-    """Bytes of the stages through which the result passes: 16 rows of pixels or channels a warp."""
+    """Bytes of the stages through which the result passes: 16 rows of pixels or channels for each warp."""
     rows, pixels = _warp(config)
     return 8 * 16 * 4 * (rows + 4 if problem.layout == "NHWC" else pixels + 8)
 
 
 def _warp(config: ImplicitGemm80) -> tuple[int, int]:
-    """Channels and pixels of a warp's share of the tile."""
+    """Channels and pixels of a warp's part of the tile."""
     warps = 4 if (config.BLOCK_M, config.BLOCK_N) == (128, 64) else 2
     return config.BLOCK_M // warps, config.BLOCK_N // (8 // warps)
 
@@ -128,12 +128,12 @@ def _warp(config: ImplicitGemm80) -> tuple[int, int]:
 
 
 def _x_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
-    """Eights of channels in a limb of the packed images."""
+    """Chunks of 8 channels in a limb of the packed images."""
     return problem.N * math.prod(packed.size) * problem.groups * packed.group // 8
 
 
 def _w_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
-    """Eights of channels in a block of 64 rows of the packed filter."""
+    """Chunks of 8 channels in a block of 64 rows of the packed filter."""
     return 64 * limbs(problem) * row_blocks(problem, packed) * packed.load // 8
 
 
@@ -155,7 +155,7 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted
 
 
 class GemmPhase(NamedTuple):
-    """What the kernel is told of a phase, which its text explains."""
+    """A phase's arguments: the struct of the kernel, which explains each member."""
 
     tiles_m: int
     by_tiles_m: int
@@ -248,7 +248,7 @@ def _product(
 
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> tuple[int, int]:
-    """Tiles of a group: along its channels and along the pixels."""
+    """Tiles of a group along its channels, and along the pixels."""
     return ceil(problem.result_channels // problem.groups, config.BLOCK_M), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_N)
 
 
@@ -267,7 +267,7 @@ def sum_order(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, the arithmetic, and how the result lies; none for Hopper, for which nothing is chosen here."""
+    """A text for each tile, arithmetic and layout of results; none for Hopper, where this engine is not chosen."""
     if device.capability == (9, 0):
         return
     for rows, pixels, count in product((128, 64), (256, 128, 64), (1, 3)):
@@ -279,7 +279,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever made: what is seldom asked for has few tiles."""
+    """Whether a product with these defines is ever launched: rare ones have few tiles."""
     parts = d["BF16"] and d["OUT"] == FLOAT
     if not d["DENSE"] and ((d["NHWC"] and d["VEC"] == 1) or parts):
         return d["BLOCK_M"] == 64 and written_so(d)
@@ -288,15 +288,15 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-SUSTAINED = 0.8     # of that rate, by tiles that nothing else holds up
+SUSTAINED = 0.8     # part of :func:`product_rate` that tiles reach if nothing else holds them up
 CLOCK = 1450.0      # cycles a microsecond
 SHARED_RATE = 128   # bytes a cycle into or out of shared memory
 FILL = 46.0         # bytes a cycle from L2 into it
-TILE_CYCLES = 1800  # start, drain and stores of a tile, but for what grows with it
+TILE_CYCLES = 1800  # cycles of a tile's start, drain and stores, without what grows with it
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
-    """The configurations worth comparing for `problem`: none on Hopper, whose own engine is faster."""
+    """The configurations worth comparing for `problem`; none on Hopper, whose own engine is faster."""
     if device.capability == (9, 0) or why_not(problem):
         return
     packed, walks = packed_layout(problem)

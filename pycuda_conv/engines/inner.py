@@ -1,4 +1,4 @@
-"""What engines share that have another engine do a part of their work: its configuration as text, and its launches on other buffers."""
+"""What engines share that give a part of their work to another engine: its configuration as text, its launches on other buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pycuda_conv.runtime.base import KernelLaunch, Place, TensorMap
 
 
 def parsed(text: str) -> Config | None:
-    """The configuration that was printed so; None if none was."""
+    """The configuration whose text this is, or None."""
     from pycuda_conv.engines import registry  # which imports the engines that import this module
 
     try:
@@ -27,7 +27,7 @@ def parsed(text: str) -> Config | None:
 
 
 def inner_refusal(problem: ConvProblem, inner: str) -> str | None:
-    """Why the engine that runs `inner` can't run its problem, which is given, or None if it can."""
+    """Why the engine of `inner` can't run its `problem`, or None if it can."""
     from pycuda_conv.engines import registry
 
     config = parsed(inner)
@@ -40,7 +40,7 @@ def inner_refusal(problem: ConvProblem, inner: str) -> str | None:
 
 
 def inner_filter_key(problem: ConvProblem, inner: str) -> Hashable:
-    """As the engine says that runs `inner`, whose problem is given; None where nothing was printed so."""
+    """The :func:`filter_key` of the engine of `inner` for its `problem`; None if `inner` is no configuration."""
     from pycuda_conv.engines import registry
 
     config = parsed(inner)
@@ -48,7 +48,7 @@ def inner_filter_key(problem: ConvProblem, inner: str) -> Hashable:
 
 
 def inner_sum_order(problem: ConvProblem, inner: str) -> Hashable:
-    """The same of the order of sums, among that engine's own configurations."""
+    """The :func:`sum_order` of that engine, which tells its own configurations apart."""
     from pycuda_conv.engines import registry
 
     config = parsed(inner)
@@ -59,7 +59,7 @@ def inner_sum_order(problem: ConvProblem, inner: str) -> Hashable:
 
 
 def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, int]]) -> list[list[KernelLaunch]]:
-    """The launches with other places for some buffers."""
+    """The launches with some buffers moved to other places."""
 
     def place(buffer: int, offset: int) -> tuple[int, int]:
         to, start = places.get(Buffer(buffer), (buffer, 0))

@@ -1,4 +1,4 @@
-"""Maxima of windows and their gradient: launches of ``cu/max_pool.cu``. These are no convolutions."""
+"""Max pooling, forward and backward: launches of ``cu/max_pool.cu``. These are no convolutions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
 
 THREADS = 256
 VECTOR_BYTES = 16  # of channels of a thread, if channels are last
-MOST_TAPS = 255  # a byte says which one it was
+MOST_TAPS = 255  # a byte holds the number of a tap
 TYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Windows of `taps` with these strides, padding and dilations over an array of `shape` (N, C, H, W); each pair is down, across.
+    """Windows of `taps` with `strides`, `padding` and `dilation` over an array of `shape` (N, C, H, W); each pair is (along H, along W).
 
-    The layout is "NHWC", channels last, or "NCHW". With `beyond` a last window may reach beyond the padding, if it begins before that.
+    The layout is "NHWC", channels last, or "NCHW". With `beyond` the last window may reach past the padding, if it begins before that.
     """
 
     dtype: str
@@ -36,7 +36,7 @@ class Pool:
 
     @property
     def result_shape(self) -> tuple[int, int, int, int]:
-        """That of the maxima."""
+        """Shape of the maxima."""
         return *self.shape[:2], self._windows(0), self._windows(1)
 
     def _windows(self, axis: int) -> int:
@@ -46,14 +46,14 @@ class Pool:
 
     @property
     def fits(self) -> bool:
-        """Whether the kernels can do it."""
+        """Whether the kernels can run it."""
         windows = self.taps, self.stride, self.padding, self.dilation
         if any(len(pair) != 2 for pair in windows) or min(*self.taps, *self.stride, *self.dilation) < 1 or min(self.padding) < 0:
             return False
         if self.dtype not in TYPES or self.shape[1] % self._vector or self.taps[0] * self.taps[1] > MOST_TAPS:
             return False
         sizes = [n * c // self._vector * h * w for n, c, h, w in (self.shape, self.result_shape)]
-        # so each window has a pixel
+        # then each window has a pixel
         halves = all(2 * pad <= taps for pad, taps in zip(self.padding, self.taps, strict=True))
         return halves and 0 < min(sizes) and max(sizes) < 2**31 - THREADS
 
@@ -75,7 +75,7 @@ class Pool:
         return KernelLaunch(kernel, defines, ceil(threads, THREADS), THREADS, buffers, (), "max_pool", arguments=told)
 
     def forward(self) -> KernelLaunch:
-        """Buffers: x | y, which tap each is of (a byte), or None."""
+        """Buffers: x | y, the tap of each maximum (a byte) or None."""
         return self._launch("max_pool", (0, 1, 2), self.result_shape)
 
     def backward(self) -> KernelLaunch:
@@ -111,7 +111,7 @@ class PoolArguments(NamedTuple):
 
 @lru_cache(maxsize=256)
 def compiled(pool: Pool, device: Device, backward: bool) -> Launcher:
-    """One of the launches, compiled for `device`."""
+    """The forward or the backward launch, compiled for `device`."""
     return device.schedule_launcher([[pool.backward() if backward else pool.forward()]])
 
 

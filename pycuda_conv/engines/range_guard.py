@@ -1,7 +1,7 @@
-"""What 16-bit limbs can't hold: which values are flagged, and how their results are computed once more in plain fp32.
+"""Values that 16-bit limbs can't hold: how they are flagged, and how their results are computed once more in plain fp32.
 
-Packing scales each image and each output channel of the filter, and flags those whose values don't all fit; the launches here,
-or the product, find the flags on the device. The host is not asked.
+Packing scales each image and each output channel of the filter, and flags those with values that don't fit. The launches here,
+or the product itself, read the flags on the device, without the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pycuda_conv.runtime.base import KernelLaunch, Place
 
 
 def slack(problem: ConvProblem) -> int:
-    """How many bits less than their limbs hold values may have before they are flagged."""
+    """Bits by which values may fall below what their limbs hold before they are flagged."""
     gemm_k = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
     return int(math.log2(gemm_k) / 2) if limbs(problem) == 2 else 2
 
@@ -28,10 +28,10 @@ def slack(problem: ConvProblem) -> int:
 def guarded(
     problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None, patch_rows: int
 ) -> list[KernelLaunch]:
-    """Launches that mend what depends on flagged images and channels of `problem`: see ``direct_gemm.cu``.
+    """Launches that mend the results that depend on flagged images and channels of `problem`: see ``direct_gemm.cu``.
 
-    `found`: where the flags of images and filters lie, and their scales. `filter_last`: the filter has its second axis
-    last. `redone`: where each block says whether it did anything. `patch_rows`: scales and flags are not of images but
+    `found`: the places of the flags of images and filters, and of their scales. `filter_last`: the filter has its second axis
+    last. `redone`: where each block notes whether it computed results again. `patch_rows`: scales and flags are not of images but
     of patches of 8 columns and so many rows of the result.
     """
     launches = direct_gemm.products(problem, direct_gemm.Gemm(128, 128, 16, 8, 8, 1), filter_last)
@@ -44,20 +44,20 @@ def guarded(
         units = {"units": problem.groups * images * each, "unit_group": images * each, "unit_image": each, "row_units": across}
     return [
         replace(
-            step, defines={**step.defines, "FIXUP": 1, "A_VEC": 1, "B_VEC": 1},  # one kernel for all sizes: it seldom has anything to do
+            step, defines={**step.defines, "FIXUP": 1, "A_VEC": 1, "B_VEC": 1},  # one kernel for all sizes, since it seldom has work
             arguments=cast(direct_gemm.GemmArguments, step.arguments)._replace(
                 n_blocks=step.grid, **units, patch_rows=patch_rows, by_patch_rows=divider(patch_rows), followed=int(step is not last),
                 noted=int(redone is not None),
             ),
-            grid=min(step.grid, multiprocessors),  # its registers leave room for no second block
-            buffers=(*step.buffers, *found, redone or found[0]),  # if nothing is noted, the last is not written
+            grid=min(step.grid, multiprocessors),  # registers leave room for no second block
+            buffers=(*step.buffers, *found, redone or found[0]),  # without `redone` the last buffer is not written
         )
         for step in launches
     ]
 
 
 class MendArrays(NamedTuple):
-    """How operands lie in memory, and how a convolution meets them, for ``mend.cuh``."""
+    """How operands lie in memory, and how a convolution reads them: a struct of ``mend.cuh``."""
 
     channels: int
     d: int
@@ -82,7 +82,7 @@ class MendArrays(NamedTuple):
 
 
 class MendPhase(NamedTuple):
-    """How a phase meets them."""
+    """How a phase reads them: a struct of ``mend.cuh``."""
 
     taps_t: int
     taps_r: int
@@ -94,7 +94,7 @@ class MendPhase(NamedTuple):
 
 
 def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_last: bool) -> tuple[MendPhase | MendArrays, ...]:
-    """What ``mend.cuh`` has to know of a launch of some phases, which has `room` for so many; `filter_last` as for :func:`guarded`."""
+    """The structs of ``mend.cuh`` for a launch of some phases, with `room` for so many; `filter_last` as for :func:`guarded`."""
     x, (w_group, w_m, w_c), channels = read_strides(problem), filter_strides(problem), problem.operand_channels // problem.groups
     tap_strides = row_major(problem.filter_size)
     if filter_last:
@@ -105,7 +105,7 @@ def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_l
     told = [
         MendPhase(*phase.taps, *phase.pad, sum(f * n for f, n in zip(phase.first, tap_strides, strict=True))) for phase in launched
     ]
-    # one that has taps along an axis says how far these are apart
+    # phases with taps along an axis say how far these are apart
     by_axis = [max(launched, key=lambda phase: phase.taps[i]) for i in range(3)]
     taps = tuple(by_axis[i].every[i] * tap_strides[i] for i in range(3))
     stride, dilation = tuple(by_axis[i].stride[i] for i in range(3)), tuple(by_axis[i].dilation[i] for i in range(3))
@@ -116,7 +116,7 @@ def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_l
 
 
 class MomentsLayout:
-    """Makes room for `moments`, if there are to be any: the place of their parts, and the guarded launches that say what they redid."""
+    """The place of `moments` in the workspace, if any are noted, and of the flags by which launches tell what they computed again."""
 
     def __init__(self, moments: Moments | None, scratch: Arena, multiprocessors: int) -> None:
         self._multiprocessors = multiprocessors
@@ -134,6 +134,6 @@ class MomentsLayout:
         return steps
 
     def redone_by(self, steps: Sequence[KernelLaunch]) -> None:
-        """Of which launch the blocks say what they redid."""
+        """Take note of the launch whose blocks tell what they computed again."""
         if self.moments is not None:
             self.moments = replace(self.moments, blocks=steps[0].grid)

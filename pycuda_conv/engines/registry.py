@@ -43,7 +43,7 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
-#: Of equal predictions the first engine's counts.
+#: Among equal predictions that of the first engine wins.
 ENGINES: tuple[Engine, ...] = (
     depthwise_nhwc, depthwise_toeplitz, fft, depthwise_planes, depthwise_wgrad, direct, patch_wgrad, direct_gemm, direct_quads, dmma,
     grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, dense_nhwc_sm90, gather_nhwc_sm90, wgrad_nhwc_sm90,
@@ -51,17 +51,17 @@ ENGINES: tuple[Engine, ...] = (
     columns,
 )  # fmt: skip
 
-NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most
-BEST = 2  # of every engine, whatever is predicted: a model may be wrong
+NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
+BEST = 2  # configurations of each engine to measure at any prediction, since a model may be wrong
 
 
 def engine_of(config: Config) -> Engine:
-    """The engine that `config` is one of.
+    """The engine whose configuration `config` is.
 
     Raises
     ------
     TypeError
-        None has such configurations.
+        No engine has such configurations.
     """
     for engine in ENGINES:
         if type(config) in engine.CONFIGS:
@@ -80,7 +80,7 @@ def uses_tensor_cores(config: Config) -> bool:
 
 
 def reads_c_order(config: Config) -> bool:
-    """Whether its engine takes arrays in C order as well, or only channels last."""
+    """Whether its engine also takes arrays in C order, or only channels last."""
     return not {"NCHW", "CNHW"}.isdisjoint(engine_of(config).LAYOUTS)
 
 
@@ -98,7 +98,7 @@ def choose(problem: ConvProblem, device: Device) -> Config:
     Raises
     ------
     ConvArgumentError
-        No engine runs it: direct_gemm runs everything that one launch can hold.
+        No engine can run it. direct_gemm runs every problem that fits a launch.
     """
     config = find(problem, device)
     if config is None:
@@ -106,13 +106,13 @@ def choose(problem: ConvProblem, device: Device) -> Config:
     return config
 
 
-#: Choices by problem, by what engines ask of a device, and by the engines. A call of channels-last arrays asks for one several times.
+#: Choices by problem, by what engines ask of a device, and by the engines: a channels-last call asks several times.
 _found: dict[tuple[Any, ...], Config | None] = {}
 MOST_FOUND = 1024
 
 
 def find(problem: ConvProblem, device: Device) -> Config | None:
-    """As :func:`choose`; None where no engine runs it, as gradients of most filters from arrays with their channels last."""
+    """:func:`choose`, but None if no engine can run it, as most channels-last wgrad problems."""
     key = problem, device.backend, device.capability, device.multiprocessors, ENGINES
     try:
         return _found[key]
@@ -135,19 +135,19 @@ def _fastest(problem: ConvProblem, device: Device) -> Config | None:
 
 
 def predicted(problem: ConvProblem, config: Config, device: Device) -> float | None:
-    """The microseconds that `config` should take, or None where no model knows."""
+    """Microseconds that `config` should take, or None where no model knows."""
     return engine_of(config).time(problem.launched, config, device)
 
 
 def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
-    """What the models say of every configuration that they know: the microseconds it should take, the fastest first."""
+    """The microseconds that every configuration with a model should take, the fastest first."""
     return sorted(((us, config) for us, config in _compared(problem, device) if us is not None), key=lambda pair: pair[0])
 
 
 def candidates(problem: ConvProblem, device: Device) -> list[Config]:
     """The configurations that are worth measuring for `problem`, the planner's own choice first.
 
-    They are those whose predictions are near the shortest, the :data:`BEST` of every engine, and all that no model knows.
+    They are those with predictions near the shortest, the :data:`BEST` of every engine, and all without a model.
     """
     compared = _compared(problem, device)
     modelled = sorted(((us, config) for us, config in compared if us is not None), key=lambda pair: pair[0])
@@ -160,14 +160,14 @@ def candidates(problem: ConvProblem, device: Device) -> list[Config]:
 
 
 def alternatives(problem: ConvProblem, config: Config, device: Device, others: Iterable[Config] = ()) -> list[Config]:
-    """Other configurations that give the same bits as `config`, the fastest first: its engine's, and any of `others`."""
+    """Other configurations that give the same bits as `config`, the fastest first: those of its engine, and any of `others`."""
     engine, launched = engine_of(config), problem.launched
     known = dict.fromkeys([*engine.configs(launched, device), *others])
     return fastest_first(problem, (one for one in same_bits(problem, config, known) if one != config), device)
 
 
 def fastest_first(problem: ConvProblem, configs: Iterable[Config], device: Device) -> list[Config]:
-    """`configs` by the microseconds that they should take; those that no model knows come first."""
+    """`configs` by the microseconds that they should take; those without a model come first."""
     return sorted(configs, key=lambda one: predicted(problem, one, device) or 0.0)
 
 
@@ -178,7 +178,7 @@ def order(problem: ConvProblem, config: Config) -> Hashable:
 
 
 def same_bits(problem: ConvProblem, config: Config, others: Iterable[Config]) -> Iterator[Config]:
-    """Those of `others` that can run `problem` and give the same bits as `config`."""
+    """The configurations of `others` that can run `problem` and give the same bits as `config`."""
     engine, launched = engine_of(config), problem.launched
     order = engine.sum_order(launched, config)
     for one in others:
@@ -198,25 +198,25 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
 
 
 def texts(device: Device) -> list[TextFamily]:
-    """All texts of kernels that such a device may be asked for: a closed list, but for engines that keep their layers' numbers."""
+    """All texts of kernels that `device` may be asked for: a closed list, except for engines whose texts have their layer's numbers."""
     packed = packing.texts(device) if device.backend == "cuda" else ()
     own = [family for engine in ENGINES if engine.unsupported(device) is None for family in engine.texts(device)]
     return [*own, *split_sum.texts(device), *packed]
 
 
 def filter_key(problem: ConvProblem, config: Config) -> Hashable:
-    """Equal for plans that pack a filter alike, whatever their images; None where the filter is read as it is."""
+    """Equal for plans that pack a filter alike, whatever their images; None if the filter is read as it is."""
     return engine_of(config).filter_key(problem.launched, config)
 
 
 def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
-    """Those that may run `problem`."""
+    """The engines that may run `problem`."""
     layout = problem.launched.layout
     return [engine for engine in ENGINES if layout in engine.LAYOUTS and engine.unsupported(device) is None]
 
 
 def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, Config]]:
-    """Every configuration worth comparing, and the microseconds it should take, None without a model."""
+    """Every configuration worth comparing with the microseconds it should take; None without a model."""
     launched = problem.launched
     return [
         (engine.time(launched, config, device), config)

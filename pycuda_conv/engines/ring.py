@@ -1,17 +1,18 @@
-"""Rings of stages in shared memory, through which tiles feed the tensor cores: what they take, and how many stages fit."""
+"""Rings of stages in shared memory, through which tiles feed the tensor cores: their bytes, and how many stages fit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-ALIGNMENT = 1024  # bytes of which swizzled stages begin at multiples; a block has so many more than its ring takes
+ALIGNMENT = 1024  # swizzled stages begin at multiples of this many bytes; a block has as many bytes beside its ring for the alignment
 
 
 class Ring(NamedTuple):
-    """A ring of stages in a block's shared memory.
+    """A ring of stages in a block's shared memory; sizes in bytes.
 
-    Bytes of a stage; of what lies beside the ring; that a block may have; and that the ring takes at the least, where sums pass through it.
+    `stage` is the size of one stage, `beside` that of everything else in the block's shared memory, and `most` what the block may have.
+    The ring takes `least` at the least, where sums pass through it.
     """
 
     stage: int
@@ -20,15 +21,15 @@ class Ring(NamedTuple):
     least: int = 0
 
     def nbytes(self, stages: int) -> int:
-        """Shared memory of a block whose ring has so many stages."""
+        """Shared memory in bytes of a block whose ring has `stages` stages."""
         return max(stages * self.stage, self.least) + self.beside
 
     def deepest(self, tried: Iterable[int]) -> int:
-        """The first of these numbers of stages that fits, 0 if none does."""
+        """The first of the numbers of stages in `tried` that fits, 0 if none does."""
         return next((stages for stages in tried if self.nbytes(stages) <= self.most), 0)
 
     def refusal(self, stages: int, split: int = 1) -> str | None:
-        """Why a tile can't have so many stages, and so many splits of its sums; None if it can."""
+        """Why a tile can't have `stages` stages and `split` splits of its sums; None if it can."""
         return why_not_so_many(stages, self.nbytes(stages), self.most, split)
 
 

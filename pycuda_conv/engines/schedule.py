@@ -1,4 +1,4 @@
-"""What a plan launches: the buffers it works on, the launches in their order, and scratch memory."""
+"""Schedules of plans: the buffers they work on, the launches in their order, and scratch memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pycuda_conv.engines.geometry import accumulator_bytes, bits, ceil
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-GRID_LIMIT = 2**31 - 1  # blocks of a launch
+GRID_LIMIT = 2**31 - 1  # most blocks of a launch
 STATIC_SHARED_BYTES = 48 * 1024  # what a block may declare statically on every GPU
 #: KiB of shared memory that a block may have, by compute capability. Others have 99 from 8.0 on, and 48 before Volta.
 SHARED_KIB = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 
 
 def grid_refusal(blocks: int) -> str | None:
-    """Why a launch can't have so many blocks, or None if it can."""
+    """Why a launch can't have this many blocks, or None if it can."""
     return f"its grid is larger than {GRID_LIMIT:,} blocks" if blocks > GRID_LIMIT else None
 
 
@@ -39,7 +39,7 @@ INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL = Buffer
 
 @dataclass(frozen=True)
 class Moments:
-    """What a convolution notes of its result, channel by channel, for a batch norm behind it.
+    """Moments of a convolution's result, channel by channel, which it notes for a batch norm behind it.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Moments:
 
     @property
     def nbytes(self) -> int:
-        """Of the parts."""
+        """Bytes of the parts."""
         return 8 * self.sets * ceil(self.span, self.per) * self.channels
 
 
@@ -101,7 +101,7 @@ class Arena:
         self.buffer, self.used = buffer, 0
 
     def take(self, nbytes: int) -> tuple[int, int]:
-        """A place of so many bytes, as a launch names it."""
+        """A place of `nbytes` bytes: the buffer and an offset, as launches name it."""
         place = self.buffer, self.used
         self.used += ceil(nbytes, 256) * 256
         return place
@@ -119,9 +119,9 @@ def check_shared(problem: ConvProblem, config: Any, device: Device, needed: int)
 
 
 def finish(problem: ConvProblem, split: bool = False, asks_residual: bool = True) -> dict[str, int]:
-    """What ``epilogue.cuh`` and ``finish.cuh`` ask launches' arguments: parts of a split sum have none of it, what adds them has it all.
+    """The arguments that ``epilogue.cuh`` and ``finish.cuh`` read. In launches for parts of a split sum they are 0: the sum gets them.
 
-    Without `asks_residual` the kernel does not ask whether there is a residual: it is compiled for one, or for none.
+    Without `asks_residual` the argument for a residual is missing: the kernel is compiled for one, or for none.
     """
     activation, slope = problem.activation_and_slope
     asked = {
@@ -134,6 +134,6 @@ def finish(problem: ConvProblem, split: bool = False, asks_residual: bool = True
 
 
 def finish_constants(told: Any) -> dict[str, int]:
-    """:attr:`KernelLaunch.layer` of a kernel that asks its arguments, `told`, for what :func:`finish` says."""
+    """:attr:`KernelLaunch.layer` of a kernel whose arguments, `told`, include those of :func:`finish`."""
     names = "has_scale", "has_bias", "has_residual", "activation"
     return {"LAYER": 1} | {name.upper(): getattr(told, name) for name in names if name in told._fields}

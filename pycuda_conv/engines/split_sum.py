@@ -14,11 +14,11 @@ from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
 THREADS = 256  # of a block of direct_reduce.cu
-LONGEST, MOST_LANES = 16, 32  # parts that a thread adds before others share an element's, and threads that do
+LONGEST, MOST_LANES = 16, 32  # the most parts that a thread adds before more threads share an element, and the most threads that do
 
 
 def splits(problem: ConvProblem, most: int) -> tuple[int, ...]:
-    """Into how many parts of gemm k it may pay to cut `problem`, up to `most`; gradients of filters are long sums for few results."""
+    """Numbers of parts into which gemm k may be worth cutting, up to `most`; wgrad has long sums for few results."""
     return tuple(n for n in (SPLITS + MORE_SPLITS if problem.layout == "CNHW" else SPLITS) if n <= max(most, 1))
 
 
@@ -58,7 +58,7 @@ def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunc
 
 
 def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None:
-    """Two launches of ``direct_reduce.cu`` as one, with the same bits; None where they are others, or an epilogue follows a sum."""
+    """Two launches of ``direct_reduce.cu`` as one with the same bits; None if they are other launches, or an epilogue follows a sum."""
     if not first.kernel == second.kernel == "direct_reduce" or first.defines != second.defines:
         return None
     sums = cast(ReduceArguments, first.arguments), cast(ReduceArguments, second.arguments)
@@ -77,11 +77,11 @@ def _lanes(split: int) -> int:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text of direct_reduce.cu for a type."""
+    """A text of direct_reduce.cu for each type."""
     yield TextFamily("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
 
 
 def time(size: int, split: int, nbytes: int, multiprocessors: int) -> float:
-    """Microseconds that parts of `size` sums of `nbytes` should take: the launch, a thread's waits, and writing and reading them."""
+    """Microseconds of adding parts of `size` sums of `nbytes`: the launch, a thread's waits, and writing and reading the parts."""
     run = ceil(split, _lanes(split))
     return 2 + 0.6 * ceil(run, 8) + 2 * split * size * nbytes / 3e6 * 132 / multiprocessors

@@ -8,19 +8,19 @@ from typing import TypeVar
 from pycuda_conv.engines.base import Config
 from pycuda_conv.problem import ConvProblem
 
-FLOAT, HALF, BFLOAT = 32, 16, 17  # as the kernels name element types
+FLOAT, HALF, BFLOAT = 32, 16, 17  # the kernels' codes of element types
 ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 
 C = TypeVar("C", bound=Config)
 
 
 def products(problem: ConvProblem) -> int:
-    """How many products of 16-bit or TF32 numbers make one of the problem's products."""
+    """16-bit or TF32 products for one product of the problem."""
     return 3 if problem.dtype == "float32" and problem.precision == "fp32" else 1
 
 
 def limbs(problem: ConvProblem) -> int:
-    """How many 16-bit or TF32 numbers stand for one element."""
+    """16-bit or TF32 numbers that an element is split into."""
     return 2 if products(problem) == 3 else 1
 
 

@@ -1,4 +1,4 @@
-"""The closed list of kernels' texts: what every define may be, and which choices go together."""
+"""The closed list of kernels' texts: the values of every define, and which of them go together."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class TextFamily:
     choices : mapping of str to tuple of int
         The values of every define.
     goes : callable
-        Whether a choice of values is one that is made.
+        Whether a choice of values is ever launched.
     arch : str
-        The target, where it is not the GPU's plain one.
+        The target, if it is not the GPU's plain one.
     """
 
     file: str

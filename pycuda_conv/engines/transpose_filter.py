@@ -1,4 +1,4 @@
-"""Filters with their axes in another order, so that the channels of a product are neighbours (``cu/transpose_filter.cu``)."""
+"""Filters with their axes in another order, so that a product's channels are neighbours (``cu/transpose_filter.cu``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIME = 2.2  # microseconds of such a launch
 
 
 class TransposedFilter(NamedTuple):
-    """What ``transpose_filter`` is told of the filter, which its text explains."""
+    """The arguments: the struct of the kernel, which explains each member."""
 
     rows: int
     taps: int
@@ -32,13 +32,13 @@ class TransposedFilter(NamedTuple):
 
 
 def launch(problem: ConvProblem, place: Place, steps: tuple[int, int, int], pitch: int | None = None) -> KernelLaunch:
-    """The launch that lays the filter in rows of the result's channels, each [tap][channel], by default without gaps.
+    """The launch that transposes the filter to rows of the result's channels, each [tap][channel], by default without gaps.
 
-    `steps` are the elements of the filter, as it lies, from one row, tap and channel to the next.
+    `steps` are the strides of the filter as it lies, in elements: of a row, a tap and a channel.
     """
     rows, channels, taps = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size)
     pitch = pitch or taps * channels
-    if steps[:2] == (taps, 1) and pitch == taps * channels:  # taps lie side by side here and there: each counts as a row
+    if steps[:2] == (taps, 1) and pitch == taps * channels:  # taps are contiguous before and after: each counts as a row
         rows, taps, pitch, steps = rows * taps, 1, channels, (1, 0, steps[2])
     told = arguments(
         TransposedFilter, rows=rows, taps=taps, channels=channels, tiles_c=ceil(channels, TILE), pitch=pitch,
@@ -49,5 +49,5 @@ def launch(problem: ConvProblem, place: Place, steps: tuple[int, int, int], pitc
 
 
 def texts() -> Iterator[TextFamily]:
-    """A text for the bytes of an element."""
+    """A text for each size of elements."""
     yield TextFamily("transpose_filter", {"BYTES": (2, 4)})

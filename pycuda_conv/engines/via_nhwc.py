@@ -1,7 +1,7 @@
 """Convolutions of NCHW arrays by way of channels last: arrays are transposed (``cu/via_nhwc.cu``), and another engine does the rest.
 
-Tensor cores take 16-bit channels as they lie only if these are neighbours, so many engines read channels-last arrays alone. To transpose an
-array takes the time of a copy. Gradients of filters of float32 go the other way: most engines of theirs read NCHW alone.
+Tensor cores take 16-bit channels as they lie only if these are neighbours, so many engines read channels-last arrays alone. Transposing an
+array takes as long as a copy. wgrad in float32 goes the other way: most of its engines read NCHW alone.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__ = [
     "texts", "time", "unsupported",
 ]  # fmt: skip
 
-THREADS, TILE_BYTES = 256, 8192  # of a block that transposes
+THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
 
 
 @dataclass(frozen=True)
 class ViaNhwc(Config):
-    """The configuration that takes the transposed arrays, as it is printed."""
+    """The configuration for the transposed arrays, as text."""
 
     INNER: str = "Gemm()"
 
 
 @dataclass(frozen=True)
 class ViaNchw(ViaNhwc):
-    """The same for the gradient of a filter from arrays with their channels last, which takes them in NCHW."""
+    """The same for channels-last wgrad, whose configuration takes the arrays in NCHW."""
 
 
 CONFIGS = (ViaNhwc, ViaNchw)
-#: Each with that of the transposed arrays: see ConvProblem.launched.
+#: The layout of the transposed arrays: see ConvProblem.launched.
 TURNED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
 LAYOUTS = tuple(TURNED)
 TENSOR_CORES = True
@@ -53,17 +53,17 @@ unsupported = hopper.unsupported
 
 
 def _turned(problem: ConvProblem) -> ConvProblem:
-    """The same problem of the transposed arrays, as it is launched."""
+    """The problem of the transposed arrays, as it is launched."""
     return replace(problem, layout=TURNED[problem.layout]).launched
 
 
 def _of_filter(problem: ConvProblem) -> bool:
-    """Whether `problem` is the gradient of a filter."""
+    """Whether `problem` is wgrad."""
     return problem.layout in ("CNHW", "CHWN")
 
 
 def _kind(problem: ConvProblem) -> type[ViaNhwc]:
-    """Which way the arrays go."""
+    """The class of its configurations, by the way the arrays go."""
     return ViaNchw if problem.layout == "CHWN" else ViaNhwc
 
 
@@ -120,21 +120,21 @@ class _Transposition:
     rows: int
     columns: int
     itemsize: int
-    zeros: int = 0  # behind the rows of what is written
+    zeros: int = 0  # zeros behind the rows that are written
 
     @property
     def pitch(self) -> int:
-        """Rows of what is written."""
+        """Rows that are written, zeros included."""
         return self.rows + self.zeros
 
     @property
     def nbytes(self) -> int:
-        """Of what is written."""
+        """Bytes that are written."""
         return self.images * self.pitch * self.columns * self.itemsize
 
     @property
     def _tile(self) -> tuple[int, int]:
-        """Words of a tile's column, as a power of two, and its columns."""
+        """log2 of the words of a tile's column, and columns of a tile."""
         words = ceil(self.pitch * self.itemsize, 4)
         row_bits = min(max((words - 1).bit_length(), 2), 5)
         return row_bits, TILE_BYTES // 4 >> row_bits
@@ -151,12 +151,12 @@ class _Transposition:
 
     @property
     def _wide(self) -> int:
-        """Bytes that it stores at once: words even of an odd number of rows, but for an element at their ends."""
+        """Bytes that a thread stores at once: whole words even for an odd number of rows, except single elements at a column's ends."""
         return 16 if self.pitch * self.itemsize % 16 == 0 else 4
 
     @property
     def time(self) -> float:
-        """Microseconds that it should take; what a tile has too much of counts if it is most of it."""
+        """Microseconds that it should take. The part of a tile that sticks out counts if it is most of the tile."""
         if self._vector == 1 or self.pitch * self.itemsize % 4:
             rate = SINGLE
         else:
@@ -184,7 +184,7 @@ def _together(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch:
 
 
 def _read(problem: ConvProblem) -> list[_Transposition]:
-    """What is transposed before the inner launches."""
+    """The matrices that are transposed before the inner launches."""
     size, plane = problem.itemsize, math.prod(problem.operand_size)
     if _of_filter(problem):  # see ConvProblem.launched
         images, channels = problem.C // problem.groups, problem.N * problem.groups
@@ -199,8 +199,8 @@ def _read(problem: ConvProblem) -> list[_Transposition]:
 
 
 def _written(problem: ConvProblem) -> _Transposition | None:
-    """What is transposed behind them."""
-    if _of_filter(problem):  # in C order anyway
+    """The matrix that is transposed behind them."""
+    if _of_filter(problem):  # it is in C order anyway
         return None
     plane, channels = math.prod(problem.result_size), problem.result_channels
     return _Transposition(RESULT, problem.N, plane, channels, problem.itemsize) if plane > 1 and channels > 1 else None
@@ -226,7 +226,7 @@ def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool 
 
 
 def _of_both(problem: ConvProblem, made: Schedule) -> Schedule:
-    """Of the gradient of a filter, whose launches of the transposed arrays are `made`: one launch transposes both before any reads them."""
+    """The launches of wgrad, whose launches on the transposed arrays are `made`: one launch transposes both before any reads them."""
     read, scratch = _read(problem), Arena(WORKSPACE)
     copies = {launch.buffers[0]: launch for step in made.whole for launch in step if _only_fills_up(launch)}
     filled = {one.buffer: copies[one.buffer] for one in read if one.buffer in copies}
@@ -235,7 +235,7 @@ def _of_both(problem: ConvProblem, made: Schedule) -> Schedule:
     places[PACKED] = scratch.take(made.filter_bytes)
     first = []
     for one in read:
-        if one.buffer in filled:  # what would be copied once more
+        if one.buffer in filled:  # it would be copied once more
             ((copy,),) = moved([[filled[one.buffer]]], {WORKSPACE: places[WORKSPACE]})
             nbytes = 16 * cast(tuple[int, ...], copy.arguments)[0]  # its words
             one = replace(one, zeros=nbytes // (one.images * one.columns * one.itemsize) - one.rows)
@@ -258,17 +258,17 @@ def _only_fills_up(launch: KernelLaunch) -> bool:
 
 
 def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
-    """As the inner engine says."""
+    """That of the inner engine."""
     return inner_filter_key(_turned(problem), config.INNER)
 
 
 def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
-    """As the inner engine says, of its own configurations."""
+    """That of the inner engine, for its configurations."""
     return inner_sum_order(_turned(problem), config.INNER) or config
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for the bytes of an element."""
+    """A text for each size of elements."""
     yield TextFamily("via_nhwc", {"BYTES": (2, 4)})
 
 
@@ -276,22 +276,22 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # Measured on an H200.
 BEGIN = 1.3  # microseconds of a launch, beside its bytes
-#: Bytes a microsecond that are read, and written: both by 16 bytes a thread, one of them by less, one of them by elements.
+#: Bytes read and written in a microsecond: both by 16 bytes a thread; one of them by less; one of them by single elements.
 WIDE, NARROW, SINGLE = 3.1e6, 3.2e6, 1.9e6
-#: Microseconds of an element of a filter's gradient whose taps are written one by one, by its bytes. Of an H100.
+#: Microseconds of an element of wgrad whose taps are written one by one, by the element's bytes. From an H100.
 SCATTERED = {2: 2.5e-6, 4: 4.5e-6}
-EMPTY = 0.4  # of the time of a tile's bytes, that of a tile with few of them
+EMPTY = 0.4  # part of the time of a tile's bytes that a tile with few of them takes
 FILTER, FILTER_BYTES = 1.7, 0.7e6  # microseconds to pack or to transpose a filter, and its bytes a microsecond
 
 
 def _transposing(problem: ConvProblem) -> float:
-    """Microseconds that transposing should take."""
+    """Microseconds of the transpositions."""
     written = _written(problem)
     return sum(one.time for one in (*_read(problem), *([written] if written else [])))
 
 
 def _packing(problem: ConvProblem) -> float:
-    """Microseconds that the filter should take, which models of channels-last engines expect to lie as they want it."""
+    """Microseconds to pack or transpose the filter: the models of channels-last engines assume that it lies as they need it."""
     taps = math.prod(problem.filter_size)
     if _of_filter(problem) or taps == 1:
         return 0.0
@@ -299,7 +299,7 @@ def _packing(problem: ConvProblem) -> float:
 
 
 def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
-    """Those that only run the problem of the transposed arrays."""
+    """The engines that can only run the problem of the transposed arrays."""
     from pycuda_conv.engines import registry
 
     turned = _turned(problem)
@@ -330,9 +330,9 @@ def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
 
 
 def _beside(problem: ConvProblem, inner: Config) -> float:
-    """Microseconds besides the other engine's."""
+    """Microseconds beside those of the inner engine."""
     us = _transposing(problem) + _packing(problem)
-    # sums that are not split go straight to where taps lie apart
+    # sums that are not split are written directly to their scattered taps
     if _of_filter(problem) and getattr(inner, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:
         us += SCATTERED[problem.itemsize] * math.prod(problem.result_shape)
     return us

@@ -555,7 +555,7 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
 
 
 def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> FlippedArguments:
-    """What flipped tiles do with their sums, which with `whole` are the result."""
+    """The arguments by which flipped tiles store their sums, which are the result if `whole`."""
     seen = _flipped(problem)
     forward, loaded, (_, p, q) = forward_of(seen), _loaded(seen), forward_of(seen).output_size
     taps, (_, tap_r, tap_s) = math.prod(forward.filter_size), forward.filter_size
@@ -761,7 +761,7 @@ def _cut(problem: ConvProblem, tile: WgradNhwc, device: Device) -> Iterator[Wgra
 
 
 def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
-    """Those of `sizes`, which ascend, up to the first that is at least `needed`."""
+    """The ascending `sizes` up to the first that is at least `needed`."""
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < needed]
 
 
@@ -787,7 +787,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     end = 4 * sums / PARTED if config.SPLIT > 1 else size * sums / STORED
 
     def taken(blocks: int) -> float:
-        """Microseconds of so many blocks that run at the same time."""
+        """Microseconds of `blocks` blocks that run at the same time."""
         beside = ceil(blocks, device.multiprocessors)
         step = _together(beside * products, beside * loads, products + STEP, (WAIT + loads) / (config.STAGES - 1)) / CLOCK
         return _part(seen, config) * step + beside * end

@@ -1,4 +1,4 @@
-"""Runs plans on arrays: where the arrays lie decides how.
+"""Runs plans on arrays; where the arrays lie decides how.
 
 Arrays on a GPU are convolved where they lie (:mod:`pycuda_conv.execute.device`). Arrays in the host's memory go to the device and back,
 large ones in chunks (:mod:`pycuda_conv.execute.host`, :mod:`pycuda_conv.execute.pipeline`).
@@ -32,19 +32,19 @@ def run(
     Parameters
     ----------
     kind : ArrayKind
-        Of all arrays.
+        The kind of all arrays.
     plan : Plan
     operands : Operands
     out : array, optional
         Where the result goes; by default a new array.
     stream : optional
-        As callers give it.
+        A stream as callers give it.
     layout : {"", "NCHW", "NHWC"}
         The result's; by default the plan's.
     devices : sequence of Device
         GPUs that share the work on host arrays.
     kept : optional
-        The filter, as :func:`keep` has put it where the kernels read it.
+        The filter where the kernels read it, as :func:`keep` gave it.
     """
     try:
         if not kind.on_gpu(operands.input):
@@ -59,7 +59,7 @@ def run(
 
 
 def keep(kind: ArrayKind, plan: Plan, weight: Any, bias: Any, scale: Any) -> tuple[tuple[Any, Any, Any], Any]:
-    """The arrays of a filter that stays where the kernels read it, and what :func:`run` takes as `kept`."""
+    """The arrays of a filter, put where the kernels read them to stay there, and the `kept` argument of :func:`run`."""
     if not kind.on_gpu(weight):
         return host.keep(cast(HostKind, kind), plan, weight, bias, scale)
     if not plan.filter_bytes:
@@ -79,12 +79,12 @@ def launch(
         host.launch(cast(HostKind, kind), on, launcher, inputs, outs, workspace, stream)
 
 
-#: Signatures of operands that were found to fit a plan.
+#: Signatures of operands that fit a plan, as :func:`check_fit` has found.
 _fitting: WeakKeyDictionary[Plan, set[Any]] = WeakKeyDictionary()
 
 
 def check_fit(plan: Plan, kind: ArrayKind, signatures: tuple[Signature | None, ...]) -> None:
-    """Refuse operands that are not those of the plan: a signature, or None, for each of :class:`Operands`."""
+    """Refuse operands that don't fit the plan. `signatures` has one, or None, for each of :class:`Operands`."""
     known = _fitting.get(plan)
     if known is None:
         known = _fitting.setdefault(plan, set())

@@ -1,4 +1,4 @@
-"""Plans on arrays in a GPU's memory: addresses, streams, copies of what the kernels can't read as it lies."""
+"""Plans on arrays in a GPU's memory: addresses, streams, and copies of arrays that the kernels can't read as they lie."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
             if residual_is_out and plan.redoes:
                 copies["residual"] = operands.residual
         if copies:
-            if stream is not None:  # what is copied may still be written there
+            if stream is not None:  # the array to copy may still be written there
                 device.order(on, home)
             orders = {"input": plan.order, "residual": plan.order, "weight": plan.weight_order}
             copies = {name: kind.copy(array, orders.get(name)) for name, array in copies.items()}
@@ -56,7 +56,7 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
             buffers = (*addresses, kind.pointer(result), 0 if workspace is None else kind.pointer(workspace))
             if stream is None:
                 plan.launch(buffers, on, at, filter_last)
-            else:  # memory of the current stream's is used on another: it was written before and is given back after
+            else:  # memory of the current stream is used on another: the writes before come first, and it is given back after the use
                 device.order(home, on)
                 plan.launch(buffers, on, at, filter_last)
                 if out is None or copies or workspace is not None or at:
@@ -68,7 +68,7 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
 
 
 def _unreadable(kind: DeviceKind, plan: Plan, operands: Operands, addresses: Sequence[int], filter_last: bool) -> dict[str, Any]:
-    """The operands that the kernels can't read as they lie, by name. With `filter_last` they read the filter."""
+    """By name, the operands that the kernels can't read as they lie. With `filter_last` they read the filter as it lies."""
     input, weight, bias, scale, residual = operands
     x, w, _, _, r = addresses
     found = {}
@@ -95,7 +95,7 @@ def _check_memory(operands: Operands, addresses: Sequence[int]) -> None:
 def convolve_and_turn(
     kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream: Any, order: tuple[int, ...] | None
 ) -> Any:
-    """As :func:`convolve`, the plan's result being put into that order at the end."""
+    """The same as :func:`convolve`, but at the end the result is put into `order`."""
     device: Any = plan.device
     if out is not None:
         _check_out(kind, out, plan, order, operands, [0 if a is None else kind.pointer(a) for a in operands], Operands._fields)
@@ -103,7 +103,7 @@ def convolve_and_turn(
     with device:
         if out is None:
             result = kind.copy(made, order)
-        else:  # the current stream, whose memory `made` is, waits for the caller's by now
+        else:  # by now the current stream, which owns the memory of `made`, waits for the caller's
             kind.fill(out, made)
             result = out
         if stream is not None:
@@ -112,7 +112,7 @@ def convolve_and_turn(
 
 
 def pack(kind: DeviceKind, plan: Plan, weight: Any) -> tuple[Any, Any]:
-    """Copies of a filter, as it is, which the kernels may look up, and packed. Every stream may use them."""
+    """A copy of a filter as it is, which the kernels may look up, and the packed filter. Every stream may use them."""
     device: Any = plan.device
     with device:
         home, own = kind.current_stream(device), device.pipeline_streams()[1]
@@ -141,7 +141,7 @@ def launch(
         scratch = kind.workspace(workspace, inputs[0], device) if workspace else None
         buffers.append(0 if scratch is None else kind.pointer(scratch))
         on = home if stream is None else stream_of(stream)
-        if stream is not None:  # memory of the current stream's is used on another
+        if stream is not None:  # memory of the current stream is used on another
             device.order(home, on)
         launcher(buffers, on)
         if stream is not None:
@@ -152,9 +152,9 @@ def _check_out(
     kind: DeviceKind, out: Any, plan: Plan, order: tuple[int, ...] | None, operands: Operands, pointers: Sequence[int],
     strided: Collection[str],
 ) -> bool:
-    """Refuse an `out` that the result can't be written to, and announce the write; whether `out` is the residual.
+    """Refuse an `out` that the result can't be written to, and announce the write. True if `out` is the residual.
 
-    Operands that are not named in `strided` lie without gaps.
+    Operands that `strided` does not name lie without gaps.
     """
     shape, dtype, ordinal = kind.signature(out)
     check_out_shape(shape, kind.dtype_name(dtype), plan)
@@ -181,7 +181,7 @@ def _check_out(
 
 
 def _span(kind: DeviceKind, array: Any, pointer: int) -> tuple[int, int]:
-    """The addresses of the first byte of a strided `array` and of the one after its last; `pointer` is its first element's."""
+    """The address of the first byte of a strided `array`, and that behind its last byte; `pointer` is that of its first element."""
     shape, dtype, _ = kind.signature(array)
     steps = [(n - 1) * s for n, s in zip(shape, kind.strides(array), strict=True)]
     before, after = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)

@@ -1,4 +1,4 @@
-"""Plans on arrays in the host's memory: in their order, to the device and back."""
+"""Plans on arrays in the host's memory: put into the plan's order, moved to the device and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def convolve(
     """Run `plan` on arrays that fit it. The result has the `layout`, by default the plan's; `kept` is a filter on devices."""
     layout = layout or plan.problem.layout
     order = result_order(plan, layout)
-    turned = layout != plan.problem.layout  # the plan's result is to be put in order
+    turned = layout != plan.problem.layout  # whether the plan's result has to be put into another order
     given = Operands(*[None if a is None else kind.to_numpy(a) for a in operands])
     target = None
     if out is not None:
@@ -54,7 +54,7 @@ def convolve(
 
 
 def keep(kind: HostKind, plan: Plan, weight: Any, bias: Any, scale: Any) -> tuple[tuple[Any, Any, Any], pipeline.Filter]:
-    """Copies of a filter, as arrays of the kind, and the same on the plan's GPU if it has one."""
+    """Copies of a filter's arrays, of the same kind, and the filter on the plan's GPU if the plan has one."""
 
     def copied(array: Any) -> Any:
         return None if array is None else kind.to_numpy(array).copy()
@@ -83,6 +83,6 @@ def launch(
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two arrays of one shape are the same memory, element by element."""
+    """Whether two arrays of one shape have the same memory for each element."""
     interfaces = one.__array_interface__, other.__array_interface__
     return interfaces[0]["data"][0] == interfaces[1]["data"][0] and one.strides == other.strides and one.dtype == other.dtype

@@ -1,4 +1,4 @@
-"""What an array has to be that a result is written to."""
+"""Requirements on an array that a result is written to."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def check_out_shape(out_shape: Sequence[int], out_dtype: str, plan: Plan) -> Non
 
 
 def not_contiguous(order: tuple[int, ...] | None, strides: Sequence[int], shape: Sequence[int]) -> str:
-    """What to say of an `out` that does not lie in memory in that order."""
+    """The message for an `out` that does not lie in memory in `order`."""
     wanted = "C-contiguous" if order is None else "channels last, as the result is"
     return f"out must be {wanted}, but its strides are {tuple(strides)} for shape {list(shape)}"
 
 
 def result_order(plan: Plan, layout: str) -> tuple[int, ...] | None:
-    """The axes of the plan's result as they lie in memory in that layout, outermost first; None for C order."""
+    """The axes of the plan's result as they lie in memory in `layout`, outermost first; None for C order."""
     if layout != "NHWC" or plan.problem.direction == "wgrad":
         return None
     return channels_last(len(plan.result_shape), plan.problem.ndim)

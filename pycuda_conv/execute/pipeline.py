@@ -1,10 +1,9 @@
-"""numpy in, numpy out at the speed of the bus: any plan, run on host arrays in pieces.
+"""Any plan on host arrays at the speed of the bus, cut into chunks.
 
-A batch is cut into chunks of images, or an image into chunks of rows with their halo. While one chunk is convolved the
-next is copied in and the last one copied out, on three streams. Ordinary arrays are first copied by a few threads into
-page-locked memory, which is where strided and byte-swapped arrays are put in order too; page-locked arrays go straight.
-Results come out in page-locked memory from a pool. What is on the device at a time is bounded by the chunks, so arrays
-may be larger than its memory.
+A batch is cut into chunks of images, or an image into chunks of rows with their halo. While one chunk is convolved, the next one is copied
+in and the last one copied out, on three streams. Page-locked arrays are copied directly. Ordinary arrays are first copied into page-locked
+memory by a few threads, which also put strided and byte-swapped arrays in order. Results come out in page-locked memory from a pool.
+The chunks bound what is on the device at a time, so arrays may be larger than its memory.
 
     chunk i     copy to staging | copy in | convolve | copy out
     chunk i+1                   copy to staging | copy in | convolve | copy out
@@ -35,27 +34,27 @@ if TYPE_CHECKING:
     from pycuda_conv.plan import Plan
     from pycuda_conv.runtime.cuda import CudaDevice
 
-#: Bytes of input or result in a chunk, whichever is larger: enough to hide a launch, little enough to overlap.
+#: Bytes of input or result in a chunk, whichever is larger: enough to hide a launch, few enough to overlap.
 CHUNK_BYTES = 12 << 20
-#: Chunks on the device at a time: one coming in, one being convolved, one going out.
+#: Chunks on the device at a time: one is copied in, one convolved, one copied out.
 ON_DEVICE = 3
-#: Of several GPUs each is given so many chunks ahead: enough to keep it busy, little enough for the others to get the rest.
+#: Chunks that each of several GPUs is given ahead: enough to keep it busy, few enough to leave the rest to the others.
 QUEUED = 8
-#: Smaller arrays are cut into eighths, but no finer than this: each chunk costs some 50 us of the host's time.
+#: The least bytes of the chunks of smaller arrays, which are otherwise eighths: each chunk costs some 50 us of the host's time.
 LEAST_CHUNK_BYTES = 4 << 20
 #: Arrays that are smaller than this together are copied in one go, without threads.
 SMALL_BYTES = 1 << 20
-#: Where they are smaller than this, kernels read and write them in page-locked memory: to begin a copy takes longer than their way over
-#: the bus, also where several blocks read the same.
+#: Arrays smaller than this together stay in page-locked memory, which kernels read and write over the bus: that takes less time than to
+#: begin a copy, also where several blocks read the same.
 IN_PLACE_BYTES = 16 << 10
-#: Less than this, in and out together, is not shared among GPUs: there would be one chunk for each.
+#: Fewer bytes than this, in and out together, are not shared among GPUs: each would have but one chunk.
 LEAST_SHARED_BYTES = 8 * LEAST_CHUNK_BYTES
-#: The input with which is measured how long a host takes to copy to GPUs and back, and how often. Less would lie in the host's cache.
+#: Bytes of the input with which the pace of copies to GPUs and back is measured, and rounds. Fewer bytes would lie in the host's cache.
 PACE_BYTES, PACE_ROUNDS = 256 << 20, 3
-#: What counts as the same time; calls of a plan by which a number of GPUs is judged, and how much longer than the best it may be expected
-#: to take if it is to be tried.
+#: Factor up to which times count as the same; calls of a plan by which a number of GPUs is judged; and factor to the best expected time up
+#: to which a number of GPUs is tried.
 WORTH, TRIES, NEAR = 1.03, 3, 1.25
-#: Calls of a plan before which all but the best number is forgotten, and tried again: the host may have been busy before.
+#: Calls of a plan at which the times of all numbers of GPUs but the best are forgotten, to try them again: the host may have been busy.
 AGAIN = frozenset(16 * 4**i for i in range(16))
 
 
@@ -64,7 +63,7 @@ AGAIN = frozenset(16 * 4**i for i in range(16))
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a problem: some images and, along the first spatial axis, rows of what is read and of what is written."""
+    """A part of a problem: some images and, along the first spatial axis, rows to read and rows to write."""
 
     problem: ConvProblem
     images: slice
@@ -100,7 +99,7 @@ def _rows(problem: ConvProblem, axis: int, first: int, last: int) -> Piece:
 
 
 def band(problem: ConvProblem, axis: int, first: int, last: int) -> tuple[ConvProblem, int, int]:
-    """The problem that gives rows `first` to `last` of the result along `axis`, and the rows, from one to the other, that it reads."""
+    """The problem that gives rows `first` to `last` of the result along `axis`; the first row that it reads, and the end of its rows."""
     stride, before, dilation = problem.stride[axis], problem.padding_before[axis], problem.dilation[axis]
     reach = dilation * (problem.filter_size[axis] - 1)
     size = problem.operand_size[axis]
@@ -143,11 +142,11 @@ class _Chunk:
         self._in, self._out = (*before_rows, piece.rows_in), (*before_rows, piece.rows_out)
 
     def of(self, x: np.ndarray) -> np.ndarray:
-        """What this chunk reads of `x`."""
+        """The part of `x` that this chunk reads."""
         return x[self._in]
 
     def into(self, y: np.ndarray) -> np.ndarray:
-        """What this chunk writes of `y`."""
+        """The part of `y` that this chunk writes."""
         return y[self._out]
 
 
@@ -173,7 +172,7 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice) -> list[_Chunk]:
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """Where a filter, a bias and a scale lie on a device, and the filter packed, by :attr:`Plan.filter_key`. Blocks of memory, or 0."""
+    """Blocks of memory on a device, or 0, for a filter, a bias, a scale, and the packed filter by :attr:`Plan.filter_key`."""
 
     weight: Any
     bias: Any
@@ -187,14 +186,14 @@ class _OnDevice:
 
 
 class Filter:
-    """A filter, a bias and a scale; on their way with every call, or kept on devices from one call to the next."""
+    """A filter, a bias and a scale. They go along with every call, or stay on devices between calls."""
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray | None, scale: np.ndarray | None = None) -> None:
         self.weight, self.arrays = weight, (weight, bias, scale)
         self._kept: dict[Any, _OnDevice] = {}
 
     def keep(self, plan: Plan) -> None:
-        """Copy them to the plan's device, packed too if `plan` wants that; they stay for as long as this object does."""
+        """Copy them to the plan's device, and pack the filter if `plan` wants that. They stay for as long as this object does."""
         device: Any = plan.device
         with device:
             blocks = [0 if a is None or not a.nbytes else device.allocate(a.nbytes) for a in self.arrays]
@@ -211,12 +210,12 @@ class Filter:
         self._kept[device] = _OnDevice(blocks[0], blocks[1], blocks[2], packed)
 
     def on(self, device: CudaDevice) -> _OnDevice | None:
-        """Where they are kept on `device`, if they are."""
+        """The place where they are kept on `device`, or None."""
         return self._kept.get(device)
 
 
 class _Lane:
-    """What one GPU has of a call: streams, blocks of memory, and the chunks that it was given. Its context must be current."""
+    """The part of a call on one GPU: streams, blocks of memory, and the chunks given to it. Its context must be current."""
 
     def __init__(self, device: CudaDevice, chunks: Sequence[_Chunk], filters: Filter, residual: bool) -> None:
         self.device, self.chunks = device, chunks
@@ -227,7 +226,7 @@ class _Lane:
         in_bytes = max(max(chunk.in_bytes for chunk in chunks), 1)
         out_bytes = max(chunk.out_bytes for chunk in chunks)
         self._outputs = [device.allocate(out_bytes) for _ in range(self.depth)]
-        #: where inputs and residuals go: a block for each of the chunks on the device
+        #: blocks for inputs, and for residuals: one for each of the chunks on the device
         self.places = [device.allocate(in_bytes) for _ in range(self.depth)], [
             device.allocate(out_bytes) if residual else 0 for _ in range(self.depth)
         ]
@@ -243,22 +242,22 @@ class _Lane:
         self._workspace = device.allocate(workspace) if workspace else 0
         self._uploaded, self._computed, self._downloaded = ([device.event() for _ in range(self.depth)] for _ in range(3))
         self._events: list[Any] = []  # to be dropped while the context is current
-        #: chunks that it was given, and the events after which each of the last ones is done
+        #: how many chunks were given to the lane, and the events after which each of the last ones is done
         self.given, self._queued = 0, deque[Any]()
 
     @property
     def slot(self) -> int:
-        """Which of the blocks the next chunk takes."""
+        """The number of the block that the next chunk takes."""
         return self.given % self.depth
 
     def recorded(self, stream: Any) -> Any:
-        """An event that has come when what `stream` holds now is done."""
+        """An event that comes when the present work of `stream` is done."""
         event = self.device.recorded(stream)
         self._events.append(event)
         return event
 
     def queued(self) -> int:
-        """How many chunks are not done yet."""
+        """The number of chunks that are not done yet."""
         while self._queued and self._queued[0].query():
             self._queued.popleft()
         return len(self._queued)
@@ -268,7 +267,7 @@ class _Lane:
         self._queued[0].synchronize()
 
     def pack(self) -> None:
-        """Pack the filter for the chunks, once for all that take it alike."""
+        """Pack the filter for the chunks, once for all plans that take it in the same form."""
         wanted = {chunk.plan.filter_key: chunk.plan for chunk in self.chunks if chunk.plan.filter_bytes}
         missing = {key: plan for key, plan in wanted.items() if key not in self._packed}
         if missing:
@@ -278,12 +277,12 @@ class _Lane:
             plan.pack(int(self.filter.weight), int(self._packed[key]), self.compute)
 
     def make_room(self) -> None:
-        """Let copies to the device wait until the blocks that they go to are free."""
+        """Let copies to the device wait until their blocks are free."""
         if self.given >= self.depth:
             self.up.wait_for_event(self._computed[self.slot])
 
     def launch(self, chunk: _Chunk) -> int:
-        """Convolve what lies in the blocks; gives the address of the result, which is there for the downward stream."""
+        """Convolve the chunk in the blocks; returns the address of the result, which the downward stream may read."""
         slot = self.slot
         self._uploaded[slot].record(self.up)
         self.compute.wait_for_event(self._uploaded[slot])
@@ -297,14 +296,14 @@ class _Lane:
         return int(self._outputs[slot])
 
     def done(self, counted: bool) -> None:
-        """All copies of a chunk's result are queued. `counted`: for :meth:`queued`."""
+        """Note that all copies of a chunk's result are queued; with `counted`, :meth:`queued` counts the chunk until they are done."""
         self._downloaded[self.slot].record(self.down)
         if counted:
             self._queued.append(self.recorded(self.down))
         self.given += 1
 
     def close(self) -> None:
-        """Drop what has to go while the context is current."""
+        """Drop the events and streams, which has to happen while the context is current."""
         with self.device:
             self._queued.clear()
             self._events.clear()
@@ -312,7 +311,7 @@ class _Lane:
 
 
 class _Pipeline:
-    """One call's work. One thread launches all of it, on as many GPUs as there are lanes.
+    """The work of one call. One thread launches all of it, on as many GPUs as there are lanes.
 
     A chunk goes to the lane with the fewest chunks still to do, so a GPU whose bus is slower, or shared, gets fewer. Ordinary memory is
     copied by the same threads for all of them.
@@ -325,31 +324,31 @@ class _Pipeline:
         self._gpus, self._filters, self._y, self._has_residual = gpus, filters, y, residual is not None
         self._lanes: list[_Lane] = []
         device, chunks = gpus[0]  # all GPUs have the same chunks, but for their plans
-        # what goes up: the filter, then the chunks; in parts where it has to be staged
+        # arrays to copy up: the filter, then the chunks; in parts where they have to be staged
         total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.out_bytes if residual is not None else 0) for chunk in chunks)
         self._part_bytes = staging.part_bytes(total, device.copier is not None)
         self._up: list[np.ndarray] = []
-        #: which of the filter's arrays go up
+        #: the numbers of the filter's arrays that are copied up
         self._filter_up: list[int] = []
         for i, array in enumerate(filters.arrays):
             if array is not None and array.nbytes and any(filters.on(one) is None for one, _ in gpus):
                 self._filter_up.append(i)
                 self._up.append(array)
-        #: arrays that are copied from where they lie: which of a lane's places they go to, and what a chunk has of them
+        #: arrays that are copied from where they lie: a lane's place for them, the array, and a function for a chunk's part
         self._straight: list[tuple[int, np.ndarray, Callable[[_Chunk, np.ndarray], np.ndarray]]] = []
         staged: list[tuple[int, np.ndarray, Callable[[_Chunk, np.ndarray], np.ndarray]]] = []
         for which, array, part_of in ((0, x, _Chunk.of), (1, residual, _Chunk.into)):
             if array is not None and array.nbytes:
                 straight = array.flags.c_contiguous and array.dtype.isnative and device.is_pinned(array)
                 (self._straight if straight else staged).append((which, array, part_of))
-        #: which of a lane's places the other arrays of each chunk go to
+        #: the lane's places for the other arrays of each chunk
         self._staged = [which for which, _, _ in staged]
         self._up += [part_of(chunk, array) for chunk in chunks for _, array, part_of in staged]
         self._down = [] if device.is_pinned(y) else [chunk.into(y) for chunk in chunks]
 
     def run(self, after: Any = None) -> None:
-        """Convolve all chunks, after what the stream `after` holds now; returns when the results are in place."""
-        # an exception too must not leave a copy running into memory that is given back: streams end first, then threads
+        """Convolve all chunks behind the present work of the stream `after`; returns when the results are in place."""
+        # after an exception too, no copy may run into memory that is given back: streams end first, then threads
         devices = [device for device, _ in self._gpus]
         with ExitStack() as stack:
             stack.callback(self._close_lanes)
@@ -385,7 +384,7 @@ class _Pipeline:
                 self._launch_chunk(i, lane, uploader, downloader)
 
     def _next_lane(self) -> _Lane:
-        """The lane with the fewest chunks still to do; waits while all have enough."""
+        """The lane with the fewest chunks to do; waits while all lanes have enough."""
         if len(self._lanes) == 1:
             return self._lanes[0]
         while True:
@@ -415,13 +414,13 @@ class _Pipeline:
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a host takes to copy arrays to GPUs and back: seconds to begin with, and seconds a byte."""
+    """The time that a host takes to copy arrays to GPUs and back: seconds to begin, and seconds a byte."""
 
     start: float
     per_byte: float
 
     def seconds(self, nbytes: int) -> float:
-        """For so many bytes, in and out together."""
+        """Seconds for `nbytes` bytes, in and out together."""
         return self.start + self.per_byte * nbytes
 
 
@@ -435,9 +434,9 @@ class _Nothing:
 
 
 def copy_only(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> None:
-    """Copy `x` to GPUs and as many bytes from there to `y`, by the chunks, streams and threads of a call; nothing is computed.
+    """Copy `x` to GPUs, and as many bytes from there to `y`, with the chunks, streams and threads of a call but without its kernels.
 
-    Both have the shape (images, 1, pixels) and are of float32.
+    Both have the shape (images, 1, pixels) and the dtype float32.
     """
     cut = pieces(ConvProblem.forward(1, x.shape, (1, 1, 1)), _chunk_bytes(x, y))
     chunks = [_Chunk(piece, cast("Plan", _Nothing())) for piece in cut]
@@ -449,26 +448,26 @@ _paces: dict[Hashable, dict[int, Pace]] = {}
 
 
 def paces(gpus: Sequence[CudaDevice], from_ordinary: bool, to_ordinary: bool) -> dict[int, Pace]:
-    """The pace of 1, 2, 4 and so on of `gpus`, and of all; measured once a process, which takes some 0.1 s."""
+    """The pace of 1, 2, 4 ... and of all of `gpus`, measured once in a process, which takes some 0.1 s."""
     key = tuple(gpus), from_ordinary, to_ordinary
     with _pacing:
         if key not in _paces:
             shape, dtype, first = (PACE_BYTES >> 20, 1, 1 << 18), np.dtype(np.float32), gpus[0]
             with first:
                 x, y = (np.empty(shape, dtype) if ordinary else first.pinned_or_ordinary(shape, dtype) for ordinary in key[1:])
-            x.fill(1)  # or all its pages would be the same one of zeros
+            x.fill(1)  # otherwise all its pages would be the same page of zeros
             y.fill(0)
             _paces[key] = {count: _pace(gpus[:count], x, y) for count in numbers_of_gpus(len(gpus))}
     return _paces[key]
 
 
 def numbers_of_gpus(most: int) -> list[int]:
-    """1, 2, 4 and so on, and `most`."""
+    """1, 2, 4 ... below `most`, and `most`."""
     return sorted({1 << i for i in range(most.bit_length())} | {most})
 
 
 def _pace(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> Pace:
-    """Measured on `x` and `y`, and on a part of them."""
+    """The pace of copies, measured on `x` and `y` and on a part of them."""
     part = len(x) // 4
     sizes = (x[:part], y[:part]), (x, y)
     seconds = [math.inf] * len(sizes)
@@ -484,29 +483,29 @@ def _pace(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> Pace:
 
 @lru_cache(maxsize=256)
 def _kernel_seconds(plan: Plan) -> float:
-    """How long the kernels of `plan` should run on one GPU; 0 where no model knows."""
+    """Seconds that the kernels of `plan` should take on one GPU; 0 where no model knows."""
     return (engines.predicted(plan.problem, plan.config, plan.device) or 0.0) * 1e-6
 
 
 @dataclass
 class _Taken:
-    """What the last calls of a plan took on each number of GPUs, in seconds, and how many calls there were."""
+    """Seconds that the last calls of a plan took on each number of GPUs, and how many calls there were."""
 
     seconds: dict[int, deque[float]]
     calls: int = 0
 
 
-#: What calls of plans have taken, by the GPUs and by what memory the arrays are in.
+#: For each plan, the times of its calls by the GPUs and by the kind of memory that the arrays are in.
 _taken: WeakKeyDictionary[Plan, dict[Hashable, _Taken]] = WeakKeyDictionary()
 
 
 def gpus_that_pay(
     plan: Plan, gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray, residual: np.ndarray | None
 ) -> tuple[int, Callable[[float], Any]]:
-    """How many of `gpus` to use for a call, and what is to be told how long it took.
+    """How many of `gpus` to use for a call, and a function that takes the call's seconds.
 
-    As many as take the least time; if it is all the same, fewer. At first that is what is expected of them by :func:`paces`, and then what
-    the plan's own calls took: numbers that are expected to be near the best are tried, and tried again after 16, 64, 256 ... calls.
+    The number is the one that takes the least time, or the smallest of equals. At first :func:`paces` predicts the times; later the
+    plan's own calls give them. Numbers predicted to be near the best are tried, and tried again after 16, 64, 256 ... calls.
     """
     nbytes = y.nbytes + sum(a.nbytes for a in (x, residual) if a is not None)
     if nbytes < LEAST_SHARED_BYTES:
@@ -528,7 +527,7 @@ def gpus_that_pay(
 
 
 def _best(expected: Mapping[int, float], taken: Mapping[int, Sequence[float]]) -> int:
-    """The number of GPUs for the next call, by the seconds that were expected and those that calls have taken."""
+    """The number of GPUs for the next call, from the expected seconds and those that calls have taken."""
     tried = [count for count in expected if taken[count]]
     scale = min((min(taken[count]) / expected[count] for count in tried), default=1.0)
     seconds = {count: min(taken[count]) if taken[count] else scale * expected[count] for count in expected}
@@ -556,11 +555,11 @@ def convolve(
         Without gaps in the plan's layout; by default a page-locked array from the pool, or an ordinary one when the pool is at
         its limit.
     stream : optional
-        A stream whose work so far comes first.
+        The call follows this stream's present work.
     devices : sequence of CudaDevice
         The GPUs to share the work; by default the plan's own.
     residual : numpy array, optional
-        As `x`; it may be `out`, or overlap nothing of it.
+        Like `x`; it is `out` itself or does not overlap it.
     """
     if plan.order is None:
         return _convolve(plan, x, filters, out, stream, devices, residual)
@@ -629,9 +628,9 @@ def _convolve_small(
     gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, shape: tuple[int, ...], stream: Any,
     residual: np.ndarray | None, in_place: bool,
 ) -> np.ndarray:
-    """One copy in, the kernels, one copy out: for arrays whose time is all in the calls. The context must be current.
+    """One copy in, the kernels, one copy out, for arrays so small that the calls take all the time. The context must be current.
 
-    With `in_place`, the kernels alone, which read and write page-locked memory.
+    With `in_place` there are no copies: the kernels read and write page-locked memory.
     """
     dtype = np.dtype(plan.problem.storage)
     host, locked, device, own = gpu.small_buffers(2 * SMALL_BYTES)

@@ -1,8 +1,8 @@
 """Copies between ordinary memory and page-locked memory, by threads of C or of Python.
 
-A GPU copies fast only from and to page-locked memory. So an ordinary array goes through a ring of page-locked buffers, part by part:
-threads fill buffers ahead of the copies to the GPU (:class:`_Uploader`), or empty them when copies from it have come
-(:class:`_Downloader`). The threads of C, where they were built, do both (:class:`_InC`). Strides and byte order are put right on the way.
+A GPU copies fast only from and to page-locked memory. So an ordinary array goes through a ring of page-locked buffers part by part. Threads
+fill buffers ahead of the copies to the GPU (:class:`_Uploader`), or empty them after the copies from it (:class:`_Downloader`). The threads
+of C, where they were built, do both (:class:`_InC`). The copies by threads also put strides and byte order right.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from pycuda_conv.execute.pipeline import _Lane
     from pycuda_conv.runtime.cuda import CudaDevice
 
-#: What one thread copies at a time; less where there is less to share.
+#: Bytes that one thread copies at a time, and the least that it copies where there is less to share.
 PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20
-#: Below this the launching thread copies parts itself where it would wait, and half as many threads are woken.
+#: For fewer bytes the launching thread copies parts itself where it would wait, and half as many threads are woken.
 HELPED_BYTES = 128 << 20
-#: Threads of Python that copy between ordinary and page-locked memory, in each direction of a call. More get in each other's way.
+#: Threads of Python that copy between ordinary and page-locked memory, for each direction of a call. More get in each other's way.
 THREADS = min(6, os.cpu_count() or 1)
-#: Such threads of C, in each direction and for each GPU of a call.
+#: Threads of C for the same, for each direction and GPU of a call.
 THREADS_IN_C = 8
-#: Threads that copy one array to another one. Several of these go on at a time.
+#: Threads that copy one array to another. Several such copies may go on at a time.
 COPYING = max(1, min(8, (os.cpu_count() or 1) // 4))
-#: What such threads take: less is copied before they wake up.
+#: The least bytes, as fewer are copied before these threads wake up, and the most axes of an array that they copy.
 LEAST_MOVED_BYTES, MOST_AXES = 128 << 10, 6
-#: Shorter runs of bytes that lie together are left to numpy.
+#: numpy copies shorter runs of contiguous bytes.
 LEAST_RUN_BYTES = 64
 
 
 class _Worker(threading.Thread):
-    """A thread that runs one job after the other. Idle ones are kept; there are as many as were ever busy at once.
+    """A thread that runs one job after the other. Idle ones are kept: as many as were ever busy at once.
 
     It counts as idle before its job counts as done, so that a caller who makes the next call at once finds it.
     """
@@ -58,7 +58,7 @@ class _Worker(threading.Thread):
 
     @classmethod
     def submit(cls, job: Callable[[], None]) -> Future[None]:
-        """Run `job` in a thread; the future is its end."""
+        """Run `job` in a thread; the future comes when it ends."""
         try:
             worker = cls._idle.pop()
         except IndexError:
@@ -84,7 +84,7 @@ class _Worker(threading.Thread):
 
 
 def cuts(n: int, count: int) -> list[tuple[int, int]]:
-    """0 to `n` in `count` runs of neighbours, as even as it goes: (first, end) of each."""
+    """The numbers from 0 to `n` in `count` runs, as even as possible: (first, end) of each."""
     return list(pairwise(n * i // count for i in range(count + 1)))
 
 
@@ -92,7 +92,7 @@ def cuts(n: int, count: int) -> list[tuple[int, int]]:
 
 
 def copy(target: np.ndarray, *places: tuple[np.ndarray, Any]) -> None:
-    """Copy arrays to their places in `target`, which has no gaps: views of it and what goes there. Threads of C do it where they can."""
+    """Copy arrays to `places` in `target`, which has no gaps: pairs of a view of it and its array. Threads of C do it where they can."""
     copier = copier_in_c() if target.nbytes >= LEAST_MOVED_BYTES else None
     if copier is None or not all(_moves(view, source) for view, source in places):
         for view, source in places:
@@ -108,13 +108,13 @@ def copy(target: np.ndarray, *places: tuple[np.ndarray, Any]) -> None:
 
 
 def _moves(view: np.ndarray, source: Any) -> bool:
-    """Whether bytes alone are to be copied."""
+    """Whether bytes can be copied as they are."""
     same = isinstance(source, np.ndarray) and source.dtype == view.dtype and source.shape == view.shape
     return same and view.flags.writeable and view.ndim <= MOST_AXES
 
 
 def _box(target: np.ndarray, axis: int, view: np.ndarray, source: np.ndarray) -> tuple[Any, ...]:
-    """What goes to a part of `target` as ``_copy.c`` takes it. Its rows are counted along `axis` and the axes before, which views lack."""
+    """A copy to a part of `target`, as ``_copy.c`` takes it. Its rows are counted along `axis`; views lack that axis and those before."""
     axes = max(_runs(view)[0], _runs(source)[0], 1)
     run = math.prod(view.shape[axes:]) * view.itemsize
     source_at, at, start = (a.__array_interface__["data"][0] for a in (source, view, target))
@@ -125,12 +125,12 @@ def _box(target: np.ndarray, axis: int, view: np.ndarray, source: np.ndarray) ->
 
 
 def part_bytes(total: int, in_c: bool) -> int:
-    """Bytes of a part where so many are to be copied, by threads of C or of Python."""
+    """Bytes of a part where `total` bytes are to be copied, by threads of C or of Python."""
     return min(PART_BYTES // 2 if in_c else PART_BYTES, max(total // 24, LEAST_PART_BYTES))
 
 
 def copies(devices: Sequence[CudaDevice], arrays: Sequence[np.ndarray], part_bytes: int, up: bool) -> Any:
-    """What copies `arrays` to GPUs, or from them, by way of page-locked buffers."""
+    """An object that copies `arrays` to GPUs, or from them, through page-locked buffers."""
     if devices[0].copier is not None and all(map(_for_c, arrays)):
         return _InC(devices, arrays, part_bytes, min(len(devices) * THREADS_IN_C, os.cpu_count() or 1), up)
     cut = [_parts(array, part_bytes) for array in arrays]
@@ -140,14 +140,14 @@ def copies(devices: Sequence[CudaDevice], arrays: Sequence[np.ndarray], part_byt
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a host array that is packed on the device: where it begins in the array's block there."""
+    """A part of a host array, packed on the device, and its place in the array's block there."""
 
     offset: int
     view: np.ndarray
 
 
 def _parts(array: np.ndarray, part_bytes: int) -> list[_Part]:
-    """`array` cut along its first axis that can be, so that each part is packed on the device as well."""
+    """`array` cut along its first axis of more than one index, so that each part is packed on the device as well."""
     axis = next((i for i, n in enumerate(array.shape) if n > 1), 0)
     n = array.shape[axis] if array.ndim else 1
     lead = (slice(None),) * axis
@@ -161,7 +161,7 @@ def _parts(array: np.ndarray, part_bytes: int) -> list[_Part]:
 class _Threads:
     """Threads that copy parts between ordinary memory and a ring of page-locked buffers; closing it waits for them.
 
-    They meet the thread that launches in queues only, since what Python does between two copies holds all of them up.
+    The launching thread meets them in queues only, since the Python code between two copies holds all threads up.
     """
 
     def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int) -> None:
@@ -183,7 +183,7 @@ class _Threads:
                 self.work()
         except BaseException as error:
             self._error = error
-            for _ in range(THREADS + 1):  # wake whoever waits for a buffer
+            for _ in range(THREADS + 1):  # wake all threads that wait for a buffer
                 self._free.put((None, ()))
             self.failed()
             raise
@@ -192,7 +192,7 @@ class _Threads:
         """Wake the launching thread after an error."""
 
     def work(self) -> None:
-        """What each thread does."""
+        """The work of each thread."""
         raise NotImplementedError
 
     def buffer(self, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -205,11 +205,11 @@ class _Threads:
         return buffer, buffer[: view.nbytes].view(view.dtype.newbyteorder("=")).reshape(view.shape)
 
     def free(self, buffer: np.ndarray, *until: Any) -> None:
-        """Let `buffer` be used again, after some events."""
+        """Let `buffer` be used again once these events have come."""
         self._free.put((buffer, until))
 
     def close(self) -> None:
-        """Wait for the threads, all of them; then an error of theirs is raised."""
+        """Wait for all threads; if one of them failed, its error is raised."""
         wait(self._running)
         for future in self._running:
             future.result()
@@ -236,7 +236,7 @@ class _Uploader(_Threads):
             pass
 
     def _fill(self, wait: bool = True) -> bool:
-        """Stage one part; False if there is none left or, unless it may wait, no buffer."""
+        """Stage one part. False if no part is left or, without `wait`, if no buffer is free."""
         # the first part without a buffer gets the next one, or the others might hold them all
         if not self._lock.acquire(blocking=wait):
             return False
@@ -247,12 +247,12 @@ class _Uploader(_Threads):
             buffer, staged = self.buffer(part.view)
         finally:
             self._lock.release()
-        np.copyto(staged, part.view)  # which puts strides and byte order right on the way
+        np.copyto(staged, part.view)  # also puts strides and byte order right
         self._filled.put((number, buffer, staged))
         return True
 
     def take(self) -> tuple[np.ndarray, np.ndarray]:
-        """The next part in order, once it is filled: its buffer, to be given back, and the part."""
+        """The next part in order, once it is filled: its buffer, which has to be given back, and the part."""
         while self._taken not in self._early:
             if (self._helped or not self._running) and self._filled.empty():
                 self._fill(wait=False)  # the launching thread must not wait: only it gives buffers back
@@ -265,7 +265,7 @@ class _Uploader(_Threads):
         return self._early.pop(self._taken - 1)
 
     def send(self, targets: Sequence[tuple[_Lane, int]]) -> None:
-        """Copy the next array to blocks of memory on GPUs, given by their addresses; each part from one buffer."""
+        """Copy the next array to blocks of memory on GPUs, given by their addresses; each part goes to all of them from one buffer."""
         for _ in range(self._sizes.popleft()):
             buffer, staged = self.take()
             offset, events = self._offsets[self._taken - 1], []
@@ -279,7 +279,7 @@ class _Uploader(_Threads):
         self._filled.put(None)
 
     def close(self) -> None:
-        self._closed = True  # after an exception nobody takes the rest, nor gives buffers back
+        self._closed = True  # after an exception nobody takes the rest or gives buffers back
         for _ in self._running:
             self.free(np.empty(self._nbytes, np.uint8))
         super().close()
@@ -288,7 +288,7 @@ class _Uploader(_Threads):
 
 
 class _Downloader(_Threads):
-    """Empties buffers into ordinary memory, each when the copy from the device has come."""
+    """Empties buffers into ordinary memory, each after its copy from the device."""
 
     def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int, sizes: Sequence[int] = ()) -> None:
         self._landed: SimpleQueue[tuple[np.ndarray, np.ndarray, np.ndarray, Any] | None] = SimpleQueue()
@@ -325,7 +325,7 @@ class _Downloader(_Threads):
 
 
 class _InC:
-    """What :class:`_Uploader` and :class:`_Downloader` do, by threads that hold nobody up: those of ``runtime/_copy.c``."""
+    """The work of :class:`_Uploader` and :class:`_Downloader` by threads that hold nobody up: those of ``runtime/_copy.c``."""
 
     def __init__(self, devices: Sequence[CudaDevice], arrays: Sequence[np.ndarray], part_bytes: int, threads: int, up: bool) -> None:
         device = devices[0]
@@ -344,7 +344,7 @@ class _InC:
         self._native.threads(min(len(devices) * 3 * THREADS_IN_C, os.cpu_count() or 1))
 
     def send(self, targets: Sequence[tuple[_Lane, int]]) -> None:
-        """As :meth:`_Uploader.send`."""
+        """The same as :meth:`_Uploader.send`."""
         count = self._sizes.popleft()
         at_once = count if len(targets) == 1 else 1
         for _ in range(0, count, at_once):
@@ -355,19 +355,19 @@ class _InC:
             self._next += at_once
 
     def receive(self, lane: _Lane, address: int) -> None:
-        """As :meth:`_Downloader.receive`."""
+        """The same as :meth:`_Downloader.receive`."""
         count = self._sizes.popleft()
         code = self._native.receive(self._job, self._next, count, self._numbers[lane.device], address, lane.down.handle, True)
         self._device.check_code(code, "copying from the GPU")
         self._next += count
 
     def close(self) -> None:
-        """Wait for the threads; then an error of theirs is raised."""
+        """Wait for the threads; if one failed, its error is raised."""
         self._device.check_code(self._native.close(self._job), "copying through page-locked memory")
 
 
 def _runs(view: np.ndarray) -> tuple[int, int]:
-    """How many of the first axes of `view` are made of runs, and the bytes of a run, which lie together."""
+    """How many of the first axes of `view` are made of runs, and the bytes of a run, which is contiguous."""
     axes, run = view.ndim, view.itemsize
     while axes and (view.strides[axes - 1] == run or view.shape[axes - 1] == 1):
         axes -= 1
@@ -376,7 +376,7 @@ def _runs(view: np.ndarray) -> tuple[int, int]:
 
 
 def _described(array: np.ndarray, part_bytes: int) -> tuple[tuple[Any, ...], int, int]:
-    """An array as ``_copy.c`` takes it, the number of its parts, and the bytes of the largest one."""
+    """An array as ``_copy.c`` takes it, the number of its parts, and the bytes of its largest part."""
     axes, run = _runs(array)
     if axes:
         axis = next(i for i, n in enumerate(array.shape) if n > 1)

@@ -1,11 +1,11 @@
 """Training with torch: its convolution modules on this package's kernels, and :func:`convert`, which puts them into a model.
 
-Gradients and ``torch.compile`` need nothing from here: :func:`pycuda_conv.conv2d` and the other functions have them for torch
-tensors. What ``torch.export.save`` has written names operators of this package, so import it before ``torch.export.load``. It imports
-torch; ``import pycuda_conv`` does not.
+Gradients and ``torch.compile`` need nothing from here: :func:`pycuda_conv.conv2d` and the other functions have them for torch tensors.
+Files of ``torch.export.save`` name operators of this package, so import this module before ``torch.export.load``. It imports torch;
+``import pycuda_conv`` does not.
 """
 
-from pycuda_conv.nn import autograd as autograd  # which makes the operators
+from pycuda_conv.nn import autograd as autograd  # importing it defines the operators
 from pycuda_conv.nn.convert import Conversion, Converted, convert, report
 from pycuda_conv.nn.fused import FusedConvBnReLU1d, FusedConvBnReLU2d, FusedConvBnReLU3d
 from pycuda_conv.nn.modules import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d

@@ -10,10 +10,10 @@ each other's derivatives:
 ``conv_weight``     the gradient by w, from x and dy
 ==================  ============================================================
 
-They are called in one of two ways: as ``torch.ops.pycuda_conv.*`` where torch has to see an operator, in ``torch.compile``,
-inside a mode or a transform, on tensors without numbers; else through a ``torch.autograd.Function``, which costs 8 us where
-the other costs 50. What they compute, and every check, is in :mod:`pycuda_conv.ops`. A convolution that was made before goes
-through a Function of its own, :class:`_Again`: it checks nothing and plans nothing, forward or backward.
+They are called in one of two ways. Torch has to see an operator, ``torch.ops.pycuda_conv.*``, in ``torch.compile``, inside a mode or a
+transform, and on tensors without numbers; a call takes 50 us. Otherwise a ``torch.autograd.Function`` takes 8 us. :mod:`pycuda_conv.ops`
+computes the results and checks everything. A repeated convolution has a Function of its own, :class:`_Again`, which checks nothing and
+plans nothing, forward or backward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 class Settings(NamedTuple):
-    """What a convolution is told besides its arrays, in the forms that :func:`pycuda_conv.conv2d` takes."""
+    """The options of a convolution, in the forms that :func:`pycuda_conv.conv2d` takes."""
 
     ndim: int
     stride: Any
@@ -61,7 +61,7 @@ _SCHEMA = (
 
 
 def _in_numbers(settings: Settings, filter_size: Sequence[int]) -> Settings:
-    """The same with a tuple for each axis' stride and dilation, and with pairs for its padding."""
+    """The same settings with a tuple for each axis' stride and dilation, and with pairs for its padding."""
     ndim = settings.ndim
     stride, dilation = integers("stride", settings.stride, ndim), integers("dilation", settings.dilation, ndim)
     pairs = padding_in_numbers(padding_pairs(settings.padding, ndim), stride, dilation, filter_size)
@@ -69,7 +69,7 @@ def _in_numbers(settings: Settings, filter_size: Sequence[int]) -> Settings:
 
 
 def _flat(settings: Settings) -> tuple[Any, ...]:
-    """Settings in numbers as the schema has them: the padding is one list, before and after by turns."""
+    """Settings in numbers, flattened for the schema: the padding is one list, before and after in turn."""
     return settings.stride, [n for pair in settings.padding for n in pair], *settings[3:]
 
 
@@ -80,35 +80,35 @@ def _from_flat(stride: Sequence[int], padding: Sequence[int], *rest: Any) -> Set
 class Operator:
     """One operator: ``f(settings, first, second, bias, size)``, linear in `first` and in `second`.
 
-    `bias` is None and `size` empty where there is no such thing.
+    `bias` is None and `size` empty where the operator has no such argument.
     """
 
-    #: as :class:`pycuda_conv.call.Call` has it
+    #: the ``function`` of :class:`pycuda_conv.call.Call`
     function: str
     #: in ``torch.ops.pycuda_conv``, and the words of its schema for first, second and size
     name: str
     words: tuple[str, str, str]
 
     def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
-        """The result, of which torch knows already."""
+        """The result, in a call that torch knows of."""
         place = settings.device, None, None, settings.tune
         return dispatch.convolve(self.asked(settings, size), (first, second, bias, None, None), None, place, True)
 
     def asked(self, settings: Settings, size: Any) -> tuple[Any, ...]:
-        """What is asked, as :func:`pycuda_conv.dispatch.convolve` takes it."""
+        """The options, as :func:`pycuda_conv.dispatch.convolve` takes them."""
         ndim, stride, padding, dilation, groups, precision, *_ = settings
         return self.function, ndim, stride, padding, dilation, groups, precision, size, None
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
-        """The result's shape, of sizes that may be symbols; the settings are in numbers."""
+        """The shape of the result. Sizes may be symbols; the settings are in numbers."""
         raise NotImplementedError
 
     def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
-        """The problem for operands of these shapes, which checks them."""
+        """The problem for operands of these shapes, which it checks."""
         raise NotImplementedError
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
-        """The gradient by the first operand, which has that shape, given that by the result."""
+        """The gradient by the first operand, which has this `shape`; `grad` is the gradient by the result."""
         raise NotImplementedError
 
     def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
@@ -148,8 +148,8 @@ class _ConvTranspose(Operator):
     def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
         return ConvProblem.transposed(ndim, first, second, bias, output_padding=size, **settings)
 
-    # An output padding of a stride or more, which a dilation permits, gives pixels that the convolution back makes more of than
-    # there are in the input: they are dropped there, and zeros here.
+    # With an output padding of at least the stride, which a dilation permits, the convolution back gives more pixels than the input has.
+    # They are dropped in its gradient, and the input is padded with zeros for the filter's.
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
         dx = call_operator(CONV, settings, grad, second, None, ())
@@ -168,7 +168,7 @@ class _ConvTranspose(Operator):
 
 
 class _Gradient(Operator):
-    """The convolution's gradient by one of its operands, whose shape is the size."""
+    """The convolution's gradient by one of its operands. `size` is the shape of that operand."""
 
     def asked(self, settings: Settings, size: Any) -> tuple[Any, ...]:
         return super().asked(settings, tuple(size))
@@ -211,7 +211,7 @@ _BY_FUNCTION = {operator.function: operator for operator in OPERATORS}
 
 
 def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> Any:
-    """A convolution or a gradient of which torch is told; the options are hashable."""
+    """A convolution or a gradient in a call that torch is told of; the options are hashable."""
     settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size
@@ -221,7 +221,7 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
         return call_operator(operator, settings, input, weight, bias, size)
     if not _differentiated(*operands) and not _traced(*operands):  # but cast
         return dispatch.convolve(call, operands, None, (device, None, None, tune), True)
-    # what torch differentiates, it has to see: then the epilogue is made of its operations
+    # torch has to see what it differentiates: then its own operations compute the epilogue
     _check(operator, settings, *operands, size, call.activation)
     channels = (-1, *(1,) * call.ndim)
     y = call_operator(operator, settings, input, weight, None if scale is not None else bias, size)
@@ -233,7 +233,7 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
 
 
 def _hardswish(y: Any) -> Any:
-    """torch's own kernel for GPUs multiplies float64 by a sixth that is rounded to float32."""
+    """Hard swish. torch's own kernel for GPUs multiplies float64 by a sixth that is rounded to float32."""
     return y * (_F.relu6(y + 3) / 6) if y.dtype is torch.float64 else _F.hardswish(y)
 
 
@@ -244,14 +244,14 @@ _ACTIVATIONS: dict[str | None, Callable[..., Any]] = {
 
 
 def activated(y: Any, activation: str | tuple[str, float] | None) -> Any:
-    """The activation by torch, which differentiates it."""
+    """The activation, computed by torch, which differentiates it."""
     if isinstance(activation, tuple):
         return _F.leaky_relu(y, activation[1])
     return _ACTIVATIONS[activation](y)
 
 
 def _cast(*tensors: Any) -> Any:
-    """Inside ``torch.autocast``, tensors of its dtype, as for torch's own convolutions."""
+    """Tensors of the dtype of ``torch.autocast``, if it is active, as for torch's own convolutions."""
     where = "cuda" if tensors[0].is_cuda else "cpu"
     if not torch.is_autocast_enabled(where):
         return tensors
@@ -260,7 +260,7 @@ def _cast(*tensors: Any) -> Any:
 
 
 def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tuple[Any, ...], recorded: bool) -> Any:
-    """As :func:`pycuda_conv.dispatch.convolve`, inside ``torch.autocast``: of tensors of its dtype, a call like those outside of it."""
+    """:func:`pycuda_conv.dispatch.convolve` inside ``torch.autocast``: called with tensors of autocast's dtype, and outside of it."""
     first, second, bias, scale, residual = operands
     plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None
     if plain:
@@ -271,7 +271,7 @@ def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tupl
             made = mixed.convolve(asked, first, second, bias, wanted)
         if made is not None:
             return made
-    given = operands if recorded else _cast(*operands)  # gradients are of the dtype in which the result was made
+    given = operands if recorded else _cast(*operands)  # gradients have the dtype in which the result was computed
     with without_autocast(first):
         made = quick.call(quick.table, asked, recorded, *given, None)
         if made is None:
@@ -282,7 +282,7 @@ def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tupl
 
 
 class without_autocast:
-    """``torch.autocast`` switched off for what is where a tensor is, in a tenth of the time that torch's own context takes."""
+    """``torch.autocast`` switched off for the place of a tensor, in a tenth of the time that torch's own context takes."""
 
     __slots__ = ("_where",)
 
@@ -297,7 +297,7 @@ class without_autocast:
 
 
 def sum_channels(ndim: int, grad_output: Any, device: str | None) -> Any:
-    """The gradient of a bias, of which torch is told: torch's own sum."""
+    """The gradient of a bias, in a call that torch is told of: torch's own sum."""
     if not _differentiated(grad_output, grad_output, None, None, None) and not _traced(grad_output, grad_output, None):
         return dispatch.sum_channels(ndim, grad_output, device, None, True)
     dispatch.check_summed(ndim, grad_output.shape, TORCH.dtype_name(grad_output.dtype))
@@ -313,7 +313,7 @@ def _summed(ndim: int, grad_output: Any) -> Any:
 
 
 def call_operator(operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
-    """The operator's result, known to torch."""
+    """The operator's result, in a call that torch knows of."""
     if not _traced(first, second, bias) and not (_is_batched(first) or _is_batched(second)):
         return _Function.apply(first, second, bias, operator, settings, size)
     if _is_transformed():
@@ -333,7 +333,7 @@ def _is_transformed() -> bool:
 
 
 class _Function(torch.autograd.Function):
-    """All four where nothing but gradients is asked."""
+    """All four operators, where torch asks for nothing but gradients."""
 
     @staticmethod
     def forward(ctx: Any, first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:
@@ -352,19 +352,19 @@ class _Function(torch.autograd.Function):
         return _tangent(ctx, first, second, bias)
 
 
-#: Whether torch.compile follows the call, as it may follow a backward pass.
+#: Whether torch.compile traces the call, which it may also do in a backward pass.
 _is_followed = torch.compiler.is_dynamo_compiling
 
-#: Both gradients of convolutions by their keys, as the launcher in C makes them.
+#: Both gradients of convolutions by their keys, as the launcher in C repeats them.
 _both: quick.Table = {}
 launches_are_in(_both.clear)
 
 
 class Again:
-    """A convolution whose gradients torch is asked for, and which was made before: see :mod:`pycuda_conv.quick`.
+    """A repeated convolution that torch asks for gradients of: see :mod:`pycuda_conv.quick`.
 
-    Its gradients are those of :class:`_Function`. They are looked up by keys that are made once; where a gradient is not ready, or torch
-    wants to know of it in its turn, it goes the way of all operators.
+    Its gradients are those of :class:`_Function`, but found by keys that are made once. A gradient that is not ready, or that torch has to
+    know of in its turn, is computed by an operator.
     """
 
     def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> None:
@@ -383,11 +383,11 @@ class Again:
             more, steps = integers("", call.size, call.ndim), integers("", call.stride, call.ndim)
             if any(m >= step for m, step in zip(more, steps, strict=True)):
                 self.by_first = self.by_second = None
-        #: what the launcher in C knows of it
+        #: what the launcher in C needs
         self.known = _both, self.both, quick.table, self.by_first, self.by_second, self.transposed
 
     def gradients(self, first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
-        """Those by both operands, by one row of launches where they were made so before."""
+        """The gradients by both operands, in one row of launches if the launcher has it."""
         possible = self.by_first is not None and not torch.is_grad_enabled() and quick.possible()
         if possible:
             made = quick.again(_both, self.both, first, second, grad)
@@ -400,7 +400,7 @@ class Again:
         return found
 
     def _remember(self, first: Any, second: Any, grad: Any) -> None:
-        """Make a row of the launches of both gradients, which were just made, unless a plan waits for better kernels."""
+        """Make a row of the launches of both gradients, which were just computed, unless a plan waits for better kernels."""
         name = quick.key(self.both, first, second, grad)
         if name is None or name in _both or TORCH.traced(first, second, grad):
             return
@@ -473,15 +473,15 @@ class _Again(torch.autograd.Function):
 
 
 def told_again(call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> Callable[..., Any]:
-    """(first, second, bias, (result,)) -> the result of a convolution, which the launcher in C has just made, known to torch.
+    """(first, second, bias, (result,)) -> the result of a convolution that the launcher in C has just repeated, known to torch.
 
-    It is ``_Again.apply`` without the questions that the launcher has asked already. They take 3 us.
+    It is ``_Again.apply`` without checks that the launcher has already made. They take 3 us.
     """
     return partial(super(torch.autograd.Function, _Again).apply, Again(call, first_shape, second_shape))
 
 
 class _Transformed(_Function):
-    """The same for torch.func's transforms, which don't see through an operator with gradients (torch 2.13)."""
+    """:class:`_Function` for torch.func's transforms, which don't see through an operator with gradients (torch 2.13)."""
 
     @staticmethod
     def forward(first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:  # type: ignore[override]
@@ -505,14 +505,14 @@ def _save(ctx: Any, operator: Operator, settings: Settings, first: Any, second: 
 
 
 def _save_for_forward(ctx: Any, first: Any, second: Any, size: Any, result: Any) -> None:
-    """Keep what :func:`_tangent` needs. torch asks for it before the call ends and keeps none of it longer."""
+    """Save the arguments of :func:`_tangent`. torch calls it before the call ends and keeps none of them longer."""
     ctx.save_for_forward(first, second)
     ctx.set_materialize_grads(False)  # zeros would be convolved
     ctx.size, ctx.result_shape = size, result.shape
 
 
 def _tangent(ctx: Any, first: Any, second: Any, bias: Any) -> Any:
-    """The derivative of the result in the direction of these, of which some may be None: the operator is linear in each operand."""
+    """The derivative of the result in the direction of these operands, each of which may be None: the operator is linear in each."""
     operator, settings, *_ = ctx.call
     of_first, of_second = ctx.saved_tensors
     terms = [] if first is None else [call_operator(operator, settings, first, of_second, None, ctx.size)]
@@ -542,7 +542,7 @@ def _fake(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *fl
 
 
 def _empty_like(first: Any, shape: Sequence[int], ndim: int) -> Any:
-    """A tensor of that shape, whose sizes may be symbols, in the layout that `first` counts as."""
+    """A tensor of `shape`, whose sizes may be symbols, in the layout that `first` counts as."""
     if _layout(first, ndim) == "NCHW":
         return first.new_empty(shape)
     order = channels_last(len(shape), ndim)
@@ -553,7 +553,7 @@ def _empty_like(first: Any, shape: Sequence[int], ndim: int) -> Any:
 def _check(
     operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, scale: Any, residual: Any, size: Any, activation: Any
 ) -> None:
-    """Refuse what doesn't fit together, as far as the sizes are known."""
+    """Refuse operands that don't fit together, as far as their sizes are known."""
     more = {"bias": bias, "scale": scale, "residual": residual}
     given = {name: tensor for name, tensor in more.items() if tensor is not None}
     for name, other in {operator.words[1]: second, **given}.items():
@@ -574,7 +574,7 @@ def _check(
 def _vmap(
     count: int, in_dims: Any, operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any
 ) -> tuple[Any, int]:
-    """`count` convolutions as one of more groups, and the axis in which their results lie."""
+    """`count` convolutions as one of more groups, and the axis of the result along which they lie."""
     channels, filters = -settings.ndim - 1, -settings.ndim - 2
 
     def widened(tensor: Any, dim: int | None, axis: int) -> Any:
@@ -598,7 +598,7 @@ def _register(operator: Operator) -> None:
     def compute(first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
         settings = _from_flat(*flat)
         made = operator.compute(settings, first, second, bias, size)
-        if operator is CONV_WEIGHT and _layout(first, settings.ndim) == "NHWC":  # some kernels write it in C order nevertheless
+        if operator is CONV_WEIGHT and _layout(first, settings.ndim) == "NHWC":  # some kernels write this gradient in C order nevertheless
             made = TORCH.as_kernel_input(made, channels_last(made.dim(), settings.ndim))
         return made
 
@@ -627,12 +627,12 @@ for _operator in OPERATORS:
 
 
 def flops(result: Sequence[int], weight: Sequence[int]) -> int:
-    """Operations of a convolution with that result and filter, and of each of its gradients, as torch counts them."""
+    """Operations of a convolution with these shapes of result and filter, and of each of its gradients, as torch counts them."""
     return 2 * math.prod(result) * math.prod(weight[1:])
 
 
 def count_flops(operator: Any, formula: Callable[..., int]) -> None:
-    """Let torch's counters count `operator` by a formula of shapes, also one that was made before it was asked for."""
+    """Let torch's counters count `operator` by a formula of shapes; counters that already exist count it too."""
     register_flop_formula(operator)(formula)
     for mode in _get_current_dispatch_mode_stack():
         counter = getattr(mode, "counter", mode)

@@ -1,15 +1,16 @@
-"""Finding convolutions that can be fused with what follows them, and computing them so.
+"""Finds convolutions that can be fused with the steps after them, and computes each such chain in one call.
 
-``torch.fx`` traces the forward of one module at a time. Its children stay calls. In the graph a *chain* is a convolution and, where they
-follow it, a batch normalisation, the sum with a residual and an activation: in training the first at least. Each chain becomes one call
-of :func:`fused` or :func:`trained`. In evaluation three more kinds of calls become one: a batch normalisation that follows no convolution
-and its activation, a linear layer that was converted and what follows it, and max pooling, of which torch writes the places too.
+``torch.fx`` traces the forward of one module at a time; its children stay calls. In the graph a *chain* is a convolution and those of
+these steps that follow it: a batch normalisation, which training requires, the sum with a residual, and an activation. Each chain
+becomes one call of :func:`fused` or :func:`trained`. In evaluation three more kinds of steps become one call: a batch normalisation after
+no convolution with its activation, a converted linear layer with the steps after it, and max pooling, without the
+places of the maxima that torch writes.
 
-A call of a module takes the host a microsecond or two, as long as a launch. So in evaluation sequences of modules are looked into, and
-modules that only call a function or two are not called.
+A call of a module takes the host a microsecond or two, as long as a launch. So in evaluation sequences of modules are opened, and modules
+that only call a function or two are not called.
 
-A trace holds only as long as the module is what it was. A :class:`Fusion` therefore remembers what it looked at. Where something of it has
-changed, or has a hook by now, the module's own forward runs.
+A trace holds only while the module stays the same. A :class:`Fusion` therefore remembers what it looked at. If something of that has
+changed or got a hook, the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _ACTIVATIONS: dict[Any, str] = {
 
 
 def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """An operator such as ``+=`` as a call that is not written as such: that would change what else has the name of a number."""
+    """An operator such as ``+=`` as an ordinary call: written as ``+=`` in the graph, it would change all other names of a number."""
 
     def call(value: Any, other: Any) -> Any:
         return function(value, other)
@@ -78,7 +79,7 @@ _CHANNELS_FIRST = 0, 3, 1, 2  # of an array of four axes whose channels are last
 
 
 class _Value(torch.fx.Proxy):
-    """A stand-in for a value. What is written in place is so in the graph: to torch's own ``x += y`` is another array."""
+    """A stand-in for a value. An operation in place is recorded as one: torch's own trace of ``x += y`` makes another array."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("tracer", "node"):
@@ -109,7 +110,7 @@ class _Ranked(_Value):
 class _Tracer(torch.fx.Tracer):
     """Calls a module's forward with a proxy for each argument in `given`; the others have their defaults."""
 
-    proxy_buffer_attributes = True  # so that changes of buffers are in the graph instead of being made here
+    proxy_buffer_attributes = True  # changes of buffers are recorded in the graph instead of being made here
 
     def __init__(self, given: Collection[str], ndim: int | None, opens_sequences: bool) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class _Tracer(torch.fx.Tracer):
 
 
 def _modes() -> tuple[Any, ...]:
-    """What a graph does not record."""
+    """The modes of torch, which a graph does not record."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
 
@@ -154,7 +155,7 @@ def _traced(
 ) -> torch.fx.Graph:
     """The graph of the module's forward in training or evaluation. The module is left as it was.
 
-    Sequences are calls like other children; or, where `opened` is given, which takes their names, their modules are.
+    Sequences are calls like other children. Where `opened` is given, their modules are calls instead, and it gets the sequences' names.
     """
     modes, attributes, drawn = [(m, m.training) for m in module.modules()], dict(module.__dict__), _random_states()
     try:
@@ -179,7 +180,7 @@ def _traced(
 
 
 def _only_argument(module: nn.Module) -> tuple[str, ...]:
-    """The name of the argument that a forward must be given; a ValueError if it is not one."""
+    """The name of the one argument that a forward must be given; a ValueError if there is not exactly one."""
     _, *parameters = inspect.signature(origin(type(module)).forward).parameters.values()
     (name,) = (p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
     return (name,)
@@ -208,7 +209,7 @@ def _leaky_relu(slope: Any) -> Any:
 
 
 def activation_of(node: torch.fx.Node) -> Any:
-    """What a call computes of one array, as :func:`pycuda_conv.conv2d` names it; None if that is no activation."""
+    """The operation of a call on one array, as :func:`pycuda_conv.conv2d` names it; None if that is no activation."""
     word = _ACTIVATIONS.get(node.target) if node.op in ("call_function", "call_method") else None
     if len(node.all_input_nodes) != 1:
         return None
@@ -220,7 +221,7 @@ def activation_of(node: torch.fx.Node) -> Any:
 
 
 def acts_as(module: nn.Module, training: bool) -> Any:
-    """What a module without parameters computes: "identity", an activation as :func:`activation_of` tells, or None for everything else."""
+    """The operation of a module without parameters: "identity", an activation as in :func:`activation_of`, or None for anything else."""
     if type(module) in _STEPS:
         return _STEPS[type(module)](module)
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()) or "forward" in module.__dict__:
@@ -241,7 +242,7 @@ def acts_as(module: nn.Module, training: bool) -> Any:
 
 
 def _steps(module: nn.Module, training: bool) -> torch.fx.Graph | None:
-    """What a module without parameters and children computes of its one argument, if that is a few functions; else None."""
+    """The graph of a module without parameters and children and with one argument, if it is a few functions; else None."""
     if module._modules or module._parameters or module._buffers or "forward" in module.__dict__:
         return None
     try:
@@ -264,7 +265,7 @@ def _layer_norm(module: Any, input: Any) -> Any:
     return torch.layer_norm(input, own["normalized_shape"], parameters["weight"], parameters["bias"], own["eps"])
 
 
-#: What modules of these classes compute.
+#: The operations of modules of these classes.
 _COMPUTED: dict[type, Callable[[Any, Any], Any]] = {nn.Linear: _linear, nn.LayerNorm: _layer_norm}
 _FEW = 3  # functions
 
@@ -279,9 +280,9 @@ def _is_idle_dropout(node: torch.fx.Node) -> bool:
 
 
 def _norm_and_rest(norm: nn.Module, training: bool) -> torch.fx.Graph | None:
-    """What a batch normalisation with a forward of its own computes, if that is torch's and then something else.
+    """The graph of a batch normalisation with a forward of its own, if that is torch's and something after it; else None.
 
-    In the graph the batch normalisation is the placeholder's value, so what follows it is all there is.
+    In the graph the placeholder's value is that of the batch normalisation, so the graph has only the rest.
     """
     base = norm_base(type(norm))
     if base is None or "forward" in norm.__dict__:
@@ -294,7 +295,7 @@ def _norm_and_rest(norm: nn.Module, training: bool) -> torch.fx.Graph | None:
 
 
 def _begins_with_norm(norm: Any, graph: torch.fx.Graph, training: bool) -> bool:
-    """True if the graph's only use of its input is torch's batch normalisation by this module; that node is then taken out."""
+    """True if the graph uses its input only in torch's batch normalisation by this module; its node is then removed."""
     placeholder, *nodes = graph.nodes
     if len(placeholder.users) != 1 or not _is_one_of(next(iter(placeholder.users)), {_F.batch_norm}):
         return False
@@ -322,14 +323,14 @@ def _begins_with_norm(norm: Any, graph: torch.fx.Graph, training: bool) -> bool:
     return isinstance(result, torch.fx.Node) and not any(node.op == "get_attr" for node in graph.nodes)
 
 
-# ---- what is looked at, and whether it has changed
+# ---- modules that a trace depends on, and whether they have changed
 
 
 class Seen:
-    """A module that a trace depends on: its class, its children, its own attributes.
+    """A module that a trace depends on, with its class, its children and its own attributes.
 
-    Modules that are `taken_in` are computed as a part of a chain instead of called. They must have no hooks, and where `training` is
-    not None be in that mode.
+    A module that is `taken_in` is computed as a part of a chain instead of being called. It must have no hooks and, unless `training` is
+    None, be in that mode.
     """
 
     def __init__(self, module: Any, taken_in: bool = False, training: bool | None = None) -> None:
@@ -351,7 +352,7 @@ class Seen:
         return not self.names or all(map(operator.is_, map(attributes.get, self.names), self.values))
 
     def watched_by(self, watch: Watch) -> None:
-        """Let it hold only while the module is as it is now, which is unchanged."""
+        """Add conditions to `watch` that hold while the module stays as it is; it is unchanged now."""
         attributes = watch.module(self.module)
         watch.entries(attributes, "_modules", *self.names)
         watch.entries(attributes["_modules"], *attributes["_modules"])
@@ -362,37 +363,36 @@ class Seen:
                 watch.entries(attributes, "training")
 
 
-#: What a conversion adds to a module's attributes.
+#: The attributes that a conversion adds to a module.
 KEPT = ("_folded", "_fusion", "_conversion")
-#: The attributes that all modules have, and those.
+#: The attributes that all modules have, and those that a conversion adds.
 _COMMON = {*nn.Module().__dict__, *KEPT}
 
 
 class _Recipe(NamedTuple):
-    """A fused function, and the names of what it depends on in the module that it is called with."""
+    """A fused function, and the names of the modules that it depends on in the module that it is called with."""
 
     function: Callable[..., Any]
-    #: Of convolutions.
+    #: The names of each chain of a convolution.
     chains: list[tuple[str, ...]]
-    #: Whether there is anything that the module's own forward does not do.
+    #: Whether the function differs from the module's own forward.
     fuses: bool
-    #: The module itself, whose name is empty, the containers in it, and those that were asked for their first module.
+    #: The module itself, whose name is empty, the containers in it, and those whose first module was asked for.
     looked_into: tuple[str, ...]
-    #: Modules that are computed as a part of a chain, or whose modules are called, and the mode in which they are; None if they are the
-    #: same in both.
+    #: Modules that are computed as a part of a chain, or opened, each with the mode in which it is; None if both modes are alike.
     taken_in: dict[str, bool | None]
     #: The modules that are called.
     called: tuple[str, ...]
 
 
 class _Variant:
-    """One way of calling a module: the fused function, what it depends on, and its chains."""
+    """One way to call a module: the fused function, what it depends on, and its chains."""
 
     def __init__(self, recipe: _Recipe, module: nn.Module) -> None:
         self.function, self.chains, self.called = recipe.function, recipe.chains, recipe.called
         self.seen = [Seen(module.get_submodule(name)) for name in recipe.looked_into]
         self.seen += [Seen(module.get_submodule(name), True, mode) for name, mode in recipe.taken_in.items()]
-        #: What the function takes in the module's place, and what has to hold for that.
+        #: The function's argument in the module's place, and the conditions for that.
         self.ready: tuple[_Children, Conditions] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Variant:
@@ -401,8 +401,8 @@ class _Variant:
         return twin
 
     def children_of(self, module: nn.Module) -> _Children | None:
-        """The module's children, for the function; None if anything that it depends on has changed."""
-        if self.seen[0].module is not module:  # but a copy of it
+        """The module's children, as the function's argument; None if anything that it depends on has changed."""
+        if self.seen[0].module is not module:  # it is a copy of that module
             return None
         ready = self.ready
         if ready is not None and holds(ready[1]):
@@ -418,7 +418,7 @@ class _Variant:
 
 
 class _Children:
-    """A module's children as its attributes, and likewise theirs. A module itself looks elsewhere first, which takes half a microsecond."""
+    """A module's children as attributes, and theirs likewise. An attribute of a module itself takes half a microsecond."""
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
         self._module = module
@@ -435,7 +435,7 @@ class _Children:
 
 
 class Traces:
-    """Remembers what was found for modules that are alike: a trace takes milliseconds, and networks repeat themselves."""
+    """Remembers results for modules that are alike: a trace takes milliseconds, and networks repeat their modules."""
 
     def __init__(self) -> None:
         self.found: dict[Any, Any] = {}
@@ -445,7 +445,7 @@ class Traces:
         try:
             key = find, _likeness(module), arguments
             known = key in self.found
-        except TypeError:  # an attribute that has no hash
+        except TypeError:  # an attribute can't be hashed
             return find(module, *arguments)
         if not known:
             self.found[key] = find(module, *arguments)
@@ -453,7 +453,7 @@ class Traces:
 
 
 def _likeness(module: nn.Module) -> Any:
-    """What a forward may depend on while it is traced. Of modules that have it in common one trace is enough."""
+    """All that a forward may depend on while it is traced. One trace is enough for modules in which it is equal."""
     own = tuple((name, type(value), value) for name, value in module.__dict__.items() if name not in _COMMON)
     tensors = tuple(name for kept in (module._parameters, module._buffers) for name, tensor in kept.items() if tensor is not None)
     return type(module), own, tensors, tuple((name, child and _likeness(child)) for name, child in module._modules.items())
@@ -471,17 +471,17 @@ class Fusion:
         named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
         self.defaults = {p.name: p.default for p in named if p.default is not p.empty}
         self.required = tuple(p.name for p in named if p.default is p.empty)
-        #: by mode and by the names of the arguments given
+        #: by mode and the names of the arguments given
         self.variants: dict[tuple[bool, tuple[str, ...]], _Variant] = {}
-        #: by mode, why it could not be traced
+        #: by mode, the reason why the module could not be traced
         self.problems: dict[bool, str] = {}
-        #: whether the module was called in training since it was evaluated
+        #: whether the module was called in training since its last evaluation
         self.trained = False
         for training in (False, True) if in_training else (False,):
             self._trace(module, training, [p.name for p in named], traces)
 
     def _trace(self, module: nn.Module, training: bool, names: list[str], traces: Traces) -> None:
-        """Trace the calls to expect: without optional arguments, with one of those whose default is None, and with all of those."""
+        """Trace the calls to expect: without optional arguments, with one of those whose default is None, and with all of them."""
         optional = [name for name, default in self.defaults.items() if default is None]
         calls = {tuple(n for n in names if n in self.required or n in more) for more in ((), optional, *((n,) for n in optional))}
         problems = []
@@ -500,10 +500,10 @@ class Fusion:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"in_training": self.in_training}  # for a file: generated functions have no names to pickle them by
+        return {"in_training": self.in_training}  # for a file: generated functions can't be pickled by name
 
     def chosen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """The fused function for this call, and all its arguments; None if the module's own forward is to run."""
+        """The fused function for this call, and all its arguments; None if the module's own forward has to run."""
         training = module.training
         if training:
             self.trained = True
@@ -519,7 +519,7 @@ class Fusion:
         if kwargs or len(args) != len(given):
             try:
                 bound = self.signature.bind(module, *args, **kwargs).arguments
-            except TypeError:  # which the module's own forward explains
+            except TypeError:  # the module's own forward explains the error
                 return None
             _, *named = bound.items()
             values = {name: value for name, value in named if name in given or value is not self.defaults.get(name, inspect)}
@@ -540,14 +540,14 @@ def parts(module: nn.Module, in_sequences: bool = False) -> Iterator[nn.Module]:
 
 
 def is_worth_tracing(module: nn.Module, in_sequences: bool = True) -> bool:
-    """True if the module may have chains: it has a convolution of ours, or one in a sequence of its own, and computes something."""
+    """True if the module may have chains: it has a convolution of ours, perhaps in a sequence, and computes something itself."""
     if is_container(module) or isinstance(module, ALL_CONVOLUTIONS):
         return False
     return any(is_convolution(type(part)) for part in parts(module, in_sequences))
 
 
 def _recipe(module: nn.Module, training: bool, given: tuple[str, ...], traces: Traces) -> _Recipe | str:
-    """The module's forward, called with these arguments, with its chains fused; or why it cannot be traced."""
+    """The module's forward for these arguments, with its chains fused; or the reason why it can't be traced."""
     opened: dict[str, bool | None] = {}
     try:
         graph = _traced(module, training, given, opened=None if training else opened)
@@ -580,7 +580,7 @@ def _is_one_of(node: torch.fx.Node, targets: Collection[Any]) -> bool:
 
 
 class _Finder:
-    """Finds the chains in a module's graph, and puts one call in the place of each."""
+    """Finds the chains in a module's graph, and replaces each by one call."""
 
     def __init__(self, module: nn.Module, graph: torch.fx.Graph, training: bool, traces: Traces) -> None:
         self.module, self.graph, self.training, self.traces = module, graph, training, traces
@@ -614,7 +614,7 @@ class _Finder:
         return None if found == "identity" else found
 
     def follower(self, node: torch.fx.Node, passed: list[torch.fx.Node]) -> torch.fx.Node | None:
-        """The only user of a node. Modules between them that compute nothing are added to `passed`."""
+        """The only user of a node. Modules in between that compute nothing are added to `passed`."""
         while len(node.users) == 1:
             node = next(iter(node.users))
             if not self.calls(node, lambda child: self.acts_as(child) == "identity"):
@@ -623,7 +623,7 @@ class _Finder:
         return None
 
     def between(self, first: torch.fx.Node, last: torch.fx.Node, chain: Collection[torch.fx.Node]) -> list[torch.fx.Node]:
-        """The nodes between two of a chain that are not in it."""
+        """The nodes between `first` and `last` that are not in the chain."""
         nodes = list(self.graph.nodes)
         return [node for node in nodes[nodes.index(first) + 1 : nodes.index(last)] if node not in chain]
 
@@ -634,7 +634,7 @@ class _Finder:
         return node.op == "call_module" and any(one is norm for one in self.child(node).modules())
 
     def fuse(self, convolution: torch.fx.Node) -> tuple[str, ...]:
-        """Fuse the chain that begins with this node, if there is one. The names of its links."""
+        """Fuse the chain that begins with this node, if there is one; returns the names of its links."""
         passed: list[torch.fx.Node] = []
         norm = self.follower(convolution, passed)
         last, names, residual, activation = convolution, [str(convolution.target)], None, None
@@ -642,7 +642,7 @@ class _Finder:
         if norm is not None and (self.calls(norm, self.is_norm) or self.unfold(norm)):
             last, chain = norm, [*passed, norm]
             names.append(str(norm.target))
-        elif self.training:  # torch keeps what the activation's gradient takes
+        elif self.training:  # torch keeps what the activation's gradient needs
             return ()
         else:
             norm = None
@@ -655,16 +655,16 @@ class _Finder:
             chain += [*passed, last]
             passed = []
             following = self.follower(last, passed)
-        if following is not None and residual is not None:  # else what is computed early depends on nothing else
+        if following is not None and residual is not None:  # without a sum the call stays at the convolution
             waits = self.between(last, following, passed)
             following = None if overwriting.may_be_overwritten([convolution.args[0], residual], waits, self.child) else following
         if following is not None and (activation := self.activation(following)) is not None:
             last = following
             names.append(str(last.target) if last.op == "call_module" else _ACTIVATIONS[last.target])
             chain += [*passed, last]
-        if norm is None and activation is None:  # alone, it is still called without its module
+        if norm is None and activation is None:  # the convolution alone is still called without its module
             last, names, residual, chain = convolution, names[:1], None, []
-        if self.training and norm is not None:  # whose statistics are to change in the author's order
+        if self.training and norm is not None:  # the statistics have to change in the author's order
             of_norm = self.child(norm)
             if any(self.calls_norm(node, of_norm) for node in self.between(convolution, last, chain)):
                 return ()
@@ -681,7 +681,7 @@ class _Finder:
     def residual(
         self, start: torch.fx.Node, following: torch.fx.Node | None, before: torch.fx.Node, chain: Collection[torch.fx.Node]
     ) -> torch.fx.Node | None:
-        """What `following` adds to `before`, of a chain that begins with `start`; None if it is no sum that can be a part of the chain."""
+        """The value that `following` adds to `before`, in the chain from `start`; None if it is no sum that can be in the chain."""
         if following is None or not _is_one_of(following, _SUMS) or len(following.args) != 2 or following.kwargs:
             return None
         first, second = following.args
@@ -693,7 +693,7 @@ class _Finder:
         return other if isinstance(other, torch.fx.Node) and other is not before else None
 
     def take_in(self, nodes: Iterable[torch.fx.Node]) -> None:
-        """Note that what these nodes call is computed without their modules."""
+        """Note that the operations of these nodes are computed without their modules."""
         for node in nodes:
             if node.op == "call_module":
                 child = self.child(node)
@@ -701,7 +701,7 @@ class _Finder:
                 self.taken_in[str(node.target)] = None if always else self.training
 
     def replace(self, chain: Sequence[torch.fx.Node], function: Callable[..., Any], *arguments: Any) -> bool:
-        """Call `function` with the first node's module in the place of a chain's last node, and erase the chain."""
+        """Erase a chain, and call `function` with the first node's module in the place of its last node."""
         self.take_in(chain[1:])
         with self.graph.inserting_before(chain[-1]):
             one = self.graph.call_function(function, (self.graph.get_attr(str(chain[0].target)), *arguments))
@@ -721,8 +721,8 @@ class _Finder:
         return self.replace([norm, *passed, following], normalised, norm.args[0], activation)
 
     def fuse_linear(self, start: torch.fx.Node) -> bool:
-        """Compute a converted linear layer and what follows it in one step: an activation; or a permutation to channels first, a factor for
-        each channel, a sum, each of which may be missing. False if there is nothing of that."""
+        """Compute a converted linear layer and the steps after it in one: an activation; or a permutation to channels first, a factor for
+        each channel and a sum, each of which may be missing. False if none follows."""
         if not self.calls(start, linear.is_converted):
             return False
         chain, passed = [start], list[torch.fx.Node]()
@@ -775,9 +775,9 @@ class _Finder:
         return bool(found)
 
     def pass_inputs_on(self) -> None:
-        """Let the layers that are trained hand their input to what reads it after them, where nothing of that may write to it.
+        """Let layers in training pass their input on to its later readers, if none of these may write to it.
 
-        Then the gradients by all uses are added where they are computed, and not in passes of torch's.
+        Then our launches, and no passes of torch's, add the gradients of all uses.
         """
         nodes = list(self.graph.nodes)
         for node in nodes:
@@ -797,7 +797,7 @@ class _Finder:
                 user.replace_input_with(input, passed)
 
     def open_modules(self) -> None:
-        """Put what other modules compute in the place of their calls, where that is known: a call takes a microsecond or two."""
+        """Replace calls of other modules by the operations in them, where these are known: a call takes a microsecond or two."""
         for node in list(self.graph.nodes):
             if not self.calls(node, lambda child: not hooked(child)):
                 continue
@@ -820,7 +820,7 @@ class _Finder:
             self.taken_in[name] = None if always else self.training
 
     def reads_only(self, node: torch.fx.Node) -> bool:
-        """True if the node is a layer that is trained, or calls modules of which a convolution is the first."""
+        """True if the node is a layer in training, or calls modules of which a convolution is the first."""
         if node.target is trained:
             return True
         if not self.calls(node, lambda child: True):
@@ -832,7 +832,7 @@ class _Finder:
         return self.is_convolution(first)
 
     def unfold(self, node: torch.fx.Node) -> bool:
-        """Put what a batch normalisation of its own kind does after normalising behind its node; False if that is not known."""
+        """Put the steps that a batch normalisation of a class of its own adds behind its node; False if they are not known."""
         if not self.calls(node, lambda child: {"weight", "bias"} <= set(child._parameters)):
             return False
         norm = self.child(node)
@@ -853,11 +853,11 @@ class _Finder:
         return True
 
 
-# ---- what is computed
+# ---- functions that traced forwards call
 
 
 def fused(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any) -> Any:
-    """Convolution, batch normalisation, sum with a residual, activation; each of the last three may be None. A traced forward calls it."""
+    """Convolution, batch normalisation, sum with a residual, activation; each of the last three may be None. For traced forwards."""
     folded = _folded(convolution, norm)
     if folded is None or input.dim() != len(convolution.kernel_size) + 2:
         return _finished(_normalised(norm, convolution(input)), residual, activation)
@@ -873,14 +873,14 @@ def fused(convolution: Any, norm: Any, input: Any, residual: Any, activation: An
 
 
 def normalised(norm: Any, input: Any, activation: Any) -> Any:
-    """Batch normalisation and an activation. A traced forward calls it."""
+    """Batch normalisation and an activation. For traced forwards."""
     statistics = _statistics(norm) if input.is_cuda else None
     made = None if statistics is None else normalised_by(input, *statistics, activation)
     return activated(norm(input), activation) if made is None else made
 
 
 def trained(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any, passes_on: bool = False) -> Any:
-    """As :func:`fused`, in training. With `passes_on`, a second result is the input for what else reads it: see :func:`conv_bn_act`."""
+    """The same as :func:`fused`, in training. With `passes_on` the input for other readers is a second result: see :func:`conv_bn_act`."""
     known = isinstance(convolution, modules._Conv) and is_convolution(type(convolution)) and norm_base(type(norm)) is not None
     if not known or hooked(convolution) or hooked(norm):
         made = _finished(_normalised(norm, convolution(input)), residual, activation)
@@ -889,7 +889,7 @@ def trained(convolution: Any, norm: Any, input: Any, residual: Any, activation: 
 
 
 def _normalised(norm: Any, y: Any) -> Any:
-    """The batch normalisation alone, without what a subclass does after it; `y` where there is none."""
+    """The batch normalisation alone, without the steps of a subclass; `y` if it is None."""
     if norm is None:
         return y
     base = None if is_plain_norm(type(norm)) else norm_base(type(norm))
@@ -897,17 +897,17 @@ def _normalised(norm: Any, y: Any) -> Any:
 
 
 def _finished(result: Any, residual: Any, activation: Any) -> Any:
-    """What follows a batch normalisation, after it."""
+    """The steps behind a batch normalisation."""
     if residual is not None:
         result = result + residual
         if activation == "relu":
-            return torch.relu_(result)  # the sum is nobody else's
+            return torch.relu_(result)  # nothing else has the sum
     return activated(result, activation)
 
 
 class _Folded(NamedTuple):
-    """A convolution's weight; what a batch normalisation, or None, does to each channel, with the convolution's bias: a factor and a
-    summand; and what :func:`pycuda_conv.quick.call` is asked, but for the activation, or None where it is not to be called."""
+    """A convolution's weight; the factor and summand of each channel by a batch normalisation, which may be None, and the convolution's
+    bias; and the options of :func:`pycuda_conv.quick.call` without the activation, or None where it must not be called."""
 
     weight: Any
     scale: Any
@@ -916,11 +916,11 @@ class _Folded(NamedTuple):
 
 
 def _folded(convolution: Any, norm: Any) -> _Folded | None:
-    """What is computed in one step, kept as long as nothing that it is made of changes.
+    """The convolution and batch normalisation as one, kept as long as nothing that they are made of changes.
 
-    None for what was put in the place of the two, and where they have hooks or use the batch's statistics.
+    None if one of the two was replaced by something else, has hooks, or uses the batch's statistics.
     """
-    own = (convolution if norm is None else norm).__dict__  # a module's attributes are slow, and this is asked for on every call
+    own = (convolution if norm is None else norm).__dict__  # a module's attributes are slow, and every call asks for them
     kept = own.get("_folded")
     if kept is not None and kept.first is convolution and kept.second is norm and holds(kept.conditions):
         folded: _Folded = kept.made
@@ -937,9 +937,9 @@ def _folded(convolution: Any, norm: Any) -> _Folded | None:
 
 
 def _looked_at(watch: Watch, norm: Any, *more: Any) -> tuple[Any, Any, Any, Any] | None:
-    """The weight, bias, mean and variance of a batch normalisation that is evaluated, which are watched with `more` tensors.
+    """The weight, bias, mean and variance of a batch normalisation in evaluation, which are watched with `more` tensors.
 
-    None for what was put in its place, and where it has hooks or uses the batch's statistics.
+    None if it was replaced by something else, has hooks, or uses the batch's statistics.
     """
     own = norm.__dict__
     if norm_base(type(norm)) is None or own["training"] or any(map(own.get, _OTHERWISE)):
@@ -953,7 +953,7 @@ def _looked_at(watch: Watch, norm: Any, *more: Any) -> tuple[Any, Any, Any, Any]
     watch.entries(own, "training", "eps", "_parameters", "_buffers")
     watch.entries(parameters, "weight", "bias")
     watch.entries(buffers, "running_mean", "running_var", "num_batches_tracked")
-    counted = buffers["num_batches_tracked"]  # torch counts changes of the statistics in this only
+    counted = buffers["num_batches_tracked"]  # torch counts changes of the statistics in this alone
     try:
         for tensor in (*more, gamma, beta, mean, variance, counted):
             if tensor is not None:
@@ -964,8 +964,8 @@ def _looked_at(watch: Watch, norm: Any, *more: Any) -> tuple[Any, Any, Any, Any]
 
 
 def _statistics(norm: Any) -> tuple[Any, Any] | None:
-    """What a batch normalisation multiplies the differences from the mean by, as :func:`normalised_by` takes it, and what it adds. It is
-    kept as long as nothing that it is made of changes. None as for :func:`_looked_at`."""
+    """The mean and factor of a batch normalisation, as :func:`normalised_by` takes them, and its summand, kept as long as nothing that they
+    are made of changes. None as for :func:`_looked_at`."""
     own = norm.__dict__
     kept = own.get("_folded")
     if kept is not None and kept.first is None and kept.second is norm and holds(kept.conditions):
@@ -987,7 +987,7 @@ def _statistics(norm: Any) -> tuple[Any, Any] | None:
 
 
 def _fold(convolution: Any, norm: Any) -> tuple[_Folded, Conditions | None] | None:
-    """What is computed in one step, and how long that holds; None for the latter where it is not to be kept."""
+    """The two as one, and the conditions under which that holds; None for the latter if it must not be kept."""
     own = convolution.__dict__
     if not is_convolution(type(convolution)) or any(map(own.get, _OTHERWISE)):
         return None
@@ -997,7 +997,7 @@ def _fold(convolution: Any, norm: Any) -> tuple[_Folded, Conditions | None] | No
     watch.unhooked(own, *_FORWARD_HOOKS)
     watch.entries(own, *modules.OPTIONS, "_parameters")
     watch.entries(own["_parameters"], "weight", "bias")
-    lasting = "bias" in own["_parameters"]  # else it is computed, as torch.nn.utils.parametrize does
+    lasting = "bias" in own["_parameters"]  # otherwise it is computed, as in torch.nn.utils.parametrize
     if norm is None:
         return _Folded(weight, None, bias, asked), watch.conditions() if lasting else None
     found = _looked_at(watch, norm, convolution._parameters.get("weight"), bias)

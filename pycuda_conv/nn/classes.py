@@ -1,4 +1,4 @@
-"""What modules compute, as far as their classes and attributes tell."""
+"""What modules compute, judged by their classes and attributes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def origin(cls: type) -> Any:
 
 @_remembered
 def overrides(cls: type, base: type, names: tuple[str, ...] = ("forward", "__call__", "_conv_forward", "_output_padding")) -> bool:
-    """True if `cls` computes something else than its base class `base`, as far as the methods of these names tell."""
+    """True if `cls` computes something else than its base class `base`, judged by the methods of these names."""
     return any(getattr(cls, name, None) is not getattr(base, name, None) for name in names)
 
 
@@ -38,7 +38,7 @@ def is_convolution(cls: type) -> bool:
 
 @_remembered
 def norm_base(cls: type) -> Any:
-    """torch's batch normalisation that this class is, or is a subclass of; None if there is no such."""
+    """torch's batch normalisation that this class is or derives from; None if there is none."""
     return next((base for base in NORMS if issubclass(cls, base)), None)
 
 
@@ -61,7 +61,7 @@ def is_sequence(module: nn.Module) -> bool:
 
 
 def hooked(module: Any) -> bool:
-    """True if something else than the module's forward runs when it is called, or when gradients go through it."""
+    """True if a call of the module, or a gradient through it, also runs something else than its forward."""
     own = module.__dict__  # a module's attributes are slow
     return bool(
         own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]

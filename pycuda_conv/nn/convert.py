@@ -1,15 +1,15 @@
-"""Putting this package's convolutions into a model that is there.
+"""Puts this package's convolutions into an existing model.
 
-A module that is converted changes its class and nothing else: it stays the object it was, with its parameters, hooks and names. Five
-kinds of classes are made:
+A converted module changes its class and nothing else: it stays the same object, with its parameters, hooks and names. Five kinds of classes
+are made:
 
 - a convolution becomes one of :mod:`pycuda_conv.nn`; a subclass that computes what its base does becomes a subclass of both;
 - a subclass of a convolution that computes something of its own gets a forward that runs its own inside :class:`routed`;
 - with `fuse`, ``nn.MaxPool2d`` writes its maxima alone in evaluation, and with `fuse_training` it keeps less for its gradient: see
   :mod:`pycuda_conv.nn.pooling`;
 - with `linear`, ``nn.Linear`` is a 1x1 convolution: see :mod:`pycuda_conv.nn.linear`;
-- a module whose convolutions can be fused with what follows them gets a forward that does so: see :mod:`pycuda_conv.nn.chains`. It is
-  taken in evaluation without gradients, and, if asked for, in training; not in ``torch.compile``. Else the author's forward runs, so a
+- a module whose convolutions can be fused with the steps after them gets a forward that does so: see :mod:`pycuda_conv.nn.chains`. It runs
+  in evaluation without gradients and, if asked for, in training; not in ``torch.compile``. Otherwise the author's forward runs, so a
   converted model is trained and evaluated as before.
 """
 
@@ -44,7 +44,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 @dataclass(frozen=True)
 class Converted:
-    """One convolution of the model: its `name` there, its class before, and the names of what is fused with it.
+    """One convolution of the model: its `name` there, its class before, and the names of the steps fused with it.
 
     `by_its_own_forward` is True for a subclass that computes something of its own, inside :class:`routed`.
     """
@@ -61,7 +61,7 @@ class Converted:
 
 @dataclass
 class Conversion:
-    """What :func:`convert` did: the convolutions, and why something was left as it was. Its ``str()`` is meant to be read."""
+    """Report of :func:`convert`: the convolutions, and why something was left as it was. Its ``str()`` is meant to be read."""
 
     converted: list[Converted] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -73,14 +73,14 @@ class Conversion:
 
 
 def report(model: torch.nn.Module) -> Conversion:
-    """What :func:`convert` did to a model: ``print`` it.
+    """The report of what :func:`convert` did to a model, to be printed.
 
     Raises
     ------
     TypeError
         `model` is not a module.
     ValueError
-        It was not converted.
+        `model` was not converted.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def convert(
         raise ValueError(f"fuse_training={fuse_training} needs fuse=True, but got fuse={fuse}")
     found: dict[torch.nn.Module, Converted] = {}
     done = Conversion()
-    ours = [module for module in model.modules() if isinstance(module, _FusedConvBnReLU)]  # which compute all by themselves
+    ours = [module for module in model.modules() if isinstance(module, _FusedConvBnReLU)]  # these compute everything themselves
     for layer in ours:
         layer.precision = precision
     owned = {part for layer in ours for part in layer.modules()}
@@ -211,9 +211,9 @@ def _convert_convolution(name: str, module: torch.nn.Module, precision: str) -> 
 def _fuse(
     name: str, module: torch.nn.Module, found: dict[torch.nn.Module, Converted], notes: list[str], in_training: bool, traces: Traces
 ) -> None:
-    """Give `module` a fused forward if its own has chains to fuse; add a note if they can't be looked for."""
+    """Give `module` a fused forward if its own has chains to fuse; add a note if the search failed."""
     if not is_worth_tracing(module, in_sequences=False):
-        notes = []  # the sequences are looked at on their own
+        notes = []  # the sequences are looked at by themselves
     who = f"nothing in {name or 'the model'} ({type(module).__name__}) is fused"
     try:
         if "forward" in module.__dict__:
@@ -245,7 +245,7 @@ def _full_name(cls: type) -> str:
 
 
 class _Changed:
-    """What all classes made here have: they are pickled as the class they were made from."""
+    """The base of all classes made here: their modules are pickled as ones of the class they were made from."""
 
     _kind: str
     _origin: type
@@ -279,7 +279,7 @@ class _Routed(_Changed):
 
 
 class _Maxima(_Changed):
-    """A pooling."""
+    """A pooling that writes its maxima alone in evaluation."""
 
     _trained = False
 
@@ -299,13 +299,13 @@ class _Maxima(_Changed):
 
 
 class _Pooled(_Maxima):
-    """One that keeps less in training too."""
+    """A pooling that keeps less in training too."""
 
     _trained = True
 
 
 class _Linear(_Changed):
-    """A linear layer."""
+    """A linear layer computed as a 1x1 convolution."""
 
     @staticmethod
     def forward_of(cls: Any) -> Any:
@@ -317,7 +317,7 @@ class _Linear(_Changed):
 
 
 class _Fused(_Changed):
-    """A module whose convolutions are fused with what follows them."""
+    """A module whose convolutions are fused with the steps after them."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -364,7 +364,7 @@ def _change_class(module: torch.nn.Module, kind: str) -> None:
     """Give a module the class of that kind."""
     cls: Any = type(module)
     metaclass: Any = type(cls)
-    if parametrize.is_parametrized(module):  # torch made the class for this module, and takes it away by its first base
+    if parametrize.is_parametrized(module):  # torch made the class for this module alone, and removes it by its first base
         members = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
         module.__class__ = metaclass(cls.__name__, (_converted_class(cls.__bases__[0], kind),), {**members, "_origin": cls})
     else:

@@ -1,20 +1,21 @@
-"""Convolution, batch normalisation, the sum with a residual and an activation in one, trained and evaluated.
+"""Convolution, batch normalisation, the sum with a residual and an activation in one layer, trained and evaluated.
 
-In training each forward pass is the convolution, which on Hopper's tensor cores notes the statistics of its tiles while it has them
-(elsewhere they take a pass of their own), and one pass over its result; kept for the backward pass are the input, the filter and the
-convolution's result y, but neither the normalised y nor the ReLU's mask, which are computed again, as are the derivatives of other
-activations. The mask of a sum with a residual is read off the layer's result, which what follows keeps anyway. The backward pass reads its
-arrays twice: one pass sums, and makes the residual's gradient; the other makes that of y, from which the gradients of input and filter are
-convolved. It takes y's own place, unless the graph is kept for another pass or hooks were given what is saved. Where something else reads
-the layer's input too, its gradient is added by the launch that convolves.
-Evaluated without gradients it is a convolution whose result is scaled and shifted.
+A forward pass in training is the convolution and one pass over its result y. On Hopper's tensor cores the convolution notes the statistics
+of its tiles while it has them; elsewhere they take a pass of their own. The input, the filter and y are kept for the backward pass. The
+normalised y, the ReLU's mask and the derivatives of other activations are not kept but computed again. The mask of a sum with a residual is
+read off the layer's result, which the layers after it keep anyway.
 
-A pass of a training step that was made before is one call into the launcher in C, which makes all its launches: see
-:mod:`pycuda_conv.quick`. Layers are called in one of two ways, as the convolutions are (see :mod:`pycuda_conv.nn.autograd`): through one
-``torch.autograd.Function``, or, where torch has to see operators, as ``torch.ops.pycuda_conv.fused_*``, whose dispatch takes the
-host longer than all the rest. A forward pass with gradients takes two of these: the statistics, which change the running ones and
-have no gradient of their own, and the layer as a function of input, filter and parameters, which has all of it. A residual is then added
-by torch.
+The backward pass reads its arrays twice. One pass computes the sums and the residual's gradient. The other computes the gradient of y, from
+which the gradients of input and filter are convolved. It takes y's own place, unless the graph is kept for another pass or hooks got the
+saved tensors. Where something else reads the layer's input too, the launch that convolves adds that gradient.
+
+Evaluated without gradients, the layer is a convolution whose result is scaled and shifted.
+
+A repeated pass of a training step is one call of the launcher in C, which makes all its launches: see :mod:`pycuda_conv.quick`. Layers are
+called in one of two ways, as the convolutions are (see :mod:`pycuda_conv.nn.autograd`). One is a ``torch.autograd.Function``. The other,
+where torch has to see operators, is ``torch.ops.pycuda_conv.fused_*``; to dispatch these takes the host longer than all the rest. A forward
+pass with gradients then takes two operators. The first computes the statistics, moves the running ones and has no gradient of its own. The
+second is the layer as a function of input, filter and parameters, with the whole gradient. Torch adds a residual after them.
 
 S. Ioffe and C. Szegedy, 'Batch normalization: accelerating deep network training by reducing internal covariate shift' (2015).
 """
@@ -67,20 +68,20 @@ __all__ = ["FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d"]
 
 
 class _LayerSpec(NamedTuple):
-    """What a layer is besides its arrays."""
+    """The options of a layer."""
 
     #: in the form of :func:`pycuda_conv.problem.checked_activation`
     activation: batch_norm.Activation
-    #: whether the statistics are the batch's
+    #: whether the statistics are those of the batch
     of_batch: bool
-    #: of the convolution, in numbers
+    #: the options of the convolution, in numbers
     settings: Settings
 
     def in_integers(self) -> list[int]:
-        """Flattened to ints for operators: the dispatcher's cost grows with the number of arguments.
+        """The options as a flat list of ints for operators: the dispatcher's cost grows with the number of arguments.
 
-        They are number and slope of the activation, of_batch, number of the precision, groups, then axis by axis stride, padding before and
-        after, dilation. The slope is the bits of a float64.
+        They are number and slope of the activation, of_batch, number of the precision, groups; then for each axis stride, padding before,
+        padding after, dilation. The slope is the bits of a float64.
         """
         _, strides, paddings, dilations, groups, precision, *_ = self.settings
         number, slope = activation_and_slope(self.activation)
@@ -91,7 +92,7 @@ class _LayerSpec(NamedTuple):
 
     @classmethod
     def of(cls, spec: Sequence[int]) -> _LayerSpec:
-        """The way back."""
+        """The options from the list of :meth:`in_integers`."""
         number, slope, of_batch, precision, groups, *axes = spec
         word = ACTIVATIONS[number]
         activation = checked_activation((word, from_bits(slope, 8)) if word == "leaky_relu" else word)
@@ -107,13 +108,13 @@ _Order = tuple[int, ...] | None
 
 
 def _order(x: Tensor) -> _Order:
-    """That in which `x` counts as lying, as :mod:`pycuda_conv.arrays` says: C order or channels last."""
+    """The order in which `x` counts as lying, as :mod:`pycuda_conv.arrays` says: C order or channels last."""
     ndim = x.dim() - 2
     return None if _layout(x, ndim) == "NCHW" else channels_last(ndim + 2, ndim)
 
 
 def _sums_dtype(y: Tensor) -> torch.dtype:
-    """Of sums, and of all that there is one of a channel."""
+    """The dtype of sums, and of all other arrays with one value a channel."""
     return torch.float64 if y.dtype is torch.float64 else torch.float32
 
 
@@ -130,7 +131,7 @@ def _pixels(shape: Sequence[int], dtype: str, layout: str) -> batch_norm.Pixels:
 
 @lru_cache(maxsize=1024)
 def _compiled(maker: batch_norm.Maker, like: Signature, order: _Order, *options: Any) -> tuple[Device, Launcher, int] | None:
-    """Where what `maker` makes for arrays (N, K, *size) of that signature runs, and that compiled; None for arrays without elements."""
+    """The device, launcher and workspace bytes of `maker` for arrays (N, K, *size) of that signature; None for arrays without elements."""
     shape, dtype, _ = like
     if not math.prod(shape):
         return None
@@ -154,12 +155,12 @@ def _new_statistics(y: Tensor) -> Tensor:
 
 
 class _Forward(NamedTuple):
-    """The convolution's plan; that and the statistics as one launcher, or None where there are no elements."""
+    """The convolution's plan, and the launcher of convolution and statistics, which is None for arrays without elements."""
 
     plan: Plan
     launch: Launcher | None
     workspace: int
-    #: whether the filter has to lie with its channels last, as it does then
+    #: whether the kernels read a filter whose channels are last in memory
     filter_last: bool
 
     @property
@@ -204,10 +205,10 @@ def _statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
     momentum: float, eps: float, spec: _LayerSpec, counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The convolution y, and (2, K): mean and 1 / sqrt(variance + eps) of its channels, those of the batch or the running ones.
+    """The convolution y, and (2, K): mean and 1 / sqrt(variance + eps) of its channels, of the batch or by running statistics.
 
-    Those of the batch move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to
-    the mean over batches. `counted`, the number of batches too, is raised by 1.
+    The batch's statistics move the running ones, if given: by `momentum`, or to the mean over batches if `tracked`, the number of batches,
+    is given. `counted`, the number of batches too, is raised by 1. At most one of the two is given.
     """
     layout = _layout(x, spec.settings.ndim)
     found = _forward_of(x, weight, bias, momentum, eps, spec)
@@ -240,7 +241,7 @@ def _statistics(
 def _normalised(
     y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: batch_norm.Activation
 ) -> Tensor:
-    """The layer's result, given what :func:`_statistics` found."""
+    """The layer's result from y and the `statistics` of :func:`_statistics`."""
     order = _order(y)
     out: Tensor = TORCH.empty(y.shape, y, None, order)
     added = None if residual is None else TORCH.as_kernel_input(residual.detach(), order)
@@ -250,9 +251,9 @@ def _normalised(
 
 
 def normalised_by(x: Tensor, statistics: Tensor, beta: Tensor | None, activation: batch_norm.Activation) -> Tensor | None:
-    """Batch normalisation by given `statistics`, the mean and a factor, and an activation; None where torch is to compute it.
+    """Batch normalisation by given `statistics`, the mean and a factor, and an activation; None where torch has to compute it.
 
-    Of float64 arrays these are float64, and of all others float32.
+    `statistics` and `beta` are float64 for float64 arrays, and float32 for all others.
     """
     if x.dim() < 3 or x.dtype not in _TYPES or statistics.dtype is not _sums_dtype(x) or x.shape[1] != statistics.shape[1]:
         return None
@@ -265,7 +266,7 @@ _TYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class _Backward(NamedTuple):
-    """The launches of a layer's gradients; the plans of those of the input and of the filter, which may be left out."""
+    """The launches of a layer's gradients; the plans for the gradients of the input and of the filter, either of which may be missing."""
 
     device: Any
     launch: Launcher
@@ -273,7 +274,7 @@ class _Backward(NamedTuple):
     pixels: batch_norm.Pixels
     by_x: Plan | None
     by_weight: Plan | None
-    #: whether the filter has to lie with its channels last, as it does then; and whether its gradient is written so
+    #: whether the kernels read a filter whose channels are last in memory; and whether they write its gradient so
     filter_last: bool
     writes_last: bool
 
@@ -336,13 +337,13 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """The gradients of input and filter, where asked for, of beta and gamma as one array (2, K), and of a residual.
 
-    The last is made where `out` is given, the layer's result after the sum and ReLU; it is dout in a sum without ReLU.
-    `added` is added to the gradient of the input. Where y is `spent`, nobody reads it again, its own gradient takes its place.
+    The residual's is computed if `out` is given, the layer's result after sum and ReLU; in a sum without ReLU it is dout. `added` is added
+    to the gradient of the input. If y is `spent`, nobody reads it again, and its gradient takes its place.
     """
     operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
     order = _order(y)
     dx = dweight = None
-    y = TORCH.as_kernel_input(y, order)  # saved tensors may come back otherwise than they were saved
+    y = TORCH.as_kernel_input(y, order)  # saved tensors may come back in another order than they were saved in
     dy, sums = y if spent else TORCH.empty(y.shape, y, None, order), _new_statistics(y)
     masked = None if out is None else TORCH.empty(y.shape, y, None, order)
     if y.numel():
@@ -357,7 +358,7 @@ def _backward(
             None if added is None or not by_x else TORCH.as_kernel_input(added, order),
         )
         execute.launch(TORCH, found.device, found.launch, given, (dy, sums, masked, dx, dweight), found.workspace)
-        del given  # a copy of dout must be gone when what follows takes its memory
+        del given  # a copy of dout must be gone before the convolutions take its memory
         if quick.possible():
             _remember_backward(operands, of_x, of_weight, spec, spent, found)
     return *_all_gradients(dx, dweight, dy, x, weight, order, of_x, of_weight, spec, added), sums, masked
@@ -367,7 +368,7 @@ def _all_gradients(
     dx: Tensor | None, dweight: Tensor | None, dy: Tensor | None, x: Tensor, weight: Tensor, order: _Order, of_x: bool, of_weight: bool,
     spec: _LayerSpec, added: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of input and filter: those that the layer's own launches have not made, too, and in the order of their arrays."""
+    """The gradients of input and filter, also those that the layer's own launches have not computed, in the order of their arrays."""
     if of_x:
         if dx is None:
             dx = CONV_INPUT.compute(spec.settings, dy, weight, None, x.shape)
@@ -383,7 +384,7 @@ def _inference(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None,
     running_mean: Tensor, running_var: Tensor, eps: float, spec: _LayerSpec,
 ) -> Tensor:
-    """The layer with the running statistics, without gradients."""
+    """The layer by the running statistics, without gradients."""
     channels = weight.shape[0]
     scale, shift = x.new_empty(channels), x.new_empty(channels)
     given = (_like_sums(running_mean, x), _like_sums(running_var, x), _like_sums(gamma, x), _like_sums(beta, x), bias)
@@ -393,27 +394,27 @@ def _inference(
     return dispatch.convolve(call, (x, weight, shift, scale, residual), None, (device, None, None, tune), True)
 
 
-# ---- steps that were made before
+# ---- repeated steps
 
-#: Forward and backward passes by their keys, as the launcher in C makes them again: all launches of one as a row, and how the layer is.
+#: Forward and backward passes by their keys, for the launcher in C: all launches of a pass as one row, and the layer's options.
 _again: quick.Table = {}
 launches_are_in(_again.clear)
 
 
 def _readable(array: Tensor | None, order: _Order) -> bool:
-    """Whether kernels can read it as it is, or it is None."""
+    """Whether kernels can read the array as it is; True for None."""
     return array is None or TORCH.is_kernel_input(array, order)
 
 
 def _count_as_sums(y: Tensor, *of_channels: Tensor | None) -> bool:
-    """Whether kernels can read these as they are, of which there is one value a channel of y."""
+    """Whether kernels can read these arrays as they are; each has one value a channel of y."""
     return all(_like_sums(one, y) is one for one in of_channels)
 
 
 def _remember_forward(
     asked: tuple[Any, ...], operands: Sequence[Tensor | None], momentum: float, eps: float, spec: _LayerSpec, counts: bool, made: Tensor
 ) -> None:
-    """Put a forward pass that was just `made` into the table. `operands` are those of the key; it `counts` batches if it should."""
+    """Put a forward pass that was just `made` into the table. `operands` are those of its key. It `counts` batches if it should."""
     x, residual, weight, bias, gamma, beta, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
     found = _forward_of(x, weight, bias, momentum, eps, spec)
@@ -431,7 +432,7 @@ def _remember_forward(
         invstd = mean[0], pixels.K * pixels.sum_bytes
         statistics, nbytes = batch_norm.statistics(pixels, processors, eps, momentum, plan.schedule.moments)
         nbytes = max(nbytes, plan.workspace_bytes)
-        if nbytes <= made.nbytes:  # out, which is written last, has room for it
+        if nbytes <= made.nbytes:  # out is written last and has room for the workspace
             scratch, nbytes = ao, 0
         tracked, counted = (none, an) if counts else (an, none)
         steps, asked_for = quick.steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none)), (spec.activation, residual is not None)
@@ -449,7 +450,7 @@ def _remember_forward(
 
 
 def _asked_forward(conv: Any, bn: Any, activation: batch_norm.Activation, precision: str) -> tuple[Any, ...] | None:
-    """The options in a forward pass's key; None where it is not remembered."""
+    """The options in a forward pass's key; None for one that is not remembered."""
     if not quick.possible():
         return None
     own, of_norm = conv.__dict__, bn.__dict__  # a module's attributes are slow
@@ -458,12 +459,12 @@ def _asked_forward(conv: Any, bn: Any, activation: batch_norm.Activation, precis
             return None
         padding = own["_reversed_padding_repeated_twice"]
         return activation, of_norm["momentum"], of_norm["eps"], own["stride"], padding, own["dilation"], own["groups"], precision
-    except KeyError:  # a class of the caller's computes some
+    except KeyError:  # a class of the caller's computes some of them
         return None
 
 
 def _forward_again(asked: tuple[Any, ...], input: Tensor, residual: Any, tensors: tuple[Any, ...], passes_on: bool) -> Any:
-    """The layer, of which torch is told, by a forward pass that was made before; else None. `tensors` as :func:`_tensors` has them."""
+    """The layer by a repeated forward pass, in a call that torch is told of; else None. `tensors` are those of :func:`_tensors`."""
     weight, bias, gamma, beta, running_mean, running_var, batches = tensors
     counts = asked[1] is not None
     if not counts and batches is not None:  # the kernels take the mean over batches, this one included
@@ -481,9 +482,9 @@ def _forward_again(asked: tuple[Any, ...], input: Tensor, residual: Any, tensors
 
 
 def _were_written(running: Sequence[Tensor | None], batches: Tensor | None, counted: bool) -> None:
-    """Tell torch of what kernels wrote to: running statistics, and the number of batches if they `counted`.
+    """Tell torch of the tensors that kernels wrote to: running statistics, and the number of batches if they `counted`.
 
-    Where batches are counted, that tells of the statistics too, as with torch's own batch normalisation. That one keeps them for its
+    Where batches are counted, that tells of the statistics too, as with torch's own batch normalisation. Torch keeps the statistics for its
     gradient, and a module may be called twice.
     """
     written = running if batches is None else (batches,) * counted
@@ -495,13 +496,13 @@ _increment_version = getattr(torch._C, "_increment_version", increment_version)
 
 
 class _BackwardAgain(NamedTuple):
-    """A backward pass that was made before. Gradients that its row of launches does not make take dy."""
+    """A repeated backward pass. Gradients that its row of launches does not compute are computed from dy."""
 
     row: Any
     makes_dy: bool
     makes_dx: bool
     makes_dweight: bool
-    #: whether it makes all gradients, as they are to lie
+    #: whether it computes all gradients, in the order in which they have to lie
     complete: bool
 
 
@@ -514,7 +515,7 @@ def _backward_again(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None, statistics: Tensor,
     of_x: bool, of_weight: bool, spec: _LayerSpec, added: Tensor | None = None, spent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None] | None:
-    """As :func:`_backward`, of a pass that was made before; else None."""
+    """The same as :func:`_backward`, by a repeated pass; else None."""
     if not quick.possible():
         return None
     operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
@@ -534,7 +535,7 @@ def _backward_again(
 def _remember_backward(
     operands: Sequence[Any], of_x: bool, of_weight: bool, spec: _LayerSpec, spent: bool, found: _Backward
 ) -> None:
-    """Likewise a backward pass. `operands` are those of :func:`_backward`."""
+    """Put a backward pass into the table. `operands` are those of :func:`_backward`."""
     plans = [plan for plan in (found.by_x, found.by_weight) if plan is not None]
     name = quick.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.settles for plan in plans) else None
     if name is None or name in _again or found.device.capturing():
@@ -548,7 +549,7 @@ def _remember_backward(
     fit = fit and (not makes_dx or (_readable(weight, found.filter_order) and _readable(added, order)))
     if fit and (not makes_dweight or _readable(x, order)):
         count = len(operands)
-        # dout, x, w, gamma, beta, y, out, mean and invstd, what is added to dx | sums, and masked dout, dy, dx, dw where they are made |
+        # dout, x, w, gamma, beta, y, out, mean and invstd, what is added to dx | sums, and masked dout, dy, dx, dw if they are computed |
         # workspace | none
         ad, ax, aw, ag, at, ay, ao, mean, ap, sums, *more = ((i, 0) for i in range(count + 7))
         masked = None if out is None else more.pop(0)
@@ -560,7 +561,7 @@ def _remember_backward(
             nbytes = max(nbytes, quick.bytes_of_row(by_x, found.filter_last, by_weight, found.writes_last))
         if spent:
             dy = ay
-        elif dy is None:  # then it is workspace
+        elif dy is None:  # then dy is workspace
             start = -(-nbytes // 512) * 512
             dy, nbytes = (scratch[0], start), start + y.nbytes
         invstd = mean[0], pixels.K * pixels.sum_bytes
@@ -600,11 +601,11 @@ def _save(
 
 
 def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """By x, weight, bias, gamma and beta, and what the gradient by a residual would be. `added` is added to the first."""
+    """The gradients by x, weight, bias, gamma, beta and a residual, whether there is one or not. `added` is added to the first."""
     x, weight, gamma, beta, y, out, statistics = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
     (spec, bias_dtype, own_y), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
-    twice = torch.is_grad_enabled()  # the operator refuses the gradients of gradients
+    twice = torch.is_grad_enabled()  # the operator refuses gradients of gradients
     spent = own_y and not twice and not _keeps_graph()
     made = None if twice else _backward_again(*given, spec, added, spent)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
@@ -617,7 +618,7 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     dx, dweight, sums, masked = _backward(*given, spec, added, spent) if made is None else made
     dbias = None
     if of_bias:
-        if spec.of_batch:  # whose mean takes a bias away again
+        if spec.of_batch:  # the batch's mean removes a bias
             dbias = torch.zeros_like(sums[0], dtype=bias_dtype)
         else:
             dbias = (sums[0] * (statistics[1] if gamma is None else statistics[1] * gamma)).to(bias_dtype)
@@ -629,8 +630,8 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, dout if masked is None else masked
 
 
-#: Whether the backward pass that runs may be run again, so that what was saved for it has to stay; and the hooks that get what is saved.
-#: Other versions of torch may not tell.
+#: Whether the running backward pass may run again, so that saved tensors have to stay; and the hooks that get saved tensors. Where torch's
+#: version does not tell, True stands for both.
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _packing_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
@@ -640,10 +641,10 @@ def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 class _Function(torch.autograd.Function):
-    """Tells torch of a layer's forward pass where torch need not see operators.
+    """A layer's forward pass, of which it tells torch where torch need not see operators.
 
-    All of the pass is `made` already: y, the statistics and the result. Where it `passes_on` the input, that is a second result, for what
-    else reads it: then the gradients by both uses meet here, and the launch that convolves one adds the other.
+    The pass is `made` already: y, the statistics and the result. Where it `passes_on` the input for other readers, the input is a second
+    result. Then the gradients of both uses meet here, and the launch that convolves one adds the other.
     """
 
     @staticmethod
@@ -655,7 +656,7 @@ class _Function(torch.autograd.Function):
         _save(ctx, x, weight, bias, gamma, beta, y, out if spec.activation and residual is not None else None, statistics, spec)
         if not passes_on:
             return out
-        ctx.set_materialize_grads(False)  # where nothing else read it, there is nothing to add
+        ctx.set_materialize_grads(False)  # if nothing else read the input, there is nothing to add
         return out, x
 
     @staticmethod
@@ -666,7 +667,7 @@ class _Function(torch.autograd.Function):
         return dx, dweight, dbias, dgamma, dbeta, by_residual if ctx.needs_input_grad[5] else None, None, None, None
 
 
-#: ``_Function.apply`` without the questions that the launcher in C has asked already. They take 3 us.
+#: ``_Function.apply`` without checks that the launcher in C has already made. They take 3 us.
 _apply = super(torch.autograd.Function, _Function).apply
 
 
@@ -702,8 +703,8 @@ def _fused_conv_bn_relu(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor,
     spec: Sequence[int],
 ) -> Tensor:
-    """The layer, given what :func:`_fused_statistics` found for the same `x`, `weight` and `bias`: gradients are theirs."""
-    y = TORCH.as_kernel_input(y, _order(y))  # a compiler of torch's may have laid it out otherwise
+    """The layer, given the results of :func:`_fused_statistics` for the same `x`, `weight` and `bias`; its gradients are those of both."""
+    y = TORCH.as_kernel_input(y, _order(y))  # a compiler of torch's may have laid it out in another order
     return _normalised(y, statistics, gamma, beta, None, _LayerSpec.of(spec).activation)
 
 
@@ -735,7 +736,7 @@ def _fused_conv_bn_relu_backward(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor, of_x: bool,
     of_weight: bool, spec: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`_backward`; gradients that are not asked for are without elements."""
+    """The same as :func:`_backward`; gradients that are not asked for have no elements."""
     given = dout, x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _LayerSpec.of(spec)
     dx, dweight, sums, _ = _backward_again(*given) or _backward(*given)
     dweight = weight.new_empty(0) if dweight is None else TORCH.as_kernel_input(dweight, _order(weight))
@@ -805,7 +806,7 @@ count_flops(torch.ops.pycuda_conv.fused_conv_bn_relu_backward, _backward_flops)
 
 
 class _FusedConvBnReLU(nn.Module):
-    """What the ranks share. `conv` and `bn` are torch's modules, which hold the parameters and buffers."""
+    """The common part of all ranks. `conv` and `bn` are torch's modules, which hold the parameters and buffers."""
 
     _conv: ClassVar[type[nn.Module]]
     _bn: ClassVar[type[nn.Module]]
@@ -838,10 +839,10 @@ class _FusedConvBnReLU(nn.Module):
 
     @classmethod
     def from_modules(cls, conv: nn.Module, bn: nn.Module, *, relu: bool = True, precision: Precision = "fp32") -> Any:
-        """The layer that computes what `conv`, `bn` and, unless `relu` is False, a ReLU compute one after the other.
+        """A layer that computes the same as `conv`, `bn` and, unless `relu` is False, a ReLU one after the other.
 
-        Its `conv` and `bn` are these modules, not copies: parameters and buffers are shared with them, and it trains or
-        evaluates as `bn` does. :meth:`to_modules` is the way back.
+        Its `conv` and `bn` are these modules, not copies: parameters and buffers are shared with them, and the layer trains or evaluates
+        as `bn` does. :meth:`to_modules` gives the modules back.
 
         Raises
         ------
@@ -863,11 +864,11 @@ class _FusedConvBnReLU(nn.Module):
         return fused
 
     def to_modules(self) -> tuple[Any, Any]:
-        """The convolution and the batch norm, whose parameters and buffers these are; the ReLU comes after them."""
+        """The convolution and the batch norm with the layer's parameters and buffers; the ReLU comes after them."""
         return self.conv, self.bn
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As torch's, but for SyncBatchNorm.convert_sync_batchnorm, which sets its modules so and is refused."""
+        """The same as torch's. It refuses SyncBatchNorm, which SyncBatchNorm.convert_sync_batchnorm would set in this way."""
         _refuse_sync(module)
         super().add_module(name, module)
 
@@ -885,10 +886,10 @@ def conv_bn_act(
     conv: Any, bn: Any, input: Tensor, activation: batch_norm.Activation, precision: str, ndim: int, residual: Tensor | None = None,
     passes_on: bool = False,
 ) -> Any:
-    """What `conv`, `bn`, the sum with a `residual` and the activation make of `input`, which has `ndim` spatial axes.
+    """The result of `conv`, `bn`, the sum with a `residual` and the activation for `input`, which has `ndim` spatial axes.
 
-    Neither module is called. If it `passes_on` the input, there are two results: the layer's, and the input for what else reads it, so
-    that its gradient is added in the launch that convolves the layer's own.
+    Neither module is called. If it `passes_on` the input, that is a second result, for other readers of the input: then the launch that
+    convolves the layer's own gradient adds theirs.
     """
     if not batch_norm.takes(activation, residual is not None):
         made = conv_bn_act(conv, bn, input, None, precision, ndim, residual, passes_on)
@@ -900,7 +901,7 @@ def conv_bn_act(
     else:
         weight, bias, *rest = tensors
         x, *cast = _cast(input, weight, bias)  # torch's sum does not cast the residual either
-        with without_autocast(input) if quick.possible() else nullcontext():  # so that it is a call like those outside of it
+        with without_autocast(input) if quick.possible() else nullcontext():  # the call is then like those outside of autocast
             made = _conv_bn_act(conv, bn, activation, precision, ndim, x, residual, (*cast, *rest), passes_on and x is input)
     return (made, input) if passes_on and isinstance(made, Tensor) else made
 
@@ -909,7 +910,7 @@ def _conv_bn_act(
     conv: Any, bn: Any, activation: batch_norm.Activation, precision: str, ndim: int, input: Tensor, residual: Tensor | None,
     tensors: tuple[Any, ...], passes_on: bool,
 ) -> Any:
-    """The same, given the parameters and buffers of both, cast. One result where the input can't be passed on."""
+    """The same, given the parameters and buffers of both, cast. It gives one result where the input can't be passed on."""
     asked = _asked_forward(conv, bn, activation, precision)
     if asked is not None:
         made = _forward_again(asked, input, residual, tensors, passes_on)
@@ -968,12 +969,12 @@ def _conv_bn_act(
 
 
 def _counted_by_kernels(batches: Tensor, x: Tensor) -> bool:
-    """Whether the kernels can count the batches: torch's sum of a number takes the host as long as two of their launches."""
+    """Whether the kernels can count the batches: in torch, adding a number takes the host as long as two of their launches."""
     return TORCH.on_gpu(x) and batches.device == x.device and batches.dtype is torch.int64 and not _traced(batches, batches, None)
 
 
 def _is_added_as_it_is(residual: Any, x: Tensor, shape: torch.Size) -> bool:
-    """True if the kernels can add `residual` to a result of that shape, of the type of `x`. Torch's sum takes others too, and scalars."""
+    """True if kernels can add `residual` to a result of `shape` and the type of `x`. Torch's sum takes others too, and scalars."""
     return (
         isinstance(residual, Tensor) and residual.shape == shape and residual.dtype is x.dtype and residual.device == x.device
         and not _traced(residual, residual, None)
@@ -981,18 +982,18 @@ def _is_added_as_it_is(residual: Any, x: Tensor, shape: torch.Size) -> bool:
 
 
 def _tensors(conv: Any, bn: Any) -> tuple[Any, ...]:
-    """The parameters of both, and the buffers. A module's attributes are slow: it looks for them elsewhere first."""
+    """The parameters and buffers of both modules. A module's attributes are slow: it looks for them elsewhere first."""
     own, of_norm = conv.__dict__, bn.__dict__
     try:
         of_conv, of_bn, buffers = own["_parameters"], of_norm["_parameters"], of_norm["_buffers"]
         running = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
         return of_conv["weight"], of_conv["bias"], of_bn["weight"], of_bn["bias"], *running
-    except KeyError:  # some are computed, as torch.nn.utils.parametrize does
+    except KeyError:  # some are computed, as in torch.nn.utils.parametrize
         return conv.weight, conv.bias, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.num_batches_tracked
 
 
 def _padded(conv: Any, x: Tensor, ndim: int) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """`x`, with what the convolution's mode puts around it, and the zeros still to be added, before and after, axis by axis."""
+    """`x` with the border that the convolution's mode makes, and the zeros still to be added, before and after, axis by axis."""
     last_axis_first = conv._reversed_padding_repeated_twice
     if conv.padding_mode != "zeros":
         return F.pad(x, last_axis_first, mode=conv.padding_mode), ((0, 0),) * ndim
@@ -1014,10 +1015,10 @@ class FusedConvBnReLU2d(_FusedConvBnReLU):
     ``state_dict`` has ``conv.weight``, ``bn.running_mean`` and so on. They hold parameters and buffers and are not called: hooks
     on them don't run. The statistics are the batch's where ``bn.training`` is set, as in ``nn.BatchNorm2d``.
 
-    Less memory is taken than by the three modules: for the backward pass the convolution's result is kept, and neither its
-    normalised form nor the ReLU's mask, which are computed again. A call ``layer(x, residual)`` adds the residual before the ReLU, as the
-    blocks of a ResNet do, and keeps its own result for the mask. Evaluated without gradients, the running statistics become a
-    factor and a summand of the convolution, of the input's dtype: in float16, below 65504.
+    It takes less memory than the three modules. For the backward pass it keeps the convolution's result, but not its normalised form or
+    the ReLU's mask, which are computed again. A call ``layer(x, residual)`` adds the residual before the ReLU, as the blocks of a ResNet
+    do, and keeps its own result for the mask. Evaluated without gradients, the running statistics become a factor and a summand of the
+    convolution, of the input's dtype: in float16, below 65504.
 
     There are no second derivatives, and no statistics over several processes: a ``SyncBatchNorm`` is refused.
 

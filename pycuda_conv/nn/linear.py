@@ -1,10 +1,10 @@
-"""``nn.Linear`` of float32 as a 1x1 convolution: torch multiplies float32 on plain cores, and this package on tensor cores, as exactly.
+"""``nn.Linear`` of float32 as a 1x1 convolution: torch multiplies float32 on plain cores, this package on tensor cores, as exactly.
 
 All but the last axis of the input count as the pixels of one image whose channels are last. The gradient of the weight is dy^T x. That is
-the product of a transposed 1x1 convolution whose channels are the rows: x is its input of `features` pixels, and dy its filter. Filters
-take long to pack, so where rows are many that product is torch's.
+the product of a transposed 1x1 convolution whose channels are the rows: its input is x, with `features` pixels, and its filter is dy. As
+packing a filter takes long, torch computes that product where there are many rows.
 
-In a traced forward that is evaluated, a layer and what follows it are one step: see :func:`in_one`.
+In a traced forward in evaluation, a layer and the steps after it are one call: see :func:`in_one`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from pycuda_conv.nn.classes import hooked
 from pycuda_conv.nn.watch import Kept, Watch, holds
 from pycuda_conv.typing import Precision
 
-#: The fewest multiplications, rows, and features in or out that are worth it.
+#: The least products, rows, and features in or out for which our kernels are faster.
 LEAST_PRODUCTS, LEAST_ROWS, LEAST_FEATURES = 2**27, 256, 32
-#: The fewest rows that are worth it where more than the product is computed, and the largest weight if there are not more of them: it is
-#: packed for every call.
+#: The least rows where more than the product is computed, and the most elements of the weight for that. With a larger weight, which every
+#: call packs, LEAST_ROWS are needed here too.
 LEAST_FUSED_ROWS, MOST_FUSED_WEIGHT = 48, 2**22
-#: The most rows with which our product is the gradient of the weight.
+#: The most rows for which our product computes the gradient of the weight.
 MOST_ROWS = 2**13
 
 
 def linear(x: Any, weight: Any, bias: Any) -> Any:
-    """What ``torch.nn.functional.linear`` gives."""
+    """The result of ``torch.nn.functional.linear``."""
     if _is_worth_it(x, weight) and not _traced(x, weight, bias) and forward_ad._current_level < 0:
         rows = x.reshape(-1, x.shape[-1])
         made = _Function.apply(rows, weight, bias) if _differentiated(x, weight, bias, None, None) else _product(rows, weight, bias)
@@ -40,15 +40,15 @@ def linear(x: Any, weight: Any, bias: Any) -> Any:
 
 
 def is_converted(module: Any) -> bool:
-    """True if a module is an ``nn.Linear`` whose product is a 1x1 convolution, and nothing else."""
+    """True if a module is an ``nn.Linear`` that computes its product by a 1x1 convolution, and nothing else."""
     own = module.__dict__
     return type(module).__dict__.get("_kind") == "linear" and "forward" not in own and {"weight", "bias"} <= set(own["_parameters"])
 
 
 def in_one(module: Any, input: Any, scale: Any, residual: Any, activation: Any, moved: bool) -> Any:
-    """What a linear layer computes, then with its last axis in the second place if `moved`, times `scale`, plus `residual`, activated.
+    """A linear layer, with its last axis moved to the second place if `moved`, times `scale`, plus `residual`, then the activation.
 
-    The last three may be None; `scale` (K, 1, 1) is only there if `moved`. No gradients are recorded.
+    Each of the last three may be None; `scale` (K, 1, 1) needs `moved`. No gradients are recorded.
     """
     made = _in_one(module, input, scale, residual, activation, moved)
     if made is not None:
@@ -60,7 +60,7 @@ def in_one(module: Any, input: Any, scale: Any, residual: Any, activation: Any, 
 
 
 def _in_one(module: Any, x: Any, scale: Any, residual: Any, activation: Any, moved: bool) -> Any:
-    """As :func:`in_one` by one convolution, or None where that is not worth it."""
+    """The same as :func:`in_one`, by one convolution; None where that does not pay."""
     weight, bias = module._parameters["weight"], module._parameters["bias"]
     if hooked(module) or not _is_worth_fusing(x, weight, (bias, scale, residual)) or _traced(x, weight, bias):
         return None
@@ -85,7 +85,7 @@ def _in_one(module: Any, x: Any, scale: Any, residual: Any, activation: Any, mov
 
 
 def _scaled(module: Any, bias: Any, scale: Any) -> tuple[Any, Any]:
-    """The factor of each channel, and the bias times that, kept as long as neither changes."""
+    """The factor of each channel, and the bias times it, kept as long as neither changes."""
     own = module.__dict__
     kept = own.get("_folded")
     if kept is not None and kept.first is bias and kept.second is scale and holds(kept.conditions):
@@ -128,7 +128,7 @@ def _is_worth_it(x: Any, weight: Any) -> bool:
 
 
 def _product(x: Any, weight: Any, bias: Any) -> Any:
-    """x weight^T + bias, of `x` as rows."""
+    """x weight^T + bias, for the rows of `x`."""
     return pc.conv1d(x.t()[None], weight[:, :, None], bias)[0].t()
 
 

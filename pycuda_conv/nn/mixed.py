@@ -1,10 +1,10 @@
-"""Convolutions inside ``torch.autocast`` that were made before: their launches round what is float32, and give gradients in float32.
+"""Repeated convolutions inside ``torch.autocast``: their launches also round float32 operands, and give gradients in float32.
 
-Torch's autocast casts input, filter and bias one by one, and each cast has a backward pass of its own: six launches of torch's for a
-convolution, which take the host longer than the convolution does. Here they are launches of the same row: see
-:func:`pycuda_conv.quick.row`. The numbers are the same: gradients too are rounded to 16 bits first, so what overflows there is infinite.
+Torch's autocast casts input, filter and bias one by one, and each cast has a backward pass of its own. These six launches of torch's take
+the host longer than the convolution. Here they are in the same row of launches as the convolution: see :func:`pycuda_conv.quick.row`. The
+numbers are the same: gradients too are rounded to 16 bits first, so a gradient that overflows there is infinite.
 
-What was rounded is a result beside the convolution's, so that torch can differentiate gradients in their turn.
+The rounded operands are results beside the convolution's, so that torch can differentiate gradients in their turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime.base import KernelLaunch
 
 _WORDS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-ALIGNED = 512  # bytes, of what shares a workspace
+ALIGNED = 512  # bytes to which the places in a workspace are aligned
 
 #: Forward passes and backward passes by their keys; None where there is no row of launches.
 _table: quick.Table = {}
@@ -35,13 +35,13 @@ launches_are_in(_table.clear)
 
 
 class _Ready(NamedTuple):
-    """A forward pass: its row of launches, and what its gradients are asked with."""
+    """A forward pass: its row of launches, and the options of its gradients."""
 
     row: Any
     call: Call
     settings: Any
     dtype: str
-    #: whether the input is float32, which is rounded
+    #: whether the input is float32 and has to be rounded
     narrows: bool
 
 
@@ -58,7 +58,7 @@ class _Room:
 
 
 def convolve(asked: tuple[Any, ...], input: Any, weight: Any, bias: Any, wanted: Any) -> Any:
-    """A convolution that torch is told of, or None where it is to go another way. ``torch.autocast`` is switched off."""
+    """A convolution in a call that torch is told of; None if it has to be computed another way. ``torch.autocast`` is switched off."""
     if not autograd._differentiated(input, weight, bias, None, None):
         return None
     made = quick.again(_table, (_WORDS.get(wanted), *asked), input, weight, bias)
@@ -69,7 +69,7 @@ def convolve(asked: tuple[Any, ...], input: Any, weight: Any, bias: Any, wanted:
 
 
 def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) -> None:
-    """Put a convolution that was just made in the table: of `given`, which torch cast from what is `wide`."""
+    """Put a convolution that was just computed into the table: of `given`, which torch cast from the `wide` operands."""
     x, weight, bias = given
     word = _WORDS.get(x.dtype)
     name = None if word is None else quick.key((word, *asked), *wide)
@@ -126,7 +126,7 @@ def _fits(plan: Plan, first: Any) -> bool:
 
 
 class _Function(torch.autograd.Function):
-    """The results are the convolution's, and the filter and, where it was float32, the input in 16 bits."""
+    """The results are those of the convolution, the filter in 16 bits, and the input in 16 bits if it was float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, ready: _Ready, made: list[Any]) -> Any:
@@ -162,12 +162,12 @@ class _Function(torch.autograd.Function):
         return *(a.float() if a is not None and to_float else a for a, to_float in zip(found, wide, strict=True)), None, None
 
 
-#: ``_Function.apply`` without the questions that the launcher in C has asked already.
+#: ``_Function.apply`` without checks that the launcher in C has already made.
 _apply = super(torch.autograd.Function, _Function).apply
 
 
 def _gradients(ctx: Any, grad: Any, x16: Any, w16: Any) -> list[Any] | None:
-    """By input, filter and bias, as they were made before; None where they are to be made another way."""
+    """The gradients by input, filter and bias, by a repeated backward pass; None if they have to be computed another way."""
     ready, asked = ctx.ready, [int(needed) for needed in ctx.needs_input_grad[:3]]
     options = "backward", ready.dtype, int(ready.narrows), int(ctx.last), *asked, *ready.call[:-2], *ctx.shapes
     made = quick.again(_table, options, grad, x16, w16)
@@ -179,7 +179,7 @@ def _gradients(ctx: Any, grad: Any, x16: Any, w16: Any) -> list[Any] | None:
 
 
 def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any, w16: Any) -> None:
-    """Put a backward pass in the table."""
+    """Put a backward pass into the table."""
     name = quick.key(options, grad, x16, w16)
     if name is None or name in _table:
         return
@@ -205,11 +205,11 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
         (ag, ax, aw), scratch, none = ((0, 0), (1, 0), (2, 0)), (3 + sum(asked), 0), (4 + sum(asked), 0)
         steps: list[list[KernelLaunch]] = []
         results: list[Any] = []
-        narrow_ones: list[casting.Part] = []  # which one launch widens in the end
+        narrow_ones: list[casting.Part] = []  # one launch widens these at the end
         room = _Room(scratch[0])
         pixels = batch_norm.Pixels(word, TORCH.layout(grad, ndim), grad.shape[0], grad.shape[1], math.prod(grad.shape[2:]))
         summed, nbytes = batch_norm.channel_sums(pixels, device.multiprocessors) if by_bias else ((), 0)
-        room.take(max(nbytes, *(plan.workspace_bytes for plan in plans)))  # which serves one after the other
+        room.take(max(nbytes, *(plan.workspace_bytes for plan in plans)))  # the plans use it one after the other
         if by_first is not None and dx is not None:
             size = math.prod(x_shape)
             to = room.take(2 * size) if ready.narrows else dx

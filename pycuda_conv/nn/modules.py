@@ -1,6 +1,6 @@
 """torch's convolution modules, computed by this package.
 
-Each is torch's own class with another forward: the same arguments, parameters, initialisation, state_dict and printed form.
+Each class is torch's own with another forward: it has the same arguments, parameters, initialisation, state_dict and printed form.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def in_pairs(padding: Any) -> bool:
     return isinstance(padding, (tuple, list)) and any(isinstance(v, (tuple, list)) for v in padding)
 
 
-#: The attributes that decide what a convolution computes, besides its parameters.
+#: The attributes that, besides the parameters, decide what a convolution computes.
 OPTIONS = "stride", "padding", "output_padding", "dilation", "groups", "padding_mode", "kernel_size", "precision"
 
 
 def parameters_of(module: Any) -> tuple[Any, Any]:
-    """A convolution's weight and bias. To ask the module itself takes longer than a launch: it looks for them elsewhere first."""
+    """A convolution's weight and bias. Attributes of the module would take longer than a launch, as it looks for them elsewhere first."""
     own = module.__dict__["_parameters"]
     try:
         return own["weight"], own["bias"]
@@ -41,7 +41,7 @@ def parameters_of(module: Any) -> tuple[Any, Any]:
 
 
 class _Precise:
-    """What all the modules have besides torch's: a precision."""
+    """The base of all the modules, which adds a precision to torch's."""
 
     precision = "fp32"
 
@@ -77,7 +77,7 @@ class _Conv(_Precise):
         return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **epilogue)
 
     def _asked(self: Any) -> tuple[Any, ...] | None:
-        """The members of a :class:`pycuda_conv.call.Call` but for the activation; None where what is around the input is made first."""
+        """The members of a :class:`pycuda_conv.call.Call` without the activation; None if the input's border has to be made first."""
         if self.padding_mode != "zeros":
             return None
         return "conv", len(self.kernel_size), self.stride, self.padding, self.dilation, self.groups, self.precision, 0
@@ -91,7 +91,7 @@ class _ConvTranspose(_Precise):
         groups: int = 1, bias: bool = True, dilation: Any = 1, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *,
         precision: Precision = "fp32",
     ) -> None:
-        if isinstance(padding, str):  # of whose letters torch makes a tuple
+        if isinstance(padding, str):  # torch makes a tuple of its letters
             raise ConvArgumentError(f"padding must be integers for a transposed convolution, but got padding={brief(padding)}")
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode, device, dtype
@@ -99,7 +99,7 @@ class _ConvTranspose(_Precise):
         self.precision = checked_precision(precision)
 
     def forward(self: Any, input: Any, output_size: Any = None) -> Any:
-        """As torch's, which has `output_size` too: the result's size, where a stride leaves it open."""
+        """The same as torch's. `output_size` is the size of the result, where a stride leaves it open."""
         return self._conv_forward(input, *parameters_of(self), output_size)
 
     def _conv_forward(self: Any, input: Any, weight: Any, bias: Any, output_size: Any = None, **epilogue: Any) -> Any:
@@ -110,7 +110,7 @@ class _ConvTranspose(_Precise):
         )
 
     def _asked(self: Any) -> tuple[Any, ...]:
-        """As :class:`Conv1d` and so on have it."""
+        """The same as that of :class:`_Conv`."""
         options = self.stride, self.padding, self.dilation, self.groups, self.precision, self.output_padding
         return "conv_transpose", len(self.kernel_size), *options
 

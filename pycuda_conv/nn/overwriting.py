@@ -1,7 +1,7 @@
-"""What the calls in a traced forward may write over.
+"""Which values the calls in a traced forward may write over.
 
-A convolution that is fused with a sum is computed where its chain ends, later than its author wrote it, and so is the sum. What they read
-must be the same there. A call of which nothing is known counts as writing over all that it is given and as returning a part of it.
+A convolution fused with a sum is computed where its chain ends, later than its author wrote it, and so is the sum. The values that they
+read must be unchanged there. A call of which nothing is known counts as writing to all of its arguments and returning a part of them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ OPERATORS_IN_PLACE = (
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift", "irshift",
 )  # fmt: skip
 _WRITING = {operator.setitem, *(getattr(operator, name) for name in OPERATORS_IN_PLACE)}
-#: Functions and methods whose results are memory of their own.
+#: Functions and methods whose results have memory of their own.
 _ANEW = {
     *(getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg")),
     *(getattr(torch, name) for name in ("add", "sub", "mul", "div", "cat", "stack", "sigmoid", "tanh", "clone", "relu", "mean", "sum")),
     *(getattr(nn.functional, name) for name in ("relu", "relu6", "leaky_relu", "hardswish", "hardsigmoid", "silu", "gelu", "linear")),
     "add", "sub", "mul", "div", "clone", "sigmoid", "relu", "mean", "sum",
 }  # fmt: skip
-#: Modules of torch's whose classes are defined here read their arguments alone, unless they are `inplace`, and make their results anew.
+#: torch's modules that define layers which only read their arguments, unless they are `inplace`, and whose results have their own memory.
 _LAYERS = {f"torch.nn.modules.{name}" for name in ("activation", "batchnorm", "conv", "instancenorm", "linear", "normalization", "pooling")}
 
 
 def may_be_overwritten(arrays: Iterable[Any], between: Iterable[Node], child: Callable[[Node], nn.Module]) -> bool:
-    """Whether some of the calls `between` may write to what one of these values holds; `child` gives the module that a node calls."""
+    """Whether a call `between` may write to the memory of one of these `arrays`; `child` gives the module that a node calls."""
     written = [one for node in between for one in _written(node, child)]
     if not written:
         return False
@@ -43,7 +43,7 @@ def may_be_overwritten(arrays: Iterable[Any], between: Iterable[Node], child: Ca
 
 
 def _written(node: Node, child: Callable[[Node], nn.Module]) -> list[Node]:
-    """The values that a call may write over."""
+    """The values that a call may write to."""
     if node.op == "call_module":
         return [] if _only_reads(child(node)) else node.all_input_nodes
     if node.op == "call_method":
@@ -59,13 +59,13 @@ def _written(node: Node, child: Callable[[Node], nn.Module]) -> list[Node]:
 
 
 def _library(node: Node) -> str:
-    """The package that a function is from."""
-    module = getattr(node.target, "__module__", None) or "torch"  # of torch's functions in C there is none
+    """The package of a function."""
+    module = getattr(node.target, "__module__", None) or "torch"  # torch's functions in C have none
     return str(module).partition(".")[0]
 
 
 def _first(node: Node) -> list[Node]:
-    """The value that a call in place writes to: its first argument."""
+    """The value that a call in place writes to, its first argument."""
     return [a for a in node.args[:1] if isinstance(a, Node)] or node.all_input_nodes
 
 
@@ -89,13 +89,13 @@ def _only_reads(module: nn.Module) -> bool:
             if not _only_reads(one):
                 return False
             if _makes_anew(one):
-                break  # what comes after it writes to nothing else
+                break  # the modules behind it get its new memory alone
         return True
     return _makes_anew(module)
 
 
 def _makes_anew(module: nn.Module) -> bool:
-    """True if a module's result is known to share no memory with its arguments."""
+    """True if a module's result is known to have memory of its own."""
     if is_sequence(module):
         return any(map(_makes_anew, module.children()))
     if "forward" in module.__dict__ or hooked(module):
@@ -107,7 +107,7 @@ def _makes_anew(module: nn.Module) -> bool:
 
 
 def _memory(values: Iterable[Node], child: Callable[[Node], nn.Module]) -> set[Any]:
-    """What these values are made of without a copy: two that have nothing of it in common share no memory."""
+    """The memory of these values, as its origins: two values without a common origin share no memory."""
     found: set[Any] = set()
     left = list(values)
     while left:
@@ -116,7 +116,7 @@ def _memory(values: Iterable[Node], child: Callable[[Node], nn.Module]) -> set[A
             continue
         found.add(node)
         if node.op == "placeholder":
-            found.add("arguments")  # two of which may be the same
+            found.add("arguments")  # two arguments may be the same
         elif node.op == "call_module":
             left += [] if _makes_anew(child(node)) else node.all_input_nodes
         elif not (node.target in _ANEW or _library(node) == "pycuda_conv") or _written(node, child):

@@ -1,7 +1,7 @@
 """Max pooling: ``nn.MaxPool2d`` in training, and torch's function in traced forwards that are evaluated.
 
-In training torch keeps the input and, of every maximum, the place in 8 bytes. Which tap of a window a maximum is of takes one. Torch writes
-the places in evaluation too, and we write none.
+In training torch keeps the input and, for every maximum, its place in 8 bytes. The number of its tap in the window takes one byte. In
+evaluation torch writes the places as well; we write none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ORDERS = {"NCHW": None, "NHWC": channels_last(4, 2)}
 
 @lru_cache(maxsize=256)
 def _pool_of(like: Signature, layout: str, windows: tuple[Any, ...], beyond: bool = False) -> tuple[max_pool.Pool, Any] | None:
-    """Such a pooling of arrays like that, and the device; None if the kernels can't do it."""
+    """A pooling of arrays like `like`, and the device; None if the kernels can't compute it."""
     shape, dtype, _ = like
     n, c, h, w = shape
     taps, stride, padding, dilation = windows
@@ -44,7 +44,7 @@ def evaluated(
     input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> Any:
-    """What ``torch.nn.functional.max_pool2d`` gives where no gradients are recorded."""
+    """The result of ``torch.nn.functional.max_pool2d`` where no gradients are recorded."""
     if not return_indices and input.is_cuda and input.dim() == 4 and input.dtype in _TYPES and not _traced(input, input, None):
         layout = _layout(input)
         windows = tuple(map(_pair, (kernel_size, kernel_size if stride is None or stride == [] else stride, padding, dilation)))
@@ -56,14 +56,14 @@ def evaluated(
 
 
 def _maxima(x: Any, pool: max_pool.Pool, device: Any, taps: Any = None) -> Any:
-    """The maxima, and in `taps`, if given, which tap each is of."""
+    """The maxima. `taps`, if given, gets the number of each maximum's tap."""
     y = TORCH.empty(pool.result_shape, x, device, ORDERS[pool.layout])
     execute.launch(TORCH, device, max_pool.compiled(pool, device, False), (x,), (y, taps), 0)
     return y
 
 
 def pooled(module: Any, x: Any) -> Any:
-    """What a ``nn.MaxPool2d`` gives for `x`, or None where torch is to compute it."""
+    """The result of a ``nn.MaxPool2d`` for `x`, or None where torch has to compute it."""
     if module.return_indices or module.ceil_mode or not x.is_cuda or x.dim() != 4 or x.dtype not in _TYPES:
         return None
     layout = _layout(x)
@@ -78,7 +78,7 @@ _TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
 class _Function(torch.autograd.Function):
-    """Maxima, with a gradient where torch need not see operators."""
+    """Maxima with a gradient, for calls in which torch need not see operators."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, pool: max_pool.Pool, device: Any) -> Any:

@@ -1,6 +1,6 @@
 """torch's convolution functions, computed by this package wherever they are called.
 
-A ``TorchFunctionMode`` sees every call of a torch function while it is active. Here it replaces the convolutions and passes on the rest.
+A ``TorchFunctionMode`` sees every call of a torch function while it is active. This one replaces the convolutions and passes on the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _convolution(
     input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, output_padding: Any, groups: int, *,
     precision: Precision,
 ) -> Any:
-    """``torch.convolution``, which is any of the six."""
+    """``torch.convolution``, which may be any of the six convolutions."""
     convolve, transpose = _BY_RANK[weight.dim() - 2]
     if transposed:
         return transpose(input, weight, bias, stride, padding, output_padding, groups, dilation, precision=precision)
@@ -45,7 +45,7 @@ _DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def _is_ours(input: Any) -> bool:
-    """True if this package takes such an input: torch keeps complex, integer, quantized and sparse tensors."""
+    """True if this package takes such an input. Complex, integer, quantized and sparse tensors stay torch's."""
     return isinstance(input, torch.Tensor) and input.dtype in _DTYPES and input.layout is torch.strided
 
 
@@ -86,7 +86,7 @@ class routed(ContextDecorator, TorchFunctionMode):
         self.precision = precision
 
     def _recreate_cm(self) -> routed:
-        return self  # it has no state, so that it can be entered several times at once
+        return self  # the mode has no state and can be entered several times at once
 
     def __torch_function__(self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,7 +1,7 @@
-"""What a decision about modules depends on, and whether it has changed since.
+"""Conditions that a decision about modules depends on, and whether they still hold.
 
-A decision looks at classes, attributes, hooks and tensors of several modules, and is asked for again on every call. Each thing that it
-looked at becomes a condition in a row; :data:`holds` tests all rows, in C where the launcher is there.
+A decision looks at classes, attributes, hooks and tensors of several modules, and every call asks for it again. Each thing that it looked
+at becomes a condition in a row; :data:`holds` tests all rows, in C where the launcher is built.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import nn
 
 from pycuda_conv import quick
 
-#: Rows of objects with their classes and attributes; of entries of dicts; of keys that dicts lack; of dicts' sizes; of tensors with
-#: addresses and versions.
+#: Rows of (objects, their classes and attributes), (entries of dicts), (keys that dicts lack), (sizes of dicts), and (tensors, their
+#: addresses and versions).
 Conditions = tuple[tuple[Any, ...], ...]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -22,24 +22,24 @@ _GLOBAL_HOOKS = tuple(name for name in vars(nn.modules.module) if name.startswit
 
 
 class Watch:
-    """Conditions that hold now."""
+    """Conditions, each of which holds when it is added."""
 
     def __init__(self) -> None:
         self._rows: tuple[list[Any], ...] = [], [], [], [], []
 
     def conditions(self) -> Conditions:
-        """All of them."""
+        """All conditions."""
         return tuple(map(tuple, self._rows))
 
     def module(self, module: nn.Module) -> dict[str, Any]:
-        """It keeps its class, its attributes are still the dict that is returned, and its forward is its class's."""
+        """The module keeps its class, its attributes stay the dict that is returned, and its forward stays that of its class."""
         attributes = module.__dict__
         self._rows[0].extend((module, type(module), attributes))
         self._rows[2].extend((attributes, "forward"))
         return attributes
 
     def entries(self, of: dict[str, Any], *names: str) -> None:
-        """These keys keep their values; those that are not there are not put in."""
+        """These keys keep their values; missing ones stay missing."""
         for name in names:
             if name in of:
                 self._rows[1].extend((of, name, of[name]))
@@ -47,21 +47,21 @@ class Watch:
                 self._rows[2].extend((of, name))
 
     def size(self, of: dict[Any, Any]) -> None:
-        """The dict has as many keys as now."""
+        """The dict keeps its number of keys."""
         self._rows[3].extend((of, len(of)))
 
     def unhooked(self, attributes: dict[str, Any], *names: str) -> None:
-        """A module gets no hooks of these kinds: it has none now."""
+        """A module gets no hooks of these kinds; it has none now."""
         for name in names:
             self.entries(attributes, name)
             self.size(attributes[name])
 
     def globally_unhooked(self) -> None:
-        """Nor do all modules together."""
+        """No hooks of all modules together are set."""
         self.unhooked(vars(nn.modules.module), *_GLOBAL_HOOKS)
 
     def tensor(self, tensor: Any) -> None:
-        """It keeps its memory and its numbers, as far as torch counts changes."""
+        """The tensor keeps its memory and, as far as torch counts changes, its numbers."""
         self._rows[4].extend((tensor, tensor.data_ptr(), tensor._version))
 
 
@@ -81,7 +81,7 @@ holds: Callable[[Conditions], bool] = _holds if quick.holds is None else quick.h
 
 
 class Kept:
-    """What was made of two objects, and what has to hold for that. It belongs to these two: copies of them get none."""
+    """A result made of two objects, and the conditions for it. It belongs to these two objects: copies of them don't get it."""
 
     def __init__(self, first: Any, second: Any, conditions: Conditions, made: Any) -> None:
         self.first, self.second, self.conditions, self.made = first, second, conditions, made

@@ -1,4 +1,4 @@
-"""Running kernels: contexts, modules, memory and launches, on CUDA or on OpenCL. Knows nothing of convolution."""
+"""Running kernels: contexts, modules, memory and launches, on CUDA or on OpenCL. It knows nothing of convolution."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def device_of_pointer(pointer: int) -> int:
 
 @functools.cache
 def default_backend() -> str:
-    """``"cuda"`` where PyCUDA finds a GPU, else ``"opencl"``; ``PYCUDA_CONV_BACKEND`` decides when it is set."""
+    """``"cuda"`` where PyCUDA finds a GPU, else ``"opencl"``; ``PYCUDA_CONV_BACKEND`` overrides this."""
     wanted = os.environ.get("PYCUDA_CONV_BACKEND")
     if wanted:
         if wanted not in BACKENDS:

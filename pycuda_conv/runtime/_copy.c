@@ -1,21 +1,21 @@
 // _copy.c: threads that copy between ordinary memory and page-locked buffers, without Python.
 //
-// What bounds a call on ordinary arrays is the host: one thread copies 6 GB/s, a bus carries 55. Threads of Python do not add up,
-// as they wait for the GIL between two copies, and the thread that launches waits for it with them. These threads never take it.
+// The host bounds a call on ordinary arrays: one thread copies 6 GB/s, and a bus carries 55. Threads of Python do not add up, since they wait
+// for the GIL between two copies, and so does the thread that launches. The threads here never take the GIL.
 //
-// A job is the way of some arrays in one direction, cut into parts, with a ring of buffers: part k goes through buffer k % slots.
+// A job copies some arrays in one direction. They are cut into parts and go through a ring of buffers: part k uses buffer k % slots.
 //
 //     up:   a thread copies a part to its buffer; send() copies the buffer to a GPU and records the buffer's event
 //     down: receive() copies a part from a GPU to its buffer and records the event; a thread waits for that and copies the part to its place
 //
-// send() and receive() are called by the one thread that launches, for parts in their order. A thread waits for events only, never for
-// that one: what can't be done yet is left, and another job looked for. The launching thread does itself what it would wait for if no
-// thread has begun it, so that a job ends without any threads as well.
+// send() and receive() are called by the one thread that launches, for parts in their order. A thread waits for events only, never for the
+// launching thread: it leaves what can't be done yet and looks for another job. The launching thread does a part itself if it would wait for
+// it and no thread has begun it, so a job ends even without threads.
 //
-// A move is a job without buffers: boxes of host memory are copied to places in one array, by its rows, and the caller works as the threads do.
+// A move is a job without buffers: boxes of host memory are copied to places in one array, by its rows. The caller works as the threads do.
 //
-// Nothing of CUDA is needed to build it: Python passes the addresses of the driver's functions.
-// Only the limited API is used, so that one file serves Python 3.10 and later.
+// It is built without CUDA: Python passes the addresses of the driver's functions. It uses the limited API only, so one file serves Python 3.10
+// and later.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <pthread.h>
@@ -27,17 +27,17 @@
 
 enum { DIMENSIONS = 6, LANES = 64 };
 
-typedef struct {  // of a host array; packed in its buffer, and on the GPU from `offset` on
+typedef struct {  // a part of a host array; it is packed in its buffer, and on the GPU from `offset` on
   uint8_t* host;
-  size_t offset, bytes, run;  // bytes that lie together
-  int dimensions;             // of runs
+  size_t offset, bytes, run;  // run: contiguous bytes
+  int dimensions;             // axes of runs
   Py_ssize_t shape[DIMENSIONS], strides[DIMENSIONS];
 } Part;
 
-typedef struct {  // of a host array, and its place in another one, of which it has the rows from `first` on
+typedef struct {  // a part of a host array, and its place in another array, whose rows it takes from `first` on
   uint8_t *from, *to;
-  size_t run;      // bytes that lie together in both
-  int dimensions;  // of runs; those of the first one are the other array's rows
+  size_t run;      // bytes that are contiguous in both
+  int dimensions;  // axes of runs; along the first one lie the other array's rows
   Py_ssize_t first, shape[DIMENSIONS], from_strides[DIMENSIONS], to_strides[DIMENSIONS];
 } Box;
 
@@ -57,28 +57,28 @@ typedef struct Job {
   Driver driver;
   int up;
   Part* parts;
-  Box* boxes;  // instead, in a move: part k has `step` rows of them all
+  Box* boxes;  // in a move, instead of parts: part k has `step` rows of all boxes
   Py_ssize_t box_count, step;
   Py_ssize_t count, slots, lanes;
   uint8_t* ring;
   size_t slot_bytes;
   void** contexts;  // of the lanes
-  void** events;    // of each buffer on each lane
-  uint64_t* used;   // of each buffer: the lanes whose events are to be waited for
-  uint8_t* done;    // of each part: filled, or in its place
-  Py_ssize_t begun;   // parts that were begun, in their order
+  void** events;    // one for each buffer on each lane
+  uint64_t* used;   // for each buffer, the lanes whose events have to come before it is used again
+  uint8_t* done;    // for each part: it is in its buffer, or in its place
+  Py_ssize_t begun;   // parts that were begun; they begin in their order
   Py_ssize_t issued;  // parts that were sent or received
-  Py_ssize_t busy, most;  // threads at work, and how many may be
+  Py_ssize_t busy, most;  // threads at work on the job, and how many may be
   int error, closed;
   pthread_cond_t changed;
-  PyObject* memory;  // what the ring and the arrays lie in
+  PyObject* memory;  // the object that owns the memory of the ring and of the arrays
 } Job;
 
 static const char JOB[] = "pycuda_conv.runtime._copy.job";
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t work = PTHREAD_COND_INITIALIZER;
-static Job* jobs;  // those served least recently come first
+static Job* jobs;  // in the order in which threads look at them: the one served last is at the end
 static Py_ssize_t team;
 
 static void* address_of(unsigned long long number) { return (void*)(uintptr_t)number; }
@@ -95,7 +95,7 @@ static void copy_runs(const Part* part, int dimension, uint8_t* host, uint8_t** 
   for (Py_ssize_t i = 0; i < part->shape[dimension]; i++) copy_runs(part, dimension + 1, host + i * part->strides[dimension], packed, up);
 }
 
-// memcpy for what a GPU reads next: stores that pass the cache by don't fetch what they overwrite, which is a third of the memory's work.
+// memcpy for memory that a GPU reads next. Stores around the cache don't fetch what they overwrite, which saves a third of the memory's work.
 static void stream(uint8_t* to, const uint8_t* from, size_t n) {
 #ifdef __SSE2__
   if (n >= 1024) {
@@ -122,7 +122,7 @@ static void copy_box(const Box* box, int dimension, const uint8_t* from, uint8_t
   }
 }
 
-// The rows of part k, of all boxes.
+// Copy the rows of part k of all boxes.
 static void move_part(const Job* job, Py_ssize_t k) {
   for (Py_ssize_t i = 0; i < job->box_count; i++) {
     Box box = job->boxes[i];
@@ -134,11 +134,11 @@ static void move_part(const Job* job, Py_ssize_t k) {
     copy_box(&box, 0, box.from + low * box.from_strides[0], box.to + low * box.to_strides[0]);
   }
 #ifdef __SSE2__
-  _mm_sfence();  // before another thread is told
+  _mm_sfence();  // before other threads hear of it
 #endif
 }
 
-// What a part needs besides launches; without the lock. Its buffer's events come first.
+// Copy a part, once its buffer's events have come; without the lock. Returns the driver's error, or 0.
 static int copy_part(Job* job, Py_ssize_t k, uint64_t used) {
   if (job->boxes) {
     move_part(job, k);
@@ -159,7 +159,7 @@ static int copy_part(Job* job, Py_ssize_t k, uint64_t used) {
   return 0;
 }
 
-// Whether the next part can be begun. Parts to land were received; a buffer to be filled was sent before.
+// Whether the next part can be begun: on the way down it was received, on the way up the part before it in its buffer was sent.
 static int ready(const Job* job) {
   if (job->error || job->begun >= job->count) return 0;
   return job->up ? !job->closed && job->begun < job->issued + job->slots : job->begun < job->issued;
@@ -172,14 +172,14 @@ static void enter(Job* job) {
   *place = job, job->next = NULL;
 }
 
-// The place in the queue of a job that a thread can do something for, or of the queue's end.
+// The place in the queue of the first job that a thread can work on, or the end of the queue.
 static Job** find_work(void) {
   Job** place = &jobs;
   while (*place && !((*place)->busy < (*place)->most && ready(*place))) place = &(*place)->next;
   return place;
 }
 
-// Do the next part; the lock is held before and after.
+// Copy the next part. The lock is held before and after, not during the copy.
 static void do_next(Job* job) {
   Py_ssize_t k = job->begun++, slot = k % job->slots;
   uint64_t used = job->used[slot];
@@ -195,7 +195,7 @@ static void do_next(Job* job) {
   pthread_cond_broadcast(&job->changed);
 }
 
-// Whether part k is done, which is waited for, or done by this very thread; the lock is held. False after an error.
+// Wait for part k, or copy it in this thread; the lock is held. Returns 0 after an error, else 1.
 static int await_part(Job* job, Py_ssize_t k) {
   while (!job->error && !job->done[k]) {
     if (job->begun <= k && ready(job)) do_next(job);
@@ -230,7 +230,7 @@ static void leave(Job* job) {
     }
 }
 
-// Wait until no thread has to do with the job; what was received lands first.
+// Wait until no thread works on the job; parts that were received reach their places first. Returns the error of a thread, or 0.
 static int end(Job* job) {
   pthread_mutex_lock(&lock);
   job->closed = 1;
@@ -264,7 +264,7 @@ static void free_job(Job* job) {
 
 static void forget(PyObject* capsule) { free_job(PyCapsule_GetPointer(capsule, JOB)); }
 
-// An array: (address, bytes, run, shape of runs, strides, axis, step). It is cut every `step` rows of `axis`, or bytes of its one run.
+// Read an array: (address, bytes, run, shape of runs, strides, axis, step). It is cut every `step` rows of `axis`, or bytes of its one run.
 static int read_array(PyObject* from, Part* whole, Py_ssize_t* axis, Py_ssize_t* step) {
   unsigned long long host;
   PyObject *shape, *strides;
@@ -284,7 +284,7 @@ static int read_array(PyObject* from, Part* whole, Py_ssize_t* axis, Py_ssize_t*
   return 0;
 }
 
-// The parts of `arrays`, counted, and written to `parts` unless that is NULL.
+// Count the parts of `arrays`, and write them to `parts` unless that is NULL.
 static Py_ssize_t cut(PyObject* arrays, Part* parts) {
   Py_ssize_t count = 0;
   for (Py_ssize_t i = 0; i < PyTuple_Size(arrays); i++) {
@@ -347,7 +347,7 @@ static int create_events(Job* job) {
 
 // job(functions, up, arrays, ring, slot bytes, slots, contexts, most, memory) -> job, or the driver's error
 //
-// `memory` is any object: the job keeps it for as long as threads may copy to it or from it.
+// `memory` is any object; the job keeps it while threads may copy to it or from it.
 static PyObject* make_job(PyObject* self, PyObject* args) {
   unsigned long long functions[8], ring;
   PyObject *arrays, *contexts, *memory;
@@ -384,7 +384,7 @@ static PyObject* make_job(PyObject* self, PyObject* args) {
 
 // send or receive(job, first, count, lane, address on the GPU, stream, whether it is a part's last copy) -> the driver's error, or 0
 //
-// The error of a thread counts too.
+// It also returns the error of a thread.
 static PyObject* issue(PyObject* args, int up) {
   PyObject* capsule;
   Py_ssize_t first, count, lane;
@@ -430,7 +430,7 @@ static PyObject* issue(PyObject* args, int up) {
 static PyObject* send(PyObject* self, PyObject* args) { return issue(args, 1); }
 static PyObject* receive(PyObject* self, PyObject* args) { return issue(args, 0); }
 
-// close(job) -> the error of a thread, or 0. No thread has to do with the job's memory afterwards.
+// close(job) -> the error of a thread, or 0. After it no thread touches the job's memory.
 static PyObject* close_job(PyObject* self, PyObject* capsule) {
   Job* job = PyCapsule_GetPointer(capsule, JOB);
   if (!job) return NULL;
@@ -441,7 +441,7 @@ static PyObject* close_job(PyObject* self, PyObject* capsule) {
   return PyLong_FromLong(code);
 }
 
-// A box: (address, address of its place, first row, run, shape of runs, their strides here, and there).
+// Read a box: (address, address of its place, first row, run, shape of runs, strides of runs at the address, at the place).
 static int read_box(PyObject* from, Box* box) {
   unsigned long long source, target;
   PyObject *shape, *from_strides, *to_strides;
@@ -461,7 +461,7 @@ static int read_box(PyObject* from, Box* box) {
   return PyErr_Occurred() ? -1 : 0;
 }
 
-// move(boxes, rows, step, most): copy boxes to their places in an array of so many rows, `step` rows at a time, by as many threads at the most
+// move(boxes, rows, step, most): copy boxes to their places in an array of `rows` rows, `step` rows at a time, by at most `most` threads
 static PyObject* move(PyObject* self, PyObject* args) {
   PyObject* boxes;
   Py_ssize_t rows;
@@ -494,7 +494,7 @@ static PyObject* move(PyObject* self, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// threads(count) -> how many there are: that many, or as many as could be started. Those that there are go on.
+// threads(count) -> how many threads there are: at least `count`, or as many as could be started
 static PyObject* threads(PyObject* self, PyObject* args) {
   Py_ssize_t count;
   if (!PyArg_ParseTuple(args, "n", &count)) return NULL;

@@ -1,25 +1,24 @@
-// _launch.c: all launches of a schedule made by one call from Python, and calls that were made before made again by one.
+// _launch.c: makes all launches of a schedule in one call from Python, and repeated calls of the package in one call.
 //
-// Schedules. The module knows three things: a launch of a kernel, the recording of the event on a stream, and a stream's wait for the
-// event. A schedule is a row of those. prepare() copies everything that stays the same from call to call; launch() fills in the
-// buffers' addresses and the stream, releases the GIL and calls the driver. runtime/cuda.py describes schedules, and does the same in
-// Python where this module is missing.
+// Schedules. A schedule is a row of three kinds of operations: a launch of a kernel, the recording of the event on a stream, and a stream's
+// wait for the event. prepare() copies everything that stays the same from call to call. launch() fills in the buffers' addresses and the
+// stream, releases the GIL and calls the driver. runtime/cuda.py describes schedules, and does the same in Python where this module is missing.
 //
-// Calls. A convolution of torch's tensors is decided by its options and by what the tensors look like: shapes, strides, types, GPU.
-// key() writes all of that down as bytes. Behind a key a dict holds what was decided, made by ready(): the schedule, how the result
-// is made, the context. call() writes the key, looks it up, asks torch whether anything is unusual, allocates and launches. It answers
-// None to all that is unusual or unknown. Then Python goes the whole way, and may remember the call for the next time: quick.py.
-// again() does the same for several kernels in a row, which may have several results, such as a pass of a fused layer.
+// Calls. Its options and the shapes, strides, types and GPU of its tensors decide a convolution of torch's tensors. key() writes all of that as
+// bytes. For each key a dict holds the decision that ready() made: the schedule, how to make the result, the context. call() writes the key,
+// looks it up, asks torch whether anything is unusual, allocates and launches. For all that is unusual or unknown it returns None; then Python
+// makes the call, and may remember it for the next time: quick.py. again() does the same for several kernels in a row with one or more results,
+// such as a pass of a fused layer.
 //
-// Conditions. What was decided about a module holds as long as the module is what it was. holds() asks that of all objects that the
-// decision looked at, in a fraction of the time that Python takes for it: nn/watch.py writes the conditions down.
+// Conditions. A decision about a module holds while the module stays the same. holds() checks all objects that the decision looked at, in a
+// fraction of the time that Python takes: nn/watch.py writes the conditions down.
 //
-// Threads. A call lets go of the GIL around all its launches: those wait where the driver's queue is full, maybe for a callback that needs
-// the GIL. A call lets go of it once, and threads that make call after call take turns: take_again(). What is asked of torch, and memory, come
-// from functions that keep the GIL. Of the objects that a call makes, torch lets go of the GIL only to free the result.
+// Threads. A call releases the GIL around all its launches, because those wait where the driver's queue is full, maybe for a callback that
+// needs the GIL. A call releases it once, and threads that make call after call take turns: take_again(). Questions to torch, and memory, go
+// through functions that keep the GIL. Of the objects that a call makes, torch releases the GIL only to free the result.
 //
-// Nothing of CUDA is needed to build it: Python passes the addresses of the driver's functions.
-// Only the limited API is used, so that one file serves Python 3.10 and later.
+// It is built without CUDA: Python passes the addresses of the driver's functions. It uses the limited API only, so one file serves Python 3.10
+// and later.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
@@ -41,7 +40,7 @@ typedef int (*GetCurrent)(void**);
 enum { LAUNCH, RECORD, WAIT };  // kinds of operations
 enum { MAP_BYTES = 128, STREAMS = 8, BUFFERS = 32, USUAL_BYTES = 4096 };
 
-typedef struct {  // where in the parameters an address goes, or a tensor map of it
+typedef struct {  // where in the parameters an address goes, or the tensor map of an address
   Py_ssize_t at, buffer;
   uint64_t offset;
 } Place;
@@ -49,7 +48,7 @@ typedef struct {  // where in the parameters an address goes, or a tensor map of
 typedef struct {
   Place place;
   PyObject* encode;  // address -> the map's bytes
-  uint64_t address;  // of the map that the parameters hold; no array lies at 0
+  uint64_t address;  // the address of the map in the parameters; no array lies at 0
 } Map;
 
 typedef struct {
@@ -59,7 +58,7 @@ typedef struct {
   LaunchConfig config;
   uint8_t* parameters;
   size_t bytes;
-  Py_ssize_t room;  // where in a call's own memory the parameters go
+  Py_ssize_t room;  // offset of the parameters in a call's own memory
   Place* places;
   Map* maps;
   Py_ssize_t place_count, map_count;
@@ -183,13 +182,13 @@ failed:
   return NULL;
 }
 
-// The integer that an object is, as CUDA's handles and addresses are; objects with __index__ are integers.
+// The integer of an object, such as a handle or an address of CUDA; objects with __index__ have one.
 static int number(PyObject* object, uint64_t* to) {
   *to = PyLong_AsUnsignedLongLongMask(object);
   return *to == (uint64_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
-// A stream: None is the default one, an int is a handle, PyCUDA's streams have one.
+// The handle of a stream: 0 for None, which is the default stream; an int itself; that of a stream of PyCUDA.
 static int stream_of(PyObject* object, void** to) {
   uint64_t handle = 0;
   int code = 0;
@@ -204,8 +203,8 @@ static int stream_of(PyObject* object, void** to) {
   return code;
 }
 
-// Write the parameters of a launch to `room`. Other threads may do so too whenever Python runs, which it does in `encode`: so
-// each call has its own memory, and a map goes to the schedule's and the call's at once.
+// Write the parameters of a launch to `room`. Other threads may do so too whenever Python runs, as it does in `encode`. So each call has its own
+// memory, and a map goes to the schedule's memory and the call's at once.
 static int fill(Operation* op, const uint64_t* buffers, uint8_t* room) {
   memcpy(room, op->parameters, op->bytes);
   for (Py_ssize_t i = 0; i < op->place_count; i++) {
@@ -238,7 +237,7 @@ static int fill(Operation* op, const uint64_t* buffers, uint8_t* room) {
   return 0;
 }
 
-// 0, or the driver's error, with the number of the operation that failed.
+// Make the operations. Returns 0, or the driver's error with the number of the operation that failed.
 static int run(const Schedule* s, uint8_t* room, void* const* streams, void* event, Py_ssize_t* failed) {
   for (Py_ssize_t i = 0; i < s->count; i++) {
     const Operation* op = &s->operations[i];
@@ -292,28 +291,28 @@ typedef int64_t Number;
 #endif
 #endif
 
-// Threads take turns. To hand the GIL over at each call takes longer than a launch: the next thread sleeps and has to be woken, and the objects
-// move to its core. So for a turn one thread takes the GIL back after each of its launches. The others wait without the GIL when they are back
-// from theirs: one of them awake, which has the next turn, the rest asleep for `next_turn`. That lock is held by who waits, never while the
-// driver is called. A wait ends by the clock if by nothing else, so no signal can be missed: with the turn, or where its thread is not met any
-// more, or waits for the driver.
+// Threads take turns. To hand over the GIL at each call takes longer than a launch: the next thread sleeps and has to be woken, and the objects
+// move to its core. So for a turn one thread takes the GIL back after each of its launches. The other threads, back from their launches, wait
+// without the GIL. One of them is awake and has the next turn; the rest sleep for `next_turn`. A waiting thread holds that lock, but never while
+// the driver is called. Every wait ends by the clock, so no signal can be missed: when the turn is over, when its thread has not been back from
+// a launch for a while, or when that thread waits for the driver.
 //
-// A thread whose turn it is may also let go of the GIL elsewhere: so does one that waits for torch's engine, which launches a backward pass from
-// a thread of its own. A thread that has the GIL then takes the turn at once if no other one waits for it.
+// A thread may also release the GIL elsewhere in its turn. One does while it waits for torch's engine, which launches a backward pass from
+// another thread. A thread that has the GIL then takes the turn at once if no other thread waits for it.
 enum {
-  TURN_NS = 200000,   // a turn, while others wait
-  AWAY_NS = 20000,    // a thread that is not met for so long does something else
-  LAUNCH_NS = 10000,  // launches that take longer wait for the driver
+  TURN_NS = 200000,   // length of a turn, while others wait
+  AWAY_NS = 20000,    // a thread that was not back from a launch for so long does something else
+  LAUNCH_NS = 10000,  // a longer launch waits for the driver
 };
 
-static Flag turn = 1;                 // its number
-static Flag on_the_way;               // whether a thread that has launched has the GIL again
-static Flag waiting;                  // threads that wait for their turn
+static Flag turn = 1;                 // number of the turn
+static Flag on_the_way;               // 0 while a thread that has released the GIL is in a launch; 1 from when it takes the GIL back
+static Flag waiting;                  // number of threads that wait for their turn
 static int is_back;                   // whether the thread that launched last has had the GIL again; read and written with the GIL
-static Flag met;                      // how often the threads whose turn it was were back from launches
+static Flag met;                      // number of times that threads came back from launches in their turns
 static Number begun;                  // when the turn began
-static THREAD_LOCAL long own_turn;    // the last one that this thread had
-static PyThread_type_lock next_turn;  // who holds it has the next turn
+static THREAD_LOCAL long own_turn;    // the last turn of this thread
+static PyThread_type_lock next_turn;  // its holder has the next turn
 
 static int64_t now(void) {
   struct timespec t;
@@ -321,7 +320,7 @@ static int64_t now(void) {
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-// Not where the clock was set in between, either.
+// Whether the time from `since` to `until` is at most `most`; 0 also where the clock was set back in between.
 static int lasts(int64_t since, int64_t until, int64_t most) { return until - since >= 0 && until - since <= most; }
 
 static void take_turn(void) {
@@ -337,7 +336,7 @@ static PyThreadState* let_go(void) {
   return state;
 }
 
-// Wait until the turn is over, or the thread whose turn it is does something else.
+// Wait until the turn is over, or its thread does something else or waits for the driver.
 static void wait_for_turn(void) {
   int64_t t = now(), last = t;
   long before = -1;
@@ -369,7 +368,7 @@ static void take_again(PyThreadState* state) {
   is_back = 1;
 }
 
-// Make all operations. 0; or the driver's error, with the number of the operation that failed; or -1 with Python's error set.
+// Make all operations without the GIL. Returns 0; or the driver's error, with the number of the operation that failed; or -1 with Python's error set.
 static int make_all(Schedule* s, const uint64_t* buffers, void* const* streams, void* event, Py_ssize_t* failed) {
   union {
     uint8_t bytes[USUAL_BYTES];
@@ -388,7 +387,7 @@ done:
   return code;
 }
 
-// The calling thread's event and side streams, which `own` holds; None where the schedule needs none.
+// The calling thread's event and side streams, from `own`; the schedule needs none if that is None.
 static int streams_of(const Schedule* s, PyObject* own, void** streams, void** event) {
   Py_ssize_t known = 1;
   if (own != Py_None) {
@@ -477,16 +476,16 @@ typedef struct {
 
 enum { DLPACK_CPU = 1, DLPACK_CUDA = 2, DLPACK_UINT = 1 };
 
-// What is asked of torch. Set once, by learn().
+// Functions and names of torch's, set once by learn().
 static struct {
   PyObject *tensor, *parameter;                                                  // the classes whose objects are plain tensors
   PyObject *pointer, *strides, *ordinal, *marked, *made_in_inference;            // functions of a tensor; marked: negated on reading, say
   PyObject *differentiates, *announce;                                           // is_grad_enabled(); tells of a write to tensors
   PyObject *states, *levels;                                                     // functions that are true if something is unusual; a dict
   PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version, *name_needs, *name_again, *name_known, *name_saved;
-  long least;  // ordinal of a GPU
+  long least;  // the lowest ordinal of a GPU
   int (*read)(void*, DLTensor*);  // a tensor's description, where torch offers such a function; NULL where it has to be asked piece by piece
-  Allocate allocate;              // likewise, memory without an object of Python's
+  Allocate allocate;              // memory without a Python object, where torch offers that; otherwise NULL
 } torch;
 static int stopped;  // in a forked child
 
@@ -543,7 +542,7 @@ static int put_row(Key* key, PyObject* row) {
   return 0;
 }
 
-// Whether what `function` says of `object` is true; -1 with an exception.
+// Whether `function(object)` is true; -1 with an exception.
 static int is_true(PyObject* function, PyObject* object) {
   PyObject* answer = PyObject_CallFunctionObjArgs(function, object, NULL);
   const int truth = answer ? (answer == Py_False || answer == Py_None ? 0 : PyObject_IsTrue(answer)) : -1;
@@ -570,7 +569,7 @@ static int pointer_of(PyObject* tensor, uint64_t* to, long* place) {
   return code;
 }
 
-// put_tensor() of a plain tensor that torch describes itself.
+// put_tensor() for a plain tensor that torch describes by `read`.
 static int put_read_tensor(Key* key, PyObject* tensor, uint64_t* address) {
   DLTensor t;
   if (torch.read(tensor, &t) || t.ndim > AXES || !t.strides || is_true(torch.marked, tensor)) return -1;
@@ -589,7 +588,7 @@ static int put_read_tensor(Key* key, PyObject* tensor, uint64_t* address) {
   return 0;
 }
 
-// A tensor, or None: shape, strides, type, GPU and whether it is aligned; and its address. -1 for any that is not a plain one.
+// Write a tensor, or None, to the key: shape, strides, type, GPU and whether it is aligned; and its address. -1 if it is not a plain one.
 static int put_tensor(Key* key, PyObject* tensor, uint64_t* address) {
   *address = 0;
   if (tensor == Py_None) return put(key, 'N');
@@ -612,7 +611,7 @@ static int put_tensor(Key* key, PyObject* tensor, uint64_t* address) {
   return code || put(key, *address % 16) ? -1 : 0;
 }
 
-// The key of a call with these tensors, and their addresses.
+// Write the key of a call with these tensors, and their addresses.
 static int put_call(Key* key, PyObject* options, PyObject* const* tensors, Py_ssize_t n, uint64_t* addresses) {
   key->used = 0;
   if (!torch.tensor || n > BUFFERS || put_option(key, options, DEPTH)) return -1;
@@ -628,7 +627,7 @@ typedef struct {  // a function with its arguments: (function, tuple, dict or No
 } Maker;
 
 typedef struct {
-  PyObject *schedule, *own;  // own(): the calling thread's event and side streams; None where there is no need
+  PyObject *schedule, *own;  // own() -> the calling thread's event and side streams; None where the schedule needs none
   PyObject *stream, *ordinal, *failed, *recorded, *kept;
   GetCurrent get_current;
   int (*push)(void*);
@@ -638,7 +637,7 @@ typedef struct {
   Py_ssize_t operands, result_count;
   int64_t workspace_bytes;
   long place;       // the GPU's number
-  uint64_t packed, packed_at;  // the packed filter's address, or where it goes in the workspace
+  uint64_t packed, packed_at;  // the packed filter's address, or its offset in the workspace
   uint64_t operand_bytes[OPERANDS], result_bytes;
 } Ready;
 
@@ -672,9 +671,9 @@ static int read_maker(PyObject* from, Maker* to) {
 //       workspace, workspace_bytes, (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what stands behind a key
 //
 // `stream(ordinal)` is the current stream; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
-// keywords); workspace is None where there are no bytes of it. `recorded` is None or a list. Its one member tells torch of a call, as
-// (input, weight, bias, (result,)) -> result; it may put another in its place.
-// `operands`: 0 for a convolution, whose buffers are those of plans. Else so many operands, the results and the workspace are the buffers.
+// keywords); the workspace is None if it has no bytes. `recorded` is None or a list. Its one member tells torch of a call, as
+// (input, weight, bias, (result,)) -> result; it may put another function in its place.
+// `operands`: 0 for a convolution, whose buffers are those of plans. Otherwise the buffers are so many operands, the results and the workspace.
 static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject *schedule, *own, *stream, *ordinal, *failed, *results, *workspace, *recorded, *kept;
   unsigned long long get_current, push, pop, context, packed, packed_at, bytes[OPERANDS], result_bytes;
@@ -710,7 +709,7 @@ static PyObject* ready(PyObject* self, PyObject* args) {
   return capsule;
 }
 
-// A new tensor on the GPU of that number, and its address. NULL with an exception; or without one, if it was made elsewhere.
+// Make a tensor on GPU `place`, and get its address. NULL with an exception; or without one, if the tensor was made elsewhere.
 static PyObject* make(const Maker* maker, long place, uint64_t* address) {
   PyObject* made = PyObject_Call(maker->function, maker->args, maker->keywords);
   long found;
@@ -720,15 +719,15 @@ static PyObject* make(const Maker* maker, long place, uint64_t* address) {
 
 static void ignore(void* context, const char* kind, const char* message) {}
 
-// Memory on the GPU of that number; NULL where torch has none or makes none in this way. An object of Python's takes longer, and torch
-// lets go of the GIL when it frees one.
+// Memory on GPU `place`; NULL where torch has none or does not offer the function. A Python object would take longer, and torch releases the
+// GIL when it frees one.
 static Managed* borrow(long place, int64_t bytes) {
   DLTensor like = {NULL, place < 0 ? DLPACK_CPU : DLPACK_CUDA, place < 0 ? 0 : (int32_t)place, 1, DLPACK_UINT, 8, 1, &bytes, NULL, 0};
   Managed* made = NULL;
   return torch.allocate && !torch.allocate(&like, &made, NULL, ignore) ? made : NULL;
 }
 
-// Make the results that are not there yet, and launch, on the current stream, with the operands in `buffers`. 0; or -1 with an exception, or
+// Make the results that are missing, and launch on the current stream with the operands in `buffers`. Returns 0; or -1 with an exception, or
 // without one where Python has to make the call.
 static int perform(const Ready* r, uint64_t* buffers, PyObject** results) {
   PyObject *workspace = NULL, *own = NULL, *answer = NULL;
@@ -776,7 +775,7 @@ done:
   return code ? -1 : 0;
 }
 
-// A convolution of operands at these addresses, to `out` where that is not NULL. The result; or NULL, as perform() says.
+// A convolution of operands at these addresses, written to `out` unless that is NULL. Returns the result, or NULL as for perform().
 static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t out_address) {
   uint64_t buffers[BUFFERS] = {0};
   PyObject* results[MOST_RESULTS] = {out};
@@ -786,7 +785,7 @@ static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* o
   return perform(r, buffers, results) ? NULL : results[0];
 }
 
-// Whether a mode, a transform or the like wants to know of the call. -1 with an exception.
+// Whether a mode, a transform or the like has to know of the call. -1 with an exception.
 static int is_unusual(void) {
   const Py_ssize_t n = PyTuple_Size(torch.states);
   for (Py_ssize_t i = 0; i < n; i++) {
@@ -797,7 +796,7 @@ static int is_unusual(void) {
   return !level || PyLong_AsLong(level) >= 0;
 }
 
-// Whether torch is to give gradients of what is made of some of these. -1 with an exception.
+// Whether torch has to give gradients of a result of these tensors. -1 with an exception.
 static int is_differentiated(PyObject* const* tensors, int n) {
   for (int i = 0; i < n; i++) {
     if (tensors[i] == Py_None) continue;
@@ -809,7 +808,7 @@ static int is_differentiated(PyObject* const* tensors, int n) {
   return 0;
 }
 
-// Whether the result may be written to `out`, which torch is told of then. -1 with an exception.
+// Whether the result may be written to `out`; if so, torch is told of the write. -1 with an exception.
 static int is_writable(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t address) {
   for (int i = 0; i < OPERANDS; i++)
     if (operands[i] && operands[i] < address + r->result_bytes && address < operands[i] + r->operand_bytes[i]) return 0;
@@ -822,7 +821,7 @@ static int is_writable(const Ready* r, const uint64_t* operands, PyObject* out, 
 
 // call(table, options, recorded, input, weight, bias, scale, residual, out) -> the result, or None where Python has to make the call
 //
-// `recorded`: torch knows of the call already.
+// `recorded`: torch already knows of the call.
 static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (n != 9) return PyErr_Format(PyExc_TypeError, "call takes 9 arguments, got %zd", n);
   PyObject *const *tensors = args + 3, *result = NULL, *found = NULL;
@@ -866,7 +865,7 @@ unusual:
   return Py_BuildValue("");
 }
 
-// key(options, tensor, ...) -> bytes, or None for what is unusual; for call() these are its operands and `out`
+// key(options, tensor, ...) -> bytes, or None for an unusual call; the tensors of call() are its operands and `out`
 static PyObject* key(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (n < 1) return PyErr_Format(PyExc_TypeError, "key takes options and tensors");
   uint64_t addresses[BUFFERS];
@@ -876,7 +875,7 @@ static PyObject* key(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   return Py_BuildValue("");
 }
 
-// A call of two operands, of which torch need not know.
+// Make a call of two operands that torch need not know of.
 static PyObject* call_of(PyObject* table, PyObject* options, PyObject* first, PyObject* second) {
   PyObject* const args[] = {table, options, Py_False, first, second, Py_None, Py_None, Py_None, Py_None};
   return call(NULL, args, sizeof args / sizeof *args);
@@ -884,11 +883,11 @@ static PyObject* call_of(PyObject* table, PyObject* options, PyObject* first, Py
 
 static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n);
 
-// gradients(ctx, gradient of the result) -> what the backward pass of torch's node returns, or None where Python has to make it
+// gradients(ctx, gradient of the result) -> the result of torch's backward node, or None where Python has to compute it
 //
-// `ctx` is that of a function of (again, first, second, bias, result). It has saved the operands, or None for one that is not needed, and
-// ctx.again.known is (table, options of both gradients, table of calls, options of one, of the other, whether the result's gradient goes before
-// the first operand).
+// `ctx` belongs to a function of (again, first, second, bias, result). It has saved the operands, or None for one that is not needed.
+// ctx.again.known is (table, options of both gradients, table of calls, options of one gradient, of the other, whether the result's gradient
+// goes before the first operand).
 static PyObject* gradients(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (n != 2) return PyErr_Format(PyExc_TypeError, "gradients takes 2 arguments, got %zd", n);
   PyObject *made = NULL, *dx = NULL, *dw = NULL, *saved = NULL;
@@ -924,9 +923,9 @@ static PyObject* gradients(PyObject* self, PyObject* const* args, Py_ssize_t n) 
   return result;
 }
 
-// again(table, options, operand, ...) -> (what stands behind the key, result, ...), or None where Python has to make the call
+// again(table, options, operand, ...) -> (the table's object for the key, result, ...), or None where Python has to make the call
 //
-// What stands behind the key is made by ready(), or is a tuple whose first item is.
+// The object is made by ready(), or is a tuple whose first item is.
 static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (n < 2) return PyErr_Format(PyExc_TypeError, "again takes a table, options and operands");
   uint64_t buffers[BUFFERS] = {0};
@@ -949,7 +948,7 @@ static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
     return PyErr_Occurred() ? NULL : Py_BuildValue("");
   }
   all = PyTuple_New(1 + r->result_count);
-  if (all) PyTuple_SetItem(all, 0, found);  // which takes it
+  if (all) PyTuple_SetItem(all, 0, found);  // it takes the reference
   for (Py_ssize_t i = 0; i < r->result_count; i++) {
     if (all)
       PyTuple_SetItem(all, 1 + i, results[i]);
@@ -988,7 +987,7 @@ static int row_holds(int kind, PyObject* row, Py_ssize_t i) {
   return tensor_holds(first, second, PyTuple_GetItem(row, i + 2));
 }
 
-// holds((objects, entries, absent, sizes, tensors)) -> whether all of them are what they were
+// holds((objects, entries, absent, sizes, tensors)) -> whether all conditions hold
 //
 // objects: (object, its type, its attributes, ...). entries: (dict, key, value, ...). absent: (dict, key, ...). sizes: (dict, size, ...).
 // tensors: (tensor, address, version, ...).
@@ -1042,7 +1041,7 @@ static PyObject* learn(PyObject* self, PyObject* args) {
   return Py_BuildValue("");
 }
 
-// stop(): from now on call() answers None to everything
+// stop(): from now on call() returns None for everything
 static PyObject* stop(PyObject* self, PyObject* nothing) {
   stopped = 1;
   return Py_BuildValue("");

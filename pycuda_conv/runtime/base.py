@@ -1,4 +1,4 @@
-"""What every device offers, and the words in which work is handed to it."""
+"""The interface of every device, and the description of launches that it takes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import numpy as np
 
 from pycuda_conv.errors import BackendError
 
-#: Launches what was prepared: (buffers, stream) -> None.
+#: A function of (buffers, stream) that launches what was prepared.
 Launcher = Callable[[Sequence[Any], Any], None]
 
-#: Launches of a step that a GPU runs side by side at most: in the caller's stream and in others.
+#: The most launches of a step that a GPU runs side by side: in the caller's stream and in others.
 SIDE_BY_SIDE = 4
 
-#: A buffer of a step, or a place in one: see :class:`KernelLaunch`.
+#: A buffer of a launch, or a place in one: see :class:`KernelLaunch`.
 Place = int | tuple[int, int]
 
 _HERE = Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ KERNEL_DIR = _HERE / "cu" if (_HERE / "cu").is_dir() else _HERE.parent / "cu"
 
 @dataclass(frozen=True)
 class Im2col:
-    """How a tensor map walks output pixels instead of a box: TMA's im2col mode. Spatial axes innermost (W) first."""
+    """A tensor map that walks output pixels instead of a box: TMA's im2col mode. Spatial axes innermost (W) first."""
 
     lower: tuple[int, ...]
     upper: tuple[int, ...]
@@ -44,22 +44,22 @@ class Im2col:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What TMA needs to know of an array, but for its address. Innermost axis first.
+    """Description of an array for TMA, without its address. Innermost axis first.
 
     Attributes
     ----------
     buffer, offset : int
-        Which of the plan's buffers it lies in, and how many bytes from its start.
+        The plan's buffer that holds the array, and bytes from the buffer's start.
     sizes : tuple of int
         Elements along each axis.
     strides : tuple of int
         Bytes from one index to the next, for every axis but the innermost, whose elements are neighbours.
     box : tuple of int, or Im2col
-        What one load fetches, or one store writes.
+        The elements that one load fetches, or one store writes.
     span : int
         Bytes of a row in shared memory, over which it is swizzled: 128, 64 or 32; 0 leaves it in order.
     dtype : {"float16", "bfloat16", "float32", "tfloat32"}
-        The last is float32 in memory, rounded to TF32 on its way to shared memory.
+        In ``"tfloat32"`` the memory holds float32, which TMA rounds to TF32 on its way to shared memory.
     """
 
     buffer: int
@@ -73,30 +73,30 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """One kernel launch, but for the addresses of the arrays.
+    """One kernel launch without the addresses of the arrays.
 
     Attributes
     ----------
     kernel : str
         The kernel's name.
     defines : mapping of str to int
-        What the kernel is specialised by. With ``DTYPE`` and ``INDEX_64`` it is one in the portable dialect.
+        The constants that the text is compiled with. With ``DTYPE`` and ``INDEX_64`` it is in the portable dialect.
     grid, block : int
-        Blocks, and threads a block.
+        Blocks, and threads of a block.
     buffers : tuple of int or (int, int)
-        Which of the plan's buffers the kernel takes, in order: an index into (input, weight, bias, result, workspace,
+        The plan's buffers that the kernel takes, in order: an index into (input, weight, bias, result, workspace,
         packed filter, scale, residual), or such an index and a number of bytes from that buffer's start.
     scalars : tuple of int
         64-bit integers passed after the buffers.
     arguments : NamedTuple, or tuple of NamedTuple
         A struct of 64-bit integers, which the kernel takes by value after the buffers, before `scalars`. The class has the
         name of the struct in the kernel's text, and its fields are the struct's members, in order: :meth:`source` checks both.
-        Several make an array of that struct.
+        A tuple of several makes an array of that struct.
     layer : mapping of str to int
-        Defines that may be added to `defines`. They turn arguments that are constants of the layer into constants of the
-        kernel's text; their values are those of the arguments, and so the results are the same bits.
+        Defines that may be added to `defines`. They turn arguments that are constants of the layer into constants of the text. Their values
+        are those of the arguments, so the results are the same bits.
     file : str
-        The kernel's file in ``cu/``, without ``.cu``; by default it is called like the kernel.
+        The kernel's file in ``cu/``, without ``.cu``; by default it has the kernel's name.
     maps : tuple of TensorMap
         Tensor maps passed before the buffers.
     shared : int
@@ -126,7 +126,7 @@ class KernelLaunch:
 
     @cached_property  # asked for several times
     def numbers(self) -> tuple[int, ...]:
-        """All 64-bit integers that the kernel takes after its buffers, in the order in which they lie in memory."""
+        """All 64-bit integers that the kernel takes after its buffers, in the order of memory."""
         return *(number for struct in self.structs for number in struct), *self.scalars
 
     def source(self) -> str:
@@ -135,7 +135,7 @@ class KernelLaunch:
         Raises
         ------
         TypeError
-            The struct in the text is not the one that :attr:`arguments` says.
+            The struct in the text is not that of :attr:`arguments`.
         """
         file = self.file or self.kernel
         for struct in self.structs:
@@ -144,7 +144,7 @@ class KernelLaunch:
 
 
 def source_of(file: str, defines: Mapping[str, int]) -> str:
-    """The text of a kernel file behind a prelude of defines, whatever their order. The same string each time: it is hashed once."""
+    """The text of a kernel file behind a prelude of defines, in any order. Equal arguments give the same string: it is hashed once."""
     return _joined(file, _text(file), tuple(sorted(defines.items())))
 
 
@@ -165,13 +165,13 @@ def _text(file: str) -> str:
     return (KERNEL_DIR / f"{file}.cu").read_text()
 
 
-#: A kernel's way to say a 64-bit integer.
+#: How kernels spell the type of a 64-bit integer.
 _INTEGER = r"(?:long_t|long long)"
 
 
 @cache
 def struct_members(file: str, struct: str) -> tuple[str, ...]:
-    """The names of a struct's members, in order, as ``cu/<file>.cu`` declares it, or a header.
+    """The names of a struct's members in order, as ``cu/<file>.cu`` or a header declares it.
 
     Raises
     ------
@@ -190,7 +190,7 @@ def struct_members(file: str, struct: str) -> tuple[str, ...]:
 
 @cache
 def _check_struct(file: str, struct: type) -> None:
-    """That a NamedTuple and the struct of its name have the same members."""
+    """Check that a NamedTuple and the struct of its name have the same members."""
     fields: tuple[str, ...] | None = getattr(struct, "_fields", None)
     if fields is None:
         raise TypeError(f"the arguments of {file}.cu must be a NamedTuple, or a tuple of them, but got a {struct.__name__}")
@@ -206,12 +206,12 @@ def _check_struct(file: str, struct: type) -> None:
 
 @cache
 def headers() -> str:
-    """The text of all headers in ``cu/``: compiled kernels depend on it."""
+    """The text of all headers in ``cu/``, which compiled kernels depend on."""
     return "\0".join(path.read_text() for path in sorted(KERNEL_DIR.glob("*.cuh")))
 
 
 def forked(what: str) -> BackendError:
-    """The error for a process that was forked from one in which `what` was in use."""
+    """The error of a process that was forked while its parent was using `what`."""
     return BackendError(
         f"{what} was in use when this process was forked, and it does not survive a fork: start workers with "
         "multiprocessing.get_context('spawn'), a torch DataLoader's with multiprocessing_context='spawn', or make the first call of "
@@ -220,16 +220,16 @@ def forked(what: str) -> BackendError:
 
 
 class Device(AbstractContextManager["Device"]):
-    """A device that runs steps. Used as a context manager, it is current inside the block."""
+    """A device that runs launches. It is current inside a ``with`` block."""
 
     #: "cuda" or "opencl"
     backend: str
-    #: As `device=` names it.
+    #: The device's name in `device=`.
     name: str
     multiprocessors: int
     #: Compute capability of an NVIDIA GPU.
     capability: tuple[int, int] = (0, 0)
-    #: What an NVIDIA GPU calls itself.
+    #: The name of an NVIDIA GPU, as it reports it.
     model: str = ""
     #: Whether kernels that know a layer's constants are worth compiling for each layer.
     constants_pay = False
@@ -257,11 +257,11 @@ class Device(AbstractContextManager["Device"]):
         """Begin to compile the kernels of `steps`, because the caller is about to wait for them."""
 
     def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
-        """Begin to compile the kernels of `steps` in other threads. The device itself is left alone until :meth:`launcher` is called."""
+        """Begin to compile the kernels of `steps` in other threads. The device does not change until :meth:`launcher` is called."""
         return []
 
     def schedule_launcher(self, steps: Sequence[Sequence[KernelLaunch]]) -> Launcher:
-        """One launcher for steps that follow one another; the launches of one step don't depend on each other."""
+        """One launcher for steps that follow one another; the launches of one step are independent."""
         launchers = [self.launcher(launch) for step in steps for launch in step]
         if len(launchers) == 1:
             return launchers[0]
@@ -273,11 +273,11 @@ class Device(AbstractContextManager["Device"]):
         return launch
 
     def describe(self, step: KernelLaunch) -> dict[str, float]:
-        """What the compiled kernel of `step` takes of the device; empty where that is not known."""
+        """The resources that the compiled kernel of `step` uses, by name; empty where they are not known."""
         return {}
 
     def capturing(self, stream: Any = None) -> bool:
-        """Whether `stream` is being captured, or one that the caller may be about to use."""
+        """Whether `stream`, or one that the caller may be about to use, is being captured."""
         return False
 
     def run_on_host_arrays(
@@ -295,5 +295,5 @@ class Device(AbstractContextManager["Device"]):
     ) -> None:
         """Call `launch` with buffers (inputs, outs, workspace), all arrays being C-contiguous.
 
-        The kernels may read `outs` as well as write them; what they leave there has come when this returns.
+        The kernels may read `outs` as well as write them. When this returns, `outs` hold what the kernels wrote.
         """

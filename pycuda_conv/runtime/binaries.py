@@ -1,4 +1,4 @@
-"""The machine code of a kernel's text: shipped with the package, kept on disk, or compiled now."""
+"""The machine code of a kernel's text: shipped with the package, read from disk, or compiled now."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pycuda_conv.runtime.compiler import Compiler
 
 log = logging.getLogger("pycuda_conv")
 
-#: The binaries that ``make wheel GPU=...`` puts into the package: a file for each text, ``ARCH/DIGEST``.
+#: The archive of binaries that ``make wheel GPU=...`` puts into the package: one file for each text, ``ARCH/DIGEST``.
 SHIPPED = Path(__file__).resolve().parent.parent / "shipped" / "kernels.zip"
 
 
 def shipped_name(source: str, arch: str) -> str:
-    """What the binary of a text is called there. A binary of another text, or of other headers, is not found: its name differs."""
+    """The name of a text's binary in the archive. The digest covers the text and all headers, so no binary of another version is found."""
     return f"{arch}/{hashlib.sha256((source + chr(0) + headers()).encode()).hexdigest()}"
 
 
@@ -36,7 +36,7 @@ def _archive() -> tuple[zipfile.ZipFile | None, frozenset[str]]:
 
 
 def compatible(arch: str) -> list[str]:
-    """The targets whose binaries run on `arch`: itself, and older ones of the same major version. ``sm_90a`` runs where it is."""
+    """The targets whose binaries run on `arch`: itself, and older ones of the same major version; for ``sm_90a`` itself alone."""
     number = arch.removeprefix("sm_")
     if not number.isdecimal():
         return [arch]
@@ -50,13 +50,13 @@ def serves(arch: str) -> bool:
 
 
 def shipped(source: str, arch: str) -> bytes | None:
-    """The binary of a text that came with the package, or None."""
+    """The binary of a text that was shipped with the package, or None."""
     archive, names = _archive()
     for one in compatible(arch) if archive else ():
         name = shipped_name(source, one)
         if archive and name in names:
             try:
-                return archive.read(name)  # checked: files in archives have checksums
+                return archive.read(name)  # the archive's checksum is checked
             except (OSError, zipfile.BadZipFile, zlib.error) as error:
                 log.warning("the shipped kernel %s is damaged and is compiled: %s", name, error)
     return None
@@ -67,13 +67,13 @@ def _entry(source: str, arch: str, made_by: Compiler) -> Entry:
 
 
 def find(source: str, arch: str, made_by: Compiler | None) -> bytes | None:
-    """The binary of a text if there is one, of this compiler where it is not shipped."""
+    """The binary of a text, or None if there is none: shipped, or kept on disk and made by this compiler."""
     found = shipped(source, arch)
     return _entry(source, arch, made_by).read() if found is None and made_by else found
 
 
 def make(source: str, arch: str, made_by: Compiler, fresh: bool = False) -> bytes:
-    """The binary of a text, compiled and kept on disk unless it was; with `fresh`, what was kept is replaced.
+    """The binary of a text, from disk or else compiled and kept there. With `fresh`, it is compiled and replaces what was kept.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Compiled kernels kept on disk: checked when they are read, bounded in size, safe when several processes build the same one.
 
-A kernel is one file, written under a temporary name and renamed, so another process sees all of it or none. Files that never
-change need no database: what is left to a library are the locks (filelock), which a killed process can't leave behind.
+A kernel is one file, written under a temporary name and renamed, so another process sees all of it or none. As the files never change, no
+database is needed. A library (filelock) provides the locks, which a killed process can't leave behind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pycuda_conv.errors import ConvArgumentError
 
 log = logging.getLogger("pycuda_conv")
 
-#: Bytes of compiled kernels that are kept, if ``PYCUDA_CONV_CACHE_LIMIT`` says nothing else.
+#: Most bytes of compiled kernels that are kept, unless ``PYCUDA_CONV_CACHE_LIMIT`` is set.
 LIMIT = 512 << 20
-#: Seconds that a process waits for another one that builds the same entry; then it builds the entry itself.
+#: Seconds that a process waits while another one builds the same entry; then it builds the entry itself.
 PATIENCE = 60
-#: Digits of an entry's name by which it is locked while it is built: so many that two that are built at once hardly ever share a lock.
+#: Digits of an entry's name that choose its lock while it is built: enough that two entries built at once hardly ever share a lock.
 LOCKED_BY = 4
-#: An entry that is read is marked as used, at most once in so many seconds.
+#: An entry that is read is marked as used, at most once in this many seconds.
 MARKED_EVERY = 3600
 #: Temporary files older than this were left by a process that was killed.
 ABANDONED_AFTER = 3600
@@ -41,13 +41,13 @@ _said: set[str] = set()
 
 
 def _say_once(subject: str, message: str, *arguments: object) -> None:
-    """Warn of one kind of trouble once in a process, and note later cases for those who debug."""
+    """Warn of each subject once in a process; later cases are logged for debugging."""
     log.log(logging.DEBUG if subject in _said else logging.WARNING, message, *arguments)
     _said.add(subject)
 
 
 def cache_dir() -> Path:
-    """The folder of this package's caches: ``PYCUDA_CONV_CACHE_DIR``, or the user's cache folder."""
+    """The folder of this package's caches: ``PYCUDA_CONV_CACHE_DIR``, or one in the user's cache folder."""
     return Path(os.environ.get("PYCUDA_CONV_CACHE_DIR") or platformdirs.user_cache_dir("pycuda_conv"))
 
 
@@ -63,15 +63,15 @@ def limit() -> int:
 
 @cache
 def file_identity(path: str) -> str:
-    """What tells one version of a file from the next without reading it."""
+    """A string that distinguishes versions of a file without reading it."""
     real = os.path.realpath(path)
     stat = os.stat(real)
     return f"{real}:{stat.st_size}:{stat.st_mtime_ns}"
 
 
 def why_not_trusted(folder: Path) -> str | None:
-    """Why another user could put files into `folder`, or None if only its owner, who is this user or root, can."""
-    if not hasattr(os, "geteuid"):  # Windows, where a user's folders are the user's own
+    """Why another user could put files into `folder`; None if only its owner can, who is this user or root."""
+    if not hasattr(os, "geteuid"):  # on Windows a user's folders are the user's own
         return None
     stat = folder.stat()
     if stat.st_uid not in (os.geteuid(), 0):
@@ -82,7 +82,7 @@ def why_not_trusted(folder: Path) -> str | None:
 
 
 def trusted_folder() -> Path | None:
-    """The folder of the entries, made if need be; None if there can be none, or another user could write to it."""
+    """The folder of the entries, made if necessary; None if it can't be made, or another user could write to it."""
     try:
         top = cache_dir()
         folder = top / "kernels"
@@ -102,23 +102,23 @@ def trusted_folder() -> Path | None:
 
 
 class Entry:
-    """A place on disk for what is built from `parts`.
+    """A place on disk for bytes that are built from `parts`.
 
     Parameters
     ----------
     parts : tuple of str
         Everything that the result depends on.
     suffix : str
-        Of the file's name.
+        The end of the file's name.
     """
 
     def __init__(self, parts: tuple[str, ...], suffix: str) -> None:
         self._name = hashlib.sha256("\0".join(parts).encode()).hexdigest() + suffix
 
     def get(self, build: Callable[[], bytes], fresh: bool = False) -> bytes:
-        """What `build` makes, from disk if it was made before. With `fresh`, what lies on disk is replaced.
+        """The bytes of `build`, from disk if they were built before. With `fresh`, they are built and replace what lies on disk.
 
-        While one process builds, others that want the same entry wait for it. A folder that can't be used costs the cache,
+        While one process builds, others that want the same entry wait. If the folder can't be used, results are built but not kept.
         not the result.
         """
         found = None if fresh else self.read()
@@ -132,7 +132,7 @@ class Entry:
         return found
 
     def read(self) -> bytes | None:
-        """What lies on disk, or None if there is nothing, or nothing that checks out."""
+        """The bytes on disk; None if there are none, or their checksum is wrong."""
         folder = trusted_folder()
         if folder is None:
             return None
@@ -154,7 +154,7 @@ class Entry:
         return data
 
     def write(self, data: bytes) -> None:
-        """Keep `data`, and let the entries go that were not used for the longest time where all are larger than the limit."""
+        """Keep `data`. Where all entries are larger than the limit, those go that were not used for the longest time."""
         folder = trusted_folder()
         if folder is None:
             return
@@ -173,12 +173,12 @@ class Entry:
             _say_once("unwritable", "a compiled kernel can't be kept: %s", error)
 
     def _tail(self, data: bytes) -> bytes:
-        """The name is part of the checksum: an entry under another's name does not check out."""
+        """The end of the entry with `data`. The checksum covers the name too, so an entry under another's name is refused."""
         return hashlib.sha256(self._name.encode() + data).digest() + len(data).to_bytes(8, "little") + _MARK
 
     @contextmanager
     def _building(self) -> Iterator[None]:
-        """One process at a time; but none waits for ever, nor where the folder has no locks."""
+        """Let one process build at a time. No process waits for ever, and none where the folder has no locks."""
         from filelock import FileLock  # takes longer to import than this package
 
         folder = trusted_folder()
@@ -194,7 +194,7 @@ class Entry:
 
 
 def _trim(folder: Path) -> None:
-    """Keep the entries below the limit. If another process does so at the moment, it is left to that one."""
+    """Keep the entries below the limit, unless another process is doing so at the moment."""
     from filelock import FileLock, Timeout
 
     most = limit()

@@ -22,11 +22,11 @@ from pycuda_conv.runtime.cache import file_identity
 
 
 class CompileError(BackendError):
-    """A compiler that failed, or there is none; the text says what it said."""
+    """A compiler failed, or there is none; the message has the compiler's text."""
 
 
 class Compiler(ABC):
-    """What makes machine code of CUDA C.
+    """A compiler of CUDA C to machine code.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class Compiler(ABC):
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What tells its machine code from that of another version, or of other options."""
+        """Strings that distinguish this compiler's machine code from that of another version, or of other options."""
         return (self.name, *self.options, file_identity(self.path))
 
     def __init__(self, path: str) -> None:
@@ -61,10 +61,10 @@ class Compiler(ABC):
     @property
     @abstractmethod
     def version(self) -> str:
-        """As it calls itself."""
+        """The version in the compiler's own words."""
 
     def _run(self, *command: str, text: str = "") -> bytes:
-        """What a command writes. It is killed if this process ends before."""
+        """The output of a command. It is killed if this process ends earlier."""
         try:
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
                 _running.add(process)
@@ -91,7 +91,7 @@ def _kill_running() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_running.clear)  # those are the parent's
+    os.register_at_fork(after_in_child=_running.clear)  # those compilers are the parent's
 
 
 class Nvcc(Compiler):
@@ -121,7 +121,7 @@ class Nvcc(Compiler):
 
 
 class Nvrtc(Compiler):
-    """NVIDIA's compiler as a library, of the package ``nvidia-cuda-nvrtc`` or of a toolkit. It runs in a process of its own."""
+    """NVIDIA's compiler as a library, from the package ``nvidia-cuda-nvrtc`` or a toolkit. It runs in a process of its own."""
 
     name = "nvrtc"
     options = ("-std=c++17", "-default-device", "-w")  # lambdas count as functions of the host otherwise
@@ -138,13 +138,13 @@ class Nvrtc(Compiler):
 
 
 def _roots() -> list[str]:
-    """Where a CUDA toolkit may lie."""
+    """The folders where a CUDA toolkit may lie."""
     return [root for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda") if root]
 
 
 @cache
 def _version_behind(path: str) -> str:
-    """The version of a program that a script starts: the script stays the same when a newer one is installed behind it."""
+    """The version of a program that a script starts; the script stays the same when a newer program is installed."""
     try:
         with open(path, "rb") as file:
             if file.read(4) == b"\x7fELF":
@@ -165,7 +165,7 @@ def nvcc() -> str | None:
 
 @cache
 def nvrtc(newest: int | None = None) -> str | None:
-    """Path of NVRTC's library, or None: that of a Python package before a toolkit's; none that is newer than CUDA `newest`."""
+    """Path of NVRTC's library, or None. A Python package's comes before a toolkit's, and none is newer than CUDA `newest`."""
     for folder in _nvrtc_folders():
         for path in sorted(folder.glob("libnvrtc.so.*"), reverse=True):
             major = path.name.split(".")[2]
@@ -186,7 +186,7 @@ def _nvrtc_folders() -> Iterator[Path]:
 
 @cache
 def compiler(newest: int | None = None) -> Compiler:
-    """The compiler to use: ``PYCUDA_CONV_COMPILER``, or the first of NVRTC and nvcc that is there.
+    """The compiler to use: that of ``PYCUDA_CONV_COMPILER``, or the first of NVRTC and nvcc that exists.
 
     NVRTC takes a third of nvcc's time for one kernel. Its kernels are as fast: on an H200, 99 problems of the benchmark took
     1.001 times nvcc's time in the mean, 1.035 at the most, and had the same bits.

@@ -1,7 +1,7 @@
 """CUDA through PyCUDA: primary contexts, kernels compiled for the card at hand, memory, streams and launches.
 
-The device's *primary* context is the one that torch and CuPy use, so pointers are valid in all three. It is retained
-once and pushed around each call; nothing stays on a thread's context stack.
+The device's *primary* context is the one that torch and CuPy use, so pointers are valid in all three. It is retained once and pushed around
+each call; nothing stays on a thread's context stack.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pycuda_conv.runtime.workers import cores, workers
 
 log = logging.getLogger("pycuda_conv")
 
-FULL = 4 * 2048  # threads a multiprocessor of a launch that keeps it busy for long
+FULL = 4 * 2048  # threads a multiprocessor in a launch that keeps it busy for long
 SIDES = SIDE_BY_SIDE - 1  # streams beside the caller's, for launches that don't depend on each other
 
 _initialised = False
@@ -45,7 +45,7 @@ def _after_fork() -> None:
     global _forked
     _forked = _initialised
     for device in _made.values():
-        device.push = device.is_current = driver  # which says what is wrong
+        device.push = device.is_current = driver  # driver() raises an error that says what is wrong
     native = sys.modules.get("pycuda_conv.runtime._launch")
     if _forked and native is not None:
         native.stop()
@@ -56,7 +56,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def driver() -> Any:
-    """``pycuda.driver``, initialised. Imported here and not at the top: the package must import without PyCUDA."""
+    """``pycuda.driver``, initialised. It is imported here, since the package must import without PyCUDA."""
     global _initialised
     if _forked:
         raise forked("CUDA")
@@ -109,7 +109,7 @@ def why_not() -> str | None:
 
 @cache
 def _libcuda() -> Any:
-    """The driver library itself, for what PyCUDA does not offer: launches on any stream, captures, pointers, portable pinned memory."""
+    """The driver library itself, for what PyCUDA lacks: launches on any stream, captures, pointers, page-locked memory of all contexts."""
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     pointer = ctypes.c_void_p
     library.cuEventCreate.argtypes = [ctypes.POINTER(pointer), ctypes.c_uint]
@@ -144,11 +144,11 @@ def _check(code: int, what: str) -> None:
         raise RuntimeError(f"{what} failed: {(name.value or b'an unknown error').decode()} ({code})")
 
 
-# ---- tensor maps, of which PyCUDA knows nothing
+# ---- tensor maps, which PyCUDA does not have
 
 
 def encoded(described: TensorMap, address: int) -> bytes:
-    """The 128 bytes that a kernel takes as a ``CUtensorMap`` of the array at `address`."""
+    """The ``CUtensorMap`` of the array at `address`: the 128 bytes that a kernel takes."""
 
     def array(kind: Any, values: Sequence[int]) -> Any:
         return (kind * len(values))(*values)
@@ -175,11 +175,11 @@ def encoded(described: TensorMap, address: int) -> bytes:
 
 
 class _Refused(RuntimeError):
-    """The driver says that a binary is none, or none for this GPU."""
+    """The driver refuses a binary: it is damaged, or not for this GPU."""
 
 
 def _module_of(cubin: bytes) -> int:
-    """The driver's handle of a binary, loaded."""
+    """Load a binary; returns the driver's handle of the module."""
     module = ctypes.c_void_p()
     _accepted(_libcuda().cuModuleLoadData(ctypes.byref(module), cubin), "loading a kernel")
     return module.value or 0
@@ -193,38 +193,38 @@ def _function_of(module: int, kernel: str) -> int:
 
 
 def _accepted(code: int, what: str) -> None:
-    """As :func:`_check`, but for what a wrong binary may cause."""
+    """The same as :func:`_check`, but errors that a wrong binary may cause are a :class:`_Refused`."""
     if code in (200, 209, 218, 222, 300, 500):  # INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX, INVALID_SOURCE, NOT_FOUND
         raise _Refused(f"{what}: the driver refuses the binary ({code})")
     _check(code, what)
 
 
 def _attribute(function: int, which: int) -> int:
-    """An attribute of a kernel, by its number in the driver's CU_FUNC_ATTRIBUTE_..."""
+    """An attribute of a kernel, by its number among the driver's CU_FUNC_ATTRIBUTE_..."""
     value = ctypes.c_int()
     _check(_libcuda().cuFuncGetAttribute(ctypes.byref(value), which, function), "cuFuncGetAttribute")
     return value.value
 
 
 def first_parameter(function: int) -> int:
-    """Where in its parameters the first one of a kernel lies: one aligned to more than 16 bytes starts where only the driver knows."""
+    """The offset of a kernel's first parameter. The driver alone knows it for a parameter aligned to more than 16 bytes."""
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     _check(_libcuda().cuFuncGetParamInfo(function, 0, ctypes.byref(offset), ctypes.byref(size)), "cuFuncGetParamInfo")
     return offset.value
 
 
 def blocks_at_once(function: int, block: int, shared: int) -> int:
-    """Blocks of so many threads and bytes of dynamic shared memory that one multiprocessor runs at the same time."""
+    """The number of blocks, of `block` threads and `shared` bytes of dynamic shared memory, that a multiprocessor runs at the same time."""
     blocks = ctypes.c_int()
     code = _libcuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(blocks), function, block, shared)
     _check(code, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
     return blocks.value
 
 
-#: A launch as the driver takes it: CUlaunchConfig, the number of bytes of the parameters, and then those.
+#: A launch as the driver takes it: CUlaunchConfig, the number of bytes of the parameters, and the parameters.
 LAUNCH = "7I4xPPI4xN"
-#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, on: the launch gets ready while the one before it runs. Each of our
-#: kernels waits for that one itself (AFTER_LAST_LAUNCH in cu/launch.cuh).
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, on: a launch may begin while the one before it runs. Each of our kernels
+#: waits for that one itself (AFTER_LAST_LAUNCH in cu/launch.cuh).
 _FOLLOWING = ctypes.create_string_buffer(Struct("I4xI60x").pack(6, 1), 72)
 
 
@@ -236,11 +236,11 @@ class _Launch:
     ----------
     step : KernelLaunch
     stream, function, attributes : int
-        `function` is the driver's handle of the kernel; so many of :data:`_FOLLOWING` go with the launch.
+        The number of the stream, the driver's handle of the kernel, and how many of :data:`_FOLLOWING` go with the launch.
     first : int
-        Where in the parameters the first one lies.
+        The offset of the kernel's first parameter.
     maps : tuple of (int, int, callable)
-        Buffer, offset, and what makes the 128 bytes of a tensor map from an address.
+        Buffer, offset, and a function that makes the 128 bytes of a tensor map from an address.
     """
 
     step: KernelLaunch
@@ -252,12 +252,12 @@ class _Launch:
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Buffers and offsets of the addresses."""
+        """Buffers and offsets of the addresses that the kernel takes."""
         return [place if isinstance(place, tuple) else (place, 0) for place in self.step.buffers]
 
     @property
     def parameters(self) -> str:
-        """What the kernel takes: tensor maps, addresses, numbers."""
+        """The format of the kernel's parameters: tensor maps, addresses, numbers."""
         return f"{self.first}x" + "128s" * len(self.maps) + "P" * len(self.step.buffers) + "q" * len(self.step.numbers)
 
     def by_python(self, room_of: Callable[[], _Room]) -> Callable[[Sequence[Any], Sequence[int]], None]:
@@ -297,12 +297,12 @@ class _Order:
     second: int
 
     def by_python(self, streams_of: Callable[[], _Streams]) -> Callable[[Sequence[Any], Sequence[int]], None]:
-        """A function of (buffers, handles of streams) that orders them."""
+        """A function of (buffers, handles of streams) that makes one stream wait for the other."""
         return lambda _, streams: streams_of().order(streams[self.first], streams[self.second])
 
 
 class _Room:
-    """Where a thread writes the launch that it is about to make; the driver copies it."""
+    """Memory where a thread writes the launch that it is about to make; the driver copies it."""
 
     def __init__(self) -> None:
         self.memory = ctypes.create_string_buffer(8192)
@@ -314,12 +314,12 @@ class _Room:
 
 
 def launcher_in_c() -> Any:
-    """The extension that makes all launches of a schedule by one call, or None where Python makes them one by one.
+    """The extension that makes all launches of a schedule in one call, or None where Python makes them one by one.
 
     Raises
     ------
     ConvArgumentError, BackendError
-        ``PYCUDA_CONV_LAUNCHER`` is no known word, or asks for an extension that is not there.
+        ``PYCUDA_CONV_LAUNCHER`` is not a known word, or asks for an extension that is missing.
     """
     wanted = os.environ.get("PYCUDA_CONV_LAUNCHER", "")
     if wanted not in ("", "c", "python"):
@@ -338,7 +338,7 @@ def launcher_in_c() -> Any:
 
 
 def copier_in_c() -> Any:
-    """The extension whose threads copy between ordinary and page-locked memory, or None where Python's threads do."""
+    """The extension whose threads copy between ordinary and page-locked memory, or None where threads of Python do."""
     if os.environ.get("PYCUDA_CONV_LAUNCHER") != "python":
         with suppress(ImportError):
             return importlib.import_module("pycuda_conv.runtime._copy")
@@ -346,17 +346,17 @@ def copier_in_c() -> Any:
 
 
 class LauncherInC:
-    """A launcher that makes all launches of a schedule by one call.
+    """A launcher that makes all launches of a schedule in one call.
 
     Parameters
     ----------
     native : module
     schedule : object
-        What ``native.prepare`` made.
+        The result of ``native.prepare``.
     own : callable or None
-        Gives the calling thread's event and side streams, where the schedule needs them.
+        Returns the calling thread's event and side streams, for schedules that need them.
     names : list of str
-        What its operations are called in messages.
+        The names of the schedule's operations in messages.
     """
 
     def __init__(self, native: Any, schedule: Any, own: Callable[[], tuple[int, ...]] | None, names: Sequence[str]) -> None:
@@ -375,7 +375,7 @@ class LauncherInC:
         _check(code, self._names[operation])
 
 
-#: What the threads that copy call.
+#: The driver's functions that the copying threads call.
 COPY_FUNCTIONS = (
     "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventCreate", "cuEventDestroy_v2", "cuEventRecord", "cuEventSynchronize",
     "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2",
@@ -383,7 +383,7 @@ COPY_FUNCTIONS = (
 
 
 def _address_of(function: str) -> int:
-    """Where a function of the driver begins."""
+    """The address of a function of the driver."""
     return ctypes.cast(getattr(_libcuda(), function), ctypes.c_void_p).value or 0
 
 
@@ -391,7 +391,7 @@ def _address_of(function: str) -> int:
 
 
 class Graph:
-    """Launches captured from a stream, to be replayed there without the host's cost of each.
+    """Launches captured from a stream, to be replayed there without the host's cost of each launch.
 
     Parameters
     ----------
@@ -404,9 +404,9 @@ class Graph:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Capture what is launched on the stream inside the block, instead of running it."""
+        """Capture the launches on the stream inside the block, instead of running them."""
         library, graph, handle = _libcuda(), ctypes.c_void_p(), self._stream.handle
-        _check(library.cuStreamBeginCapture_v2(handle, 1), "cuStreamBeginCapture")  # 1: other threads may do as they like
+        _check(library.cuStreamBeginCapture_v2(handle, 1), "cuStreamBeginCapture")  # 1: other threads may call anything
         try:
             yield
         finally:
@@ -417,7 +417,7 @@ class Graph:
         _check(code, "cuGraphInstantiate")
 
     def replay(self) -> None:
-        """Launch all of it."""
+        """Launch all that was captured."""
         _check(_libcuda().cuGraphLaunch(self._ready, self._stream.handle), "cuGraphLaunch")
 
     def __del__(self) -> None:
@@ -431,7 +431,7 @@ def device_of_pointer(pointer: int) -> int:
     Raises
     ------
     ConvArgumentError
-        Memory of the host, or of a context that is not a device's primary one: kernels launched there can't reach it.
+        The memory is the host's, or that of a context other than a device's primary one: kernels launched there can't reach it.
     """
     library, ordinal, context = _libcuda(), ctypes.c_int(), ctypes.c_void_p()
     driver()
@@ -446,7 +446,7 @@ def device_of_pointer(pointer: int) -> int:
     return ordinal.value
 
 
-#: Bytes from one row to the next that a 2-d copy takes at the most.
+#: The most bytes from one row to the next in a 2-d copy.
 MOST_PITCH = 2**31 - 1
 
 
@@ -456,12 +456,12 @@ def _planes(part: np.ndarray) -> list[np.ndarray]:
 
 
 def _handle(stream: Any) -> int:
-    """The driver's handle of a stream: None is the default one, 0; a PyCUDA stream has one; an int is one."""
+    """The driver's handle of a stream: 0 for None, the default stream; that of a PyCUDA stream; an int unchanged."""
     return int(getattr(stream, "handle", stream) or 0)
 
 
 class _Streams:
-    """Streams of ours, for one thread and device, and the means to order them with anybody's."""
+    """Streams of our own for one thread and device, and the means to order them with any stream."""
 
     def __init__(self) -> None:
         stream, non_blocking = driver().Stream, 1  # no implicit order with the default stream
@@ -476,7 +476,7 @@ class _Streams:
         self.own = (self._event.value or 0, *(side.handle for side in self.sides))
 
     def order(self, first: int, second: int) -> None:
-        """What stream `second` (a handle, 0 for the default stream) does from now on waits for what `first` holds now."""
+        """Let the later work of stream `second` wait for the present work of `first`: handles, 0 for the default stream."""
         _check(self._cu.cuEventRecord(self._event, first), "cuEventRecord")
         _check(self._cu.cuStreamWaitEvent(second, self._event, 0), "cuStreamWaitEvent")
 
@@ -484,7 +484,7 @@ class _Streams:
 @cache
 def _block_class() -> type:
     class Block(driver().PointerHolderBase):  # type: ignore[misc]
-        """Memory from a device's pool. Unlike the pool's own, it can be dropped while no context is current."""
+        """Memory from a device's pool. Unlike an allocation of the pool, it can be dropped while no context is current."""
 
         def __init__(self, device: CudaDevice, allocation: Any) -> None:
             super().__init__()
@@ -513,7 +513,7 @@ def _block_class() -> type:
 
 
 class _Lease:
-    """The streams that one thread has while it lives."""
+    """The streams of one thread, for as long as the thread lives."""
 
     def __init__(self, idle: list[_Streams]) -> None:
         self._idle = idle
@@ -561,21 +561,21 @@ class CudaDevice(Device):
         self.multiprocessors = device.multiprocessor_count
         self._shared_bytes = device.get_attribute(drv.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self.context = device.retain_primary_context()
-        #: Make the device's context current, and undo that. Called in pairs, or by ``with device:``.
+        #: make the device's context current, and undo that: called in pairs, or by ``with device:``
         self.push: Callable[[], Any] = self.context.push
         self.pop: Callable[[], None] = drv.Context.pop
         self._in_c = launcher_in_c()
         #: the extension whose threads copy arrays, or None
         self.copier = copier_in_c()
-        #: Whether the device's context is known to be current. To ask costs less than to push it.
+        #: whether the device's context is known to be current, which takes less time than to push it
         self.is_current: Callable[[], Any] = bool
         if self._in_c is not None:
             self.is_current = partial(self._in_c.is_current, _address_of("cuCtxGetCurrent"), self.context.handle)
         self._functions: dict[tuple[str, str], int] = {}
         self._modules: dict[str, int] = {}
-        #: texts that are being compiled, or were and are not loaded yet
+        #: texts that are being compiled, or were compiled and are not loaded yet
         self._cubins: dict[tuple[str, str], Future[bytes]] = {}
-        #: texts that were looked for in vain: to look again takes longer than the launch that another process's kernel would save
+        #: texts that were not found on disk: to look again takes longer than another process's kernel would save in the launch
         self._absent: set[tuple[str, str]] = set()
         self._attributes = 1 if self.capability >= (9, 0) else 0  # _FOLLOWING, where the GPU knows it
         self._lock = threading.Lock()
@@ -583,7 +583,7 @@ class CudaDevice(Device):
         self._idle_streams: list[_Streams] = []
         with self:
             self.pool = importlib.import_module("pycuda.tools").DeviceMemoryPool()
-        #: memory from the pool that is still in use
+        #: memory from the pool that is in use
         self.blocks: weakref.WeakSet[Any] = weakref.WeakSet()
         atexit.register(self._release)
 
@@ -609,7 +609,7 @@ class CudaDevice(Device):
         return self.schedule_launcher([[step]])
 
     def schedule_launcher(self, steps: Sequence[Sequence[KernelLaunch]]) -> Launcher:
-        """Launches of one step run side by side, unless each alone fills the GPU: then one after the other, which costs the host less."""
+        """Launches of one step run side by side, unless each alone fills the GPU: then they run in turn, which costs the host less."""
         operations = list(self._operations(steps))
         forks = any(isinstance(one, _Order) for one in operations)
         return (self._by_python if self._in_c is None else self._by_c)(operations, forks)
@@ -629,7 +629,7 @@ class CudaDevice(Device):
             yield from (_Order(side, 0) for side in sides)
 
     def _by_python(self, operations: Sequence[_Launch | _Order], forks: bool) -> Launcher:
-        """A launcher that makes one call of the driver after the other."""
+        """A launcher that calls the driver for each operation."""
         calls = [one.by_python(self._room) if isinstance(one, _Launch) else one.by_python(self._streams) for one in operations]
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
@@ -642,7 +642,7 @@ class CudaDevice(Device):
         return launch
 
     def _by_c(self, operations: Sequence[_Launch | _Order], forks: bool) -> Launcher:
-        """A launcher that makes all of them by one call."""
+        """A launcher that makes all operations in one call."""
         words: list[tuple[Any, ...]] = []
         names: list[str] = []
         for one in operations:
@@ -657,7 +657,7 @@ class CudaDevice(Device):
         return LauncherInC(self._in_c, schedule, (lambda: self._streams().own) if forks else None, names)
 
     def ready(self, launcher: LauncherInC, *decided: Any) -> Any:
-        """A call of which all is `decided`, as the launcher in C makes it again: see ``ready`` in ``_launch.c``."""
+        """A repeated call, as the launcher in C makes it; `decided` are its fixed values: see ``ready`` in ``_launch.c``."""
         context = (*map(_address_of, ("cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")), self.context.handle)
         stream, place, *rest = decided
         return launcher.native.ready(launcher.schedule, launcher.own, context, (stream, self.ordinal, place), launcher.failed, *rest)
@@ -669,7 +669,7 @@ class CudaDevice(Device):
         return room
 
     def _streams(self) -> _Streams:
-        """This thread's streams. When the thread ends they go to the next one that needs some."""
+        """This thread's streams. When the thread ends, the next one that needs streams gets them."""
         lease = getattr(self._threads, "lease", None)
         if lease is None:
             with self:
@@ -677,7 +677,7 @@ class CudaDevice(Device):
         return lease.streams
 
     def order(self, first: Any, second: Any) -> None:
-        """What stream `second` does from now on waits for what `first` holds now; each PyCUDA's, a handle or None."""
+        """Let the later work of stream `second` wait for the present work of `first`: streams of PyCUDA, handles or None."""
         self._streams().order(_handle(first), _handle(second))
 
     def _function(self, step: KernelLaunch) -> int:
@@ -687,19 +687,19 @@ class CudaDevice(Device):
         found = self._functions.get(key)
         if found is None:
             if source not in self._modules:
-                self._cubin(source, step.arch).result()  # outside the lock: threads compile side by side
+                self._cubin(source, step.arch).result()  # outside the lock, so that threads compile side by side
             with self._lock, self:
                 found = self._functions.get(key)
                 if found is None:
                     found = self._loaded(source, step.arch, step.kernel)
-                    if step.shared:  # more than every kernel gets; other launches of the kernel may ask for more than this one
-                        most = self._shared_bytes - _attribute(found, 1)  # SHARED_SIZE_BYTES, which the kernel declares
+                    if step.shared:  # more than every kernel gets; other launches of the kernel may ask for more still
+                        most = self._shared_bytes - _attribute(found, 1)  # SHARED_SIZE_BYTES: the kernel's static shared memory
                         _check(_libcuda().cuFuncSetAttribute(found, 8, most), "cuFuncSetAttribute")  # MAX_DYNAMIC_SHARED_SIZE_BYTES
                     self._functions[key] = found
         return found
 
     def _loaded(self, source: str, arch: str, kernel: str) -> int:
-        """The handle of a kernel in the module of its text, which stays loaded. PyCUDA hides the handles of its own."""
+        """The handle of a kernel in the module of its text, which stays loaded. PyCUDA hides the handles of its own modules."""
         if source not in self._modules:
             coming = self._cubins.pop((source, arch), None)  # none if another thread could not load it
             cubin = coming.result() if coming else self.compile(source, arch)
@@ -712,24 +712,24 @@ class CudaDevice(Device):
         return _function_of(self._modules[source], kernel)
 
     def _cubin(self, source: str, arch: str, behind: bool = False) -> Future[bytes]:
-        """The cubin of a text, which is compiled once, whoever asks; with `behind`, by another thread."""
+        """The cubin of a text, which is compiled once, whoever asks. With `behind`, another thread compiles it."""
         coming, make = self._claimed(source, arch, behind)
         if make:
             make()
         return coming
 
     def _claimed(self, source: str, arch: str, behind: bool) -> tuple[Future[bytes], Callable[[], None] | None]:
-        """The cubin of a text, and what compiles it, if that is the caller's to do."""
+        """The cubin of a text, and the function that compiles it if the caller has to do so, or else None."""
         with self._lock:
             coming = self._cubins.get((source, arch))
             failed = coming is not None and coming.done() and coming.exception() is not None
-            if coming is not None and not failed and (behind or not coming.cancel()):  # what waits for its turn is not waited for
+            if coming is not None and not failed and (behind or not coming.cancel()):  # the caller takes a text out of the queue
                 return coming, None
             if behind:
                 coming = self._cubins[source, arch] = workers.submit(partial(self.compile, source, arch))
                 return coming, None
             coming = self._cubins[source, arch] = Future()
-            coming.set_running_or_notify_cancel()  # under way: whoever asks from now on waits for it
+            coming.set_running_or_notify_cancel()  # begun: from now on whoever asks waits for it
         return coming, partial(self._make, coming, source, arch)
 
     def _make(self, coming: Future[bytes], source: str, arch: str) -> None:
@@ -780,7 +780,7 @@ class CudaDevice(Device):
         return all(coming.done() for coming in list(self._cubins.values()))
 
     def describe(self, step: KernelLaunch) -> dict[str, float]:
-        """Registers and local bytes of a thread, shared bytes of a block, and the part of a multiprocessor's threads that run at once."""
+        """Registers and local bytes of a thread, shared bytes of a block, and the share of a multiprocessor's threads that run at once."""
         function = self._function(step)
         most = self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.MAX_THREADS_PER_MULTIPROCESSOR)
         with self:
@@ -789,7 +789,7 @@ class CudaDevice(Device):
         return {"registers": registers, "local": local, "shared": shared + step.shared, "occupancy": occupancy}
 
     def capturing(self, stream: Any = None) -> bool:
-        """Whether `stream`, the current stream of torch or CuPy, or any that is ordered with the default one, is being captured."""
+        """Whether `stream`, the current stream of torch or CuPy, or any stream that the default one orders, is being captured."""
         handles, torch, cupy = [0, _handle(stream)], sys.modules.get("torch"), sys.modules.get("cupy")
         if torch is not None and torch.cuda.is_initialized():
             handles.append(torch.cuda.current_stream(self.ordinal).cuda_stream)
@@ -807,7 +807,7 @@ class CudaDevice(Device):
     def compile(self, source: str, arch: str = "", fresh: bool = False) -> bytes:
         """The cubin of `source` for this GPU: shipped with the package, kept on disk, or compiled now.
 
-        With `fresh`, it is compiled now, and what was kept is replaced.
+        With `fresh`, it is compiled now and replaces what was kept.
 
         Raises
         ------
@@ -832,7 +832,7 @@ class CudaDevice(Device):
     # ---- memory
 
     def allocate(self, nbytes: int) -> Any:
-        """`nbytes` from the pool, as an allocator for a GPUArray. The pool is ordered with the default stream only."""
+        """`nbytes` from the pool, as an allocator of GPUArrays calls it. The pool follows the default stream only."""
         try:
             return _block_class()(self, self.pool.allocate(nbytes))
         except self._drv.MemoryError as error:
@@ -845,18 +845,18 @@ class CudaDevice(Device):
     # ---- copies between the host and the device
 
     def pinned_or_ordinary(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An uninitialised page-locked array, or an ordinary one when no more may be locked."""
+        """An uninitialised page-locked array, or an ordinary one where no more memory may be locked."""
         array = _pinned().empty(shape, dtype)
         return np.empty(shape, dtype) if array is None else array
 
     def is_pinned(self, array: np.ndarray) -> bool:
-        """Whether the memory of `array` is page-locked, by whomever."""
+        """Whether the memory of `array` is page-locked, by this package or another."""
         kind = ctypes.c_uint()
         pointer = array.__array_interface__["data"][0]
         return _libcuda().cuPointerGetAttribute(ctypes.byref(kind), 2, pointer) == 0 and kind.value == 1  # MEMORY_TYPE is HOST
 
     def copy_in(self, target: Any, whole: np.ndarray, part: np.ndarray, stream: Any) -> None:
-        """Copy `part`, a band of the C-contiguous `whole` along its third axis, to the device, packed."""
+        """Copy `part`, a band of the C-contiguous `whole` along its third axis, to packed memory on the device."""
         if part.flags.c_contiguous:
             self._drv.memcpy_htod_async(target, part, stream)
         elif whole.strides[1] > MOST_PITCH:
@@ -870,7 +870,7 @@ class CudaDevice(Device):
             copy(stream)
 
     def copy_out(self, whole: np.ndarray, part: np.ndarray, source: Any, stream: Any) -> None:
-        """The way back: from the device, packed, into `part` of `whole`."""
+        """Copy packed memory on the device to `part` of `whole`: the inverse of :meth:`copy_in`."""
         if part.flags.c_contiguous:
             self._drv.memcpy_dtoh_async(part, source, stream)
         elif whole.strides[1] > MOST_PITCH:
@@ -886,7 +886,7 @@ class CudaDevice(Device):
             copy(stream)
 
     def _band(self, whole: np.ndarray, part: np.ndarray) -> Any:
-        """A 2-d copy with the place of `part` in `whole`: its rows are the planes (n, c), of which it takes a band each."""
+        """A 2-d copy of `part` of `whole`. The rows of the copy are the planes (n, c), of each of which it takes a band."""
         plane = whole.strides[1]
         offset = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
         copy = self._drv.Memcpy2D()
@@ -922,13 +922,13 @@ class CudaDevice(Device):
         return tuple(map(_address_of, COPY_FUNCTIONS))
 
     def check_code(self, code: int, what: str) -> None:
-        """Raise the driver's error, if there was one."""
+        """Raise the driver's error, if there is one."""
         _check(code, what)
 
     def small_buffers(self, nbytes: int) -> tuple[np.ndarray, int, int, Any]:
-        """A buffer of this thread's in the host's memory and one on the device, made once, and a stream for them.
+        """A buffer of this thread in the host's memory, made once, another one on the device, and a stream for them.
 
-        After the host's buffer comes the address by which kernels reach it: 0 where no more memory may be page-locked.
+        Behind the host's buffer comes the address at which kernels reach it, or 0 where no more memory may be page-locked.
         """
         streams = self._streams()
         if streams.small is None:
@@ -946,21 +946,21 @@ class CudaDevice(Device):
         return streams.up, streams.main, streams.down
 
     def event(self) -> Any:
-        """An event that takes no time."""
+        """An event without times."""
         return self._drv.Event(2)
 
     def recorded(self, stream: Any) -> Any:
-        """An event that has come when what `stream` holds now is done."""
+        """An event that comes when the present work of `stream` is done."""
         return self.event().record(stream)
 
     def wait_for(self, stream: Any) -> None:
-        """Let the pipeline's streams wait for what `stream` holds now."""
+        """Let the pipeline's streams wait for the present work of `stream`."""
         for own in self.pipeline_streams():
             self.order(stream, own)
 
     def _release(self) -> None:
-        """Give the pool's memory back, arrays' included. Runs at exit: PyCUDA aborts if it has to do so later; never raises."""
-        with suppress(Exception):  # the driver may be gone by now
+        """Give back the pool's memory and that of arrays. It runs at exit, as PyCUDA aborts if it has to do so later. Never raises."""
+        with suppress(Exception):  # the driver may already be gone
             for block in list(self.blocks):
                 block.free()
             with self:

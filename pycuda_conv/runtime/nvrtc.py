@@ -1,7 +1,7 @@
 """NVRTC as a program: ``python nvrtc.py LIBRARY OPTION...`` reads CUDA C from its input and writes a cubin, or the ``--version``.
 
-A process of its own, because one that ends while the library compiles in one of its threads crashes. It is not part of the
-package when it runs: it imports nothing but ctypes, so it starts in a few hundredths of a second.
+It runs in a process of its own, because a process that ends while the library compiles in one of its threads crashes. It runs outside the
+package and imports ctypes but nothing large, so it starts in a few hundredths of a second.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import sys
 
 
 def load(path):  # type: ignore[no-untyped-def]
-    """The library; it does not always find its other half beside itself."""
+    """The library. It does not always find its second library in its own folder, so that is loaded as well."""
     for builtins in sorted(glob.glob(os.path.join(os.path.dirname(path), "libnvrtc-builtins.so.*"))):
         try:
             ctypes.CDLL(builtins)
@@ -23,7 +23,7 @@ def load(path):  # type: ignore[no-untyped-def]
 
 
 def version(library):  # type: ignore[no-untyped-def]
-    """As (13, 0)."""
+    """The version as (13, 0)."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(library, library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
     return major.value, minor.value
@@ -35,13 +35,13 @@ def _check(library, code, log=b""):  # type: ignore[no-untyped-def]
 
 
 def main(path, *options):  # type: ignore[no-untyped-def]
-    """Compile one text."""
+    """Compile the text on stdin and write the cubin to stdout."""
     library, program, size = load(path), ctypes.c_void_p(), ctypes.c_size_t()
     if options == ("--version",):
         print("{}.{}".format(*version(library)))
         return
     if version(library) >= (13, 0):
-        options += ("-no-cache",)  # what is kept is our business
+        options += ("-no-cache",)  # compiled texts are kept by our own cache
 
     def get(what):  # type: ignore[no-untyped-def]
         getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))

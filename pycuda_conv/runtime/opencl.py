@@ -1,4 +1,4 @@
-"""The same kernels on OpenCL: the machine without an NVIDIA GPU, through PyOpenCL and PoCL."""
+"""The same kernels on OpenCL, for machines without an NVIDIA GPU: through PyOpenCL and PoCL."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pycuda_conv.runtime import pocl
 from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, forked, headers
 from pycuda_conv.runtime.cache import Entry
 
-#: What every kernel is built with.
+#: Options that every kernel is built with.
 OPTIONS = ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)]
 _HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
 _SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 
 
 def _pyopencl() -> Any:
-    os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # we keep compiled kernels ourselves
+    os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # we keep compiled kernels on disk ourselves
     if (_SYSTEM_VENDORS / "pocl.icd").exists():
         # prefer the system's PoCL: the one in PyOpenCL's wheel is older and refuses to compile for CPUs it does not know
         os.environ.setdefault("OCL_ICD_VENDORS", str(_SYSTEM_VENDORS))
@@ -62,7 +62,7 @@ _forked = False
 
 
 def _after_fork() -> None:
-    """PoCL's threads are not there in a child: a call would wait for them for ever."""
+    """PoCL's threads don't exist in a forked process, where a call would wait for them for ever."""
     global _forked
     _forked = _started
     for device in _made:
@@ -88,7 +88,7 @@ def opencl_device() -> OpenCLDevice:
 
 
 class OpenCLDevice(Device):
-    """The machine's OpenCL device: PoCL where it is installed, else the first there is. Made by :func:`opencl_device`."""
+    """The machine's OpenCL device: that of PoCL if it is installed, else the first one. Made by :func:`opencl_device`."""
 
     backend = "opencl"
     name = "opencl"
@@ -136,7 +136,7 @@ class OpenCLDevice(Device):
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
             nonlocal launched
-            with self._lock:  # a kernel's arguments are its state
+            with self._lock:  # a kernel object holds its arguments
                 kernel(self.queue, global_size, local_size, *[buffers[i] or None for i in whole], *numbers)
                 if not launched:  # PoCL compiles for a size of blocks, and for small grids, when it launches
                     launched = True
@@ -152,7 +152,7 @@ class OpenCLDevice(Device):
             return self._cl.Program(self.context, source).build(options=options), kept
 
     def _kernel(self, step: KernelLaunch) -> tuple[Any, pocl.Program]:
-        """The kernel, and what PoCL keeps of its program."""
+        """The kernel, and PoCL's files of its program."""
         source = step.source()
         with self._lock:
             if source not in self._programs:

@@ -1,8 +1,7 @@
 """Page-locked host memory: a pool of it, handed out as ordinary numpy arrays.
 
-The GPU copies to and from page-locked memory at the speed of the bus and without the host's help; to ordinary memory it
-goes through a small buffer of the driver's, and a fresh array is page-faulted on top. Locking pages is slow itself, so
-blocks are kept and used again.
+The GPU copies to and from page-locked memory at the speed of the bus and without the host's help. Copies to ordinary memory pass through a
+small buffer of the driver's, and a fresh array costs page faults besides. As locking pages is slow too, blocks are kept and used again.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import numpy as np
 
 from pycuda_conv.errors import ConvArgumentError
 
-#: Granularity of the blocks: the pages of the GPU's address translation.
+#: Blocks are multiples of this many bytes: the pages of the GPU's address translation.
 _PAGE = 1 << 16
 
 
 def default_limit() -> int:
-    """Bytes the pool may lock: ``PYCUDA_CONV_PINNED_LIMIT``, or a quarter of the machine's memory."""
+    """The most bytes that the pool may lock: ``PYCUDA_CONV_PINNED_LIMIT``, or a quarter of the machine's memory."""
     text = os.environ.get("PYCUDA_CONV_PINNED_LIMIT")
     if text is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
@@ -32,7 +31,7 @@ def default_limit() -> int:
 
 
 class _Loan:
-    """A block in use. numpy arrays over it, slices included, keep it alive; with the last one the block goes back."""
+    """A block in use. numpy arrays over it, slices included, keep it alive; when the last one goes, the block is idle again."""
 
     def __init__(self, pool: PinnedPool, address: int, nbytes: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._pool, self._address, self._nbytes = pool, address, nbytes
@@ -45,8 +44,8 @@ class _Loan:
 class PinnedPool:
     """Page-locked blocks, at most `limit` bytes of them, for the use of every GPU.
 
-    Blocks are never given back to the system while arrays over them live, not at exit either: what a caller holds stays
-    readable and writeable for as long as the process runs.
+    Blocks are never given back to the system while arrays over them live, not even at exit: a caller's arrays stay readable and writeable
+    for as long as the process runs.
     """
 
     def __init__(self, library: Any, limit: int) -> None:
@@ -60,7 +59,7 @@ class PinnedPool:
         self._lock = threading.RLock()  # a loan may end in the middle of anything, as the garbage collector pleases
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray | None:
-        """An uninitialised array, or None when the limit or the system allows no more. A CUDA context must be current."""
+        """An uninitialised array, or None if the limit or the system allows no more. A CUDA context must be current."""
         dtype = np.dtype(dtype)
         nbytes = _rounded(math.prod(shape) * dtype.itemsize)
         address = self._block(nbytes)
@@ -99,7 +98,7 @@ class PinnedPool:
 
 
 def _rounded(nbytes: int) -> int:
-    """A size of block for `nbytes`: eight sizes from one power of two to the next, so that blocks fit again."""
+    """The size of a block for `nbytes`: one of eight sizes from each power of two to the next, so that blocks fit again."""
     nbytes = max(nbytes, _PAGE)
     step = max(_PAGE, 1 << (nbytes.bit_length() - 4))
     return -(-nbytes // step) * step

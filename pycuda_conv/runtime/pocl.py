@@ -1,8 +1,8 @@
-"""What PoCL compiles, kept in our own cache on disk.
+"""PoCL's compiled programs, kept in our own cache on disk.
 
-PoCL keeps compiled programs in a folder whose files it does not check: a damaged one ends the process. So each process gives
-PoCL an empty folder of its own. What PoCL leaves there is copied to our cache, program by program, and put back, checked, before
-PoCL is asked for the same program.
+PoCL keeps compiled programs in a folder and does not check its files: a damaged one ends the process. So each process gives PoCL an empty
+folder of its own. The files of each program are copied from there to our cache, and they are checked and put back before PoCL is asked for
+the same program again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Workshop:
             _remove_abandoned(parent)
         try:
             folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-        except OSError:  # a full disk, perhaps
+        except OSError:  # the disk may be full
             folder = tempfile.mkdtemp(prefix=_PREFIX)
         self.folder = Path(folder)
         self._lock = FileLock(self.folder / _LOCK)  # held while this process lives
@@ -49,7 +49,7 @@ class Workshop:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside the block, a PoCL that starts takes this folder; child processes won't inherit that."""
+        """Inside the block, a PoCL that starts uses this folder; child processes don't inherit that."""
         before = os.environ.get("POCL_CACHE_DIR")
         os.environ["POCL_CACHE_DIR"] = str(self.folder)
         try:
@@ -61,7 +61,7 @@ class Workshop:
                 os.environ["POCL_CACHE_DIR"] = before
 
     def programs(self) -> set[str]:
-        """PoCL's folders of programs, ``XX/YYY``."""
+        """PoCL's folders of programs, each as ``XX/YYY``."""
         return {f"{one.name}/{two.name}" for one in self._subfolders(self.folder) for two in self._subfolders(one)}
 
     @staticmethod
@@ -70,7 +70,7 @@ class Workshop:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of processes that were killed: nobody holds their locks."""
+    """Remove the folders of killed processes, whose locks nobody holds."""
     from filelock import FileLock
 
     for folder in parent.glob(_PREFIX + "*"):
@@ -83,7 +83,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 class Program:
-    """What PoCL has of one program: put into its folder when this is made, if our cache has it.
+    """PoCL's files of one program. If our cache has them, they are put into PoCL's folder when this is made.
 
     Build the program inside ``with``, and call :meth:`keep` after a launch that may have compiled more.
     """
@@ -108,7 +108,7 @@ class Program:
         self._folders = self._workshop.programs() - self._before or self._folders
 
     def keep(self) -> None:
-        """Keep what PoCL has compiled since, if it has compiled anything. What it was asked to launch must be done."""
+        """Keep PoCL's files, if it has compiled anything since. Its launches must be done."""
         with suppress(OSError):
             root = self._workshop.folder
             files = {str(p.relative_to(root)): p for folder in self._folders for p in (root / folder).rglob("*") if p.is_file()}

@@ -1,4 +1,4 @@
-"""A GPU that is not here: plans are made and kernels are compiled for it, and nothing runs on it."""
+"""A GPU that is not in this machine: plans are made and kernels compiled for it, but nothing runs on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from pycuda_conv.errors import BackendError
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
 
-#: Multiprocessors of the GPU that most people have of a kind.
+#: Multiprocessors of the most common GPU of each compute capability.
 MULTIPROCESSORS = {(7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
 MODELS = {(9, 0): "NVIDIA H200"}
 
@@ -22,7 +22,7 @@ class Target(Device):
     Parameters
     ----------
     architecture : str
-        As compilers name it: ``"sm_90a"``, ``"sm_80"``.
+        The name that compilers use: ``"sm_90a"``, ``"sm_80"``.
     """
 
     backend = "cuda"
@@ -37,7 +37,7 @@ class Target(Device):
         self.model = MODELS.get(self.capability, "")
 
     def arch(self, launch: KernelLaunch) -> str:
-        """What a launch's kernel is compiled for."""
+        """The target that a launch's kernel is compiled for."""
         return launch.arch or "sm_{}{}".format(*self.capability)
 
     def launcher(self, step: KernelLaunch) -> Launcher:

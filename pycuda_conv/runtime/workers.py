@@ -1,4 +1,4 @@
-"""Threads that work behind the caller's: compilers run there."""
+"""Threads in the background, which run compilers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: How far such a thread, with the compiler that it starts, stands back behind others: somebody waits for those.
+#: Niceness of such a thread and of the compiler that it starts, above that of other threads: somebody waits for those.
 NICENESS = 10
 
 
 def cores() -> int:
-    """Cores that this process may use, which may be fewer than there are."""
+    """The number of cores that this process may use, which may be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def most() -> int:
-    """Threads at the most: half of the cores are left to what somebody waits for."""
+    """The most threads: half of the cores are left for work that somebody waits for."""
     return max(1, cores() // 2)
 
 
@@ -42,7 +42,7 @@ class Workers:
         self._started = 0
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Do `work` behind. What it raises is the future's exception."""
+        """Do `work` in such a thread. An exception becomes the future's."""
         future: Future[T] = Future()
         self._queue.put((future, work))
         if not self._idle.acquire(blocking=False):
@@ -53,7 +53,7 @@ class Workers:
         return future
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where it is a thread's own
+        if sys.platform == "linux":  # where niceness belongs to a thread
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:

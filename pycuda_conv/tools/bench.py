@@ -1,4 +1,4 @@
-"""How fast is it? Every problem of the suite against torch on the same arrays, each verified before it is timed."""
+"""The benchmark: every problem of the suite against torch on the same arrays, each verified before it is timed."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_dev
 
 T = TypeVar("T")
 
-LARGE_FLOPS = 20e9  # problems above it are compared with the reference in some channels of the result only
-CHECKED_CHANNELS = 64  # so many
-SLICE_BYTES = 2**31  # of float64 arrays at a time
-PORTABLE_FLOPS = 0.5e9  # the largest problem that is measured on PoCL unless --only asks for more
+LARGE_FLOPS = 20e9  # of a larger problem, only some channels of the result are compared with the reference
+CHECKED_CHANNELS = 64  # how many
+SLICE_BYTES = 2**31  # bytes of float64 arrays that are compared at a time
+PORTABLE_FLOPS = 0.5e9  # PoCL measures larger problems only if --only asks for them
 HOST_PROBLEM = ConvProblem.forward(2, (4, 16, 32, 32), (32, 16, 3, 3), padding=1)
 COPY_FLOATS = 2**28  # 1 GiB, many times any cache
 COPY_WARM_UP, COPY_ROUNDS = 50, 30  # after idling, the GPU's clocks are low at first
@@ -87,14 +87,14 @@ class Settings:
 
     @property
     def effort(self) -> Effort:
-        """How long to measure a row; less where there are many."""
+        """How long to measure a row; less for many rows."""
         if self.quick:
             return Effort(rounds=3, seconds=0.06)
         return Effort(rounds=5, seconds=0.08) if len(self.modes) > 1 else Effort()
 
     @property
     def command(self) -> str:
-        """What to type to measure the same again, on other random data."""
+        """The command that measures the same again, on other random data."""
         words = [] if self.only is None else ["--only", self.only]
         words += [] if self.kind is None else ["--kind", self.kind]
         words += [] if self.device is None else ["--device", str(self.device)]
@@ -105,12 +105,12 @@ class Settings:
 
 
 def label(problem: ConvProblem) -> str:
-    """A problem's text in the tables; what the mode says is left out."""
+    """A problem's text in the tables, without what the mode says."""
     return str(dataclasses.replace(problem, dtype="float32", precision="fp32", layout="NCHW")).removesuffix(" float32")
 
 
 def matching(only: str | None, items: Sequence[T], text: Callable[[T], str]) -> list[T]:
-    """Those of `items` whose text matches --only."""
+    """The `items` whose text matches --only."""
     try:
         pattern = re.compile(only or "")
     except re.error as error:
@@ -122,7 +122,7 @@ def matching(only: str | None, items: Sequence[T], text: Callable[[T], str]) -> 
 
 
 def problems(settings: Settings, backend: str) -> list[ConvProblem]:
-    """The problems to measure, as they are in fp32."""
+    """The problems to measure, in fp32."""
     of_kind = [p for p in suite() if settings.kind in (None, kind_of(p))]
     chosen = matching(settings.only, of_kind, label)
     return [p for p in chosen if p.flops <= PORTABLE_FLOPS] if backend == "opencl" and settings.only is None else chosen
@@ -139,10 +139,10 @@ def list_problems(settings: Settings) -> int:
 
 
 class Operands:
-    """Several sets of arrays of one problem, so that a launch does not find in the cache what the last one left.
+    """Several sets of arrays of one problem, so that no launch finds in the cache what the last one left.
 
-    `out` and `kept` are for the results of calls that pack the filter and of those that find it packed. Filters have the order
-    of their axes in memory that is given, outermost first, or C order.
+    `out` and `kept` hold the results of calls that pack the filter and of calls that get it packed. `filter_order` is the order of the
+    filters' axes in memory, outermost first; by default it is C order.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Operands:
         dtype = getattr(torch, problem.dtype)
 
         def lying(shape: Sequence[int], make: Callable[[Sequence[int]], Any], order: Sequence[int] | None = problem.order) -> Any:
-            """What `make` makes, with its axes in that order in memory."""
+            """The array of `make`, with its axes in that order in memory."""
             order = order or tuple(range(len(shape)))
             return make([shape[i] for i in order]).permute([order.index(i) for i in range(len(shape))])
 
@@ -173,12 +173,12 @@ class Operands:
             out.fill_(math.nan)
 
     def written(self) -> bool:
-        """Whether every element of every output was."""
+        """Whether every element of every output was written."""
         return not bool(self._torch.stack([out.isnan().any() for out in (*self.out, *self.kept)]).any())
 
 
 def checked_channels(problem: ConvProblem, seed: int) -> list[int]:
-    """The channels of each group of the result that are compared with the reference: of a large problem some, spread at random."""
+    """The channels of each group of the result that are compared with the reference: for a large problem some, spread at random."""
     own = problem.result_channels // problem.groups
     count = min(own, max(1, CHECKED_CHANNELS // problem.groups)) if problem.flops > LARGE_FLOPS else own
     generator = random.Random(seed)
@@ -186,14 +186,14 @@ def checked_channels(problem: ConvProblem, seed: int) -> list[int]:
 
 
 class Truth:
-    """The convolution of one input and filter, in :func:`checked_channels`, and what rounding may take from it.
+    """The convolution of one input and filter, in :func:`checked_channels`, and the error that rounding explains.
 
-    It is computed in float64; that of float64 arrays in twice its precision.
+    It is computed in float64, and in twice that precision for float64 arrays.
     """
 
     def __init__(self, torch: Any, problem: ConvProblem, x: Any, w: Any, seed: int = 0) -> None:
         self.problem, self._chosen = problem, checked_channels(problem, seed)
-        #: how many channels of the result are compared
+        #: the number of channels of the result that are compared
         self.channels = problem.groups * len(self._chosen)
         function = torch_for(problem)
         weights = (w if problem.direction == "dgrad" else w.unflatten(0, (problem.groups, -1)))[:, self._chosen]
@@ -210,7 +210,7 @@ class Truth:
                 self._pieces.append((images, *found, function(x64.abs(), magnitudes)))
 
     def errors(self, result: Any) -> Errors:
-        """How far `result` is from it."""
+        """The errors of `result`."""
         sums = ErrorSums(self.problem)
         for images, reference, rest, magnitude in self._pieces:
             part = result[images]
@@ -220,14 +220,14 @@ class Truth:
         return sums.errors()
 
 
-PART_BITS, PARTS = 18, 4  # of a float64's 53, and of the zeros before them in small numbers
+PART_BITS, PARTS = 18, 4  # bits of a part, of a float64's 53 and of the zeros before them in small numbers; and parts
 
 
 def doubled(torch: Any, function: Callable[[Any, Any], Any], x: Any, w: Any) -> tuple[Any, Any]:
-    """`function` of float64 arrays in twice their precision: a float64 array, and what is to be added to it.
+    """The result of `function` for float64 arrays in twice their precision: a float64 array, and the rest that has to be added to it.
 
-    The arrays are cut into parts of 18 bits: products of two have 36, and sums of some thousands of these are exact. cuDNN is not
-    asked, as its transforms round.
+    The arrays are cut into parts of 18 bits. Products of two parts have 36 bits, and sums of some thousands of them are exact. cuDNN is
+    not used, as its transforms round.
     """
 
     def parts(array: Any) -> list[Any]:
@@ -250,11 +250,11 @@ def doubled(torch: Any, function: Callable[[Any, Any], Any], x: Any, w: Any) -> 
 
 
 def rival(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any]) -> Callable[[int], Any]:
-    """torch's convolution of the i-th input and filter; where the input's channels are last, the filter's are too."""
+    """torch's convolution of the i-th input and filter; if the input is channels last, so is the filter."""
     if problem.layout == "NCHW":
         function = torch_for(problem)
         return lambda i: function(x[i], w[i])
-    flat = problem.ndim == 1  # torch knows channels last of images only
+    flat = problem.ndim == 1  # torch has channels last for images only
     wide = torch_for(dataclasses.replace(problem, ndim=2) if flat else problem)
     images = [array.unsqueeze(2) for array in x] if flat else x
     memory_format = torch.channels_last_3d if problem.ndim == 3 else torch.channels_last
@@ -283,16 +283,16 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
     problem, on_gpu = plan.problem, plan.device.backend == "cuda"
     place = plan.device.name if on_gpu else "cpu"
     generator = torch.Generator(place).manual_seed(seed)
-    filter_order = plan.filter_order if plan.reads_filter_last else None  # as both sides read it the fastest
+    filter_order = plan.filter_order if plan.reads_filter_last else None  # both sides read it fastest in this order
     sets = Operands(torch, problem, place, operand_sets(problem, cache_bytes) if on_gpu else 1, generator, filter_order)
     truth = Truth(torch, problem, sets.x[0], sets.w[0], seed)
     turned = on_gpu and problem.layout == "NHWC" and not reads_channels_last(problem, plan.device)
-    if turned:  # as the public functions do it: to NCHW and back, with a filter that is packed in the call if at all
+    if turned:  # as in the public functions: to NCHW and back, with a filter that is packed in the call, if at all
         plan = cached_plan(dataclasses.replace(problem, layout="NCHW"), plan.device).settled()
     call = public(problem) if turned else plan
     bound = [partial(call, weight=w) if turned else plan.bind(w) for w in sets.w]
     function = rival(torch, problem, sets.x, sets.w)
-    theirs_out: list[Any] = [None] * sets.count  # kept, so that torch writes to as much memory as we do
+    theirs_out: list[Any] = [None] * sets.count  # results are kept, so that torch writes to as much memory as we do
 
     def ours(i: int) -> None:
         call(sets.x[i], sets.w[i], out=sets.out[i])
@@ -304,7 +304,7 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
         theirs_out[i] = function(i)
 
     def judge() -> tuple[Errors, Errors, bool]:
-        """Our errors, torch's, and whether ours are right, with every element of every output written."""
+        """Our errors, torch's, and whether ours are right and every element of every output was written."""
         mine, again, other = (truth.errors(out) for out in (sets.out[0], sets.kept[0], theirs_out[0]))
         return mine, other, mine.correct and again.correct and sets.written()
 
@@ -322,7 +322,7 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
             times, how = gpu_times(torch, ways, sets.count, effort)
         else:
             times, how = wall_times(ways, sets.count, effort), "wall"
-        mine, other, right = judge()  # what was timed is checked too
+        mine, other, right = judge()  # the timed results are checked too
     known = {"error": mine.relative, "torch_error": other.relative, "of_bound": mine.of_bound, "channels": truth.channels}
     if not right:
         return _blank(plan, mode, **known, verdict="WRONG")
@@ -334,7 +334,7 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
 
 @contextmanager
 def cudnn_set(torch: Any, name: str, value: bool) -> Iterator[None]:
-    """One of cuDNN's switches in torch, and back."""
+    """Set one of cuDNN's switches in torch, and set it back at the end."""
     cudnn = torch.backends.cudnn
     before = getattr(cudnn, name)
     setattr(cudnn, name, value)
@@ -357,7 +357,7 @@ def measure_suite(torch: Any, ready: Sequence[Plan], mode: str, settings: Settin
         if cuda_device:
             torch.cuda.empty_cache()
         rows.append(row)
-        if not sys.stderr.isatty():  # no progress bar: a line for each row, in case the run is cut short
+        if not sys.stderr.isatty():  # without a progress bar, print a line for each row, in case the run is cut short
             times = f"{microseconds(row.ours_us)} us, filter kept {microseconds(row.kept_us)}, torch {microseconds(row.torch_us)}"
             print(f"[{mode} {i + 1}/{len(ready)}] {row.problem}: {times}, {row.verdict}", file=sys.stderr, flush=True)
     return rows
@@ -367,7 +367,7 @@ def measure_suite(torch: Any, ready: Sequence[Plan], mode: str, settings: Settin
 
 
 def channel_loop(torch: Any, problem: ConvProblem, x: Any, w: Any) -> Any:
-    """The convolution as a Python loop over images and channels: a single-channel conv2d each, added up by torch."""
+    """The convolution as a Python loop over images and channels: a conv2d of one channel for each, added up by torch."""
     y = torch.zeros(problem.result_shape, device=x.device)
     arguments = options(problem)
     for n in range(problem.N):
@@ -378,7 +378,7 @@ def channel_loop(torch: Any, problem: ConvProblem, x: Any, w: Any) -> Any:
 
 
 def measure_loops(torch: Any, device: Device, settings: Settings, seed: int) -> list[dict[str, Any]]:
-    """The Python loop against the single launch."""
+    """The times of the Python loop and of the single launch."""
     on_gpu = device.backend == "cuda"
     place = device.name if on_gpu else "cpu"
     found = []
@@ -406,7 +406,7 @@ def measure_loops(torch: Any, device: Device, settings: Settings, seed: int) -> 
 
 
 def measure_host_calls(torch: Any, device: Device) -> list[dict[str, Any]]:
-    """What one call costs on the host: the launch is asynchronous, so this is Python's and the driver's part."""
+    """The host's time for one call: as the launch is asynchronous, this is the part of Python and the driver."""
     functional = torch.nn.functional
     plan = Plan(HOST_PROBLEM, device)
     sets = Operands(torch, HOST_PROBLEM, device.name, 1, None)
@@ -425,9 +425,9 @@ def measure_host_calls(torch: Any, device: Device) -> list[dict[str, Any]]:
 
 
 def copy_bandwidth(torch: Any, place: str) -> float:
-    """Bytes a second that a copy inside the GPU's memory moves at its best, counting those read and those written.
+    """The most bytes a second that a copy inside the GPU's memory moves, read and written bytes together.
 
-    The driver's copy or a kernel that moves as much, whichever is faster.
+    The faster of the driver's copy and a kernel that moves as much.
     """
     source = torch.randn(COPY_FLOATS, device=place)
     target = torch.randn(COPY_FLOATS, device=place)
@@ -435,17 +435,17 @@ def copy_bandwidth(torch: Any, place: str) -> float:
         target.copy_(source)
     ways = (lambda i: target.copy_(source), lambda i: torch.neg(source, out=target))
     times, _ = gpu_times(torch, ways, 1, Effort(rounds=COPY_ROUNDS))
-    return float(2 * source.numel() * source.element_size() / min(map(min, times)))  # a ceiling: the best round, not the middle one
+    return float(2 * source.numel() * source.element_size() / min(map(min, times)))  # a ceiling is the best round, not the median
 
 
 def fp32_peak(capability: tuple[int, int], multiprocessors: int, clock_hz: float) -> float:
-    """FLOP/s of the plain fp32 units, computed: units x 2 x clock."""
+    """FLOP/s of the plain fp32 units: units x 2 x clock."""
     units = 64 if capability[0] == 7 or capability == (8, 0) else 128
     return multiprocessors * units * 2 * clock_hz
 
 
 def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> dict[str, Any]:
-    """What was measured where: the header of every report."""
+    """The conditions of a measurement: the header of every report."""
     found: dict[str, Any] = {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "device": device.name}
     known = versions()
     if device.backend == "cuda":
@@ -511,7 +511,7 @@ def gpu_for(settings: Settings, flag: str) -> Device:
 
 
 def run(settings: Settings) -> int:
-    """Measure, print, write the files that were asked for."""
+    """Measure, print, and write the files that were asked for."""
     began = time.perf_counter()
     device = _device(settings)
     torch = require("torch")
@@ -573,7 +573,7 @@ def _precision(mode: str) -> str:
 
 
 def arithmetic(modes: Sequence[str]) -> str:
-    """The words for how cuDNN is told to compute in these modes."""
+    """Words for the arithmetic of cuDNN in these modes."""
     shared: dict[str, list[str]] = {}
     for mode in modes:
         with torch_precision(_precision(mode)) as words:
@@ -591,7 +591,7 @@ def _loop_table(loops: Sequence[dict[str, Any]]) -> Any:
 
 
 def refuse_suite_options(settings: Settings, flag: str, modes: str) -> None:
-    """Raise for what only the suite takes; `flag` asks for another benchmark, which measures in these modes."""
+    """Raise an error for options of the suite alone; `flag` asks for another benchmark, which measures in these modes."""
     given = {
         "--mode": settings.modes != ("fp32",), "--kind": settings.kind, "--host-calls": settings.host_calls, "--csv": settings.csv,
         "--plots": settings.plots,
@@ -602,7 +602,7 @@ def refuse_suite_options(settings: Settings, flag: str, modes: str) -> None:
 
 
 def check_paths(settings: Settings, part: str = "results") -> None:
-    """Refuse what can't be written before anything is measured for it; `part` of the page of results is this benchmark's."""
+    """Refuse paths that can't be written, before anything is measured; `part` of the page of results is this benchmark's."""
     for path in (settings.json, settings.csv):
         if path is not None and not path.resolve().parent.is_dir():
             raise ToolError(f"{path} can't be written: {path.resolve().parent} is not a folder")

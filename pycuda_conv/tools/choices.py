@@ -1,4 +1,4 @@
-"""Does the planner choose well where nobody tuned? Random problems of all families, the candidates measured beside the choice."""
+"""The planner's choices for problems that nobody tuned: random problems of all families, with the candidates measured beside the choice."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pycuda_conv.tools.report import geometric_mean, microseconds, number
 from pycuda_conv.tools.suite import MODES
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, table, track
 
-NEAR = 1.1  # of the fastest candidate's time: a good choice
+NEAR = 1.1  # a choice is good up to so many times the fastest candidate's time
 AHEAD = 8  # problems whose kernels are compiled while earlier ones are measured
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration, what its model says, and what it took, in microseconds."""
+    """A configuration, the time that its model predicts, and the time that it took, in microseconds."""
 
     config: engines.Config
     predicted: float | None
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def loss(self) -> float:
-        """The choice's time over that of the fastest candidate."""
+        """The choice's time divided by that of the fastest candidate."""
         return self.candidates[0].us / self.best.us
 
     def cells(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def problems(seed: int, modes: Sequence[str], each: int) -> list[tuple[str, Conv
 
 
 def _measure(todo: Sequence[tuple[str, ConvProblem]], device: Any) -> Iterator[Row]:
-    """Rows in their order; a problem that can't be measured is told and left out."""
+    """Rows in the order of their problems; a problem that can't be measured is reported and left out."""
     with Compiler(device) as compiler:
         for i, (family, problem) in enumerate(track(todo, lambda pair: str(pair[1]))):
             for _, later in todo[i : i + AHEAD]:
@@ -86,7 +86,7 @@ def _measure(todo: Sequence[tuple[str, ConvProblem]], device: Any) -> Iterator[R
 
 
 def run(device: Any, modes: Sequence[str], seed: int | None, each: int, json_file: Path | None) -> int:
-    """Measure, print a row for each problem and how good the choices are."""
+    """Measure, and print a row for each problem and a summary of the choices."""
     gpu: Any = named_device("cuda" if device is None else device)
     if gpu.backend != "cuda":
         raise ToolError(f"the planner's models are of GPUs, not of {gpu.name}")
@@ -95,7 +95,7 @@ def run(device: Any, modes: Sequence[str], seed: int | None, each: int, json_fil
     rows = []
     for row in _measure(todo, gpu):
         rows.append(row)
-        if json_file:  # after every row: a run that is stopped keeps what it has measured
+        if json_file:  # after every row, so that an interrupted run keeps what it has measured
             json_file.write_text(json_text({"gpu": gpu.model, "seed": seed, "rows": [_plain(one) for one in rows]}) + "\n")
     out = console()
     out.print(table(f"Choices on {gpu.model}, {', '.join(modes)}, seed {seed}", COLUMNS, [row.cells() for row in rows], left=COLUMNS[:3]))
@@ -112,7 +112,7 @@ def run(device: Any, modes: Sequence[str], seed: int | None, each: int, json_fil
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    """For JSON."""
+    """The row in JSON's types."""
     found = [
         {"kind": type(one.config).__name__, "config": asdict(one.config), "predicted_us": one.predicted, "us": one.us}
         for one in row.candidates

@@ -1,6 +1,6 @@
-"""How long do first calls take? Each figure in a fresh process with an empty cache, beside torch's own first call.
+"""The time of first calls, each in a fresh process with an empty cache, beside torch's own first call.
 
-What is measured runs in a child: ``python -m pycuda_conv.tools.coldbench KIND NAME OURS [ARCHIVE]`` prints seconds as JSON.
+Each is measured in a child process: ``python -m pycuda_conv.tools.coldbench KIND NAME OURS [ARCHIVE]`` prints seconds as JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text
 if TYPE_CHECKING:
     from pycuda_conv.tools.bench import Settings
 
-PATIENCE = 300  # seconds for one child
+PATIENCE = 300  # seconds that a child may take
 
 Seconds = dict[str, float]
 
@@ -39,7 +39,7 @@ def _timed(torch: Any, work: Callable[..., Any], *arguments: Any, **options: Any
 
 
 def _convolver(torch: Any, ours: bool) -> Callable[..., Any]:
-    """A convolution, and all that every process pays once: contexts, libraries."""
+    """A convolution, after everything that a process pays once: contexts, libraries."""
     torch.zeros(1, device="cuda").add_(1)
     if not ours:
         torch.nn.functional.conv2d(torch.ones(1, 1, 4, 4, device="cuda"), torch.ones(1, 1, 1, 1, device="cuda"))
@@ -52,7 +52,7 @@ def _convolver(torch: Any, ours: bool) -> Callable[..., Any]:
     return pc.conv2d
 
 
-#: Channels, filter, groups, image, dtype, channels last.
+#: By name: channels, filter, groups, image, dtype, channels last.
 LAYERS: dict[str, tuple[int, int, int, int, str, bool]] = {
     "3x3 float32": (64, 3, 1, 56, "float32", False), "1x1 float32": (256, 1, 1, 28, "float32", False),
     "3x3 float16 channels last": (64, 3, 1, 56, "float16", True), "depthwise float32": (64, 3, 64, 56, "float32", False),
@@ -72,7 +72,7 @@ def _problem(torch: Any, name: str) -> tuple[Callable[[int, int], Any], Any, dic
 
 
 def first_results(name: str, ours: bool) -> Seconds:
-    """The first call, then others of the same layer: another image size, another batch, both."""
+    """Seconds of the first call, and of others of the same layer: another image size, another batch, both."""
     import torch
 
     call = _convolver(torch, ours)
@@ -83,7 +83,7 @@ def first_results(name: str, ours: bool) -> Seconds:
 
 
 def sixteen_sizes(name: str, ours: bool) -> Seconds:
-    """Sixteen image sizes through one layer, in turn."""
+    """Seconds of one layer for sixteen image sizes in turn."""
     import torch
 
     call = _convolver(torch, ours)
@@ -93,7 +93,7 @@ def sixteen_sizes(name: str, ours: bool) -> Seconds:
 
 
 def inference(name: str, ours: bool) -> Seconds:
-    """A network of torchvision's, converted: its first images, then another batch, then another image size."""
+    """Seconds of a converted network of torchvision's: its first images, another batch, another image size."""
     import torch
 
     models = require("torchvision.models")
@@ -109,7 +109,7 @@ def inference(name: str, ours: bool) -> Seconds:
 
 
 def training(name: str, ours: bool) -> Seconds:
-    """The first training step of a network, 64 images in bfloat16 by autocast, channels last; then the second."""
+    """Seconds of a network's first two training steps: 64 images in bfloat16 by autocast, channels last."""
     import torch
 
     models = require("torchvision.models")
@@ -139,7 +139,7 @@ KINDS: dict[str, Callable[[str, bool], Seconds]] = {
 
 
 def _child(kind: str, name: str, ours: str, archive: str = "") -> None:
-    if archive:  # instead of the kernels that this package may have come with
+    if archive:  # instead of the kernels shipped with this package
         binaries.SHIPPED = Path(archive)
     print(json.dumps(KINDS[kind](name, ours == "ours")))
 
@@ -149,14 +149,14 @@ def _child(kind: str, name: str, ours: str, archive: str = "") -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What one child measures, and what is shown of it.
+    """A measurement by one child, and the figures to show.
 
     Attributes
     ----------
     shown : mapping of str to str
-        Of the child's figures: what to call it.
+        For each of the child's figures to show, its name in the table.
     wheel : bool
-        With the kernels that a wheel has.
+        Whether the package has the kernels of a wheel.
     """
 
     kind: str
@@ -183,7 +183,7 @@ CASES = (
 
 
 def measure(case: Case, ours: bool, archive: Path | None) -> Seconds:
-    """A case in a fresh process with an empty cache; `archive` has the kernels of a case with a wheel's."""
+    """A case in a fresh process with an empty cache; `archive` has the kernels for cases with those of a wheel."""
     with tempfile.TemporaryDirectory(prefix="pycuda_conv-") as folder:
         cache = Path(folder, "cache")
         env = {**os.environ, "PYCUDA_CONV_CACHE_DIR": str(cache), "CUDA_CACHE_DISABLE": "1"}
@@ -202,7 +202,7 @@ def measure(case: Case, ours: bool, archive: Path | None) -> Seconds:
 
 
 def make_archive(file: Path, architecture: str) -> None:
-    """The kernels that a wheel for such a GPU ships, as ``make wheel GPU=...`` puts them there."""
+    """The kernels that a wheel for such a GPU ships, in a file as ``make wheel GPU=...`` makes it."""
     from pycuda_conv.runtime import cuda
     from pycuda_conv.runtime.compiler import compiler
     from pycuda_conv.runtime.target import Target
@@ -221,7 +221,7 @@ def make_archive(file: Path, architecture: str) -> None:
 
 
 def run(settings: Settings) -> int:
-    """Print the table."""
+    """Measure, and print the table."""
     from pycuda_conv.tools import bench  # children need nothing of it
 
     gpu: Any = bench.gpu_for(settings, "--cold")
@@ -247,7 +247,7 @@ def run(settings: Settings) -> int:
             for key, shown in case.shown.items():
                 rows.append((shown, f"{ours[key] * 1e3:,.1f}", f"{torchs[key] * 1e3:,.1f}"))
                 measured.append({"what": shown, "ours_s": ours[key], "torch_s": torchs[key]})
-            if json_file:  # After every case: a run that is stopped keeps what it has measured.
+            if json_file:  # after every case, so that an interrupted run keeps what it has measured
                 json_file.write_text(json_text({"gpu": gpu.model, "rows": measured}) + "\n")
     title = f"First calls on {gpu.model}, each in a fresh process with an empty cache"
     console().print(table(title, ("what", "ms", "torch's ms"), rows, left=("what",)))

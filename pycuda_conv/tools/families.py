@@ -1,4 +1,4 @@
-"""Random problems by family, as real networks and images have them."""
+"""Random problems by family, such as occur in real networks and in work on images."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pycuda_conv.problem import ConvProblem
 
 CHANNELS = (16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 2048)
 ARITHMETIC = (("float32", "fp32"), ("float32", "tf32"), ("float16", "fp32"), ("bfloat16", "fp32"), ("float64", "fp32"))
-#: Types, arithmetic and layouts of arrays.
+#: Types, arithmetic and layouts of arrays, in all combinations.
 KINDS = tuple((*arithmetic, layout) for arithmetic in ARITHMETIC for layout in ("NCHW", "NHWC"))
 EPILOGUES: tuple[tuple[str, ...], ...] = ((), ("bias",), ("bias", "relu"), ("bias", "scale", "residual", "relu"))
 FAMILIES = (
     "dense 3x3", "dense 1x1", "small batch", "depthwise", "grouped", "first", "last", "upsampling", "audio", "volume", "image", "odd",
 )  # fmt: skip
-MOST_BYTES, MOST_FLOP = 4e8, 3e11  # of a problem, as float32: measuring one should not take long
+MOST_BYTES, MOST_FLOP = 4e8, 3e11  # of a problem as float32, so that none takes long to measure
 
 Layer = dict[str, Any]
 
@@ -39,7 +39,7 @@ def _layer(
 
 
 def layer(r: random.Random, family: str) -> Layer:
-    """A layer of a family. It need not be a possible one."""
+    """A random layer of a family, which may be an impossible one."""
     pick: Any = r.choice
     n, h = pick((1, 1, 2, 4, 8, 16, 32, 64)), pick((7, 8, 14, 16, 20, 28, 32, 40, 56, 64, 80, 112, 128))
     w = pick((h, h, h, h * 2, h + 3))
@@ -91,7 +91,7 @@ def layer(r: random.Random, family: str) -> Layer:
 
 
 def problem(layer: Layer, direction: str, dtype: str, precision: str, layout: str, fused: tuple[str, ...] = ()) -> ConvProblem:
-    """A layer as a problem; a ``ValueError`` if it is not possible. A transposed one has no other direction."""
+    """A layer as a problem; a ``ValueError`` if it is impossible. A transposed layer has no other direction."""
     ndim, groups = len(layer["size"]), layer["groups"]
     x = (layer["n"], layer["c"], *layer["size"])
     options = {name: layer[name] for name in ("stride", "padding", "dilation", "groups")}

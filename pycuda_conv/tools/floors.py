@@ -1,7 +1,7 @@
 """The least time that a convolution takes on an H200: arithmetic at its rate or bytes at their bandwidth, whichever is longer.
 
-On the tensor cores, packing the images comes first, in a pass of its own. Losses at the edges of tiles and launches are not counted,
-nor pixels that no tap meets.
+On the tensor cores, a pass of its own first packs the images. Losses at the edges of tiles, launches, and pixels that no tap meets are not
+counted.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.problem import ConvProblem
 
-TENSOR_FLOPS = {1: 790e12, 3: 263e12}  # a second, by products of 16-bit numbers for one of the problem's
-PLAIN_FLOPS = 60e12  # of the fp32 units
+TENSOR_FLOPS = {1: 790e12, 3: 263e12}  # a second; by the number of products of 16-bit numbers for one product of the problem
+PLAIN_FLOPS = 60e12  # of the fp32 units, a second
 BANDWIDTH = 4.3e12  # bytes a second
-SMALL_MACS = 40e6  # below, and with fewer channels in a group than these, the direct engine's kernels are the better ones
+SMALL_MACS = 40e6  # problems with fewer MACs, or groups of fewer than FEW_CHANNELS channels, are faster on the direct engine
 FEW_CHANNELS = 16
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Microseconds: of packing the images, of the arithmetic, and of what the product reads and writes meanwhile."""
+    """Microseconds for packing the images, for the arithmetic, and for the bytes that the product reads and writes meanwhile."""
 
     pack: float
     compute: float
@@ -29,23 +29,23 @@ class Floor:
 
     @property
     def us(self) -> float:
-        """All of it."""
+        """Microseconds in all."""
         return self.pack + max(self.compute, self.traffic)
 
 
 def for_plain_units(problem: ConvProblem) -> bool:
-    """Whether the tensor cores have little to give: small problems, thin groups, float64."""
+    """Whether the tensor cores gain little: for small problems, thin groups, float64."""
     thin = problem.groups > 1 and min(problem.C, problem.K) // problem.groups < FEW_CHANNELS
     return thin or problem.macs < SMALL_MACS or problem.dtype == "float64"
 
 
 def plain_floor(problem: ConvProblem) -> Floor:
-    """On the fp32 units, every array read or written once."""
+    """The floor on the fp32 units, with every array read or written once."""
     return Floor(0.0, problem.flops / PLAIN_FLOPS * 1e6, problem.bytes / BANDWIDTH * 1e6)
 
 
 def _met(problem: ConvProblem) -> float:
-    """The part of the images' pixels that some tap meets: a stride may step over others."""
+    """The share of the images' pixels that some tap meets; a stride may step over the others."""
     if problem.direction != "fprop":
         return 1.0
     met = 1.0
@@ -56,7 +56,7 @@ def _met(problem: ConvProblem) -> float:
 
 
 def _places(size: int, first: int, few: tuple[int, int], many: tuple[int, int]) -> int:
-    """How many of the places 0 to size - 1 are first + i x step + j x step; `few` and `many` are the number of i and j, and each's step."""
+    """How many of the places 0 to size - 1 are first + i x step + j x step; `few` and `many` are each a count, of i or j, and its step."""
     (count, apart), (length, step) = few, many
     met = bytearray(size)
     for start in range(first, first + count * apart, apart):
@@ -67,7 +67,7 @@ def _places(size: int, first: int, few: tuple[int, int], many: tuple[int, int]) 
 
 
 def tensor_floor(problem: ConvProblem, packed: bool = True) -> Floor:
-    """On the tensor cores. `packed`: float32 and NCHW images are packed first; channels-last ones of 16 bits never are."""
+    """The floor on the tensor cores. If `packed`, float32 and NCHW images are packed first; NHWC images of 16 bits never are."""
     images, weights, written = (math.prod(shape) for shape in (problem.input_shape, problem.weight_shape, problem.result_shape))
     read = images * _met(problem)
     packed = packed and not (problem.itemsize == 2 and problem.layout == "NHWC")
@@ -78,14 +78,14 @@ def tensor_floor(problem: ConvProblem, packed: bool = True) -> Floor:
 
 
 def floor(problem: ConvProblem, *, tensor_cores: bool, packed: bool = True) -> Floor:
-    """What to hold a measured time against.
+    """The floor to compare a measured time with.
 
     Parameters
     ----------
     tensor_cores : bool
-        The tensor cores run it. What they could run and don't is held against their floor all the same.
+        Whether the tensor cores run the problem, or could run it.
     packed : bool
-        They take its images packed.
+        Whether their kernels take the images packed.
     """
     tensor, plain = tensor_floor(problem, packed), plain_floor(problem)
     if not for_plain_units(problem):

@@ -1,7 +1,7 @@
-"""numpy in, numpy out: against torch's way of doing it, and against the bus that every byte must cross.
+"""numpy in, numpy out: this package beside torch, and beside the bus that every byte must cross.
 
-torch's way is ``F.conv2d(torch.from_numpy(x).cuda(), torch.from_numpy(w).cuda(), ...).cpu().numpy()``. Both sides take the
-same arrays, are warm, and are measured in turn, by the wall clock, until the result is in host memory.
+torch does it by ``F.conv2d(torch.from_numpy(x).cuda(), torch.from_numpy(w).cuda(), ...).cpu().numpy()``. Both sides take the same arrays,
+are warm, and are measured in turn, by the wall clock, until the result is in host memory.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pycuda_conv.tools.report import (
 )
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
 
-BUS_BYTES = 256 << 20  # of one copy when the bus is measured
-BUS_ROUNDS = 10  # of which the best counts: it is a ceiling
-LIMITS = {"float32": 1e-5, "float64": 1e-13}  # norm(ours - torch's) / norm(torch's) above which a result is wrong
+BUS_BYTES = 256 << 20  # bytes of a copy that measures the bus
+BUS_ROUNDS = 10  # the best round counts, as it is a ceiling
+LIMITS = {"float32": 1e-5, "float64": 1e-13}  # a result is wrong if norm(ours - torch's) / norm(torch's) is above this
 
 
 @dataclass(frozen=True)
 class HostCase:
-    """A problem; `kept`: the filter stays on the GPU from call to call, on both sides."""
+    """A problem. If `kept`, the filter stays on the GPU from call to call, on both sides."""
 
     problem: ConvProblem
     kept: bool = False
@@ -57,7 +57,7 @@ def _case(n: int, c: int, h: int, k: int, r: int, kept: bool = False, dtype: str
     return HostCase(ConvProblem.forward(2, (n, c, h, h), (k, c, r, r), padding=1, dtype=dtype), kept)
 
 
-#: The first is also what is shared among several GPUs.
+#: The first case is also shared among several GPUs.
 CASES = (
     _case(32, 64, 224, 64, 3), _case(64, 64, 56, 64, 3), _case(1, 1, 4096, 1, 3), _case(32, 512, 7, 512, 3),
     _case(32, 512, 7, 512, 3, kept=True), _case(2, 4, 5, 8, 3), _case(32, 64, 56, 64, 3, dtype="float64"),
@@ -74,7 +74,7 @@ class Bus:
     both: float
 
     def part(self, in_bytes: int, out_bytes: int, seconds: float) -> float:
-        """How much of the bus a call used: the time of its longer direction, as a part of the call's."""
+        """The share of the bus that a call used: the time of its longer direction divided by the call's."""
         return max(in_bytes / self.up, out_bytes / self.down) / seconds
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Bus:
 
 @dataclass(frozen=True)
 class HostRow:
-    """One case, measured; times are medians, None where the result is wrong. `pinned`: from page-locked input."""
+    """One measured case. Times are medians, None where the result is wrong; `pinned` is from page-locked input."""
 
     problem: str
     in_bytes: int
@@ -98,7 +98,7 @@ class HostRow:
 
     @property
     def ratio(self) -> float | None:
-        """torch's time over ours: above 1, ours is faster."""
+        """torch's time divided by ours: above 1, ours is faster."""
         return self.torch_ms / self.ours_ms if self.torch_ms and self.ours_ms else None
 
     def cells(self) -> tuple[str, ...]:
@@ -114,7 +114,7 @@ COLUMNS = ("problem", "torch ms", "ours ms", "ratio", "% of bus", "page-locked m
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """The first problem on so many GPUs. `copies_ms`: the input copied there and as much copied back, nothing computed."""
+    """The first problem on a number of GPUs. `copies_ms` copies the input there and as much back, and computes nothing."""
 
     gpus: int
     error: float
@@ -157,7 +157,7 @@ def _gigabytes(value: float | None) -> str:
 
 
 def measure_bus(torch: Any, place: str) -> Bus:
-    """The best of several copies each way, and of both at once on two streams."""
+    """The bandwidth of the best of several copies each way, and of both ways at once on two streams."""
     up_from, down_to = (torch.empty(BUS_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     up_to, down_from = (torch.empty(BUS_BYTES, dtype=torch.uint8, device=place) for _ in range(2))
     streams = [torch.cuda.Stream(place) for _ in range(2)]
@@ -194,7 +194,7 @@ def draw(problem: ConvProblem, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def torch_way(torch: Any, case: HostCase, place: str, x: np.ndarray, w: np.ndarray) -> Callable[[int], np.ndarray]:
-    """numpy in, numpy out, as torch's users do it."""
+    """numpy in, numpy out, with torch."""
     function, arguments = torch.nn.functional.conv2d, options(case.problem)
     if case.kept:
         there = torch.from_numpy(w).to(place)
@@ -203,7 +203,7 @@ def torch_way(torch: Any, case: HostCase, place: str, x: np.ndarray, w: np.ndarr
 
 
 def our_way(case: HostCase, device: Device, x: np.ndarray, w: np.ndarray, **more: Any) -> Callable[[int], np.ndarray]:
-    """The same with this package."""
+    """numpy in, numpy out, with this package."""
     if case.kept:
         bound = Plan(case.problem, device).bind(w)
         return lambda i: bound(x)
@@ -213,7 +213,7 @@ def our_way(case: HostCase, device: Device, x: np.ndarray, w: np.ndarray, **more
 
 
 def difference(result: np.ndarray, reference: np.ndarray) -> float:
-    """norm(result - reference) / norm(reference); not a number if any of the result is not."""
+    """norm(result - reference) / norm(reference); NaN if the result has one."""
     return float(np.linalg.norm((result - reference).ravel()) / np.linalg.norm(reference.ravel()))
 
 
@@ -242,7 +242,7 @@ def measure(
 def measure_scaling(
     torch: Any, case: HostCase, gpus: Sequence[int], place: str, pin: Callable[[np.ndarray], np.ndarray], effort: Effort, seed: int
 ) -> list[ScalingRow]:
-    """One case on 1, 2, 4 and more GPUs, all numbers of them in turn, and copies alone."""
+    """The rows of one case on 1, 2, 4 ... GPUs, and of copies alone; all numbers of GPUs are measured in turn."""
     x, w = draw(case.problem, seed)
     pinned_x, pinned_w = pin(x), pin(w)
     device = get_device(gpus[0])
@@ -309,7 +309,7 @@ def _device(settings: bench.Settings, gpus: Sequence[int] | None) -> Device:
 
 
 def run(settings: bench.Settings, devices: Any = None) -> int:
-    """Measure, print, write the JSON that was asked for. `devices`: the GPUs to scale over, "all" or their numbers."""
+    """Measure, print, and write the JSON that was asked for. `devices` are the GPUs to scale over: "all" or their numbers."""
     chosen = cases(settings)
     device = _device(settings, None if devices == "all" else devices)
     gpus = list(range(device_count())) if devices == "all" else devices
@@ -373,7 +373,7 @@ def _command(settings: bench.Settings, devices: Any) -> str:
 
 
 def markdown(machine: dict[str, Any], rows: Sequence[HostRow], scaling: Sequence[ScalingRow], shared: HostCase) -> str:
-    """The results for the page: `machine` is the header of the report, `shared` what several GPUs shared."""
+    """The results for the page. `machine` is the header of the report, `shared` the case that several GPUs shared."""
 
     def lines(found: Sequence[HostRow] | Sequence[ScalingRow]) -> list[tuple[str, ...]]:
         return [row.cells()[:-1] if row.verdict == "ok" else (row.cells()[0], f"**{row.verdict}**", *row.cells()[2:-1]) for row in found]

@@ -1,7 +1,7 @@
-"""What a call costs the host: ours and torch's on the same arrays, by turns.
+"""The host's time for a call, of this package and of torch on the same arrays, in turn.
 
-Launches don't wait for the GPU, so a call is timed until it returns. Some twenty calls follow one another, then the GPU is waited for:
-the queue of launches never fills up. Calls on numpy arrays return when the result is there, and are timed with that.
+Launches don't wait for the GPU, so a call is timed until it returns. After some twenty calls in a row the GPU is waited for, so that the
+queue of launches never fills up. Calls on numpy arrays return when the result is there; their times include that.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pycuda_conv.tools.terminal import OK, ToolError, console, require, table, t
 
 Call = Callable[[], Any]
 
-CALLS = 20  # in a row, before the GPU is waited for
+CALLS = 20  # calls in a row before the GPU is waited for
 THREADS = (1, 2, 4, 8)
 MOST_WAITING = 20  # seconds, for compilers
 
 
 @dataclass(frozen=True)
 class Case:
-    """Calls of ours, by name, that do what torch's call does. All are made inside `inside`."""
+    """Calls of ours, by name, that do the same as torch's call. All of them are made inside `inside`."""
 
     what: str
     torch_call: Call
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds of the host that a call takes."""
+    """Microseconds of the host's time for a call."""
 
     what: str
     call: str
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Our time by torch's; below 1 ours is the lesser."""
+        """Our time divided by torch's: below 1, ours is shorter."""
         return self.ours_us / self.torch_us
 
     def cells(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class Row:
 
 COLUMNS = ("what", "call", "torch us", "ours us", "ours / torch")
 _SMALL = (4, 16, 32, 32), (32, 16, 3, 3)
-#: Input, filter, dtype, whether the input is channels last: one launch, packed fp32, and 16 bits as they lie.
+#: Input, filter, dtype, whether the input is channels last: one launch; packed fp32; 16 bits read as they lie.
 LAYERS = (
     (*_SMALL, "float32", False), ((1, 256, 14, 14), (256, 256, 3, 3), "float32", False),
     ((8, 64, 56, 56), (64, 64, 3, 3), "float16", True),
@@ -74,7 +74,7 @@ def _label(x: Sequence[int], w: Sequence[int], dtype: str, last: bool) -> str:
 
 
 def layer_case(torch: Any, place: str, x_shape: Sequence[int], w_shape: Sequence[int], dtype: str, last: bool) -> Case:
-    """A layer by each way to call it."""
+    """A layer, by each way to call it."""
     form = torch.channels_last if last else torch.contiguous_format
     x, w = (torch.randn(s, device=place).to(getattr(torch, dtype)).contiguous(memory_format=form) for s in (x_shape, w_shape))
     plan = Plan(ConvProblem.forward(2, x_shape, w_shape, padding=1, dtype=dtype, layout="NHWC" if last else "NCHW"), place)
@@ -97,7 +97,7 @@ def module_case(torch: Any, place: str, x_shape: Sequence[int], w_shape: Sequenc
 
 
 def mode_cases(torch: Any, place: str) -> Iterator[Case]:
-    """The small layer where torch has something to say: on another stream, in inference mode, as a module, with gradients."""
+    """The small layer in special states of torch: on another stream, in inference mode, as a module, with gradients."""
     from pycuda_conv import nn
 
     functional = torch.nn.functional
@@ -148,9 +148,9 @@ def numpy_case(torch: Any, place: str) -> Case:
 
 
 def warm_up(ways: Sequence[Call], wait: Call, compiled: Callable[[], bool]) -> None:
-    """Make calls until all that is compiled behind them is there."""
+    """Make calls until everything that is compiled behind them is there."""
     end = time.monotonic() + MOST_WAITING
-    for _ in range(3):  # a better configuration, and then constants of the layer, may be compiled behind calls
+    for _ in range(3):  # first a better configuration, then constants of the layer, may be compiled behind calls
         for way in ways:
             for _ in range(CALLS):
                 way()
@@ -160,7 +160,7 @@ def warm_up(ways: Sequence[Call], wait: Call, compiled: Callable[[], bool]) -> N
 
 
 def measure(case: Case, wait: Call, rounds: int, compiled: Callable[[], bool] = lambda: True) -> list[Row]:
-    """Medians over rounds of the time of a call, all calls of a case by turns."""
+    """Medians over rounds of the time of a call; all calls of a case are measured in turn."""
     ways = [case.torch_call, *case.ours.values()]
     taken: list[list[float]] = [[] for _ in ways]
     with case.inside():
@@ -177,7 +177,7 @@ def measure(case: Case, wait: Call, rounds: int, compiled: Callable[[], bool] = 
 
 
 def calls_per_second(torch: Any, place: str, function: Callable[..., Any], threads: int, seconds: float) -> float:
-    """How many calls so many threads make at once, each on a stream and arrays of its own."""
+    """Calls a second by a number of threads at once, each with a stream and arrays of its own."""
     go, counts = threading.Barrier(threads + 1), [0] * threads
     ends = [0.0]
 
@@ -208,7 +208,7 @@ def calls_per_second(torch: Any, place: str, function: Callable[..., Any], threa
 
 
 def measure_threads(torch: Any, place: str, rounds: int, seconds: float) -> list[dict[str, float]]:
-    """Calls a second of torch and of ours by numbers of threads, medians of rounds by turns."""
+    """Calls a second of torch and of ours for each number of threads, as medians of rounds in turn."""
     functions = torch.nn.functional.conv2d, pycuda_conv.conv2d
     found = []
     for threads in THREADS:
@@ -219,7 +219,7 @@ def measure_threads(torch: Any, place: str, rounds: int, seconds: float) -> list
 
 
 def list_cases() -> int:
-    """Print what is measured."""
+    """Print the cases to measure."""
     for layer in LAYERS:
         print(_label(*layer))
     print("and the first of them on another stream, in inference mode, as a module, with gradients; a fused layer; numpy; threads")
@@ -227,7 +227,7 @@ def list_cases() -> int:
 
 
 def run(settings: bench.Settings) -> int:
-    """Measure, print, write the JSON that was asked for."""
+    """Measure, print, and write the JSON that was asked for."""
     bench.refuse_suite_options(settings, "--host-cost", "fp32")
     if settings.pages is not None:
         raise ToolError("--pages is not for --host-cost, which writes --json only")

@@ -1,4 +1,4 @@
-"""What is installed, what the GPUs are, and what the package would use; says what is missing where there is no GPU."""
+"""What is installed, which GPUs there are, and what the package would use; says what is missing where there is no GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pycuda_conv.runtime.cache import cache_dir
 from pycuda_conv.runtime.compiler import CompileError, Compiler, Nvcc, Nvrtc, nvcc, nvrtc
 from pycuda_conv.tools.terminal import console, json_text, table
 
-#: import name -> the name people know
+#: import name -> the name that people know
 PACKAGES = {"numpy": "numpy", "pycuda": "PyCUDA", "torch": "torch", "cupy": "CuPy", "pyopencl": "PyOpenCL"}
-#: Other variables that change what is found.
+#: Variables of other software that change what is found.
 ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NVIDIA_TF32_OVERRIDE", "OCL_ICD_VENDORS", "POCL_CACHE_DIR")
 
 
@@ -35,7 +35,7 @@ def _output(*command: str) -> str | None:
 
 
 def nvidia_smi(*fields: str, pci_bus_id: str | None = None) -> dict[str, str]:
-    """What ``nvidia-smi --query-gpu`` says of the first GPU, or of the one named; empty where it can't be asked."""
+    """The fields that ``nvidia-smi --query-gpu`` gives for the first GPU, or the named one; empty where it can't be asked."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
@@ -62,7 +62,7 @@ def _driver() -> Any:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of all that takes part; None for what is not there. Reads metadata, imports nothing large."""
+    """Versions of all software that takes part; None for what is missing. It reads metadata and imports nothing large."""
     found: dict[str, str | None] = {"Python": platform.python_version(), "pycuda_conv": pycuda_conv.__version__}
     names = packages_distributions()
     for module, shown in PACKAGES.items():
@@ -94,7 +94,7 @@ def attributes(device: Any, names: Any) -> dict[str, int | str]:
 
 
 def free_memory(ordinal: int) -> int | None:
-    """Free bytes of a GPU. Takes the primary context for the moment; asked of the driver itself, as PyCUDA would keep it."""
+    """Free bytes of a GPU. It takes the primary context for a moment, from the driver itself, as PyCUDA would keep it."""
     try:
         library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -136,7 +136,7 @@ def opencl() -> dict[str, Any]:
 
 
 def uses(cuda_missing: str | None) -> dict[str, Any]:
-    """What a call with no `device=` would run on, and why."""
+    """What a call without `device=` would run on, and why."""
     wanted = os.environ.get("PYCUDA_CONV_BACKEND")
     try:
         backend: str | None = default_backend()
@@ -157,7 +157,7 @@ def uses(cuda_missing: str | None) -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """All that ``pycuda-conv info`` tells, as JSON's types."""
+    """Everything that ``pycuda-conv info`` reports, in JSON's types."""
     missing = cuda.why_not()
     use = uses(missing)  # before OpenCL is loaded, which sets some of the variables
     found = gpus()
@@ -169,7 +169,7 @@ def _bytes(count: int | None) -> str:
 
 
 def run(as_json: bool = False) -> int:
-    """Print what is here."""
+    """Print what :func:`collect` found."""
     if as_json:
         print(json_text(collect()))
         return 0

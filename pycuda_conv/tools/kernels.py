@@ -1,6 +1,6 @@
-"""The closed list of kernels' texts: all that problems of any kind, size and number may ask for on a GPU or on OpenCL.
+"""The closed list of kernels' texts: all that problems of any kind, size and number may need on a GPU or on OpenCL.
 
-They are those of the planner's choices, and those that the shipped table of measured choices names for the benchmark's layers.
+They are the texts of the planner's choices, and of the choices that the shipped table of measurements has for the benchmark's layers.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from pycuda_conv.tools.terminal import OK, console, table
 from pycuda_conv.tune import key, shipped_table
 
 ARCHITECTURES = ("sm_90a", "sm_80", "opencl")
-UNLISTED = "lines_sm90"  # each layer has a text of its own
+UNLISTED = "lines_sm90"  # an engine with a text for each layer
 
 
 def device_of(architecture: str) -> Any:
-    """A device that is asked for its texts alone."""
+    """A device that only gives its texts."""
     if architecture == "opencl":
         return SimpleNamespace(backend="opencl", capability=(0, 0), multiprocessors=2, model="", name="opencl")
     return Target(architecture)
 
 
 def families(architecture: str) -> list[TextFamily]:
-    """All texts of an architecture."""
+    """All families of texts of an architecture."""
     device = device_of(architecture)
     planned = [*registry.texts(device), *batch_norm.texts(device)]
-    if device.backend == "cuda":  # others' arrays lie in host memory
+    if device.backend == "cuda":  # other devices' arrays lie in host memory
         planned += besides()
     return planned + measured(device, planned)
 
 
 def besides() -> list[TextFamily]:
-    """What a GPU is asked for beside convolutions and batch norms: copies, casts, poolings."""
+    """The texts that a GPU needs beside convolutions and batch norms: copies, casts, poolings."""
     copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
     return [copy, *casting.texts(), *max_pool.texts()]
 
 
 def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:
-    """The texts that the shipped table's choices for the benchmark's layers ask for, beside those `planned`."""
+    """The texts of the shipped table's choices for the benchmark's layers that are not among those `planned`."""
     found: dict[str, TextFamily] = {}
     for problem in (as_called(in_mode(problem, mode), device) for mode in MODES for problem in core() if device.model):
         choice = shipped_table(device.model).get(device.model, key(problem))
@@ -62,7 +62,7 @@ def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:
 
 
 def run(architectures: tuple[str, ...], one_by_one: bool) -> int:
-    """Print how many texts each kernel file has, or each of them."""
+    """Print the number of texts of each kernel file, or each text."""
     for architecture in architectures or ARCHITECTURES:
         found = families(architecture)
         if one_by_one:

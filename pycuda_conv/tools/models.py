@@ -1,6 +1,6 @@
-"""How fast are whole networks? Those of torchvision, converted, beside torch's own: evaluated, and trained.
+"""Times of whole networks of torchvision's, converted, beside torch's own: evaluated, and trained.
 
-Both sides get the same weights and images, and are timed by turns. What fails is told in its row, and the others go on.
+Both sides get the same weights and images, and are timed in turn. A failure is reported in its row, and the other rows are still measured.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, 
 
 log = logging.getLogger("pycuda_conv")
 
-#: Networks that are evaluated, each with these numbers of images, and those that are trained, name -> images, if no others are asked for.
+#: Without names after --models: networks to evaluate, each with these numbers of images, and networks to train, name -> images.
 EVALUATED, BATCHES = ("resnet50", "mobilenet_v2", "convnext_tiny", "deeplabv3_resnet50"), (1, 32)
 EVALUATION_MODES = ("fp32", "tf32", "fp16-nhwc")
 TRAINED = {"resnet50": (64, 256), "convnext_tiny": (32,), "mobilenet_v2": (64,)}
 TRAINING_MODES = ("bf16-nhwc", "fp32")
-IMAGES = (32,)  # that others are trained with
-MOST_IMAGES = {"fp32": 64}  # that a training step has in this mode
+IMAGES = (32,)  # numbers of images with which other networks are trained
+MOST_IMAGES = {"fp32": 64}  # most images of a training step, by mode
 IMAGE = 224  # pixels wide and high
-CALIBRATION_IMAGES = 4  # whose statistics batch normalisations have
-#: Loss curves: images, their width and height, steps, and runs of each side, all but the first from inputs that are perturbed.
+CALIBRATION_IMAGES = 4  # batch normalisations get the statistics of so many images
+#: Loss curves: images, their width and height, steps, and runs of each side, all but the first from perturbed inputs.
 CURVE_IMAGES, CURVE_SIZE, CURVE_STEPS, CURVE_RUNS = 16, 96, 50, 5
 
 CLASSES = 1000
 LEARNING_RATE, MOMENTUM = 1e-3, 0.9
 CURVE_RATE = 1e-2
 TF32_UNIT = 2.0**-11
-WRONG = 10  # times torch's error, and more is not rounding
-LEAST_ERROR = 1e-6  # relative: what float32 leaves after so many layers in any case
-FIRST_STEPS = 2  # whose last loss is compared: it depends on all gradients, and rounding has not yet grown
+WRONG = 10  # an error above so many times torch's is not rounding
+LEAST_ERROR = 1e-6  # relative error that float32 leaves after so many layers in any case
+FIRST_STEPS = 2  # the last of these losses is compared: it depends on all gradients, and rounding has not yet grown
 LOSS_LIMITS = {"float32": 1e-2, "float64": 1e-2, "float16": 5e-2, "bfloat16": 5e-2}  # relative
-ROUND = 0.05  # seconds that one side should take in a round by the host's clock
-MOST_CALLS = 50  # in such a round
+ROUND = 0.05  # seconds that one side's calls should take in a round, by the host's clock
+MOST_CALLS = 50  # most calls in such a round
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network with so many images in a mode, and what is done with it: "evaluated", "trained" or "loss curve"."""
+    """A network with a number of images in a mode, and its use: "evaluated", "trained" or "loss curve"."""
 
     what: str
     network: str
@@ -81,7 +81,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What came out of a case. `verdict`: "ok", "WRONG", or why it failed."""
+    """The result of a case. `verdict` is "ok", "WRONG", or the reason of a failure."""
 
     case: Case
     verdict: str = "ok"
@@ -96,16 +96,16 @@ class Row:
 
     @classmethod
     def all_columns(cls) -> tuple[str, ...]:
-        """The names of what :meth:`cells` gives."""
+        """The names of the columns of :meth:`cells`."""
         return "network", "images", "mode", *cls.COLUMNS, "verdict"
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text; why it failed is too long for a table."""
+        """The row as text; the reason of a failure is too long for a table."""
         case = self.case
         return case.network, str(case.images), case.mode, *self.figures(), self.verdict.partition(":")[0]
 
     def record(self) -> dict[str, Any]:
-        """All that is known, as raw numbers."""
+        """Everything known, as raw numbers."""
         case, *others = asdict(self).items()
         return case[1] | dict(others) | {name: getattr(self, name) for name in self.COMPUTED}
 
@@ -116,7 +116,7 @@ def _figure(value: float, form: str) -> str:
 
 @dataclass(frozen=True)
 class Evaluated(Row):
-    """Milliseconds a call: eager by the host's clock, and replayed from a CUDA graph by the GPU's. Errors against float64."""
+    """Milliseconds of a call: eager by the host's clock, and replayed from a CUDA graph by the GPU's. Errors are against float64."""
 
     eager_ms: float = math.nan
     torch_eager_ms: float = math.nan
@@ -131,12 +131,12 @@ class Evaluated(Row):
 
     @property
     def eager_ratio(self) -> float:
-        """torch's time by ours, by the host's clock."""
+        """torch's time divided by ours, by the host's clock."""
         return self.torch_eager_ms / self.eager_ms
 
     @property
     def graph_ratio(self) -> float:
-        """torch's time by ours, of graphs."""
+        """torch's time divided by ours, of graphs."""
         return self.torch_graph_ms / self.graph_ms
 
     def figures(self) -> tuple[str, ...]:
@@ -146,10 +146,10 @@ class Evaluated(Row):
 
 @dataclass(frozen=True)
 class Trained(Row):
-    """A step: forward, loss, backward and SGD, by the host's clock; ``torch.compile`` of torch's beside it.
+    """Times of a step (forward, loss, backward and SGD) by the host's clock, beside those of torch in ``torch.compile``.
 
-    `peak` and `torch_peak` are the bytes that a step needs at most beyond weights and images.
-    `loss_apart` is how far the losses of the first steps are apart, relative.
+    `peak` and `torch_peak` are the bytes that a step needs at most beyond weights and images. `loss_apart` is the relative difference of
+    the losses of the first steps.
     """
 
     step_ms: float = math.nan
@@ -180,7 +180,7 @@ class Trained(Row):
 
     @property
     def ratio(self) -> float:
-        """torch's time by ours."""
+        """torch's time divided by ours."""
         return self.torch_step_ms / self.step_ms
 
     def figures(self) -> tuple[str, ...]:
@@ -193,10 +193,10 @@ class Trained(Row):
 
 @dataclass(frozen=True)
 class Curve(Row):
-    """How far apart loss curves are: the root of the mean square of their differences, step by step.
+    """Distances of loss curves: the root mean square of their differences over the steps.
 
-    `exact` is ours from float64's, and `torch_exact` torch's from float64's; `apart` is ours from torch's first, and `torch_apart`
-    torch's others from it. Each is a list, run by run. All runs but the first are from inputs perturbed by one unit of rounding.
+    `exact` is ours from float64's, and `torch_exact` torch's from float64's. `apart` is ours from torch's first curve, and `torch_apart`
+    torch's other curves from it. Each is a list over runs. All runs but the first have inputs perturbed by one unit of rounding.
     """
 
     exact: tuple[float, ...] = ()
@@ -221,7 +221,7 @@ ROWS: dict[str, type[Row]] = {"evaluated": Evaluated, "trained": Trained, "loss 
 
 
 def cases(modes: Sequence[str], training: bool, quick: bool, networks: Sequence[str] = ()) -> list[Case]:
-    """What to measure; without `modes`, in those that each kind is used in, and without `networks` of torchvision's, some of them."""
+    """The cases to measure. By default each kind is measured in the modes that it is used in, on some of torchvision's networks."""
     found = [Case("evaluated", name, n, mode) for name in networks or EVALUATED for mode in modes or EVALUATION_MODES for n in BATCHES]
     trained = {name: TRAINED.get(name, IMAGES) for name in networks or TRAINED}
     if training:
@@ -250,16 +250,16 @@ def _torchvision() -> Any:
         raise ToolError(f"--models needs a torchvision that fits torch, but this one can't be imported: {error}") from error
 
 
-#: What networks whose names begin so are made with besides: else weights would be loaded, or take seconds to draw.
+#: Arguments of networks whose names begin with one of these; without them weights would be loaded, or take seconds to draw.
 _MORE: dict[tuple[str, ...], dict[str, Any]] = {
     ("deeplab", "fcn", "lraspp"): {"weights_backbone": None}, ("googlenet", "inception"): {"init_weights": False},
 }  # fmt: skip
 
 
 def network(torch: Any, name: str, place: str, seed: int) -> Any:
-    """A network of torchvision's with random weights. Nothing in it is left to chance in training: no dropout.
+    """A network of torchvision's with random weights, without dropout, so that nothing is random in training.
 
-    Its statistics are those of random images: with others, results of many layers get ever smaller, until float16 has no numbers for them.
+    Its statistics are those of random images. With other statistics the results of many layers get ever smaller, until float16 underflows.
     """
     torch.manual_seed(seed)
     with torch.device(place):
@@ -268,7 +268,7 @@ def network(torch: Any, name: str, place: str, seed: int) -> Any:
     for module in model.modules():
         if isinstance(getattr(module, "p", None), float):  # Dropout and StochasticDepth
             module.p = 0.0
-        if hasattr(module, "layer_scale"):  # at first 1e-6: the block would be without effect
+        if hasattr(module, "layer_scale"):  # it begins at 1e-6, at which the block would have no effect
             torch.nn.init.ones_(module.layer_scale)
     norms = [(module, module.momentum) for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     for norm, _ in norms:
@@ -294,7 +294,7 @@ def _format(torch: Any, mode: str) -> Any:
 
 @contextmanager
 def arithmetic(torch: Any, mode: str) -> Iterator[None]:
-    """Let torch compute convolutions and matrix products of float32 arrays as `mode` says; ours in the same network use its products."""
+    """Let torch compute float32 convolutions and matrix products as `mode` says; our networks use torch's matrix products too."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if _precision(mode) == "tf32" else "highest")
     try:
@@ -305,7 +305,7 @@ def arithmetic(torch: Any, mode: str) -> Iterator[None]:
 
 
 def _output(found: Any) -> Any:
-    """What a network says; those for segmentation have it in a dictionary."""
+    """The output of a network; networks for segmentation return a dictionary."""
     return found["out"] if isinstance(found, dict) else found
 
 
@@ -314,7 +314,7 @@ def _relative(found: Any, reference: Any) -> float:
 
 
 def _host_times(calls: Sequence[Callable[[], Any]], wait: Callable[[], Any], effort: Effort) -> list[float]:
-    """Milliseconds that each call takes with all it sets off, medians of rounds by turns; a round has several calls in a row."""
+    """Milliseconds of each call with all of its work: medians of rounds in turn, each of several calls in a row."""
     single = [taken[0] for taken in wall_times([_once(call) for call in calls], 1, Effort(rounds=1, seconds=0), wait)]
     counts = [max(1, min(MOST_CALLS, math.ceil(ROUND / max(seconds, 1e-9)))) for seconds in single]
 
@@ -335,7 +335,7 @@ def _once(call: Callable[[], Any]) -> Callable[[int], Any]:
 
 @cache
 def _evaluated(torch: Any, name: str, mode: str, place: str, seed: int) -> tuple[Any, Any, Any]:
-    """A network in float32, and ours and torch's in `mode`: made once for all numbers of images."""
+    """A network in float32, and ours and torch's in `mode`; made once for all numbers of images."""
     from pycuda_conv.nn import convert
 
     base = network(torch, name, place, seed).eval()
@@ -344,15 +344,15 @@ def _evaluated(torch: Any, name: str, mode: str, place: str, seed: int) -> tuple
 
 
 def _images(torch: Any, case: Case, place: str, seed: int) -> tuple[Any, Any]:
-    """Random images, and the same in the case's mode."""
+    """Random images, and the same images in the case's mode."""
     images = torch.randn(case.images, 3, IMAGE, IMAGE, device=place, generator=torch.Generator(place).manual_seed(seed))
     return images, images.to(getattr(torch, _dtype(case.mode))).contiguous(memory_format=_format(torch, case.mode))
 
 
 def compile_ahead(torch: Any, chosen: Sequence[Case], place: str, seed: int) -> None:
-    """Make the first calls of all networks to evaluate at once: each waits for compilers, which so work side by side.
+    """Make the first calls of all networks to evaluate at once. Each waits for compilers, which so work side by side.
 
-    What fails is told by its own case.
+    A case itself reports its failure.
     """
 
     def first_call(case: Case) -> None:
@@ -361,7 +361,7 @@ def compile_ahead(torch: Any, chosen: Sequence[Case], place: str, seed: int) -> 
             ours(_images(torch, case, place, seed)[1])
 
     evaluated = [case for case in chosen if case.what == "evaluated"]
-    for case in evaluated:  # one after the other: tracing, which convert does, is not for threads
+    for case in evaluated:  # one after the other: convert traces, which threads can't do side by side
         with suppress(Exception):
             _evaluated(torch, case.network, case.mode, place, seed)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -391,7 +391,7 @@ def measure_evaluation(torch: Any, case: Case, device: Device, effort: Effort, s
 
 
 def convolutions(torch: Any, model: Any, images: Any, mode: str) -> list[ConvProblem]:
-    """What `model`'s convolutions compute in a step of training."""
+    """The problems of `model`'s convolutions in a step of training."""
     found: dict[ConvProblem, None] = {}
 
     def note(module: Any, given: tuple[Any, ...], result: Any) -> None:
@@ -411,7 +411,7 @@ def convolutions(torch: Any, model: Any, images: Any, mode: str) -> list[ConvPro
 
 
 def stepper(torch: Any, model: Any, images: Any, labels: Any, mode: str, rate: float = LEARNING_RATE) -> Callable[[], Any]:
-    """A function that makes a step of SGD with momentum and gives the loss; 16-bit modes are torch's autocast."""
+    """A function that makes a step of SGD with momentum and returns the loss; 16-bit modes are torch's autocast."""
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
     dtype = getattr(torch, _dtype(mode))
 
@@ -427,7 +427,7 @@ def stepper(torch: Any, model: Any, images: Any, labels: Any, mode: str, rate: f
 
 
 def _in_training(torch: Any, base: Any, mode: str, ours: bool) -> Any:
-    """A copy of the network to train: 16-bit modes keep its weights in float32."""
+    """A copy of the network to train; its weights are float32 in 16-bit modes too."""
     from pycuda_conv.nn import convert
 
     dtype = getattr(torch, _dtype(mode))
@@ -442,7 +442,7 @@ def _data(torch: Any, case: Case, place: str, size: int) -> tuple[Any, Any]:
 
 
 def _peak(torch: Any, model: Any, step: Callable[[], Any]) -> float:
-    """Bytes that a step needs at most, beyond what is there before it."""
+    """Bytes that a step needs at most, beyond those in use before it."""
     model.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -453,13 +453,13 @@ def _peak(torch: Any, model: Any, step: Callable[[], Any]) -> float:
 
 
 def _compiled_step(torch: Any, base: Any, images: Any, labels: Any, mode: str) -> list[Callable[[], Any]]:
-    """The step of torch's network in ``torch.compile``, or nothing where that fails: it is there for comparison only."""
+    """The step of torch's network in ``torch.compile``, or nothing if that fails: it is only a comparison."""
     torch.compiler.reset()
     step = stepper(torch, torch.compile(_in_training(torch, base, mode, False)), images, labels, mode)
     try:
         for _ in range(FIRST_STEPS):
             step()
-    except Exception as error:  # whatever its compilers say
+    except Exception as error:  # its compilers may raise anything
         log.warning("torch.compile failed, so it is left out: %s", error)
         return []
     return [step]
@@ -472,7 +472,7 @@ def measure_training(torch: Any, case: Case, device: Device, effort: Effort, see
     images, labels = _data(torch, case, place, IMAGE)
     models = [_in_training(torch, base, case.mode, ours) for ours in (True, False)]
     with arithmetic(torch, case.mode):
-        asked = convolutions(torch, copy.deepcopy(base).to("meta"), images.to("meta"), case.mode)  # compiled side by side
+        asked = convolutions(torch, copy.deepcopy(base).to("meta"), images.to("meta"), case.mode)  # compiled several at a time
         plans(asked, device)
         plans([problem for problem in asked if problem.direction == "fprop" and not problem.has_bias], device, noted=True)
         steps = [stepper(torch, model, images, labels, case.mode) for model in models]
@@ -500,16 +500,16 @@ def perturbed(torch: Any, images: Any, unit: float, seed: int) -> Any:
 
 
 def distance(curve: Sequence[float], other: Sequence[float]) -> float:
-    """The root of the mean square of the differences."""
+    """The root mean square of the differences."""
     return math.sqrt(math.fsum((a - b) ** 2 for a, b in zip(curve, other, strict=True)) / len(curve))
 
 
 def measure_curve(torch: Any, case: Case, place: str, seed: int, runs: int = CURVE_RUNS, size: int = CURVE_SIZE) -> Curve:
     """Train ours, torch's and a float64 network on the same data, and compare the losses of all steps.
 
-    Small differences grow from step to step, so one run says little: each side makes several. In fp32, ours is wrong if all its curves are
-    further from float64's than any of torch's. In coarser modes rounding moves both sides' curves alike: there, ours is wrong if all its
-    curves are further from torch's first than any of torch's others.
+    Small differences grow from step to step, so one run says little, and each side makes several. In fp32, ours is wrong if all its curves
+    are further from float64's than any of torch's. In coarser modes rounding moves both sides' curves alike. There, ours is wrong if all
+    its curves are further from torch's first than any of torch's others.
     """
     base = network(torch, case.network, place, seed)
     images, labels = _data(torch, case, place, size)
@@ -538,7 +538,7 @@ def measure_curve(torch: Any, case: Case, place: str, seed: int, runs: int = CUR
 
 
 def _measured(torch: Any, case: Case, device: Device, settings: bench.Settings, seed: int) -> Row:
-    """The case's row; what fails in it is the row's verdict."""
+    """The case's row; a failure is the row's verdict."""
     effort = Effort(rounds=3, seconds=0.3) if settings.quick else Effort(rounds=7, seconds=1.5)
     try:
         if case.what == "evaluated":
@@ -546,13 +546,13 @@ def _measured(torch: Any, case: Case, device: Device, settings: bench.Settings, 
         if case.what == "trained":
             return measure_training(torch, case, device, effort, seed, compile_too=not settings.quick)
         return measure_curve(torch, case, device.name, seed)
-    except Exception as error:  # whatever it is, the others are measured
+    except Exception as error:  # the other cases are still measured
         text = " ".join(f"{type(error).__name__}: {error}".split())
         return ROWS[case.what](case, f"failed: {text[:300]}")
 
 
 def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks: Sequence[str]) -> int:
-    """Measure, print, write what was asked for: see :func:`cases`."""
+    """Measure :func:`cases`, print, and write the files that were asked for."""
     began = time.perf_counter()
     bench.refuse_suite_options(replace(settings, modes=("fp32",)), "--models", "networks")
     chosen = bench.matching(settings.only, cases(modes, training, settings.quick, networks), str)
@@ -585,7 +585,7 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
             _say(rows[-1], time.perf_counter() - started)
             gc.collect()
             torch.cuda.empty_cache()
-            if settings.json is not None:  # again after every case: a run may be cut short
+            if settings.json is not None:  # after every case, so that an interrupted run keeps what it has measured
                 _write_report(settings, machine | {"seconds": time.perf_counter() - began}, rows)
     for kind in ROWS.values():
         own = [row for row in rows if isinstance(row, kind)]
@@ -614,14 +614,14 @@ def _write_report(settings: bench.Settings, machine: dict[str, Any], rows: Seque
 
 
 def _say(row: Row, seconds: float) -> None:
-    """The row on stderr where there is no progress bar, in case the run is cut short."""
+    """Print the row to stderr if there is no progress bar, in case the run is cut short."""
     if not sys.stderr.isatty():
         told = ", ".join(f"{name} {text}" for name, text in zip(row.COLUMNS, row.figures(), strict=True) if text != "-")
         print(f"{row.case}: {told or '-'}; {row.verdict}; {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def mean_lines(rows: Sequence[Row]) -> list[str]:
-    """The geometric means of the ratios of what is right, by mode and number of images."""
+    """The geometric means of the ratios of all correct rows, by mode and number of images."""
     lines = []
     evaluated = [row for row in rows if isinstance(row, Evaluated) and row.verdict == "ok"]
     for mode, images in dict.fromkeys((row.case.mode, row.case.images) for row in evaluated):
@@ -636,7 +636,7 @@ def mean_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def markdown(machine: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The results for the page. `machine`: the header of the report."""
+    """The results for the page. `machine` is the header of the report."""
     parts = [measured_by(machine)]
     for kind in ROWS.values():
         own = [row for row in rows if isinstance(row, kind)]

@@ -1,4 +1,4 @@
-"""What a result is judged by: a float64 reference, and torch's convolution. :mod:`pycuda_conv.rounding` has the bounds."""
+"""Judges results by a float64 reference, beside torch's convolution. :mod:`pycuda_conv.rounding` has the bounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pycuda_conv.tools.terminal import require
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a result is from the reference.
+    """Errors of a result against the reference.
 
     Attributes
     ----------
@@ -26,9 +26,9 @@ class Errors:
     relative : float
         norm(out - ref) / norm(ref).
     of_bound : float
-        The largest |out - ref| / bound; what exceeds 1 is not rounding. Not a number if any of the result is not.
+        The largest |out - ref| / bound; a value above 1 is not rounding. NaN if the result has one.
     correct : bool
-        Every element within the bound and the relative error below its limit.
+        Whether every element is within the bound, and the relative error below its limit.
     """
 
     largest: float
@@ -49,7 +49,7 @@ class ErrorSums:
         self._within = True
 
     def add(self, out: Any, reference: Any, magnitude: Any, rest: Any = 0.0) -> None:
-        """Compare one piece; all are float64 arrays of one shape. `rest` is what a reference of float64 lacks, if it is known."""
+        """Compare one piece; all are float64 arrays of one shape. `rest` is the part that a float64 reference lacks, if it is known."""
         error, limit = abs((out - reference) - rest), bound(self.problem, reference, magnitude)
         self._within = self._within and bool((error <= limit).all())  # <=: NaN fails
         self._count += math.prod(error.shape)
@@ -98,7 +98,7 @@ def reference(problem: ConvProblem, first: np.ndarray, second: np.ndarray, bias:
     for tap in np.ndindex(problem.filter_size):
         axes = zip(tap, problem.dilation, problem.output_size, problem.stride, strict=True)
         place = ..., *(slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, n, s in axes)
-        met = x[place]  # by this tap
+        met = x[place]  # the elements that this tap meets
         place = ..., *tap
         at_tap = w[place]
         if direction == "fprop":
@@ -115,7 +115,7 @@ def reference(problem: ConvProblem, first: np.ndarray, second: np.ndarray, bias:
 
 
 def options(problem: ConvProblem) -> dict[str, Any]:
-    """The keyword arguments of torch's functions that describe `problem`."""
+    """The keyword arguments of torch's functions for `problem`."""
     n = problem.ndim
     pairs = tuple(zip(problem.padding_before, problem.padding_after, strict=True))[-n:]
     even = all(before == after for before, after in pairs)
@@ -137,9 +137,9 @@ def options(problem: ConvProblem) -> dict[str, Any]:
 
 
 def torch_function(name: str, padding: Any = 0, **others: Any) -> Callable[..., Any]:
-    """``torch.nn.functional``'s function of that name with its options bound: (input, weight, bias=None) -> output.
+    """The function of ``torch.nn.functional`` of that name with its options bound: (input, weight, bias=None) -> output.
 
-    It also takes `padding` as pairs (before, after), which torch does not: zeros are then added in a pass of their own.
+    Unlike torch, it also takes `padding` as pairs (before, after): zeros are then added in a pass of their own.
     """
     functional = require("torch.nn.functional")
     function = getattr(functional, name)
@@ -157,9 +157,9 @@ def torch_for(problem: ConvProblem) -> Callable[..., Any]:
 
 @contextmanager
 def torch_precision(precision: str) -> Iterator[str]:
-    """Set the arithmetic of cuDNN's float32 convolutions inside the block; gives the words for what was set.
+    """Set the arithmetic of cuDNN's float32 convolutions inside the block; gives words for what was set.
 
-    One switch only: torch refuses to run with its old and its new one mixed.
+    It sets one switch only, as torch refuses to run with its old and its new one mixed.
     """
     cudnn = require("torch").backends.cudnn
     conv = getattr(cudnn, "conv", None)

@@ -1,4 +1,4 @@
-"""Plans of many problems at once, and calls whose kernels are all there."""
+"""Plans of many problems at once, and calls until all their kernels are compiled."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device
 from pycuda_conv.tools.terminal import track
 
-MOST_WAITING = 120  # seconds, for compilers
+MOST_WAITING = 120  # seconds to wait for compilers
 
 
 def plans(problems: Sequence[ConvProblem], device: Device, noted: bool = False) -> list[Plan]:
-    """The plans that calls will take in the end, compiled several at a time where the device can; `noted` as for :class:`Plan`."""
+    """The plans in the final form that calls take, compiled several at a time where the device can; `noted` as for :class:`Plan`."""
     pool = ThreadPoolExecutor()
     try:
-        options = (False, True) if noted else ()  # as calls ask for them: the cache tells an argument from none
+        options = (False, True) if noted else ()  # in the form of calls: the cache distinguishes a default from a given argument
         coming = [pool.submit(lambda problem: cached_plan(problem, device, *options).settled(), problem) for problem in problems]
         return [plan.result() for plan in track(coming, lambda _: "compiling")]
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun is left
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, plans that are not begun are left
 
 
 def settle(call: Callable[[], Any], wait: Callable[[], Any], compiled: Callable[[], bool]) -> None:
-    """Make calls until everything that is compiled behind them is there and taken."""
+    """Make calls until everything that is compiled behind them is there and in use."""
     end = time.monotonic() + MOST_WAITING
-    for _ in range(3):  # a better configuration, and then kernels that know the layer's constants
+    for _ in range(3):  # first a better configuration, then kernels that know the layer's constants
         for _ in range(OFTEN + 1):
             call()
         wait()

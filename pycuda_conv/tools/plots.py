@@ -1,4 +1,4 @@
-"""The benchmark as pictures: how much faster than torch, and how near the machine's ceilings."""
+"""Pictures of the benchmark: how much faster than torch, and how close to the machine's ceilings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from pycuda_conv.tools.report import Row
 from pycuda_conv.tools.terminal import require
 
-OURS, TORCH, INK, FAINT = "#0b6bb0", "#d9822b", "#222222", "#9aa0a6"  # told apart by the colour-blind too
-LAUNCH_BOUND = 10e6  # FLOP; what is smaller measures the launch
+OURS, TORCH, INK, FAINT = "#0b6bb0", "#d9822b", "#222222", "#9aa0a6"  # distinct for the colour-blind too
+LAUNCH_BOUND = 10e6  # FLOP; a smaller problem measures the launch
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
@@ -28,7 +28,7 @@ def _where(machine: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure. An SVG keeps its words as text and has the same bytes for the same figure."""
+    """Write a figure. An SVG keeps its words as text, and equal figures have the same bytes."""
     with require("matplotlib").rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
         figure.savefig(path, dpi=150, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
 
@@ -38,7 +38,7 @@ def _plain(value: float, _: Any = None) -> str:
 
 
 def ratio_bars(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
-    """A bar for every row: torch's time over ours, on a logarithmic axis that starts at 1; a line where a kept filter takes it."""
+    """A bar for each row: torch's time over ours, on a logarithmic axis that starts at 1; a line up to the ratio with a kept filter."""
     timed = [row for row in rows if row.ratio is not None]
     if not timed:
         return
@@ -47,7 +47,7 @@ def ratio_bars(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None
     figure, axes = _figure(10, 1.4 + 0.25 * len(timed))
     positions = range(len(timed))
     colours = [OURS if r >= 1 else TORCH for r in ratios]
-    # from 1, not from 0: on this axis twice as fast and half as fast are equally long
+    # from 1, not from 0: then twice as fast and half as fast are equally long
     axes.barh(positions, [r - 1 for r in ratios], left=1, color=colours, height=0.7)
     axes.plot(kept, positions, linestyle="", marker="|", markersize=9, markeredgewidth=1.5, color=INK)
     axes.set_xscale("log")

@@ -1,4 +1,4 @@
-"""What the benchmark says: its rows, their means, tables, JSON, CSV and Markdown. Needs no GPU and no torch."""
+"""The benchmark's results as rows, means, tables, JSON, CSV and Markdown. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ from typing import Any
 from pycuda_conv.tools.suite import mode_words
 from pycuda_conv.tools.terminal import ToolError, json_text, table
 
-#: The pages of a checkout that have results: one with everything, one with a few rows.
+#: The pages of a checkout with results: one with all of them, one with a few rows.
 RESULTS_PAGE, FRONT_PAGE = "docs/results.md", "README.md"
 
-#: Columns of a record that follow from the others.
+#: Columns of a record that are computed from the others.
 COMPUTED = ("tflops", "kept_tflops", "torch_tflops", "ratio", "kept_ratio", "of_floor", "kept_of_floor")
-LARGE = 1e9  # FLOP
-CORE = "core"  # the kind of the layers whose dense means are told
-ERROR_MARGIN = 1.01  # errors nearer to each other are the same
+LARGE = 1e9  # FLOP of a large row
+CORE = "core"  # the kind of the layers whose dense means are reported
+ERROR_MARGIN = 1.01  # errors closer to each other than this factor count as equal
 
 
 @dataclass(frozen=True)
 class Row:
-    """One problem in one mode, measured.
+    """The measurement of one problem in one mode.
 
     Attributes
     ----------
     problem, kernel, config, mode : str
     flops, bytes : int
-        Of the problem; bytes are those that must move at the least.
+        Of the problem; bytes are the fewest that must move.
     groups : int
     floor_pack_us, floor_compute_us, floor_traffic_us, floor_us : float or None
-        The least time on an H200: see :class:`pycuda_conv.tools.floors.Floor`.
+        The least times on an H200: see :class:`pycuda_conv.tools.floors.Floor`.
     error, torch_error : float
         norm(out - ref) / norm(ref), ref in float64.
     of_bound : float
-        Our largest elementwise error as a part of what rounding explains.
+        Our largest elementwise error divided by the error that rounding explains.
     channels : int
-        How many channels of the result the errors are taken over.
+        The number of channels of the result over which the errors are taken.
     ours_us, kept_us, torch_us : float or None
-        Medians: ours with the filter packed in the call, ours with the filter kept, torch. None where there is no time to
-        tell: see `verdict`.
+        Medians of three ways: ours with the filter packed in the call, ours with the filter kept, and torch. None where there is no time:
+        see `verdict`.
     ours_spread, kept_spread, torch_spread : float or None
         (third quartile - first quartile) / median.
     timing : str
         "graph", "events" (launch by launch) or "wall".
     verdict : str
-        "ok", "WRONG", or why the row was not measured.
+        "ok", "WRONG", or the reason why the row was not measured.
     kind : str
-        Of layer: one of :data:`pycuda_conv.tools.suite.KINDS`.
+        The layer's kind: one of :data:`pycuda_conv.tools.suite.KINDS`.
     """
 
     problem: str
@@ -101,27 +101,27 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """torch's time over ours: above 1, ours is faster."""
+        """torch's time divided by ours: above 1, ours is faster."""
         return self.torch_us / self.ours_us if self.ours_us and self.torch_us else None
 
     @property
     def kept_ratio(self) -> float | None:
-        """The same with the filter kept."""
+        """torch's time divided by ours with the filter kept."""
         return self.torch_us / self.kept_us if self.kept_us and self.torch_us else None
 
     @property
     def of_floor(self) -> float | None:
-        """The floor as a part of our time: 1 is as fast as can be."""
+        """The floor divided by our time: 1 is as fast as possible."""
         return self.floor_us / self.ours_us if self.ours_us and self.floor_us else None
 
     @property
     def kept_of_floor(self) -> float | None:
-        """The same with the filter kept."""
+        """The floor divided by our time with the filter kept."""
         return self.floor_us / self.kept_us if self.kept_us and self.floor_us else None
 
     @property
     def less_exact(self) -> bool:
-        """Whether our error is above torch's by more than chance."""
+        """Whether our error is above torch's, by more than ERROR_MARGIN."""
         return self.error is not None and self.torch_error is not None and self.error > ERROR_MARGIN * self.torch_error
 
     def record(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def quantile(values: Iterable[float], q: float) -> float:
-    """The value below which the part `q` of `values` lies, interpolated."""
+    """The value below which a share `q` of `values` lies, interpolated."""
     ordered = sorted(values)
     position = q * (len(ordered) - 1)
     low = math.floor(position)
@@ -149,13 +149,13 @@ def spread(values: Sequence[float]) -> float:
 
 
 def geometric_mean(values: Iterable[float]) -> float | None:
-    """The geometric mean, or None of nothing."""
+    """The geometric mean; None if there are no values."""
     logarithms = [math.log(v) for v in values]
     return math.exp(math.fsum(logarithms) / len(logarithms)) if logarithms else None
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For every mode: what the large dense rows of the core, the rows of each kind and all rows say together."""
+    """For each mode, the means of the large dense rows of the core, of the rows of each kind, and of all rows."""
     found: dict[str, Any] = {}
     for mode in dict.fromkeys(row.mode for row in rows):
         own = [row for row in rows if row.mode == mode]
@@ -194,7 +194,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def microseconds(value: float | None) -> str:
-    """A time in us with three digits that mean something."""
+    """A time in us with three significant digits."""
     if value is None:
         return "-"
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 10000 else f"{value:.0f}"
@@ -206,7 +206,7 @@ COLUMNS = (
 )
 SPARE = (8, 12)  # the lower bound and the timing
 
-#: What the columns mean.
+#: Explanations of the columns.
 NOTES = (
     "ours: the call packs the filter; kept: the filter was packed before, as plan.bind does; ratio: torch's time divided by ours; "
     "TFLOP/s and the lower bound are of the call that packs",
@@ -226,12 +226,12 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def style(row: Row) -> str:
-    """Red for what is wrong or was not measured, green where ours is faster."""
+    """Red for a row that is wrong or was not measured, green where ours is faster."""
     return "bold red" if row.verdict != "ok" else "green" if (row.ratio or 0) >= 1 else ""
 
 
 def row_table(rows: Sequence[Row], title: str, width: int = 200) -> Any:
-    """The suite's table; without two columns that tell little more where the terminal is narrow."""
+    """The suite's table. On a narrow terminal it lacks the two columns that say least."""
     words = ("problem", "kernel", "timing", "verdict")
     shown = [i for i in range(len(COLUMNS)) if width >= 150 or i not in SPARE]
     lines = [[cells(row)[i] for i in shown] for row in rows]
@@ -239,7 +239,7 @@ def row_table(rows: Sequence[Row], title: str, width: int = 200) -> Any:
 
 
 def summary_lines(found: dict[str, Any]) -> list[str]:
-    """The summary as lines of text; those that belong to the one before are indented."""
+    """The summary as lines of text; a line that belongs to the one before is indented."""
     lines = []
     for mode, means in found.items():
         dense, every = means["dense"], means["all"]
@@ -257,7 +257,7 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _part_lines(words: str, part: dict[str, Any], told: dict[str, Any]) -> list[str]:
-    """What `part` says; the rows that `told` has named are not named again."""
+    """The lines of `part`; problems that `told` has named are not named again."""
     ours, kept = part["packed"], part["kept"]
 
     def named(problems: Sequence[str], before: Sequence[str]) -> str:
@@ -278,7 +278,7 @@ def _part_lines(words: str, part: dict[str, Any], told: dict[str, Any]) -> list[
 
 
 def header_lines(machine: dict[str, Any]) -> list[str]:
-    """What was measured where, as lines of text."""
+    """The conditions of the measurement as lines of text."""
     return [f"{name:14} {value}" for name, value in machine.items() if value is not None and not isinstance(value, dict)]
 
 
@@ -286,18 +286,18 @@ def header_lines(machine: dict[str, Any]) -> list[str]:
 
 
 def markdown_table(columns: Sequence[str], left: int, rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first `left` columns are words and whose others are numbers."""
+    """A table whose first `left` columns are words; the others are numbers."""
     sides = ["---"] * left + ["---:"] * (len(columns) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, sides, *rows))
 
 
 def _time(text: str, verdict: str) -> str:
-    """A time, or in its place why there is none."""
+    """A time, or the reason why there is none."""
     return text if verdict == "ok" else f"**{verdict}**"
 
 
 def marks(part: str) -> tuple[str, str]:
-    """The lines of a page between which one benchmark's results stand: those of the suite, of "host", "models" or "training"."""
+    """The lines of a page that mark the begin and end of one benchmark's results: the suite's, or "host", "models" or "training"."""
     return f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
 
 
@@ -315,14 +315,14 @@ def _where(machine: dict[str, Any]) -> str:
 def markdown(
     machine: dict[str, Any], rows: Sequence[Row], means: dict[str, Any], loops: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]
 ) -> str:
-    """The page of results. `machine` is the header of the report; what was not measured is left out."""
+    """The page of results. `machine` is the header of the report; parts that were not measured are left out."""
     parts = [measured_by(machine)]
     if rows:
         parts.append(_markdown_summary(means))
         parts.append("Times in microseconds. " + " ".join(f"{note[0].upper()}{note[1:]}." for note in NOTES))
     for mode in means:
         lines = _markdown_rows([row for row in rows if row.mode == mode])
-        # one table shows, of several only the names: there are many rows
+        # one table is shown; of several, which have many rows, only the names
         parts += [lines] if len(means) == 1 else [f"<details><summary>{mode}: {mode_words(mode)}</summary>", lines, "</details>"]
     if loops:
         parts.append("A Python loop over images and channels, with one single-channel convolution each, against one call:")
@@ -340,7 +340,7 @@ def markdown(
     return "\n\n".join(parts)
 
 
-#: The layers that the README shows: the benchmark's first, a 3x3 and a 1x1 layer of ResNet-50, a depthwise and a transposed one.
+#: The layers in the README: the benchmark's first, a 3x3 and a 1x1 layer of ResNet-50, a depthwise and a transposed one.
 FRONT_ROWS = (
     "conv1d 128x512x448 -> 1024x448 k3 s1 p1", "conv2d 64x64x56x56 -> 64x56x56 k3x3 s1 p1", "conv2d 64x256x56x56 -> 64x56x56 k1x1 s1 p0",
     "conv2d 64x144x56x56 -> 144x56x56 k3x3 s1 p1 g144", "conv_transpose2d 32x512x7x7 -> 512x14x14 k3x3 s2 p1",
@@ -348,7 +348,7 @@ FRONT_ROWS = (
 
 
 def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Five rows for the README: times and errors in the first mode measured, the ratio in each."""
+    """Five rows for the README: times and errors in the first measured mode, the ratio in each mode."""
     first, *others = dict.fromkeys(row.mode for row in rows)
     found = {(row.problem, row.mode): row for row in rows}
     problems = [problem for problem in FRONT_ROWS if (problem, first) in found] or [row.problem for row in rows if row.mode == first][:5]
@@ -370,7 +370,7 @@ def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def _markdown_summary(means: dict[str, Any]) -> str:
-    """Of each mode, what the large dense rows of the core, those of each kind and all rows say together."""
+    """For each mode, the means of the large dense rows of the core, of the rows of each kind, and of all rows."""
     columns = (
         "mode", "layers", "ratio", "filter kept", "lowest ratio", "slower than torch", "less exact", "lower bound / ours", "filter kept",
     )
@@ -402,7 +402,7 @@ def _markdown_rows(rows: Sequence[Row]) -> str:
 
 
 def around_results(path: Path, part: str = "results") -> tuple[str, str]:
-    """What stands before and after a part of the results in a file, the lines that mark it included.
+    """The text before and after a part of the results in a file, with the lines that mark it.
 
     Raises
     ------
@@ -420,9 +420,9 @@ def around_results(path: Path, part: str = "results") -> tuple[str, str]:
 
 
 def write_between(path: Path, text: str, part: str = "results") -> None:
-    """Replace what stands between the lines that mark a part; a reader sees the old file or the new one, whole."""
+    """Replace the text between the lines that mark a part. A reader sees the old file or the new one, complete."""
     before, after = around_results(path, part)
-    real = path.resolve()  # behind a link, the file is replaced and not the link
+    real = path.resolve()  # behind a link, not the link but the file is replaced
     handle, temporary = tempfile.mkstemp(dir=real.parent, prefix=".results-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -438,12 +438,12 @@ def write_between(path: Path, text: str, part: str = "results") -> None:
 
 
 def write_json(path: Path, report: dict[str, Any]) -> None:
-    """The whole report."""
+    """Write the whole report."""
     path.write_text(json_text(report) + "\n")
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """The suite's rows, raw numbers."""
+    """Write the suite's rows as raw numbers."""
     names = [*(f.name for f in fields(Row)), *COMPUTED]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)

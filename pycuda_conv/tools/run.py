@@ -1,8 +1,8 @@
-"""Convolve files: arrays in .npy files, larger than memory if need be, and pictures. What is stored in chunks is for :mod:`volumes`.
+"""Convolve files: arrays in .npy files, also larger than memory, and pictures. :mod:`volumes` convolves files that are stored in chunks.
 
-Arrays are memory-mapped and go through in slices of the batch. Pictures are filtered channel by channel in float32, with
-the border repeated outwards, so that edges do not darken; values are rounded, and clipped to what the picture can hold.
-The output is written under a temporary name beside its own and renamed when it is whole.
+Arrays are memory-mapped and go through in slices of the batch. Pictures are filtered channel by channel in float32. Their border is
+repeated outwards, so that edges do not darken; values are rounded, and clipped to the picture's range. The output is written under a
+temporary name in its own folder, and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from pycuda_conv.runtime import device_count
 from pycuda_conv.tools.terminal import OK, ToolError, console, named_device, require
 from pycuda_conv.typing import Precision
 
-#: The named filters, for pictures.
+#: The named filters of pictures.
 FILTERS = {
     "sharpen": np.array([[0, -1, 0], [-1, 5, -1], [0, -1, 0]]),
-    "blur": np.outer([1, 4, 6, 4, 1], [1, 4, 6, 4, 1]) / 256,  # Gauss's bell, by binomial coefficients
-    "edge": np.array([[-1, -1, -1], [-1, 8, -1], [-1, -1, -1]]),  # Laplace's operator; negative values are clipped
+    "blur": np.outer([1, 4, 6, 4, 1], [1, 4, 6, 4, 1]) / 256,  # a Gaussian, by binomial coefficients
+    "edge": np.array([[-1, -1, -1], [-1, 8, -1], [-1, -1, -1]]),  # the Laplace operator; negative values are clipped
     "emboss": np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]),
     "identity": np.array([[0, 0, 0], [0, 1, 0], [0, 0, 0]]),
 }
-#: What a .npy file can hold of what can be convolved, besides integers: bfloat16 comes back as two bytes without a meaning.
+#: The dtypes, besides integers, that can be convolved and stored in a .npy file. bfloat16 comes back as two bytes without a meaning.
 FILE_DTYPES = ("float16", "float32", "float64")
-#: Bytes of input or output, whichever is larger, that go through at a time on each GPU unless --batch says how many images.
+#: Bytes of input or output, whichever is larger, that each GPU takes at a time unless --batch sets the number of images.
 SLICE_BYTES = 256 << 20
 PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The command's arguments; None where one was not given."""
+    """The command's arguments; None for one that was not given."""
 
     filter: str
-    #: paths, or addresses that fsspec opens
+    #: a path, or an address that fsspec opens
     input: Any
     output: Any
     bias: Path | None = None
@@ -78,7 +78,7 @@ class Settings:
 
     @property
     def where(self) -> dict[str, Any]:
-        """The keyword arguments that say what else, how and where to compute."""
+        """The keyword arguments for the other options, and for where and how to compute."""
         place = {"device": self.device} if self.devices is None else {"devices": self.devices}
         return {"activation": self.activation, "precision": self.precision, **place}
 
@@ -100,7 +100,7 @@ def run(settings: Settings) -> int:
 
 
 def run_all(inputs: Sequence[Path | str], settings: Settings) -> int:
-    """Convolve one file, or several ones into a folder. Words with * and ? stand for all files that match."""
+    """Convolve one file, or several into a folder. Words with * and ? stand for all files that match."""
     found = [one for name in inputs for one in _matching(name)]
     if len(found) == 1 and list(inputs) == found:
         return run(replace(settings, input=found[0]))
@@ -145,7 +145,7 @@ def file_exists(place: Path | str) -> bool:
     files, path = filesystem(str(place))
     try:
         return bool(files.exists(path))
-    except Exception as error:  # whatever a store raises
+    except Exception as error:  # a store may raise anything
         raise ToolError(f"{place} can't be reached: {error}") from error
 
 
@@ -154,13 +154,13 @@ def filesystem(place: str) -> tuple[Any, str]:
     """fsspec's file system of `place`, and its path there."""
     try:
         files, path = require("fsspec.core").url_to_fs(place)
-    except (ImportError, ValueError) as error:  # of a protocol that it does not know, or for which it needs a package
+    except (ImportError, ValueError) as error:  # fsspec does not know the protocol, or lacks a package for it
         raise ToolError(f"{place} can't be opened: {error}") from error
     return files, path
 
 
 def _in_chunks(settings: Settings) -> bool:
-    """Whether the files are stored in chunks, or the work is asked for in chunks."""
+    """Whether the files are stored in chunks, or the options ask for chunks."""
     if settings.scheduler is not None or settings.resume or settings.axes is not None:
         return True
     places = [str(place).lower().rstrip("/") for place in (settings.input, settings.output)]
@@ -171,7 +171,7 @@ def _in_chunks(settings: Settings) -> bool:
 
 
 def _is_array(path: Path | str) -> bool:
-    """Whether a TIFF has several pages, or pixels that pictures here don't have. False where nothing can tell: see :func:`read_picture`."""
+    """Whether a TIFF has several pages, or pixels that pictures here can't have. False where nothing can tell: see :func:`read_picture`."""
     try:
         with importlib.import_module("tifffile").TiffFile(path) as file:
             page = file.pages[0]
@@ -194,7 +194,7 @@ def _stopped_by_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores one
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
     before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
@@ -214,7 +214,7 @@ def read_array(path: Path) -> np.ndarray:
 
 
 def _check_output(settings: Settings) -> Path:
-    """The file to write, behind any links; refused where that would lose something."""
+    """The file to write, behind any links; refused where something would be lost."""
     output = settings.output
     try:
         real = output.resolve()
@@ -245,13 +245,13 @@ def _writing(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise ToolError(f"{output} can't be written: {error.strerror or error}") from error
     finally:
-        with suppress(OSError):  # on a read-only disk even what is not there can't be removed
+        with suppress(OSError):  # a read-only disk refuses to remove even a missing file
             temporary.unlink()
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What the library refuses, as the one line that the user sees."""
+    """Turn what the library refuses into the one line that the user sees."""
     try:
         yield
     except (ConvArgumentError, TypeError) as error:
@@ -277,7 +277,7 @@ def _run_array(settings: Settings) -> str:
     problem, options = _problem(settings, dtype, x, weight, bias)
     output = _check_output(settings)
     if settings.devices is None:
-        named_device(settings.device)  # a device that is not there is refused before anything is written
+        named_device(settings.device)  # refuse a missing device before anything is written
     function = getattr(pycuda_conv, f"conv{'_transpose' * settings.transposed}{problem.ndim}d")
     with _writing(output) as temporary:
         y = _new_array(temporary, problem.result_shape, problem.dtype)
@@ -303,7 +303,7 @@ def filter_file(name: str) -> np.ndarray:
 
 
 def common_dtype(settings: Settings, x: Any, weight: np.ndarray, bias: np.ndarray | None) -> str:
-    """The type to compute in: that of the files which hold floats, or else what holds the input's integers."""
+    """The dtype to compute in: that of the files with floats, or else one that holds the input's integers."""
     named = zip((settings.input, settings.filter, settings.bias), (x, weight, bias), strict=True)
     given = [(path, array.dtype) for path, array in named if array is not None]
     for path, dtype in given:
@@ -317,7 +317,7 @@ def common_dtype(settings: Settings, x: Any, weight: np.ndarray, bias: np.ndarra
 
 
 def exactly(name: Any, array: np.ndarray, dtype: str) -> np.ndarray:
-    """A filter or a bias in that type; integers that it can't hold are refused."""
+    """A filter or a bias in `dtype`; integers that it can't hold are refused."""
     with np.errstate(over="ignore"):
         converted = array.astype(dtype)
     if array.dtype.kind in "biu" and not np.array_equal(converted.astype(object), array.astype(object)):
@@ -328,7 +328,7 @@ def exactly(name: Any, array: np.ndarray, dtype: str) -> np.ndarray:
 def _problem(
     settings: Settings, dtype: str, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
 ) -> tuple[ConvProblem, dict[str, Any]]:
-    """What is asked, checked, and the keyword arguments of the function that computes it."""
+    """The problem, checked, and the keyword arguments of the function that computes it."""
     if weight.ndim not in (3, 4, 5):
         raise ToolError(f"{settings.filter} must have 3, 4 or 5 axes (K, C/groups and 1, 2 or 3 more), but its shape is {weight.shape}")
     rank = weight.ndim - 2
@@ -346,7 +346,7 @@ def _problem(
 
 
 def pairs(padding: Any, rank: int) -> Any:
-    """`padding` as the functions take it; twice as many values as axes are pairs (before, after)."""
+    """`padding` as the functions take it; if it has twice as many values as axes, these are pairs (before, after)."""
     if padding is None:
         return 0
     if isinstance(padding, tuple) and len(padding) == 2 * rank:
@@ -355,7 +355,7 @@ def pairs(padding: Any, rank: int) -> Any:
 
 
 def _new_array(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap:
-    """A .npy file of that shape, mapped; its blocks are reserved, since a full disk met by a mapping kills the process."""
+    """A new .npy file of that shape, mapped. Its blocks are reserved, since a mapping that meets a full disk kills the process."""
     y = np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=shape)
     reserve(path)
     return y
@@ -367,14 +367,14 @@ def reserve(path: Path) -> None:
     try:
         os.posix_fallocate(handle, 0, os.fstat(handle).st_size)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # some file systems have no such thing
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # some file systems can't reserve
             raise
     finally:
         os.close(handle)
 
 
 def _slices(problem: ConvProblem, settings: Settings) -> list[slice]:
-    """The batch in slices of `--batch` images, or of SLICE_BYTES for each GPU; about equal ones, so that few plans serve."""
+    """The batch in slices of `--batch` images, or of SLICE_BYTES for each GPU; nearly equal ones, so that few plans are needed."""
     largest = max(int(np.prod(shape[problem.batched :])) for shape in (problem.input_shape, problem.result_shape)) * problem.itemsize
     gpus = 1 if settings.devices is None else device_count() if settings.devices == "all" else len(settings.devices)
     images = settings.batch or max(1, gpus * SLICE_BYTES // max(largest, 1))
@@ -386,7 +386,7 @@ def _slices(problem: ConvProblem, settings: Settings) -> list[slice]:
 
 @contextmanager
 def progress(name: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
-    """A progress bar on stderr, if that is a terminal; gives the function that moves it on by so many bytes."""
+    """A progress bar on stderr, if that is a terminal. Gives a function that advances it by a number of bytes."""
     if not sys.stderr.isatty():
         yield lambda nbytes: None
         return
@@ -409,7 +409,7 @@ class Picture:
 
     colours: np.ndarray
     alpha: np.ndarray | None
-    #: what Pillow's ``save`` is told besides: the colour profile, the camera's notes
+    #: further arguments of Pillow's ``save``: the colour profile, the camera's notes
     info: dict[str, Any]
 
     def __str__(self) -> str:
@@ -469,15 +469,15 @@ def filtered(picture: Picture, weight: np.ndarray, bias: np.ndarray | None, sett
         raise ToolError(f"{settings.filter} gives {weight.shape[0]} channels; a picture has 1 or 3 colours")
     dilation = integers("dilation", 1 if settings.dilation is None else settings.dilation, 2)
     reach = [max(d, 0) * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
-    around = [(n // 2, n - n // 2) for n in reach]  # where it is uneven as "same" does
+    around = [(n // 2, n - n // 2) for n in reach]  # an uneven rest lies as with "same"
     x = np.pad(picture.colours.astype(np.float32), ((0, 0), *around), mode="edge")
-    x = x[:, None] if alone else x[None]  # a filter for each colour alone: colours are images then
+    x = x[:, None] if alone else x[None]  # with a filter for each colour alone, colours are images
     groups = 1 if settings.groups is None else settings.groups
     y = pycuda_conv.conv2d(x, weight, bias, dilation=dilation, groups=groups, **settings.where)
     y = y[:, 0] if alone else y[0]
     dtype = picture.colours.dtype
     colours = np.clip(np.rint(y), 0, np.iinfo(dtype).max).astype(dtype)
-    same = len(colours) == len(picture.colours)  # or else the profile is of other colours
+    same = len(colours) == len(picture.colours)  # otherwise the profile is one of other colours
     info = {name: value for name, value in picture.info.items() if same or name != "icc_profile"}
     return Picture(colours, picture.alpha, info)
 
@@ -485,13 +485,13 @@ def filtered(picture: Picture, weight: np.ndarray, bias: np.ndarray | None, sett
 def read_picture(path: Path) -> Picture:
     """The picture in a file that Pillow reads."""
     pillow = require("PIL.Image")
-    largest, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, None  # the user named the file: it is no bomb
+    largest, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, None  # the user named the file, so it is no attack
     try:
         with pillow.open(path) as image:
             return _decoded(pillow, path, image)
     except OSError as error:
         raise ToolError(f"{path} can't be read: {error.strerror or error}") from error
-    except (SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:  # what Pillow's readers raise for broken files
+    except (SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:  # Pillow's readers raise these for damaged files
         raise ToolError(f"{path} can't be read: {error}") from error
     finally:
         pillow.MAX_IMAGE_PIXELS = largest
@@ -503,7 +503,7 @@ def _decoded(pillow: Any, path: Path, image: Any) -> Picture:
     raw = raw if isinstance(raw, str) else str(raw[0]) if raw else ""
     wide = image.mode in ("I", "F")
     if image.format == "TIFF" and (several or wide or raw.startswith(("RGB;16", "RGBA;16")) or {2, 3} & set(image.tag_v2.get(339, ()))):
-        require("tifffile")  # pages, signed numbers and floats: with it they would have been read as an array
+        require("tifffile")  # it would have read pages, signed numbers and floats as an array
     if several:
         raise ToolError(f"{path} has {image.n_frames} pictures; only files with one can be filtered")
     info = {name: image.info[name] for name in ("icc_profile", "exif") if image.info.get(name)}
@@ -526,7 +526,7 @@ def _decoded(pillow: Any, path: Path, image: Any) -> Picture:
 
 
 def _decoded_16_bit(pillow: Any, path: Path, image: Any, raw: str) -> np.ndarray:
-    """A PNG of 16-bit colours, of which Pillow keeps the high bytes only: decoded again with the bytes the other way round."""
+    """A PNG of 16-bit colours, of which Pillow keeps the high bytes only. It is decoded once more with the bytes swapped."""
     if image.format != "PNG" or raw not in ("RGB;16B", "RGBA;16B"):
         raise ToolError(f"{path} has 16-bit pixels ({raw}) that Pillow would cut to 8 bits; save it as a PNG in greyscale, RGB or RGBA")
     high = np.asarray(image).astype(np.uint16)
@@ -552,13 +552,13 @@ def write_picture(path: Path, form: str, picture: Picture, shown: Path) -> None:
     except OSError as error:
         if error.errno is not None:
             raise
-        raise ToolError(f"{shown} can't be written: {error}") from error  # as "cannot write mode RGBA as JPEG"
+        raise ToolError(f"{shown} can't be written: {error}") from error  # such as "cannot write mode RGBA as JPEG"
     except (ValueError, KeyError, struct.error) as error:
         raise ToolError(f"{shown} can't be written: {error}") from error
 
 
 def _png_16_bit(pixels: np.ndarray, profile: bytes | None) -> bytes:
-    """A PNG of 16-bit pixels (H, W, channels), which Pillow does not write; every row is stored less the one above it."""
+    """A PNG of 16-bit pixels (H, W, channels), which Pillow can't write. Each row is stored as the difference from the row above."""
     height, width, channels = pixels.shape
     rows = np.ascontiguousarray(pixels, ">u2").view(np.uint8).reshape(height, -1)
     less = rows.copy()

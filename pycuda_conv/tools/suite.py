@@ -1,7 +1,7 @@
 """The problems that the benchmark measures: layers of published networks, by kind, and the modes to measure them in.
 
-Sizes of images and numbers of channels are those of the papers' or torchvision's networks; numbers of images are what people train and
-serve with, or fewer where the float64 reference would take long.
+Sizes of images and numbers of channels are those of the papers' or torchvision's networks. Numbers of images are common in training and
+serving, or smaller where the float64 reference would take long.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from pycuda_conv.problem import ConvProblem
 
-#: What a mode makes of a problem of the suite.
+#: The fields that a mode changes in a problem of the suite.
 MODES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "tf32": {"precision": "tf32"},
@@ -27,7 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def in_mode(problem: ConvProblem, mode: str) -> ConvProblem:
-    """A problem of the suite in one of the :data:`MODES`; images of one channel count as NCHW, as in the public functions."""
+    """A problem of the suite in one of the :data:`MODES`. Images of one channel count as NCHW, as in the public functions."""
     changes = MODES[mode]
     return replace(problem, **(changes | {"layout": "NCHW"} if problem.operand_channels == 1 else changes))
 
@@ -86,15 +86,15 @@ def _transposed() -> Iterator[ConvProblem]:
 
 
 def core() -> list[ConvProblem]:
-    """The first layers that the package was measured on, float32: the dense means are theirs, so that they can be compared over time."""
+    """The first layers that the package was measured on, in float32. The dense means are over these, so they can be compared over time."""
     return [*_conv1d(), *_conv2d(), *_transposed()]
 
 
-# ---- further kinds of layers, each as the networks named have them
+# ---- further kinds of layers, as in the named networks
 
 
 def _square(n: int, c: int, size: int, k: int, taps: int, stride: int = 1, **options: Any) -> ConvProblem:
-    """A layer of square images; without `padding` as torchvision's pad, by half the filter."""
+    """A layer of square images; by default its padding is torchvision's, half the filter."""
     return _image(n, c, (size, size), k, (taps, taps), stride=stride, **{"padding": taps // 2, **options})
 
 
@@ -237,7 +237,7 @@ def _large() -> Iterator[ConvProblem]:
     yield ConvProblem.forward(1, (8, 1, 160000), (1, 1, 4001), padding=2000)
 
 
-#: The kinds of layers, in the order of the table, and what makes each.
+#: The kinds of layers, in the order of the table, and a function that makes each.
 KINDS: dict[str, Callable[[], Iterable[ConvProblem]]] = {
     "core": core, "depthwise": _depthwise, "grouped": _grouped, "first layers": _first, "last layers": _last, "audio": _audio,
     "few pixels": _few_pixels, "volumes": _volumes, "wide": _wide, "large filters": _large,
@@ -245,7 +245,7 @@ KINDS: dict[str, Callable[[], Iterable[ConvProblem]]] = {
 
 
 def suite() -> list[ConvProblem]:
-    """All problems, float32, in the order of the table."""
+    """All problems in float32, in the order of the table."""
     return [problem for make in KINDS.values() for problem in make()]
 
 
@@ -255,5 +255,5 @@ def _kinds() -> dict[ConvProblem, str]:
 
 
 def kind_of(problem: ConvProblem) -> str:
-    """The kind of a problem of the suite, whatever its mode; of another problem nothing."""
+    """The kind of a problem of the suite in any mode; empty for another problem."""
     return _kinds().get(replace(problem, dtype="float32", precision="fp32", layout="NCHW"), "")

@@ -1,4 +1,4 @@
-"""What the tools share towards the terminal: one line for what is missing, tables, progress."""
+"""Output of the tools to a terminal: one line for what is missing, tables, progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pycuda_conv.runtime import Device, get_device
 
-LONG_TEXT = 14  # characters; longer ones fold where the terminal is narrow
+LONG_TEXT = 14  # longer texts fold where the terminal is narrow
 
 T = TypeVar("T")
 
@@ -20,21 +20,21 @@ T = TypeVar("T")
 OK, FAILED, UNUSABLE = 0, 1, 2
 
 LEAST_WIDTH = 126
-PIPED_WIDTH = 170  # columns, where no terminal says how wide it is
+PIPED_WIDTH = 170  # columns where the output is no terminal
 
 
 class ToolError(Exception):
-    """A wrong argument or something missing; its text is the one line that the user sees."""
+    """A wrong argument, or something missing; the message is the one line that the user sees."""
 
 
-#: Packages that come with an extra of this one; others that the tools use come with the package itself.
+#: Packages of an extra of this package; the others that the tools use are always installed with it.
 EXTRAS = {
     "torch": "bench", "matplotlib": "bench", "dask": "dask", "distributed": "dask", "zarr": "zarr", "tifffile": "zarr", "fsspec": "zarr",
 }
 
 
 def require(module: str) -> Any:
-    """Import a module that only some commands need, or say what to install."""
+    """Import a module that only some commands need, or say how to install it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -44,7 +44,7 @@ def require(module: str) -> Any:
 
 
 def json_text(value: Any) -> str:
-    """`value` as JSON; what is not a finite number, which JSON does not have, becomes null."""
+    """`value` as JSON. Numbers that are not finite, which JSON lacks, become null."""
 
     def clean(part: Any) -> Any:
         if isinstance(part, dict):
@@ -57,7 +57,7 @@ def json_text(value: Any) -> str:
 
 
 def named_device(device: Any) -> Device:
-    """The device that the user named on the command line."""
+    """The device named on the command line."""
     try:
         return get_device(device)
     except (ValueError, TypeError) as error:
@@ -65,9 +65,9 @@ def named_device(device: Any) -> Device:
 
 
 def console(stderr: bool = False) -> Any:
-    """A rich console; wide when its output goes to a file, and never so narrow that a table loses columns."""
+    """A rich console. It is wide when its output goes to a file, and never so narrow that a table loses columns."""
     stream = sys.stderr if stderr else sys.stdout
-    # rich itself leaves bold to NO_COLOR
+    # NO_COLOR does not stop rich from bold text
     made = require("rich.console").Console(file=stream, highlight=False, color_system=None if os.environ.get("NO_COLOR") else "auto")
     if not stderr:
         known = stream.isatty() or "COLUMNS" in os.environ
@@ -82,7 +82,7 @@ def table(
     made = require("rich.table").Table(title=title, title_justify="left", box=require("rich.box").SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
         longest = max((len(row[i]) for row in rows), default=0)
-        folds = column in left and longest > LONG_TEXT  # numbers never do
+        folds = column in left and longest > LONG_TEXT  # numbers never fold
         side = "left" if column in left else "right"
         made.add_column(column, justify=side, overflow="fold", no_wrap=not folds, min_width=LONG_TEXT if folds else None)
     escape = require("rich.markup").escape

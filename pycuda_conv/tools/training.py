@@ -1,4 +1,4 @@
-"""How fast is training? Gradients against cuDNN's and a fused layer against torch's, on the same random data; networks: models.py."""
+"""Times of training: gradients beside cuDNN's, and a fused layer beside torch's, on the same random data. models.py has networks."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from pycuda_conv.tools.report import (
 from pycuda_conv.tools.suite import in_mode
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, table, track
 
-#: Convolutions whose gradients are measured: input, filter, stride, padding.
+#: Input, filter, stride and padding of the convolutions whose gradients are measured.
 CONVOLUTIONS = (
     ((32, 512, 7, 7), (512, 512, 3, 3), 1, 1), ((64, 64, 56, 56), (64, 64, 3, 3), 1, 1), ((64, 128, 56, 56), (128, 128, 3, 3), 2, 1),
     ((64, 256, 14, 14), (256, 256, 3, 3), 1, 1), ((32, 256, 56, 56), (256, 256, 3, 3), 1, 1), ((64, 64, 56, 56), (256, 64, 1, 1), 1, 0),
     ((128, 512, 448), (1024, 512, 3), 1, 1),
 )
 MODES = ("fp32", "tf32")
-MAGNITUDE = 1e-4  # of the gradients that go in: small, as a mean loss makes them
+MAGNITUDE = 1e-4  # of the incoming gradients: small, as those of a mean loss
 BLOCK = "conv + batch norm + ReLU"
-LAYERS = ((64, 64, 56, 56), 64), ((4, 16, 32, 32), 32)  # fused: input, output channels
+LAYERS = ((64, 64, 56, 56), 64), ((4, 16, 32, 32), 32)  # fused layers: input, output channels
 LAYER_MODES = ("fp32", "bf16-nhwc")
-STEPS = 20  # of training a layer in a row, by the host's clock
-BEND = 0.03  # results of a 16-bit layer before its ReLU that are nearer to zero than this may be rounded across it
-ROUNDED = 1.5  # times torch's error in 16 bits, and more is not rounding
+STEPS = 20  # steps of training a layer in a row, by the host's clock
+BEND = 0.03  # in 16 bits, a result before the ReLU closer to zero than this may be rounded to the other side
+ROUNDED = 1.5  # in 16 bits, an error above so many times torch's is not rounding
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that both sides did; microseconds, errors against float64."""
+    """One measurement of both sides: microseconds, errors against float64."""
 
     what: str
     problem: str
     mode: str
     ours_us: float = math.nan
     torch_us: float = math.nan
-    compiled_us: float = math.nan  # torch.compile's
+    compiled_us: float = math.nan  # of torch.compile
     error: float = math.nan
     torch_error: float = math.nan
     config: str = ""
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """torch's time by ours; above 1 ours is faster."""
+        """torch's time divided by ours: above 1, ours is faster."""
         return self.torch_us / self.ours_us
 
 
@@ -82,7 +82,7 @@ class Layer:
 
 
 def gradients() -> list[ConvProblem]:
-    """The gradients to measure, in fp32, those by the input first."""
+    """The gradients to measure, in fp32; those by the input come first."""
     found = []
     for of in ("input", "weight"):
         for x, w, stride, padding in CONVOLUTIONS:
@@ -106,7 +106,7 @@ def _label(problem: ConvProblem | Layer) -> str:
 
 
 def list_problems(settings: bench.Settings) -> int:
-    """Print what is measured: the gradients' texts, then the layers'."""
+    """Print the problems to measure: the gradients, then the layers."""
     problems, layers = cases(settings.only)
     for problem in problems:
         print(f"{_label(problem):90} {problem.flops / 1e9:9.3f} GFLOP")
@@ -163,7 +163,7 @@ def measure_gradient(torch: Any, plan: Plan, effort: Effort, seed: int) -> Row:
     if mine.correct:
         ours_out.fill_(math.nan)
         times, _ = gpu_times(torch, (ours, theirs), 1, effort)
-        mine, other = judge()  # what was timed is checked too
+        mine, other = judge()  # the timed results are checked too
     known: dict[str, Any] = {"error": mine.relative, "torch_error": other.relative, "config": str(plan.config)}
     if not mine.correct:
         return Row(what, _label(problem), mode, **known, verdict="WRONG")
@@ -192,9 +192,9 @@ def _relative(found: Any, reference: Any) -> float:
 
 
 def measure_block(torch: Any, case: Layer, device: Any, effort: Effort, seed: int) -> list[Row]:
-    """The layer evaluated, and trained: forward and backward, by both clocks. Peak memory of the training step is in the row's config.
+    """The layer evaluated, and trained forward and backward, by both clocks. The row's config has the peak memory of a training step.
 
-    A 16-bit mode is torch's autocast: the layer's input has 16 bits, its parameters are float32.
+    In a 16-bit mode, which is torch's autocast, the layer's input has 16 bits and its parameters are float32.
     """
     torch.manual_seed(seed)
     shape, text, mode = case.shape, str(case), case.mode
@@ -219,7 +219,7 @@ def measure_block(torch: Any, case: Layer, device: Any, effort: Effort, seed: in
         return dict(zip(("ours_us", "torch_us", "compiled_us"), found, strict=True))
 
     def judged(errors: Sequence[float], most: float) -> dict[str, Any]:
-        """Ours and torch's. In 16 bits both sides round what lies between the layer's steps."""
+        """Errors of ours and of torch's. In 16 bits both sides round between the layer's steps."""
         most = ROUNDED * errors[1] if coarse else most
         return {"error": errors[0], "torch_error": errors[1], "verdict": "ok" if errors[0] < most else "WRONG"}
 
@@ -236,10 +236,10 @@ def measure_block(torch: Any, case: Layer, device: Any, effort: Effort, seed: in
     double = copy.deepcopy(theirs).double()
     compiled = torch.compile(copy.deepcopy(theirs))
     x64 = x.detach().double().requires_grad_()
-    with torch.no_grad():  # where rounding decides on which side of its bend a ReLU is, a gradient says nothing of accuracy
+    with torch.no_grad():  # where rounding decides the side of a ReLU, a gradient says nothing about accuracy
         clear = copy.deepcopy(double)[:-1](x64).abs() > (BEND if coarse else 1e-4)
     dy = (torch.randn_like(reference, dtype=torch.float32) * clear * MAGNITUDE).to(dtype)
-    dy = dy.contiguous(memory_format=torch.channels_last) if given.layout == "NHWC" else dy  # float64's results may lie otherwise
+    dy = dy.contiguous(memory_format=torch.channels_last) if given.layout == "NHWC" else dy  # the float64 result may have another layout
 
     def step(layer: Any, _: int = 0) -> list[Any]:
         return list(torch.autograd.grad(result(layer), [x, *layer.parameters()], dy))
@@ -278,7 +278,7 @@ def measure_block(torch: Any, case: Layer, device: Any, effort: Effort, seed: in
 
 
 def run(settings: bench.Settings) -> int:
-    """Measure, print, write the JSON that was asked for."""
+    """Measure, print, and write the JSON that was asked for."""
     began = time.perf_counter()
     bench.refuse_suite_options(settings, "--training", "fp32 and tf32")
     device = bench.gpu_for(settings, "--training")
@@ -324,7 +324,7 @@ def run(settings: bench.Settings) -> int:
 
 
 def _said(row: Row) -> Row:
-    """The row, said on stderr where there is no progress bar, in case the run is cut short."""
+    """The row, printed to stderr if there is no progress bar, in case the run is cut short."""
     if not sys.stderr.isatty():
         times = f"{microseconds(row.ours_us)} us, torch {microseconds(row.torch_us)}"
         print(f"{row.what}, {row.problem}, {row.mode}: {times}, {row.config}, {row.verdict}", file=sys.stderr, flush=True)
@@ -332,7 +332,7 @@ def _said(row: Row) -> Row:
 
 
 def means(rows: Sequence[Row]) -> dict[str, float]:
-    """The geometric means of the gradients' ratios, by mode, in all and by what they are of."""
+    """The geometric means of the gradients' ratios for each mode: over all, and over those by the input and by the filter."""
     found = {}
     for mode in MODES:
         for what in ("", " by input", " by weight"):
@@ -343,7 +343,7 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def markdown(machine: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The results for the page: gradients with both modes in a row, then layers. `machine`: the header of the report."""
+    """The results for the page: gradients with both modes in a row, then layers. `machine` is the header of the report."""
     parts = [measured_by(machine)]
     mine = [row for row in rows if row.what.startswith("gradient")]
     others = [row for row in rows if row not in mine]
@@ -373,7 +373,7 @@ def _ratio(row: Row) -> str:
 
 
 def _times(row: Row) -> tuple[str, str]:
-    """Ours, or what is wrong with it, and torch's."""
+    """Our time, or the reason why there is none, and torch's."""
     if row.verdict != "ok":
         return f"**{row.verdict}**", "-"
     return microseconds(row.ours_us), microseconds(row.torch_us)

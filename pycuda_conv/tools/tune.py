@@ -1,4 +1,4 @@
-"""The fastest configuration of every problem that the benchmarks measure, measured and put into a table."""
+"""Measures the configurations of the benchmarks' problems, and puts the fastest of each problem into a table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """One problem: the planner's configuration and the fastest one, as measured; or why there is none."""
+    """One problem with the planner's configuration and the fastest one, as measured; or the reason why there is none."""
 
     problem: ConvProblem
     before: tune.Choice | None = None
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def gain(self) -> float | None:
-        """The planner's time over the fastest."""
+        """The planner's time divided by the fastest."""
         return self.before.us / self.after.us if self.before and self.after else None
 
     def cells(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ COLUMNS = ("problem", "before us", "chosen", "after us", "gain")
 
 
 def problems(settings: Settings) -> list[ConvProblem]:
-    """The core of the suite in the dtypes, precisions and layouts that were asked for; NCHW float32, the gradients of training too."""
+    """The core of the suite in the dtypes, precisions and layouts that were asked for. Gradients of training come with NCHW float32."""
     dtypes = DTYPE_BYTES if settings.dtype == "all" else (settings.dtype,)
     precisions = PRECISIONS if settings.precision == "both" else (settings.precision,)
     layouts = [layout for layout in LAYOUTS if settings.layout in (layout, "both")]
@@ -84,7 +84,7 @@ def list_problems(settings: Settings) -> int:
 
 
 def run(settings: Settings) -> int:
-    """Measure, store each choice as it is found, print the table."""
+    """Measure, store each choice when it is found, and print the table."""
     began = time.perf_counter()
     chosen = problems(settings)
     device = _device(settings)
@@ -95,7 +95,7 @@ def run(settings: Settings) -> int:
         rows.append(row)
         if row.after is not None:
             _store(target, device, row, settings.output is not None)
-        if not sys.stderr.isatty():  # no progress bar: a line for each row, in case the run is cut short
+        if not sys.stderr.isatty():  # without a progress bar, print a line for each row, in case the run is cut short
             print(f"[{len(rows)}/{len(todo)}] {'  '.join(row.cells())}", file=sys.stderr, flush=True)
     _print(rows, device, target, len(chosen), len(todo), time.perf_counter() - began)
     return FAILED if any(row.verdict == "WRONG" for row in rows) else OK
@@ -111,7 +111,7 @@ def _device(settings: Settings) -> cuda.CudaDevice:
 
 
 def _target(output: Path | None) -> tune.Table:
-    """The table to write; what can't be written is refused before anything is measured for it."""
+    """The table to write. A path that can't be written is refused before anything is measured."""
     if output is None:
         return tune.user_table()
     if output.is_dir() or not output.resolve().parent.is_dir():
@@ -132,7 +132,7 @@ def _known(problem: ConvProblem, device: cuda.CudaDevice, target: tune.Table, sh
 
 
 def _measure(todo: Sequence[ConvProblem], device: cuda.CudaDevice, until: float | None) -> Iterator[Row]:
-    """A row for each problem until the time has come."""
+    """A row for each problem, until the time `until`."""
     with Compiler(device) as compiler:
         for i, problem in enumerate(track(todo, str)):
             if until is not None and time.perf_counter() > until:

@@ -1,4 +1,4 @@
-"""Does this machine compute convolutions right? Named cases on every kind of array, judged by a float64 reference, beside torch."""
+"""Checks that this machine convolves correctly: named cases on every kind of array, against a float64 reference, beside torch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SHARPEN = ((0, -1, 0), (-1, 5, -1), (0, -1, 0))
 class Case:
     """One call of a public function: shapes, options, dtype.
 
-    `function` is the name that the function has here and in ``torch.nn.functional`` or, a gradient's, in ``torch.nn.grad``; shapes and
-    options are those of the convolution. `filter` fixes the filter's values; all else is drawn at random.
+    `function` is the function's name here and in ``torch.nn.functional`` or, for a gradient, in ``torch.nn.grad``. Shapes and options are
+    those of the convolution. `filter` fixes the filter's values; all other values are random.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def problem(self) -> ConvProblem:
-        """The case as the package sees it."""
+        """The case as a problem of this package."""
         if self.gradient:
             ndim = int(self.function[4])
             forward = ConvProblem.forward(ndim, self.input, self.weight, **self.options)
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def gradient(self) -> str:
-        """By what the function is a gradient: ``"input"`` or ``"weight"``; else nothing."""
+        """``"input"`` or ``"weight"`` if the function is a gradient by that; else empty."""
         return self.function.partition("_")[2] if self.function.endswith(("_input", "_weight")) else ""
 
     def arguments(self, first: Any, second: Any, bias: Any) -> tuple[Any, ...]:
@@ -70,9 +70,9 @@ class Case:
         return (first, self.weight, second) if self.gradient else (first, second, bias)
 
     def data(self, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """The two arrays that are multiplied, and the bias: float32 with values of bfloat16 for that.
+        """The two arrays that are multiplied, and the bias: for bfloat16, float32 arrays with values of bfloat16.
 
-        The same for a seed whichever other cases run.
+        They depend on the seed and the case, not on the other cases that run.
         """
         rng = np.random.default_rng([seed, *self.name.encode()])
         problem = self.problem
@@ -81,7 +81,7 @@ class Case:
             values = rng.standard_normal(shape)
             if self.dtype != "bfloat16":
                 return values.astype(self.dtype)
-            upper = np.uint32(0xFFFF0000)  # of a float32: what bfloat16 holds
+            upper = np.uint32(0xFFFF0000)  # the bits of a float32 that bfloat16 keeps
             return (values.astype(np.float32).view(np.uint32) & upper).view(np.float32)
 
         x, w = draw(problem.input_shape), draw(problem.weight_shape)
@@ -153,13 +153,13 @@ def select(names: str | None) -> list[Case]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How to make one kind of array from numpy's, in a dtype, read it back, and wait for it."""
+    """Functions that make one kind of array from numpy's in a dtype, read it back, and wait for it."""
 
     name: str
     make: Callable[[np.ndarray, str], Any]
     read: Callable[[Any], np.ndarray]
     wait: Callable[[], Any]
-    bfloat16: bool = False  # whether there are such arrays
+    bfloat16: bool = False  # whether there are arrays of bfloat16
 
 
 class Interface:
@@ -170,7 +170,7 @@ class Interface:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The array's own."""
+        """The interface of the array."""
         return dict(self.array.__cuda_array_interface__)
 
 
@@ -195,7 +195,7 @@ def array_kinds(device: Device) -> list[Kind]:
         doubles: np.ndarray = tensor.double().cpu().numpy()
         return doubles
 
-    in_numpy = _importable("ml_dtypes") is not None  # importing it also teaches numpy the name
+    in_numpy = _importable("ml_dtypes") is not None  # the import also teaches numpy the name
     kinds = [Kind("numpy", lambda a, dtype: a.astype(dtype), np.asarray, nothing, in_numpy)]
     if torch is not None:
         kinds.append(Kind("torch cpu", tensor, values, nothing, True))
@@ -230,7 +230,7 @@ def array_kinds(device: Device) -> list[Kind]:
 
 @dataclass(frozen=True)
 class Result:
-    """A line of the table. Errors are against float64; `torch_relative` is torch's own, in the same dtype, where torch is installed."""
+    """A line of the table. Errors are against float64; `torch_relative` is torch's own in the same dtype, where torch is installed."""
 
     case: str
     array: str
@@ -249,7 +249,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a case should give: in float64, of the magnitudes, and what torch makes of it in the case's own dtype."""
+    """The expected result of a case in float64, the result for the operands' magnitudes, and torch's result in the case's dtype."""
 
     reference: np.ndarray
     magnitude: np.ndarray
@@ -257,7 +257,7 @@ class Expected:
 
 
 def expected(case: Case, x: np.ndarray, w: np.ndarray, b: np.ndarray | None, device: Device) -> Expected:
-    """What `case` should give for these arrays."""
+    """The expected result of `case` for these arrays."""
     magnitudes = np.abs(x), np.abs(w), None if b is None else np.abs(b)
     return Expected(reference(case.problem, x, w, b), reference(case.problem, *magnitudes), _by_torch(case, (x, w, b), device))
 
@@ -315,7 +315,7 @@ def _worst(result: np.ndarray, reference: np.ndarray) -> str:
 
 
 def verify(cases: Sequence[Case], device: Device, seed: int) -> list[Result]:
-    """Check every case on every kind of array there is."""
+    """Check every case on every available kind of array."""
     kinds = array_kinds(device)
     plans([case.problem for case in cases], device)
     results = []
@@ -334,7 +334,7 @@ def list_cases() -> int:
 
 
 def run(cases: str | None = None, device: Any = None, seed: int | None = None, as_json: bool = False) -> int:
-    """Verify and print; the exit status says whether all passed."""
+    """Verify and print; the exit status is that of a success if all cases passed."""
     chosen = select(cases)
     where = named_device(device)
     if seed is None:

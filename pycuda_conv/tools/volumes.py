@@ -1,8 +1,8 @@
-"""Convolve what lies on disk in chunks: zarr, OME-Zarr, TIFF with several pages, and .npy files on the way from or to those.
+"""Convolve files stored in chunks: zarr, OME-Zarr, TIFF with several pages, and .npy files together with those.
 
-The files become a dask array, that is convolved (:mod:`pycuda_conv.dask`), and each chunk of the result is one task that writes it. The
-tasks run on threads of this process or on a cluster. The output has a temporary name until it is whole, except in stores that are no
-folder of this machine. With ``--resume`` an empty file beside it tells of each chunk that it is complete; what has none is computed.
+The files become a dask array, which is convolved (:mod:`pycuda_conv.dask`). One task for each chunk of the result writes it. The tasks run
+on threads of this process or on a cluster. The output has a temporary name until it is complete, except in stores that are no folder of
+this machine. With ``--resume`` an empty file beside the output records each complete chunk; the others are computed.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from pycuda_conv.tools.run import (
 )
 from pycuda_conv.tools.terminal import ToolError, named_device, require
 
-#: Bytes of input or result in a task, whichever is larger, unless the stored chunks are larger.
+#: Bytes of input or result of a task, whichever is larger, unless the stored chunks are larger.
 WORK_BYTES = 64 << 20
-#: Axes that can be convolved; all others but the channels, c, count as images.
+#: Axes that can be convolved. All others count as images, except the channels, c.
 SPACE = "zyx"
 TIFF = (".tif", ".tiff")
-#: How long a scheduler may take to answer.
+#: Seconds that a scheduler may take to answer.
 CONNECT_SECONDS = 10
-#: What the name of the folder of records ends in.
+#: The end of the name of the folder of records.
 RECORDS = ".done"
-#: Beside the records: what was asked for.
+#: The file beside the records with the arguments of the run.
 RUN = "run.json"
 
 
@@ -64,7 +64,7 @@ def is_url(place: Any) -> bool:
 
 
 def kind_of(place: Any) -> str:
-    """What is stored there, by its name: ``"npy"``, ``"tiff"``, ``"zarr"``."""
+    """The kind of file at `place`, by its name: ``"npy"``, ``"tiff"`` or ``"zarr"``."""
     name = str(place).lower().rstrip("/")
     return "npy" if name.endswith(".npy") else "tiff" if name.endswith(TIFF) else "zarr"
 
@@ -89,11 +89,11 @@ class Source:
     zarr_format: int = 3
     #: OME's description of the group, as it is stored
     ome: Any = None
-    #: of how many series of pages this is the first
+    #: how many series of pages the file has; this is the first
     series: int = 1
 
     def chunk_name(self, index: tuple[int, ...]) -> str:
-        """What messages call a stored chunk."""
+        """The name of a stored chunk in messages."""
         if self.kind == "zarr":
             return str(_opened(self).metadata.encode_chunk_key(index))
         return f"at {', '.join(str(i * n) for i, n in zip(index, self.chunks, strict=True))}"
@@ -114,7 +114,7 @@ def _opened(array: Source | Target, write: bool = False) -> Any:
 
 
 def read(place: str, axes: str | None) -> Source:
-    """What lies at `place`; `axes` names its axes if the user did."""
+    """The array at `place`; `axes` are its letters if the user gave them."""
     kind = kind_of(place)
     if is_url(place):
         filesystem(place)  # or an error that says which package is missing
@@ -129,7 +129,7 @@ def read(place: str, axes: str | None) -> Source:
         source = {"npy": _read_npy, "tiff": _read_tiff, "zarr": _read_zarr}[kind](place)
     except ToolError:
         raise
-    except Exception as error:  # whatever zarr, tifffile or a store raises
+    except Exception as error:  # zarr, tifffile or a store may raise anything
         raise ToolError(f"{place} can't be read: {getattr(error, 'strerror', None) or error}") from error
     found = source.axes if axes is None else axes
     if found is not None and (len(found) != len(source.shape) or len(set(found)) < len(found)):
@@ -150,7 +150,7 @@ def _read_tiff(place: str) -> Source:
         series = file.series[0]
         axes = series.axes.lower()
         if "c" not in axes:
-            axes = axes.replace("s", "c")  # colours of a pixel
+            axes = axes.replace("s", "c")  # the colours of a pixel
         found = Source(place, "tiff", tuple(series.shape), np.dtype(series.dtype), (), axes, series=len(file.series))
     return replace(found, chunks=_opened(found).chunks)
 
@@ -177,7 +177,7 @@ def _read_zarr(place: str) -> Source:
 
 @dataclass(frozen=True)
 class _Load:
-    """The function of a task: a part of a source."""
+    """The function of a task, which reads a part of a source."""
 
     source: Source
 
@@ -188,7 +188,7 @@ class _Load:
             raise ToolError(f"{self.source.place}: {self._broken(where)} can't be read: {error}") from error
 
     def _broken(self, where: tuple[slice, ...]) -> str:
-        """The first stored chunk in that part that can't be read."""
+        """The name of the first stored chunk in that part that can't be read."""
         chunks = self.source.chunks
         grid = [range(part.start // n, -(-part.stop // n)) for part, n in zip(where, chunks, strict=True)]
         for index in product(*grid):
@@ -196,7 +196,7 @@ class _Load:
                 _opened(self.source)[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, chunks, strict=True))]
             except Exception:
                 return f"chunk {self.source.chunk_name(index)}"
-        return "one of its chunks"  # which can be read now
+        return "one of its chunks"  # now it can be read
 
 
 # ---- writing
@@ -204,9 +204,9 @@ class _Load:
 
 @dataclass(frozen=True)
 class Target:
-    """The array that is being written."""
+    """The array to write."""
 
-    #: where it is written, and what messages call it
+    #: the place to write to, and its name in messages
     place: str
     shown: str
     kind: str
@@ -219,14 +219,14 @@ class Target:
     ome: Any = None
 
     def create(self) -> None:
-        """Make the file, whose blocks are reserved, or the store."""
+        """Make the file, with its blocks reserved, or the store."""
         if self.kind == "zarr":
             self._create_zarr()
             return
         if self.kind == "npy":
             np.lib.format.open_memmap(self.place, mode="w+", dtype=self.dtype, shape=self.shape)
         else:
-            metadata = {"axes": self.axes.upper()} if self.axes else {}  # with {} the shape is noted
+            metadata = {"axes": self.axes.upper()} if self.axes else {}  # with {} the shape is recorded
             require("tifffile").memmap(self.place, shape=self.shape, dtype=self.dtype, photometric="minisblack", metadata=metadata)
         reserve(Path(self.place))
 
@@ -245,7 +245,7 @@ class Target:
 
 @dataclass(frozen=True)
 class _Store:
-    """The function of a task: a chunk of the result is written, and then that it is."""
+    """The function of a task, which writes a chunk of the result and then its record."""
 
     target: Target
     records: str | None
@@ -256,7 +256,7 @@ class _Store:
             if self.records is not None:
                 files, folder = filesystem(self.records)
                 files.pipe_file(f"{folder}/{_record(index)}", b"")
-        except Exception as error:  # an OSError, or whatever a store raises
+        except Exception as error:  # an OSError, or anything that a store raises
             raise ToolError(f"{self.target.shown} can't be written: {getattr(error, 'strerror', None) or error}") from error
         return int(block.nbytes)
 
@@ -273,8 +273,8 @@ def _remove(place: str) -> None:
 
 
 def _remove_unfinished(place: str) -> None:
-    """Remove what a failed run wrote. zarr writes the chunks of a block side by side, and some may still be under way."""
-    with suppress(ToolError):  # of a store that is gone
+    """Remove what a failed run wrote. zarr writes the chunks of a block side by side, and may not have written all of them yet."""
+    with suppress(ToolError):  # the store may be gone
         for seconds in (0.05, 0.1, 0.2, 0.4, 0.8):
             with suppress(OSError):
                 _remove(place)
@@ -284,7 +284,7 @@ def _remove_unfinished(place: str) -> None:
 
 
 def _check_output(settings: Settings, sources: Sequence[Any]) -> str:
-    """Where to write, behind any links; refused where that would lose something."""
+    """The place to write to, behind any links; refused where something would be lost."""
     output = str(settings.output)
     for source in sources:
         if source is not None and _overlap(output, str(source)):
@@ -336,16 +336,16 @@ def _records(place: str) -> str:
 
 
 def is_interrupted(output: Any) -> bool:
-    """Whether a run with --resume has begun to write to `output` and is not complete."""
+    """Whether a run with --resume began to write to `output` and is incomplete."""
     place = str(output) if is_url(output) else str(Path(output).resolve())
     return file_exists(f"{_records(place)}/{RUN}")
 
 
 @contextmanager
 def _writing(settings: Settings, target: Target, work: dict[str, Any]) -> Iterator[tuple[Target, str | None, set[str]]]:
-    """The target under the name that it has until it is whole, the folder of records, and the records that are there.
+    """The target under the name that it has until it is complete, the folder of records, and the records in it.
 
-    When the block fails, what was written is removed, unless it is to be resumed.
+    When the block fails, its output is removed, unless it can be resumed.
     """
     final = target.place
     folder, name = os.path.split(final)
@@ -384,7 +384,7 @@ def _writing(settings: Settings, target: Target, work: dict[str, Any]) -> Iterat
 
 
 def _done(settings: Settings, place: str, records: str | None, work: dict[str, Any]) -> set[str] | None:
-    """The records of an earlier run with the same arguments, or None if this run begins anew."""
+    """The records of an earlier run with the same arguments; None if this run begins anew."""
     if records is None:
         return None
     files, path = filesystem(records)
@@ -402,26 +402,26 @@ def _done(settings: Settings, place: str, records: str | None, work: dict[str, A
     return {name.rpartition("/")[2] for name in files.ls(path, detail=False)} - {RUN}
 
 
-# ---- what is computed
+# ---- the work
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the arguments ask for: the result as a dask array with the axes of the input, and how to describe it."""
+    """The work that the arguments ask for: the result as a dask array with the axes of the input, and its description."""
 
     result: Any
     problem: ConvProblem
     source: Source
     #: axes of the result, or None
     axes: str | None
-    #: sizes of the chunks that are to be stored
+    #: sizes of the chunks to store
     chunks: tuple[int, ...]
-    #: for each axis of space the distance of two pixels, and where the first one lies, in pixels of the input
+    #: for each axis of space, the distance of neighbouring pixels and the place of the first one, in pixels of the input
     places: dict[str, tuple[float, float]]
 
 
 def volume_filter(name: str) -> np.ndarray:
-    """The named filter in three dimensions."""
+    """The filter of that name in three dimensions."""
     one, bell = np.ones((3, 3, 3)), np.array([1, 4, 6, 4, 1]) / 16
     faces, middle = np.zeros((3, 3, 3)), np.zeros((3, 3, 3))
     middle[1, 1, 1] = 1
@@ -438,7 +438,7 @@ def plan_work(settings: Settings, source: Source) -> Work:
     """The graph of the result, before anything is written."""
     weight, bias = _filters(settings, source)
     axes = source.axes
-    alone = axes is not None and weight.ndim < 4  # a filter for each channel alone, as of pictures
+    alone = axes is not None and weight.ndim < 4  # a filter for each channel alone, as for pictures
     if alone and source.dtype.kind in "iu":
         dtype = "float32" if source.dtype.itemsize <= 2 else "float64"
     elif alone and source.dtype.kind == "f":
@@ -509,7 +509,7 @@ def _graph(
     else:
         found = images + "c" + space
     wanted = "".join(letter for letter in axes if letter in found)
-    if "c" in found and "c" not in wanted:  # the filter made channels
+    if "c" in found and "c" not in wanted:  # the filter added an axis of channels
         wanted = wanted.replace(space[0], "c" + space[0], 1)
     y = y.transpose([found.index(letter) for letter in wanted])
     if alone and source.dtype.kind in "iu":
@@ -521,7 +521,7 @@ def _graph(
 
 
 def _place(problem: ConvProblem, axis: int) -> tuple[float, float]:
-    """The distance of two pixels of the result, and where the first one lies: at the middle of its window. In pixels of the input."""
+    """The distance of neighbouring pixels of the result, and the place of the first, the middle of its window, in pixels of the input."""
     stride, middle = problem.stride[axis], problem.dilation[axis] * (problem.filter_size[axis] - 1) / 2 - problem.padding_before[axis]
     return (1 / stride, -middle / stride) if problem.direction == "dgrad" else (float(stride), middle)
 
@@ -529,7 +529,7 @@ def _place(problem: ConvProblem, axis: int) -> tuple[float, float]:
 def _rounded(y: np.ndarray, dtype: Any) -> np.ndarray:
     """`y` in an integer type, rounded and clipped."""
     limits = np.iinfo(dtype)
-    least, most = y.dtype.type(limits.min), y.dtype.type(limits.max)  # floats have no 2^63 - 1: `most` is the next above it
+    least, most = y.dtype.type(limits.min), y.dtype.type(limits.max)  # floats lack 2^63 - 1, so `most` is the number above it
     with np.errstate(invalid="ignore"):
         return np.where(y >= most, dtype.type(limits.max), np.clip(np.rint(y), least, most).astype(dtype))
 
@@ -539,14 +539,14 @@ def _or(value: Any, default: Any) -> Any:
 
 
 def _middle(size: Sequence[int], dilation: Any, rank: int) -> tuple[tuple[int, int], ...]:
-    """The border that keeps the size, also with a stride."""
+    """The padding that would keep the size at stride 1, as (before, after) for each axis."""
     steps = (dilation,) * rank if isinstance(dilation, int) else tuple(dilation)
     totals = [max(d, 0) * (n - 1) for d, n in zip(steps, size, strict=True)]
     return tuple((total // 2, total - total // 2) for total in totals)
 
 
 def _where(settings: Settings) -> tuple[Any, Any]:
-    """`device` and `devices` of the tasks: on this machine all GPUs unless some were named."""
+    """`device` and `devices` of the tasks: all GPUs of this machine unless some were named."""
     if settings.scheduler is None and settings.device is None and settings.devices is None and default_backend() == "cuda":
         return None, "all"
     return settings.device, tuple(settings.devices) if isinstance(settings.devices, list) else settings.devices
@@ -565,7 +565,7 @@ def load(source: Source, chunks: tuple[int, ...]) -> Any:
 
 
 def _chunks(source: Source, axes: str, order: str, channels: str, weight: np.ndarray, dtype: str) -> tuple[int, ...]:
-    """Sizes of the chunks to compute in: multiples of the stored ones of about WORK_BYTES, all channels in each."""
+    """Sizes of the chunks of a task: multiples of the stored chunks, of about WORK_BYTES, with all channels in each."""
     size = dict(zip(axes, source.shape, strict=True))
     chunk = {letter: max(min(n, size[letter]), 1) for letter, n in zip(axes, source.chunks, strict=True)}
     width = 1
@@ -584,18 +584,18 @@ def _chunks(source: Source, axes: str, order: str, channels: str, weight: np.nda
 
 
 def _stored(chunks: Sequence[int], near: int) -> int:
-    """The size of stored chunks along an axis: it divides the tasks' size, so that two tasks never write the same one."""
+    """The size of stored chunks along an axis. It divides the tasks' size, so that two tasks never write to the same chunk."""
     if len(chunks) == 1:
         return max(1, min(near, chunks[0]))
     divisors = [n for n in range(1, min(near, chunks[0]) + 1) if chunks[0] % n == 0]
     return divisors[-1] if 2 * divisors[-1] >= near else chunks[0]
 
 
-# ---- running it
+# ---- the run
 
 
 def convolve(settings: Settings) -> str:
-    """Convolve one array into another; gives what was done in words."""
+    """Convolve one array into another; returns a description of what was done."""
     require("dask.array")
     source_place = str(settings.input) if is_url(settings.input) else str(Path(settings.input).resolve())
     source = read(source_place, settings.axes)
@@ -625,7 +625,7 @@ def convolve(settings: Settings) -> str:
 
 
 def _fingerprint(settings: Settings, source: Source, y: Any) -> dict[str, Any]:
-    """What an interrupted run and the one that goes on must have in common."""
+    """The values that must be equal in an interrupted run and the run that resumes it."""
 
     def content(name: Any) -> str:
         return hashlib.sha256(Path(name).read_bytes()).hexdigest() if Path(name).is_file() else str(name)
@@ -640,7 +640,7 @@ def _fingerprint(settings: Settings, source: Source, y: Any) -> dict[str, Any]:
 
 
 def _described(source: Source, work: Work) -> str:
-    """OME's description of a group with the result in it, at one scale."""
+    """OME's description of the group with the result in it, at one scale."""
     attributes = json.loads(source.ome)
     inner = attributes.get("ome", attributes)
     scales = inner["multiscales"][0]
@@ -656,12 +656,12 @@ def _described(source: Source, work: Work) -> str:
         scale["axes"] = [kept.get(letter, {"name": letter, "type": "channel"}) for letter in axes]
     inner["multiscales"] = [scale]
     if "c" in axes and work.result.shape[axes.index("c")] != dict(zip(source.axes or "", source.shape, strict=False)).get("c"):
-        inner.pop("omero", None)  # names and colours of other channels
+        inner.pop("omero", None)  # they have the names and colours of other channels
     return json.dumps(attributes)
 
 
 def _transforms(given: list[Any], before: str, axes: str, places: dict[str, tuple[float, float]]) -> list[Any]:
-    """OME's scale and translation of the axes `before`, as they are for `axes` whose pixels lie at `places`."""
+    """OME's scale and translation of the axes `before`, converted to `axes`, whose pixels lie at `places`."""
     made, size, first = [], dict.fromkeys(axes, 1.0), {letter: place for letter, (_, place) in places.items() if place}
     for transform in given:
         kind = transform.get("type")
@@ -717,7 +717,7 @@ def _on_threads(settings: Settings, tasks: list[Any], finished: Callable[[int], 
         if key in wanted:
             finished(result)
 
-    # some threads read and write while others convolve; the pool's end waits for those that still write
+    # some threads read and write while others convolve; when the pool ends, it waits for those that still write
     pool = ThreadPoolExecutor(min(4 * gpus, max(os.cpu_count() or 1, 2)))
     try:
         with callbacks.Callback(posttask=after):
@@ -729,7 +729,7 @@ def _on_threads(settings: Settings, tasks: list[Any], finished: Callable[[int], 
 def _on_cluster(address: str, tasks: list[Any], finished: Callable[[int], Any]) -> None:
     distributed = require("distributed")
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they tell comes back as an exception
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # their messages come back as exceptions
     try:
         client = distributed.Client(address, timeout=CONNECT_SECONDS, set_as_default=False)
     except (OSError, ValueError) as error:
@@ -739,7 +739,7 @@ def _on_cluster(address: str, tasks: list[Any], finished: Callable[[int], Any]) 
         try:
             for future in distributed.as_completed(futures, loop=client.loop):
                 finished(future.result())
-                future.release()  # or a worker that dies later would have it computed again
+                future.release()  # otherwise the result is computed again if its worker dies later
         except BaseException as error:
             of_a_worker = any(future.status == "error" for future in futures)
             if isinstance(error, (CancelledError, OSError)) and not of_a_worker:
@@ -750,7 +750,7 @@ def _on_cluster(address: str, tasks: list[Any], finished: Callable[[int], Any]) 
 
 
 def _wait_until_idle(client: Any, futures: list[Any]) -> None:
-    """Wait for tasks that can't be stopped, so that none writes to what is removed."""
+    """Wait for tasks that can't be stopped, so that none writes to a file that is removed."""
     keys = {future.key for future in futures}
 
     def writing(dask_worker: Any) -> bool:
@@ -758,6 +758,6 @@ def _wait_until_idle(client: Any, futures: list[Any]) -> None:
 
     until, idle = time.monotonic() + 30, 0
     with suppress(Exception):  # workers that are gone write nothing
-        while idle < 3 and time.monotonic() < until:  # a task may begin before its worker hears that it is cancelled
+        while idle < 3 and time.monotonic() < until:  # a task may begin before its worker hears that it was cancelled
             idle = 0 if any(client.run(writing).values()) else idle + 1
             time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Compile kernels before they are needed: of a model's layers, of the benchmark's, or those that random layers need most often."""
+"""Compiles kernels ahead of their use: those of a model's layers, of the benchmark's, or those that random layers need most often."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_dev
 from pycuda_conv.tune import lookup
 
 RANDOM = 150  # problems of each family, from which the most used texts are counted
-#: The same for a wheel, and the texts that are shipped in one: on Hopper they serve three quarters of random problems.
+#: For a wheel: the same number, and the texts that it ships by target. On Hopper they serve three quarters of random problems.
 WHEEL_RANDOM, WHEEL, WHEEL_OTHERS = 400, {"sm_90a": 1000}, 400
-MANY_CORES = 4  # from which on problems are planned in several processes
-#: Of common networks: numbers of images, the arithmetic, and channels and pixels of their stages.
+MANY_CORES = 4  # with at least so many, several processes plan the problems
+#: Common networks: numbers of images, the arithmetic, and channels and pixels of their stages.
 BATCHES, NETWORK_MODES = (1, 8, 64), ("fp32", "tf32-nhwc", "fp16", "fp16-nhwc", "bf16", "bf16-nhwc")
 STAGES = ((64, 56), (128, 28), (256, 14), (512, 7))
 
@@ -54,7 +54,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Text:
-    """A kernel's text and what it is compiled for."""
+    """A kernel's text and its target."""
 
     source: str
     arch: str
@@ -68,7 +68,7 @@ def texts(launches: Iterable[KernelLaunch], target: Target) -> Iterator[Text]:
 
 
 def launches_of(problem: ConvProblem, target: Device, constants: bool = False, noted: bool = False) -> list[KernelLaunch]:
-    """What a call of `problem` launches, and with `constants` by kernels that know its layer's too."""
+    """The launches of a call of `problem`; with `constants` also those of kernels that know the layer's constants."""
     problem = as_called(problem, target)
     found = lookup(problem, target)
     schedule = engines.schedule(problem, found.config if found else engines.choose(problem, target), target, noted)
@@ -77,7 +77,7 @@ def launches_of(problem: ConvProblem, target: Device, constants: bool = False, n
 
 
 def _batch_norm(problem: ConvProblem, schedule: engines.Schedule, target: Device) -> Iterator[KernelLaunch]:
-    """What a batch norm behind a convolution launches in training."""
+    """The launches of a batch norm behind a convolution in training."""
     n, k, *size = problem.result_shape
     pixels = batch_norm.Pixels(problem.dtype, problem.layout, n, k, math.prod(size))
     at = pixels, target.multiprocessors
@@ -89,21 +89,21 @@ def _batch_norm(problem: ConvProblem, schedule: engines.Schedule, target: Device
         yield from batch_norm.for_device(launches, target)
 
 
-#: A text, in few bytes: its file, its defines, and what it is compiled for.
+#: A text in few bytes: its file, its defines, and its target.
 Needed = tuple[str, tuple[tuple[str, int], ...], str]
 
 
 def most_used(target: Target, count: int, each: int, seed: int = 0) -> list[Text]:
     """The `count` texts that are needed most: by the layers of common networks, and by `each` random problems of every family.
 
-    Of those that are needed equally often, the networks' come first.
+    Among texts needed equally often, those of the networks come first.
     """
     wanted = [*networks(), *((problem, False) for problem in draw(seed, each))]
     if cores() < MANY_CORES:
         used = needed(wanted, target)
     else:
         used = Counter()
-        at_once = ceil(len(wanted), 4 * cores())  # so that none is done much later than the others
+        at_once = ceil(len(wanted), 4 * cores())  # small parts, so that no process ends much later than the others
         parts = [wanted[first : first + at_once] for first in range(0, len(wanted), at_once)]
         with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
             for found in pool.map(needed, parts, [target] * len(parts)):  # in their order
@@ -112,12 +112,12 @@ def most_used(target: Target, count: int, each: int, seed: int = 0) -> list[Text
 
 
 def needed(wanted: Iterable[tuple[ConvProblem, bool]], target: Target) -> Counter[Needed]:
-    """How many of the problems need each text. Beside each stands whether moments of the result are noted."""
+    """How many of the problems need each text. Each problem comes with whether moments of its result are noted."""
     used: Counter[Needed] = Counter()
     for problem, noted in wanted:
         launches = launches_of(problem, target, noted=noted)
         found = ((one.file or one.kernel, tuple(sorted(one.defines.items())), target.arch(one)) for one in launches)
-        used.update(dict.fromkeys(found, 1))  # in an order, which decides between equals
+        used.update(dict.fromkeys(found, 1))  # ordered, as the order decides between equal counts
     return used
 
 
@@ -127,7 +127,7 @@ def of_wheel(target: Target, count: int | None = None, each: int = WHEEL_RANDOM)
 
 
 def beside(target: Target) -> Iterator[Text]:
-    """The texts of what is launched beside convolutions, but for those of arrays of 2^31 elements."""
+    """The texts of launches beside convolutions, without those for arrays of 2^31 elements."""
     for family in besides():
         for defines in family:
             if not defines.get("INDEX_64"):
@@ -135,7 +135,7 @@ def beside(target: Target) -> Iterator[Text]:
 
 
 def write_archive(file: Path, made: Mapping[Text, bytes]) -> None:
-    """Write binaries as the package looks for them. The same ones give the same bytes."""
+    """Write the archive in which the package looks for binaries. Equal binaries give equal bytes."""
     named = {binaries.shipped_name(text.source, text.arch): binary for text, binary in made.items()}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, binary in sorted(named.items()):
@@ -143,7 +143,7 @@ def write_archive(file: Path, made: Mapping[Text, bytes]) -> None:
 
 
 def compile_all(wanted: Sequence[Text], made_by: Compiler) -> tuple[dict[Text, bytes], list[str]]:
-    """The binaries of all texts, as many compiled at a time as there are cores, behind a progress bar; and what compilers said."""
+    """The binaries of all texts, one compiled per core at a time, behind a progress bar; and the messages of compilers that failed."""
     made: dict[Text, bytes] = {}
     failed: list[str] = []
     pool = ThreadPoolExecutor(cores())
@@ -155,7 +155,7 @@ def compile_all(wanted: Sequence[Text], made_by: Compiler) -> tuple[dict[Text, b
             except CompileError as error:
                 failed.append(f"{coming[done].kernel}: {error}")
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun is left
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, texts that are not begun are left
     return made, failed
 
 
@@ -179,7 +179,7 @@ class _Finished(Sequence[Any]):
 
 
 def networks() -> Iterator[tuple[ConvProblem, bool]]:
-    """The layers of residual networks, of two and of three convolutions a block, for images of 224 x 224, and their gradients."""
+    """The layers of residual networks with two and three convolutions a block for images of 224 x 224, and their gradients."""
     layers = [(3, 64, 7, 2, 112)]
     for c, size in STAGES:
         layers += [(c, c, 3, 1, size), (4 * c, c, 1, 1, size), (c, 4 * c, 1, 1, size)]
@@ -194,7 +194,7 @@ def networks() -> Iterator[tuple[ConvProblem, bool]]:
 
 
 def model_problems(name: str, size: tuple[int, ...], modes: Sequence[str], training: bool) -> list[tuple[ConvProblem, bool]]:
-    """What a network of torchvision's convolves, for images of `size`; and whether moments of the result are noted, as in training."""
+    """The problems of a network of torchvision's for images of `size`; each with whether moments of its result are noted, in training."""
     torch, torchvision = require("torch"), require("torchvision")
     try:
         with torch.device("meta"):
@@ -224,14 +224,14 @@ def model_problems(name: str, size: tuple[int, ...], modes: Sequence[str], train
 
 
 def _uses(plain: ConvProblem, training: bool) -> Iterator[tuple[ConvProblem, bool]]:
-    """A layer by itself, with what is fused behind it, and its gradients."""
+    """A layer by itself, with the steps that are fused behind it, and its gradients."""
     yield plain, False
     fused = replace(plain, has_bias=True, has_scale=True, activation="relu")
     yield from ((fused, False), (replace(fused, has_residual=True), False))
     if training and plain.direction == "fprop":
         yield plain, True
         dgrad = replace(plain, direction="dgrad")
-        # the gradient of what is read twice is added by one of the layers that read it
+        # where two layers read an array, one of them adds its two gradients
         yield from ((dgrad, False), (replace(dgrad, has_residual=True), False), (replace(plain, direction="wgrad"), False))
 
 
@@ -239,7 +239,7 @@ def _uses(plain: ConvProblem, training: bool) -> Iterator[tuple[ConvProblem, boo
 
 
 def problems(settings: Settings) -> list[tuple[ConvProblem, bool]]:
-    """What to warm."""
+    """The problems whose kernels have to be compiled."""
     if settings.model:
         return model_problems(settings.model, settings.size, settings.mode, settings.training)
     plain = [in_mode(problem, mode) for mode in settings.mode for problem in suite()]
@@ -249,7 +249,7 @@ def problems(settings: Settings) -> list[tuple[ConvProblem, bool]]:
 
 
 def run(settings: Settings) -> int:
-    """Compile, and say how much there was to do."""
+    """Compile, and print how much there was to do."""
     if settings.gpu:
         target = Target(settings.gpu)
         made_by = compiler()
