@@ -1,8 +1,8 @@
 """Grouped convolutions of channels-last arrays as they lie, on tensor cores (``cu/grouped_nhwc.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``, and have few channels a group, or one group of few channels. A block takes
-neighbouring channels of several groups, and multiplies channels of other groups with zeros: memory bounds such layers, not arithmetic.
-Nothing is packed. One launch does everything, except for dgrad with more than four stride phases.
+They are float16, bfloat16, and float32 with ``precision="tf32"``, and have few channels a group, or one group of few channels. A block
+takes neighbouring channels of several groups, and multiplies channels of other groups with zeros: memory bounds such layers, not
+arithmetic. Nothing is packed. One launch does everything, except for dgrad with more than four stride phases.
 """
 
 from __future__ import annotations
