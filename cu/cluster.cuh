@@ -7,6 +7,13 @@
 
 DEVICE int cluster_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
 
+// Of a kernel: its blocks are in clusters, if CLUSTER says so.
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
 #if CLUSTER > 1
 DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 // the same for a thread whose stores nobody reads: it waits for none of them
@@ -44,3 +51,17 @@ DEVICE float4 add_of_ranks(uint32_t address) {
   return part[0];
 }
 #endif
+
+// A warp that has no sums is there when the cluster's blocks have left theirs.
+DEVICE void await_cluster_sums() {
+#if CLUSTER > 1
+  __syncwarp();
+  cluster_barrier_relaxed();
+#endif
+}
+// A kernel's last step: shared memory must outlive what other blocks read from it.
+DEVICE void leave_cluster() {
+#if CLUSTER > 1
+  cluster_barrier_relaxed();
+#endif
+}

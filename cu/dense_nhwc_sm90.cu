@@ -124,13 +124,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
 #endif
       if (++c == channel_blocks) {
         c = 0;
-        if (++s == (int)shape.tap_s) {
-          s = 0;
-          if (++r == (int)shape.tap_r) {
-            r = 0;
-            ++t;
-          }
-        }
+        next_tap(t, r, s, (int)shape.tap_r, (int)shape.tap_s);
         begin_tap();
       }
       at.next();
@@ -185,11 +179,7 @@ DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32
 }
 #endif
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     dense_nhwc_sm90(const __grid_constant__ Maps maps_x, const __grid_constant__ FilterMaps maps_w, const data_t* __restrict__ bias,
                     const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y,
 #if NOTES
@@ -225,12 +215,7 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
 #if W_MN_MAJOR && TYPE == 32
     if (threadIdx.x >= CONSUMER_THREADS + 32) turn((uint8_t*)sums, shapes, ring, raw);
 #endif
-#if CLUSTER > 1
-    __syncwarp();
-    cluster_barrier_relaxed();
-#endif
+    await_cluster_sums();
   }
-#if CLUSTER > 1
-  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read from it
-#endif
+  leave_cluster();
 }

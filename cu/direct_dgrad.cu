@@ -8,7 +8,7 @@
 // order, so the result has the same bits on every run. With a stride a pixel meets only every `every`-th tap. The thread visits those alone,
 // and steps `back` outputs back from one to the next.
 //
-// Sizes    They are arguments. With UNROLLED, R, S, EVERY_H and EVERY_W are defined, and the loops over a plane of the filter are unrolled.
+// Sizes    They are arguments. With UNROLLED, R, S, EVERY_H, EVERY_W and TOTALS are defined, and the loops over a plane of the filter are unrolled.
 //          With LAYER, all numbers are constants, except the batch, the sizes of images and what follows from them; AXES is then the number of
 //          spatial axes.
 // Order    A thread has several loads under way: with UNROLLED those of a channel's taps, otherwise those of a tap's channels. It adds them in
@@ -78,9 +78,7 @@ typedef struct DgradArguments {
 #ifndef AXES
 #define AXES 3
 #endif
-#ifdef UNROLLED
-#define TOTALS (DTYPE == 64 || (DTYPE == 32 && BLOCK_C <= 4))  // for more channels of float32 they would cost registers
-#else
+#ifndef TOTALS
 #define TOTALS (DTYPE == 64 || DTYPE == 32)
 #endif
 

@@ -171,11 +171,7 @@ DEVICE void take_over(uint8_t* rows) {
 #endif
 }
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     gather_nhwc_sm90(const __grid_constant__ CUtensorMap map_w, const data_t* __restrict__ x, const data_t* __restrict__ bias,
                      const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y, const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
@@ -191,12 +187,7 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     consume([&](int at) { take_over((uint8_t*)sums + at); }, shapes, ring, sums, staging, scale, bias, residual, y, nullptr);
   } else {
     produce(x, &map_w, shapes, ring);
-#if CLUSTER > 1
-    __syncwarp();
-    cluster_barrier_relaxed();
-#endif
+    await_cluster_sums();
   }
-#if CLUSTER > 1
-  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read from it
-#endif
+  leave_cluster();
 }

@@ -261,11 +261,7 @@ template <int wide> DEVICE void store(const GatheredPlanesProduct& arg, const fl
   }
 }
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS, BLOCK_M == 64 && GROUPS == 2 ? 2 : 1)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 && GROUPS == 2 ? 2 : 1)
     gathered_planes_sm90(
 #if GATHERS_W
                          const data_t* __restrict__ w,
@@ -317,7 +313,5 @@ __launch_bounds__(THREADS, BLOCK_M == 64 && GROUPS == 2 ? 2 : 1)
 #endif
   if (arg.pairs) store<2>(arg, sums, places, channel, rank * OWN, scale, bias, residual, y);
   else store<1>(arg, sums, places, channel, rank * OWN, scale, bias, residual, y);
-#if CLUSTER > 1
-  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read from it
-#endif
+  leave_cluster();
 }

@@ -103,13 +103,7 @@ struct Cursor {
     c += 4;
     while (c >= (int)shape.chunks_group) {  // more than once if a tap has fewer than 4 chunks
       c -= (int)shape.chunks_group;
-      if (++s == (int)shape.tap_s) {
-        s = 0;
-        if (++r == (int)shape.tap_r) {
-          r = 0;
-          ++t;
-        }
-      }
+      next_tap(t, r, s, (int)shape.tap_r, (int)shape.tap_s);
     }
   }
 };

@@ -550,13 +550,7 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
         ++block;
         if (++c == channel_blocks) {
           c = 0;
-          if (++s == (int)shape.tap_s) {
-            s = 0;
-            if (++r == (int)shape.tap_r) {
-              r = 0;
-              ++t;
-            }
-          }
+          next_tap(t, r, s, (int)shape.tap_r, (int)shape.tap_s);
           begin_tap();
         }
       }

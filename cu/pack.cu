@@ -224,13 +224,7 @@ __device__ void read(word_t (&v)[8], const in_t* __restrict__ x, const PackArgum
     if (e < 7 && ++c == channels) {  // mostly at once for all lanes of a warp, which have one chunk
       c = 0;
       ++tap;
-      if (++s == (int)shape.fold_s) {
-        s = 0;
-        if (++r == (int)shape.fold_r) {
-          r = 0;
-          ++t;
-        }
-      }
+      next_tap(t, r, s, (int)shape.fold_r, (int)shape.fold_s);
       at = place();
     }
   }

@@ -6,6 +6,17 @@
 
 #define DEVICE __device__ __forceinline__
 
+// The next tap of a filter of so many rows and columns.
+DEVICE void next_tap(int& t, int& r, int& s, int rows, int columns) {
+  if (++s == columns) {
+    s = 0;
+    if (++r == rows) {
+      r = 0;
+      ++t;
+    }
+  }
+}
+
 DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
 // ---- element types, as defines name them: 32 float, 16 half, 17 bfloat16

@@ -20,7 +20,7 @@ from test_dense_nhwc import CASES as DENSE
 from test_dense_nhwc import MODES, tiles
 from test_implicit_gemm import TILES, asked, check_moments, dtype_of
 
-from pycuda_conv.engines import batch_norm, casting, packing, split_sum
+from pycuda_conv.engines import batch_norm, casting, direct, packing, split_sum
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.direct_gemm import Gemm
@@ -637,6 +637,19 @@ def test_both_operands_along_their_rows(dtype, columns, span):
     step = SimpleNamespace(kernel="along_rows", source=lambda: source, maps=maps, buffers=(2,), numbers=(), grid=1, block=128, shared=1024 + 128 * (64 + columns + 64))
     simt.run([[step]], memory)
     assert_exact(memory.buffers[2].view(np.float32).reshape(64, columns), a.T.astype(float) @ b.astype(float))
+
+
+# ---- direct_dgrad.cu
+
+
+def test_gradients_of_one_order_of_sums_give_the_same_bits():
+    """Loops over a plane of the filter are unrolled where a block's share of it is small, which is another order."""
+    case, bits = dgrad((1, 24, 3, 4, 5), (24, 8, 3, 3, 3), padding=1, bias=False), {}
+    for channels in (8, 4, 2):
+        config = direct.Dgrad(BLOCK_K=16, BLOCK_C=channels)
+        got = simt.computed(case.problem("float64"), config, *case.normals("float64")[:2], seeds=(1,))
+        bits.setdefault(direct.sum_order(case.problem("float64"), config), set()).add(got.tobytes())
+    assert len(bits) == 2 and all(len(found) == 1 for found in bits.values())
 
 
 # ---- what is broken is found

@@ -241,7 +241,8 @@ BASE = CASES[0]
     [
         (BASE.problem("float64"), WgradNhwc(), "float16, bfloat16 and float32"), (precise(BASE), WgradNhwc(64, 128), "64 rows and 64 columns"), (BASE.problem(layout="NCHW"), WgradNhwc(), "without stride and padding"),
         (PLANES[0].problem("float32"), WgradNhwc(64, 64), "NCHW arrays of float16 and bfloat16"), (Filter((2, 8, 14, 14), (8, 8, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "multiple of 16 bytes"),
-        (Filter((2, 9, 8, 8), (8, 9, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "two neighbouring channels"), (Filter((2, 8, 8, 8), (8, 8, 1, 1), stride=(2,)).problem(layout="NCHW"), WgradNhwc(), "without stride"),
+        (Filter((2, 9, 8, 8), (8, 9, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "two neighbouring channels"),
+        (Filter((2, 18, 8, 8), (12, 6, 1, 1), groups=3).problem(layout="NCHW"), WgradNhwc(), "together a multiple of 16 bytes"), (Filter((2, 8, 8, 8), (8, 8, 1, 1), stride=(2,)).problem(layout="NCHW"), WgradNhwc(), "without stride"),
         (PLANES[0].problem(), WgradNhwc(192), "a tile has 64 rows and 64 columns"),
         (BASE.problem("float32", precision="tf32"), WgradNhwc(256), "a tile has"),
         (Filter((2, 12, 9, 8), (40, 12, 3, 3)).problem(), WgradNhwc(), "by the launch that adds"), (Filter((1, 9, 2**15, 2**15), (1, 9, 1, 1)).problem(), WgradNhwc(SPLIT=2), "counted in"),

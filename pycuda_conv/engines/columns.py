@@ -160,8 +160,8 @@ def schedule(problem: ConvProblem, config: Columns, device: Device, noted: bool 
 
 def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLaunch:
     """The launch that adds the columns. With `filter_last` the channels of a tap are neighbours in them, else the taps of a channel."""
-    (_, h, w), (o, p, q), (t, r, s), taps = problem.result_size, problem.output_size, problem.filter_size, _taps(problem)
-    read, channels = o * p * q, problem.C
+    (_, h, w), taps = problem.result_size, _taps(problem)
+    read, channels = math.prod(problem.output_size), problem.C
     last = problem.layout == "NHWC"
     channel, tap = (1, channels) if filter_last else (taps, 1)
     if not last:
@@ -169,9 +169,10 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
     size = math.prod(problem.result_shape)
     told = arguments(
         ColumnsArguments, size=size, channels=channels, plane=math.prod(problem.result_size), hw=h * w, h=h, w=w, last=int(last),
-        image=channels * taps * read, channel=channel, tap=tap, pixel=channels * taps if last else 1, o=o, p=p, q=q, t=t, r=r, s=s,
-        **by_axis("stride_", problem.stride), **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)),
-        **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation), **finish(problem),
+        image=channels * taps * read, channel=channel, tap=tap, pixel=channels * taps if last else 1,
+        **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"), **by_axis("stride_", problem.stride),
+        **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)), **by_axis("pad_", problem.padding_before),
+        **by_axis("dil_", problem.dilation), **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
     return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, (columns, BIAS, SCALE, RESIDUAL, RESULT), (), arguments=told)

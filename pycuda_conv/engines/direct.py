@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
@@ -337,27 +337,39 @@ def _flat(problem: ConvProblem) -> bool:
 
 
 def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
-    (t, r, s), (_, h, w) = problem.filter_size, problem.input_size
-    plane, groups = math.prod(problem.input_size), problem.groups
+    (_, h, w), groups = problem.input_size, problem.groups
+    plane, taps = math.prod(problem.input_size), math.prod(problem.filter_size)
     cg, kg = problem.C // groups, problem.K // groups
-    c_tiles, taps = ceil(cg, config.BLOCK_C), t * r * s
-    every = taps_apart(problem)
+    c_tiles = ceil(cg, config.BLOCK_C)
     told = arguments(
         DgradArguments, n_pixels=_pixels(problem), plane=plane, by_hw=divider(h * w), h=h, w=w, groups=groups, cg=cg, kg=kg,
         c_tiles=c_tiles, block_k=config.BLOCK_K, **_parts(problem, config.SPLIT, kg, config.BLOCK_K),
-        **by_axis("", problem.output_size, "opq"), t=t, r=r, s=s, by_taps=divider(taps), by_filters=divider(taps * config.BLOCK_C),
-        **by_axis("stride_", problem.stride), **by_axis("every_", every), **by_axis("back_", outputs_apart(problem)),
-        **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation), **finish(problem, config.SPLIT > 1),
+        **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"), by_taps=divider(taps),
+        by_filters=divider(taps * config.BLOCK_C), **by_axis("stride_", problem.stride), **by_axis("every_", taps_apart(problem)),
+        **by_axis("back_", outputs_apart(problem)), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
+        **finish(problem, config.SPLIT > 1),
     )  # fmt: skip
-    elements = config.BLOCK_K * taps * config.BLOCK_C
-    defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C}
-    fits = _unrolled_dgrad(problem) and elements * accumulator_bytes(problem) <= MOST_COMMON
-    common = {"UNROLLED": 1, "R": r, "S": s, "EVERY_H": every[1], "EVERY_W": every[2]} if fits else {}
-    return defines | common, told, _constants(problem, told), elements
+    defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C} | _unrolled(problem, config)
+    return defines, told, _constants(problem, told), config.BLOCK_K * taps * config.BLOCK_C
+
+
+def _unrolled(problem: ConvProblem, config: Dgrad) -> dict[str, int]:
+    """The defines of a text of ``direct_dgrad.cu`` whose loops over r and s are unrolled; none if they are not."""
+    nbytes = config.BLOCK_K * math.prod(problem.filter_size) * config.BLOCK_C * accumulator_bytes(problem)
+    if not _unrolled_dgrad(problem) or nbytes > MOST_COMMON:
+        return {}
+    (_, r, s), (_, every_h, every_w) = problem.filter_size, taps_apart(problem)
+    totals = _totals(DTYPE_CODES[problem.dtype], config.BLOCK_C)
+    return {"UNROLLED": 1, "TOTALS": totals, "R": r, "S": s, "EVERY_H": every_h, "EVERY_W": every_w}
+
+
+def _totals(code: int, sums: int) -> int:
+    """Whether an unrolled text of ``direct_dgrad.cu`` keeps a total beside each of so many sums: for more of float32 it lacks registers."""
+    return int(code == 64 or (code == 32 and sums <= 4))
 
 
 def _unrolled_dgrad(problem: ConvProblem) -> bool:
-    """Whether ``direct_dgrad.cu`` unrolls its loops over r and s."""
+    """Whether ``direct_dgrad.cu`` unrolls its loops over r and s where the filter of a block is small."""
     return problem.filter_size[1:] == (COMMON, COMMON) and taps_apart(problem)[1:] in ((1, 1), (2, 2))
 
 
@@ -400,9 +412,8 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
     """The kernel, where it cuts a sum, and in wgrad how many threads share one; the rest of a tile does not change a bit."""
     if isinstance(config, Wgrad):
         return Wgrad, config.THREADS, config.SLICES
-    if isinstance(config, Dgrad):  # it sums over the channels of a tap before the next tap
-        totals = problem.dtype == "float32" and (config.BLOCK_C <= 4 or not _unrolled_dgrad(problem))  # TOTALS of the kernel
-        return Dgrad, config.SPLIT, config.BLOCK_K, totals
+    if isinstance(config, Dgrad):  # it sums over the channels of a tap before the next tap; unrolled, over the taps of a channel first
+        return Dgrad, config.SPLIT, config.BLOCK_K, _unrolled(problem, config).get("TOTALS")
     if isinstance(config, Batched) and config.SPLIT > 1:
         return Batched, config.SPLIT, config.BLOCK_C
     return (type(config),)
@@ -428,14 +439,19 @@ def texts(device: Device) -> Iterator[TextFamily]:
         dgrad = common | room | {"THREADS": (128,), "BLOCK_C": BLOCKS[device.backend, "dgrad"]}
         yield TextFamily("direct_dgrad", dgrad)
         if device.backend == "cuda":
-            unrolled = {"UNROLLED": (1,), "R": (COMMON,), "S": (COMMON,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
-            yield TextFamily("direct_dgrad", dgrad | unrolled, lambda d: d["EVERY_H"] == d["EVERY_W"])
+            unrolled = {"UNROLLED": (1,), "TOTALS": FLAG, "R": (COMMON,), "S": (COMMON,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
+            yield TextFamily("direct_dgrad", dgrad | unrolled, _made_unrolled)
         for filters, taps_at_once in WGRAD_TAPS[device.backend].items():
             wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": (filters,)}
             yield TextFamily("direct_wgrad", wgrad | {"TAPS": taps_at_once})
             for q in SQUARE:
                 if _few_sums(filters, q**2):
                     yield TextFamily("direct_wgrad", wgrad | {"TAPS": (q**2,), "Q": (q,)})
+
+
+def _made_unrolled(d: Mapping[str, int]) -> bool:
+    """Whether a text of ``direct_dgrad.cu`` with these defines is ever made."""
+    return d["EVERY_H"] == d["EVERY_W"] and d["TOTALS"] == _totals(d["DTYPE"], d["BLOCK_C"])
 
 
 def _few_sums(filters: int, taps: int) -> bool:

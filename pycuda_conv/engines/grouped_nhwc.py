@@ -1,8 +1,8 @@
 """Grouped convolutions of channels-last arrays as they lie, on tensor cores (``cu/grouped_nhwc.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``, with few channels a group, or one group of few channels. A block takes
-neighbouring channels of several groups, and multiplies channels of other groups with zeros: memory bounds such layers, not arithmetic.
-Nothing is packed. One launch does everything, except for dgrad with more than four stride phases.
+They are float16, bfloat16, and float32 with ``precision="tf32"``, and have few channels a group, or one group of few channels. A block
+takes neighbouring channels of several groups, and multiplies channels of other groups with zeros: memory bounds such layers, not
+arithmetic. Nothing is packed. One launch does everything, except for dgrad with more than four stride phases.
 """
 
 from __future__ import annotations
@@ -293,7 +293,8 @@ def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, noted: b
 
 def _products(problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int]) -> list[list[KernelLaunch]]:
     """The launches for a filter with strides `lying`, in elements: of a group, a channel of the result, a channel of the input, a tap."""
-    return [[_product(problem, config, device, lying, walks) for walks in _launches(problem)]]
+    shared = _shared_bytes(problem, config)
+    return [[_product(problem, config, device, lying, walks, shared) for walks in _launches(problem)]]
 
 
 def _launches(problem: ConvProblem) -> Iterator[tuple[_Walk, ...]]:
@@ -303,9 +304,9 @@ def _launches(problem: ConvProblem) -> Iterator[tuple[_Walk, ...]]:
 
 
 def _product(
-    problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int], walks: tuple[_Walk, ...]
+    problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int], walks: tuple[_Walk, ...], shared: int
 ) -> KernelLaunch:
-    """The launch of some phases."""
+    """The launch of some phases, with as much shared memory as the largest of all takes."""
     count, unrolled = _phase_count(problem), _unrolled(problem)
     slabs, blocks = _slabs(problem, config), _blocks(problem, config, device, walks)
     told = tuple(_arguments(problem, config, lying, walk, blocks) for walk in walks)
@@ -314,7 +315,6 @@ def _product(
         "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": walks[0].down.stride if unrolled > 1 else 1, "PHASES": count,
     }  # fmt: skip
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
-    shared = _shared_bytes(problem, config)
     return KernelLaunch(
         "grouped_nhwc", defines, slabs * count * blocks, THREADS, buffers, (), shared=shared, arguments=told,
         layer=finish_constants(told[0]),

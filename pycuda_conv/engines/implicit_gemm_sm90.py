@@ -900,13 +900,21 @@ class Rates(NamedTuple):
     launch_time: float
 
 
+class LyingRates(NamedTuple):
+    """For images and filters that are read as they lie: cycles a microsecond, cycles of a filter row, microseconds of each launch."""
+
+    clock: float
+    filter_cycles: float
+    launch_time: float
+
+
 #: Measured on an H200, by the bytes of an element. Those of float32 were fitted to 258 times: root mean square of the error 17%.
 RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 2.07, 98e3, 21.6e3, 1.79), 2: Rates(1450.0, 2.8, 110e3, 17.4e3, 1.0)}
 RAW_RATE = 8.8e3  # bytes of float32 images that a multiprocessor's converters split in a microsecond
-#: For 16-bit images and filters that are read as they lie. LYING: cycles a microsecond, cycles of a filter row, microseconds of each
-#: launch. LYING_PRODUCT: the time of products relative to the tensor cores' peak. PIXEL_CYCLES: cycles of a pixel's row, by its bytes.
-#: Fitted to 147 times of 57 layers on an H200 and an H100: root mean square of the error 17%, and 18% for layers that were left out.
-LYING, LYING_PRODUCT = (1860.0, 3.5, 1.7), 1.64
+#: For 16-bit images and filters that are read as they lie. LYING_PRODUCT: the time of products relative to the tensor cores' peak.
+#: PIXEL_CYCLES: cycles of a pixel's row, by its bytes. Fitted to 147 times of 57 layers on an H200 and an H100: root mean square of the
+#: error 17%, and 18% for layers that were left out.
+LYING, LYING_PRODUCT = LyingRates(1860.0, 3.5, 1.7), 1.64
 PIXEL_CYCLES = {128: 2.59, 64: 1.49, 32: 2.0, 16: 2.0}
 VOLUME = 1.05  # relative time of a load of a volume, as it lies
 #: Relative times of loads of packed images: of volumes; and of pixels that are no multiple of a load, so that loads straddle cache lines.
@@ -1028,67 +1036,12 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
 @lru_cache(maxsize=1024)
 def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
     packed, walks = _form(problem)
-    count, lying, rates = products(problem), _reads_filter(problem), RATES[problem.itemsize]
-    clock, of_filter, launch_time = LYING if lying else (rates.clock, 0.0, 0.0)
-    of_pixel = _pixel_cycles(problem, packed) if lying else rates.row_cycles * SHORT_ROW[packed.load]
-    loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
-    cycles = 4 * count * config.BLOCK_N * config.BLOCK_M / 128 * (LYING_PRODUCT if lying else 1)
-    loaded = float(_ring(problem, config).stage)
-    if not (lying or config.halo):
-        slower = UNALIGNED if packed.window is None and packed.pixel * problem.groups % packed.load else 1.0
-        slower *= PACKED_VOLUME if walks[0].rank == 3 else 1.0
-        loaded += (slower - 1) * limbs(problem) * config.BLOCK_N * 128
-    step = max(cycles / clock, loads / clock, loaded / rates.loaded)
-    # bytes of a stage that are loaded for the same pixels only; wgrad's pixels are taps, which share most of theirs
-    of_pixels = 0.0 if problem.layout == "CNHW" else loaded - limbs(problem) * config.BLOCK_M * 128
-    last = problem.layout == "NHWC" and config.SPLIT == 1 and problem.itemsize == 2
-    tile, stored = (LYING_TILE, PHASED_STORED if len(walks) > 1 else LYING_STORED) if last else (TILE_TIME, rates.stored)
-    if last and len(walks) == 1 and _whole_rows(problem, 1) and not tensor_store(problem, config):
-        stored = LYING_APART
-    stores = config.BLOCK_M * config.BLOCK_N * _stored_bytes(problem, config) / stored
-    if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
-        stores *= SCATTERED if len(walks) == 1 or _defines_of(problem)["VEC"] == 1 else 1.0
-    elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and _defines_of(problem)["VEC"] == 1:
-        # elements are stored one by one, each in a sector of its own; all multiprocessors share the memory's rate for sectors
-        stored_at_once = math.prod(_tiles(problem, config, walks[:1])) * problem.groups * len(walks) / multiprocessors
-        stores *= SCATTERED * max(1.0, min(walks[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
-    elif problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
-        stores *= PHASED
-    added = config.BLOCK_M * config.BLOCK_N if problem.has_residual and config.SPLIT == 1 else 0
-    one_by_one = not last and _defines_of(problem)["VEC"] == 1
-    stores += added / (JOINED if last else JOINED_PLANES / JOINED_APART if one_by_one else JOINED_PLANES)
-    between = tile + stores
-    if config.halo:  # neither loads nor stores are waited for, unless stores take longer
-        step, between = HALO_STAGE + cycles / rates.clock, 0
-    if config.splits_images:  # a row has some 16 floats, of 64 channels
-        _, high = halo(problem, config)
-        step = max(step, 64 * 4 * high * _raw_pitch(problem, config) / RAW_RATE / math.prod(walks[0].taps))
-
-    def tile_time(steps: int) -> float:
-        product = ceil(steps, config.SPLIT) * step
-        if config.takes_turns:  # stores slow the other consumer's products down, but only the last ones are waited for
-            return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, PINGPONG_ALONE * between)
-        return max(product, stores) + added / HALO_JOINED if config.halo else product + between
-
-    us = (0.0 if lying else rates.launch_time) + launch_time + (HALO_SPLIT if config.splits_images else 0)
-    at_once, joined = _at_once(problem), 0.0
-    # blocks of the same pixels and other channels load them together, and so do phases; all else comes from the L2 cache again
-    from_cache = 0.0
-    longest = shared = 0.0  # launches of phases overlap: the longest one counts, or the sum of what each takes of the multiprocessors
-    for number, (group, stages) in enumerate(_stages_of_launches(problem)):
-        us += FOLLOW if number else 0.0
-        works = [sum(map(tile_time, stages[i : i + at_once])) for i in range(0, len(group), at_once)]
-        tiles = math.prod(_tiles(problem, config, group)) * problem.groups * config.SPLIT
-        grid, turns = _grid(problem, group, tiles, multiprocessors), _turns(problem, group)
-        rounds = ceil(tiles * turns // at_once, grid)
-        if joins(problem, config):
-            joined += _parts_bytes(config) * ceil(tiles * turns, config.SPLIT * grid)
-        # a block takes tiles of all phases in turn, equally many of each
-        own = max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
-        longest, shared = max(longest, own), shared + own * grid / multiprocessors
-        _, across = _tiles(problem, config, group)
-        from_cache += across * problem.groups * sum(stages) / len(walks) * of_pixels
-    of_product = max(longest, shared, between + from_cache / CACHE_RATE)
+    lying = _reads_filter(problem)
+    launch_time = LYING.launch_time if lying else RATES[problem.itemsize].launch_time
+    us = launch_time + (HALO_SPLIT if config.splits_images else 0)
+    for _ in _stages_of_launches(problem)[1:]:
+        us += FOLLOW
+    of_product, joined = _product_time(problem, config, multiprocessors, lying)
     kept = 0 if lying or config.splits_images else 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
     if kept > FORGOTTEN:
         written = problem.itemsize * math.prod(problem.result_shape) * (2 if problem.has_residual else 1)
@@ -1103,13 +1056,109 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     if problem.layout == "NCHW" and len(walks) > 1:  # memory writes a sector again for each phase that has a pixel in it
         parts = min(walks[0].phase.step[2], SECTOR // problem.itemsize)
         us = max(us, problem.itemsize * math.prod(problem.result_shape) * parts / PARTS_OF_SECTORS)
+    return _corrected(us, problem, config, lying)
+
+
+def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, lying: bool) -> tuple[float, float]:
+    """Microseconds of the launches that multiply; and bytes of the parts of sums that a block adds."""
+    _, walks = _form(problem)
+    loaded = _loaded(problem, config, lying)
+    step, (stores, added) = _stage_time(problem, config, lying, loaded), _store_time(problem, config, multiprocessors)
+    # the halo loaders wait neither for loads nor for stores, unless stores take longer
+    between = 0 if config.halo else (LYING_TILE if _stores_last(problem, config) else TILE_TIME) + stores
+
+    def tile_time(steps: int) -> float:
+        product = ceil(steps, config.SPLIT) * step
+        if config.takes_turns:  # stores slow the other consumer's products down, but only the last ones are waited for
+            return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, PINGPONG_ALONE * between)
+        return max(product, stores) + added / HALO_JOINED if config.halo else product + between
+
+    # bytes of a stage that are loaded for the same pixels only; wgrad's pixels are taps, which share most of theirs
+    of_pixels = 0.0 if problem.layout == "CNHW" else loaded - limbs(problem) * config.BLOCK_M * 128
+    at_once, joined = _at_once(problem), 0.0
+    # blocks of the same pixels and other channels load them together, and so do phases; all else comes from the L2 cache again
+    from_cache = 0.0
+    longest = shared = 0.0  # launches of phases overlap: the longest one counts, or the sum of what each takes of the multiprocessors
+    for group, stages in _stages_of_launches(problem):
+        works = [sum(map(tile_time, stages[i : i + at_once])) for i in range(0, len(group), at_once)]
+        tiles = math.prod(_tiles(problem, config, group)) * problem.groups * config.SPLIT
+        grid, turns = _grid(problem, group, tiles, multiprocessors), _turns(problem, group)
+        rounds = ceil(tiles * turns // at_once, grid)
+        if joins(problem, config):
+            joined += _parts_bytes(config) * ceil(tiles * turns, config.SPLIT * grid)
+        # a block takes tiles of all phases in turn, equally many of each
+        own = max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
+        longest, shared = max(longest, own), shared + own * grid / multiprocessors
+        _, across = _tiles(problem, config, group)
+        from_cache += across * problem.groups * sum(stages) / len(walks) * of_pixels
+    return max(longest, shared, between + from_cache / CACHE_RATE), joined
+
+
+def _loaded(problem: ConvProblem, config: ImplicitGemm, lying: bool) -> float:
+    """Bytes of a stage, of which those of pixels count more whose loads take longer."""
+    packed, walks = _form(problem)
+    loaded = float(_ring(problem, config).stage)
+    if lying or config.halo:
+        return loaded
+    slower = UNALIGNED if packed.window is None and packed.pixel * problem.groups % packed.load else 1.0
+    slower *= PACKED_VOLUME if walks[0].rank == 3 else 1.0
+    return loaded + (slower - 1) * limbs(problem) * config.BLOCK_N * 128
+
+
+def _stage_time(problem: ConvProblem, config: ImplicitGemm, lying: bool, loaded: float) -> float:
+    """Microseconds of a stage, of which so many bytes are `loaded`: its products, its loads, its bytes; with a halo its products."""
+    packed, walks = _form(problem)
+    rates = RATES[problem.itemsize]
+    cycles = 4 * products(problem) * config.BLOCK_N * config.BLOCK_M / 128 * (LYING_PRODUCT if lying else 1)
+    if config.halo:
+        step = HALO_STAGE + cycles / rates.clock
+        if config.splits_images:  # a row has some 16 floats, of 64 channels
+            _, high = halo(problem, config)
+            step = max(step, 64 * 4 * high * _raw_pitch(problem, config) / RAW_RATE / math.prod(walks[0].taps))
+        return step
+    clock, of_filter = (LYING.clock, LYING.filter_cycles) if lying else (rates.clock, 0.0)
+    of_pixel = _pixel_cycles(problem, packed) if lying else rates.row_cycles * SHORT_ROW[packed.load]
+    loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
+    return max(cycles / clock, loads / clock, loaded / rates.loaded)
+
+
+def _stores_last(problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether a tile stores 16-bit results with their channels last, not parts of them."""
+    return problem.layout == "NHWC" and config.SPLIT == 1 and problem.itemsize == 2
+
+
+def _store_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> tuple[float, int]:
+    """Microseconds in which a tile stores its results; and elements of a residual that it adds to them."""
+    _, walks = _form(problem)
+    last, stored = _stores_last(problem, config), RATES[problem.itemsize].stored
+    if last and len(walks) > 1:
+        stored = PHASED_STORED
+    elif last:
+        stored = LYING_APART if _whole_rows(problem, 1) and not tensor_store(problem, config) else LYING_STORED
+    us = config.BLOCK_M * config.BLOCK_N * _stored_bytes(problem, config) / stored
+    if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
+        us *= SCATTERED if len(walks) == 1 or _defines_of(problem)["VEC"] == 1 else 1.0
+    elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and _defines_of(problem)["VEC"] == 1:
+        # elements are stored one by one, each in a sector of its own; all multiprocessors share the memory's rate for sectors
+        stored_at_once = math.prod(_tiles(problem, config, walks[:1])) * problem.groups * len(walks) / multiprocessors
+        us *= SCATTERED * max(1.0, min(walks[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
+    elif problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
+        us *= PHASED
+    added = config.BLOCK_M * config.BLOCK_N if problem.has_residual and config.SPLIT == 1 else 0
+    one_by_one = not last and _defines_of(problem)["VEC"] == 1
+    return us + added / (JOINED if last else JOINED_PLANES / JOINED_APART if one_by_one else JOINED_PLANES), added
+
+
+def _corrected(us: float, problem: ConvProblem, config: ImplicitGemm, lying: bool) -> float:
+    """`us` times the relative times of the problem's kind and of the tile."""
+    _, walks = _form(problem)
     if problem.layout == "NHWC" and problem.itemsize == 2 and not lying:
         us *= LAST_PACKED
     if problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
         small = config.BLOCK_M == 64 == config.BLOCK_N
         us *= PAIRED if paired(problem) else 1.0 if small else PHASED_TILE
     us *= NARROW if config.BLOCK_N <= 64 else WIDE if config.BLOCK_N >= 128 else 1.0
-    if count == 3:
+    if products(problem) == 3:
         us *= (TALL if config.BLOCK_M == 128 else 1.0) * (SHALLOW if config.STAGES == 2 else 1.0)
     if problem.layout == "NCHW" and len(walks) == 1 and walks[0].flat:
         us *= FLAT

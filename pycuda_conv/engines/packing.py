@@ -54,6 +54,7 @@ CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
 OFFSETS = {1: 65535, 2: 255, 3: 31}
 MOST_STRIDE = 8
 MOST_PIXELS = 2**31 - 2**20  # kernels count pixels in 32 bits, up to the end of a tile
+NOWHERE: tuple[int, int] = (INPUT, 0)  # the place of what a launch does not have
 WORTH_FOLDING = 0.6  # folding pays below this part of the elements packed without it: if a stride steps over pixels, folding packs fewer
 WORTH_FLAGS = 0.5e9  # multiplications of 16-bit numbers from which two short launches cost less than packing a window's rows one at a time
 
@@ -463,6 +464,21 @@ class PackedArray:
         each = 1 << (self.tiles - 1).bit_length()
         return replace(self, defines=self.defines | {"CLUSTER": CLUSTER}, arguments=self.arguments._replace(each=each))
 
+    def settled(self, clusters: bool, multiprocessors: int) -> PackedArray:
+        """The same with blocks that settle scales: one for an image guessed right, many if a few images may have to be packed
+        again, which one block alone would do slowly. (16-bit images are only checked, never packed again.) Clusters settle them alone."""
+        array = self.in_cluster() if clusters else self
+        if not array.defines["RANGE_CHECK"] or array.clustered:
+            return array
+        slices = max(1, min(array.tiles, SLOTS * multiprocessors // array.images)) if array.defines["IN"] == FLOAT else 1
+        return replace(array, arguments=array.arguments._replace(slices=slices, by_slices=divider(slices)))
+
+    def noted(self, room: Arena, scales: Place, flags: Place) -> tuple[Place, ...]:
+        """Where a launch writes scales and flags; and, without clusters, the extremes of tiles, which get a place in `room`."""
+        if self.clustered:
+            return scales, flags
+        return scales, flags, room.take(16 * self.images * self.tiles) if self.settling else NOWHERE
+
 
 def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filter: bool) -> PackedArray:
     """The images of `problem`, or with `as_filter` its filter packed as images are. With `gradient` float32's scale is sampled."""
@@ -584,83 +600,77 @@ def pack_operands(
     problem: ConvProblem, packed: PackedLayout, scratch: Arena, multiprocessors: int, filter_last: bool, clusters: bool, tickets: int
 ) -> Operands:
     """The launches that pack the operands, the images into `scratch`. `clusters`: the GPU has them. `tickets` words are set to zero."""
-    checked, count, written = flagged(problem, packed), limbs(problem), problem.result_channels
+    count, written = limbs(problem), problem.result_channels
     kept = Arena(PACKED)
     filter_rows = problem.groups * filter_sizes(problem, packed)[0] * 64
     w_limbs = kept.take(2 * count * filter_rows * row_blocks(problem, packed) * packed.load)
     w_scales, w_flags = kept.take(4 * written), kept.take(4 * written)
-    nowhere: tuple[int, int] = (INPUT, 0)
-    x_limbs = x_scales = x_flags = nowhere
-
-    def settled(images: PackedArray) -> PackedArray:
-        """The same with blocks that settle scales: one for an image guessed right, many if a few images may have to be packed
-        again, which one block alone would do slowly. (16-bit images are only checked, never packed again.)"""
-        if clusters:
-            images = images.in_cluster()
-        if not checked or images.clustered:
-            return images
-        slices = max(1, min(images.tiles, SLOTS * multiprocessors // images.images)) if problem.dtype == "float32" else 1
-        return replace(images, arguments=images.arguments._replace(slices=slices, by_slices=divider(slices)))
-
-    def noted(images: PackedArray, room: Arena, scales: Place, flags: Place) -> tuple[Place, ...]:
-        """Where a launch writes scales and flags; and, without clusters, the extremes of tiles."""
-        if images.clustered:
-            return scales, flags
-        return scales, flags, room.take(16 * images.images * images.tiles) if images.settling else nowhere
-
+    x_limbs = x_scales = x_flags = NOWHERE
     images = _packed(problem, packed, problem.direction == "dgrad", False)
     if not packed.as_is:
-        images = settled(images)
+        images = images.settled(clusters, multiprocessors)
         x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.stored) * problem.groups * packed.pixel)
-        if checked:
+        if flagged(problem, packed):
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
-    of_images, tiles = noted(images, scratch, x_scales, x_flags), _told_tiles(images)
-    x_tiles: Place = of_images[-1] if tiles else nowhere
-    w_tiles: Place = nowhere
+    of_images, tiles = images.noted(scratch, x_scales, x_flags), _told_tiles(images)
+    x_tiles: Place = of_images[-1] if tiles else NOWHERE
+    w_tiles: Place = NOWHERE
+    tickets_at = scratch.take(4 * tickets) if tickets else NOWHERE
 
-    tickets_at = scratch.take(4 * tickets) if tickets else nowhere
+    images, row_packers = _with_filter(problem, packed, images, filter_rows, filter_last, multiprocessors)
+    buffers = (INPUT, WEIGHT, x_limbs, *of_images, w_limbs, w_scales, w_flags, tickets_at)
 
-    strides = dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)) if filter_last else {}
-    of_filter = images.arguments._replace(**strides)
-    shared = images.filter_shared
-    if of_filter.w_m == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:  # without shared memory
-        by_one = divider(1)
-        of_filter = of_filter._replace(fitting=0, by_fitting=by_one, part_pieces=0, by_part_pieces=by_one, parts=1, by_parts=by_one)
-        of_filter = of_filter._replace(row_bits=BESIDE_ROWS.bit_length() - 1)
-        shared = 0
-    elif written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed):
-        of_filter = of_filter._replace(row_bits=WARPS.bit_length() - 1)
-        shared *= WARPS
-    else:
-        filter_rows *= _filter_parts(problem, packed)  # from here on: blocks that pack rows
-    images = replace(images, arguments=of_filter, filter_shared=shared)
-
-    def pack(filter_rows: int, blocks: int) -> list[KernelLaunch]:
-        buffers = (INPUT, WEIGHT, x_limbs, *of_images, w_limbs, w_scales, w_flags, tickets_at)
-        told = images.arguments._replace(filter_rows=filter_rows, tickets=tickets if blocks else 0)
-        if not blocks:
-            told = told._replace(slices=0, by_slices=divider(1))
-        shared = max(images.shared if blocks else 0, images.filter_shared if filter_rows else 0)
-        grid = images.in_clusters(filter_rows >> told.row_bits) + blocks  # all blocks of a cluster pack images, or all pack the filter
-        return [KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=told)]
+    def pack(rows: int, blocks: int) -> list[list[KernelLaunch]]:
+        return [[_pack_beside(images, buffers, rows, blocks, tickets)]]
 
     if problem.layout == "CNHW":  # wgrad: the filter is as large as the images
-        rows = settled(_packed(problem, packed, True, True))
-        of_rows = noted(rows, kept, w_scales, w_flags)
-        tiles, w_tiles = tiles + (_told_tiles(rows) << 32), of_rows[-1] if rows.settling else nowhere
-        buffers = (WEIGHT, WEIGHT, w_limbs, *of_rows, w_limbs, w_scales, w_flags, nowhere)
-
-        def pack_rows(rows: PackedArray) -> KernelLaunch:
-            return KernelLaunch("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, (), shared=rows.shared, arguments=rows.arguments)
-
+        rows = _packed(problem, packed, True, True).settled(clusters, multiprocessors)
+        of_rows = rows.noted(kept, w_scales, w_flags)
+        tiles, w_tiles = tiles + (_told_tiles(rows) << 32), of_rows[-1] if rows.settling else NOWHERE
+        of_filter = (WEIGHT, WEIGHT, w_limbs, *of_rows, w_limbs, w_scales, w_flags, NOWHERE)
         one = rows.arguments._replace(slices=min(rows.arguments.slices, 1), by_slices=divider(1))  # no product follows to clear the tiles
-        prepare, alone = [[pack_rows(replace(rows, arguments=one))]], [pack(0, images.blocks)]
-        both = [[pack_rows(rows), *alone[0]]]
+        prepare, images_alone = [[_pack_alone(replace(rows, arguments=one), of_filter)]], pack(0, images.blocks)
+        both = [[_pack_alone(rows, of_filter), *images_alone[0]]]
     else:
-        prepare = [pack(filter_rows, 0)]
-        alone, both = ([], prepare) if packed.as_is else ([pack(n, images.blocks)] for n in (0, filter_rows))
+        prepare = pack(row_packers, 0)
+        images_alone, both = ([], prepare) if packed.as_is else (pack(0, images.blocks), pack(row_packers, images.blocks))
     places = (x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, tickets_at)
-    return Operands(*places, x_tiles, w_tiles, tiles, prepare, alone, both, kept.used)
+    return Operands(*places, x_tiles, w_tiles, tiles, prepare, images_alone, both, kept.used)
+
+
+def _with_filter(
+    problem: ConvProblem, packed: PackedLayout, images: PackedArray, rows: int, filter_last: bool, multiprocessors: int
+) -> tuple[PackedArray, int]:
+    """`images` with the arguments by which their launch packs so many `rows` of the filter too; and the number of parts of these rows."""
+    written, shared = problem.result_channels, images.filter_shared
+    strides = dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)) if filter_last else {}
+    told = images.arguments._replace(**strides)
+    if told.w_m == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:  # without shared memory
+        by_one = divider(1)
+        told = told._replace(fitting=0, by_fitting=by_one, part_pieces=0, by_part_pieces=by_one, parts=1, by_parts=by_one)
+        told = told._replace(row_bits=BESIDE_ROWS.bit_length() - 1)
+        shared = 0
+    elif written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed):
+        told = told._replace(row_bits=WARPS.bit_length() - 1)
+        shared *= WARPS
+    else:
+        rows *= _filter_parts(problem, packed)
+    return replace(images, arguments=told, filter_shared=shared), rows
+
+
+def _pack_beside(images: PackedArray, buffers: tuple[Place, ...], rows: int, blocks: int, tickets: int) -> KernelLaunch:
+    """The launch that packs so many `rows` of the filter, and the images in so many `blocks`; either may be 0."""
+    told = images.arguments._replace(filter_rows=rows, tickets=tickets if blocks else 0)
+    if not blocks:
+        told = told._replace(slices=0, by_slices=divider(1))
+    shared = max(images.shared if blocks else 0, images.filter_shared if rows else 0)
+    grid = images.in_clusters(rows >> told.row_bits) + blocks  # all blocks of a cluster pack images, or all pack the filter
+    return KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=told)
+
+
+def _pack_alone(array: PackedArray, buffers: tuple[Place, ...]) -> KernelLaunch:
+    """The launch that packs an array alone."""
+    return KernelLaunch("pack", array.defines, array.blocks, PACK_THREADS, buffers, (), shared=array.shared, arguments=array.arguments)
 
 
 def _told_tiles(images: PackedArray) -> int:

@@ -241,6 +241,8 @@ def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
         return "tensor loads take planes of a multiple of 16 bytes"
     if forward.C // forward.groups % 2:
         return "it writes two neighbouring channels at once"
+    if not _bundle(problem):
+        return "its tiles take groups whose channels are together a multiple of 16 bytes"
     return "it counts stages in 31 bits" if problem.largest_array >= 2**31 else None
 
 
