@@ -453,7 +453,8 @@ def _together(texts: list[str], arch: str) -> list[str] | None:
             done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=900, check=False)
             if done.returncode:
                 return None
-            whole.append(f'namespace text{i}_ {{\n{done.stdout.replace(_EXTERN, "__global__")}\n}}\n')
+            inside = re.sub(r"(?<=\s)::(?=\w)", f"text{i}_::", done.stdout.replace(_EXTERN, "__global__"))
+            whole.append(f"namespace text{i}_ {{\n{inside}\n}}\n")
         Path(folder, "kernels.cu").write_text("".join(whole))
         command = [str(NVCC), "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-o", "kernels.cubin", "kernels.cu"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
