@@ -60,6 +60,7 @@ BACKWARD = [
     dgrad((2, 16, 7, 9), (16, 8, 3, 3), padding=((2, 0), (0, 1)), groups=4), dgrad((1, 48, 8, 8), (48, 4, 3, 2), padding=1, groups=4),
     dgrad((1, 16, 5, 6), (16, 4, 3, 3), stride=2, dilation=3, groups=4), dgrad((1, 64, 6, 7), (64, 32, 3, 3), stride=(2, 1), padding=1, groups=2),
     dgrad((2, 16, 9, 8), (16, 4, 3, 3), padding=(4, 3), groups=4, bias=False), dgrad((1, 24, 5, 6), (24, 16, 3, 3), stride=2, padding=1),
+    dgrad((3, 16, 1, 7), (16, 8, 3, 3), stride=2, padding=1, groups=2), dgrad((5, 16, 1, 4), (16, 4, 1, 2), stride=2, dilation=3, groups=4),
 ]  # fmt: skip
 
 #: Tiles of one row group and of several, of one unit and of more than there may be, of several images, narrower and wider than a product.

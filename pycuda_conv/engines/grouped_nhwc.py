@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -156,8 +156,9 @@ def _walk(problem: ConvProblem, phase: Phase) -> _Walk:
     _, height, width = problem.operand_size
     images = problem.N
     if down.size == height == problem.result_size[1] and (down.taps, down.stride, down.low) == (1, 1, 0):
-        # rows know nothing of each other: all images are one
-        images, height, down = 1, images * height, down._replace(size=images * height)
+        # rows know nothing of each other: all images are one. With a stride these have a row each, which follow one another
+        step_d, _, step_w = phase.step
+        images, height, down, phase = 1, images * height, down._replace(size=images * height), replace(phase, step=(step_d, 1, step_w))
     return _Walk(phase, images, (height, width), down, right)
 
 
