@@ -463,24 +463,27 @@ def test_blocks_of_a_resnet_are_trained_as_one_layer_each_sum_with_it(where, cal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_resnet_under_autocast_with_channels_last(where, summed, dtype):
     """No further from float64 than twice torch's own way; parameters and gradients stay in float32."""
-    theirs = ready(SmallResNet(), where)
-    plain = copy.deepcopy(theirs).float().to(memory_format=torch.channels_last)
-    ours = pn.convert(copy.deepcopy(plain), fuse_training=True)
-    x = numbers(6, 3, 33, 32, where=where).float().to(memory_format=torch.channels_last)
-    expected = theirs.train()(x.double())
-    expected.square().sum().backward()
-    off = []
-    for model in (ours.train(), plain.train()):
-        with torch.autocast(where, dtype):
-            made = model(x)
-        made.float().square().sum().backward()
-        pairs = zip(model.parameters(), theirs.parameters(), strict=True)
-        off.append(math.sqrt(sum(((got.grad - ref.grad).norm() / ref.grad.norm()).item() ** 2 for got, ref in pairs)))
-        assert all(p.dtype is torch.float32 is p.grad.dtype for p in model.parameters())
-        for got, ref in zip(model.buffers(), theirs.buffers(), strict=True):
-            torch.testing.assert_close(got.double(), ref.double(), rtol=0.02, atol=0.02)
-    assert summed == [True] * 4
-    assert off[0] < 2 * off[1]
+    off = [0.0, 0.0]  # of one network, a few results whose sign rounding decides can put either 5 times as far off as the other
+    for seed in range(4):
+        torch.manual_seed(seed)
+        theirs = ready(SmallResNet(), where)
+        plain = copy.deepcopy(theirs).float().to(memory_format=torch.channels_last)
+        ours = pn.convert(copy.deepcopy(plain), fuse_training=True)
+        x = numbers(6, 3, 33, 32, where=where).float().to(memory_format=torch.channels_last)
+        expected = theirs.train()(x.double())
+        expected.square().sum().backward()
+        summed.clear()
+        for i, model in enumerate((ours.train(), plain.train())):
+            with torch.autocast(where, dtype):
+                made = model(x)
+            made.float().square().sum().backward()
+            pairs = zip(model.parameters(), theirs.parameters(), strict=True)
+            off[i] += sum(((got.grad - ref.grad).norm() / ref.grad.norm()).item() ** 2 for got, ref in pairs)
+            assert all(p.dtype is torch.float32 is p.grad.dtype for p in model.parameters())
+            for got, ref in zip(model.buffers(), theirs.buffers(), strict=True):
+                torch.testing.assert_close(got.double(), ref.double(), rtol=0.02, atol=0.02)
+        assert summed == [True] * 4
+    assert math.sqrt(off[0]) < 2 * math.sqrt(off[1])
 
 
 @pytest.mark.gpu
