@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, unsupported
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
@@ -195,8 +195,8 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted
 
 def _wide(problem: ConvProblem) -> bool:
     """Whether two neighbouring pixels, and rows of a filter that threads load, can be loaded at once."""
-    flat = problem.stride == (1, 1, 1) and problem.operand_size == problem.result_size and not any(problem.padding_before)
-    return flat and math.prod(problem.result_size) % 2 == 0 and not (_gathers_filter(problem) and problem.result_channels % 2)
+    even = math.prod(problem.result_size) % 2 == 0 and not (_gathers_filter(problem) and problem.result_channels % 2)
+    return even and pixel_by_pixel(problem)
 
 
 def _tiles(problem: ConvProblem, config: GatheredPlanes) -> tuple[int, int, int]:
