@@ -11,13 +11,13 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, unsupported
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_one_product
+from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap

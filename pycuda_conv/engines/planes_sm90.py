@@ -11,12 +11,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper import CLOCK, ROW, most_shared, unsupported
 from pycuda_conv.engines.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap

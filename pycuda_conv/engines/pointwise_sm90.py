@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
 from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
 from pycuda_conv.engines.range_guard import MomentsLayout
@@ -34,7 +34,7 @@ from pycuda_conv.engines.schedule import (
     finish_constants,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
-from pycuda_conv.engines.tensor_cores import fastest, limbs, products
+from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, phases, pixel_by_pixel
 from pycuda_conv.engines.hopper import (
     CLOCK,
@@ -37,7 +37,7 @@ from pycuda_conv.engines.hopper import (
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, fastest
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
