@@ -57,6 +57,11 @@ BY_RULE = 0.0
 LAST_RESORT = math.inf
 
 
+def fastest(timed: Iterable[tuple[float, C]]) -> tuple[float, C] | None:
+    """The first of the pairs with the shortest time; None if there are none."""
+    return min(timed, key=lambda pair: pair[0], default=None)
+
+
 class Engine(Protocol):
     """A family of kernels. The modules that :data:`pycuda_conv.engines.registry.ENGINES` lists are such objects.
 

@@ -16,7 +16,7 @@ from itertools import product
 from typing import NamedTuple
 
 from pycuda_conv.engines import transpose_filter
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper import (
     BEGIN,
@@ -64,7 +64,7 @@ from pycuda_conv.engines.schedule import (
     finish,
     finish_constants,
 )
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, why_not_one_product
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.base import BY_RULE, Config, fastest
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
-from pycuda_conv.engines.tensor_cores import fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch

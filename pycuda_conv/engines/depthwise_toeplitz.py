@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from pycuda_conv.engines.ampere import unsupported
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -29,7 +29,7 @@ from pycuda_conv.engines.schedule import (
     grid_refusal,
     shared_limit,
 )
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch

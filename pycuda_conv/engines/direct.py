@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config
+from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config, fastest
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, divider, needs_64_bits, outputs_apart, taps_apart
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -582,7 +582,7 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     timed = [(time(problem, config, device), config) for config in legal]
     if alone and len(legal) > 1 and math.prod(problem.result_size) > WARP:  # see CLEARLY
         timed = [(us if us is None or config != Single() else us * CLEARLY, config) for us, config in timed]
-    return min(((BY_RULE if us is None else us, config) for us, config in timed), key=lambda pair: pair[0], default=None)
+    return fastest((BY_RULE if us is None else us, config) for us, config in timed)
 
 
 def _in_parts(problem: ConvProblem, config: Config) -> Iterator[Config]:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from pycuda_conv.engines.base import LAST_RESORT, Config
+from pycuda_conv.engines.base import LAST_RESORT, Config, fastest
 from pycuda_conv.engines.geometry import (
     Phase,
     accumulator_bytes,
@@ -328,5 +328,5 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Gemm] | None:
     # a CPU has too few registers for a thread's sums: there direct_batched.cu was up to twice as fast
     if device.backend == "cuda":
         timed = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)
-        return min(((us, config) for us, config in timed if us is not None), key=lambda pair: pair[0], default=None)
+        return fastest((us, config) for us, config in timed if us is not None)
     return (LAST_RESORT, CPU_TILE) if refusal(problem, CPU_TILE) is None else None

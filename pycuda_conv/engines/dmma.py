@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import (
     Phase,
     arguments,
@@ -42,7 +42,6 @@ from pycuda_conv.engines.schedule import (
     grid_refusal,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
-from pycuda_conv.engines.tensor_cores import fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch

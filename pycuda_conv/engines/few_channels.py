@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import (
     Strides,
     arguments,
@@ -23,7 +23,7 @@ from pycuda_conv.engines.geometry import (
     written_strides,
 )
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, products
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, limbs, products
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch

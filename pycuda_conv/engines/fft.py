@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.base import BY_RULE, Config, fastest
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -402,7 +402,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Fft] | None:
     """The tile that should be fastest; by rule if plain cores should take longer for a filter that reads one channel."""
-    found = min(((time(problem, config, device), config) for config in configs(problem, device)), key=lambda pair: pair[0], default=None)
+    found = fastest((time(problem, config, device), config) for config in configs(problem, device))
     if found is None:
         return None
     us, config = CLEARLY * found[0], found[1]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines import transpose_filter
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper import (
     ADDED,
@@ -47,7 +47,7 @@ from pycuda_conv.engines.schedule import (
     finish,
     finish_constants,
 )
-from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_one_product
+from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap

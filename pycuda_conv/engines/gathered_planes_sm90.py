@@ -11,13 +11,13 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, unsupported
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest, why_not_one_product
+from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
@@ -195,8 +195,8 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted
 
 def _wide(problem: ConvProblem) -> bool:
     """Whether two neighbouring pixels, and rows of a filter that threads load, can be loaded at once."""
-    flat = problem.stride == (1, 1, 1) and problem.operand_size == problem.result_size and not any(problem.padding_before)
-    return flat and math.prod(problem.result_size) % 2 == 0 and not (_gathers_filter(problem) and problem.result_channels % 2)
+    even = math.prod(problem.result_size) % 2 == 0 and not (_gathers_filter(problem) and problem.result_channels % 2)
+    return even and pixel_by_pixel(problem)
 
 
 def _tiles(problem: ConvProblem, config: GatheredPlanes) -> tuple[int, int, int]:

@@ -87,6 +87,13 @@ def forward_of(problem: ConvProblem) -> ConvProblem:
     )  # fmt: skip
 
 
+def pixel_by_pixel(problem: ConvProblem) -> bool:
+    """Whether a pixel of the result meets the same pixel of the input alone: a 1x1 filter without stride and padding."""
+    ones = (1, 1, 1)
+    alike = problem.filter_size == problem.stride == ones and problem.operand_size == problem.result_size
+    return alike and not any(problem.padding_before)
+
+
 def needs_64_bits(problem: ConvProblem, parts: int = 0) -> bool:
     """Whether offsets need 64 bits: into the arrays, or into `parts` elements of a workspace or pixels of slices."""
     # offsets are formed a little past the end of an array (a tile's tail, a tap outside the image) before they are checked

@@ -12,7 +12,7 @@ from itertools import product
 from typing import ClassVar, NamedTuple
 
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.packing import (
     ARITHMETICS,
@@ -36,7 +36,7 @@ from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.ring import Ring
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products
+from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place

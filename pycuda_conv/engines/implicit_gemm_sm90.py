@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import Phase, arguments, by_axis, ceil
 from pycuda_conv.engines.hopper import MEMORY, SHARED_BYTES, THREADS, read_bytes, unsupported
 from pycuda_conv.engines.packing import (
@@ -41,7 +41,7 @@ from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, why_not_so_many
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products
+from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap

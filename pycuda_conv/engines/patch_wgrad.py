@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.split_sum import reduce_launch
@@ -237,4 +237,4 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, PatchWgrad] | N
     if device.backend != "cuda":
         return None
     found = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)
-    return min(found, key=lambda pair: pair[0], default=None)
+    return fastest(found)

@@ -11,12 +11,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import arguments, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper import CLOCK, ROW, most_shared, unsupported
 from pycuda_conv.engines.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
@@ -66,8 +66,7 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes float16 and bfloat16 arrays of one group"
     if problem.is_empty:
         return "there is nothing to compute"
-    ones = (1, 1, 1)
-    if problem.filter_size != ones or problem.stride != ones or any(problem.padding_before) or problem.operand_size != problem.result_size:
+    if not pixel_by_pixel(problem):
         return "it takes 1x1 filters without stride and padding"
     if math.prod(problem.operand_size) % 8 or problem.weight_shape[1] % 8:
         return "tensor loads take planes, and rows of the filter, of a multiple of 16 bytes"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, NamedTuple
 
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import arguments, ceil, filter_strides
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
 from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.ring import ALIGNMENT, Ring
@@ -34,7 +34,7 @@ from pycuda_conv.engines.schedule import (
     finish_constants,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
-from pycuda_conv.engines.tensor_cores import fastest, limbs, products
+from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
@@ -87,11 +87,11 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes float32 arrays of one group"
     if problem.is_empty:
         return "there is nothing to compute"
-    ones = (1, 1, 1)
     if _wgrad(problem):
+        ones = (1, 1, 1)
         alike = problem.operand_size == problem.filter_size and problem.result_size == ones == problem.stride == problem.dilation
     else:
-        alike = problem.filter_size == ones and problem.operand_size == problem.result_size and problem.stride == ones
+        alike = pixel_by_pixel(problem)
     if not alike or any(problem.padding_before):
         return "it takes 1x1 filters without stride and padding"
     if (problem.operand_channels if problem.layout == "NHWC" else math.prod(problem.operand_size)) % 4:

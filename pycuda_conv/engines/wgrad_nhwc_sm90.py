@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, phases
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, phases, pixel_by_pixel
 from pycuda_conv.engines.hopper import (
     CLOCK,
     ROW,
@@ -37,7 +37,7 @@ from pycuda_conv.engines.hopper import (
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
-from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, fastest
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
@@ -231,11 +231,9 @@ def why_not(problem: ConvProblem) -> str | None:
 
 def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, whose arrays are NCHW, or None if it can."""
-    ones = (1, 1, 1)
     if problem.itemsize != 2:
         return "it takes NCHW arrays of float16 and bfloat16"
-    alike = forward.filter_size == forward.stride == ones and forward.input_size == forward.output_size
-    if not alike or any(forward.padding_before):
+    if not pixel_by_pixel(forward):
         return "of NCHW arrays it takes 1x1 filters without stride and padding"
     if math.prod(forward.output_size) % _word(problem):
         return "tensor loads take planes of a multiple of 16 bytes"
