@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import emulator
 import numpy as np
 import simt
+import truncation
 from reference import ACTIVATIONS, EPS, Case, activated, assert_close, assert_exact
-from test_implicit_gemm import Arrays, asked, check_on_gpu, dtype_of
+from test_implicit_gemm import H200, Arrays, asked, bound, check_on_gpu, dtype_of, side_by_side
+from test_kernels import check_refused
 
-from pycuda_conv import ConvProblem
+from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.runtime.base import KERNEL_DIR
 from pycuda_conv.tools import families
 
 
@@ -47,6 +51,37 @@ def sharing(options: Iterable[Sequence[tuple]], problem_of: Callable[..., ConvPr
     return found
 
 
+def check_integers(case: Case, mode: str, config: Any, seeds: Sequence[int] = (1, 2), **options: Any) -> None:
+    """Small integers are exact, on the simulated machine."""
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=seeds, **options), case.reference(*arrays), config)
+
+
+def check_normals(case: Case, mode: str, config: Any) -> None:
+    """Random data stay within the bound, on the simulated machine."""
+    arrays = case.normals(dtype_of(mode), seed=1)
+    ref = case.reference(*arrays)
+    assert_close(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)), ref, bound(case, mode, *arrays, ref), config)
+
+
+def bits_by_order(engine: Any, case: Case, mode: str, configs: Iterable[Any]) -> dict[Any, set[bytes]]:
+    """The results of some configurations on the simulated machine, by their orders of sums."""
+    arrays, found = case.normals(dtype_of(mode), seed=3), {}
+    for config in configs:
+        order = engine.sum_order(asked(case, mode), config)
+        found.setdefault(order, set()).add(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)).tobytes())
+    return found
+
+
+def check_no_bias(three_products: Callable[[np.ndarray, np.ndarray, float], np.ndarray], file: str, depth: int) -> None:
+    """A kernel's sums of three products are too small by themselves, and are not with the LOST that its text gives back."""
+    lost, rng = float(re.search(r"LOST = ([\d.e-]+)f", (KERNEL_DIR / file).read_text())[1]) * 16 / 15, np.random.default_rng(depth)
+    x, w = (rng.standard_normal((depth, 64)).astype(np.float32).astype(np.float64) for _ in range(2))
+    found, error = truncation.shrinkage(three_products(x, w, lost), x.T @ w)
+    before, _ = truncation.shrinkage(three_products(x, w, 0), x.T @ w)
+    assert abs(found) < 1e-8 + 4 * error and before < -3e-8, (found, error, before)
+
+
 def check_epilogue(case: Case, mode: str, config: Any, activations: Sequence = ACTIVATIONS) -> None:
     """Bias, scale, residual and ReLU; then each activation, with a residual and without: on the simulated machine."""
     problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
@@ -76,6 +111,37 @@ def random_problems(
                 except ValueError:
                     continue
                 yield problem
+
+
+def like_h200(capability: tuple[int, int], backend: str) -> Any:
+    """A device with an H200's figures, of another capability or backend."""
+    return type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
+
+
+def check_refused_on(device: Any, problem: ConvProblem, config: Any, reason: str) -> None:
+    """`engines` says why a configuration cannot run a problem there, and raises with it."""
+    check_refused(lambda *given: engines.refusal(*given, device), lambda *given: engines.schedule(*given, device), problem, config, reason)
+
+
+def check_choices_of_planes(engine: Any, problems: Iterable[ConvProblem]) -> None:
+    """Of 1x1 layers: what is chosen is legal, each candidate is one launch, and its text is listed."""
+    listed, met = list(engine.texts(H200)), 0
+    for problem in problems:
+        if engine.why_not(problem):
+            assert engine.choose(problem, H200) is None, problem
+            continue
+        met += 1
+        found = list(engine.configs(problem, H200))
+        assert engine.choose(problem, H200)[1] in found and all(engine.refusal(problem, config) is None for config in found), problem
+        for config in found:
+            ((launch,),) = engine.schedule(problem, config, H200).whole
+            assert any(launch in one for one in listed), launch.defines
+    assert met > 10, met
+
+
+def plans_of(name: str, runs: Iterable[tuple]) -> dict:
+    """The plans of all runs (case, mode, configuration) on a GPU, by the runs' words."""
+    return side_by_side(name, lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), runs)
 
 
 def check_numbers_on_gpu(torch: Any, plan: Any, case: Case, mode: str) -> None:

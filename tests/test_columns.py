@@ -7,12 +7,11 @@ from functools import cache
 
 import pytest
 import simt
-from alike import check_epilogue, check_numbers_on_gpu
+from alike import check_epilogue, check_numbers_on_gpu, check_refused_on, like_h200, plans_of
 from reference import DTYPES, assert_exact, dgrad, fprop
-from test_implicit_gemm import H200, NVCC, asked, check_compiled, dtype_of, ids_of, side_by_side, torch  # noqa: F401 -- torch: a fixture
-from test_kernels import check_refused
+from test_implicit_gemm import H200, NVCC, asked, check_compiled, dtype_of, ids_of, torch  # noqa: F401 -- torch: a fixture
 
-from pycuda_conv import Plan, engines
+from pycuda_conv import engines
 from pycuda_conv.engines import columns as cs
 from pycuda_conv.engines.columns import Columns
 from pycuda_conv.engines.direct_gemm import Gemm
@@ -67,11 +66,11 @@ def test_what_finishes_a_sum():
     ids=lambda v: str(v)[:50],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(problem, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), problem, config, reason)
+    check_refused_on(H200, problem, config, reason)
 
 
 def test_opencl_does_not_have_it():
-    device = type(H200)(**{**vars(H200), "capability": (0, 0), "backend": "opencl"})
+    device = like_h200((0, 0), "opencl")
     assert engines.refusal(asked(SEVERAL[0], "fp32"), Columns(str(Gemm())), device) is not None
 
 
@@ -111,7 +110,7 @@ def test_the_kernel_compiles_and_does_not_spill():
 
 @cache
 def plans() -> dict:
-    return side_by_side("columns", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+    return plans_of("columns", RUNS)
 
 
 @pytest.mark.gpu

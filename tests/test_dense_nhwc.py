@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from alike import check_numbers_on_gpu, random_problems
+from alike import check_numbers_on_gpu, check_refused_on, like_h200, plans_of, random_problems
 from reference import DTYPES, Case, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     AWKWARD,
@@ -27,10 +27,8 @@ from test_implicit_gemm import (
     emulated,
     ids_of,
     limbs_bound,
-    side_by_side,
     torch,  # noqa: F401 -- a fixture
 )
-from test_kernels import check_refused
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import dense_nhwc_sm90 as dn
@@ -147,13 +145,12 @@ BASE = CASES[0]
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
     problem = asked(case, mode)
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), problem, config, reason)
+    check_refused_on(H200, problem, config, reason)
 
 
 def test_other_gpus_do_not_have_it():
     for capability, backend in (((8, 0), "cuda"), ((10, 0), "cuda"), ((0, 0), "opencl")):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert engines.refusal(asked(BASE, "fp16 last"), DenseNhwc(), device) is not None
+        assert engines.refusal(asked(BASE, "fp16 last"), DenseNhwc(), like_h200(capability, backend)) is not None
 
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
@@ -259,7 +256,7 @@ RUNS += [(LARGE, mode, config) for mode in MODES for config in (DenseNhwc(128, 1
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("channels last", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+    return plans_of("channels last", RUNS)
 
 
 @pytest.mark.gpu

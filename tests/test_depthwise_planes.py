@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import reference
 import simt
-from alike import first_runs, sharing
+from alike import check_refused_on, first_runs, sharing
 from reference import ACTIVATIONS, DTYPES, EPS, activated, assert_close, assert_exact, dgrad, fprop
 from reference import run as run_plan
-from test_few_pixels import H200, NVCC, check_compiled, check_refused
+from test_few_pixels import H200, NVCC, check_compiled
 from test_implicit_gemm import ids_of
 
 from pycuda_conv import ConvProblem, Plan, engines
@@ -124,7 +124,7 @@ def test_a_broken_kernel_is_noticed(old, new):
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), case.problem("float32"), config, reason)
+    check_refused_on(H200, case.problem("float32"), config, reason)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

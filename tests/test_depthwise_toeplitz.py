@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import reference
 import simt
-from alike import check_epilogue, check_numbers_on_gpu, first_runs, sharing
+from alike import check_epilogue, check_numbers_on_gpu, check_refused_on, first_runs, like_h200, plans_of, sharing
 from reference import ACTIVATIONS, DTYPES, assert_close, assert_exact, dgrad, fprop
-from test_few_pixels import H200, NVCC, check_compiled, check_refused
-from test_implicit_gemm import Arrays, asked, ids_of, side_by_side, torch  # noqa: F401 -- torch: a fixture
+from test_few_pixels import H200, NVCC, check_compiled
+from test_implicit_gemm import Arrays, asked, ids_of, torch  # noqa: F401 -- torch: a fixture
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import depthwise_toeplitz as dt
@@ -144,13 +144,12 @@ def test_a_broken_kernel_is_noticed(old, new):
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, dtype, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), case.problem(dtype), config, reason)
+    check_refused_on(H200, case.problem(dtype), config, reason)
 
 
 def test_other_devices_do_not_have_it():
     for capability, backend in (((7, 5), "cuda"), ((0, 0), "opencl")):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert engines.refusal(CASES[0].problem("float16"), DepthwiseToeplitz(), device) is not None
+        assert engines.refusal(CASES[0].problem("float16"), DepthwiseToeplitz(), like_h200(capability, backend)) is not None
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -192,7 +191,7 @@ def test_the_kernels_compile_and_do_not_spill():
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("depthwise toeplitz", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+    return plans_of("depthwise toeplitz", RUNS)
 
 
 @pytest.mark.gpu

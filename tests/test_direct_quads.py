@@ -10,10 +10,9 @@ from functools import cache
 import numpy as np
 import pytest
 import simt
-from alike import check_epilogue, check_numbers_on_gpu, random_problems
+from alike import check_epilogue, check_numbers_on_gpu, check_refused_on, plans_of, random_problems
 from reference import ACTIVATIONS, DTYPES, Case, assert_close, assert_exact, dgrad, fprop
-from test_implicit_gemm import H200, NVCC, asked, bound, check_compiled, check_not_finite, ids_of, side_by_side, torch  # noqa: F401 -- a fixture
-from test_kernels import check_refused
+from test_implicit_gemm import H200, NVCC, asked, bound, check_compiled, check_not_finite, ids_of, torch  # noqa: F401 -- a fixture
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import direct_quads as dq
@@ -115,7 +114,7 @@ BASE = CASES[0]
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), asked(case, mode), config, reason)
+    check_refused_on(H200, asked(case, mode), config, reason)
 
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
@@ -159,7 +158,7 @@ def test_the_kernels_compile_and_do_not_spill():
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("quads", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+    return plans_of("quads", RUNS)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import replace
 from functools import cache
 
@@ -11,8 +10,20 @@ import numpy as np
 import pytest
 import simt
 import truncation
-from alike import check_epilogue, check_numbers_on_gpu, random_problems, sharing
-from reference import Case, assert_close, assert_exact, dgrad, fprop
+from alike import (
+    bits_by_order,
+    check_epilogue,
+    check_integers,
+    check_no_bias,
+    check_normals,
+    check_numbers_on_gpu,
+    check_refused_on,
+    like_h200,
+    plans_of,
+    random_problems,
+    sharing,
+)
+from reference import Case, dgrad, fprop
 from test_implicit_gemm import (
     H200,
     MODES,
@@ -20,22 +31,18 @@ from test_implicit_gemm import (
     SCENARIOS,
     Arrays,
     asked,
-    bound,
     check_compiled,
     check_not_finite,
     check_scenario,
     data,
     dtype_of,
     ids_of,
-    side_by_side,
     torch,  # noqa: F401 -- a fixture
 )
-from test_kernels import check_refused
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import few_channels as fc
 from pycuda_conv.engines.few_channels import FewChannels
-from pycuda_conv.runtime.base import KERNEL_DIR
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
@@ -62,17 +69,12 @@ RUNS = [(case, mode, (found := tiles(case, mode))[(5 * i + j) % len(found)]) for
 SOME = sharing([[run for run in RUNS if run[0] is case] for case in CASES])  # each case once
 
 
-def check(case: Case, mode: str, config, seeds=(1, 2), **options) -> None:
-    arrays = case.integers(dtype_of(mode))
-    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=seeds, **options), case.reference(*arrays), config)
-
-
 @on_cpu
 @pytest.mark.parametrize(("case", "mode", "config"), SOME, ids=ids_of(SOME))
 def test_integers_are_exact(case, mode, config):
-    check(case, mode, config)
+    check_integers(case, mode, config)
     if "last" in mode:
-        check(case, mode, config, (3,), filter_last=True)
+        check_integers(case, mode, config, (3,), filter_last=True)
 
 
 @on_cpu
@@ -80,9 +82,7 @@ def test_integers_are_exact(case, mode, config):
 @pytest.mark.parametrize("number", [1, 19])
 def test_random_data(number, mode):
     case, config = CASES[number], tiles(CASES[number], mode)[number % 5]
-    arrays = case.normals(dtype_of(mode), seed=1)
-    ref = case.reference(*arrays)
-    assert_close(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)), ref, bound(case, mode, *arrays, ref), config)
+    check_normals(case, mode, config)
 
 
 @on_cpu
@@ -90,16 +90,13 @@ def test_random_data(number, mode):
 @pytest.mark.parametrize("case", [CASES[1], CASES[15]], ids=str)
 def test_blocks_of_many_tiles_and_of_one(case, multiprocessors):
     for config in tiles(case, "fp16 last")[:2]:
-        check(case, "fp16 last", config, (1,), multiprocessors=multiprocessors)
+        check_integers(case, "fp16 last", config, (1,), multiprocessors=multiprocessors)
 
 
 @on_cpu
 def test_tiles_of_one_order_of_sums_give_the_same_bits():
     case, mode = CASES[4], "fp32 last"
-    arrays, found = case.normals("float32", seed=3), {}
-    for config in tiles(case, mode):
-        order = fc.sum_order(asked(case, mode), config)
-        found.setdefault(order, set()).add(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)).tobytes())
+    found = bits_by_order(fc, case, mode, tiles(case, mode))
     assert len(found) == 3 and all(len(bits) == 1 for bits in found.values())
 
 
@@ -124,7 +121,7 @@ def test_the_epilogue(case, mode, config):
 def test_a_broken_kernel_is_noticed(old, new):
     case = fprop((2, 32, 31, 80), (2, 32, 3, 3), padding=1)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        check(case, "fp16 last", FewChannels(8, 2), range(1, 6), multiprocessors=1, broken=(old, new))
+        check_integers(case, "fp16 last", FewChannels(8, 2), range(1, 6), multiprocessors=1, broken=(old, new))
 
 
 # ---- numbers of every range
@@ -150,13 +147,9 @@ def test_every_range_is_kept(mode, scenario):
     check_scenario(THIN, mode, x, w, simt.computed(asked(THIN, mode), FewChannels(24), x, w, seeds=(1,)), scenario)
 
 
-def tf32(v: np.ndarray) -> np.ndarray:
-    return ((v.astype(np.float32).view(np.uint32) + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
-
-
 def three_products(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
     """The kernel's sums over channels in fp32, of x, [k, m], and w, [k, n], as the tensor core cuts them."""
-    (x_high, x_low), (w_high, w_low) = ((tf32(v), tf32((v - tf32(v)) * 4096)) for v in (x, w))
+    (x_high, x_low), (w_high, w_low) = ((truncation.tf32_by_cvt(v), truncation.tf32_by_cvt((v - truncation.tf32_by_cvt(v)) * 4096)) for v in (x, w))
     total = np.zeros((x.shape[1], w.shape[1]))
     for first in range(0, len(x), 16):
         of = slice(first, first + 16)
@@ -167,12 +160,7 @@ def three_products(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
 
 @pytest.mark.parametrize("depth", [144, 1152])
 def test_float32_has_no_bias(depth):
-    text, rng = (KERNEL_DIR / "few_channels.cu").read_text(), np.random.default_rng(depth)
-    lost = float(re.search(r"LOST = ([\d.e-]+)f", text)[1]) * 16 / 15
-    x, w = (rng.standard_normal((depth, 64)).astype(np.float32).astype(np.float64) for _ in range(2))
-    found, error = truncation.shrinkage(three_products(x, w, lost), x.T @ w)
-    before, _ = truncation.shrinkage(three_products(x, w, 0), x.T @ w)
-    assert abs(found) < 1e-8 + 4 * error and before < -3e-8
+    check_no_bias(three_products, "few_channels.cu", depth)
 
 
 # ---- what is legal, and the choice
@@ -191,14 +179,13 @@ BASE = CASES[1]
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), asked(case, mode), config, reason)
+    check_refused_on(H200, asked(case, mode), config, reason)
 
 
 def test_float64_and_other_devices_do_not_have_it():
     assert "float16" in engines.refusal(BASE.problem("float64"), FewChannels(), H200)
     for capability, backend in (((7, 5), "cuda"), ((0, 0), "opencl")):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert engines.refusal(asked(BASE, "fp16"), FewChannels(), device) is not None
+        assert engines.refusal(asked(BASE, "fp16"), FewChannels(), like_h200(capability, backend)) is not None
 
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
@@ -255,7 +242,7 @@ def test_the_kernels_compile_and_do_not_spill():
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("few channels", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+    return plans_of("few channels", RUNS)
 
 
 @pytest.mark.gpu

@@ -9,24 +9,31 @@ from functools import cache
 import numpy as np
 import pytest
 import simt
-from alike import check_epilogue, check_numbers_on_gpu, random_problems, sharing
-from reference import ACTIVATIONS, DTYPES, Case, assert_close, assert_exact, dgrad, fprop
+from alike import (
+    check_epilogue,
+    check_integers,
+    check_normals,
+    check_numbers_on_gpu,
+    check_refused_on,
+    like_h200,
+    plans_of,
+    random_problems,
+    sharing,
+)
+from reference import ACTIVATIONS, DTYPES, Case, dgrad, fprop
 from test_implicit_gemm import (
     H200,
     NVCC,
     Arrays,
     asked,
-    bound,
     check_compiled,
     check_not_finite,
     check_scenario,
     data,
     dtype_of,
     ids_of,
-    side_by_side,
     torch,  # noqa: F401 -- a fixture
 )
-from test_kernels import check_refused
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import few_inputs as fi
@@ -69,25 +76,18 @@ RUNS = [*LAST, *OF_PLANES]
 SOME = sharing([[run for run in of if run[0] is case] for of in (LAST, OF_PLANES) for case in (*CASES, *GROUPS)])  # each case once in either layout
 
 
-def check(case: Case, mode: str, config, seeds=(1, 2), **options) -> None:
-    arrays = case.integers(dtype_of(mode))
-    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=seeds, **options), case.reference(*arrays), config)
-
-
 @on_cpu
 @pytest.mark.parametrize(("case", "mode", "config"), SOME, ids=ids_of(SOME))
 def test_integers_are_exact(case, mode, config):
-    check(case, mode, config, (1,), filter_last=SOME.index((case, mode, config)) % 3 == 0)
+    check_integers(case, mode, config, (1,), filter_last=SOME.index((case, mode, config)) % 3 == 0)
 
 
 @on_cpu
 @pytest.mark.parametrize("mode", (*MODES, *PLANES))
 def test_random_data(mode):
     for case in (CASES[0], CASES[4], CASES[12]) if mode in MODES else (CASES[4], GROUPS[2]):
-        arrays = case.normals(dtype_of(mode), seed=1)
-        ref = case.reference(*arrays)
         for config in tiles(case, mode)[:: 12 if "32" in mode else 5]:
-            assert_close(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)), ref, bound(case, mode, *arrays, ref), config)
+            check_normals(case, mode, config)
 
 
 @on_cpu
@@ -105,7 +105,7 @@ def test_float32_of_every_range(scenario, mode):
 @pytest.mark.parametrize("multiprocessors", [1, 1000])
 def test_blocks_of_many_tiles_and_of_one(multiprocessors):
     for case in (CASES[0], CASES[7]):
-        check(case, MODES[-1], FewInputs(32, 16), (1,), multiprocessors=multiprocessors)
+        check_integers(case, MODES[-1], FewInputs(32, 16), (1,), multiprocessors=multiprocessors)
 
 
 @on_cpu
@@ -181,13 +181,12 @@ BASE = CASES[0]
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), asked(case, mode) if mode else case, config, reason)
+    check_refused_on(H200, asked(case, mode) if mode else case, config, reason)
 
 
 def test_other_devices_do_not_have_it():
     for capability, backend in (((7, 5), "cuda"), ((0, 0), "opencl")):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert engines.refusal(asked(BASE, "fp16 last"), FewInputs(), device) is not None
+        assert engines.refusal(asked(BASE, "fp16 last"), FewInputs(), like_h200(capability, backend)) is not None
 
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
@@ -247,7 +246,7 @@ def test_the_kernels_compile_and_do_not_spill():
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("few inputs", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+    return plans_of("few inputs", RUNS)
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import replace
 from functools import cache
 
@@ -12,9 +11,20 @@ import pytest
 import reference
 import simt
 import truncation
-from alike import check_epilogue, first_runs, random_problems, sharing
+from alike import (
+    bits_by_order,
+    check_epilogue,
+    check_integers,
+    check_no_bias,
+    check_normals,
+    check_refused_on,
+    first_runs,
+    like_h200,
+    plans_of,
+    random_problems,
+    sharing,
+)
 from reference import Case, assert_close, assert_exact, dgrad, fprop
-from test_few_channels import tf32
 from test_implicit_gemm import (
     H200,
     MODES,
@@ -22,7 +32,6 @@ from test_implicit_gemm import (
     SCENARIOS,
     Arrays,
     asked,
-    bound,
     check_compiled,
     check_not_finite,
     check_on_gpu,
@@ -30,16 +39,13 @@ from test_implicit_gemm import (
     data,
     dtype_of,
     ids_of,
-    side_by_side,
     torch,  # noqa: F401 -- a fixture
 )
-from test_kernels import check_refused
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import few_pixels_sm90 as fp
 from pycuda_conv.engines.few_pixels_sm90 import FewPixels
 from pycuda_conv.engines.gathered_planes_sm90 import GatheredPlanes
-from pycuda_conv.runtime.base import KERNEL_DIR
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 MODES = [mode for mode in MODES if "last" not in mode]
@@ -76,11 +82,6 @@ def text_of(case: Case, mode: str, config) -> tuple[int, ...]:
 SOME = first_runs(RUNS, text_of) if reference.all_texts else sharing([[run for run in RUNS if run[0] is case] for case in CASES])
 
 
-def check(case: Case, mode: str, config, seeds=(1, 2), **options) -> None:
-    arrays = case.integers(dtype_of(mode))
-    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=seeds, **options), case.reference(*arrays), config)
-
-
 def test_the_runs_have_every_value_of_the_texts():
     listed = {tuple(defines.values()) for family in fp.texts(H200) for defines in family}
     met = {text_of(*run) for run in SOME}
@@ -92,7 +93,7 @@ def test_the_runs_have_every_value_of_the_texts():
 @on_cpu
 @pytest.mark.parametrize(("case", "mode", "config"), SOME, ids=ids_of(SOME))
 def test_integers_are_exact(case, mode, config):
-    check(case, mode, config, (1,))
+    check_integers(case, mode, config, (1,))
 
 
 @on_cpu
@@ -100,18 +101,13 @@ def test_integers_are_exact(case, mode, config):
 @pytest.mark.parametrize("number", [1, 16])
 def test_random_data(number, mode):
     case, config = CASES[number], tiles(CASES[number], mode)[number % 9]
-    arrays = case.normals(dtype_of(mode), seed=1)
-    ref = case.reference(*arrays)
-    assert_close(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)), ref, bound(case, mode, *arrays, ref), config)
+    check_normals(case, mode, config)
 
 
 @on_cpu
 def test_tiles_of_one_order_of_sums_give_the_same_bits():
     case, mode = fprop((1, 72, 5, 4), (40, 72, 3, 3), padding=1), "fp32"
-    arrays, found = case.normals("float32", seed=3), {}
-    for config in tiles(case, mode):
-        order = fp.sum_order(asked(case, mode), config)
-        found.setdefault(order, set()).add(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)).tobytes())
+    found = bits_by_order(fp, case, mode, tiles(case, mode))
     assert len(found) > 3 and all(len(bits) == 1 for bits in found.values()) and len(tiles(case, mode)) > len(found)
 
 
@@ -136,7 +132,7 @@ def test_the_epilogue(case, mode, config):
 ])  # fmt: skip
 def test_a_broken_kernel_is_noticed(old, new):
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        check(fprop((1, 200, 5, 5), (33, 200, 3, 3), padding=1), "fp32", FewPixels(32, 32, 2), range(1, 6), broken=(old, new))
+        check_integers(fprop((1, 200, 5, 5), (33, 200, 3, 3), padding=1), "fp32", FewPixels(32, 32, 2), range(1, 6), broken=(old, new))
 
 
 # ---- numbers of every range
@@ -187,7 +183,7 @@ def first_bits(v: np.ndarray) -> np.ndarray:
 
 def three_products(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
     """A warp's sums in fp32, of x, [k, m], and w, [k, n], as the tensor core cuts them."""
-    (x_high, x_low), (w_high, w_low) = ((tf32(v), first_bits((v - tf32(v)) * 4096)) for v in (x, w))
+    (x_high, x_low), (w_high, w_low) = ((truncation.tf32_by_cvt(v), first_bits((v - truncation.tf32_by_cvt(v)) * 4096)) for v in (x, w))
     total, cross = np.zeros((x.shape[1], w.shape[1])), None
     for first in range(0, len(x), 16):
         of = slice(first, first + 16)
@@ -202,12 +198,7 @@ def three_products(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
 
 @pytest.mark.parametrize("depth", [144, 1152])
 def test_float32_has_no_bias(depth):
-    text, rng = (KERNEL_DIR / "few_pixels_sm90.cu").read_text(), np.random.default_rng(depth)
-    lost = float(re.search(r"LOST = ([\d.e-]+)f", text)[1]) * 16 / 15
-    x, w = (rng.standard_normal((depth, 64)).astype(np.float32).astype(np.float64) for _ in range(2))
-    found, error = truncation.shrinkage(three_products(x, w, lost), x.T @ w)
-    before, _ = truncation.shrinkage(three_products(x, w, 0), x.T @ w)
-    assert abs(found) < 1e-8 + 4 * error and before < -3e-8
+    check_no_bias(three_products, "few_pixels_sm90.cu", depth)
 
 
 # ---- what is legal, and the choice
@@ -227,14 +218,13 @@ BASE = CASES[0]
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), asked(case, mode), config, reason)
+    check_refused_on(H200, asked(case, mode), config, reason)
 
 
 def test_float64_and_other_devices_do_not_have_it():
     assert "float16" in engines.refusal(BASE.problem("float64"), FewPixels(), H200)
     for capability, backend in (((8, 0), "cuda"), ((0, 0), "opencl")):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert engines.refusal(asked(BASE, "fp16"), FewPixels(), device) is not None
+        assert engines.refusal(asked(BASE, "fp16"), FewPixels(), like_h200(capability, backend)) is not None
 
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
@@ -291,7 +281,7 @@ def test_the_kernels_compile_and_do_not_spill():
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("few pixels", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+    return plans_of("few pixels", RUNS)
 
 
 @pytest.mark.gpu

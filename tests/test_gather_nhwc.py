@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import simt
-from alike import check_numbers_on_gpu, sharing
+from alike import check_numbers_on_gpu, check_refused_on, plans_of, sharing
 from reference import DTYPES, Case, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     H200,
@@ -21,12 +21,10 @@ from test_implicit_gemm import (
     dtype_of,
     ids_of,
     limbs_bound,
-    side_by_side,
     torch,  # noqa: F401 -- a fixture
 )
-from test_kernels import check_refused
 
-from pycuda_conv import Plan, engines
+from pycuda_conv import Plan
 from pycuda_conv.engines import gather_nhwc_sm90 as gn
 from pycuda_conv.engines import transpose_filter
 from pycuda_conv.engines.gather_nhwc_sm90 import GatherNhwc
@@ -117,7 +115,7 @@ BASE = CASES[0]
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), asked(case, mode), config, reason)
+    check_refused_on(H200, asked(case, mode), config, reason)
 
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
@@ -181,7 +179,7 @@ RUNS += [(LARGE, mode, config) for mode in MODES for config in (GatherNhwc(128, 
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("gathered", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+    return plans_of("gathered", RUNS)
 
 
 @pytest.mark.gpu

@@ -8,12 +8,10 @@ from functools import cache
 
 import pytest
 import simt
-from alike import check_epilogue, check_numbers_on_gpu
+from alike import check_choices_of_planes, check_epilogue, check_integers, check_numbers_on_gpu, check_refused_on, plans_of
 from reference import DTYPES, assert_exact, dgrad, fprop
-from test_implicit_gemm import H200, NVCC, asked, check_compiled, check_not_finite, check_steps, dtype_of, ids_of, side_by_side, torch  # noqa: F401 -- torch: a fixture
-from test_kernels import check_refused
+from test_implicit_gemm import H200, NVCC, asked, check_compiled, check_not_finite, check_steps, dtype_of, ids_of, torch  # noqa: F401 -- torch: a fixture
 
-from pycuda_conv import Plan, engines
 from pycuda_conv.engines import gathered_planes_sm90 as gp
 from pycuda_conv.engines.gathered_planes_sm90 import GatheredPlanes
 from pycuda_conv.tools import families
@@ -39,8 +37,7 @@ def test_every_tile_is_among_them():
 @simulated
 @pytest.mark.parametrize(("case", "mode", "config"), SOME, ids=ids_of(SOME))
 def test_the_text_computes_the_convolution(case, mode, config):
-    arrays = case.integers(dtype_of(mode))
-    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)), case.reference(*arrays), config)
+    check_integers(case, mode, config, (1,))
 
 
 @simulated
@@ -94,23 +91,12 @@ BASE = CASES[0]
     ids=lambda v: str(v)[:50],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(problem, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), problem, config, reason)
+    check_refused_on(H200, problem, config, reason)
 
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
-    listed, r, met = list(gp.texts(H200)), random.Random(3), 0
-    for _ in range(20):
-        problem = families.problem(families.layer(r, "dense 1x1"), r.choice(("fprop", "dgrad")), r.choice(("float16", "float32")), "tf32", "NCHW")
-        if gp.why_not(problem):
-            assert gp.choose(problem, H200) is None
-            continue
-        met += 1
-        found = list(gp.configs(problem, H200))
-        assert gp.choose(problem, H200)[1] in found and all(gp.refusal(problem, config) is None for config in found)
-        for config in found:
-            ((launch,),) = gp.schedule(problem, config, H200).whole
-            assert any(launch in one for one in listed)
-    assert met > 10
+    r = random.Random(3)
+    check_choices_of_planes(gp, [families.problem(families.layer(r, "dense 1x1"), r.choice(("fprop", "dgrad")), r.choice(("float16", "float32")), "tf32", "NCHW") for _ in range(20)])
 
 
 def test_steps_fit_their_kernel():
@@ -135,7 +121,7 @@ RUNS = [(case, mode, EVERY[(i + more) % len(EVERY)]) for i, case in enumerate((*
 
 @cache
 def plans() -> dict:
-    return side_by_side("gathered planes", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+    return plans_of("gathered planes", RUNS)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import simt
-from alike import check_numbers_on_gpu
+from alike import check_numbers_on_gpu, check_refused_on, like_h200, plans_of
 from reference import ACTIVATIONS, DTYPES, Case, activated, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     H200,
@@ -22,10 +22,8 @@ from test_implicit_gemm import (
     check_steps,
     dtype_of,
     ids_of,
-    side_by_side,
     torch,  # noqa: F401 -- a fixture
 )
-from test_kernels import check_refused
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import grouped_nhwc as gn
@@ -205,13 +203,12 @@ BASE = FORWARD[0]
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), asked(case, mode), config, reason)
+    check_refused_on(H200, asked(case, mode), config, reason)
 
 
 def test_older_gpus_do_not_have_it():
     for capability, backend, runs in (((8, 0), "cuda", True), ((10, 0), "cuda", True), ((7, 5), "cuda", False), ((0, 0), "opencl", False)):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert (engines.refusal(asked(BASE, "fp16 last"), TILES[0], device) is None) == runs
+        assert (engines.refusal(asked(BASE, "fp16 last"), TILES[0], like_h200(capability, backend)) is None) == runs
 
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_80"])
@@ -277,7 +274,7 @@ RUNS += [(case, mode, config) for case in (LARGE, replace(LARGE, transposed=True
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("grouped", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+    return plans_of("grouped", RUNS)
 
 
 @pytest.mark.gpu

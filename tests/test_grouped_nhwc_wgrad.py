@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 import simt
+from alike import check_refused_on, like_h200
 from reference import assert_close, assert_exact
 from test_implicit_gemm import H200, NVCC, check_compiled, check_steps, side_by_side, torch  # noqa: F401 -- torch: a fixture
-from test_kernels import check_refused
 from test_wgrad_nhwc import TYPES, Filter, check_on_the_gpu, ids_of, launched
 
 from pycuda_conv import Plan, engines
@@ -135,13 +135,12 @@ BASE = CASES[0]
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, dtype, layout, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), case.problem(dtype, layout), config, reason)
+    check_refused_on(H200, case.problem(dtype, layout), config, reason)
 
 
 def test_older_gpus_do_not_have_it():
     for capability, backend, runs in (((8, 0), "cuda", True), ((10, 0), "cuda", True), ((7, 5), "cuda", False), ((0, 0), "opencl", False)):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert (engines.refusal(BASE.problem(), TILES[0], device) is None) == runs
+        assert (engines.refusal(BASE.problem(), TILES[0], like_h200(capability, backend)) is None) == runs
 
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_80"])

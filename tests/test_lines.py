@@ -8,6 +8,7 @@ from functools import cache
 import emulator
 import numpy as np
 import pytest
+from alike import like_h200, plans_of
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import Case, assert_close, assert_exact, dgrad, fprop
@@ -28,12 +29,11 @@ from test_implicit_gemm import (
     emulated,
     ids_of,
     limbs_bound,
-    side_by_side,
     torch,  # noqa: F401 -- a fixture
 )
 from test_kernels import check_refused
 
-from pycuda_conv import Plan, engines
+from pycuda_conv import engines
 from pycuda_conv.engines import lines_sm90 as lines
 from pycuda_conv.engines.lines_sm90 import Lines
 from pycuda_conv.engines.pointwise_sm90 import Pointwise
@@ -164,8 +164,7 @@ def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
 
 def test_other_gpus_do_not_have_it():
     for capability, backend in (((8, 0), "cuda"), ((10, 0), "cuda"), ((0, 0), "opencl")):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert engines.refusal(asked(PLAIN, MODE), KEPT, device) is not None
+        assert engines.refusal(asked(PLAIN, MODE), KEPT, like_h200(capability, backend)) is not None
 
 
 LAYERS = [
@@ -286,7 +285,7 @@ RUNS = [(case, MODE, config) for case in (*CASES, *LARGER) for config in tiles(c
 def plans() -> dict:
     """The plans of all runs."""
     runs = [*RUNS, *((case, MODE, a_tile(case, half)) for case, half in UNUSUAL)]
-    return side_by_side("lines", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), runs)
+    return plans_of("lines", runs)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from functools import cache
 import emulator
 import numpy as np
 import pytest
+from alike import like_h200, plans_of
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import EPS, TINY, Case, assert_close, assert_exact, dgrad, fprop
@@ -30,7 +31,6 @@ from test_implicit_gemm import (
     emulated,
     ids_of,
     limbs_bound,
-    side_by_side,
     torch,  # noqa: F401 -- a fixture
 )
 from test_kernels import check_refused
@@ -192,7 +192,7 @@ def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
 
 def test_other_gpus_do_not_have_it():
     for capability, backend in (((8, 0), "cuda"), ((10, 0), "cuda"), ((0, 0), "opencl")):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
+        device = like_h200(capability, backend)
         assert engines.refusal(asked(POINT, "fp32"), Pointwise(), device) is not None
         assert not isinstance(engines.choose(asked(fprop((64, 256, 56, 56), (64, 256, 1, 1)), "fp32"), device), Pointwise)
 
@@ -322,7 +322,7 @@ RUNS += [(fprop((20, 40, 56, 56), (64, 40, 1, 1)), mode, Pointwise()) for mode i
 def plans() -> dict:
     """The plans of all runs."""
     runs = [*RUNS, *((THIN, mode, Pointwise()) for mode in MODES)]
-    return side_by_side("1x1 layers", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), runs)
+    return plans_of("1x1 layers", runs)
 
 
 @pytest.mark.gpu

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
-from alike import check_epilogue, check_numbers_on_gpu
+from alike import check_epilogue, check_numbers_on_gpu, check_refused_on, like_h200
 from reference import DTYPES, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import H200, NVCC, Arrays, asked, check_compiled, check_steps, dtype_of, ids_of, side_by_side, torch  # noqa: F401 -- torch: a fixture
-from test_kernels import check_refused
 from test_wgrad_nhwc import Filter, launched
 
 from pycuda_conv import Plan, engines
@@ -157,13 +156,12 @@ BASE = CASES[0]
     ids=lambda v: str(v)[:50],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(problem, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), problem, config, reason)
+    check_refused_on(H200, problem, config, reason)
 
 
 def test_other_gpus_do_not_have_it():
     for capability, backend in (((8, 0), "cuda"), ((0, 0), "opencl")):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert engines.refusal(asked(BASE, "fp16"), planned(BASE, "fp16"), device) is not None
+        assert engines.refusal(asked(BASE, "fp16"), planned(BASE, "fp16"), like_h200(capability, backend)) is not None
 
 
 def test_buffers_that_are_transposed_lie_in_the_workspace():

@@ -433,18 +433,18 @@ def test_what_is_still_being_written_is_removed_too(monkeypatch, tmp_path):
 
 
 SLOW = """
-import sys, time
+import itertools, sys, time
 from pycuda_conv import cli
 from pycuda_conv.tools import volumes
 volumes.WORK_BYTES = 1 << 13
-load = volumes._Load.__call__
-volumes._Load.__call__ = lambda self, where: (time.sleep({seconds}), load(self, where))[1]
+load, begun = volumes._Load.__call__, itertools.count()
+volumes._Load.__call__ = lambda self, where: (time.sleep({seconds} * (1 if next(begun) < 12 else 10)), load(self, where))[1]
 sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
 def start(env, *arguments, seconds=0.05, **options):
-    """The command in a process of its own, whose chunks take a while to be read."""
+    """The command in a process of its own, whose chunks take a while to be read: all but the first so long that a test which gets no core meanwhile still finds it running."""
     return started("-c", SLOW.format(seconds=seconds), *arguments, env=env, text=True, **options)
 
 

@@ -10,9 +10,9 @@ from functools import cache
 import emulator
 import numpy as np
 import pytest
+from alike import check_refused_on, like_h200
 from reference import DTYPES, EPS, SUM_EPS, TINY, assert_close, assert_exact
 from test_implicit_gemm import H200, MARGIN, NVCC, check_compiled, check_noticed, check_steps, side_by_side, torch  # noqa: F401 -- torch: a fixture
-from test_kernels import check_refused
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import wgrad_nhwc_sm90 as wn
@@ -258,13 +258,12 @@ BASE = CASES[0]
     ids=lambda v: str(v)[:50],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(problem, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), problem, config, reason)
+    check_refused_on(H200, problem, config, reason)
 
 
 def test_other_gpus_do_not_have_it():
     for capability, backend in (((8, 0), "cuda"), ((10, 0), "cuda"), ((0, 0), "opencl")):
-        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert engines.refusal(BASE.problem(), WgradNhwc(), device) is not None
+        assert engines.refusal(BASE.problem(), WgradNhwc(), like_h200(capability, backend)) is not None
 
 
 def test_the_choice_is_legal_and_its_texts_are_listed():

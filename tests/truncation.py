@@ -91,6 +91,11 @@ def tf32(v: np.ndarray) -> np.ndarray:
     return ((bits + 0xFFF + (bits >> 13 & 1)) & ~np.uint32(0x1FFF)).view(np.float32).astype(np.float64)
 
 
+def tf32_by_cvt(v: np.ndarray) -> np.ndarray:
+    """To TF32, halves away from zero, as `cvt.rna` does."""
+    return ((v.astype(np.float32).view(np.uint32) + 0x1000) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+
+
 def tf32_limbs(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """What pointwise_sm90.cu makes of a number: its first limb, and 512 times its rest."""
     first = tf32(v)
