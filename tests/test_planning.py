@@ -13,6 +13,7 @@ import pytest
 from pycuda_conv import ConvProblem, behind, engines
 from pycuda_conv import plan as plan_module
 from pycuda_conv.engines import implicit_gemm_sm90, registry
+from pycuda_conv.engines.schedule import most_shared
 from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.families import draw
@@ -74,6 +75,18 @@ def test_problems_without_images_or_channels_are_planned(n, c, layout, architect
         gradients = [ConvProblem.gradient(of, ndim, x, w, forward.result_shape, **options) for of in ("input", "weight")]
         for problem in (forward, *gradients, ConvProblem.transposed(ndim, (n, 24, *size), w, **options)):
             engines.schedule(problem, engines.choose(problem, device), device)
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86"])
+def test_blocks_fit_in_a_gpu_s_shared_memory(architecture):
+    """Those of all configurations that are compared."""
+    device = Target(architecture)
+    for problem in PROBLEMS:
+        for engine in registry._engines(device, problem):
+            for config in engine.configs(problem.launched, device):
+                if engine.refusal(problem.launched, config) is None:
+                    launches = behind.launches(engine.schedule(problem.launched, config, device, False))
+                    assert max(launch.shared for launch in launches) <= most_shared(device), f"{config} {problem}"
 
 
 def test_another_list_of_engines_chooses_anew(hopper, monkeypatch):
