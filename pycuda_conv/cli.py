@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import pycuda_conv
 from pycuda_conv import interrupt
-from pycuda_conv.errors import BackendError
+from pycuda_conv.errors import BackendError, ConvArgumentError
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ACTIVATIONS, checked_activation
 from pycuda_conv.tools.suite import KINDS, MODES
@@ -314,7 +314,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         what = error.strerror or str(error)
         print(f"{command}: {what if error.filename is None else f'{error.filename}: {what}'}", file=sys.stderr)
         return UNUSABLE
-    except (ToolError, BackendError, MemoryError) as error:
+    except (ToolError, BackendError, MemoryError, ConvArgumentError) as error:
+        if isinstance(error, ConvArgumentError) and not str(error).startswith("PYCUDA_CONV_"):  # no variable of the environment
+            raise
         print(f"{command}: {' '.join(str(error).split()) or 'too little memory'}", file=sys.stderr)
         return UNUSABLE
     except RuntimeError as error:  # Python before 3.12 wraps an error raised while a class tells its attributes their names

@@ -831,6 +831,20 @@ def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, argumen
     assert err.count("\n") == 1 and err.endswith("\n") and words in err and err.startswith("pycuda-conv")
 
 
+def test_a_variable_of_the_environment_is_told_in_one_line(command, monkeypatch):
+    def says(text):
+        def run(arguments):
+            raise pc.ConvArgumentError(text)
+
+        monkeypatch.setattr(cli, "_run", run)
+        return command("info")
+
+    text = "PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got '1 GB'"
+    assert says(text) == (UNUSABLE, "", f"pycuda-conv info: {text}\n")
+    with pytest.raises(pc.ConvArgumentError):  # a fault of the program
+        says("stride must be below 2^29")
+
+
 def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(command, torch, rich):
     status, out, err = command("bench", "--training", "--list")
     assert (status, err, out.count("\n")) == (OK, "", 18) and out.count("conv2d_weight") == 6 and out.count("gradient by input") == 7
