@@ -873,6 +873,7 @@ def test_lists_name_every_case_and_problem(command):
     status, out, err = command("bench", "--list")
     assert (status, err) == (OK, "") and [line[:60].rstrip() for line in out.splitlines()] == [bench.label(p) for p in suite.suite()]
     assert command("bench", "--list", "--only", "5x5 -> 8")[1].splitlines()[0].startswith(SMALLEST[1])
+    assert command("bench", "--list", "--device", "opencl")[1].count("\n") == 6 and command("bench", "--list", "--device", "cpu", "--only", ".")[1] == out
     found = command("bench", "--list", "--kind", "large filters")[1].splitlines()
     assert [line[:60].rstrip() for line in found] == [bench.label(p) for p in suite.KINDS["large filters"]()]
 

@@ -123,14 +123,15 @@ def matching(only: str | None, items: Sequence[T], text: Callable[[T], str]) -> 
 
 def problems(settings: Settings, backend: str) -> list[ConvProblem]:
     """The problems to measure, in fp32."""
-    of_kind = [p for p in suite() if settings.kind in (None, kind_of(p))]
-    chosen = matching(settings.only, of_kind, label)
-    return [p for p in chosen if p.flops <= PORTABLE_FLOPS] if backend == "opencl" and settings.only is None else chosen
+    few = backend == "opencl" and settings.only is None
+    kind = "core" if few and settings.kind is None else settings.kind
+    chosen = matching(settings.only, [p for p in suite() if kind in (None, kind_of(p))], label)
+    return [p for p in chosen if p.flops <= PORTABLE_FLOPS] if few else chosen
 
 
 def list_problems(settings: Settings) -> int:
     """Print the problems' texts."""
-    for problem in problems(settings, "cuda"):
+    for problem in problems(settings, "opencl" if settings.device in ("opencl", "cpu") else "cuda"):
         print(f"{label(problem):60} {problem.flops / 1e9:9.3f} GFLOP {problem.bytes / 1e6:9.2f} MB")
     return OK
 
