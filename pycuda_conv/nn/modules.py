@@ -64,7 +64,7 @@ class _Conv(_Precise):
         self.precision = checked_precision(precision)
         if in_pairs(padding):  # torch would repeat each pair
             pairs = padding_pairs(padding, len(self.kernel_size))
-            self._reversed_padding_repeated_twice = [v for pair in reversed(pairs) for v in pair]
+            self._reversed_padding_repeated_twice = tuple(v for pair in reversed(pairs) for v in pair)
 
     def forward(self: Any, input: Any) -> Any:
         return self._conv_forward(input, *parameters_of(self))
