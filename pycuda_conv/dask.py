@@ -34,7 +34,7 @@ from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
 from pycuda_conv.execute import pipeline, staging
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime import default_backend, get_device
+from pycuda_conv.runtime import default_backend, get_device, named_place
 
 # ---- where chunks lie
 
@@ -527,6 +527,13 @@ def _check_place(place: ChunkPlace) -> None:
         )
     if not (place.devices is None or place.devices == "all" or isinstance(place.devices, tuple)):
         raise TypeError(f"devices must be 'all' or a list of GPU numbers, got {brief(place.devices)}")
+    if place.device is not None:
+        named_place(place.device)
+    for one in place.devices if isinstance(place.devices, tuple) else ():
+        try:
+            named_place(getattr(one, "name", one))
+        except (TypeError, ConvArgumentError) as error:  # it speaks of `device`
+            raise type(error)(f"devices must be 'all' or a list of GPU numbers, got {brief(one)} in it") from None
 
 
 def _checked(name: str, array: Any, ndim: int) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -12,7 +12,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 if TYPE_CHECKING:
     from pycuda_conv.runtime.cuda import CudaDevice
 
-__all__ = ["Device", "KernelLaunch", "cuda_device", "default_backend", "device_count", "device_of_pointer", "get_device"]
+__all__ = ["Device", "KernelLaunch", "cuda_device", "default_backend", "device_count", "device_of_pointer", "get_device", "named_place"]
 
 BACKENDS = ("cuda", "opencl")
 
@@ -69,21 +69,28 @@ def get_device(device: Any = None) -> Device:
     """
     if isinstance(device, Device):
         return device
-    if device is None:
-        device = default_backend()
+    place = named_place(default_backend() if device is None else device)
+    if place == "opencl":
+        from pycuda_conv.runtime.opencl import opencl_device
+
+        return opencl_device()
+    assert isinstance(place, int)
+    return cuda_device(place)
+
+
+def named_place(device: Any) -> int | Literal["opencl"]:
+    """What `device` names, whether it is there or not: a GPU's number, or ``"opencl"``; errors as those of :func:`get_device`."""
     if isinstance(device, str):
         if device in ("opencl", "cpu"):
-            from pycuda_conv.runtime.opencl import opencl_device
-
-            return opencl_device()
+            return "opencl"
         name, colon, number = device.partition(":")
         if name == "cuda" and (not colon or (number.isascii() and number.isdecimal())):
-            return cuda_device(int(number or 0))
+            return int(number or 0)
     elif isinstance(device, int) and not isinstance(device, bool):
         if device >= 0:
-            return cuda_device(device)
+            return device
     elif type(device).__module__.partition(".")[0] == "torch":  # a torch.device
-        return get_device(str(device))
+        return named_place(str(device))
     else:
         raise TypeError(f"device must be None, an int or a str, got {brief(device)} of type {type(device).__name__}")
     raise ConvArgumentError(f"device must be None, a GPU's number, 'cuda', 'cuda:N', 'opencl' or 'cpu', got {device!r}")
