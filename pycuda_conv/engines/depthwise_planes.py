@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import BY_RULE, Config, fastest
+from pycuda_conv.engines.depthwise_units import unit_refusal
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -79,15 +80,7 @@ def unsupported(device: Device) -> str | None:
 
 def refusal(problem: ConvProblem, config: DepthwisePlanes) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.UNIT_KIB not in UNITS:
-        return f"UNIT_KIB must be one of {', '.join(map(str, UNITS))}"
-    unit = _unit(problem, config)
-    if unit is None:
-        return f"a plane's {ROWS} rows take more than {config.UNIT_KIB} KiB of shared memory"
-    return grid_refusal(unit.blocks)
+    return why_not(problem) or unit_refusal(config.UNIT_KIB, UNITS, ROWS, lambda: _unit(problem, config))
 
 
 def why_not(problem: ConvProblem) -> str | None:

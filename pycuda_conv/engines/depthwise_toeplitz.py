@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.ampere import unsupported
 from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.depthwise_units import unit_refusal
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -26,7 +27,6 @@ from pycuda_conv.engines.schedule import (
     check_shared,
     finish,
     finish_constants,
-    grid_refusal,
     shared_limit,
 )
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
@@ -126,15 +126,7 @@ class DepthwiseToeplitzArguments(NamedTuple):
 
 def refusal(problem: ConvProblem, config: DepthwiseToeplitz) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    reason = why_not(problem)
-    if reason:
-        return reason
-    if config.UNIT_KIB not in UNITS[problem.layout]:
-        return f"UNIT_KIB must be one of {', '.join(map(str, UNITS[problem.layout]))}"
-    unit = _unit(problem, config)
-    if unit is None:
-        return f"a plane's {ROWS} rows take more than {config.UNIT_KIB} KiB of shared memory"
-    return grid_refusal(unit.blocks)
+    return why_not(problem) or unit_refusal(config.UNIT_KIB, UNITS[problem.layout], ROWS, lambda: _unit(problem, config))
 
 
 def why_not(problem: ConvProblem) -> str | None:
