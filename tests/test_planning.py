@@ -13,7 +13,7 @@ import pytest
 from pycuda_conv import ConvProblem, behind, engines
 from pycuda_conv import plan as plan_module
 from pycuda_conv.engines import implicit_gemm_sm90, registry
-from pycuda_conv.engines.schedule import most_shared
+from pycuda_conv.engines.schedule import shared_limit
 from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.families import draw
@@ -86,7 +86,7 @@ def test_blocks_fit_in_a_gpu_s_shared_memory(architecture):
             for config in engine.configs(problem.launched, device):
                 if engine.refusal(problem.launched, config) is None:
                     launches = behind.launches(engine.schedule(problem.launched, config, device, False))
-                    assert max(launch.shared for launch in launches) <= most_shared(device), f"{config} {problem}"
+                    assert max(launch.shared for launch in launches) <= shared_limit(device), f"{config} {problem}"
 
 
 def test_another_list_of_engines_chooses_anew(hopper, monkeypatch):
