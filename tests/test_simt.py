@@ -654,6 +654,18 @@ def test_gradients_of_one_order_of_sums_give_the_same_bits():
 
 # ---- what is broken is found
 
+
+@pytest.mark.parametrize(
+    ("read", "said"),
+    [("x[-1]", "reads 4 bytes at -4 of buffer 0, which has 36"), ("x[9]", "reads 4 bytes at 36 of buffer 0, which has 36"), ("float4(*(const float4*)(x + 1)).x", "reads 16 bytes at .*, which is no multiple of 16")],
+)  # fmt: skip
+def test_reads_beside_an_array_and_askew_are_found(read, said):
+    source = f'#include "launch.cuh"\nextern "C" __global__ void reads(const float* x, float* y) {{ AFTER_LAST_LAUNCH y[0] = {read}; }}'
+    step = SimpleNamespace(kernel="reads", source=lambda: source, maps=(), buffers=(0, 1), numbers=(), grid=1, block=32, shared=0)
+    with pytest.raises(simt.Wrong, match=said):
+        simt.run([[step]], SimpleNamespace(buffers=[np.zeros(36, np.uint8), np.zeros(4, np.uint8)]))
+
+
 DENSE_RUN = (DENSE[2], "fp16 last", DenseNhwc(64, 32, 3))  # it writes runs of pixels
 WIDE_RUN = (DENSE[0], "fp16 last", DenseNhwc(64, 32, 3))  # it writes four channels at once
 SPLIT_RUN = implicit.RAWS[1]  # its warps write what wgmma reads
@@ -669,8 +681,8 @@ BROKEN = [  # (what is run, what the kernel's text has, what stands there instea
     (DENSE_RUN, "  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|elements differ"),
     (DENSE_RUN, "x + 2 * k,", "x + 2 * (k ^ 1),", "elements differ"),
     (DENSE_RUN, "x_s = s * (int)shape.dilation_w;", "x_s = r * (int)shape.dilation_w;", "elements differ"),
-    (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "bytes from the start of buffer 3, which has"),
-    (WIDE_RUN, "if (there[half] && real) store_word", "if (real) store_word", "byte -.* of buffer 3, which has .*, was written"),
+    (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "writes .* bytes at .* of buffer 3, which has"),
+    (WIDE_RUN, "if (there[half] && real) store_word", "if (real) store_word", "writes 4 bytes at -.* of buffer 3, which has"),
     (SPLIT_RUN, "    fence_for_bulk();\n    __syncwarp();", "    __syncwarp();", WRITES),
     (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
     (STORE_RUN, "  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),

@@ -7,7 +7,7 @@
 // retires it, and until then the registers of its sums are NaN. Each warp waits for its own quarter of a product. Shared memory begins as NaN.
 //
 // Errors, beside wrong results:
-//   an access outside shared memory, or outside a buffer, each of which ends before a page that cannot be touched
+//   an access outside shared memory, or outside a buffer, each of which ends before a page that cannot be touched; one that is not aligned as its type is
 //   a barrier that was never made, or gets more arrivals than it counts
 //   a load to what another load still brings, or a pending product or store still reads; a product or store of what a load still brings
 //   a product, bulk store or load where a thread wrote and has not fenced since
@@ -321,26 +321,35 @@ void run_cluster(int first, int threads) {
 
 // ---- ordinary loads and stores: g++ calls these before each one, as it would ThreadSanitizer's
 
-static inline void touched(const void* p, size_t bytes, bool writes) {
+static void touched_global(const char* at, size_t bytes, bool writes) {
+  if (!waited) simt::fail("%s global memory before the launch waits for the one before it", writes ? "writes to" : "reads of");
+  for (const Buffer& b : buffers)
+    if (at >= b.begin && at + bytes <= b.begin + b.size) return;
+  for (size_t i = 0; i < buffers.size(); ++i)
+    if (at >= buffers[i].mapped && at < buffers[i].mapped + buffers[i].pages)
+      simt::fail("%s %zu bytes at %td of buffer %zu, which has %zu", writes ? "writes" : "reads", bytes, at - buffers[i].begin, i, buffers[i].size);
+}
+// `align`: what the type promises
+static inline void touched(const void* p, size_t bytes, size_t align, bool writes) {
   const char* at = (const char*)p;
-  if (writes) {
-    if ((size_t)(at - simt::dynamic) < dynamic_bytes) written(current->block, dynamic_begin + (u32)(at - simt::dynamic), bytes);
-    else if ((size_t)(at - kernel->shared_begin) < static_bytes) written(current->block, RESERVED + (u32)(at - kernel->shared_begin), bytes);
-  }
-  if (!waited && (size_t)(at - arena) < ARENA) simt::fail("%s global memory before the launch waits for the one before it", writes ? "writes to" : "reads of");
+  const bool global = (size_t)(at - arena) < ARENA, dynamic = (size_t)(at - simt::dynamic) < dynamic_bytes, fixed = (size_t)(at - kernel->shared_begin) < static_bytes;
+  if (!global && !dynamic && !fixed) return;
+  if ((size_t)at % align) simt::fail("%s %zu bytes at %p, which is no multiple of %zu", writes ? "writes" : "reads", bytes, p, align);
+  if (global) touched_global(at, bytes, writes);
+  else if (writes) written(current->block, dynamic ? dynamic_begin + (u32)(at - simt::dynamic) : RESERVED + (u32)(at - kernel->shared_begin), bytes);
 }
 #define TOUCHED(bytes)                                                                        \
-  extern "C" void __tsan_read##bytes(void* at) { touched(at, bytes, false); }                 \
-  extern "C" void __tsan_write##bytes(void* at) { touched(at, bytes, true); }                 \
-  extern "C" void __tsan_unaligned_read##bytes(void* at) { touched(at, bytes, false); }       \
-  extern "C" void __tsan_unaligned_write##bytes(void* at) { touched(at, bytes, true); }
+  extern "C" void __tsan_read##bytes(void* at) { touched(at, bytes, bytes, false); }          \
+  extern "C" void __tsan_write##bytes(void* at) { touched(at, bytes, bytes, true); }          \
+  extern "C" void __tsan_unaligned_read##bytes(void* at) { touched(at, bytes, 1, false); }    \
+  extern "C" void __tsan_unaligned_write##bytes(void* at) { touched(at, bytes, 1, true); }
 TOUCHED(1)
 TOUCHED(2)
 TOUCHED(4)
 TOUCHED(8)
 TOUCHED(16)
-extern "C" void __tsan_read_range(void* at, size_t bytes) { touched(at, bytes, false); }
-extern "C" void __tsan_write_range(void* at, size_t bytes) { touched(at, bytes, true); }
+extern "C" void __tsan_read_range(void* at, size_t bytes) { touched(at, bytes, 1, false); }
+extern "C" void __tsan_write_range(void* at, size_t bytes) { touched(at, bytes, 1, true); }
 extern "C" void __tsan_init() {}
 extern "C" void __tsan_vptr_update(void*, void*) {}
 
