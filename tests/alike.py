@@ -118,6 +118,12 @@ def like_h200(capability: tuple[int, int], backend: str) -> Any:
     return type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
 
 
+def check_needs_ampere(problem: ConvProblem, config: Any) -> None:
+    """A configuration runs on Ampere and Blackwell too, but on no older GPU."""
+    for capability, backend, runs in (((8, 0), "cuda", True), ((10, 0), "cuda", True), ((7, 5), "cuda", False), ((0, 0), "opencl", False)):
+        assert (engines.refusal(problem, config, like_h200(capability, backend)) is None) == runs, (capability, backend)
+
+
 def check_refused_on(device: Any, problem: ConvProblem, config: Any, reason: str) -> None:
     """`engines` says why a configuration cannot run a problem there, and raises with it."""
     check_refused(lambda *given: engines.refusal(*given, device), lambda *given: engines.schedule(*given, device), problem, config, reason)

@@ -7,12 +7,25 @@ from functools import cache
 
 import pytest
 import simt
-from alike import check_refused_on, like_h200
-from reference import assert_close, assert_exact
-from test_implicit_gemm import H200, NVCC, check_compiled, check_steps, side_by_side, torch  # noqa: F401 -- torch: a fixture
-from test_wgrad_nhwc import TYPES, Filter, check_met_only, check_on_the_gpu, check_precise, ids_of, launched, precise
+from alike import check_needs_ampere, check_refused_on
+from reference import assert_exact
+from test_implicit_gemm import H200, NVCC, check_compiled, check_steps, torch  # noqa: F401 -- torch: a fixture
+from test_wgrad_nhwc import (
+    TYPES,
+    Filter,
+    check_bound,
+    check_choices,
+    check_met_only,
+    check_notices,
+    check_on_the_gpu,
+    check_precise,
+    ids_of,
+    launched,
+    plans_of_gradients,
+    precise,
+)
 
-from pycuda_conv import Plan, engines
+from pycuda_conv import Plan
 from pycuda_conv.engines import few_channels_wgrad as fw
 from pycuda_conv.engines.few_channels_wgrad import FewChannelsWgrad
 from pycuda_conv.tools import families
@@ -72,11 +85,7 @@ def test_every_kind_is_among_them():
 
 @simulated
 def test_numbers_at_random():
-    """Within the bound of an honest sum."""
-    for case, dtype, config in RUNS[5::40]:
-        arrays = case.normals(dtype)
-        ref = case.reference(*arrays)
-        assert_close(simt.computed(case.problem(dtype), config, *arrays), ref, case.bound(*arrays, ref), config)
+    check_bound(RUNS[5::40])
 
 
 NOT_FINITE = (Filter((2, 3, 5, 7), (16, 3, 3, 3), padding=(1,)), Filter((2, 16, 5, 7), (3, 16, 3, 3), padding=(1,)))
@@ -99,11 +108,7 @@ def test_what_is_not_finite(case):
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_broken_kernel_is_noticed(broken, message):
-    arrays = CASES[0].integers("float16")
-    with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
-        for seed in range(12):
-            got = simt.computed(CASES[0].problem(), FewChannelsWgrad(1, 1, 1, 1, 16), *arrays, seeds=(seed,), broken=broken)
-            assert_exact(got, CASES[0].reference(*arrays))
+    check_notices(CASES[0], FewChannelsWgrad(1, 1, 1, 1, 16), broken, message)
 
 
 # ---- what is legal, and the choice
@@ -133,25 +138,16 @@ def test_a_configuration_says_why_it_cannot(case, dtype, layout, config, reason)
 
 
 def test_older_gpus_do_not_have_it():
-    for capability, backend, runs in (((8, 0), "cuda", True), ((10, 0), "cuda", True), ((7, 5), "cuda", False), ((0, 0), "opencl", False)):
-        assert (engines.refusal(BASE.problem(), TILES[0], like_h200(capability, backend)) is None) == runs
+    check_needs_ampere(BASE.problem(), TILES[0])
 
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random first and last layers: what is chosen, and each candidate's launch."""
-    r, met, listed = random.Random(3), 0, list(fw.texts(H200))
+    r, problems = random.Random(3), []
     for _ in range(24):
-        dtype, precision = r.choice((("float16", "fp32"), ("float32", "tf32"), ("float32", "fp32")))
-        problem = families.problem(families.layer(r, r.choice(("first", "last"))), "wgrad", dtype, precision, "NHWC").launched
-        found = list(fw.configs(problem, H200))
-        assert len(set(found)) < 60
-        for config in found[::5]:
-            assert fw.refusal(problem, config) is None and 0 < fw.time(problem, config, H200) < 1e6
-            assert any(fw.schedule(problem, config, H200).whole[0][0] in family for family in listed)
-        chosen = fw.choose(problem, H200)
-        assert (chosen is None) == (not found) and (chosen is None or chosen[1] in found)
-        met += bool(found)
-    assert met > 15
+        kind = r.choice((("float16", "fp32"), ("float32", "tf32"), ("float32", "fp32")))
+        problems.append(families.problem(families.layer(r, r.choice(("first", "last"))), "wgrad", *kind, "NHWC").launched)
+    assert check_choices(fw, H200, problems, 5, 60) > 15
 
 
 def test_steps_fit_their_kernel():
@@ -181,7 +177,7 @@ GPU_RUNS = [*RUNS, *((LARGE, dtype, config) for dtype in TYPES for config in (Fe
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("few channels' gradients", lambda run: Plan(run[0].problem(run[1]), "cuda", config=run[2]), GPU_RUNS)
+    return plans_of_gradients("few channels' gradients", GPU_RUNS)
 
 
 @pytest.mark.gpu

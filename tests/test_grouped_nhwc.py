@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import simt
-from alike import check_numbers_on_gpu, check_refused_on, like_h200, plans_of
+from alike import check_needs_ampere, check_numbers_on_gpu, check_refused_on, plans_of
 from reference import ACTIVATIONS, DTYPES, Case, activated, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     H200,
@@ -207,8 +207,7 @@ def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
 
 
 def test_older_gpus_do_not_have_it():
-    for capability, backend, runs in (((8, 0), "cuda", True), ((10, 0), "cuda", True), ((7, 5), "cuda", False), ((0, 0), "opencl", False)):
-        assert (engines.refusal(asked(BASE, "fp16 last"), TILES[0], like_h200(capability, backend)) is None) == runs
+    check_needs_ampere(asked(BASE, "fp16 last"), TILES[0])
 
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_80"])

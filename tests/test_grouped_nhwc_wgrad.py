@@ -8,10 +8,10 @@ from functools import cache
 import numpy as np
 import pytest
 import simt
-from alike import check_refused_on, like_h200
-from reference import assert_close, assert_exact
-from test_implicit_gemm import H200, NVCC, check_compiled, check_steps, side_by_side, torch  # noqa: F401 -- torch: a fixture
-from test_wgrad_nhwc import TYPES, Filter, check_on_the_gpu, ids_of, launched
+from alike import check_needs_ampere, check_refused_on
+from reference import assert_exact
+from test_implicit_gemm import H200, NVCC, check_compiled, check_steps, torch  # noqa: F401 -- torch: a fixture
+from test_wgrad_nhwc import TYPES, Filter, check_bound, check_choices, check_notices, check_on_the_gpu, ids_of, launched, plans_of_gradients
 
 from pycuda_conv import Plan, engines
 from pycuda_conv.engines import grouped_nhwc_wgrad as gw
@@ -67,11 +67,7 @@ def test_every_kind_is_among_them():
 
 @simulated
 def test_numbers_at_random():
-    """Within the bound of an honest sum."""
-    for case, dtype, config in RUNS[1::7]:
-        arrays = case.normals(dtype)
-        ref = case.reference(*arrays)
-        assert_close(simt.computed(case.problem(dtype), config, *arrays), ref, case.bound(*arrays, ref), config)
+    check_bound(RUNS[1::7])
 
 
 def check_not_finite(run) -> None:
@@ -108,11 +104,7 @@ def test_what_is_not_finite(config):
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_broken_kernel_is_noticed(broken, message):
-    arrays = CASES[0].integers("float16")
-    with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
-        for seed in range(12):
-            got = simt.computed(CASES[0].problem(), GroupedWgrad(1, 1, 3, 5), *arrays, seeds=(seed,), broken=broken)
-            assert_exact(got, CASES[0].reference(*arrays))
+    check_notices(CASES[0], GroupedWgrad(1, 1, 3, 5), broken, message)
 
 
 # ---- what is legal, and the choice
@@ -139,27 +131,15 @@ def test_a_configuration_says_why_it_cannot(case, dtype, layout, config, reason)
 
 
 def test_older_gpus_do_not_have_it():
-    for capability, backend, runs in (((8, 0), "cuda", True), ((10, 0), "cuda", True), ((7, 5), "cuda", False), ((0, 0), "opencl", False)):
-        assert (engines.refusal(BASE.problem(), TILES[0], like_h200(capability, backend)) is None) == runs
+    check_needs_ampere(BASE.problem(), TILES[0])
 
 
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_80"])
 def test_the_choice_is_legal_and_its_texts_are_listed(architecture):
     """Of random grouped layers: what is chosen, and each candidate's launches."""
-    device, r, met = Target(architecture), random.Random(3), 0
-    listed = list(gw.texts(device))
-    for _ in range(16):
-        problem = families.problem(families.layer(r, "grouped"), "wgrad", r.choice(("float16", "bfloat16")), "fp32", "NHWC").launched
-        found = list(gw.configs(problem, device))
-        assert len(set(found)) < 250
-        for config in found[::7]:
-            assert gw.refusal(problem, config) is None and 0 < gw.time(problem, config, device) < 1e6
-            (product, *_), *_ = gw.schedule(problem, config, device).whole
-            assert any(product in family for family in listed)
-        chosen = gw.choose(problem, device)
-        assert (chosen is None) == (not found) and (chosen is None or chosen[1] in found)
-        met += bool(found)
-    assert met > 12
+    r = random.Random(3)
+    problems = [families.problem(families.layer(r, "grouped"), "wgrad", r.choice(("float16", "bfloat16")), "fp32", "NHWC").launched for _ in range(16)]
+    assert check_choices(gw, Target(architecture), problems, 7, 250) > 12
 
 
 def test_the_planner_chooses_it_where_groups_are_small():
@@ -193,7 +173,7 @@ GPU_RUNS = [*RUNS, *((LARGE, dtype, config) for dtype in TYPES if dtype != "floa
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("grouped gradients", lambda run: Plan(run[0].problem(run[1]), "cuda", config=run[2]), GPU_RUNS)
+    return plans_of_gradients("grouped gradients", GPU_RUNS)
 
 
 @pytest.mark.gpu

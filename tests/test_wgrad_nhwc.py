@@ -10,6 +10,7 @@ from functools import cache
 import emulator
 import numpy as np
 import pytest
+import simt
 from alike import check_refused_on, like_h200
 from reference import DTYPES, EPS, SUM_EPS, TINY, assert_close, assert_exact
 from test_implicit_gemm import H200, MARGIN, NVCC, check_compiled, check_noticed, check_steps, side_by_side, torch  # noqa: F401 -- torch: a fixture
@@ -433,7 +434,7 @@ RUNS += [
 @cache
 def plans() -> dict:
     """The plans of all runs."""
-    return side_by_side("filters channels last", lambda run: Plan(run[0].problem(run[1]), "cuda", config=run[2]), RUNS)
+    return plans_of_gradients("filters channels last", RUNS)
 
 
 def launched(torch, plan: Plan, x: np.ndarray, dy: np.ndarray, filter_last: bool = False) -> np.ndarray:  # noqa: F811
@@ -457,6 +458,45 @@ def launched(torch, plan: Plan, x: np.ndarray, dy: np.ndarray, filter_last: bool
         assert (whole[:MARGIN] == 0xFF).all() and (whole[-MARGIN:] == 0xFF).all(), f"{plan} wrote outside its arrays"
     found, (k, c, *taps) = wholes[2][MARGIN:-MARGIN].cpu().numpy().view(x.dtype), plan.result_shape
     return np.moveaxis(found.reshape(k, *taps, c), -1, 1) if filter_last else found.reshape(plan.result_shape)
+
+
+def check_bound(runs) -> None:
+    """Random data stay within the bound of an honest sum, on the simulated machine."""
+    for case, dtype, config in runs:
+        arrays = case.normals(dtype)
+        ref = case.reference(*arrays)
+        assert_close(simt.computed(case.problem(dtype), config, *arrays), ref, case.bound(*arrays, ref), config)
+
+
+def check_notices(case: Filter, config, broken: tuple[str, str], message: str) -> None:
+    """A kernel whose text is broken is told by one of twelve orders in which its threads run."""
+    arrays = case.integers("float16")
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
+        for seed in range(12):
+            assert_exact(simt.computed(case.problem(), config, *arrays, seeds=(seed,), broken=broken), case.reference(*arrays))
+
+
+def check_choices(engine, device, problems, every: int, most: int) -> int:
+    """What is chosen is a candidate; every so many-th candidate is legal, has a time, and its product's text is listed.
+
+    How many of the problems have candidates, of which there are fewer than `most`.
+    """
+    met, listed = 0, list(engine.texts(device))
+    for problem in problems:
+        found = list(engine.configs(problem, device))
+        assert len(set(found)) < most
+        for config in found[::every]:
+            assert engine.refusal(problem, config) is None and 0 < engine.time(problem, config, device) < 1e6
+            assert any(engine.schedule(problem, config, device).whole[0][0] in family for family in listed)
+        chosen = engine.choose(problem, device)
+        assert (chosen is None) == (not found) and (chosen is None or chosen[1] in found)
+        met += bool(found)
+    return met
+
+
+def plans_of_gradients(name: str, runs) -> dict:
+    """The plans of all runs (case, dtype, configuration) on a GPU, by the runs' words."""
+    return side_by_side(name, lambda run: Plan(run[0].problem(run[1]), "cuda", config=run[2]), runs)
 
 
 def check_on_the_gpu(torch, plan: Plan, case: Filter, dtype: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:  # noqa: F811
