@@ -128,9 +128,10 @@ def test_filters_of_gradients_are_packed_from_their_channels_last(case, mode):
     check(case, mode, ImplicitGemm(64, 64, 2), (1,), filter_last=True)
 
 
-def test_a_filter_with_its_channels_last_mends_what_limbs_cannot_hold():
+@pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 3}], ids=["", "phases that repeat"])
+def test_a_filter_with_its_channels_last_mends_what_limbs_cannot_hold(options):
     """The same bits as with the filter in C order."""
-    case, config = dgrad((3, 24, 2, 2), (24, 8, 3, 3), padding=1, bias=False), ImplicitGemm(64, 64, 2)
+    case, config = dgrad((3, 24, 2, 2), (24, 8, 3, 3), bias=False, **options), ImplicitGemm(64, 64, 2)
     x, w, _ = case.normals("float32")
     x[1, 3, 1, 1], x[2] = np.inf, x[2] * np.float32(2.0) ** -100
     w[5, 2] *= np.float32(2.0) ** -30

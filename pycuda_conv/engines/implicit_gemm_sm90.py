@@ -541,7 +541,7 @@ def _product(
     phases = tuple(_arguments(problem, config, packed, walk, tiles, bits) for walk in walks)
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
     if defines["PHASES"] > 1:
-        structs += (repeat_arguments(problem, packed, len(walks), _alike(problem)[1]),)
+        structs += (repeat_arguments(problem, packed, len(walks), _alike(problem)[1], filter_last),)
     if _may_mend(problem, config):
         structs += mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
     if _may_note(defines):

@@ -782,12 +782,13 @@ def first_ones(walks: Sequence[PhaseAddressing], many: Size3) -> list[PhaseAddre
     return [walk for walk in walks if not any(at % n for at, n in zip(walk.phase.origin, many, strict=True))]
 
 
-def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, many: Size3) -> Repeats:
-    """The arguments of a launch in which `phases` phases take turns with their repeats."""
+def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, many: Size3, filter_last: bool = False) -> Repeats:
+    """The arguments of a launch in which `phases` phases take turns with their repeats. `filter_last`: the filter's second axis is last."""
+    w_tap = filter_last_strides(problem)[2] if filter_last else 1
     pixel = problem.result_channels if problem.layout == "NHWC" else 1
     return arguments(
         Repeats, phases=phases, turns=phases * math.prod(many), along_r=many[1], along_s=many[2],
-        **by_axis("tap_", row_major(packed.taps), "trs"), **by_axis("w_", row_major(problem.filter_size), "trs"),
+        **by_axis("tap_", row_major(packed.taps), "trs"), **by_axis("w_", [w_tap * n for n in row_major(problem.filter_size)], "trs"),
         **by_axis("y_", [pixel * n for n in row_major(problem.result_size)], "trs"),
     )  # fmt: skip
 
