@@ -91,7 +91,7 @@ def test_cases_are_listed(capsys):
 
 @pytest.mark.parametrize("arguments, words", [
     (["--only", "("], "regular expression"), (["--only", "vgg"], "matches no problem"), (["--csv", "x.csv"], "--csv is not for --models"),
-    (["--host-calls"], "--host-calls is not for --models"), (["--device", "opencl"], "--models needs a GPU"),
+    (["--host-calls"], "--host-calls and --models are two benchmarks"), (["--device", "opencl"], "--models needs a GPU"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_told_in_one_line(capsys, arguments, words):
     assert main(["bench", "--models", *arguments]) == UNUSABLE

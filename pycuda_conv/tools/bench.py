@@ -593,10 +593,7 @@ def _loop_table(loops: Sequence[dict[str, Any]]) -> Any:
 
 def refuse_suite_options(settings: Settings, flag: str, modes: str) -> None:
     """Raise an error for options of the suite alone; `flag` asks for another benchmark, which measures in these modes."""
-    given = {
-        "--mode": settings.modes != ("fp32",), "--kind": settings.kind, "--host-calls": settings.host_calls, "--csv": settings.csv,
-        "--plots": settings.plots,
-    }  # fmt: skip
+    given = {"--mode": settings.modes != ("fp32",), "--kind": settings.kind, "--csv": settings.csv, "--plots": settings.plots}
     for name, value in given.items():
         if value:
             raise ToolError(f"{name} is not for {flag}, which measures {modes} and writes --json and --pages only")
