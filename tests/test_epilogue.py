@@ -26,7 +26,7 @@ from reference import (
 from test_arguments import refuses  # noqa: F401  (a fixture)
 from test_implicit_gemm import BASE, H200, POINT, WHOLE, asked, dtype_of, emulated, ids_of, patches, raw
 from test_implicit_gemm import torch as hopper  # noqa: F401  (a fixture)
-from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, POINTWISE, TRANSPOSED, TYPED
+from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MANY_PHASES, POINTWISE, TRANSPOSED, TYPED
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
@@ -125,12 +125,13 @@ def test_kernels(device, case, config, dtype, parts):
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 @pytest.mark.parametrize("split", [1, 3])
-def test_channels_last(device, layout, split):
+@pytest.mark.parametrize("case", [GENERAL, MANY_PHASES[0]], ids=str)
+def test_channels_last(device, case, layout, split):
     """Of the plain kernels the matrix product alone reads and writes them."""
-    problem = replace(finishing(GENERAL.problem(), "all"), layout=layout)
+    problem = replace(finishing(case.problem(), "all"), layout=layout)
     plan = Plan(problem, device, config=Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=split))
-    x, w, b, s, r = arrays(GENERAL, "float32", "all", integers=True)
-    ref = expected(GENERAL, "all", x, w, b, s, r)
+    x, w, b, s, r = arrays(case, "float32", "all", integers=True)
+    ref = expected(case, "all", x, w, b, s, r)
     tensors = [tensor(a) for a in (x, w, b, s, r)]
     out = torch.full(problem.result_shape, float("nan"))
     if layout == "NHWC":
@@ -494,6 +495,7 @@ def test_programs_say_whether_they_write_twice():
 
     assert redoes("fp32", ImplicitGemm(64, 128, 3)) and redoes("tf32", ImplicitGemm(64, 128, 3)) and redoes("fp32 last", ImplicitGemm80())
     assert not redoes("fp16", ImplicitGemm(64, 128, 3)) and not redoes("fp32", Pointwise()) and not redoes("fp32", GEMM)
+    assert redoes("fp32", GEMM, MANY_PHASES[0]) and not redoes("fp32", GEMM, TRANSPOSED)
     assert not redoes("tf32", Lines(64, 1, 8, 2, 2, 2, 1, True))  # a residual is read before its place is written, and then no more
     assert not redoes("fp16 last", ImplicitGemm80())
 

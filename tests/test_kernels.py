@@ -95,6 +95,13 @@ TRANSPOSED_CASES = [
     dgrad((1, 3, 2, 3, 2), (3, 4, 2, 3, 2), stride=(1, 2, 2), padding=(0, 1, 0), output_padding=(0, 1, 1)),  # 3-d
     dgrad((4, 3, 3), (4, 2, 3, 3), stride=2),  # unbatched
 ]
+MANY_PHASES = [  # more than a thousand, few of which have taps
+    dgrad((2, 3, 3, 2), (3, 4, 3, 2), stride=40, padding=(1, 0), output_padding=(39, 7)),
+    dgrad((1, 4, 2, 3), (4, 3, 3, 3), stride=(40, 41), dilation=(60, 3), groups=2, bias=False),
+    dgrad((1, 2, 2, 3, 2), (2, 3, 1, 2, 3), stride=(11, 12, 13)),
+    dgrad((2, 3, 2), (3, 2, 4), stride=1500, padding=2),
+    dgrad((1, 2, 2), (2, 2, 1), stride=3001, padding=((1, 1),)),  # no pixel of the result meets a tap
+]
 
 SINGLE_CHANNEL = [
     fprop((1, 1, 1, 1), (1, 1, 1, 1)),
@@ -121,6 +128,7 @@ ALONE = [  # transposed convolutions of a channel alone, with strides of powers 
 AWKWARD = (
     [(case, config) for case in FORWARD for config in (Batched(64, 4, 2), GEMM)]
     + [(case, config) for case in TRANSPOSED_CASES for config in (Dgrad(64, 2, 4), Dgrad(32, 1, 2, SPLIT=2), GEMM)]
+    + [(case, config) for case in MANY_PHASES for config in (Dgrad(64, 2, 4), GEMM, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2))]
     + [(case, config) for case in SINGLE_CHANNEL for config in (Single(), Tile(8, 32, 2), Tile(4, 16, 2))]
     + [(case, config) for case in ALONE for config in (Tile(8, 32, 2), Tile(1, 256, 1))]
 )
@@ -252,7 +260,7 @@ def check_refused(legal, build, problem, config, reason: str) -> None:
     assert reason in str(raised.value) and str(problem) in str(raised.value)
 
 
-@pytest.mark.parametrize("case", [GENERAL, POINTWISE, DEPTHWISE, TRANSPOSED, *FORWARD, *TRANSPOSED_CASES, *SINGLE_CHANNEL], ids=str)
+@pytest.mark.parametrize("case", [GENERAL, POINTWISE, DEPTHWISE, TRANSPOSED, *FORWARD, *TRANSPOSED_CASES, *MANY_PHASES, *SINGLE_CHANNEL], ids=str)
 def test_the_planner_chooses_what_is_legal(case):
     for dtype in DTYPES:
         problem = case.problem(dtype)

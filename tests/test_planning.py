@@ -7,12 +7,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 
 from pycuda_conv import ConvProblem, behind, engines
 from pycuda_conv import plan as plan_module
-from pycuda_conv.engines import implicit_gemm_sm90, registry
+from pycuda_conv.engines import dmma, geometry, implicit_gemm_sm90, registry
+from pycuda_conv.engines.geometry import Phase
 from pycuda_conv.engines.schedule import shared_limit
 from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.runtime.target import Target
@@ -87,6 +89,26 @@ def test_blocks_fit_in_a_gpu_s_shared_memory(architecture):
                 if engine.refusal(problem.launched, config) is None:
                     launches = behind.launches(engine.schedule(problem.launched, config, device, False))
                     assert max(launch.shared for launch in launches) <= shared_limit(device), f"{config} {problem}"
+
+
+@pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a", None])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_phases_without_taps_are_neither_planned_nor_launched_one_by_one(layout, architecture, monkeypatch):
+    """However long a stride is, a plan has hardly more launches than the filter has taps."""
+    made = []
+    monkeypatch.setattr(geometry, "Phase", lambda *fields: made.append(Phase(*fields)) or made[-1])
+    monkeypatch.setattr(dmma, "Phase", geometry.Phase)
+    geometry.phases.cache_clear()
+    device = Target(architecture) if architecture else SimpleNamespace(backend="opencl", capability=(0, 0), multiprocessors=2, name="", model="")
+    for (size, stride), dtype, bias, groups in product((((2,), 2**28), ((3, 2), 5000), ((2, 2, 3), 300)), DTYPE_BYTES, (None, (16,)), (1, 8)):
+        for precision in ("fp32", "tf32") if dtype == "float32" else ("fp32",):
+            ndim, taps, options = len(size), 3 ** len(size), {"dtype": dtype, "precision": precision, "layout": layout, "groups": groups}
+            problem = ConvProblem.transposed(ndim, (1, 16, *size), (16, 16 // groups, *(3,) * ndim), bias, stride=stride, **options)
+            made.clear()
+            schedule = engines.schedule(problem, engines.choose(problem, device), device)
+            assert sum(map(len, schedule.whole)) <= taps + 3 and len(made) <= 2 * (taps + 1), problem
+            for config in engines.candidates(problem, device):
+                assert sum(map(len, engines.schedule(problem, config, device).whole)) <= taps + 3, (problem, config)
 
 
 def test_another_list_of_engines_chooses_anew(hopper, monkeypatch):

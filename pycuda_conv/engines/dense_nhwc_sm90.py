@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines import transpose_filter
 from pycuda_conv.engines.base import Config, fastest
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases, too_many_phases
 from pycuda_conv.engines.hopper import (
     BEGIN,
     CLOCK,
@@ -146,6 +146,9 @@ def why_not(problem: ConvProblem) -> str | None:
         return "tensor loads take a pixel's channels, of a multiple of 16 bytes"
     if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
         return "it counts pixels in 32 bits"
+    reason = too_many_phases(problem)
+    if reason:
+        return reason
     return None if _form(problem) else "tensor loads can't make its padding or dilation"
 
 

@@ -18,9 +18,11 @@ from pycuda_conv.engines.geometry import (
     by_axis,
     ceil,
     divider,
+    few_have_taps,
     filter_last_strides,
     filter_strides,
     needs_64_bits,
+    phase_kinds,
     phases,
     places,
     read_strides,
@@ -50,7 +52,10 @@ TAP_BYTES = 32 + 8  # bytes of a k in the table of taps: its offsets in x and in
 
 @dataclass(frozen=True)
 class Gemm(Config):
-    """An implicit matrix product with register blocking: ``direct_gemm.cu``. dgrad is one launch for each stride phase."""
+    """An implicit matrix product with register blocking: ``direct_gemm.cu``. dgrad is one launch for each stride phase.
+
+    If there are many phases and few have taps, a launch first writes the whole result as if it had no taps.
+    """
 
     BLOCK_M: int = 128
     BLOCK_N: int = 128
@@ -87,7 +92,7 @@ def refusal(problem: ConvProblem, config: Gemm) -> str | None:
     shared = 2 * config.BLOCK_K * ((config.BLOCK_M + 4 + config.BLOCK_N) * accumulator_bytes(problem) + TAP_BYTES)
     if shared > STATIC_SHARED_BYTES:
         return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
-    return grid_refusal(max(_grids(problem, config), default=0))
+    return grid_refusal(max((_grid(problem, config, pixels) for pixels, _, _ in phase_kinds(problem)), default=0))
 
 
 def _no_tile(config: Gemm) -> str | None:
@@ -106,12 +111,10 @@ def _divides(threads: int, row: int, rows: int, vector: int = 1) -> bool:
     return row % vector == 0 and threads % (row // vector) == 0 and rows % (threads // (row // vector)) == 0
 
 
-def _grids(problem: ConvProblem, config: Gemm) -> list[int]:
-    """Blocks of the launch of each phase."""
+def _grid(problem: ConvProblem, config: Gemm, pixels: int) -> int:
+    """Blocks of the launch of a phase of `pixels` pixels an image."""
     m_tiles = ceil(problem.result_channels // problem.groups, config.BLOCK_M)
-    return [
-        ceil(problem.N * math.prod(phase.size), config.BLOCK_N) * problem.groups * config.SPLIT_K * m_tiles for phase in phases(problem)
-    ]
+    return ceil(problem.N * pixels, config.BLOCK_N) * problem.groups * config.SPLIT_K * m_tiles
 
 
 # ---- launches
@@ -119,13 +122,16 @@ def _grids(problem: ConvProblem, config: Gemm) -> list[int]:
 
 def schedule(problem: ConvProblem, config: Gemm, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
-    split = config.SPLIT_K
+    split, redoes = config.SPLIT_K, few_have_taps(problem)
 
     def steps(filter_last: bool) -> list[list[KernelLaunch]]:
-        return [products(problem, config, filter_last), *([[reduce_launch(problem, split, WORKSPACE)]] if split > 1 else [])]
+        launches = products(problem, config, filter_last)
+        in_order = [launches[-1:], launches[:-1]] if redoes else [launches]  # what has no taps is last
+        found = [step for step in in_order if step]
+        return [*found, *([[reduce_launch(problem, split, WORKSPACE)]] if split > 1 else [])]
 
     made = Schedule.plain(steps(False), split * math.prod(problem.result_shape) * accumulator_bytes(problem) if split > 1 else 0)
-    return replace(made, filter_last=steps(True)) if problem.layout == "NHWC" else made
+    return replace(made, redoes=redoes, filter_last=steps(True) if problem.layout == "NHWC" else None)
 
 
 def filter_key(problem: ConvProblem, config: Gemm) -> None:
@@ -134,10 +140,8 @@ def filter_key(problem: ConvProblem, config: Gemm) -> None:
 
 def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> list[KernelLaunch]:
     """The launches of all phases, those with most taps first. `filter_last`: the filter's second axis is last in memory."""
-    return [
-        _product(problem, config, phase, grid, filter_last)
-        for phase, grid in sorted(zip(phases(problem), _grids(problem, config), strict=True), key=lambda pair: -math.prod(pair[0].taps))
-    ]
+    longest_first = sorted(phases(problem), key=lambda phase: -math.prod(phase.taps))
+    return [_product(problem, config, phase, filter_last) for phase in longest_first]
 
 
 #: The struct of ``direct_gemm.cu``, which explains each member.
@@ -158,7 +162,7 @@ GemmArguments = namedtuple(
 )
 
 
-def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter_last: bool) -> KernelLaunch:
+def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool) -> KernelLaunch:
     groups, split, size = problem.groups, config.SPLIT_K, math.prod(problem.result_shape)
     m, reduction = problem.result_channels // groups, problem.operand_channels // groups
     taps, plane = math.prod(phase.taps), math.prod(phase.size)
@@ -201,7 +205,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
         **finish(problem, split > 1),
     )  # fmt: skip
     buffers = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT if split == 1 else WORKSPACE)
-    return KernelLaunch("direct_gemm", defines, grid, config.threads, buffers, (), arguments=arguments)
+    return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=arguments)
 
 
 def sum_order(problem: ConvProblem, config: Gemm) -> Hashable:
@@ -291,10 +295,9 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
         rate /= 1.3  # few of a sector's elements are used at once
     step, fit = 2 * config.BLOCK_M * config.BLOCK_N * config.BLOCK_K, config.MIN_BLOCKS
     reduction = problem.operand_channels // problem.groups
-    blocks = _grids(problem, config)
-    lengths = [
-        step * (ceil(ceil(reduction * math.prod(phase.taps), config.BLOCK_K), config.SPLIT_K) + STEPS) / rate for phase in phases(problem)
-    ]
+    kinds = phase_kinds(problem)
+    blocks, launches = [_grid(problem, config, pixels) for pixels, _, _ in kinds], sum(many for _, _, many in kinds)
+    lengths = [step * (ceil(ceil(reduction * taps, config.BLOCK_K), config.SPLIT_K) + STEPS) / rate for _, taps, _ in kinds]
 
     def alone(count: int, length: float) -> float:
         """Microseconds of `count` blocks of `length` steps, in rounds."""
@@ -302,20 +305,21 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
         last = ceil(rest, multiprocessors)
         return length * (rounds * fit + (last / (last / fit) ** FILLED if last else 0))
 
-    if len(blocks) == 1:
+    if launches == 1:
         us = alone(blocks[0], lengths[0])
         if problem.layout == "CNHW":
             us *= GRADIENT
     else:
-        work = sum(count * length for count, length in zip(blocks, lengths, strict=True))
-        us = max(PHASED * work / multiprocessors + LAST * fit * max(lengths), PHASE_TIME * len(blocks))
-        apart = min(phases(problem)[0].step[2], SECTOR // problem.itemsize)  # phases that write a part of each sector of a row
+        work = sum(many * count * length for (_, _, many), count, length in zip(kinds, blocks, lengths, strict=True))
+        us = max(PHASED * work / multiprocessors + LAST * fit * max(lengths), PHASE_TIME * launches)
+        apart = min(problem.stride[2], SECTOR // problem.itemsize)  # phases that write a part of each sector of a row
         us += problem.itemsize * math.prod(problem.result_shape) * apart / SCATTERED * 132 / multiprocessors
-        if len(blocks) > SIDE_BY_SIDE:
-            us = max(us, QUEUED * sum(map(alone, blocks, lengths)) / SIDE_BY_SIDE)
+        if launches > SIDE_BY_SIDE:
+            queued = sum(many * alone(count, length) for (_, _, many), count, length in zip(kinds, blocks, lengths, strict=True))
+            us = max(us, QUEUED * queued / SIDE_BY_SIDE)
     if config.SPLIT_K > 1:
         bytes_moved = math.prod(problem.result_shape) * accumulator_bytes(problem) * (2 * config.SPLIT_K + 1)
-        us += JOIN_TIME + bytes_moved * min(len(blocks), 2) / 3e6  # at 3 TB/s
+        us += JOIN_TIME + bytes_moved * min(launches, 2) / 3e6  # at 3 TB/s
     written = problem.itemsize * math.prod(problem.result_shape)
     us += BEGIN + written * (2 if problem.has_residual else 1) / STORED
     if problem.layout == "NCHW" and config.SPLIT_K == 1 and math.prod(problem.result_size) % 4:  # elements are written one by one

@@ -25,6 +25,7 @@ from pycuda_conv.engines.geometry import (
     phases,
     places,
     read_strides,
+    too_many_phases,
     written_strides,
 )
 from pycuda_conv.engines.schedule import (
@@ -213,12 +214,20 @@ def unsupported(device: Device) -> str | None:
     return None
 
 
-def refusal(problem: ConvProblem, config: Dmma) -> str | None:
-    """Why `config` can't run `problem`, or None if it can."""
+def why_not(problem: ConvProblem) -> str | None:
+    """Why no configuration can run `problem`, or None if one may."""
     if problem.dtype != "float64":
         return "it takes float64 arrays"
     if problem.is_empty:
         return "there is nothing to compute"
+    return too_many_phases(problem)
+
+
+def refusal(problem: ConvProblem, config: Dmma) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
     if problem.largest_array >= MOST or config.SPLIT * math.prod(problem.result_shape) >= MOST or _reduction(problem) >= MOST:
         return "it counts elements in 32 bits"
     if (config.BLOCK_M, config.BLOCK_N) not in TILES:
@@ -546,6 +555,8 @@ def _made(d: Mapping[str, int]) -> bool:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Dmma]:
     """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
     for m, n in TILES:
         for split in splits(problem, _reduction(problem) // 128):
             config = Dmma(m, n, split)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config, fastest
-from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, places
+from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper import MOST_SHARED, unsupported
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
@@ -142,7 +142,7 @@ def why_not(problem: ConvProblem) -> str | None:
         return "a channel's part of the filter is a multiple of 16 bytes"
     if problem.largest_array >= 2**31:
         return "it counts in 32 bits"
-    if len(phases(problem)) > PHASES:
+    if count_phases(problem) > PHASES:
         return f"a gradient has up to {PHASES} stride phases"
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
@@ -152,6 +153,9 @@ def filter_last_strides(problem: ConvProblem) -> tuple[int, int, int]:
 
 # ---- dgrad as forward convolutions
 
+MOST_PHASES = 1024  # phases that engines may launch although few have taps: each launch takes about a microsecond
+MOST_WALKED = 2**16  # phases for which plans are made phase by phase; more take seconds
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -184,13 +188,16 @@ def outputs_apart(problem: ConvProblem) -> Size3:
     return d, h, w
 
 
-def _axis_phases(size: int, taps: int, stride: int, pad: int, dilation: int) -> list[tuple[int, ...]]:
-    """Phases of one axis of dgrad. Pixel a + stride*i meets tap r at output (a + pad - r*dilation) / stride + i."""
+def _axis_phases(size: int, taps: int, stride: int, pad: int, dilation: int, with_taps: bool) -> list[tuple[int, ...]]:
+    """Phases of one axis of dgrad, or only those with taps.
+
+    Pixel a + stride*i meets tap r at output (a + pad - r*dilation) / stride + i.
+    """
     found: list[tuple[int, ...]] = []
     every = stride // math.gcd(stride, dilation)
-    for a in range(min(stride, size)):
-        pixels = ceil(size - a, stride)
-        first = next((r for r in range(min(taps, every)) if (a + pad - r * dilation) % stride == 0), None)
+    first_taps = {(r * dilation - pad) % stride: r for r in range(min(taps, every))}
+    for a in sorted(a for a in first_taps if a < size) if with_taps else range(min(stride, size)):
+        pixels, first = ceil(size - a, stride), first_taps.get(a)
         if first is None:
             found.append((pixels, a, stride, 0, 0, 1, 1, 0, 0))
         else:
@@ -201,20 +208,66 @@ def _axis_phases(size: int, taps: int, stride: int, pad: int, dilation: int) -> 
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration
 def phases(problem: ConvProblem) -> tuple[Phase, ...]:
-    """The forward convolutions that make up the problem: one for fprop, one for each combination of stride phases for dgrad."""
+    """The forward convolutions that make up the problem: one for fprop, one for each combination of stride phases for dgrad.
+
+    If :func:`few_have_taps`, the first one is the whole result without taps, and the others, which have taps, write their pixels once more.
+    """
     if problem.direction == "fprop":
         zero, one = (0, 0, 0), (1, 1, 1)
         whole = Phase(
             problem.output_size, zero, one, problem.filter_size, zero, one, problem.stride, problem.padding_before, problem.dilation
         )
         return (whole,)
-    return tuple(Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True))) for combination in product(*axis_phases(problem)))
+    few = few_have_taps(problem)
+    combinations = product(*axis_phases(problem, with_taps=few))
+    found = tuple(Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True))) for combination in combinations)
+    return (_without_taps(problem), *found) if few else found
 
 
-def axis_phases(problem: ConvProblem) -> list[list[tuple[int, ...]]]:
-    """For each axis, what :class:`Phase` has of dgrad's phases along it."""
+def _without_taps(problem: ConvProblem) -> Phase:
+    """All pixels of the result, and no tap."""
+    zero, one = (0, 0, 0), (1, 1, 1)
+    return Phase(problem.result_size, zero, one, zero, zero, one, one, zero, zero)
+
+
+def axis_phases(problem: ConvProblem, with_taps: bool = False) -> list[list[tuple[int, ...]]]:
+    """For each axis, what :class:`Phase` has of dgrad's phases along it; of those alone that have taps, if so asked."""
     values = problem.input_size, problem.filter_size, problem.stride, problem.padding_before, problem.dilation
-    return [_axis_phases(*of_axis) for of_axis in zip(*values, strict=True)]
+    return [_axis_phases(*of_axis, with_taps) for of_axis in zip(*values, strict=True)]
+
+
+def count_phases(problem: ConvProblem) -> int:
+    """The number of phases, most of which may have no tap."""
+    return 1 if problem.direction == "fprop" else math.prod(map(min, problem.stride, problem.input_size))
+
+
+@lru_cache(maxsize=1024)  # every engine asks
+def few_have_taps(problem: ConvProblem) -> bool:
+    """Whether there are more than :data:`MOST_PHASES` phases, and taps in fewer than half of them.
+
+    Then each launch of the others would only write what follows a sum of nothing, for a microsecond or more.
+    """
+    count = count_phases(problem)
+    return count > MOST_PHASES and 2 * math.prod(map(len, axis_phases(problem, with_taps=True))) < count
+
+
+def too_many_phases(problem: ConvProblem) -> str | None:
+    """Why an engine that walks all phases can't run `problem`, or None if it can."""
+    if few_have_taps(problem):
+        return f"the result has more than {MOST_PHASES:,} stride phases, and few of them have taps"
+    return f"the result has more than {MOST_WALKED:,} stride phases" if count_phases(problem) > MOST_WALKED else None
+
+
+@lru_cache(maxsize=64)  # the planner asks for them once a configuration
+def phase_kinds(problem: ConvProblem) -> tuple[tuple[int, int, int], ...]:
+    """Pixels and taps of the phases, and how many phases there are of a kind; up to :data:`MOST_PHASES` phases are listed one by one."""
+    few = few_have_taps(problem)
+    if not few and count_phases(problem) <= MOST_PHASES:
+        return tuple((math.prod(phase.size), math.prod(phase.taps), 1) for phase in phases(problem))
+    along = [Counter((pixels, taps) for pixels, _, _, taps, *_ in axis) for axis in axis_phases(problem, with_taps=few)]
+    kinds = product(*(axis.items() for axis in along))
+    found = [tuple(map(math.prod, zip(*((*kind, many) for kind, many in combination), strict=True))) for combination in kinds]
+    return (*([(math.prod(problem.result_size), 0, 1)] if few else []), *((pixels, taps, many) for pixels, taps, many in found))
 
 
 def places(problem: ConvProblem, phase: Phase) -> tuple[int, int, int, int, int]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
-from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major
+from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major, too_many_phases
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
@@ -75,7 +75,7 @@ def why_not(problem: ConvProblem) -> str | None:
         return f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
     if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
         return "it counts pixels in 32 bits"
-    return None
+    return too_many_phases(problem)
 
 
 def refusal(problem: ConvProblem, config: GroupedNhwc) -> str | None:

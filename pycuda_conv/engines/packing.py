@@ -28,6 +28,7 @@ from pycuda_conv.engines.geometry import (
     places,
     read_strides,
     row_major,
+    too_many_phases,
     written_strides,
 )
 from pycuda_conv.engines.range_guard import MomentsLayout, slack
@@ -298,6 +299,9 @@ def why_not(problem: ConvProblem) -> str | None:
     images = problem.N * limbs(problem)
     if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS or images >= 2**31:
         return "it counts pixels in 32 bits"
+    reason = too_many_phases(problem)
+    if reason:
+        return reason
     if packing(problem) is None:
         return "tensor loads can't make its padding or dilation"
     return None
