@@ -410,7 +410,7 @@ class ConvProblem:
         return replace(forward, direction="wgrad")
 
     def _checked_sizes(self, in_chunks: bool = False) -> ConvProblem:
-        for what, size in (("input", self.input_size), ("output", self.output_size)):
+        for what, size in (("input", self.operand_size), ("output", self.result_size)):
             if math.prod(size) >= 2**31 and not in_chunks:
                 shown = _times(size[-self.ndim :])
                 raise ConvArgumentError(f"one channel of the {what} has {shown} elements; at most 2^31 - 1 are supported")
@@ -421,6 +421,12 @@ class ConvProblem:
             if max(values) >= 2**29:
                 own = [v for i, v in enumerate(values) if i % 3 >= 3 - self.ndim]  # of the axes that the caller knows
                 raise ConvArgumentError(f"{what} must be below 2^29, but got {_shown(own)}")
+        for what, shape in (("input", self.input_shape), ("weight", self.weight_shape), ("the result", self.result_shape)):
+            # numpy and torch have no such shapes even where another size is 0
+            if math.prod(size or 1 for size in shape) * self.itemsize >= 2**63:
+                raise ConvArgumentError(
+                    f"expected {what} to have fewer than 2^63 bytes, but got {what} of size {_shown(shape)} in {self.dtype}"
+                )
         return self
 
     def _with_epilogue(

@@ -550,6 +550,42 @@ def test_a_stride_that_is_too_large_is_told_with_the_axes_that_were_given(refuse
     assert "2^29" in pc.conv2d.__doc__
 
 
+HUGE = 2**62
+TOO_LARGE = [  # the array that can't be, and what is asked
+    ("input", "forward", (1, HUGE, 4, 4), (8, HUGE, 3, 3)), ("weight", "forward", (1, 8, 4, 4), (HUGE, 8, 3, 3)), ("input", "forward", (2**64, 8, 4, 4), (8, 8, 3, 3)),
+    ("weight", "forward", (0, 2**31, 4, 4), (2**31, 2**31, 3, 3)), ("the result", "forward", (2**31, 8, 8, 8), (2**31, 8, 1, 1)), ("input", "forward", (HUGE, 0, 4, 4), (8, 0, 3, 3)),
+    ("input", "transposed", (1, HUGE, 4, 4), (HUGE, 8, 3, 3)), ("weight", "transposed", (1, 8, 4, 4), (8, HUGE, 3, 3)), ("the result", "transposed", (2**40, 8, 64, 64), (8, 8, 1, 1)),
+    ("input", "input", (HUGE, 8, 4, 4), (8, 8, 3, 3)), ("input", "weight", (HUGE, 8, 4, 4), (8, 8, 3, 3)), ("weight", "weight", (1, 8, 4, 4), (HUGE, 8, 3, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "of", "x", "w"), TOO_LARGE)
+def test_sizes_that_no_array_has_are_told_with_the_argument(name, of, x, w):
+    options = {"stride": 2**10} if name == "the result" and of == "transposed" else {}
+    size = {"input": x, "weight": w}.get(name)
+    text = f"expected {name} to have fewer than 2^63 bytes, but got {name} of size {list(size) if size else '['}"
+    with pytest.raises(ConvArgumentError, match=re.escape(text)):
+        if of in ("input", "weight"):
+            ConvProblem.gradient(of, 2, x, w, (x[0], w[0], 2, 2), **options)
+        else:
+            getattr(ConvProblem, of)(2, x, w, in_chunks=True, **options)
+
+
+def test_sizes_that_an_array_may_have_are_taken():
+    shapes = (2**20, 2**20, 2**11, 2**8), (1, 2**20, 1, 1)  # 2^59 elements
+    assert ConvProblem.forward(2, *shapes, dtype="float64").input_shape == shapes[0]
+    with pytest.raises(ConvArgumentError, match="expected input to have fewer than"):
+        ConvProblem.forward(2, (2**21, *shapes[0][1:]), shapes[1], dtype="float64")
+
+
+def test_a_plane_that_is_too_large_is_told_of_the_array_that_has_it():
+    for function, given, taps, name in ((ConvProblem.transposed, 4, 3, "output"), (ConvProblem.forward, 2**16, 3, "input")):
+        with pytest.raises(ConvArgumentError, match=f"one channel of the {name} has"):
+            function(2, (1, 8, given, given), (8, 8, taps, taps), stride=30000)
+    with pytest.raises(ConvArgumentError, match="expected weight to have fewer than"):
+        pc.conv2d_weight(X, (HUGE, 4, 3, 3), zeros(2, 6, 6, 7))
+
+
 @pytest.mark.parametrize(("function", "arrays", "text"), [
     ("conv1d", (X, W), "Expected 2D (unbatched) or 3D (batched) input to conv1d, but got input of size: [2, 4, 8, 9]"),
     ("conv2d", (X[0], W[0]), "Expected 4-dimensional weight for conv2d, but got 3-dimensional weight of size [4, 3, 3] instead"),
