@@ -111,6 +111,17 @@ def test_phases_without_taps_are_neither_planned_nor_launched_one_by_one(layout,
                 assert sum(map(len, engines.schedule(problem, config, device).whole)) <= taps + 3, (problem, config)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_phases_that_repeat_one_are_planned_as_one(dtype, hopper, monkeypatch):
+    """Patches of any size are one product."""
+    made = []
+    monkeypatch.setattr(geometry, "Phase", lambda *fields: made.append(Phase(*fields)) or made[-1])
+    monkeypatch.setattr(dmma, "Phase", geometry.Phase)
+    problem = ConvProblem.transposed(2, (1, 64, 3, 3), (64, 3, 700, 701), (3,), stride=(700, 701), dtype=dtype, layout="NHWC")
+    schedule = engines.schedule(problem, engines.choose(problem, hopper), hopper)
+    assert sum(map(len, schedule.whole)) <= 3 and len(made) < 10
+
+
 def test_another_list_of_engines_chooses_anew(hopper, monkeypatch):
     problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
     engine = registry.engine_of(engines.choose(problem, hopper))

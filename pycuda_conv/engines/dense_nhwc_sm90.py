@@ -17,7 +17,16 @@ from typing import NamedTuple
 
 from pycuda_conv.engines import transpose_filter
 from pycuda_conv.engines.base import Config, fastest
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases, too_many_phases
+from pycuda_conv.engines.geometry import (
+    arguments,
+    by_axis,
+    ceil,
+    count_phases,
+    filter_strides,
+    first_phases,
+    repeats,
+    too_many_phases,
+)
 from pycuda_conv.engines.hopper import (
     BEGIN,
     CLOCK,
@@ -40,10 +49,8 @@ from pycuda_conv.engines.packing import (
     MOST_PIXELS,
     PackedLayout,
     PhaseAddressing,
-    first_ones,
     phase_addressing,
     repeat_arguments,
-    repeats,
     tap_numbers,
     written_places,
 )
@@ -120,10 +127,13 @@ TENSOR_CORES = True
 
 @lru_cache(maxsize=1024)
 def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
-    """The arrays as the loads see them, and the phases' addressing, those with most taps first; None if tensor loads can't make it."""
+    """The arrays as the loads see them, and the phases' addressing without repeats, those with most taps first.
+
+    None if tensor loads can't make it.
+    """
     load = stage_channels(problem)
     lying = PackedLayout(True, 0, (1, 1, 1), problem.operand_size, problem.operand_channels, load, problem.filter_size)
-    walks = [phase_addressing(problem, phase, lying) for phase in phases(problem)]
+    walks = [phase_addressing(problem, phase, lying) for phase in first_phases(problem)]
     found = [walk for walk in walks if walk is not None]
     return (lying, tuple(sorted(found, key=lambda walk: -math.prod(walk.taps)))) if len(found) == len(walks) else None
 
@@ -146,7 +156,7 @@ def why_not(problem: ConvProblem) -> str | None:
         return "tensor loads take a pixel's channels, of a multiple of 16 bytes"
     if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
         return "it counts pixels in 32 bits"
-    reason = too_many_phases(problem)
+    reason = too_many_phases(problem, besides_repeats=True)
     if reason:
         return reason
     return None if _form(problem) else "tensor loads can't make its padding or dilation"
@@ -217,7 +227,8 @@ def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
     if not gradient or not _may_turn(config.BLOCK_M, config.BLOCK_N):
         return False
     _, walks = _walks(problem)
-    many, slots = math.prod(repeats(walks)) * config.CLUSTER, at_once(device, config.CLUSTER)
+    # MOST_TURNED is for a sum that counts repeats twice
+    many, slots = math.prod(repeats(problem)) ** 2 * config.CLUSTER, at_once(device, config.CLUSTER)
     stages = sum(ceil(_blocks(problem, walk), config.CLUSTER) * math.prod(_tiles(problem, config, walk)) * many for walk in walks)
     return stages <= MOST_TURNED[config.CLUSTER > 1] * slots
 
@@ -323,10 +334,9 @@ def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
 
 
 def _launches(walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
-    """The phases of each launch, without their repeats, which the launch computes too."""
-    told = first_ones(walks, repeats(walks))
-    for first in range(0, len(told), PHASES):
-        yield told[first : first + PHASES]
+    """The phases of each launch."""
+    for first in range(0, len(walks), PHASES):
+        yield walks[first : first + PHASES]
 
 
 def _product(
@@ -334,9 +344,9 @@ def _product(
     parts: Place | None,
 ) -> KernelLaunch:
     """The launch of some phases. It notes moments if it is given a place for their `parts`."""
-    lying, all_walks = _walks(problem)
+    lying, _ = _walks(problem)
     told = tuple(_arguments(problem, config, walk, parts is not None) for walk in walks)
-    phases = 1 if len(all_walks) == 1 else PHASES
+    phases = 1 if count_phases(problem) == 1 else PHASES
     told += (told[-1]._replace(tiles=0),) * (phases - len(walks))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
     maps = []
@@ -346,7 +356,7 @@ def _product(
     maps += [_filter_map(problem, config, place, mn_major, row) for row in rows]
     structs: tuple[tuple[int, ...], ...] = told
     if phases > 1:
-        structs += (repeat_arguments(problem, lying, 1, repeats(all_walks)),)
+        structs += (repeat_arguments(problem, lying, 1, repeats(problem)),)
     tiles, turned = sum(phase.tiles for phase in told), mn_major and problem.itemsize == 4
     fitting = multiprocessors * _beside(config)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
@@ -396,14 +406,14 @@ def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tu
 
 def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing, noted: bool) -> DensePhase:
     """The kernel's arguments of a phase."""
-    lying, all_walks = _walks(problem)
+    lying, _ = _walks(problem)
     size, plane = walk.phase.size, math.prod(walk.phase.size)
     pixels, blocks = problem.N * plane, _blocks(problem, walk)
     across, down = _tiles(problem, config, walk)
     places = written_places(problem, walk.phase)
     del places["out_image"], places["out_row"]
     return arguments(
-        DensePhase, tiles=across * down * math.prod(repeats(all_walks)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
+        DensePhase, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
         rows=problem.result_channels, **tap_numbers(lying, walk), **by_axis("dilation_", walk.dilation), pixels=pixels,
         **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2], **places,
@@ -451,7 +461,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
         return
     walks = _walks(problem)[1]
     blocks, mn_major = _blocks(problem, walks[0]), _reads_mn_major(problem)
-    for (rows, columns), clusters in (TILES if len(walks) == 1 else PHASED_TILES).items():
+    for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():
         for cluster in clusters:
             config = DenseNhwc(rows, columns, _most_stages(rows, columns, cluster, mn_major), cluster)
             if (cluster == 1 or blocks >= 2 * cluster) and refusal(problem, config) is None:
@@ -490,7 +500,7 @@ def _filter_cycles(problem: ConvProblem, config: DenseNhwc, mn_major: bool) -> f
 def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
     _, walks = _walks(problem)
-    many = math.prod(repeats(walks))
+    many = math.prod(repeats(problem))
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
     pixel, slower = problem.operand_channels * size, 1.0
     if walks[0].rank == 3:
@@ -518,7 +528,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
             mean *= CROWDED
         all_jobs += sum(jobs)
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
-        loaded += sum(math.prod(_tiles(problem, config, walk)) * _blocks(problem, walk) for walk in group) / len(walks)
+        loaded += sum(math.prod(_tiles(problem, config, walk)) * _blocks(problem, walk) for walk in group) / count_phases(problem)
     us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else BESIDE_OTHERS if 2 * all_jobs <= device.multiprocessors else FULL
     # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
     loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels, config.BLOCK_N)

@@ -220,7 +220,7 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes float64 arrays"
     if problem.is_empty:
         return "there is nothing to compute"
-    return too_many_phases(problem)
+    return too_many_phases(problem, besides_repeats=True)
 
 
 def refusal(problem: ConvProblem, config: Dmma) -> str | None:

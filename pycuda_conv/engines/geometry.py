@@ -251,11 +251,43 @@ def few_have_taps(problem: ConvProblem) -> bool:
     return count > MOST_PHASES and 2 * math.prod(map(len, axis_phases(problem, with_taps=True))) < count
 
 
-def too_many_phases(problem: ConvProblem) -> str | None:
-    """Why an engine that walks all phases can't run `problem`, or None if it can."""
+def too_many_phases(problem: ConvProblem, besides_repeats: bool = False) -> str | None:
+    """Why an engine that walks all phases, or all besides :func:`repeats`, can't run `problem`; None if it can."""
     if few_have_taps(problem):
         return f"the result has more than {MOST_PHASES:,} stride phases, and few of them have taps"
-    return f"the result has more than {MOST_WALKED:,} stride phases" if count_phases(problem) > MOST_WALKED else None
+    count = count_phases(problem)
+    if count > MOST_WALKED and besides_repeats:
+        count //= math.prod(repeats(problem))
+    return f"the result has more than {MOST_WALKED:,} stride phases" if count > MOST_WALKED else None
+
+
+@lru_cache(maxsize=64)  # the planner asks for it once a configuration
+def repeats(problem: ConvProblem) -> Size3:
+    """How many neighbouring phases are repeats of one, along each axis: each like the last, a pixel of the result and a tap further."""
+    if problem.direction == "fprop":
+        return 1, 1, 1
+    d, h, w = map(_axis_repeats, axis_phases(problem))
+    return d, h, w
+
+
+def _axis_repeats(axis: list[tuple[int, ...]]) -> int:
+    def repeated(n: int) -> bool:
+        """Whether the phases are groups of `n` repeats."""
+        for number, one in enumerate(axis):
+            pixels, origin, step, taps, first, *others = axis[number - number % n]
+            if one != (pixels, origin + number % n, step, taps, first + number % n, *others):
+                return False
+        return True
+
+    return next(n for n in range(len(axis), 0, -1) if len(axis) % n == 0 and repeated(n))
+
+
+def first_phases(problem: ConvProblem) -> tuple[Phase, ...]:
+    """The phases that are no repeats of others."""
+    if problem.direction == "fprop":
+        return phases(problem)
+    along = [axis[::n] for axis, n in zip(axis_phases(problem), repeats(problem), strict=True)]
+    return tuple(Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True))) for combination in product(*along))
 
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration

@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pycuda_conv.engines.base import Config, fastest
-from pycuda_conv.engines.geometry import Phase, arguments, by_axis, ceil
+from pycuda_conv.engines.geometry import Phase, arguments, by_axis, ceil, repeats
 from pycuda_conv.engines.hopper import MEMORY, SHARED_BYTES, THREADS, read_bytes, unsupported
 from pycuda_conv.engines.packing import (
     ARITHMETICS,
@@ -30,7 +30,6 @@ from pycuda_conv.engines.packing import (
     packed_layout,
     packs_filter_last,
     repeat_arguments,
-    repeats,
     row_blocks,
     tap_numbers,
     why_not,
@@ -428,7 +427,7 @@ def _alike(problem: ConvProblem) -> tuple[Sequence[PhaseAddressing], Size3]:
     if len(walks) > 1 and not all(walk.flat for walk in walks):
         rank = max(walk.rank for walk in walks)
         walks = tuple(replace(walk, rank=rank, flat=False) for walk in walks)
-    d, h, w = repeats(tuple(walks))
+    d, h, w = repeats(problem)
     return sorted(walks, key=lambda walk: walk.phase.origin), (d, h, 1 if paired(problem) else w)  # a pair's columns are no repeats
 
 

@@ -758,29 +758,6 @@ class Repeats(NamedTuple):
     w_s: int
 
 
-@lru_cache(maxsize=64)  # the planner asks for it once a configuration
-def repeats(walks: tuple[PhaseAddressing, ...]) -> Size3:
-    """How many neighbouring phases are repeats of one, along each axis: each like the last, a pixel of the result and a tap further."""
-    by_origin = {walk.phase.origin: walk for walk in walks}
-
-    def repeated(i: int, n: int) -> bool:
-        """Whether the phases along axis `i` are groups of `n` repeats."""
-
-        def moved(values: Size3, by: int) -> Size3:
-            return size3([v + by * (axis == i) for axis, v in enumerate(values)])
-
-        for origin, walk in by_origin.items():
-            by = origin[i] % n
-            first = by_origin[moved(origin, -by)]
-            phase = replace(first.phase, origin=origin, first=moved(first.phase.first, by))
-            if replace(first, phase=phase, base=moved(first.base, by)) != walk:
-                return False
-        return True
-
-    counts = [1 + max(origin[i] for origin in by_origin) for i in range(3)]
-    return size3([next(n for n in range(count, 0, -1) if count % n == 0 and repeated(i, n)) for i, count in enumerate(counts)])
-
-
 def first_ones(walks: Sequence[PhaseAddressing], many: Size3) -> list[PhaseAddressing]:
     """The phases that are no repeats of others, if `many` are repeats of one along each axis."""
     return [walk for walk in walks if not any(at % n for at, n in zip(walk.phase.origin, many, strict=True))]
