@@ -126,10 +126,12 @@ struct Halves {
     lo = __float_as_uint(__uint_as_float(v) - __uint_as_float(hi)) + HALF;
   }
 };
-// The halves to keep of a filter's element: if it is not finite, hi is the element, and lo next to nothing.
+// Whether rounding makes Inf of it, or it is Inf or NaN.
+DEVICE bool too_large(uint32_t v) { return (v & 0x7fffffff) >= 0x7f7ff000; }
+// The halves to keep of a filter's element: if it is too large, hi is the element, and lo next to nothing.
 DEVICE Halves kept_halves(float v) {
   Halves of(__float_as_uint(v));
-  if (!(fabsf(v) < INFINITY)) of.hi = __float_as_uint(v) | (v != v ? 0x400000 : 0), of.lo = 0x1000;
+  if (too_large(__float_as_uint(v))) of.hi = __float_as_uint(v) | (v != v ? 0x400000 : 0), of.lo = 0x1000;
   return of;
 }
 // The element that was split.
@@ -439,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         ((data_t*)filter)[to[i]] = factor(v[i]);
 #endif
 #if PRODUCTS == 3
-        if (magnitude(__float_as_uint(v[i])) < ENOUGH || v[i] != v[i]) *small_filter = 0;
+        if (magnitude(__float_as_uint(v[i])) < ENOUGH || too_large(__float_as_uint(v[i]))) *small_filter = 0;
 #endif
       }
   }
