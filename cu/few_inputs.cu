@@ -126,10 +126,12 @@ struct Halves {
     lo = __float_as_uint(__uint_as_float(v) - __uint_as_float(hi)) + HALF;
   }
 };
-// The halves to keep of a filter's element: if it is not finite, hi is the element, and lo next to nothing.
+// Whether rounding makes Inf of it, or it is Inf or NaN.
+DEVICE bool too_large(uint32_t v) { return (v & 0x7fffffff) >= 0x7f7ff000; }
+// The halves to keep of a filter's element: if it is too large, hi is the element, and lo next to nothing.
 DEVICE Halves kept_halves(float v) {
   Halves of(__float_as_uint(v));
-  if (!(fabsf(v) < INFINITY)) of.hi = __float_as_uint(v) | (v != v ? 0x400000 : 0), of.lo = 0x1000;
+  if (too_large(__float_as_uint(v))) of.hi = __float_as_uint(v) | (v != v ? 0x400000 : 0), of.lo = 0x1000;
   return of;
 }
 // The element that was split.
@@ -137,10 +139,19 @@ DEVICE float whole_of(uint32_t hi, uint32_t lo) { return __uint_as_float(hi) + _
 // A magnitude's bits less one, which makes zero the largest; ENOUGH is that of 2^-100, from which on no lo loses bits.
 DEVICE uint32_t magnitude(uint32_t v) { return 2 * v - 1; }
 constexpr uint32_t ENOUGH = 27u << 24;
-// Adds what truncation lost to all sums of a lane. Returns whether the whole warp may keep its sums: none is NaN, and no magnitude that it has read
-// (`least` is this lane's smallest) is too small.
-template <class EachSum> DEVICE bool sums_stand(const EachSum& each_sum, uint32_t least) {
-  bool good = least >= ENOUGH;
+// What a lane has read of x: the smallest magnitude, and whether a NaN was lost. Rounding carries a NaN with all bits set, as a GPU makes them, into the
+// sign: both halves are next to zero.
+struct Found {
+  uint32_t least, carries;  // carries: in the highest bit
+  DEVICE void add(uint32_t v, const Halves& of) {
+    least = min(least, magnitude(v));
+    carries |= v ^ of.hi;
+  }
+};
+// Adds what truncation lost to all sums of a lane. Returns whether the whole warp may keep its sums: none is NaN, and of all that it has read no magnitude
+// is too small and no NaN was lost.
+template <class EachSum> DEVICE bool sums_stand(const EachSum& each_sum, const Found& found) {
+  bool good = found.least >= ENOUGH && (int)found.carries >= 0;
   each_sum([&](float& v) {
     good = good && v == v;
     v = with_lost(v, lost_in(1));
@@ -430,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         ((data_t*)filter)[to[i]] = factor(v[i]);
 #endif
 #if PRODUCTS == 3
-        if (magnitude(__float_as_uint(v[i])) < ENOUGH) *small_filter = 0;
+        if (magnitude(__float_as_uint(v[i])) < ENOUGH || too_large(__float_as_uint(v[i]))) *small_filter = 0;
 #endif
       }
   }
@@ -468,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
       for (int i = 0; i < COLUMN_TILES / 2 * EIGHTS * 4; ++i) f(sum[i / (EIGHTS * 4)][i / 4 % EIGHTS][i % 4]);
     };
-    uint32_t least = *small_filter;  // the smallest magnitude that was read
+    Found found = {*small_filter, 0};
 #endif
     for (int step = 0; step < steps; ++step) {
       const uint4 at = load_vector(table_lane + step * 64);
@@ -485,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       for (int i = 0; i < 2 * EIGHTS; ++i) {
         uint32_t& v = b[i / 2][i % 2];
         const Halves of(v);
-        least = min(least, magnitude(v));
+        found.add(v, of);
         v = of.hi, lo[i / 2][i % 2] = of.lo;
       }
 #endif
@@ -513,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       }
     }
 #if PRODUCTS == 3
-    if (!sums_stand(each_sum, least)) {
+    if (!sums_stand(each_sum, found)) {
       each_sum([&](float& v) { v = 0; });
       for (int word = 0; word < (int)arg.words; ++word) {
         const uint2 at = ((const uint2*)table)[(word / 8 * 4 + word % 4) * 2 + word / 4 % 2];
@@ -550,7 +561,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     };
 #if PRODUCTS == 3
     each_sum([&](float& v) { v = 0; });
-    uint32_t least = *small_filter;  // the smallest magnitude that was read
+    Found found = {*small_filter, 0};
     for (int step = 0; step < steps; ++step) {
       const uint4 at = load_vector(table_lane + step * 64);
       uint32_t hi[SIXTEENS][4], lo[SIXTEENS][4];
@@ -561,7 +572,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
           const uint32_t v = load_word(here + base[i] + e % 2 * further + (e < 2 ? at.x : at.z)) & (e < 2 ? at.y : at.w);
           const Halves of(v);
           hi[i][e] = of.hi, lo[i][e] = of.lo;
-          least = min(least, magnitude(v));
+          found.add(v, of);
         }
 #pragma unroll
       for (int eight = 0; eight < COLUMN_TILES; ++eight) {
@@ -578,7 +589,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         }
       }
     }
-    if (!sums_stand(each_sum, least)) {
+    if (!sums_stand(each_sum, found)) {
       each_sum([&](float& v) { v = 0; });
       for (int word = 0; word < (int)arg.words; ++word) {
         const uint2 at = ((const uint2*)table)[(word / 8 * 4 + word % 4) * 2 + word / 4 % 2];

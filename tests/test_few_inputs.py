@@ -20,7 +20,7 @@ from alike import (
     random_problems,
     sharing,
 )
-from reference import ACTIVATIONS, DTYPES, Case, dgrad, fprop
+from reference import ACTIVATIONS, DTYPES, EPS, Case, assert_close, dgrad, fprop
 from test_implicit_gemm import (
     H200,
     NVCC,
@@ -99,6 +99,19 @@ def test_float32_of_every_range(scenario, mode):
     x, w = data(scenario, case)
     got = simt.computed(asked(case, mode), FewInputs(48, 16), x, w, seeds=(1,))
     check_scenario(case, mode, x, w, got, scenario)
+
+
+@on_cpu
+@pytest.mark.parametrize("mode", ["fp32 last", "fp32"])
+@pytest.mark.parametrize("which", [0, 1], ids=["input", "filter"])
+def test_the_largest_number(which, mode):
+    """It rounds to Inf, and Inf less Inf is NaN."""
+    case = fprop((2, 3, 4, 5), (8, 3, 2, 2), bias=False)
+    arrays = [np.full(shape, 2.0**-60, "f") for shape in (case.input_shape, case.weight_shape)]
+    arrays[which][1, 1, 1, 1], arrays[1 - which][0] = np.finfo("f").max, 2.0**-10
+    got = simt.computed(asked(case, mode), FewInputs(16, 16), *arrays, seeds=(1,))
+    expected = case.reference(*arrays)
+    assert_close(got, expected, EPS["float32"] * expected)
 
 
 @on_cpu

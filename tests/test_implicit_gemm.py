@@ -800,16 +800,20 @@ LARGER = fprop((3, 15, 66, 64), (256, 15, 7, 7), stride=2, padding=3, bias=False
 NOT_FINITE_ON_THE_GPU = NOT_FINITE + [(LARGER, mode, ImplicitGemm(64, 128, 3)) for mode in ("fp16", "fp16 last", "bf16 last") if mode in MODES]
 
 
+#: All bits are set: the next larger integer is a negative number.
+NAN_OF_A_GPU = np.array(0x7FFFFFFF, np.uint32).view("f")[()]
+
+
 def check_not_finite(case: Case, mode: str, run) -> None:
     """`run` of arrays with one value that is not finite, in the input or in the filter, against IEEE's arithmetic in float64."""
     x, w, b = case.integers(dtype_of(mode), seed=5)
     w[w == 0] = 1  # a tap of 0 would make "depends on" a matter of taste
     clean = run(x, w, b)
     first = x.shape[1] - x.shape[1] // case.options.get("groups", 1)  # of the last group
-    for value in (np.nan, np.inf, -np.inf):
-        middle = tuple(n // 2 for n in w.shape[2:])
-        places = ((0, (1, 2, 3, 2)), (0, (1, first, 1, 1)), (1, (2, 1, *middle)), (1, (0, 0, 0, 0)))
-        for which, at in {np.inf: places[::2], -np.inf: places[1::2]}.get(value, places):
+    middle = tuple(n // 2 for n in w.shape[2:])
+    places = ((0, (1, 2, 3, 2)), (0, (1, first, 1, 1)), (1, (2, 1, *middle)), (1, (0, 0, 0, 0)))
+    for value, some in ((np.nan, places[::2]), (NAN_OF_A_GPU, places), (np.inf, places[::2]), (-np.inf, places[1::2])):
+        for which, at in some:
             given = [x.copy(), w.copy()]
             given[which][at] = value
             with np.errstate(invalid="ignore"):
