@@ -943,7 +943,7 @@ def _conv_bn_act(
                 raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
         if not bn.track_running_stats:
             running_mean = running_var = None
-        elif batches is not None:
+        elif batches is not None and bn.training:
             if not traced and momentum is not None and _counted_by_kernels(batches, x):
                 counted = batches
             else:
