@@ -55,7 +55,7 @@ call: Callable[..., Any] = _nothing if _native is None else _native.call
 key: Callable[..., Any] = _nothing if _native is None else _native.key
 #: (table, options, operand, ...) -> what the table has for that key, and the results of its row of launches; or None
 again: Callable[..., Any] = _nothing if _native is None else _native.again
-#: (ctx, gradient of the result) -> what ``_Again.backward`` of :mod:`pycuda_conv.nn.autograd` returns, or None
+#: (ctx, what it saved, gradient of the result) -> what ``_Again.backward`` of :mod:`pycuda_conv.nn.autograd` returns, or None
 gradients: Callable[..., Any] = _nothing if _native is None else _native.gradients
 #: :data:`pycuda_conv.nn.watch.holds`, or None where Python has to do it
 holds: Callable[..., bool] | None = None if _native is None else _native.holds

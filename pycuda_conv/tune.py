@@ -284,10 +284,11 @@ def tuned(problem: ConvProblem, device: Device) -> Choice | None:
 def store(problem: ConvProblem, device: Device, choice: Choice) -> None:
     """Put a choice into the user's table; one that can't be written keeps it until the process ends, with a warning."""
     table = user_table()
-    forget_plans()
     try:
         table.add(device.model, key(problem), choice)
     except OSError as error:
         warnings.warn(
             f"tuned choices can't be written to {table.path} and end with this process: {error}", RuntimeWarning, stacklevel=2
         )
+    finally:  # not before: another thread may plan by the old choices meanwhile
+        forget_plans()

@@ -275,6 +275,18 @@ def test_a_process_that_stands_still_is_not_waited_for_for_ever(cache_folder, mo
         assert entry.get(lambda: b"good") == b"good"
 
 
+def test_a_folder_without_locks_keeps_kernels_nevertheless(cache_folder, monkeypatch):
+    """Earlier versions of filelock raise an error there; later ones lock in another way."""
+    import filelock
+
+    def refuse(*args, **options):
+        raise NotImplementedError("FileSystem does not appear to support flock")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    assert get("a", b"good") == b"good"
+    Entry(("a",), ".x").get(never)
+
+
 # ---- a full disk
 
 

@@ -1331,6 +1331,24 @@ def test_whatever_happens_to_a_network_happens_to_its_conversion(part):
                 close(got, expected)
 
 
+@pytest.mark.parametrize("part", ["norm1", "norm2"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_statistics_that_move_while_the_network_is_evaluated(part, grad):
+    """Not every batch normalisation counts the batches that move them, and where one is in training the network's own forward runs."""
+    theirs = ready(ThreeChains())
+    theirs.norm1.num_batches_tracked = None
+    ours, x = pn.convert(copy.deepcopy(theirs)), numbers(2, 3, 3, 3)
+    for model in (ours, theirs):
+        with torch.no_grad():
+            model(x)
+        getattr(model, part).train()
+        with torch.set_grad_enabled(grad):
+            model(x)
+        model.eval()
+    with torch.no_grad():
+        close(ours(x), theirs(x))
+
+
 def test_batch_normalisations_of_other_kinds_are_called():
     class Split(nn.BatchNorm2d):
         def forward(self, x):

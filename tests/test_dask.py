@@ -372,6 +372,41 @@ def test_arrays_are_copied_by_threads(monkeypatch, threads, copier):
         staging.copy(fixed, (fixed, draw(5000)))
 
 
+FORKS = """
+import os, signal, threading
+import numpy as np
+from pycuda_conv.execute import staging
+
+source = np.arange(1 << 18, dtype="d").reshape(64, 64, 64)
+
+def copied():
+    target = np.empty_like(source)
+    staging.copy(target, (target[:32], source[:32]), (target[32:], source[32:]))
+    return target
+
+def copy_on():
+    while True:
+        copied()
+
+for _ in range(3):
+    threading.Thread(target=copy_on, daemon=True).start()
+for _ in range(150):
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # ends a child that waits for ever
+        os._exit(0 if np.array_equal(copied(), source) else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks on this system")
+def test_a_process_that_was_forked_while_others_copied_copies_too(fast_env):
+    done = subprocess.run([sys.executable, "-c", FORKS], env=fast_env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif(staging.copier_in_c() is None, reason="the threads in C were not built")
 def test_the_threads_of_c_refuse_boxes_that_cannot_be():
     move, box = staging.copier_in_c().move, (1, 2, 0, 4, (1,), (4,), (4,))

@@ -577,6 +577,32 @@ def test_a_frozen_batch_norm_keeps_its_statistics(place):
     check_step(fused, reference, LAYERS["general"].input("float64", place), "float64", TOLERANCE["float64"])
 
 
+@pytest.mark.parametrize("name", ["general", "same, uneven"])
+def test_options_that_are_set_later(place, name):
+    """As networks do whose strides are replaced by dilations; torch's modules keep another form of the padding they were made with."""
+    layer = LAYERS[name]
+    fused, reference = layer.pair("float64", place)
+    for step in range(2):
+        for conv in (fused.conv, reference[0]):
+            conv.stride, conv.dilation = (1, 1), (2, 1)
+            if name == "general":
+                conv.padding = (2, 1) if step == 0 else 1
+        for training in (True, False):
+            fused.train(training), reference.train(training)
+            check_step(fused, reference, layer.input("float64", place), "float64", TOLERANCE["float64"])
+
+
+def test_batches_are_counted_in_training_alone(place):
+    """A batch normalisation without running statistics, which takes the batch's in evaluation too, may have a counter nevertheless."""
+    fused, reference = LAYERS["general"].pair("float64", place)
+    for bn in (fused.bn, reference[1]):
+        bn.running_mean = bn.running_var = None
+    for training in (False, True, False):
+        fused.train(training), reference.train(training)
+        check_step(fused, reference, LAYERS["general"].input("float64", place), "float64", TOLERANCE["float64"])
+    assert int(fused.bn.num_batches_tracked) == 1
+
+
 def test_gradients_by_differences(place):
     layer = LAYERS["general"]
     for training in (True, False):

@@ -452,6 +452,17 @@ def test_a_saved_operand_that_was_written_since_is_noticed(warm):
         torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
 
 
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True)])
+def test_saved_operands_are_asked_for_once(warm, wanted):
+    """torch.utils.checkpoint gives them only once: also where the gradients are not remembered yet, or are never."""
+    xs, ws = (t.clone().requires_grad_(flag) for t, flag in zip((x, w), wanted, strict=True))
+    inputs = [t for t in (xs, ws) if t.requires_grad]
+    for dy in (y, y, y, strided(y)):
+        made = torch.utils.checkpoint.checkpoint(lambda: pc.conv2d(xs, ws, padding=1), use_reentrant=False)
+        gradients = torch.autograd.grad(made, inputs, dy)
+        assert [g.shape for g in gradients] == [t.shape for t in inputs]
+
+
 @pytest.mark.parametrize("most", [0, 1 << 30])
 def test_one_launch_adds_the_parts_of_both_gradients(warm, monkeypatch, most):
     """Where they are few."""

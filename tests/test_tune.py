@@ -332,6 +332,12 @@ def test_a_choice_for_another_kind_of_gpu_is_passed_over():
     assert tune.lookup(PROBLEM, fake()) is not None and tune.lookup(PROBLEM, fake(capability=(8, 0))) is None
 
 
+def test_what_another_thread_plans_while_a_choice_is_stored_is_forgotten(named, monkeypatch):
+    monkeypatch.setattr(tune.Table, "add", lambda table, *choice, add=tune.Table.add: (cached_plan(PROBLEM, named), add(table, *choice)))
+    tune.store(PROBLEM, named, Choice(ODD, 4.5))
+    assert cached_plan(PROBLEM, named).config == ODD
+
+
 def test_plans_and_calls_follow_the_table_and_a_given_configuration_comes_first(named):
     model = Plan(PROBLEM, named)
     assert model.tuned is None and model.config == engines.choose(PROBLEM, named)

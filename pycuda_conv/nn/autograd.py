@@ -458,10 +458,10 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        made = None if _is_followed() else quick.gradients(ctx, grad)
+        first, second = saved = ctx.saved_tensors  # torch.utils.checkpoint gives them once
+        made = None if _is_followed() else quick.gradients(ctx, saved, grad)
         if made is not None:
             return made
-        first, second = ctx.saved_tensors
         again = ctx.again
         _, by_first, by_second, by_bias, _ = ctx.needs_input_grad
         if by_first and by_second:

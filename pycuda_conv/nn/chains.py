@@ -475,7 +475,7 @@ class Fusion:
         self.variants: dict[tuple[bool, tuple[str, ...]], _Variant] = {}
         #: by mode, the reason why the module could not be traced
         self.problems: dict[bool, str] = {}
-        #: whether the module was called in training since its last evaluation
+        #: whether the module, or a part of it, may have been called in training since its last fused evaluation
         self.trained = False
         for training in (False, True) if in_training else (False,):
             self._trace(module, training, [p.name for p in named], traces)

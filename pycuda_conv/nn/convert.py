@@ -335,6 +335,8 @@ class _Fused(_Changed):
                 if chosen is not None:
                     function, arrays = chosen
                     return function(*arrays)
+                if fusion is not None:
+                    fusion.trained = True  # parts of it may be
             return cls.forward(self, *args, **kwargs)
 
         return forward

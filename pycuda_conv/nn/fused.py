@@ -49,6 +49,7 @@ from pycuda_conv.nn.autograd import (
     _cast,
     _differentiated,
     _empty_like,
+    _in_numbers,
     _is_batched,
     _layout,
     _traced,
@@ -457,8 +458,8 @@ def _asked_forward(conv: Any, bn: Any, activation: batch_norm.Activation, precis
     try:
         if not of_norm["training"] or not of_norm["track_running_stats"] or own["padding_mode"] != "zeros":
             return None
-        padding = own["_reversed_padding_repeated_twice"]
-        return activation, of_norm["momentum"], of_norm["eps"], own["stride"], padding, own["dilation"], own["groups"], precision
+        options = own["stride"], own["padding"], own["dilation"], own["groups"], precision
+        return activation, of_norm["momentum"], of_norm["eps"], *options
     except KeyError:  # a class of the caller's computes some of them
         return None
 
@@ -922,7 +923,7 @@ def _conv_bn_act(
     momentum, eps = bn.momentum, bn.eps
     x, padding = _padded(conv, input, ndim)
     of_batch = bn.training or (running_mean is None and running_var is None)
-    settings = Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False)
+    settings = _in_numbers(Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False), weight.shape[2:])
     spec, named = _LayerSpec(activation, of_batch, settings), (x, weight, bias, gamma, beta)
     traced, differentiated = _traced(*named), _differentiated(*named)
     if residual is not None:
@@ -943,7 +944,7 @@ def _conv_bn_act(
                 raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
         if not bn.track_running_stats:
             running_mean = running_var = None
-        elif batches is not None:
+        elif batches is not None and bn.training:
             if not traced and momentum is not None and _counted_by_kernels(batches, x):
                 counted = batches
             else:
@@ -992,12 +993,11 @@ def _tensors(conv: Any, bn: Any) -> tuple[Any, ...]:
         return conv.weight, conv.bias, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.num_batches_tracked
 
 
-def _padded(conv: Any, x: Tensor, ndim: int) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """`x` with the border that the convolution's mode makes, and the zeros still to be added, before and after, axis by axis."""
-    last_axis_first = conv._reversed_padding_repeated_twice
+def _padded(conv: Any, x: Tensor, ndim: int) -> tuple[Tensor, Any]:
+    """`x` with the border that the convolution's mode makes, and the padding with zeros that is still to be added."""
     if conv.padding_mode != "zeros":
-        return F.pad(x, last_axis_first, mode=conv.padding_mode), ((0, 0),) * ndim
-    return x, tuple(zip(last_axis_first[::2], last_axis_first[1::2], strict=True))[::-1]
+        return F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
+    return x, conv.padding
 
 
 def _refuse_sync(bn: nn.Module | None) -> None:

@@ -519,5 +519,25 @@ static PyMethodDef methods[] = {
     {"threads", threads, METH_VARARGS, "threads(count): how many there are then."},
     {0},
 };
+// A process may be forked by one thread while others copy. The child has none of these, so nothing else would give back the lock, end their
+// jobs or wake up for new ones.
+static void before_fork(void) { pthread_mutex_lock(&lock); }
+
+static void after_fork(void) { pthread_mutex_unlock(&lock); }
+
+static void after_fork_in_child(void) {
+  const pthread_cond_t nobody_waits = PTHREAD_COND_INITIALIZER;
+  for (Job* job = jobs; job; job = job->next) job->busy = 0, job->error = -1, job->changed = nobody_waits;
+  jobs = NULL, team = 0, work = nobody_waits;
+  pthread_mutex_unlock(&lock);
+}
+
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_copy", "Threads that copy without Python.", 0, methods};
-PyMODINIT_FUNC PyInit__copy(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__copy(void) {
+  static int told;
+  if (!told) {
+    if (pthread_atfork(before_fork, after_fork, after_fork_in_child)) return PyErr_NoMemory();
+    told = 1;
+  }
+  return PyModule_Create(&module);
+}

@@ -482,7 +482,7 @@ static struct {
   PyObject *pointer, *strides, *ordinal, *marked, *made_in_inference;            // functions of a tensor; marked: negated on reading, say
   PyObject *differentiates, *announce;                                           // is_grad_enabled(); tells of a write to tensors
   PyObject *states, *levels;                                                     // functions that are true if something is unusual; a dict
-  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version, *name_needs, *name_again, *name_known, *name_saved;
+  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version, *name_needs, *name_again, *name_known;
   long least;  // the lowest ordinal of a GPU
   int (*read)(void*, DLTensor*);  // a tensor's description, where torch offers such a function; NULL where it has to be asked piece by piece
   Allocate allocate;              // memory without a Python object, where torch offers that; otherwise NULL
@@ -883,22 +883,23 @@ static PyObject* call_of(PyObject* table, PyObject* options, PyObject* first, Py
 
 static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n);
 
-// gradients(ctx, gradient of the result) -> the result of torch's backward node, or None where Python has to compute it
+// gradients(ctx, saved, gradient of the result) -> the result of torch's backward node, or None where Python has to compute it
 //
-// `ctx` belongs to a function of (again, first, second, bias, result). It has saved the operands, or None for one that is not needed.
+// `ctx` belongs to a function of (again, first, second, bias, result). `saved` are the operands that it saved, or None for one that is not
+// needed. Python asks for them, because they may be asked for once only: torch.utils.checkpoint gives none a second time.
 // ctx.again.known is (table, options of both gradients, table of calls, options of one gradient, of the other, whether the result's gradient
 // goes before the first operand).
 static PyObject* gradients(PyObject* self, PyObject* const* args, Py_ssize_t n) {
-  if (n != 2) return PyErr_Format(PyExc_TypeError, "gradients takes 2 arguments, got %zd", n);
-  PyObject *made = NULL, *dx = NULL, *dw = NULL, *saved = NULL;
+  if (n != 3) return PyErr_Format(PyExc_TypeError, "gradients takes 3 arguments, got %zd", n);
+  PyObject *made = NULL, *dx = NULL, *dw = NULL, *const saved = args[1];
   if (!torch.tensor) return Py_BuildValue("");
   PyObject *needs = PyObject_GetAttr(args[0], torch.name_needs), *own = needs ? PyObject_GetAttr(args[0], torch.name_again) : NULL;
   PyObject* known = own ? PyObject_GetAttr(own, torch.name_known) : NULL;
   int usual = known && PyTuple_Check(needs) && PyTuple_Size(needs) == 5 && PyTuple_Check(known) && PyTuple_Size(known) == 6;
   usual = usual && PyTuple_GetItem(needs, 3) == Py_False && is_true(torch.differentiates, NULL) == 0;
-  if (usual && (saved = PyObject_GetAttr(args[0], torch.name_saved)) && PyTuple_Check(saved) && PyTuple_Size(saved) == 2) {
+  if (usual && PyTuple_Check(saved) && PyTuple_Size(saved) == 2) {
     const int by_first = PyTuple_GetItem(needs, 1) == Py_True, by_second = PyTuple_GetItem(needs, 2) == Py_True;
-    PyObject *first = PyTuple_GetItem(saved, 0), *second = PyTuple_GetItem(saved, 1), *grad = args[1];
+    PyObject *first = PyTuple_GetItem(saved, 0), *second = PyTuple_GetItem(saved, 1), *grad = args[2];
     const int before = PyTuple_GetItem(known, 5) == Py_True;
     if (by_first && by_second) {
       PyObject* const of_both[] = {PyTuple_GetItem(known, 0), PyTuple_GetItem(known, 1), first, second, grad};
@@ -915,7 +916,7 @@ static PyObject* gradients(PyObject* self, PyObject* const* args, Py_ssize_t n) 
       Py_XINCREF(dw);
     }
   }
-  Py_XDECREF(needs), Py_XDECREF(own), Py_XDECREF(known), Py_XDECREF(saved);
+  Py_XDECREF(needs), Py_XDECREF(own), Py_XDECREF(known);
   PyObject* result = NULL;
   if (made && made != Py_None) result = PyTuple_Pack(5, Py_None, dx ? dx : Py_None, dw ? dw : Py_None, Py_None, Py_None);
   else if (!PyErr_Occurred()) result = Py_BuildValue("");
@@ -1022,8 +1023,7 @@ static PyObject* learn(PyObject* self, PyObject* args) {
   torch.name_shape = PyUnicode_InternFromString("shape"), torch.name_type = PyUnicode_InternFromString("dtype");
   torch.name_requires_grad = PyUnicode_InternFromString("requires_grad"), torch.name_level = PyUnicode_InternFromString("_current_level");
   torch.name_version = PyUnicode_InternFromString("_version"), torch.name_needs = PyUnicode_InternFromString("needs_input_grad");
-  torch.name_again = PyUnicode_InternFromString("again"), torch.name_saved = PyUnicode_InternFromString("saved_tensors");
-  torch.name_known = PyUnicode_InternFromString("known");
+  torch.name_again = PyUnicode_InternFromString("again"), torch.name_known = PyUnicode_InternFromString("known");
   if (PyErr_Occurred()) return NULL;
   for (int i = 0; i < 11; i++) {
     PyObject* before = *places[i];
@@ -1054,7 +1054,7 @@ static PyMethodDef methods[] = {
     {"learn", learn, METH_VARARGS, "learn(...): what is asked of torch."},
     {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, tensor, ...): bytes or None."},
     {"again", (PyCFunction)(void*)again, METH_FASTCALL, "again(table, options, operand, ...): (what was found, result, ...) or None."},
-    {"gradients", (PyCFunction)(void*)gradients, METH_FASTCALL, "gradients(ctx, gradient): what the node's backward pass returns, or None."},
+    {"gradients", (PyCFunction)(void*)gradients, METH_FASTCALL, "gradients(ctx, saved, gradient): what the node's backward pass returns, or None."},
     {"ready", ready, METH_VARARGS, "ready(...): what call() finds behind a key."},
     {"call", (PyCFunction)(void*)call, METH_FASTCALL, "call(table, options, recorded, input, weight, bias, scale, residual, out): result or None."},
     {"holds", holds, METH_O, "holds(conditions): whether all that a decision looked at is what it was."},

@@ -119,7 +119,6 @@ class Entry:
         """The bytes of `build`, from disk if they were built before. With `fresh`, they are built and replace what lies on disk.
 
         While one process builds, others that want the same entry wait. If the folder can't be used, results are built but not kept.
-        not the result.
         """
         found = None if fresh else self.read()
         if found is not None:
@@ -194,11 +193,11 @@ class Entry:
 
 
 def _trim(folder: Path) -> None:
-    """Keep the entries below the limit, unless another process is doing so at the moment."""
+    """Keep the entries below the limit, unless another process is doing so at the moment, or the folder has no locks."""
     from filelock import FileLock, Timeout
 
     most = limit()
-    with suppress(Timeout), FileLock(folder / ".trim.lock", timeout=0):
+    with suppress(Timeout, NotImplementedError), FileLock(folder / ".trim.lock", timeout=0):
         entries = []
         now = time.time()
         for item in os.scandir(folder):
