@@ -423,7 +423,7 @@ class ConvProblem:
                 raise ConvArgumentError(f"{what} must be below 2^29, but got {_shown(own)}")
         for what, shape in (("input", self.input_shape), ("weight", self.weight_shape), ("the result", self.result_shape)):
             # numpy and torch have no such shapes even where another size is 0
-            if math.prod(size or 1 for size in shape) * self.itemsize >= 2**63:
+            if math.prod([size or 1 for size in shape]) * self.itemsize >= 2**63:
                 raise ConvArgumentError(
                     f"expected {what} to have fewer than 2^63 bytes, but got {what} of size {_shown(shape)} in {self.dtype}"
                 )
