@@ -1,4 +1,4 @@
-"""What the engines for depthwise layers in units share. A unit is what a block computes: planes or rows that its shared memory holds."""
+"""Units of depthwise layers: the planes or rows that a block computes, and that its shared memory holds. Two engines share this."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pycuda_conv.engines.schedule import grid_refusal
 
 
 class Unit(Protocol):
-    """What both engines' units have."""
+    """A unit of either engine."""
 
     @property
     def blocks(self) -> int:
-        """Of the launch: one for each unit."""
+        """Blocks of the launch: one for each unit."""
 
 
 def unit_refusal(kib: int, known: Collection[int], rows: int, unit: Callable[[], Unit | None]) -> str | None:
-    """Why a configuration can't have a `unit` of `kib` KiB, or None if it can. UNIT_KIB is `known`, and a unit has `rows` rows at least."""
+    """Why a configuration can't have units of `kib` KiB, which must be one of `known`; None if it can. A unit has at least `rows` rows."""
     if kib not in known:
         return f"UNIT_KIB must be one of {', '.join(map(str, known))}"
     found = unit()
