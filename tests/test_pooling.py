@@ -63,6 +63,21 @@ def test_maxima_and_their_gradient(pool, special):
     assert np.array_equal(memory.buffers[2].view(given.dtype).reshape(given.shape).astype("f"), lying(dx, pool).astype("f"))
 
 
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+def test_a_window_without_a_pixel_has_no_maximum_and_no_gradient():
+    pool = Pool("float32", (1, 2, 6, 6), (2, 1), (1, 1), (1, 0), (7, 1), "NCHW")
+    assert pool.fits
+    # torch's own gradient on the CPU is written behind the array here
+    x, dy = operands(pool)
+    given, count = lying(x, pool), dy.numel()
+    memory = SimpleNamespace(buffers=[as_bytes(given), np.full(4 * count, 0xFF, np.uint8), np.zeros(count, np.uint8)])
+    simt.run([[pool.forward()]], memory, 1)
+    assert np.array_equal(memory.buffers[1].view("f"), theirs(pool, x).numpy().ravel()) and np.isneginf(memory.buffers[1].view("f")).all()
+    memory = SimpleNamespace(buffers=[as_bytes(lying(dy + 9, pool)), memory.buffers[2], np.full(given.nbytes, 0xFF, np.uint8)])
+    simt.run([[pool.backward()]], memory, 1)
+    assert not memory.buffers[2].view("f").any()
+
+
 def as_bytes(array):
     return np.frombuffer(array.tobytes(), np.uint8)
 

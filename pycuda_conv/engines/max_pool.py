@@ -53,7 +53,7 @@ class Pool:
         if self.dtype not in TYPES or self.shape[1] % self._vector or self.taps[0] * self.taps[1] > MOST_TAPS:
             return False
         sizes = [n * c // self._vector * h * w for n, c, h, w in (self.shape, self.result_shape)]
-        # then each window has a pixel
+        # as torch demands; a window may still be without a pixel if the dilation steps over the array. Its maximum is -Inf
         halves = all(2 * pad <= taps for pad, taps in zip(self.padding, self.taps, strict=True))
         return halves and 0 < min(sizes) and max(sizes) < 2**31 - THREADS
 
