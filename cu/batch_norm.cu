@@ -382,7 +382,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
   }
 }
 
-// g times the activation's derivative, given v = y - mean. If that is 0, so is the gradient, even of an infinity.
+// g times the activation's derivative, given v = y - mean. If that is 0, so is the gradient, even of an infinity. A ReLU lets that of a NaN pass.
 #define THROUGH_ACTIVATION(g, v)                                               \
   if (BEYOND_RELU) {                                                           \
     acc_t d_[VEC];                                                             \
@@ -391,7 +391,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
     for (int e = 0; e < VEC; ++e) (g)[e] = d_[e] == 0 ? 0 : (g)[e] * d_[e];    \
   } else if (activation) {                                                     \
     for (int e = 0; e < VEC; ++e)                                              \
-      if (!((v)[e] * a[OF(e)] + b[OF(e)] > 0)) (g)[e] = 0;                     \
+      if ((v)[e] * a[OF(e)] + b[OF(e)] <= 0) (g)[e] = 0;                       \
   }
 
 // The sums of g and g * (y - mean) over the block's items, left to the first lane of each column. With a residual the mask is
@@ -487,9 +487,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
   STAND;
   acc_t less[OWN], rate[OWN];
   NORMALISED_BY({
-    const acc_t share = of_batch ? a[j] / (acc_t)VALUES(total) : 0;
-    less[j] = share * sums[CHANNEL(j)];
-    rate[j] = share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)];
+    const acc_t share = a[j] / (acc_t)VALUES(total);
+    less[j] = of_batch ? share * sums[CHANNEL(j)] : 0;  // the sums may be no numbers
+    rate[j] = of_batch ? share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)] : 0;
   })
   spread_gradients(y, dout, dy, walk, column, lane, down, start, end, centre, a, b, less, rate, activation, slope);
 }
@@ -596,9 +596,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_backward(
   const acc_t a = (gamma ? gamma[column] : 1) * deviation, b = beta ? beta[column] : 0;
   sum_gradients(y, dout, out, masked, walk, column, lane, down, start, end, &centre, &a, &b, activation, slope, sums);
   local_barrier();
-  const acc_t by_beta = sums[0], by_gamma = sums[THREADS] * deviation, share = of_batch ? a / (acc_t)VALUES(total) : 0;
+  const acc_t by_beta = sums[0], by_gamma = sums[THREADS] * deviation, share = a / (acc_t)VALUES(total);
   if (lane == 0) totals[column] = by_beta, totals[K + column] = by_gamma;
-  const acc_t less = share * by_beta, rate = share * deviation * by_gamma;  // in the order of batch_norm_backward
+  const acc_t less = of_batch ? share * by_beta : 0, rate = of_batch ? share * deviation * by_gamma : 0;  // in the order of batch_norm_backward
   const bool summed = GIVEN(out);
   spread_gradients(y, summed ? masked : dout, dy, walk, column, lane, down, start, end, &centre, &a, &b, &less, &rate, summed ? 0 : activation, slope);
 }

@@ -325,6 +325,22 @@ def test_nan_and_infinity_stay_what_they_are(device):
     assert np.array_equal(np.flatnonzero(~np.isfinite(mean)), [2, 4])
 
 
+def test_gradients_of_nan_are_as_torch_s(kernels):
+    """A ReLU lets them pass, and where statistics were given they stay with their pixels."""
+    y, dout = kernels.normals(1), kernels.normals(2)
+    y.flat[5], y.flat[6], dout.flat[5], dout.flat[6] = np.nan, 2, 1, np.nan
+    one, none = np.ones(kernels.pixels.K, kernels.sums_dtype), np.zeros(kernels.pixels.K, kernels.sums_dtype)
+    dy, sums = np.full(y.shape, 7, y.dtype), kernels.poisoned(2, kernels.pixels.K)
+    kernels.run(batch_norm.backward, (y, dout, none, one, None, None, None), (dy, sums, None), "relu", False)
+    with np.errstate(invalid="ignore"):
+        masked = y <= 0
+    expected = np.where(masked, 0, dout)
+    assert np.array_equal(dy.flat[6:], expected.flat[6:], equal_nan=True) and np.array_equal(dy.flat[:5], expected.flat[:5])
+    dout.flat[6] = 1
+    kernels.run(batch_norm.backward, (y, dout, none, one, None, None, None), (dy, sums, None), "relu", False)
+    near(sums[0], np.where(masked, 0, dout).astype(np.float64).sum(kernels.axes), 1e-4)
+
+
 def test_the_kernels_twice_give_the_same_bits(kernels):
     y, dout, mean, invstd = kernels.normals(1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
     found = []
