@@ -738,7 +738,7 @@ class Simulated(cuda.CudaDevice):
         self.broken, self.launched, self.fail = None, 0, None
         self.copier, self.context = None, SimpleNamespace(handle=ordinal + 1)
         self._drv = SimpleNamespace(
-            Event=Event, Memcpy2D=lambda: Memcpy2D(self), mem_alloc=lambda nbytes: Block(self, nbytes),
+            Event=Event, Memcpy2D=lambda: Memcpy2D(self), MemoryError=MemoryError, mem_alloc=lambda nbytes: Block(self, nbytes),
             memcpy_htod_async=lambda target, a, stream: self.copy(int(target), address(a), a.nbytes, stream, a, True),
             memcpy_dtoh_async=lambda a, source, stream: self.copy(address(a), int(source), a.nbytes, stream, a, False),
         )  # fmt: skip
