@@ -184,7 +184,6 @@ class _Operands:
         self.problem = problem = plans[0].problem
         self.count = operand_sets(problem, device.cache_bytes)
         self._blocks: list[Any] = []
-        device.order(None, stream)  # the pool's memory may still be in use by the default stream
         values = operands(problem, RANDOM_ELEMENTS)
         self._workspace_bytes = max(max(plan.workspace_bytes for plan in plans), 1)
 
@@ -192,6 +191,7 @@ class _Operands:
             if not nbytes:  # an operand that is missing has address 0, as in calls
                 return 0
             self._blocks.append(device.allocate(nbytes))
+            device.order(None, stream)  # the pool's memory may still be in use by the default stream
             return int(self._blocks[-1])
 
         workspace = room(self._workspace_bytes)

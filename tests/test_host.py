@@ -738,7 +738,7 @@ class Simulated(cuda.CudaDevice):
         self.broken, self.launched, self.fail = None, 0, None
         self.copier, self.context = None, SimpleNamespace(handle=ordinal + 1)
         self._drv = SimpleNamespace(
-            Event=Event, Memcpy2D=lambda: Memcpy2D(self), mem_alloc=lambda nbytes: Block(self, nbytes),
+            Event=Event, Memcpy2D=lambda: Memcpy2D(self), MemoryError=MemoryError, mem_alloc=lambda nbytes: Block(self, nbytes),
             memcpy_htod_async=lambda target, a, stream: self.copy(int(target), address(a), a.nbytes, stream, a, True),
             memcpy_dtoh_async=lambda a, source, stream: self.copy(address(a), int(source), a.nbytes, stream, a, False),
         )  # fmt: skip
@@ -1530,6 +1530,38 @@ def test_too_little_memory_even_for_a_chunk_says_so_and_does_no_harm(gpus, cut, 
     settle()
     assert memory(gpus) == before
     assert np.array_equal(call(ROWS, *ROWS.integers("float32")), ROWS.reference(*ROWS.integers("float32")))
+
+
+@needs_torch
+@pytest.mark.parametrize("case", [IMAGES, BANDS], ids=str)
+@pytest.mark.parametrize("packs", [False, True])
+def test_memory_of_the_pool_is_awaited_after_it_was_given(gpu, cut, request, monkeypatch, case, packs):
+    """Another thread may give memory to the pool, which the default stream still uses, just before this call takes it."""
+    if not isinstance(gpu, Simulated):
+        pytest.skip("it looks at calls of a simulated GPU")
+    cut()
+    packing = request.getfixturevalue("packing") if packs else []
+    given, late = set(), []
+    allocate, order, put = Simulated.allocate, Simulated.order, Stream.put
+
+    def allocated(device, nbytes):
+        block = allocate(device, nbytes)
+        given.update((block, stream) for stream in device.pipeline_streams()[packs:2])  # filters are packed on the second
+        return block
+
+    def ordered(device, first, second):
+        if first is None:
+            given.difference_update([one for one in given if one[1] is second])
+        order(device, first, second)
+
+    def queued(stream, work, **more):
+        late.extend(one for one in given if one[1] is stream)
+        put(stream, work, **more)
+
+    for owner, name, function in ((Simulated, "allocate", allocated), (Simulated, "order", ordered), (Stream, "put", queued)):
+        monkeypatch.setattr(owner, name, function)
+    call(case, *case.integers("float32"))
+    assert bool(packing) == packs and not late
 
 
 def test_bands_of_planes_above_2_gib_are_copied_with_pitches_that_the_driver_takes(gpu, monkeypatch):

@@ -1,5 +1,6 @@
 """Launches: the launcher in C and the one in Python ask the driver for the same, byte for byte."""
 
+import gc
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from fake_cuda import FakeCuda
 
-from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, Plan, behind, engines
+from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, behind, engines
 from pycuda_conv.call import Operands
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.execute.device import convolve
@@ -175,10 +176,45 @@ def test_an_error_of_the_driver_says_what_failed(fake, kind):
         with pytest.raises(RuntimeError, match=r"CUDA_ERROR_LAUNCH_FAILED \(719\)") as caught:
             launch((1 << 40,), None)
         messages.append(str(caught.value).partition(" failed")[0])
-        assert len(fake.asked()) == number + 1  # nothing is asked for after that
+        asked = fake.asked(device)
+        joined = ["record own0 on own1", "0x0 waits for own0, 0"] if number > 2 else []  # what runs beside the caller's stream is awaited
+        assert [line.replace("(nil)", "0x0") for line in asked[number + 1 :]] == joined
     launched = ["launching copy_strided", "launching another"]
     assert messages == [launched[0], "cuEventRecord", "cuStreamWaitEvent", *launched, "cuEventRecord", "cuStreamWaitEvent"]
     launch((1 << 40,), None)
+
+
+def test_too_little_memory(fake, monkeypatch):
+    """A small buffer may take what the pool holds; the error says how much was asked for. Streams that the driver refuses are made later."""
+    device, held, given = fake.device("python"), [1], []
+
+    def mem_alloc(nbytes):
+        if held:
+            raise MemoryError("out of memory")
+        given.append(nbytes)
+        return 1 << 40
+
+    monkeypatch.setattr(cuda, "_pinned", lambda: SimpleNamespace(empty=lambda shape, dtype: None))
+    monkeypatch.setattr(device._drv, "mem_alloc", mem_alloc, raising=False)
+    monkeypatch.setattr(device._drv, "mem_get_info", lambda: (5, 1000), raising=False)
+    device.pool = SimpleNamespace(free_held=lambda: None)
+    with device:
+        with pytest.raises(DeviceMemoryError, match="64 bytes were asked for, 5 of 1,000 are free"):
+            device.small_buffers(64)
+        device.pool = SimpleNamespace(free_held=held.clear)
+        assert device.small_buffers(64)[2] == 1 << 40 and given == [64]
+
+
+def test_streams_that_the_driver_refuses_are_made_by_the_next_call(fake, monkeypatch):
+    device, unraisable = fake.device("python"), []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(device._drv, "Stream", lambda flags: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            device.order(None, 0x55)
+    gc.collect()
+    assert not unraisable and not device._idle_streams
+    device.order(None, 0x55)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -341,7 +377,7 @@ def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
         assert all(torch.equal(results[0], one) for one in results[1:]) and results[0].isfinite().all()
 
 
-def convolved(device):
+def convolved(device, stream=None):
     """A function that convolves torch's tensors there, which the driver's stand-in has no need to see, and a plan for it."""
     torch = pytest.importorskip("torch")
     from pycuda_conv.arrays.tensors import TorchKind
@@ -351,7 +387,23 @@ def convolved(device):
     kind.signature = lambda array: (array.shape, array.dtype, array.get_device() + 1)
     plan = Plan(ConvProblem.forward(2, (2, 16, 8, 8), (16, 16, 3, 3), padding=1), device)
     w = torch.zeros(16, 16, 3, 3)
-    return torch, lambda x, out=None, residual=None: convolve(kind, plan, Operands(x, w, residual=residual), out, None)
+    return torch, lambda x, out=None, residual=None: convolve(kind, plan, Operands(x, w, residual=residual), out, stream)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_given_back_after_its_use_when_a_launch_fails(fake, kind):
+    """The current stream, which owns the memory, waits for the caller's, where some kernels may run."""
+    torch, convolve = convolved(fake.device(kind), stream=0x55)
+    fake.asked()
+    convolve(torch.zeros(2, 16, 8, 8))
+    whole = fake.asked()
+    for number, line in enumerate(whole):
+        if line.startswith("launch"):
+            fake.failing.value = number
+            with pytest.raises(RuntimeError, match=r"launching .* failed: CUDA_ERROR_LAUNCH_FAILED"):
+                convolve(torch.zeros(2, 16, 8, 8))
+            last = fake.asked()[-2:]
+            assert last == whole[-2:] and " waits for " in last[1]
 
 
 @IN_C

@@ -357,6 +357,7 @@ REFUSED = {
     "unknown address": (("--filter", "blur", "nowhere://x.zarr", "y.zarr"), "nowhere://x.zarr can't be opened"),
     "address": (("--filter", "blur", "x.zarr", "nowhere://y.zarr"), "nowhere://y.zarr"),
     "one file for many": (("--filter", "blur", "x.zarr", "y.npy", "--scheduler", "tcp://127.0.0.1:9"), "several workers can't write one file"),
+    "a TIFF of one axis": (("--filter", "line.npy", "line.zarr", "y.tif"), "y.tif can't be written: a TIFF has two axes or more, the result has 1"),
     "no scheduler": (("--filter", "blur", "x.zarr", "y.zarr", "--scheduler", "tcp://127.0.0.1:9"), "can't be reached"),
     "batch": (("--filter", "blur", "x.zarr", "y.zarr", "--batch", "2"), "--batch is for"),
     "pattern": (("--filter", "blur", "none*.zarr", "folder"), "none*.zarr matches no file"),
@@ -374,6 +375,8 @@ def test_what_is_refused_is_told_in_one_line_and_leaves_nothing(command, monkeyp
     save_zarr("plain.zarr", draw(8, 9, 10), (4, 4, 4))
     save_zarr("complex.zarr", np.ones((4, 4, 4), "c8"), (4, 4, 4))
     save_zarr("old.zarr", draw(3), (3,))
+    save_zarr("line.zarr", draw(9), (4,), "x")
+    np.save("line.npy", draw(3))
     zarr.create_group("group.zarr").create_array("a", shape=(3,), dtype="f4")
     np.save("w.npy", draw(4, 2, 3, 3, 3))
     np.save("k.npy", draw(3, 3, 3))

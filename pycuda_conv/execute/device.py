@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pycuda_conv.arrays import ALIGNMENT, DeviceKind, stream_of
@@ -58,13 +59,23 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
                 plan.launch(buffers, on, at, filter_last)
             else:  # memory of the current stream is used on another: the writes before come first, and it is given back after the use
                 device.order(home, on)
-                plan.launch(buffers, on, at, filter_last)
+                try:
+                    plan.launch(buffers, on, at, filter_last)
+                except BaseException:
+                    _order_after_failure(device, on, home)
+                    raise
                 if out is None or copies or workspace is not None or at:
                     device.order(on, home)
         return result
     finally:
         if pushed:
             device.pop()
+
+
+def _order_after_failure(device: Any, on: Any, home: Any) -> None:
+    """Let `home` wait for the launches that were made on `on` before one failed: they use memory that is given back now."""
+    with suppress(RuntimeError):  # the first error is the one to raise
+        device.order(on, home)
 
 
 def _unreadable(kind: DeviceKind, plan: Plan, operands: Operands, addresses: Sequence[int], filter_last: bool) -> dict[str, Any]:
@@ -122,8 +133,10 @@ def pack(kind: DeviceKind, plan: Plan, weight: Any) -> tuple[Any, Any]:
         weight = kind.copy(weight)
         packed = kind.workspace(plan.filter_bytes, weight, device)
         device.order(home, own)
-        plan.pack(kind.pointer(weight), kind.pointer(packed), own)
-        own.synchronize()
+        try:
+            plan.pack(kind.pointer(weight), kind.pointer(packed), own)
+        finally:
+            own.synchronize()
     return weight, packed
 
 
@@ -143,7 +156,12 @@ def launch(
         on = home if stream is None else stream_of(stream)
         if stream is not None:  # memory of the current stream is used on another
             device.order(home, on)
-        launcher(buffers, on)
+        try:
+            launcher(buffers, on)
+        except BaseException:
+            if stream is not None:
+                _order_after_failure(device, on, home)
+            raise
         if stream is not None:
             device.order(on, home)
 

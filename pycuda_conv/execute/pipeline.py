@@ -200,13 +200,15 @@ class Filter:
             packed = {plan.filter_key: device.allocate(plan.filter_bytes)} if plan.filter_bytes else {}
             stream, _, _ = device.pipeline_streams()
             device.order(None, stream)  # the pool's memory may still be in use by the default stream
-            for block, array in zip(blocks, self.arrays, strict=True):
-                if block and array is not None:
-                    native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
-                    device.copy_in(block, native, native, stream)
-            for block in packed.values():
-                plan.pack(int(blocks[0]), int(block), stream)
-            stream.synchronize()
+            try:
+                for block, array in zip(blocks, self.arrays, strict=True):
+                    if block and array is not None:
+                        native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+                        device.copy_in(block, native, native, stream)
+                for block in packed.values():
+                    plan.pack(int(blocks[0]), int(block), stream)
+            finally:
+                stream.synchronize()
         self._kept[device] = _OnDevice(blocks[0], blocks[1], blocks[2], packed)
 
     def on(self, device: CudaDevice) -> _OnDevice | None:
@@ -220,8 +222,6 @@ class _Lane:
     def __init__(self, device: CudaDevice, chunks: Sequence[_Chunk], filters: Filter, residual: bool) -> None:
         self.device, self.chunks = device, chunks
         self.up, self.compute, self.down = self.streams = device.pipeline_streams()
-        for stream in (self.up, self.compute):
-            device.order(None, stream)  # the pool's memory may still be in use by the default stream
         self.depth = min(ON_DEVICE, len(chunks))
         in_bytes = max(max(chunk.in_bytes for chunk in chunks), 1)
         out_bytes = max(chunk.out_bytes for chunk in chunks)
@@ -240,6 +240,8 @@ class _Lane:
         self._packed = dict(kept.packed)
         workspace = max(chunk.plan.schedule.workspace_bytes for chunk in chunks)
         self._workspace = device.allocate(workspace) if workspace else 0
+        for stream in (self.up, self.compute):
+            device.order(None, stream)  # the pool's memory may still be in use by the default stream
         self._uploaded, self._computed, self._downloaded = ([device.event() for _ in range(self.depth)] for _ in range(3))
         self._events: list[Any] = []  # to be dropped while the context is current
         #: how many chunks were given to the lane, and the events after which each of the last ones is done
@@ -274,6 +276,7 @@ class _Lane:
             self.compute.wait_for_event(self.recorded(self.up))
         for key, plan in missing.items():
             self._packed[key] = self.device.allocate(plan.filter_bytes)
+            self.device.order(None, self.compute)  # the pool's memory may still be in use by the default stream
             plan.pack(int(self.filter.weight), int(self._packed[key]), self.compute)
 
     def make_room(self) -> None:

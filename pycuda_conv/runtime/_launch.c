@@ -237,8 +237,11 @@ static int fill(Operation* op, const uint64_t* buffers, uint8_t* room) {
   return 0;
 }
 
-// Make the operations. Returns 0, or the driver's error with the number of the operation that failed.
+// Make the operations. Returns 0, or the driver's error with the number of the operation that failed. After an error the caller's stream waits for
+// the side streams: what was launched may still use memory that it gives back.
 static int run(const Schedule* s, uint8_t* room, void* const* streams, void* event, Py_ssize_t* failed) {
+  unsigned forked = 0;  // a bit for each side stream that the caller's does not wait for yet
+  int recorded = 0;     // the stream whose work the event stands for
   for (Py_ssize_t i = 0; i < s->count; i++) {
     const Operation* op = &s->operations[i];
     int code;
@@ -251,10 +254,14 @@ static int run(const Schedule* s, uint8_t* room, void* const* streams, void* eve
       code = s->launch(&config, op->function, NULL, extra);
     } else if (op->kind == RECORD) {
       code = s->record(event, streams[op->stream]);
+      recorded = op->stream;
     } else {
       code = s->wait(streams[op->stream], event, 0);
+      if (!code) forked = op->stream ? forked | 1u << op->stream : forked & ~(1u << recorded);
     }
     if (code) {
+      for (int side = 1; side < STREAMS; side++)
+        if (forked >> side & 1 && !s->record(event, streams[side])) s->wait(streams[0], event, 0);
       *failed = i;
       return code;
     }

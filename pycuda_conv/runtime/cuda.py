@@ -516,14 +516,15 @@ class _Lease:
     """The streams of one thread, for as long as the thread lives."""
 
     def __init__(self, idle: list[_Streams]) -> None:
-        self._idle = idle
         try:
             self.streams = idle.pop()
         except IndexError:
             self.streams = _Streams()
+        self._idle = idle
 
     def __del__(self) -> None:
-        self._idle.append(self.streams)
+        if hasattr(self, "_idle"):  # the driver may have refused the streams
+            self._idle.append(self.streams)
 
 
 _lock = threading.Lock()
@@ -636,8 +637,17 @@ class CudaDevice(Device):
             if _forked:
                 raise forked("CUDA")
             streams = (_handle(stream), *self._streams().own[1:]) if forks else (_handle(stream),)
-            for call in calls:
-                call(buffers, streams)
+            beside: set[int] = set()  # the side streams that the caller's does not wait for yet
+            try:
+                for one, call in zip(operations, calls, strict=True):
+                    call(buffers, streams)
+                    if isinstance(one, _Order):
+                        (beside.add if one.second else beside.discard)(one.first or one.second)
+            except BaseException:  # what was launched may still use memory that the caller's stream gives back
+                for side in sorted(beside):
+                    with suppress(RuntimeError):
+                        self.order(streams[side], streams[0])
+                raise
 
         return launch
 
@@ -833,10 +843,16 @@ class CudaDevice(Device):
 
     def allocate(self, nbytes: int) -> Any:
         """`nbytes` from the pool, as an allocator of GPUArrays calls it. The pool follows the default stream only."""
+        return _block_class()(self, self._allocated(self.pool.allocate, nbytes))
+
+    def _allocated(self, allocate: Callable[[int], Any], nbytes: int) -> Any:
+        """The result of `allocate`, which is called again without the memory that the pool holds if it finds too little."""
+        with suppress(self._drv.MemoryError):
+            return allocate(nbytes)
+        self.pool.free_held()
         try:
-            return _block_class()(self, self.pool.allocate(nbytes))
+            return allocate(nbytes)
         except self._drv.MemoryError as error:
-            self.pool.free_held()
             free, total = self._drv.mem_get_info()
             raise DeviceMemoryError(
                 f"{self.name} is out of memory: {nbytes:,} bytes were asked for, {free:,} of {total:,} are free"
@@ -936,7 +952,7 @@ class CudaDevice(Device):
             locked = _pinned().empty(shape, dtype)
             host = np.empty(shape, dtype) if locked is None else locked
             address = 0 if locked is None else locked.__array_interface__["data"][0]
-            streams.small = host, address, self._drv.mem_alloc(nbytes)
+            streams.small = host, address, self._allocated(self._drv.mem_alloc, nbytes)
         host, address, device = streams.small
         return host, address, int(device), streams.main
 

@@ -610,6 +610,8 @@ def convolve(settings: Settings) -> str:
         raise ToolError("--output-padding goes with --transposed only")
     output = _check_output(settings, (source_place, settings.bias, settings.filter))
     work = plan_work(settings, source)
+    if kind == "tiff" and work.result.ndim < 2:
+        raise ToolError(f"{settings.output} can't be written: a TIFF has two axes or more, the result has {work.result.ndim}")
     if settings.devices is None and settings.scheduler is None:
         named_device(settings.device)
     y = work.result
