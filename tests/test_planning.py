@@ -13,7 +13,7 @@ import pytest
 
 from pycuda_conv import ConvProblem, behind, engines
 from pycuda_conv import plan as plan_module
-from pycuda_conv.engines import dmma, geometry, implicit_gemm_sm90, registry
+from pycuda_conv.engines import geometry, implicit_gemm_sm90, registry
 from pycuda_conv.engines.geometry import Phase
 from pycuda_conv.engines.schedule import shared_limit
 from pycuda_conv.problem import DTYPE_BYTES
@@ -91,13 +91,18 @@ def test_blocks_fit_in_a_gpu_s_shared_memory(architecture):
                     assert max(launch.shared for launch in launches) <= shared_limit(device), f"{config} {problem}"
 
 
+def phases_made(monkeypatch) -> list:
+    """A list in which each phase that is made from now on is put."""
+    made, init = [], Phase.__init__
+    monkeypatch.setattr(Phase, "__init__", lambda self, *fields, **named: made.append(self) or init(self, *fields, **named))
+    return made
+
+
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90a", None])
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 def test_phases_without_taps_are_neither_planned_nor_launched_one_by_one(layout, architecture, monkeypatch):
     """However long a stride is, a plan has hardly more launches than the filter has taps."""
-    made = []
-    monkeypatch.setattr(geometry, "Phase", lambda *fields: made.append(Phase(*fields)) or made[-1])
-    monkeypatch.setattr(dmma, "Phase", geometry.Phase)
+    made = phases_made(monkeypatch)
     geometry.phases.cache_clear()
     device = Target(architecture) if architecture else SimpleNamespace(backend="opencl", capability=(0, 0), multiprocessors=2, name="", model="")
     for (size, stride), dtype, bias, groups in product((((2,), 2**28), ((3, 2), 5000), ((2, 2, 3), 300)), DTYPE_BYTES, (None, (16,)), (1, 8)):
@@ -114,9 +119,7 @@ def test_phases_without_taps_are_neither_planned_nor_launched_one_by_one(layout,
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 def test_phases_that_repeat_one_are_planned_as_one(dtype, hopper, monkeypatch):
     """Patches of any size are one product."""
-    made = []
-    monkeypatch.setattr(geometry, "Phase", lambda *fields: made.append(Phase(*fields)) or made[-1])
-    monkeypatch.setattr(dmma, "Phase", geometry.Phase)
+    made = phases_made(monkeypatch)
     problem = ConvProblem.transposed(2, (1, 64, 3, 3), (64, 3, 700, 701), (3,), stride=(700, 701), dtype=dtype, layout="NHWC")
     schedule = engines.schedule(problem, engines.choose(problem, hopper), hopper)
     assert sum(map(len, schedule.whole)) <= 3 and len(made) < 10

@@ -375,7 +375,7 @@ def _parts(problem: ConvProblem) -> tuple[_Part, ...]:
         return (_Part(phases(problem)[0], (1, 1, 1), 0),)
     found, at, channels = [], 0, problem.operand_channels // problem.groups
     for combination in product(*(_runs(axis) for axis in axis_phases(problem))):
-        phase = Phase(*((d, h, w) for d, h, w in zip(*(values for values, _ in combination), strict=True)))
+        phase = Phase.of_axes([values for values, _ in combination])
         found.append(_Part(phase, (combination[0][1], combination[1][1], combination[2][1]), at))
         at += channels * found[-1].taps * found[-1].phases
     return tuple(sorted(found, key=lambda part: -part.taps))

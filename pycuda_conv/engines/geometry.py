@@ -175,6 +175,11 @@ class Phase:
     pad: tuple[int, int, int]
     dilation: tuple[int, int, int]
 
+    @classmethod
+    def of_axes(cls, axes: Sequence[Sequence[int]]) -> Phase:
+        """The phase that has along each axis these values, as :func:`axis_phases` gives them."""
+        return cls(*((d, h, w) for d, h, w in zip(*axes, strict=True)))
+
 
 def taps_apart(problem: ConvProblem) -> Size3:
     """Along each axis, the taps from one that an input pixel meets to the next."""
@@ -220,7 +225,7 @@ def phases(problem: ConvProblem) -> tuple[Phase, ...]:
         return (whole,)
     few = few_have_taps(problem)
     combinations = product(*axis_phases(problem, with_taps=few))
-    found = tuple(Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True))) for combination in combinations)
+    found = tuple(map(Phase.of_axes, combinations))
     return (_without_taps(problem), *found) if few else found
 
 
@@ -287,7 +292,7 @@ def first_phases(problem: ConvProblem) -> tuple[Phase, ...]:
     if problem.direction == "fprop":
         return phases(problem)
     along = [axis[::n] for axis, n in zip(axis_phases(problem), repeats(problem), strict=True)]
-    return tuple(Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True))) for combination in product(*along))
+    return tuple(map(Phase.of_axes, product(*along)))
 
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration
