@@ -24,7 +24,9 @@ from pycuda_conv.problem import DTYPE_BYTES, ConvProblem, channels_last
 from pycuda_conv.runtime import device_count, get_device
 
 
-def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False) -> Any:
+def convolve(
+    asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False, algorithm: Any = None
+) -> Any:
     """A convolution, transposed or not, or a gradient of one.
 
     Parameters
@@ -38,7 +40,11 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         The members of :class:`Place`.
     recorded : bool
         Whether the arrays' library knows of the call.
+    algorithm : optional
+        The last member of the :class:`Call`, where `asked` lacks it.
     """
+    if algorithm is not None:
+        asked = (*asked, algorithm)
     device, devices, stream, tune = place
     repeatable = device is None and devices is None and stream is None and tune is False and is_torchs(operands[0]) and quick.possible()
     if repeatable:

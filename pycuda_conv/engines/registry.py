@@ -28,6 +28,7 @@ from pycuda_conv.engines import (
     grouped_nhwc_wgrad,
     implicit_gemm_sm80,
     implicit_gemm_sm90,
+    library_fft,
     lines_sm90,
     packing,
     patch_wgrad,
@@ -47,11 +48,15 @@ from pycuda_conv.runtime.base import Device
 
 #: Among equal predictions that of the first engine wins.
 ENGINES: tuple[Engine, ...] = (
-    depthwise_nhwc, depthwise_toeplitz, fft, depthwise_planes, depthwise_wgrad, direct, patch_wgrad, direct_gemm, direct_quads, dmma,
-    grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, dense_nhwc_sm90, gather_nhwc_sm90, wgrad_nhwc_sm90,
-    implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80, planes_sm90, gathered_planes_sm90, via_nhwc,
-    columns,
+    depthwise_nhwc, depthwise_toeplitz, library_fft, fft, depthwise_planes, depthwise_wgrad, direct, patch_wgrad, direct_gemm,
+    direct_quads, dmma, grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, dense_nhwc_sm90,
+    gather_nhwc_sm90, wgrad_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80, planes_sm90,
+    gathered_planes_sm90, via_nhwc, columns,
 )  # fmt: skip
+
+#: Those that transform, and those of them whose error is relative to norms alone: they have to be asked for.
+TRANSFORMS: tuple[Engine, ...] = library_fft, fft
+NORMWISE: tuple[Engine, ...] = (fft,)
 
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
 PASS_LAUNCH = 2.0  # microseconds that one more launch takes
@@ -116,7 +121,7 @@ MOST_FOUND = 1024
 
 def find(problem: ConvProblem, device: Device) -> Config | None:
     """:func:`choose`, but None if no engine can run it, as most channels-last wgrad problems."""
-    key = problem, device.backend, device.capability, device.multiprocessors, ENGINES
+    key = problem, device.backend, device.capability, device.multiprocessors, type(device), ENGINES
     try:
         return _found[key]
     except KeyError:
@@ -231,9 +236,14 @@ def filter_key(problem: ConvProblem, config: Config) -> Hashable:
 
 
 def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
-    """The engines that may run `problem`."""
-    layout = problem.launched.layout
-    return [engine for engine in ENGINES if layout in engine.LAYOUTS and engine.unsupported(device) is None]
+    """The engines that may run `problem`: of those that its algorithm names, or of all if none of these can."""
+    launched = problem.launched
+    asked = [one for one in ENGINES if one is not library_fft or library_fft.worthwhile(launched, device)]  # it may import a library
+    found = [engine for engine in asked if launched.layout in engine.LAYOUTS and engine.unsupported(device) is None]
+    if problem.algorithm == "fft":
+        transform = [engine for engine in found if engine in TRANSFORMS and any(True for _ in engine.configs(launched, device))]
+        return transform or [engine for engine in found if engine not in TRANSFORMS]
+    return [engine for engine in found if engine not in (NORMWISE if problem.algorithm is None else TRANSFORMS)]
 
 
 def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, Config]]:

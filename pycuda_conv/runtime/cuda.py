@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
-from pycuda_conv.runtime import binaries
-from pycuda_conv.runtime.base import SIDE_BY_SIDE, Device, Im2col, KernelLaunch, Launcher, TensorMap, forked
+from pycuda_conv.runtime import binaries, transforms
+from pycuda_conv.runtime.base import SIDE_BY_SIDE, Device, Im2col, KernelLaunch, Launcher, LibraryCall, TensorMap, forked
 from pycuda_conv.runtime.compiler import CompileError, compiler
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 from pycuda_conv.runtime.workers import cores, workers
@@ -588,6 +588,11 @@ class CudaDevice(Device):
         self.blocks: weakref.WeakSet[Any] = weakref.WeakSet()
         atexit.register(self._release)
 
+    @property
+    def transforms(self) -> str:
+        """The library of Fourier transforms that serves the device, or "". It is imported, which takes seconds."""
+        return transforms.gpu_library()
+
     def __enter__(self) -> CudaDevice:
         self.push()
         return self
@@ -598,7 +603,8 @@ class CudaDevice(Device):
     # ---- kernels
 
     def compile_all(self, steps: Sequence[KernelLaunch]) -> None:
-        missing = {step.source(): step for step in steps if (step.kernel, step.source()) not in self._functions}
+        kernels = (step for step in steps if not isinstance(step, LibraryCall))
+        missing = {step.source(): step for step in kernels if (step.kernel, step.source()) not in self._functions}
         if len(missing) > 1:
             with ThreadPoolExecutor(min(len(missing), cores())) as pool:
                 list(pool.map(self._function, missing.values()))
@@ -611,9 +617,31 @@ class CudaDevice(Device):
 
     def schedule_launcher(self, steps: Sequence[Sequence[KernelLaunch]]) -> Launcher:
         """Launches of one step run side by side, unless each alone fills the GPU: then they run in turn, which costs the host less."""
+        if any(isinstance(launch, LibraryCall) for step in steps for launch in step):
+            return self._with_library(steps)
         operations = list(self._operations(steps))
         forks = any(isinstance(one, _Order) for one in operations)
         return (self._by_python if self._in_c is None else self._by_c)(operations, forks)
+
+    def _with_library(self, steps: Sequence[Sequence[KernelLaunch]]) -> Launcher:
+        """A launcher that makes launches and a library's calls one after the other."""
+        parts = [
+            partial(self._call_library, launch) if isinstance(launch, LibraryCall) else self.schedule_launcher([[launch]])
+            for step in steps for launch in step
+        ]
+
+        def launch(buffers: Sequence[Any], stream: Any) -> None:
+            for part in parts:
+                part(buffers, stream)
+
+        return launch
+
+    def _call_library(self, call: LibraryCall, buffers: Sequence[Any], stream: Any) -> None:
+        if _forked:
+            raise forked("CUDA")
+        told, sums, limits = call.told
+        x, w, _, _, workspace, *_ = map(int, buffers)
+        transforms.fill_on_gpu(told, call.kernel, self.ordinal, (x, w, workspace + sums, workspace + limits), _handle(stream))
 
     def _operations(self, steps: Sequence[Sequence[KernelLaunch]]) -> Iterator[_Launch | _Order]:
         for step in steps:
@@ -750,7 +778,7 @@ class CudaDevice(Device):
 
     def compiled(self, step: KernelLaunch) -> bool:
         source = step.source()
-        if source in self._modules:
+        if source in self._modules or isinstance(step, LibraryCall):
             return True
         coming = self._cubins.get((source, step.arch))
         if coming is not None:
@@ -775,14 +803,14 @@ class CudaDevice(Device):
         return coming is not None and not (coming.running() or coming.done())
 
     def begin(self, steps: Sequence[KernelLaunch]) -> None:
-        texts = {step.source(): step.arch for step in steps}
+        texts = {step.source(): step.arch for step in steps if not isinstance(step, LibraryCall)}
         for source, arch in texts.items():
             make = None if source in self._modules else self._claimed(source, arch, behind=False)[1]
             if make:
                 threading.Thread(target=make, daemon=True).start()
 
     def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
-        texts = {step.source(): step.arch for step in steps}
+        texts = {step.source(): step.arch for step in steps if not isinstance(step, LibraryCall)}
         return [self._cubin(source, arch, behind=True) for source, arch in texts.items() if source not in self._modules]
 
     def all_compiled(self) -> bool:

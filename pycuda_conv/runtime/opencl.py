@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import threading
 import warnings
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import BackendError, DeviceMemoryError
-from pycuda_conv.runtime import pocl
-from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, forked, headers
+from pycuda_conv.runtime import pocl, transforms
+from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, LibraryCall, forked, headers
 from pycuda_conv.runtime.cache import Entry
 
 #: Options that every kernel is built with.
@@ -117,6 +118,10 @@ class OpenCLDevice(Device):
         self._kernels: dict[tuple[str, str], Any] = {}
         self._lock = threading.RLock()
 
+    @property
+    def transforms(self) -> str:
+        return transforms.host_library()
+
     def __enter__(self) -> OpenCLDevice:
         return self
 
@@ -124,6 +129,8 @@ class OpenCLDevice(Device):
         pass
 
     def launcher(self, step: KernelLaunch) -> Launcher:
+        if isinstance(step, LibraryCall):
+            return self._by_library(step)
         kernel, program = self._kernel(step)
         global_size, local_size = (step.grid * step.block,), (step.block,)
         # a struct is one argument
@@ -142,6 +149,30 @@ class OpenCLDevice(Device):
                     launched = True
                     self.queue.finish()
                     program.keep()
+
+        return launch
+
+    def _by_library(self, step: LibraryCall) -> Launcher:
+        """A launcher that lets a library work on the buffers' memory, which is the host's."""
+        told, sums_at, limits_at = step.told
+
+        def launch(buffers: Sequence[Any], stream: Any) -> None:
+            flags = self._cl.map_flags
+            mapped = [
+                self._cl.enqueue_map_buffer(self.queue, buffers[i], access, 0, (buffers[i].size,), np.uint8)[0]
+                for i, access in ((0, flags.READ), (1, flags.READ), (4, flags.WRITE))
+            ]
+            x, w, workspace = mapped
+            sums, limits = (
+                workspace[at : at + 8 * math.prod(shape)].view(np.float64).reshape(shape)
+                for at, shape in ((sums_at, told.sums_shape), (limits_at, told.limits_shape))
+            )
+            dtype = np.dtype(told.storage)
+            try:
+                transforms.fill(told, x.view(dtype), w.view(dtype), sums, limits)
+            finally:
+                for one in mapped:
+                    one.base.release(self.queue)
 
         return launch
 
