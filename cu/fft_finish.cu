@@ -56,7 +56,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_finish(const GLOBAL_MEM data_t* RESTRI
   double v = made[arg.sums_at + i];
   const double limit = made[arg.limits_at + in_group * arg.blocks + block];
   const int nothing = v == 0 && 1 / v < 0;
-  if (!nothing && !(fabs(v) >= limit)) {
+  if (nothing) v = 0;
+  else if (!(fabs(v) >= limit)) {
     const int unsure = !(fabs(v) > limit * 0x1p-24);
     const GLOBAL_MEM data_t* image = x + (n * (index_t)arg.x_image + g * (index_t)arg.x_group);
     const GLOBAL_MEM data_t* filter = w + (g * (index_t)arg.w_group + k * (index_t)arg.w_written);

@@ -188,7 +188,11 @@ def fill(told: Transforms, x: np.ndarray, w: np.ndarray, sums: np.ndarray, limit
 
 
 #: The most results of a call that Python looks at one by one, and the most products of these; ``fft_finish.cu`` does more of them.
-MOST_MENDED, MOST_PRODUCTS = 1 << 12, 1 << 27
+MOST_MENDED, MOST_PRODUCTS = 1 << 9, 1 << 27
+
+
+#: As many results of some blocks may be off before their windows are looked at for zeros.
+FEW_DOUBTS = 32
 
 
 def convolve(told: Transforms, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, y: np.ndarray) -> bool:
@@ -204,10 +208,10 @@ def convolve(told: Transforms, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
 
     def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray) -> None:
         of_pixels = limit[_at(..., *(None,) * len(told.length))]
-        right = abs(summed) >= of_pixels
+        right = (abs(summed) >= of_pixels) | ((summed == 0) & np.signbit(summed))
+        summed += 0.0  # no -0
         fine = bool(right.all())
         for number, to, kept in _places(told, where):
-            at = (slice(None), slice(None), *number)
             if not fine:
                 for g, k, *pixel in np.argwhere(~right[_at(slice(None), slice(None), *number, *kept)])[: MOST_MENDED + 1].tolist():
                     if len(doubtful) > MOST_MENDED:
@@ -215,7 +219,7 @@ def convolve(told: Transforms, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
                     doubtful.append((image, g, k, *(t.start + p for t, p in zip(to, pixel, strict=True))))
                     values.append((float(summed[_at(g, k, *number, *pixel)]), float(limit[_at(g, k, *number)])))
             place = result[_at(image, ..., *to)]
-            place[...] = summed[at][_at(..., *kept)]
+            place[...] = summed[_at(slice(None), slice(None), *number, *kept)]
             if shift is not None:
                 place += shift
 
@@ -317,8 +321,8 @@ class _Work:
             spectrum = spectrum[_at(..., self._taken[axis], *(slice(None),) * (-axis - 1))]
         return self.library.irfft(spectrum, length[-1])[..., self._taken[-1]]
 
-    def some(self, image: int, where: tuple[slice, ...]) -> tuple[Any, Any]:
-        """The sums of some blocks of an image, (group, written, blocks..., results...), and their limits."""
+    def some(self, image: int, where: tuple[slice, ...]) -> tuple[Any, Any, Any]:
+        """The sums of some blocks of an image, (group, written, blocks..., results...), their limits, and the blocks."""
         told, library, ndim = self.told, self.library, len(self.told.length)
         parts, places, sizes = told.placed(where)
         region = library.zeros((told.groups, told.read, *sizes))
@@ -333,12 +337,12 @@ class _Work:
         norms = library.sum_squares(block, ndim) ** 0.5
         limit = told.error * norms[:, None] * self._norms[_at(..., *(None,) * ndim)]
         if not told.magnitudes:
-            return summed, limit / told.accuracy
+            return summed, limit / told.accuracy, block
         error = limit[_at(..., *(None,) * ndim)]
         least = self._product(abs(block), self._spectra[1]) - error  # of the sum of magnitudes
         right = (error <= told.accuracy * least) & (abs(summed) > error)
         summed[~right & (error != 0)] = math.nan
-        return summed, limit * 0
+        return summed, limit * 0, block
 
     def _product(self, block: Any, spectrum: Any) -> Any:
         told, ndim = self.told, len(self.told.length)
@@ -371,13 +375,29 @@ class _OnHost(_Work):
 
         def done(task: tuple[int, tuple[slice, ...]]) -> None:
             with np.errstate(all="ignore"):
-                keep(*task, *self.some(*task))
+                summed, limit, block = self.some(*task)
+                self._mark_zeros(summed, limit, block)
+                keep(*task, summed, limit)
 
         if len(tasks) == 1:
             done(tasks[0])
         else:
             for _ in _threads().map(done, tasks):
                 pass
+
+    def _mark_zeros(self, summed: np.ndarray, limit: np.ndarray, block: np.ndarray) -> None:
+        """Put -0 where a window has nothing but zeros, if results of these blocks may be off: they need no other look."""
+        told, ndim = self.told, len(self.told.length)
+        of_pixels = limit[_at(..., *(None,) * ndim)]
+        if np.count_nonzero(~(abs(summed) >= of_pixels)) < FEW_DOUBTS:
+            return
+        there = (block != 0).any(1)  # (group, blocks..., pixels...)
+        for axis, (reach, used, stride) in enumerate(zip(told.reach, told.used, told.stride, strict=True), there.ndim - ndim):
+            counts = np.cumsum(there, axis, np.int32)
+            ends = [np.take(counts, np.arange(first, first + used, stride), axis) for first in (0, reach - 1)]
+            there = (ends[1] > ends[0]) | np.take(there, np.arange(0, used, stride), axis)
+        nothing = ~there[:, None] & np.isfinite(of_pixels)  # a filter's Inf times 0 is NaN
+        summed[np.broadcast_to(nothing, summed.shape)] = -0.0
 
     def mended(self, at: tuple[int, ...], value: float, limit: float) -> float:
         """A result that a transform may not have right: it is that, if the sum of its products' magnitudes shows it; else their sum."""
@@ -557,7 +577,7 @@ def fill_by(told: Transforms, library: Any, x: Any, w: Any, sums: Any, limits: A
     work, ndim = _Work(told, x, w, library), len(told.length)
     for image in range(told.images):
         for where in _cuts(told, AT_ONCE_ON_GPU):
-            summed, limit = work.some(image, where)
+            summed, limit, _ = work.some(image, where)
             limits[_at(image, ..., *where)] = limit
             # blocks side by side: (group, written, block, result, block, result)
             order = [0, 1, *(axis for i in range(ndim) for axis in (2 + i, 2 + ndim + i))]
