@@ -1,4 +1,4 @@
-"""Large filters by a library's Fourier transforms in float64, and ``cu/fft_finish.cu``: elements are as right as sums of products.
+"""Large filters by a library's Fourier transforms in float64, and ``cu/library_fft.cu``: elements are as right as sums of products.
 
 The library is scipy's or numpy's in the host's memory (OpenCL), CuPy's or torch's on a GPU (cuFFT). Any filter, stride, dilation and
 number of axes is taken, and gradients by the filter too. :mod:`pycuda_conv.runtime.transforms` has the transforms.
@@ -42,8 +42,8 @@ class LibraryFft(Config):
     """Transforms by a library; the size of blocks follows from the problem."""
 
 
-class FftFinishArguments(NamedTuple):
-    """The struct of ``fft_finish.cu``, which explains each member."""
+class LibraryFftArguments(NamedTuple):
+    """The struct of ``library_fft.cu``, which explains each member."""
 
     size: int
     by_plane: int
@@ -105,7 +105,7 @@ class FftFinishArguments(NamedTuple):
 CONFIGS = (LibraryFft,)
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
-#: Threads of a block of fft_finish.cu.
+#: Threads of a block of library_fft.cu.
 THREADS = 256
 #: Filters of fewer taps are left to other engines, unless the configuration is given.
 LEAST_TAPS = 64
@@ -123,7 +123,7 @@ ACCURACY = {"float16": 2.0**-24, "bfloat16": 2.0**-24, "float32": 2.0**-24, "flo
 
 def unsupported(device: Device) -> str | None:
     """Why there is no library for `device`, or None."""
-    return None if device.transforms else f"no library of Fourier transforms serves {device.name}"
+    return None if getattr(device, "transforms", "") else f"no library of Fourier transforms serves {device.name}"
 
 
 def refusal(problem: ConvProblem, config: LibraryFft) -> str | None:
@@ -249,7 +249,7 @@ def _finish(problem: ConvProblem, told: Transforms, sums: int, limits: int) -> K
     tap = [d if forward else -d for d in problem.dilation]
     apart = [1 if forward else s for s in problem.stride]
     told_to = arguments(
-        FftFinishArguments, size=size, plane=plane, pq=p * q, q=q, written=told.written, groups=told.groups,
+        LibraryFftArguments, size=size, plane=plane, pq=p * q, q=q, written=told.written, groups=told.groups,
         sums_at=sums // 8, limits_at=limits // 8,
         blocks=math.prod(told.blocks), blocks_h=blocks["blocks_h"], blocks_w=blocks["blocks_w"], **of_axes("used_", told.held, 1),
         **by_axis("step_", steps), **by_axis("first_", firsts), **by_axis("tap_", tap), **by_axis("apart_", apart),
@@ -259,7 +259,7 @@ def _finish(problem: ConvProblem, told: Transforms, sums: int, limits: int) -> K
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE
-    return KernelLaunch("fft_finish", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told_to)
+    return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told_to)
 
 
 def filter_key(problem: ConvProblem, config: LibraryFft) -> Hashable:
@@ -274,7 +274,7 @@ def sum_order(problem: ConvProblem, config: LibraryFft) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for each type."""
-    yield TextFamily("fft_finish", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield TextFamily("library_fft", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
 
 
 # ---- the choice

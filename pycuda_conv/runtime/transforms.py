@@ -2,7 +2,7 @@
 
 Images are cut into blocks that overlap by the filter's reach (overlap-save). A block, or the whole image if that takes less time, is
 transformed, multiplied by the conjugate of the filter's transform, and transformed back, in float64. What is made so is not the result
-yet: ``cu/fft_finish.cu`` checks each sum by the limit of its block, finishes and stores it.
+yet: ``cu/library_fft.cu`` checks each sum by the limit of its block, finishes and stores it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Transforms:
     accuracy : float
         A result is right if its error is at most this, times the sum of its products' magnitudes.
     magnitudes : bool
-        Whether these sums are computed too, by transforms: else ``fft_finish.cu`` compares.
+        Whether these sums are computed too, by transforms: else ``library_fft.cu`` compares.
     storage : str
         The operands' type in numpy: ``"int16"`` for bfloat16.
     single : bool
@@ -187,7 +187,7 @@ def fill(told: Transforms, x: np.ndarray, w: np.ndarray, sums: np.ndarray, limit
     _OnHost(told, x, w).run(keep)
 
 
-#: The most results of a call that Python looks at one by one, and the most products of these; ``fft_finish.cu`` does more of them.
+#: The most results of a call that Python looks at one by one, and the most products of these; ``library_fft.cu`` does more of them.
 MOST_MENDED, MOST_PRODUCTS = 1 << 9, 1 << 27
 
 
@@ -196,7 +196,7 @@ FEW_DOUBTS = 32
 
 
 def convolve(told: Transforms, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, y: np.ndarray) -> bool:
-    """The whole convolution in the host's memory: what :func:`fill` and ``fft_finish.cu`` give, in less time. `y` is float32 or float64.
+    """The whole convolution in the host's memory: what :func:`fill` and ``library_fft.cu`` give, in less time. `y` is float32 or float64.
 
     False if too many results have to be summed; then `y` is not done.
     """

@@ -1,4 +1,4 @@
-// fft_finish.cu: results from a library's transforms: each is checked, summed instead if it may be off, finished and stored.
+// library_fft.cu: results from a library's transforms: each is checked, summed instead if it may be off, finished and stored.
 //
 //   y = epilogue(sums[i])                        if the transforms have it right
 //   y = epilogue(sum over c,t,r,s of x * w)      if they may not
@@ -12,7 +12,7 @@
 // Mapping  thread -> a result, in the order of `sums`: image, group, channel of the group, pixel.
 // Memory   `sums` and `limits` are double, in the workspace. Nothing is shared. Sums of products are double too.
 //
-// By hand: nvcc -cubin cu/fft_finish.cu
+// By hand: nvcc -cubin cu/library_fft.cu
 #include "portable.cuh"
 
 #ifndef THREADS
@@ -22,7 +22,7 @@
 #pragma OPENCL EXTENSION cl_khr_fp64 : enable
 #endif
 
-typedef struct FftFinishArguments {
+typedef struct LibraryFftArguments {
   long_t size, by_plane, plane, by_pq, pq, q, by_q, written, by_written, groups, by_groups;  // results; of a plane, of its slices and rows; channels of a group
   long_t sums_at, limits_at;                         // doubles from the start of the workspace
   long_t blocks, blocks_h, blocks_w;                 // blocks of a plane, and along its axes
@@ -32,7 +32,7 @@ typedef struct FftFinishArguments {
   long_t d, h, w, t, r, s, channels;                 // size of an image of x, taps, channels of a group that are read
   long_t x_image, x_group, x_channel, w_group, w_written, w_read, y_image, y_group, y_channel;
   long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
-} FftFinishArguments;
+} LibraryFftArguments;
 
 // The pixel of an axis that a tap meets; -1 for none.
 WITHIN_KERNEL int met(int at, int apart, int size) {
@@ -41,10 +41,10 @@ WITHIN_KERNEL int met(int at, int apart, int size) {
   return at < size ? at : -1;
 }
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_finish(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void library_fft(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                                                  const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                                                  const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y, const GLOBAL_MEM double* made,
-                                                 const FftFinishArguments arg) {
+                                                 const LibraryFftArguments arg) {
   AFTER_LAST_LAUNCH
   const index_t i = GID_0 * (index_t)THREADS + LID_0;
   if (i >= (index_t)arg.size) return;
