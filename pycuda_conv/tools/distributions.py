@@ -32,7 +32,7 @@ def _one_large(rng: Any, first: Sequence[int], second: Sequence[int], ndim: int)
 
 
 def _wide(rng: Any, first: Sequence[int], second: Sequence[int], ndim: int) -> tuple[np.ndarray, np.ndarray]:
-    return tuple(rng.standard_normal(shape) * 10 ** rng.uniform(-2, 2, shape) for shape in (first, second))  # type: ignore[return-value]
+    return tuple(rng.standard_normal(shape) * 10 ** rng.uniform(-2, 2, shape) for shape in (first, second))
 
 
 def _sky(rng: Any, first: Sequence[int], second: Sequence[int], ndim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -48,8 +48,8 @@ def _sky(rng: Any, first: Sequence[int], second: Sequence[int], ndim: int) -> tu
     return x, w / max(w.sum() / max(math.prod(second[:-ndim]), 1), 1e-30)
 
 
-#: By name: normal numbers; all positive; 2% of the pixels, the others zero; one large value beside small ones; a wide range on both sides; a
-#: sky of 1e-4 with stars of 1 and a Gaussian.
+#: By name: normal numbers; all positive; 2% of the pixels, the others zero; one large value beside small ones; a wide range on both sides;
+#: a sky of 1e-4 with stars of 1 and a Gaussian.
 DISTRIBUTIONS: dict[str, Draw] = {
     "normal": _normal, "positive": _positive, "sparse": _sparse, "one large": _one_large, "wide": _wide, "sky": _sky,
 }  # fmt: skip
