@@ -13,6 +13,7 @@ from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
+from pycuda_conv.explain import explain
 from pycuda_conv.memo import forget_launches, remember_plans
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
@@ -286,8 +287,6 @@ class Plan:
         measure : bool
             Measure the time now, on random arrays.
         """
-        from pycuda_conv.explain import explain
-
         return explain(self, measure)
 
     def __reduce__(self) -> tuple[Any, ...]:

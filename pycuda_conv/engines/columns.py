@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.inner import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
@@ -140,8 +141,6 @@ class ColumnsArguments(NamedTuple):
 
 def schedule(problem: ConvProblem, config: Columns, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    from pycuda_conv.engines import registry
-
     inner, product = parsed(config.INNER), _product(problem)
     assert inner is not None
     made = registry.schedule(product, inner, device)
@@ -226,8 +225,6 @@ def _worth_it(problem: ConvProblem) -> bool:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
     """The configurations worth comparing for `problem`: the best ones of the product."""
-    from pycuda_conv.engines import registry
-
     if _worth_it(problem):
         for _, inner in registry.predictions(_product(problem), device)[:BEST]:
             yield Columns(str(inner))
@@ -235,8 +232,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
 
 def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
     """Microseconds that `config` should take."""
-    from pycuda_conv.engines import registry
-
     inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_product(problem), inner, device)
     return None if us is None else us + _adding(problem, device)
@@ -244,8 +239,6 @@ def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Columns] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    from pycuda_conv.engines import registry
-
     if not _worth_it(problem):
         return None
     product = _product(problem)

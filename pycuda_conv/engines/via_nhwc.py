@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
-from pycuda_conv.engines import hopper
+from pycuda_conv.engines import hopper, registry
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.inner import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
@@ -208,8 +208,6 @@ def _written(problem: ConvProblem) -> _Transposition | None:
 
 def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    from pycuda_conv.engines import registry
-
     inner = parsed(config.INNER)
     assert inner is not None
     made = registry.schedule(_turned(problem), inner, device)
@@ -300,8 +298,6 @@ def _packing(problem: ConvProblem) -> float:
 
 def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
     """The engines that can only run the problem of the transposed arrays."""
-    from pycuda_conv.engines import registry
-
     turned = _turned(problem)
     for engine in registry.ENGINES:
         alone = turned.layout in engine.LAYOUTS and engine.CONFIGS != CONFIGS and engine.unsupported(device) is None
@@ -322,8 +318,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
 
 def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
     """Microseconds that `config` should take."""
-    from pycuda_conv.engines import registry
-
     inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_turned(problem), inner, device)
     return None if us is None or inner is None else us + _beside(problem, inner)
