@@ -212,6 +212,10 @@ _BY_FUNCTION = {operator.function: operator for operator in OPERATORS}
 
 def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> Any:
     """A convolution or a gradient in a call that torch is told of; the options are hashable."""
+    if call.function == "conv" and operands.input.dim() == operands.weight.dim() == call.ndim:  # arrays of spatial axes alone
+        x, w, bias, scale, residual = operands
+        with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
+        return convolve(call, with_channels, device, tune)[0]
     settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size
@@ -262,7 +266,7 @@ def _cast(*tensors: Any) -> Any:
 def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tuple[Any, ...], recorded: bool) -> Any:
     """:func:`pycuda_conv.dispatch.convolve` inside ``torch.autocast``: called with tensors of autocast's dtype, and outside of it."""
     first, second, bias, scale, residual = operands
-    plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None
+    plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None and second.dim() > asked[1]
     if plain:
         from pycuda_conv.nn import mixed  # it imports this module
 
