@@ -114,7 +114,7 @@ class Plan:
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction != "wgrad"
         #: the same for a filter that is written: the gradient
         self.writes_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction == "wgrad"
-        self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
+        self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 and not problem.bare else None
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape

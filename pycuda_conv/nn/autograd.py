@@ -212,6 +212,10 @@ _BY_FUNCTION = {operator.function: operator for operator in OPERATORS}
 
 def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> Any:
     """A convolution or a gradient in a call that torch is told of; the options are hashable."""
+    if call.function == "conv" and operands.input.dim() == operands.weight.dim() == call.ndim:  # arrays of spatial axes alone
+        x, w, bias, scale, residual = operands
+        with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
+        return convolve(call, with_channels, device, tune)[0]
     settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size

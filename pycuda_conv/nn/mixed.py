@@ -60,7 +60,7 @@ class _Room:
 def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tuple[Any, ...], recorded: bool) -> Any:
     """:func:`pycuda_conv.dispatch.convolve` inside ``torch.autocast``: called with tensors of autocast's dtype, and outside of it."""
     first, second, bias, scale, residual = operands
-    plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None
+    plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None and second.dim() > asked[1]
     if plain:
         wanted = torch.get_autocast_dtype("cuda" if first.is_cuda else "cpu")
         with autograd.without_autocast(first):
