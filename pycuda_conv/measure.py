@@ -18,7 +18,8 @@ from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import SPACING, depth, relative_limit
 from pycuda_conv.runtime.base import Device, KernelLaunch
-from pycuda_conv.runtime.cuda import CudaDevice, Graph
+from pycuda_conv.runtime.device import CudaDevice
+from pycuda_conv.runtime.graph import Graph
 from pycuda_conv.timing import Effort, gpu_times, operand_sets, wall_times
 from pycuda_conv.tune import Choice
 

@@ -32,7 +32,7 @@ from pycuda_conv.tune import lookup
 
 if TYPE_CHECKING:
     from pycuda_conv.plan import Plan
-    from pycuda_conv.runtime.cuda import CudaDevice
+    from pycuda_conv.runtime.device import CudaDevice
 
 #: Bytes of input or result in a chunk, whichever is larger: enough to hide a launch, few enough to overlap.
 CHUNK_BYTES = 12 << 20
