@@ -26,12 +26,13 @@ from pycuda_conv.engines.registry import (
     same_bits,
     schedule,
     uses_tensor_cores,
+    with_moments,
 )
 from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
     "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "fastest_first", "filter_key", "find", "order",
-    "predicted", "predictions", "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores",
+    "predicted", "predictions", "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores", "with_moments",
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ from pycuda_conv.engines import (
     wgrad_nhwc_sm90,
 )
 from pycuda_conv.engines.base import BY_RULE, Config, Engine
+from pycuda_conv.engines.hopper import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.errors import ConvArgumentError
@@ -52,6 +54,7 @@ ENGINES: tuple[Engine, ...] = (
 )  # fmt: skip
 
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
+PASS_LAUNCH = 2.0  # microseconds that one more launch takes
 BEST = 2  # configurations of each engine to measure at any prediction, since a model may be wrong
 
 
@@ -195,6 +198,24 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     if reason:
         raise ValueError(f"{config} can't run {problem}: {reason}")
     return engine_of(config).schedule(problem.launched, config, device, noted)
+
+
+def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config:
+    """The configuration to take instead of `config`, the fastest, when the moments of the result are wanted as well.
+
+    A configuration that computes the moments beside the result is taken if, by the models, it is faster than `config` followed by a
+    pass that reads the result. Else it is `config`.
+    """
+    fastest_us = predicted(problem, config, device)
+    if fastest_us is None or schedule(problem, config, device, True).moments is not None:
+        return config
+    pass_us = PASS_LAUNCH + problem.itemsize * math.prod(problem.result_shape) / MEMORY
+    for us, other in predictions(problem, device):
+        if us >= fastest_us + pass_us:
+            break
+        if uses_tensor_cores(other) and schedule(problem, other, device, True).moments is not None:
+            return other
+    return config
 
 
 def texts(device: Device) -> list[TextFamily]:
