@@ -21,7 +21,7 @@ from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.memo import remember_plans
 from pycuda_conv.plan import Plan, as_called, cached_plan
 from pycuda_conv.problem import DTYPE_BYTES, ConvProblem, channels_last
-from pycuda_conv.runtime import device_count, get_device
+from pycuda_conv.runtime import cuda_device, device_count, get_device, pycudas_device
 
 #: Modules that take calls over: "torch" records them, "autocast" casts their tensors, "dask" divides them into chunks. They import
 #: this module, so :mod:`pycuda_conv.handlers` puts here how each is imported when a call needs it.
@@ -68,8 +68,10 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         device = get_device(device)
     if not recorded and kind.must_be_recorded(arrays, out is None and devices is None and stream is None):
         return handlers["torch"]().convolve(call, arrays, None if device is None else device.name, tune)
+    if device is None and not kind.on_gpu(arrays.input):  # not only after the plan was looked up: PyCUDA's current context may change
+        device = pycudas_device()
     layout = _layout(call, kind, arrays)
-    plan = plan_for_call(call, kind, kind.signatures(arrays), device, layout, tune)
+    plan = plan_for_call(call, kind, kind.signatures(arrays, (*call.operand_names, *Operands._fields[2:])), device, layout, tune)
     plan = plan.better or plan
     if gpus:
         if not isinstance(kind, HostKind) or kind.signature(arrays.input)[2] not in (None, -1):
@@ -142,7 +144,8 @@ def gpus_of(devices: Any, device: Any = None) -> tuple[Any, ...]:
     gpus = []
     for one in devices:
         try:
-            gpus.append(get_device(one))
+            found: Any = get_device(one)
+            gpus.append(found if found.backend != "cuda" else cuda_device(found.ordinal))  # whatever context is current
         except (TypeError, ConvArgumentError) as error:  # it speaks of `device`
             raise type(error)(f"devices must be 'all' or a list of GPU numbers, got {brief(one)} in it") from None
     if not gpus or len(set(gpus)) < len(gpus) or any(gpu.backend != "cuda" for gpu in gpus):

@@ -204,6 +204,16 @@ class Plan:
         self.better = better
         forget_launches()
 
+    def on(self, device: Any) -> Plan:
+        """The same plan for another context of the same GPU: its kernels are loaded there, and nothing is planned again."""
+        found: Plan | None = device.plans.get(self)
+        if found is None:
+            found = type(self).__new__(type(self))
+            found.problem, found.device, found.fixed, found.tuned = self.problem, device, self.fixed, self.tuned
+            found._set_up(self.config, self.noted, self.schedule)
+            device.plans[self] = found
+        return found
+
     def settled(self) -> Plan:
         """The plan in its final form: the best configuration, with the layer's constants compiled in. Waits for the compiler."""
         if self._better_config is not None and self.better is None:

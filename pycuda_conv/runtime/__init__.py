@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
@@ -12,16 +13,41 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 if TYPE_CHECKING:
     from pycuda_conv.runtime.device import CudaDevice
 
-__all__ = ["Device", "KernelLaunch", "cuda_device", "default_backend", "device_count", "device_of_pointer", "get_device", "named_place"]
+__all__ = [
+    "Device",
+    "KernelLaunch",
+    "bound_to_thread",
+    "cuda_device",
+    "default_backend",
+    "device_count",
+    "get_device",
+    "named_place",
+    "pycudas_device",
+]
 
 BACKENDS = ("cuda", "opencl")
 
 
 def cuda_device(ordinal: int) -> CudaDevice:
-    """The CUDA device of that number."""
-    from pycuda_conv.runtime.device import cuda_device
+    """The primary context of the GPU of that number."""
+    from pycuda_conv.runtime import contexts
 
-    return cuda_device(ordinal)
+    return contexts.cuda_device(ordinal)
+
+
+def pycudas_device() -> CudaDevice | None:
+    """The device of PyCUDA's current context, where host arrays are convolved unless the caller says otherwise; None if there is none."""
+    if "pycuda.driver" not in sys.modules or default_backend() != "cuda":
+        return None
+    from pycuda_conv.runtime import contexts
+
+    return contexts.chosen() if contexts.pycudas_current() else None
+
+
+def bound_to_thread() -> bool:
+    """Whether host arrays are convolved in a context that this thread alone has made current."""
+    device = pycudas_device()
+    return device is not None and device.where != device.ordinal
 
 
 def device_count() -> int:
@@ -29,13 +55,6 @@ def device_count() -> int:
     from pycuda_conv.runtime import driver
 
     return int(driver.pycuda().Device.count())
-
-
-def device_of_pointer(pointer: int) -> int:
-    """The number of the GPU in whose memory `pointer` lies."""
-    from pycuda_conv.runtime.device import device_of_pointer
-
-    return device_of_pointer(pointer)
 
 
 @functools.cache
@@ -56,9 +75,10 @@ def get_device(device: Any = None) -> Device:
 
     Parameters
     ----------
-    device : None, int, str or Device
-        None: the default backend's first device; a number or ``"cuda:1"``: that GPU; ``"cuda"``: GPU 0; ``"opencl"``
-        or ``"cpu"``: the portable kernels on OpenCL.
+    device : None, int, str, Device, pycuda.driver.Device or pycuda.driver.Context
+        None: PyCUDA's current context, or else the default backend's first device; a number or ``"cuda:1"``: that GPU; ``"cuda"``: GPU 0;
+        ``"opencl"`` or ``"cpu"``: the portable kernels on OpenCL. A GPU is used in PyCUDA's current context, if that is one of the GPU's,
+        or else in the primary context.
 
     Raises
     ------
@@ -69,13 +89,19 @@ def get_device(device: Any = None) -> Device:
     """
     if isinstance(device, Device):
         return device
+    if type(device).__module__.partition(".")[0] == "pycuda":
+        from pycuda_conv.runtime import contexts
+
+        return contexts.of_pycuda(device)
     place = named_place(default_backend() if device is None else device)
     if place == "opencl":
         from pycuda_conv.runtime.opencl import opencl_device
 
         return opencl_device()
     assert isinstance(place, int)
-    return cuda_device(place)
+    from pycuda_conv.runtime import contexts
+
+    return contexts.chosen(None if device is None else place)
 
 
 def named_place(device: Any) -> int | Literal["opencl"]:
