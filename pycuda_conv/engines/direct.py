@@ -20,7 +20,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     STATIC_SHARED_BYTES,
     WEIGHT,
     WORKSPACE,
@@ -198,26 +198,26 @@ def _summed_pixels(problem: ConvProblem) -> int:
 SingleArguments = namedtuple(
     "SingleArguments",
     "tiles by_tiles c k by_k by_multiplier h w r s p q by_q stride_h stride_w pad_h pad_w dil_h dil_w "
-    "has_scale has_bias has_residual activation slope",
+    "has_scale has_bias has_residual activation slope eps",
 )
 TileArguments = namedtuple(
     "TileArguments",
     "tiles_p by_tiles_p tiles_q by_tiles_q c k by_k by_multiplier h w p q pad_h pad_w "
-    "r s stride_h stride_w dil_h dil_w by_halo_w flipped apart_h apart_w has_scale has_bias has_residual activation slope",
+    "r s stride_h stride_w dil_h dil_w by_halo_w flipped apart_h apart_w has_scale has_bias has_residual activation slope eps",
 )
 BatchedArguments = namedtuple(
     "BatchedArguments",
     "n_pixels plane by_plane by_pq p q by_q groups by_groups cg kg k_tiles by_k_tiles block_c block_taps by_block_taps "
     "split by_split run part_size "
     "d h w t r s stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "has_scale has_bias has_residual activation slope",
+    "has_scale has_bias has_residual activation slope eps",
 )
 DgradArguments = namedtuple(
     "DgradArguments",
     "n_pixels plane by_plane by_hw h w by_w groups by_groups cg kg c_tiles by_c_tiles block_k "
     "split by_split run part_size o p q t r s by_taps by_filters "
     "stride_d stride_h stride_w every_d every_h every_w back_d back_h back_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "has_scale has_bias has_residual activation slope",
+    "has_scale has_bias has_residual activation slope eps",
 )
 WgradArguments = namedtuple(
     "WgradArguments",
@@ -256,7 +256,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     if device.backend != "cuda" and "UNROLLED" in defines:  # unrolling gains nothing there
         defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
     result = RESULT if split == 1 else WORKSPACE
-    buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, result)
+    buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, result)
     if isinstance(config, Wgrad):
         buffers = (INPUT, WEIGHT, result)
     shared = room * accumulator_bytes(problem)

@@ -34,7 +34,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     STATIC_SHARED_BYTES,
     WEIGHT,
     WORKSPACE,
@@ -156,7 +156,7 @@ GemmArguments = namedtuple(
     "x_image x_group x_channel x_d x_h x_w "
     "w_base w_g w_m w_c w_t w_r w_s "
     "y_base y_image y_group y_channel y_d y_h y_w "
-    "out_vec has_scale has_bias has_residual activation slope "
+    "out_vec has_scale has_bias has_residual activation slope eps "
     "n_blocks units unit_group unit_image patch_rows by_patch_rows row_units followed noted",
     defaults=(0, 0, 0, 0, 0, 0, 0, 0, 0),  # what only the FIXUP kernel reads
 )
@@ -204,7 +204,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
         **finish(problem, split > 1),
     )  # fmt: skip
-    buffers = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT if split == 1 else WORKSPACE)
+    buffers = (INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT if split == 1 else WORKSPACE)
     return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=arguments)
 
 

@@ -34,7 +34,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Buffer,
@@ -176,6 +176,7 @@ class DmmaArguments(NamedTuple):
     has_residual: int
     activation: int
     slope: int
+    eps: int
 
 
 class DmmaFilterArguments(NamedTuple):
@@ -446,7 +447,7 @@ def _product(
     defines, told = _defines(config, tile, form, device), _arguments(problem, config, form, part, packed)
     shared = defines["STAGES"] * stage_bytes(config, form)
     grid = _tiles(problem, config, part) * config.SPLIT
-    buffers = (INPUT, weight, BIAS, SCALE, RESIDUAL, target)
+    buffers = (INPUT, weight, BIAS, *SCALES, RESIDUAL, target)
     return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=told)
 
 

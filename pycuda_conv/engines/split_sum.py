@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, cast
 
 from pycuda_conv.engines.geometry import ceil, divider
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, finish
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALES, finish
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
@@ -38,6 +38,7 @@ class ReduceArguments(NamedTuple):
     has_residual: int
     activation: int
     slope: int
+    eps: int
 
 
 def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunch:
@@ -53,7 +54,7 @@ def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunc
         size, split, width.bit_length() - 1, ceil(split, lanes), plane, divider(plane), channels, divider(channels),
         **finish(problem),
     )  # fmt: skip
-    buffers = (parts, BIAS, SCALE, RESIDUAL, RESULT)
+    buffers = (parts, BIAS, *SCALES, RESIDUAL, RESULT)
     return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=arguments)
 
 
