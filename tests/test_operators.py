@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
@@ -13,7 +14,7 @@ from pycuda_conv.nn import autograd, evaluation  # noqa: E402
 from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_TRANSPOSE, CONV_WEIGHT, Settings  # noqa: E402
 
 OURS = torch.ops.pycuda_conv
-NAMES = "convolve conv conv_transpose conv_input conv_weight evaluate fused_statistics fused_normalised fused_conv_bn_relu fused_conv_bn_relu_backward fused_inference".split()
+NAMES = ["convolve", "conv", "conv_transpose", "conv_input", "conv_weight", "evaluate", "fused_statistics", "fused_normalised", "fused_conv_bn_relu", "fused_conv_bn_relu_backward", "fused_inference"]
 LAST = torch.channels_last
 
 
@@ -79,7 +80,7 @@ def test_a_call_costs_little(monkeypatch):
         "evaluate": (x, w, None, *vectors, None, 1e-5, evaluation.spec_of(2, (3, 3), padding=1, activation="relu")),
         "convolve": (x, w, None, [], autograd._spec(CONV, settings)),
     }
-    calls = [lambda way=getattr(space, name).default, name=name: way(*given[name]) for name in given for space in (torch.ops.pycuda_conv_test, OURS)]
+    calls = [partial(getattr(space, name).default, *given[name]) for name in given for space in (torch.ops.pycuda_conv_test, OURS)]
     with torch.no_grad():
         empty, evaluated, bare, convolved = least_us(*calls)
     assert evaluated < max(12, 2 * empty) and convolved < max(12, 2 * bare), (empty, evaluated, bare, convolved)

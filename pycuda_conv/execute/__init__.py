@@ -108,7 +108,7 @@ def check_fit(plan: Plan, kind: ArrayKind, signatures: tuple[Signature | None, .
 def call_plan(plan: Plan, operands: Operands, out: Any, stream: Any) -> Any:
     """Check that the arrays fit `plan` and run it."""
     if plan.problem.norm is not None:
-        raise ConvArgumentError("a plan of a problem with a norm takes no calls: pycuda_conv.nn.evaluation.evaluate makes one and launches it")
+        raise ConvArgumentError("a plan of a problem with a norm takes no calls: use pycuda_conv.nn.evaluation.evaluate")
     kind = same_kind(operands, out)
     kind.check_not_recorded(operands)
     check_fit(plan, kind, kind.signatures(operands))

@@ -9,7 +9,7 @@ The backward pass reads its arrays twice. One pass computes the sums and the res
 which the gradients of input and filter are convolved. It takes y's own place, unless the graph is kept for another pass or hooks got the
 saved tensors. Where something else reads the layer's input too, the launch that convolves adds that gradient.
 
-Evaluated without gradients, the layer is a convolution whose result is scaled and shifted.
+Evaluated without gradients, the layer is a convolution whose kernel reads the norm's vectors: see :mod:`pycuda_conv.nn.evaluation`.
 
 A repeated pass of a training step is one call of the launcher in C, which makes all its launches: see :mod:`pycuda_conv.quick`. Layers are
 called in one of two ways, as the convolutions are (see :mod:`pycuda_conv.nn.autograd`). One is a ``torch.autograd.Function``. The other,
@@ -1020,8 +1020,8 @@ class FusedConvBnReLU2d(_FusedConvBnReLU):
 
     It takes less memory than the three modules. For the backward pass it keeps the convolution's result, but not its normalised form or
     the ReLU's mask, which are computed again. A call ``layer(x, residual)`` adds the residual before the ReLU, as the blocks of a ResNet
-    do, and keeps its own result for the mask. Evaluated without gradients, the running statistics become a factor and a summand of the
-    convolution, of the input's dtype: in float16, below 65504.
+    do, and keeps its own result for the mask. Evaluated without gradients, the layer is one convolution, whose kernel reads the norm's
+    four vectors.
 
     There are no second derivatives, and no statistics over several processes: a ``SyncBatchNorm`` is refused.
 
