@@ -127,6 +127,7 @@ class InterfaceKind(DeviceKind):
     """Any object with ``__cuda_array_interface__``; results are PyCUDA GPUArrays, which have it too."""
 
     name = "__cuda_array_interface__"
+    conversion = "{} as {}"
 
     def signature(self, array: Any) -> Signature:
         interface = array.__cuda_array_interface__
@@ -199,6 +200,7 @@ class InterfaceKind(DeviceKind):
 
 class GPUArrayKind(InterfaceKind):
     name = "pycuda.gpuarray.GPUArray"
+    conversion = ArrayKind.conversion
 
     def signature(self, array: Any) -> Signature:
         return array.shape, array.dtype, self._ordinal(self.pointer(array))
@@ -228,6 +230,7 @@ class GPUArrayKind(InterfaceKind):
 
 class CupyKind(InterfaceKind):
     name = "cupy.ndarray"
+    conversion = ArrayKind.conversion
 
     def signature(self, array: Any) -> Signature:
         return array.shape, array.dtype, array.device.id

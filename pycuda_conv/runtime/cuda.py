@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
+from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError, did_you_mean
 from pycuda_conv.runtime import binaries
 from pycuda_conv.runtime.base import SIDE_BY_SIDE, Device, Im2col, KernelLaunch, Launcher, TensorMap, forked
 from pycuda_conv.runtime.compiler import CompileError, compiler
@@ -323,7 +323,7 @@ def launcher_in_c() -> Any:
     """
     wanted = os.environ.get("PYCUDA_CONV_LAUNCHER", "")
     if wanted not in ("", "c", "python"):
-        raise ConvArgumentError(f"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got {wanted!r}")
+        raise ConvArgumentError(f"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got {wanted!r}{did_you_mean(wanted, ('c', 'python'))}")
     if wanted == "python":
         return None
     try:
