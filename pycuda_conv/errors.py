@@ -19,6 +19,11 @@ class DeviceMemoryError(MemoryError):
     """The device has too little memory; the text says how much was asked and how much is free."""
 
 
+def no_memory(name: str) -> str:
+    """The message about an array that has elements but no memory."""
+    return f"{name} has no memory: its address is 0; was its storage freed or resized?"
+
+
 class _Brief(reprlib.Repr):
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
+from pycuda_conv.explain import explain
 from pycuda_conv.memo import forget_launches, remember_plans
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
@@ -80,7 +81,11 @@ class Plan:
             raise ValueError(f"there is nothing to tune: config={config} was given")
         #: the measurement that the configuration follows, or None
         self.tuned = None if self.fixed else (tuned if tune else lookup)(problem, self.device)
-        self._set_up(config or (self.tuned.config if self.tuned else engines.choose(problem, self.device)), noted)
+        if config is None:
+            config = self.tuned.config if self.tuned else engines.choose(problem, self.device)
+            if noted:
+                config = engines.with_moments(problem, config, self.device)
+        self._set_up(config, noted)
         if tune:
             self.specialise()
 
@@ -145,6 +150,8 @@ class Plan:
         self = cls.__new__(cls)
         self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
         config = self.tuned.config if self.tuned else engines.choose(problem, device)
+        if noted:
+            config = engines.with_moments(problem, config, device)
         schedules = {} if noted else {config: engines.schedule(problem, config, device)}
         missing = [] if noted or 0 in problem.result_shape else behind.missing(behind.form(schedules[config], device), device)
         serves = config
@@ -280,8 +287,6 @@ class Plan:
         measure : bool
             Measure the time now, on random arrays.
         """
-        from pycuda_conv.explain import explain
-
         return explain(self, measure)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1281,7 +1281,8 @@ def test_statistics_noted_by_the_convolution(name, small):
     assert (plan.schedule.moments is not None) == (name not in PASSES)
     how = fused_modules.fused._LayerSpec(None, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
     y, (mean, invstd) = fused_modules.fused._statistics(x, w, b, None, None, None, 0.1, 1e-3, how)
-    assert torch.equal(y, pc.conv2d(x, w, b, padding=padding))
+    # the fastest tile for y alone may be another one, with other bits
+    assert torch.equal(y, pc.Plan(plan.problem, plan.device, config=plan.config)(x, w, b))
     exact = y.double()
     near(mean, exact.mean((0, 2, 3)), 1e-6, float(exact.square().mean().sqrt()))
     near(invstd, (exact.var((0, 2, 3), correction=0) + 1e-3).rsqrt(), 2e-6)

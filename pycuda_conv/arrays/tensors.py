@@ -14,9 +14,26 @@ from pycuda_conv.arrays.base import Signature, strides_of
 from pycuda_conv.arrays.device import DeviceKind
 from pycuda_conv.arrays.host import HostKind
 from pycuda_conv.call import Operands
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import Device, get_device
+
+
+class _Memory:
+    """The memory of a tensor in the host's memory, as numpy takes it; it keeps `tensor` alive.
+
+    ``tensor.numpy()`` and ``torch.from_numpy()`` would forbid torch to resize the tensor's storage from then on.
+    """
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Any, typestr: str) -> None:
+        size, pointer = tensor.element_size(), tensor.data_ptr()
+        strides = tuple([size * step for step in tensor.stride()])
+        self.__array_interface__ = {
+            "shape": tuple(tensor.shape), "typestr": typestr, "data": (pointer, False), "strides": strides, "version": 3,
+        }
+        self.tensor = tensor
 
 
 class TorchKind(DeviceKind, HostKind):
@@ -32,6 +49,9 @@ class TorchKind(DeviceKind, HostKind):
         self._dtypes = {
             torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
         }
+        # a bfloat16 is seen as an integer
+        self._typestrs = {torch.float16: "=f2", torch.float32: "=f4", torch.float64: "=f8", torch.bfloat16: "=i2"}
+        self._of_typestrs = {np.dtype(typestr): dtype for dtype, typestr in self._typestrs.items()}
         self._plain = {torch.Tensor, torch.nn.Parameter}
         self._forward_ad = torch.autograd.forward_ad
         self._increment_version = torch.autograd.graph.increment_version
@@ -150,15 +170,31 @@ class TorchKind(DeviceKind, HostKind):
 
     # host tensors
 
-    def to_numpy(self, array: Any) -> np.ndarray:
-        array = array.detach().resolve_neg()
-        if array.dtype is torch.bfloat16 and array.layout is torch.strided:  # others have no view, and numpy() says so
-            array = array.view(torch.int16)
-        return array.numpy()
+    def to_numpy(self, array: Any, name: str) -> np.ndarray:
+        typestr = self._typestrs.get(array.dtype)
+        if typestr is None or array.layout is not torch.strided or not array.is_cpu:
+            seen: np.ndarray = array.detach().numpy()  # torch says what is wrong
+            return seen
+        if array.is_neg():
+            array = array.detach().resolve_neg()
+        if not array.data_ptr() and array.numel():  # numpy would take memory of its own for it
+            raise ConvArgumentError(no_memory(name))
+        return np.asarray(_Memory(array, typestr))
+
+    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.asarray(_Memory(torch.empty(shape, dtype=self._of_typestrs[dtype]), dtype.str))
 
     def from_numpy(self, array: np.ndarray, like: Any) -> Any:
-        tensor = torch.from_numpy(array)
-        return tensor.view(like.dtype) if like.dtype is torch.bfloat16 else tensor
+        memory: Any = array.base
+        while isinstance(memory, np.ndarray):
+            memory = memory.base
+        if not isinstance(memory, _Memory):  # it is page-locked, or was copied
+            tensor = torch.from_numpy(array)
+            return tensor.view(like.dtype) if like.dtype is torch.bfloat16 else tensor
+        tensor = memory.tensor
+        if array.shape != tensor.shape or array.strides != memory.__array_interface__["strides"]:
+            tensor = tensor.as_strided(array.shape, [step // array.itemsize for step in array.strides])
+        return tensor
 
     def in_order(self, array: Any, order: tuple[int, ...]) -> Any:
         return self.empty(array.shape, array, None, order).copy_(array)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycuda_conv.arrays import ALIGNMENT, DeviceKind, stream_of
 from pycuda_conv.call import Operands
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.execute.out import OVERLAP, check_out_shape, not_contiguous
 from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.runtime.base import Launcher
@@ -98,9 +98,9 @@ def _unreadable(kind: DeviceKind, plan: Plan, operands: Operands, addresses: Seq
 
 def _check_memory(operands: Operands, addresses: Sequence[int]) -> None:
     """Refuse an array whose address is 0."""
-    for name, array, at in zip(("input", "weight"), operands, addresses, strict=False):
-        if not at and 0 not in array.shape:
-            raise ConvArgumentError(f"{name} has no memory: its address is 0; was its storage freed or resized?")
+    for name, array, at in zip(Operands._fields, operands, addresses, strict=True):
+        if not at and array is not None and 0 not in array.shape:
+            raise ConvArgumentError(no_memory(name))
 
 
 def convolve_and_turn(

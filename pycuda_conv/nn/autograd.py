@@ -263,28 +263,6 @@ def _cast(*tensors: Any) -> Any:
     return [t if t is None or t.dtype is wanted or t.dtype is torch.float64 or not t.is_floating_point() else t.to(wanted) for t in tensors]
 
 
-def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tuple[Any, ...], recorded: bool) -> Any:
-    """:func:`pycuda_conv.dispatch.convolve` inside ``torch.autocast``: called with tensors of autocast's dtype, and outside of it."""
-    first, second, bias, scale, residual = operands
-    plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None and second.dim() > asked[1]
-    if plain:
-        from pycuda_conv.nn import mixed  # it imports this module
-
-        wanted = torch.get_autocast_dtype("cuda" if first.is_cuda else "cpu")
-        with without_autocast(first):
-            made = mixed.convolve(asked, first, second, bias, wanted)
-        if made is not None:
-            return made
-    given = operands if recorded else _cast(*operands)  # gradients have the dtype in which the result was computed
-    with without_autocast(first):
-        made = quick.call(quick.table, asked, recorded, *given, None)
-        if made is None:
-            made = dispatch.convolve(asked, given, None, place, recorded)
-        elif plain and given[1] is not second and _differentiated(first, second, bias, None, None):
-            mixed.remember(asked, operands[:3], given[:3])
-        return made
-
-
 class without_autocast:
     """``torch.autocast`` switched off for the place of a tensor, in a tenth of the time that torch's own context takes."""
 
