@@ -721,7 +721,8 @@ def _common(
         )
     one = (1, 1, 1)
     return ConvProblem(
-        direction="fprop", ndim=ndim, batched=batched, dtype=dtype, N=input_shape[0] if batched else 1, C=0, K=1 if bare else weight_shape[0],
+        direction="fprop", ndim=ndim, batched=batched, dtype=dtype, N=input_shape[0] if batched else 1, C=0,
+        K=1 if bare else weight_shape[0],
         groups=groups, input_size=_pad3(size, 1), filter_size=_pad3(filter_size, 1), output_size=one, stride=_pad3(strides, 1),
         dilation=_pad3(dilations, 1), padding_before=(0, 0, 0), padding_after=(0, 0, 0), has_bias=False, precision=precision,
         layout="NHWC" if layout == "NHWC" and not bare else "NCHW", bare=bare,
