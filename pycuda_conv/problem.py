@@ -497,8 +497,11 @@ class ConvProblem:
 
     @property
     def plain(self) -> ConvProblem:
-        """The problem without scale, residual and activation, which change neither the choice of a kernel nor its time by much."""
-        return replace(self, has_scale=False, has_residual=False, activation=None)
+        """The problem without scale, residual and activation, which change neither the choice of a kernel nor its time by much.
+
+        Its arrays have all their axes: without those of length 1 they lie in memory just so.
+        """
+        return replace(self, has_scale=False, has_residual=False, activation=None, bare=False)
 
     @property
     def operand_size(self) -> Size3:
