@@ -82,6 +82,7 @@ class GatherNhwc(Config):
 CONFIGS = (GatherNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 36}
 
 
 # ---- what runs

@@ -56,6 +56,7 @@ class Planes(Config):
 CONFIGS = (Planes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 24}
 
 
 # ---- what runs

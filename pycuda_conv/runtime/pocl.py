@@ -17,7 +17,7 @@ import shutil
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -79,7 +79,7 @@ class Workshop:
             self._lock.acquire()
 
     def check_room(self) -> None:
-        """Raise a ``BackendError`` if PoCL could not write its files now: it would end the process. A folder that vanished is made again."""
+        """Make the folder again if it vanished; a ``BackendError`` if PoCL could not write its files now, which would end the process."""
         if not self.folder.is_dir():
             with suppress(OSError):
                 self.folder.mkdir(mode=0o700, parents=True)
