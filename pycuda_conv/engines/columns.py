@@ -39,7 +39,7 @@ class Columns(Config):
 CONFIGS = (Columns,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 4}
+MOST_TEXTS: dict[str, int] = {"cuda": 4}
 
 
 def unsupported(device: Device) -> str | None:

@@ -121,7 +121,7 @@ class DenseNhwc(Config):
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 137}
+MOST_TEXTS: dict[str, int] = {"cuda": 137}
 
 
 # ---- what runs

@@ -64,7 +64,7 @@ class DepthwiseToeplitz(Config):
 CONFIGS = (DepthwiseToeplitz,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 16}
+MOST_TEXTS: dict[str, int] = {"cuda": 16}
 
 
 DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToeplitzArguments")

@@ -48,7 +48,7 @@ class Quads(Config):
 CONFIGS = (Quads,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 20}
+MOST_TEXTS: dict[str, int] = {"cuda": 20}
 
 
 DirectQuadsArguments = kernel_struct("direct_quads", "DirectQuadsArguments")

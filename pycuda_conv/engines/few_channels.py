@@ -60,7 +60,7 @@ class FewChannels(Config):
 CONFIGS = (FewChannels,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 32}
+MOST_TEXTS: dict[str, int] = {"cuda": 32}
 
 
 FewChannelsArguments = kernel_struct("few_channels", "FewChannelsArguments")

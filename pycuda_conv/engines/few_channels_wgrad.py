@@ -56,7 +56,7 @@ class FewChannelsWgrad(Config):
 CONFIGS = (FewChannelsWgrad,)
 LAYOUTS = ("CHWN",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 25}
+MOST_TEXTS: dict[str, int] = {"cuda": 25}
 
 
 # ---- what runs

@@ -52,7 +52,7 @@ class FewInputs(Config):
 CONFIGS = (FewInputs,)
 LAYOUTS = "NHWC", "NCHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 32}
+MOST_TEXTS: dict[str, int] = {"cuda": 32}
 
 
 FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")

@@ -51,7 +51,7 @@ class FewPixels(Config):
 CONFIGS = (FewPixels,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 32}
+MOST_TEXTS: dict[str, int] = {"cuda": 32}
 
 
 FewPixelsPhase = kernel_struct("few_pixels_sm90", "FewPixelsPhase")

@@ -82,7 +82,7 @@ class GatherNhwc(Config):
 CONFIGS = (GatherNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 36}
+MOST_TEXTS: dict[str, int] = {"cuda": 36}
 
 
 # ---- what runs

@@ -53,7 +53,7 @@ class GatheredPlanes(Config):
 CONFIGS = (GatheredPlanes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 60}
+MOST_TEXTS: dict[str, int] = {"cuda": 60}
 
 
 # ---- what runs

@@ -53,7 +53,7 @@ class GroupedNhwc(Config):
 CONFIGS = (GroupedNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 12}
+MOST_TEXTS: dict[str, int] = {"cuda": 12}
 
 
 # ---- what runs

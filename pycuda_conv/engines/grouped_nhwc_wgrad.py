@@ -48,7 +48,7 @@ class GroupedWgrad(Config):
 CONFIGS = (GroupedWgrad,)
 LAYOUTS = ("CHWN",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 8}
+MOST_TEXTS: dict[str, int] = {"cuda": 8}
 
 
 # ---- what runs

@@ -72,7 +72,7 @@ class ImplicitGemm80(Config):
 CONFIGS = (ImplicitGemm80,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 137}
+MOST_TEXTS: dict[str, int] = {"cuda": 137}
 
 
 # ---- what runs

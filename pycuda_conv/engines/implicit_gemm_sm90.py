@@ -145,7 +145,7 @@ class ImplicitGemm(Config):
 CONFIGS = (ImplicitGemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 320}
+MOST_TEXTS: dict[str, int] = {"cuda": 320}
 
 
 def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:

@@ -75,7 +75,7 @@ class Lines(Config):
 CONFIGS = (Lines,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 0}  # a text for each layer
+MOST_TEXTS: dict[str, int] = {"cuda": 0}  # a text for each layer
 
 
 # ---- what runs

@@ -56,7 +56,7 @@ class Planes(Config):
 CONFIGS = (Planes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 24}
+MOST_TEXTS: dict[str, int] = {"cuda": 24}
 
 
 # ---- what runs

@@ -77,7 +77,7 @@ class Pointwise(Config):
 CONFIGS = (Pointwise,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 58}
+MOST_TEXTS: dict[str, int] = {"cuda": 58}
 
 
 # ---- what runs

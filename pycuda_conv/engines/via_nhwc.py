@@ -46,7 +46,7 @@ CONFIGS = (ViaNhwc, ViaNchw)
 TURNED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
 LAYOUTS = tuple(TURNED)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 2}
+MOST_TEXTS: dict[str, int] = {"cuda": 2}
 
 unsupported = hopper.unsupported
 

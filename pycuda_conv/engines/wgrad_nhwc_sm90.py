@@ -82,7 +82,7 @@ class WgradNhwc(Config):
 CONFIGS = (WgradNhwc,)
 LAYOUTS = "CHWN", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 62}
+MOST_TEXTS: dict[str, int] = {"cuda": 62}
 
 
 # ---- what runs
