@@ -169,7 +169,7 @@ def _index_64(pixels: Pixels) -> bool:
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS: dict[str, int] = {"cuda": 67, "opencl": 24}
+MOST_TEXTS = {"cuda": 67, "opencl": 24}
 
 
 def texts(device: Device) -> Iterator[TextFamily]:

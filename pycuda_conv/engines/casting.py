@@ -54,7 +54,7 @@ def _launch(kernel: str, dtype: str, blocks: int, buffers: tuple[Place, ...], *s
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS: dict[str, int] = {"cuda": 2}
+MOST_TEXTS = {"cuda": 2}
 
 
 def texts() -> Iterator[TextFamily]:

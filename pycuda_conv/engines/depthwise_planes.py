@@ -37,7 +37,7 @@ class DepthwisePlanes(Config):
 CONFIGS = (DepthwisePlanes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-MOST_TEXTS: dict[str, int] = {"cuda": 24}
+MOST_TEXTS = {"cuda": 24}
 
 
 DepthwisePlanesArguments = kernel_struct("depthwise_planes", "DepthwisePlanesArguments")

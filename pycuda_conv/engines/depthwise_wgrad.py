@@ -38,7 +38,7 @@ class DepthwisePlanesWgrad(Config):
 CONFIGS = (DepthwisePlanesWgrad,)
 LAYOUTS = ("CNHW",)
 TENSOR_CORES = False
-MOST_TEXTS: dict[str, int] = {"cuda": 18}
+MOST_TEXTS = {"cuda": 18}
 
 
 DepthwiseWgradPlanesArguments = kernel_struct("depthwise_wgrad", "DepthwiseWgradPlanesArguments")

@@ -68,7 +68,7 @@ class Dmma(Config):
 CONFIGS = (Dmma,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS: dict[str, int] = {"cuda": 67}
+MOST_TEXTS = {"cuda": 67}
 
 @dataclass(frozen=True)
 class _Tile:

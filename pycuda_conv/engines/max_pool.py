@@ -97,7 +97,7 @@ def _widest(dtype: str) -> int:
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS: dict[str, int] = {"cuda": 6}
+MOST_TEXTS = {"cuda": 6}
 
 
 def texts() -> Iterator[TextFamily]:

@@ -714,7 +714,7 @@ def written_so(d: Mapping[str, int]) -> bool:
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS: dict[str, int] = {"cuda": 124}
+MOST_TEXTS = {"cuda": 124}
 
 
 def texts(device: Device) -> Iterator[TextFamily]:

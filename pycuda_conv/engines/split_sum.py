@@ -63,7 +63,7 @@ def _lanes(split: int) -> int:
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS: dict[str, int] = {"cuda": 4, "opencl": 4}
+MOST_TEXTS = {"cuda": 4, "opencl": 4}
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
