@@ -114,7 +114,8 @@ class Plan:
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction != "wgrad"
         #: the same for a filter that is written: the gradient
         self.writes_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction == "wgrad"
-        self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 and not problem.bare else None
+        either = math.prod(problem.filter_size) == 1 or problem.bare  # a filter of one tap, or of one channel, lies in either order
+        self.filter_order = None if either else channels_last(problem.ndim + 2, problem.ndim)
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
