@@ -22,6 +22,8 @@ class ArrayKind:
     name: str
     #: whether calls can be remembered by :mod:`pycuda_conv.quick`
     remembered = False
+    #: how a caller converts an array to another dtype, with gaps for the array's name and for the dtype
+    conversion = "{}.astype('{}')"
 
     def signature(self, array: Any) -> Signature:
         """Shape, dtype (in the kind's own terms) and place of `array`."""

@@ -152,6 +152,7 @@ class InterfaceKind(DeviceKind):
     """Any object with ``__cuda_array_interface__``; results are PyCUDA GPUArrays, which have it too."""
 
     name = "__cuda_array_interface__"
+    conversion = "{} as {}"
 
     def signature(self, array: Any) -> Signature:
         interface = array.__cuda_array_interface__
@@ -235,6 +236,7 @@ class InterfaceKind(DeviceKind):
 
 class GPUArrayKind(InterfaceKind):
     name = "pycuda.gpuarray.GPUArray"
+    conversion = ArrayKind.conversion
 
     def signature(self, array: Any) -> Signature:
         return array.shape, array.dtype, self.where(self.pointer(array))
@@ -284,6 +286,7 @@ class GPUArrayKind(InterfaceKind):
 
 class CupyKind(InterfaceKind):
     name = "cupy.ndarray"
+    conversion = ArrayKind.conversion
 
     def signature(self, array: Any) -> Signature:
         return array.shape, array.dtype, array.device.id

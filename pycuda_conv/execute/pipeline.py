@@ -607,8 +607,8 @@ def _convolve(
         y = gpu.result_array(shape, np.dtype(problem.storage)) if out is None else out
         if plan.empty:
             return y
-    whole = x, y, residual
-    batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None, None] if problem.bare else a[None] for a in whole)
+    missing = () if problem.batched else (None, None) if problem.bare else (None,)
+    batch_x, batch_y, batch_r = (None if a is None else a[missing] for a in (x, y, residual))
     assert batch_x is not None and batch_y is not None
     chunk_bytes = _chunk_bytes(x, y)
     gpus = devices or (gpu,)

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from pycuda_conv.errors import BackendError, ConvArgumentError, brief
+from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def default_backend() -> str:
     wanted = os.environ.get("PYCUDA_CONV_BACKEND")
     if wanted:
         if wanted not in BACKENDS:
-            raise BackendError(f"PYCUDA_CONV_BACKEND must be one of {BACKENDS}, got {wanted!r}")
+            raise BackendError(f"PYCUDA_CONV_BACKEND must be one of {BACKENDS}, got {wanted!r}{_meant(wanted, BACKENDS)}")
         return wanted
     from pycuda_conv.runtime.driver import why_not
 
@@ -119,4 +119,15 @@ def named_place(device: Any) -> int | Literal["opencl"]:
         return named_place(str(device))
     else:
         raise TypeError(f"device must be None, an int or a str, got {brief(device)} of type {type(device).__name__}")
-    raise ConvArgumentError(f"device must be None, a GPU's number, 'cuda', 'cuda:N', 'opencl' or 'cpu', got {device!r}")
+    hint = _meant(device, ("cuda", "opencl", "cpu"))
+    raise ConvArgumentError(f"device must be None, a GPU's number, 'cuda', 'cuda:N', 'opencl' or 'cpu', got {device!r}{hint}")
+
+
+def _meant(word: Any, known: tuple[str, ...]) -> str:
+    """:func:`did_you_mean` for the name of a device, which may have a number, and for other people's names of devices."""
+    if not isinstance(word, str):
+        return ""
+    name, colon, number = word.lower().partition(":")
+    name = {"gpu": "cuda", "nvidia": "cuda", "pocl": "opencl", "host": "opencl"}.get(name.strip(), name)
+    hint = did_you_mean(name, known)
+    return hint.replace("'cuda'", f"'cuda:{number}'") if colon and number.isdecimal() else hint
