@@ -154,6 +154,10 @@ class OtherContext(CudaDevice):
             driver.pop()
         return False
 
+    def check_current(self) -> None:
+        if not self.is_current():
+            raise ConvArgumentError(GONE.format(self.name))
+
     def is_usable(self) -> bool:
         if driver.current_id() == self.id:
             return True
