@@ -19,6 +19,7 @@ interrupt.end_in_one_line()
 # ruff: noqa: E402
 from importlib.metadata import PackageNotFoundError, version
 
+from pycuda_conv.arrays.dlpack import dlpack
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
 from pycuda_conv.ops import (
     conv1d,
@@ -51,5 +52,5 @@ except PackageNotFoundError:  # a checkout that is not installed
 __all__ = [
     "BackendError", "BoundPlan", "ConvArgumentError", "ConvProblem", "DeviceMemoryError", "Plan", "conv1d", "conv1d_bias", "conv1d_input",
     "conv1d_many", "conv1d_weight", "conv2d", "conv2d_bias", "conv2d_input", "conv2d_many", "conv2d_weight", "conv3d", "conv3d_bias",
-    "conv3d_input", "conv3d_many", "conv3d_weight", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "conv3d_input", "conv3d_many", "conv3d_weight", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "dlpack",
 ]

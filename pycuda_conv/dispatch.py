@@ -70,6 +70,8 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         from pycuda_conv.nn import autograd  # it imports this module
 
         return autograd.convolve(call, arrays, None if device is None else device.name, tune)
+    if kind.opens:
+        arrays = kind.opened(arrays, call.operand_names)
     layout = _layout(call, kind, arrays)
     plan = plan_for_call(call, kind, kind.signatures(arrays), device, layout, tune)
     plan = plan.better or plan
@@ -84,7 +86,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
     if repeatable and kind.remembered:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
         quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
-    return result
+    return kind.closed(result, arrays, stream) if kind.opens else result
 
 
 def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:
@@ -200,6 +202,9 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
         from pycuda_conv.nn import autograd  # it imports this module
 
         return autograd.sum_channels(ndim, grad_output, None if device is None else device.name)
+    if kind.opens:
+        operands = kind.opened(operands, ("grad_output", "grad_output"))
+        grad_output = operands.input
     kind.check_dense(grad_output)
     signature = kind.signature(grad_output)
     shape, dtype = tuple(signature[0]), kind.dtype_name(signature[1])
@@ -212,7 +217,7 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
     with own:
         sums = kind.empty((pixels.K,), grad_output, own)
         execute.launch(kind, own, launch, (kind.as_kernel_input(grad_output, order),), (sums,), workspace, stream)
-    return sums
+    return kind.closed(sums, operands, stream)
 
 
 def check_summed(ndim: int, shape: Sequence[int], dtype: str) -> None:

@@ -21,6 +21,16 @@ class ArrayKind:
     name: str
     #: whether calls can be remembered by :mod:`pycuda_conv.quick`
     remembered = False
+    #: whether the arrays of a call have to be opened, and its result closed
+    opens = False
+
+    def opened(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
+        """What stands for the arrays of a call between its beginning and its end; `names` are what the operands are called."""
+        return operands
+
+    def closed(self, result: Any, operands: Operands, stream: Any = None) -> Any:
+        """The array for the caller from the result of a call of `operands`, opened ones, on the caller's `stream`."""
+        return result
 
     def signature(self, array: Any) -> Signature:
         """Shape, dtype (in the kind's own terms) and GPU of `array`."""

@@ -109,8 +109,9 @@ def call_plan(plan: Plan, operands: Operands, out: Any, stream: Any) -> Any:
     """Check that the arrays fit `plan` and run it."""
     kind = same_kind(operands, out)
     kind.check_not_recorded(operands)
+    operands = kind.opened(operands)
     check_fit(plan, kind, kind.signatures(operands))
     result = run(kind, plan, operands, out, stream)
     if stream is None:
         quick.remember(plan.made_before, (), kind, plan, operands, out)
-    return result
+    return kind.closed(result, operands, stream)
