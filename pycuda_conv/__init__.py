@@ -19,6 +19,7 @@ interrupt.end_in_one_line()
 # ruff: noqa: E402
 from importlib.metadata import PackageNotFoundError, version
 
+from pycuda_conv import handlers, measure  # noqa: F401 dispatch and tune ask them
 from pycuda_conv.arrays.dlpack import dlpack
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
 from pycuda_conv.ops import (

@@ -23,6 +23,10 @@ from pycuda_conv.plan import Plan, as_called, cached_plan
 from pycuda_conv.problem import DTYPE_BYTES, ConvProblem, channels_last
 from pycuda_conv.runtime import device_count, get_device
 
+#: Modules that take calls over: "torch" records them, "autocast" casts their tensors, "dask" divides them into chunks. They import
+#: this module, so :mod:`pycuda_conv.handlers` puts here how each is imported when a call needs it.
+handlers: dict[str, Callable[[], Any]] = {}
+
 
 def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False) -> Any:
     """A convolution, transposed or not, or a gradient of one.
@@ -46,9 +50,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         if made is not None:
             return made
         if out is None and quick.autocasts(operands[0]):
-            from pycuda_conv.nn import autograd  # it imports this module
-
-            return autograd.convolve_cast(asked, operands, place, recorded)
+            return handlers["autocast"]().convolve_cast(asked, operands, place, recorded)
     call, arrays = Call(*asked), Operands(*operands)
     kind = same_kind(arrays, out, call.operand_names)
     if kind is STAND_IN:
@@ -57,9 +59,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         raise TypeError(f"tune must be True or False, got {brief(tune)}")
     call = call.hashable()
     if kind is LAZY:
-        from pycuda_conv import dask
-
-        return dask.convolve(call, arrays, out, stream, chunks_place(device, devices, tune))
+        return handlers["dask"]().convolve(call, arrays, out, stream, chunks_place(device, devices, tune))
     gpus: tuple[Any, ...] = ()
     if devices is not None:
         gpus = gpus_of(devices, device)
@@ -67,9 +67,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
     elif device is not None:
         device = get_device(device)
     if not recorded and kind.must_be_recorded(arrays, out is None and devices is None and stream is None):
-        from pycuda_conv.nn import autograd  # it imports this module
-
-        return autograd.convolve(call, arrays, None if device is None else device.name, tune)
+        return handlers["torch"]().convolve(call, arrays, None if device is None else device.name, tune)
     if kind.opens:
         arrays = kind.opened(arrays, call.operand_names)
     layout = _layout(call, kind, arrays)
@@ -85,6 +83,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
     result = execute.run(kind, plan, arrays, out, stream, layout=layout, devices=gpus)
     if repeatable and kind.remembered:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
+        plain = plain and not plan.problem.bare  # torch gives their gradients by way of views with channels
         quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
     return kind.closed(result, arrays, stream) if kind.opens else result
 
@@ -99,9 +98,7 @@ def _recorded(call: Call) -> list[Callable[..., Any]]:
     """A function that tells torch of a convolution repeated by the launcher in C, as torch has to give gradients; in a list."""
 
     def first(input: Any, weight: Any, bias: Any, made: Any) -> Any:
-        from pycuda_conv.nn import autograd
-
-        tell[0] = autograd.told_again(call, input.shape, weight.shape)
+        tell[0] = handlers["torch"]().told_again(call, input.shape, weight.shape)
         return tell[0](input, weight, bias, made)
 
     tell: list[Callable[..., Any]] = [first]
@@ -131,11 +128,9 @@ def hand_over(name: str, operands: Sequence[Any], options: dict[str, Any]) -> An
 
 def chunks_place(device: Any, devices: Any, tune: bool) -> Any:
     """Where the chunks of dask arrays are to be computed."""
-    from pycuda_conv import dask
-
     if isinstance(devices, Iterable) and not isinstance(devices, str):
         devices = tuple(devices)
-    return dask.ChunkPlace(getattr(device, "name", device), devices, tune)
+    return handlers["dask"]().ChunkPlace(getattr(device, "name", device), devices, tune)
 
 
 def gpus_of(devices: Any, device: Any = None) -> tuple[Any, ...]:
@@ -193,15 +188,11 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
     if kind is STAND_IN:
         return hand_over(f"conv{ndim}d_bias", (grad_output,), {"device": device, "stream": stream})
     if kind is LAZY:
-        from pycuda_conv import dask
-
-        return dask.sum_channels(ndim, grad_output, stream, chunks_place(device, None, False))
+        return handlers["dask"]().sum_channels(ndim, grad_output, stream, chunks_place(device, None, False))
     if device is not None:
         device = get_device(device)
     if not recorded and kind.must_be_recorded(operands, stream is None):
-        from pycuda_conv.nn import autograd  # it imports this module
-
-        return autograd.sum_channels(ndim, grad_output, None if device is None else device.name)
+        return handlers["torch"]().sum_channels(ndim, grad_output, None if device is None else device.name)
     if kind.opens:
         operands = kind.opened(operands, ("grad_output", "grad_output"))
         grad_output = operands.input

@@ -13,6 +13,7 @@ from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
+from pycuda_conv.explain import explain
 from pycuda_conv.memo import forget_launches, remember_plans
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
@@ -113,7 +114,7 @@ class Plan:
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction != "wgrad"
         #: the same for a filter that is written: the gradient
         self.writes_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction == "wgrad"
-        self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
+        self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 and not problem.bare else None
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
@@ -286,8 +287,6 @@ class Plan:
         measure : bool
             Measure the time now, on random arrays.
         """
-        from pycuda_conv.explain import explain
-
         return explain(self, measure)
 
     def __reduce__(self) -> tuple[Any, ...]:

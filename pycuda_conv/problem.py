@@ -189,6 +189,8 @@ class ConvProblem:
     has_scale, has_residual : bool
     activation : str, ("leaky_relu", float) or None
         What is done with the sums: see :func:`pycuda_conv.conv2d`. The residual lies in memory as the result does.
+    bare : bool
+        True for one image of one channel and one filter, whose arrays have spatial axes alone.
     """
 
     direction: Literal["fprop", "dgrad", "wgrad"]
@@ -212,6 +214,7 @@ class ConvProblem:
     has_scale: bool = False
     has_residual: bool = False
     activation: str | tuple[str, float] | None = None
+    bare: bool = False
 
     def __hash__(self) -> int:
         """Computed once: the planner looks problems up hundreds of times."""
@@ -238,6 +241,7 @@ class ConvProblem:
         Parameters
         ----------
         input_shape : (N, C, ...) or (C, ...)
+            Or the spatial axes alone, where `weight_shape` has no others either: one image of one channel.
         weight_shape : (K, C/groups, ...)
         bias_shape : (K,) or None
         stride, padding, dilation, groups, activation
@@ -259,13 +263,17 @@ class ConvProblem:
         ndim = _rank(ndim)
         name = f"conv{ndim}d"
         input_shape, weight_shape = checked_shape("input_shape", input_shape), checked_shape("weight_shape", weight_shape)
-        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout)
+        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout, bare=True)
         pairs = padding_pairs(padding, ndim)
-        k, channels_per_group, *filter_size = weight_shape
+        k, channels_per_group = (1, 1) if common.bare else weight_shape[:2]
+        filter_size = weight_shape[-ndim:]
         groups = common.groups
-        _check_groups(groups, weight_shape)
+        if common.bare and groups != 1:
+            raise ConvArgumentError(f"an image and a filter without channels are one group, but got groups={groups}")
+        if not common.bare:
+            _check_groups(groups, weight_shape)
         _check_pairs(pairs)
-        channels = input_shape[-ndim - 1]
+        channels = 1 if common.bare else input_shape[-ndim - 1]
         if channels != channels_per_group * groups:
             raise ConvArgumentError(
                 f"Given groups={groups}, weight of size {_shown(weight_shape)}, expected input{_shown(input_shape)} to have "
@@ -396,6 +404,9 @@ class ConvProblem:
         """
         if of not in ("input", "weight"):
             raise ConvArgumentError(f"a gradient is of the 'input' or of the 'weight', but got of={brief(of)}")
+        weight_shape = checked_shape("weight_shape", weight_shape)
+        if len(weight_shape) == _rank(ndim):
+            raise ConvArgumentError(_without_channels(f"conv{ndim}d_{of}", ndim, weight_shape))
         forward = cls.forward(
             ndim, input_shape, weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=dtype,
             precision=precision, layout=layout, in_chunks=in_chunks,
@@ -486,7 +497,7 @@ class ConvProblem:
 
     @property
     def _filter_shape(self) -> tuple[int, ...]:
-        return (self.K, self.C // self.groups, *self.filter_size[-self.ndim :])
+        return self.filter_size[-self.ndim :] if self.bare else (self.K, self.C // self.groups, *self.filter_size[-self.ndim :])
 
     @property
     def bias_shape(self) -> tuple[int] | None:
@@ -524,7 +535,8 @@ class ConvProblem:
         pixels (r,s) lie `dilation` apart. In all three arrays the channels of that convolution come before its images in memory,
         outermost, hence the layout ``"CNHW"``. If x and dy are channels last, its images are last in memory: ``"CHWN"``.
         """
-        own = self._of_images() if self.ndim == 3 else self
+        own = replace(self, bare=False) if self.bare else self
+        own = own._of_images() if self.ndim == 3 else own
         if own.layout == "NHWC" and own.C == own.K == 1:  # a single channel lies in either order
             own = replace(own, layout="NCHW")
         if own.direction != "wgrad":
@@ -556,7 +568,7 @@ class ConvProblem:
         )  # fmt: skip
 
     def _shape(self, channels: int, size: Size3) -> tuple[int, ...]:
-        return ((self.N,) if self.batched else ()) + (channels, *size[-self.ndim :])
+        return ((self.N,) if self.batched else ()) + (() if self.bare else (channels,)) + size[-self.ndim :]
 
     @property
     def order(self) -> tuple[int, ...] | None:
@@ -642,9 +654,9 @@ class ConvProblem:
 
 def _common(
     name: str, ndim: int, input_shape: tuple[int, ...], weight_shape: tuple[int, ...], stride: Any, dilation: Any, groups: Any,
-    dtype: str, precision: str, layout: str,
+    dtype: str, precision: str, layout: str, bare: bool = False,
 ) -> ConvProblem:
-    """The checks that both directions share, and the fields that they settle."""
+    """The checks that both directions share, and the fields that they settle. With `bare`, arrays of spatial axes alone are taken."""
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         given = dtype if isinstance(dtype, str) else brief(dtype)
         raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {given}")
@@ -654,17 +666,9 @@ def _common(
         raise ConvArgumentError(f"layout must be one of {LAYOUTS}, but got layout={brief(layout)}")
     strides, dilations = integers("stride", stride, ndim), integers("dilation", dilation, ndim)
     groups = integer("groups", groups)
-    if len(weight_shape) < 3:
-        raise ConvArgumentError(f"weight should have at least three dimensions, but got weight of size {_shown(weight_shape)}")
-    if len(input_shape) not in (ndim + 1, ndim + 2):
-        raise ConvArgumentError(
-            f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) input to {name}, but got input of size: {_shown(input_shape)}"
-        )
-    if len(weight_shape) != ndim + 2:
-        raise ConvArgumentError(
-            f"Expected {ndim + 2}-dimensional weight for {name}, but got {len(weight_shape)}-dimensional weight of size "
-            f"{_shown(weight_shape)} instead"
-        )
+    bare = bare and len(input_shape) == len(weight_shape) == ndim
+    if not bare:
+        _check_ranks(name, ndim, input_shape, weight_shape)
     if any(v <= 0 for v in strides):
         raise ConvArgumentError(f"non-positive stride is not supported, but got stride={_shown(strides)}")
     if any(v <= 0 for v in dilations):
@@ -672,7 +676,7 @@ def _common(
     if groups <= 0:
         raise ConvArgumentError(f"non-positive groups is not supported, but got groups={groups}")
     batched = len(input_shape) == ndim + 2
-    size, filter_size = input_shape[-ndim:], weight_shape[2:]
+    size, filter_size = input_shape[-ndim:], weight_shape[-ndim:]
     if any(v == 0 for v in filter_size):
         axes = ("depth", "height", "width")[-ndim:]
         shown = " ".join(f"kernel_{axis}: {v}" for axis, v in zip(axes, filter_size, strict=True))
@@ -683,10 +687,45 @@ def _common(
         )
     one = (1, 1, 1)
     return ConvProblem(
-        direction="fprop", ndim=ndim, batched=batched, dtype=dtype, N=input_shape[0] if batched else 1, C=0, K=weight_shape[0],
+        direction="fprop", ndim=ndim, batched=batched, dtype=dtype, N=input_shape[0] if batched else 1, C=0, K=1 if bare else weight_shape[0],
         groups=groups, input_size=_pad3(size, 1), filter_size=_pad3(filter_size, 1), output_size=one, stride=_pad3(strides, 1),
         dilation=_pad3(dilations, 1), padding_before=(0, 0, 0), padding_after=(0, 0, 0), has_bias=False, precision=precision,
-        layout="NHWC" if layout == "NHWC" else "NCHW",
+        layout="NHWC" if layout == "NHWC" and not bare else "NCHW", bare=bare,
+    )
+
+
+#: The spatial axes of an image, and of a filter, by their letters.
+_LETTERS = {1: ("W", "S"), 2: ("H, W", "R, S"), 3: ("D, H, W", "T, R, S")}
+
+
+def _check_ranks(name: str, ndim: int, input_shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> None:
+    """Refuse an input, or a filter, with another number of axes than the function takes."""
+    image, taps = _LETTERS[ndim]
+    forward = name == f"conv{ndim}d"
+    if len(weight_shape) == ndim:
+        if forward:
+            raise ConvArgumentError(
+                f"weight of size {_shown(weight_shape)} is a filter without channels, which {name} takes for an input of shape ({image}), "
+                f"but got input of size: {_shown(input_shape)}; for an input with channels weight has the shape (K, C/groups, {taps})"
+            )
+        raise ConvArgumentError(_without_channels(name, ndim, weight_shape))
+    if len(input_shape) not in (ndim + 1, ndim + 2):
+        text = f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) input to {name}, but got input of size: {_shown(input_shape)}"
+        if forward and len(input_shape) == ndim:
+            text += f"; an image of shape ({image}) goes with a filter of shape ({taps}), but got weight of size {_shown(weight_shape)}"
+        raise ConvArgumentError(text)
+    if len(weight_shape) != ndim + 2:
+        raise ConvArgumentError(
+            f"Expected {ndim + 2}-dimensional weight for {name}, of shape (K, C/groups, {taps}), but got {len(weight_shape)}-dimensional "
+            f"weight of size {_shown(weight_shape)} instead"
+        )
+
+
+def _without_channels(name: str, ndim: int, weight_shape: tuple[int, ...]) -> str:
+    """The message for a filter of spatial axes alone where only a forward convolution takes one."""
+    return (
+        f"Expected {ndim + 2}-dimensional weight for {name}, but got {ndim}-dimensional weight of size {_shown(weight_shape)} instead; "
+        f"conv{ndim}d alone takes filters without channels: give every array its axis of channels"
     )
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pycuda_conv.engines.split_sum import reduce_two
 from pycuda_conv.memo import MOST, launches_are_in
 from pycuda_conv.runtime.base import KernelLaunch, TensorMap
-from pycuda_conv.runtime.cuda import LauncherInC
+from pycuda_conv.runtime.launcher import LauncherInC
 
 if TYPE_CHECKING:
     from pycuda_conv.arrays import ArrayKind

@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 from reference import kept_file
 
-from pycuda_conv.runtime import cuda
+from pycuda_conv.runtime import device, driver
+from pycuda_conv.runtime.compile_queue import CompileQueue
 
 SOURCE = Path(__file__).with_suffix(".c")
 CONTEXT = 0x1000
@@ -58,11 +59,11 @@ class FakeCuda:
         )
         monkeypatch.setitem(sys.modules, "pycuda.driver", drv)
         monkeypatch.setitem(sys.modules, "pycuda.tools", SimpleNamespace(DeviceMemoryPool=lambda: SimpleNamespace(stop_holding=lambda: None)))
-        monkeypatch.setattr(cuda, "_libcuda", lambda: library)
-        monkeypatch.setattr(cuda, "_initialised", cuda._initialised)
-        monkeypatch.setattr(cuda.CudaDevice, "compile", lambda _, source, arch="", fresh=False: hashlib.sha256(source.encode()).hexdigest().encode())
-        monkeypatch.setattr(cuda.CudaDevice, "_kept", lambda _, source, arch: b"kept")
-        monkeypatch.setattr(cuda, "atexit", SimpleNamespace(register=lambda function: None))
+        monkeypatch.setattr(driver, "libcuda", lambda: library)
+        monkeypatch.setattr(driver, "_initialised", driver._initialised)
+        monkeypatch.setattr(CompileQueue, "compile", lambda _, source, arch="", fresh=False: hashlib.sha256(source.encode()).hexdigest().encode())
+        monkeypatch.setattr(CompileQueue, "kept", lambda _, source, arch: b"kept")
+        monkeypatch.setattr(device, "atexit", SimpleNamespace(register=lambda function: None))
 
     multiprocessor_count = 132
 
@@ -81,7 +82,7 @@ class FakeCuda:
     def device(self, launcher):
         """A device whose launches are made in "c" or by "python"."""
         self._patch.setenv("PYCUDA_CONV_LAUNCHER", launcher)
-        return cuda.CudaDevice(0)
+        return device.CudaDevice(0)
 
     def asked(self, device=None, contexts=False, keep=False):
         """What the driver was asked since this was called last, a line for each call of it; with `contexts`, pushes and pops too.

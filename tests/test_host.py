@@ -41,7 +41,8 @@ from pycuda_conv.engines.schedule import PACKED, WEIGHT, Schedule
 from pycuda_conv.execute import pipeline as host
 from pycuda_conv.execute import staging
 from pycuda_conv.problem import DTYPE_CODES
-from pycuda_conv.runtime import KernelLaunch, cuda, get_device, pinned
+from pycuda_conv.runtime import KernelLaunch, driver, get_device, pinned
+from pycuda_conv.runtime import device as device_module
 from pycuda_conv.runtime.opencl import opencl_device
 from pycuda_conv.runtime.pinned import PinnedPool
 
@@ -726,7 +727,7 @@ class Current:
         return self.stack[i]
 
 
-class Simulated(cuda.CudaDevice):
+class Simulated(device_module.CudaDevice):
     """A CudaDevice with everything but the driver: what it calls runs on the host, kernels on PoCL."""
 
     current = Current()
@@ -755,7 +756,7 @@ class Simulated(cuda.CudaDevice):
 
     def _find(self, at, nbytes=1, locked=False):
         memory = self.memory.copy()  # in one step: other threads allocate and free
-        for start, array in (memory | cuda._libcuda().blocks if locked else memory).items():
+        for start, array in (memory | driver.libcuda().blocks if locked else memory).items():
             if start <= at and at + nbytes <= start + array.nbytes:
                 return array[at - start :]
         raise RuntimeError(f"{nbytes} bytes at {at:#x} are not in the memory of {self.name}")
@@ -867,7 +868,7 @@ class DriverInC:
         known.synchronize()
 
     def push(context):
-        Simulated.current.stack.append(cuda._made[context - 1])
+        Simulated.current.stack.append(device_module._made[context - 1])
 
     def pop(place):
         place[0] = Simulated.current.stack.pop().context.handle
@@ -901,12 +902,12 @@ def simulated(monkeypatch):
     pool = PinnedPool(library, 1 << 30)
     drv = SimpleNamespace(Device=SimpleNamespace(count=lambda: 2), Event=Event, MemoryError=MemoryError)
     for target, name, value in (
-        (cuda, "_libcuda", lambda: library), (cuda, "_pinned", lambda: pool), (cuda, "driver", lambda: drv), (cuda, "_Streams", Streams),
-        (cuda, "_made", {i: Simulated(i) for i in range(2)}), (runtime, "default_backend", lambda: "cuda"),
+        (driver, "libcuda", lambda: library), (driver, "pinned", lambda: pool), (driver, "pycuda", lambda: drv), (device_module, "Streams", Streams),
+        (device_module, "_made", {i: Simulated(i) for i in range(2)}), (runtime, "default_backend", lambda: "cuda"),
     ):  # fmt: skip
         monkeypatch.setattr(target, name, value)
     forget_plans()
-    devices = list(cuda._made.values())
+    devices = list(device_module._made.values())
     yield devices
     forget_plans()
     settle()
@@ -917,11 +918,11 @@ def test_an_error_of_the_driver_has_its_name(monkeypatch):
     def name(code, place):
         ctypes.cast(place, ctypes.POINTER(ctypes.c_char_p))[0] = b"CUDA_ERROR_INVALID_VALUE" if code == 1 else None
 
-    monkeypatch.setattr(cuda, "_libcuda", lambda: SimpleNamespace(cuGetErrorName=name))
-    cuda._check(0, "nothing")
+    monkeypatch.setattr(driver, "libcuda", lambda: SimpleNamespace(cuGetErrorName=name))
+    driver.check(0, "nothing")
     for code, words in ((1, "CUDA_ERROR_INVALID_VALUE"), (12345, "an unknown error")):
         with pytest.raises(RuntimeError, match=rf"launching pack failed: {words} \({code}\)"):
-            cuda._check(code, "launching pack")
+            driver.check(code, "launching pack")
 
 
 @pytest.fixture
@@ -942,7 +943,7 @@ def gpus(request):
     gc.freeze()  # what `memory` searches for garbage is then the test's own
     if request.param != "cuda":
         return request.getfixturevalue(request.param)
-    return [get_device(i) for i in range(cuda.driver().Device.count())]
+    return [get_device(i) for i in range(driver.pycuda().Device.count())]
 
 
 @pytest.fixture
@@ -982,7 +983,7 @@ def locked(gpu, array):
 def memory(gpus):
     """(blocks in use on the devices, bytes of page-locked memory lent)."""
     gc.collect()
-    return [sum(1 for block in gpu.blocks if getattr(block, "_allocation", block) is not None) for gpu in gpus], cuda._pinned().lent
+    return [sum(1 for block in gpu.blocks if getattr(block, "_allocation", block) is not None) for gpu in gpus], driver.pinned().lent
 
 
 IMAGES = fprop((13, 3, 9, 10), (5, 3, 3, 2), padding=1)
@@ -1053,15 +1054,15 @@ def test_kernels_reach_small_arrays_in_page_locked_memory(gpu, monkeypatch, way)
     arrays = case.integers("float32")
     expected, laid = case.reference(*arrays), [a if a is None else np.asfortranarray(a).astype(">f4") for a in arrays]
     for name in ("copy_in", "copy_out"):
-        original = getattr(cuda.CudaDevice, name)
-        monkeypatch.setattr(cuda.CudaDevice, name, lambda *args, original=original: (copies.append(1), original(*args)))
+        original = getattr(device_module.CudaDevice, name)
+        monkeypatch.setattr(device_module.CudaDevice, name, lambda *args, original=original: (copies.append(1), original(*args)))
     for operands in (arrays, laid):
         assert np.array_equal(call(case, *operands, device=gpu.name), expected) and not copies
     out = np.full(expected.shape, np.nan, np.float32)
     call(case, *arrays, device=gpu.name, out=out)
     assert np.array_equal(out, expected) and not copies
     monkeypatch.setattr(gpu._streams(), "small", None)
-    monkeypatch.setattr(cuda, "_pinned", lambda: PinnedPool(Library(), 0))
+    monkeypatch.setattr(driver, "pinned", lambda: PinnedPool(Library(), 0))
     assert np.array_equal(call(case, *arrays, device=gpu.name), expected) and len(copies) == 2
     monkeypatch.setattr(gpu._streams(), "small", None)
 
@@ -1260,8 +1261,8 @@ def test_results_held_together_are_all_right(gpu, cut):
 def test_without_page_locked_memory_results_are_ordinary_arrays_of_the_same_values(gpu, cut, monkeypatch, limit):
     jobs = [(case, case.normals("float32", seed)) for case in (IMAGES, ROWS, BANDS) for seed in range(3)]
     expected = [np.array(call(case, *arrays)) for case, arrays in jobs]
-    pool = PinnedPool(cuda._libcuda(), limit)
-    monkeypatch.setattr(cuda, "_pinned", lambda: pool)
+    pool = PinnedPool(driver.libcuda(), limit)
+    monkeypatch.setattr(driver, "pinned", lambda: pool)
     results = [call(case, *arrays) for case, arrays in jobs]
     assert all(np.array_equal(*pair) for pair in zip(results, expected, strict=True))
     assert pool.locked <= limit and not all(gpu.is_pinned(y) for y in results)
@@ -1288,7 +1289,7 @@ def test_many_calls_leave_memory_as_it_was(gpus, cut):
             with gpu:
                 if not isinstance(gpu, Simulated):
                     gpu.pool.free_held()
-        return memory(gpus), cuda._pinned().locked, 0 if isinstance(gpus[0], Simulated) else cuda.driver().mem_get_info()[0]
+        return memory(gpus), driver.pinned().locked, 0 if isinstance(gpus[0], Simulated) else driver.pycuda().mem_get_info()[0]
 
     for i in range(SOAK):
         if i == SOAK // 10:

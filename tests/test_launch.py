@@ -19,11 +19,12 @@ from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemo
 from pycuda_conv.call import Operands
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.execute.device import convolve
-from pycuda_conv.runtime import cuda, get_device
+from pycuda_conv.runtime import device as device_module
+from pycuda_conv.runtime import driver, get_device, launcher, tensor_map
 from pycuda_conv.runtime.base import KernelLaunch
 
 IN_C = pytest.mark.skipif(
-    shutil.which("gcc") is None or cuda.launcher_in_c() is None, reason="the launcher in C is not built: python setup.py build_ext --inplace"
+    shutil.which("gcc") is None or launcher.launcher_in_c() is None, reason="the launcher in C is not built: python setup.py build_ext --inplace"
 )
 KINDS = [pytest.param("c", marks=IN_C), "python"]
 
@@ -121,7 +122,7 @@ def test_what_is_compared_has_tensor_maps_packed_filters_structs_and_side_stream
     launches = [launch for plan in made for launch in behind.launches(plan.schedule)]
     assert any(one.maps for one in launches) and any(one.arguments for one in launches)
     assert any(plan.filter_bytes for plan in made) and any(plan.reads_filter_last for plan in made)
-    assert any(isinstance(one, cuda._Order) for plan in made for one in device._operations(plan.schedule.whole))
+    assert any(isinstance(one, launcher.StreamWait) for plan in made for one in device._operations(plan.schedule.whole))
 
 
 @IN_C
@@ -194,7 +195,7 @@ def test_too_little_memory(fake, monkeypatch):
         given.append(nbytes)
         return 1 << 40
 
-    monkeypatch.setattr(cuda, "_pinned", lambda: SimpleNamespace(empty=lambda shape, dtype: None))
+    monkeypatch.setattr(driver, "pinned", lambda: SimpleNamespace(empty=lambda shape, dtype: None))
     monkeypatch.setattr(device._drv, "mem_alloc", mem_alloc, raising=False)
     monkeypatch.setattr(device._drv, "mem_get_info", lambda: (5, 1000), raising=False)
     device.pool = SimpleNamespace(free_held=lambda: None)
@@ -256,14 +257,14 @@ def test_threads_share_a_plan(fake, kind, monkeypatch):
         plan.launch(buffers((i + 1) << 40), i + 1)
         expected |= set(fake.asked())
     fake.asked()
-    encode, start = cuda.encoded, threading.Barrier(4)
+    encode, start = tensor_map.encoded, threading.Barrier(4)
 
     def slowly(described, address):
         """Let other threads run between a map's making and its use."""
         time.sleep(0.0005)
         return encode(described, address)
 
-    monkeypatch.setattr(cuda, "encoded", slowly)
+    monkeypatch.setattr(tensor_map, "encoded", slowly)
     plan = Plan(replace(PROBLEMS[2], dtype="float16", layout="NHWC"), fake.device(kind))
 
     def work(i):
@@ -290,10 +291,10 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
         return replace(made, prepare=known(made.prepare), steps=known(made.steps), whole=known(made.whole))
 
     monkeypatch.setattr(engines, "schedule", schedule)
-    monkeypatch.setattr(cuda.CudaDevice, "compiled", lambda self, launch: "OF_THE_LAYER" not in launch.defines)
+    monkeypatch.setattr(device_module.CudaDevice, "compiled", lambda self, launch: "OF_THE_LAYER" not in launch.defines)
     plan = Plan(problem, fake.device(kind))
     coming = []
-    monkeypatch.setattr(cuda.CudaDevice, "compile_behind", lambda self, steps: coming)
+    monkeypatch.setattr(device_module.CudaDevice, "compile_behind", lambda self, steps: coming)
 
     def functions(stream=None):
         fake.asked()
@@ -314,7 +315,7 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
 def test_a_forked_child_is_refused(fake, kind, monkeypatch):
     device = fake.device(kind)
     launch = device.launcher(KernelLaunch("copy_strided", {}, 3, 64, (0,), ()))
-    monkeypatch.setattr(cuda, "_made", {0: device})
+    monkeypatch.setattr(device_module, "_made", {0: device})
     read, write = os.pipe()
     if child := os.fork():
         os.close(write)
@@ -358,7 +359,7 @@ def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
         if layout == "NHWC":
             x = x.contiguous(memory_format=torch.channels_last if problem.ndim == 2 else torch.channels_last_3d)
         results = []
-        for native in (cuda.launcher_in_c(), None):
+        for native in (launcher.launcher_in_c(), None):
             monkeypatch.setattr(device, "_in_c", native)
             plan = Plan(asked, device)
             results += [plan(x, w), plan(x.clone(), w.clone()), plan(x, w)]
@@ -442,7 +443,7 @@ def test_the_variable_chooses(fake, monkeypatch):
     assert fake.device("python")._in_c is None
     monkeypatch.setenv("PYCUDA_CONV_LAUNCHER", "C++")
     with pytest.raises(ConvArgumentError, match=r"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got 'C\+\+'"):
-        cuda.CudaDevice(0)
+        device_module.CudaDevice(0)
 
 
 def test_without_the_extension_python_launches(fake, monkeypatch):
@@ -458,7 +459,7 @@ def test_without_the_extension_python_launches(fake, monkeypatch):
 
 @IN_C
 def test_the_extension_refuses_what_is_no_schedule():
-    native = cuda.launcher_in_c()
+    native = launcher.launcher_in_c()
     launch = (0, 0, 1, 1, 1, 0, 0, 0, b"12345678", (), ())
     for operations, error in [
         (((3, 0),), ValueError), (((1, -1),), ValueError), (((1, 8),), ValueError), ((1,), TypeError), (((1, 2, 3),), TypeError),

@@ -945,8 +945,8 @@ class Block:
         if name.partition(".")[0] in {names}:
             raise ImportError(f"{{name}} is not there")
 sys.meta_path.insert(0, Block())
-from pycuda_conv.runtime import cuda
-cuda.has_gpu = lambda: {gpu}
+from pycuda_conv.runtime import driver
+driver.has_gpu = lambda: {gpu}
 from pycuda_conv.cli import main
 sys.exit(main({arguments}))
 """

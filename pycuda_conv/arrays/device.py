@@ -6,12 +6,13 @@ import importlib
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature, c_strides, is_contiguous, strides_of
 from pycuda_conv.engines.geometry import divider
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES
 from pycuda_conv.runtime import Device, KernelLaunch, cuda_device, device_of_pointer, get_device
@@ -86,23 +87,7 @@ class DeviceKind(ArrayKind):
         raise NotImplementedError
 
 
-class CopyArguments(NamedTuple):
-    """The struct of ``copy_strided.cu``, which explains each member."""
-
-    size: int
-    n1: int
-    n2: int
-    n3: int
-    n4: int
-    by_n1: int
-    by_n2: int
-    by_n3: int
-    by_n4: int
-    s0: int
-    s1: int
-    s2: int
-    s3: int
-    s4: int
+CopyArguments = kernel_struct("copy_strided", "CopyArguments")
 
 
 def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Sequence[int], dtype: str, target: int) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from pycuda_conv.engines.geometry import bits, ceil, divider
 from pycuda_conv.engines.schedule import Moments
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, activation_and_slope
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
@@ -70,20 +71,7 @@ class Pixels:
         return not self.channels_last and self.N * self.plane <= most * _vector(self) and not _index_64(self)
 
 
-class Walk(NamedTuple):
-    """The struct of ``batch_norm.cu``, which explains each member."""
-
-    channels: int
-    plane: int
-    total: int
-    per: int
-    columns: int
-    tiles: int
-    by_tiles: int
-    across: int
-    by_across: int
-    plane_items: int
-    by_plane_items: int
+Walk = kernel_struct("batch_norm", "Walk")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pycuda_conv.engines.base import BY_RULE, Config, fastest
 from pycuda_conv.engines.depthwise_units import unit_refusal
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -38,36 +39,7 @@ LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
 
 
-class DepthwisePlanesArguments(NamedTuple):
-    """The struct of ``depthwise_planes.cu``, which explains each member."""
-
-    planes: int
-    all_planes: int
-    band: int
-    bands: int
-    by_bands: int
-    strips: int
-    by_strips: int
-    k: int
-    by_k: int
-    multiplier: int
-    by_multiplier: int
-    h: int
-    w: int
-    p: int
-    q: int
-    by_q: int
-    pad_h: int
-    pad_w: int
-    flipped: int
-    filters: int
-    y_room: int
-    x_size: int
-    has_scale: int
-    has_bias: int
-    has_residual: int
-    activation: int
-    slope: int
+DepthwisePlanesArguments = kernel_struct("depthwise_planes", "DepthwisePlanesArguments")
 
 
 # ---- what runs

@@ -29,6 +29,7 @@ from pycuda_conv.engines.schedule import (
     finish_constants,
     shared_limit,
 )
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -65,60 +66,7 @@ LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
 
 
-class DepthwiseToeplitzArguments(NamedTuple):
-    """The struct of ``depthwise_toeplitz.cu``, which explains each member."""
-
-    planes: int
-    all_planes: int
-    band: int
-    bands: int
-    by_bands: int
-    sixteens: int
-    by_sixteens: int
-    groups: int
-    by_groups: int
-    k: int
-    by_k: int
-    multiplier: int
-    by_multiplier: int
-    h: int
-    w: int
-    p: int
-    q: int
-    r: int
-    by_r: int
-    s: int
-    stride_h: int
-    pad_h: int
-    pad_w: int
-    dil_h: int
-    dil_w: int
-    by_dil_w: int
-    flipped: int
-    y_off: int
-    x_off: int
-    columns: int
-    by_columns: int
-    spans: int
-    by_spans: int
-    chunks: int
-    by_chunks: int
-    units: int
-    by_units: int
-    pitch: int
-    plane_pitch: int
-    x_rows: int
-    by_x_rows: int
-    taps_pitch: int
-    by_taps_pitch: int
-    y_at: int
-    x_at: int
-    x_size: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToeplitzArguments")
 
 
 # ---- what runs

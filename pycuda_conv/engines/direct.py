@@ -7,7 +7,6 @@ constants under the same names. A rule says which of these kernels runs; a model
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -30,6 +29,7 @@ from pycuda_conv.engines.schedule import (
 )
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.split_sum import time as reduce_time
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -195,36 +195,11 @@ def _summed_pixels(problem: ConvProblem) -> int:
 
 # The structs of the kernels, which explain each member.
 
-SingleArguments = namedtuple(
-    "SingleArguments",
-    "tiles by_tiles c k by_k by_multiplier h w r s p q by_q stride_h stride_w pad_h pad_w dil_h dil_w "
-    "has_scale has_bias has_residual activation slope",
-)
-TileArguments = namedtuple(
-    "TileArguments",
-    "tiles_p by_tiles_p tiles_q by_tiles_q c k by_k by_multiplier h w p q pad_h pad_w "
-    "r s stride_h stride_w dil_h dil_w by_halo_w flipped apart_h apart_w has_scale has_bias has_residual activation slope",
-)
-BatchedArguments = namedtuple(
-    "BatchedArguments",
-    "n_pixels plane by_plane by_pq p q by_q groups by_groups cg kg k_tiles by_k_tiles block_c block_taps by_block_taps "
-    "split by_split run part_size "
-    "d h w t r s stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "has_scale has_bias has_residual activation slope",
-)
-DgradArguments = namedtuple(
-    "DgradArguments",
-    "n_pixels plane by_plane by_hw h w by_w groups by_groups cg kg c_tiles by_c_tiles block_k "
-    "split by_split run part_size o p q t r s by_taps by_filters "
-    "stride_d stride_h stride_w every_d every_h every_w back_d back_h back_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "has_scale has_bias has_residual activation slope",
-)
-WgradArguments = namedtuple(
-    "WgradArguments",
-    "slices by_slices chunks by_chunks images by_images groups kg k_blocks by_k_blocks total run "
-    "d h w pixels by_pixels by_rs r s by_s taps by_pq p q by_q "
-    "stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w",
-)
+SingleArguments = kernel_struct("direct_single", "SingleArguments")
+TileArguments = kernel_struct("direct_tile", "TileArguments")
+BatchedArguments = kernel_struct("direct_batched", "BatchedArguments")
+DgradArguments = kernel_struct("direct_dgrad", "DgradArguments")
+WgradArguments = kernel_struct("direct_wgrad", "WgradArguments")
 
 #: Members that depend on the batch and on sizes of images; all others are constants of a layer.
 _SIZES = {

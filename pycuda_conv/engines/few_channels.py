@@ -23,6 +23,7 @@ from pycuda_conv.engines.geometry import (
     written_strides,
 )
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -61,74 +62,7 @@ LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
 
 
-class FewChannelsArguments(NamedTuple):
-    """The struct of ``few_channels.cu``, which explains each member."""
-
-    workers: int
-    by_workers: int
-    chunks: int
-    by_chunks: int
-    chunk: int
-    by_chunk: int
-    tiles: int
-    tiles_h: int
-    by_tiles_h: int
-    tiles_w: int
-    by_tiles_w: int
-    warps_w: int
-    by_warps_w: int
-    warps_h: int
-    by_warps_h: int
-    parts: int
-    part_steps: int
-    tile_q: int
-    by_tile_q: int
-    tile_rows: int
-    by_tile_rows: int
-    first_w: int
-    tile_w: int
-    gradient: int
-    k: int
-    c: int
-    by_c: int
-    channel_steps: int
-    h: int
-    w: int
-    p: int
-    q: int
-    taps_r: int
-    taps_s: int
-    by_taps_s: int
-    stride_h: int
-    stride_w: int
-    pad_h: int
-    pad_w: int
-    dil_h: int
-    dil_w: int
-    every_h: int
-    every_w: int
-    row_phases: int
-    rows_apart: int
-    row_step: int
-    column_step: int
-    w_k: int
-    w_c: int
-    w_tap: int
-    x_image: int
-    x_row: int
-    x_pixel: int
-    x_channel: int
-    y_image: int
-    y_pixel: int
-    y_channel: int
-    channels_last: int
-    u_at: int
-    table_at: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+FewChannelsArguments = kernel_struct("few_channels", "FewChannelsArguments")
 
 
 # ---- what runs

@@ -12,7 +12,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, phases
@@ -31,6 +31,7 @@ from pycuda_conv.engines.schedule import (
     finish,
     finish_constants,
 )
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -242,42 +243,9 @@ def filter_key(problem: ConvProblem, config: Lines) -> Hashable:
     return "laid", problem.direction, problem.C, problem.K, problem.filter_size, walk.eights, walk.span, config.FP16_OPERANDS
 
 
-class LinesProduct(NamedTuple):
-    """The arguments of a product: the struct of the kernel, which explains each member."""
-
-    across: int
-    tiles: int
-    steps: int
-    images: int
-    unit_rows: int
-    unit_columns: int
-    by_unit_columns: int
-    units: int
-    by_units: int
-    columns: int
-    padded: int
-    rows: int
-    wide: int
-    image_step: int
-    plane: int
-    low_w: int
-    low_h: int
-    has_bias: int
-    has_scale: int
-    activation: int
-    slope: int
-
-
-class LayFilter(NamedTuple):
-    """The arguments of ``lay_filter``."""
-
-    rows: int
-    padded: int
-    channels: int
-    eights: int
-    row_step: int
-    channel_step: int
-    flipped: int
+LinesProduct = kernel_struct("lines_sm90", "LinesProduct")
+#: The arguments of ``lay_filter``.
+LayFilter = kernel_struct("lines_sm90", "LayFilter")
 
 
 def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = False) -> Schedule:

@@ -16,6 +16,7 @@ from pycuda_conv.engines.geometry import arguments, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper import CLOCK, ROW, most_shared, unsupported
 from pycuda_conv.engines.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -105,22 +106,7 @@ def _widest(rows: int, pixels: int) -> Planes:
 # ---- launches
 
 
-class PlanesProduct(NamedTuple):
-    """The struct of ``planes_sm90.cu``, which explains each member."""
-
-    tiles: int
-    tiles_m: int
-    by_tiles_m: int
-    tiles_n: int
-    by_tiles_n: int
-    steps: int
-    rows: int
-    plane: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+PlanesProduct = kernel_struct("planes_sm90", "PlanesProduct")
 
 
 def schedule(problem: ConvProblem, config: Planes, device: Device, noted: bool = False) -> Schedule:

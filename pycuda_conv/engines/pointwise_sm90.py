@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
@@ -34,6 +34,7 @@ from pycuda_conv.engines.schedule import (
     finish_constants,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -144,42 +145,9 @@ def _ring(config: Pointwise, limbs_each: int) -> Ring:
 # ---- launches
 
 
-class PointwiseProduct(NamedTuple):
-    """The arguments of a product: the struct of the kernel, which explains each member."""
-
-    tiles: int
-    across: int
-    by_across: int
-    down: int
-    by_down: int
-    steps: int
-    each: int
-    rows: int
-    columns: int
-    boxes: int
-    by_boxes: int
-    plane: int
-    busy: int
-    row_step: int
-    column_step: int
-    size: int
-    pairs: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
-
-
-class SplitFilter(NamedTuple):
-    """The arguments of ``split_filter``."""
-
-    rows: int
-    channels: int
-    padded: int
-    by_padded: int
-    row_step: int
-    channel_step: int
+PointwiseProduct = kernel_struct("pointwise_sm90", "PointwiseProduct")
+#: The arguments of ``split_filter``.
+SplitFilter = kernel_struct("pointwise_sm90", "SplitFilter")
 
 
 @dataclass(frozen=True)
@@ -221,7 +189,7 @@ class _Product:
     def tiles(self) -> int:
         return self.across * self.down * self.splits
 
-    def arguments(self, problem: ConvProblem) -> PointwiseProduct:
+    def arguments(self, problem: ConvProblem) -> Any:
         """The kernel's arguments."""
         plane = math.prod(problem.operand_size)
         return arguments(

@@ -32,7 +32,7 @@ from pycuda_conv.tune import lookup
 
 if TYPE_CHECKING:
     from pycuda_conv.plan import Plan
-    from pycuda_conv.runtime.cuda import CudaDevice
+    from pycuda_conv.runtime.device import CudaDevice
 
 #: A function that makes an uninitialised array of a shape and a dtype.
 Room = Callable[[tuple[int, ...], np.dtype], np.ndarray]
@@ -604,7 +604,7 @@ def _convolve(
         y = gpu.pinned_or_ordinary(shape, np.dtype(problem.storage)) if out is None else out
         if plan.empty:
             return y
-    batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None] for a in (x, y, residual))
+    batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None, None] if problem.bare else a[None] for a in (x, y, residual))
     assert batch_x is not None and batch_y is not None
     chunk_bytes = _chunk_bytes(x, y)
     gpus = devices or (gpu,)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from pycuda_conv.runtime.cuda import copier_in_c
+from pycuda_conv.runtime.launcher import copier_in_c
 
 if TYPE_CHECKING:
     from pycuda_conv.execute.pipeline import _Lane
-    from pycuda_conv.runtime.cuda import CudaDevice
+    from pycuda_conv.runtime.device import CudaDevice
 
 #: Bytes that one thread copies at a time, and the least that it copies where there is less to share.
 PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20

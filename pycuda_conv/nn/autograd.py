@@ -212,6 +212,10 @@ _BY_FUNCTION = {operator.function: operator for operator in OPERATORS}
 
 def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> Any:
     """A convolution or a gradient in a call that torch is told of; the options are hashable."""
+    if call.function == "conv" and operands.input.dim() == operands.weight.dim() == call.ndim:  # arrays of spatial axes alone
+        x, w, bias, scale, residual = operands
+        with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
+        return convolve(call, with_channels, device, tune)[0]
     settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size
@@ -257,28 +261,6 @@ def _cast(*tensors: Any) -> Any:
         return tensors
     wanted = torch.get_autocast_dtype(where)
     return [t if t is None or t.dtype is wanted or t.dtype is torch.float64 or not t.is_floating_point() else t.to(wanted) for t in tensors]
-
-
-def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tuple[Any, ...], recorded: bool) -> Any:
-    """:func:`pycuda_conv.dispatch.convolve` inside ``torch.autocast``: called with tensors of autocast's dtype, and outside of it."""
-    first, second, bias, scale, residual = operands
-    plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None
-    if plain:
-        from pycuda_conv.nn import mixed  # it imports this module
-
-        wanted = torch.get_autocast_dtype("cuda" if first.is_cuda else "cpu")
-        with without_autocast(first):
-            made = mixed.convolve(asked, first, second, bias, wanted)
-        if made is not None:
-            return made
-    given = operands if recorded else _cast(*operands)  # gradients have the dtype in which the result was computed
-    with without_autocast(first):
-        made = quick.call(quick.table, asked, recorded, *given, None)
-        if made is None:
-            made = dispatch.convolve(asked, given, None, place, recorded)
-        elif plain and given[1] is not second and _differentiated(first, second, bias, None, None):
-            mixed.remember(asked, operands[:3], given[:3])
-        return made
 
 
 class without_autocast:

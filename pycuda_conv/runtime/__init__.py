@@ -10,7 +10,7 @@ from pycuda_conv.errors import BackendError, ConvArgumentError, brief
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 if TYPE_CHECKING:
-    from pycuda_conv.runtime.cuda import CudaDevice
+    from pycuda_conv.runtime.device import CudaDevice
 
 __all__ = ["Device", "KernelLaunch", "cuda_device", "default_backend", "device_count", "device_of_pointer", "get_device", "named_place"]
 
@@ -19,21 +19,21 @@ BACKENDS = ("cuda", "opencl")
 
 def cuda_device(ordinal: int) -> CudaDevice:
     """The CUDA device of that number."""
-    from pycuda_conv.runtime.cuda import cuda_device
+    from pycuda_conv.runtime.device import cuda_device
 
     return cuda_device(ordinal)
 
 
 def device_count() -> int:
     """How many GPUs the CUDA driver sees; a ``BackendError`` where it can't be asked."""
-    from pycuda_conv.runtime.cuda import driver
+    from pycuda_conv.runtime import driver
 
-    return int(driver().Device.count())
+    return int(driver.pycuda().Device.count())
 
 
 def device_of_pointer(pointer: int) -> int:
     """The number of the GPU in whose memory `pointer` lies."""
-    from pycuda_conv.runtime.cuda import device_of_pointer
+    from pycuda_conv.runtime.device import device_of_pointer
 
     return device_of_pointer(pointer)
 
@@ -46,7 +46,7 @@ def default_backend() -> str:
         if wanted not in BACKENDS:
             raise BackendError(f"PYCUDA_CONV_BACKEND must be one of {BACKENDS}, got {wanted!r}")
         return wanted
-    from pycuda_conv.runtime.cuda import why_not
+    from pycuda_conv.runtime.driver import why_not
 
     return "opencl" if why_not() else "cuda"
 

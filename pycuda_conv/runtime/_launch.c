@@ -2,7 +2,7 @@
 //
 // Schedules. A schedule is a row of three kinds of operations: a launch of a kernel, the recording of the event on a stream, and a stream's
 // wait for the event. prepare() copies everything that stays the same from call to call. launch() fills in the buffers' addresses and the
-// stream, releases the GIL and calls the driver. runtime/cuda.py describes schedules, and does the same in Python where this module is missing.
+// stream, releases the GIL and calls the driver. runtime/launcher.py describes schedules, and does the same in Python where this module is missing.
 //
 // Calls. Its options and the shapes, strides, types and GPU of its tensors decide a convolution of torch's tensors. key() writes all of that as
 // bytes. For each key a dict holds the decision that ready() made: the schedule, how to make the result, the context. call() writes the key,

@@ -15,7 +15,8 @@ from typing import Any
 
 import pycuda_conv
 from pycuda_conv.errors import BackendError, ConvArgumentError
-from pycuda_conv.runtime import cuda, default_backend, get_device
+from pycuda_conv.runtime import default_backend, driver, get_device
+from pycuda_conv.runtime import launcher as launchers
 from pycuda_conv.runtime.base import KERNEL_DIR
 from pycuda_conv.runtime.cache import cache_dir
 from pycuda_conv.runtime.compiler import CompileError, Compiler, Nvcc, Nvrtc, nvcc, nvrtc
@@ -56,7 +57,7 @@ def compiler_version(make: type[Compiler], path: str | None) -> str | None:
 def _driver() -> Any:
     """PyCUDA's driver module, or None."""
     try:
-        return cuda.driver()
+        return driver.pycuda()
     except BackendError:
         return None
 
@@ -146,19 +147,19 @@ def uses(cuda_missing: str | None) -> dict[str, Any]:
         backend, why = None, str(error)
     names = sorted(name for name in os.environ if name.startswith("PYCUDA_CONV_")) + [name for name in ENVIRONMENT if name in os.environ]
     try:
-        launcher = "in C" if cuda.launcher_in_c() else "in Python"
+        launcher = "in C" if launchers.launcher_in_c() else "in Python"
     except (BackendError, ConvArgumentError) as error:
         launcher = str(error)
     return {
         "backend": backend, "device": {"cuda": "cuda:0", "opencl": "opencl"}.get(backend or ""), "why": why,
         "environment": {name: os.environ[name] for name in names}, "cache": str(cache_dir()), "kernels": str(KERNEL_DIR),
-        "launcher": launcher, "copies": "in C" if cuda.copier_in_c() else "in Python",
+        "launcher": launcher, "copies": "in C" if launchers.copier_in_c() else "in Python",
     }
 
 
 def collect() -> dict[str, Any]:
     """Everything that ``pycuda-conv info`` reports, in JSON's types."""
-    missing = cuda.why_not()
+    missing = driver.why_not()
     use = uses(missing)  # before OpenCL is loaded, which sets some of the variables
     found = gpus()
     return {"versions": versions(), "gpu_count": len(found), "gpus": found, "cuda_missing": missing, "opencl": opencl(), "uses": use}

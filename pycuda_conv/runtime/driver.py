@@ -1,0 +1,135 @@
+"""The CUDA driver: PyCUDA's module of it, and the library itself for what PyCUDA lacks."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import sys
+from functools import cache
+from typing import Any
+
+from pycuda_conv.errors import BackendError
+from pycuda_conv.runtime import binaries
+from pycuda_conv.runtime.base import forked
+from pycuda_conv.runtime.compiler import CompileError, compiler
+from pycuda_conv.runtime.pinned import PinnedPool, default_limit
+
+_initialised = False
+_forked = False
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = _initialised
+    native = sys.modules.get("pycuda_conv.runtime._launch")
+    if _forked and native is not None:
+        native.stop()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def check_not_forked() -> None:
+    """Raise an error in a child process whose parent was using CUDA when it was forked."""
+    if _forked:
+        raise forked("CUDA")
+
+
+def pycuda() -> Any:
+    """``pycuda.driver``, initialised. It is imported here, since the package must import without PyCUDA."""
+    global _initialised
+    check_not_forked()
+    try:
+        drv = importlib.import_module("pycuda.driver")
+    except ImportError as error:
+        if not has_gpu():
+            raise BackendError("no NVIDIA GPU was found") from error
+        raise BackendError(f"PyCUDA is not importable ({error}); install it with: pip install 'pycuda_conv[cuda]'") from error
+    if not _initialised:
+        try:
+            drv.init()
+        except drv.Error as error:
+            raise BackendError(f"the CUDA driver did not start: {error}") from error
+        _initialised = True
+    return drv
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether NVIDIA's management library knows a GPU. Unlike the driver, it leaves later forks of this process alone."""
+    try:
+        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_uint(0)
+    return library.nvmlInit_v2() == 0 and library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def newest() -> int:
+    """The version of CUDA that the driver supports."""
+    return int(pycuda().get_driver_version()) // 1000
+
+
+def why_not() -> str | None:
+    """Why CUDA can't be used here, or None if it can."""
+    try:
+        drv = pycuda()
+    except BackendError as error:
+        return str(error)
+    if drv.Device.count() == 0:
+        return "the CUDA driver sees no GPU (is CUDA_VISIBLE_DEVICES set?)"
+    try:
+        compiler(newest())
+    except CompileError as error:
+        if not binaries.serves("sm_{}{}".format(*drv.Device(0).compute_capability())):
+            return str(error)
+    return None
+
+
+@cache
+def libcuda() -> Any:
+    """The driver library itself, for what PyCUDA lacks: launches on any stream, captures, pointers, page-locked memory of all contexts."""
+    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    pointer = ctypes.c_void_p
+    library.cuEventCreate.argtypes = [ctypes.POINTER(pointer), ctypes.c_uint]
+    library.cuEventRecord.argtypes = [pointer, pointer]
+    library.cuStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
+    library.cuMemHostAlloc.argtypes = [ctypes.POINTER(pointer), ctypes.c_size_t, ctypes.c_uint]
+    library.cuMemFreeHost.argtypes = [pointer]
+    library.cuPointerGetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_uint64]
+    library.cuStreamIsCapturing.argtypes = [pointer, ctypes.POINTER(ctypes.c_int)]
+    library.cuStreamBeginCapture_v2.argtypes = [pointer, ctypes.c_int]
+    library.cuStreamEndCapture.argtypes = library.cuGraphLaunch.argtypes = [pointer, pointer]
+    library.cuGraphInstantiateWithFlags.argtypes = [pointer, pointer, ctypes.c_uint64]
+    library.cuGraphDestroy.argtypes = library.cuGraphExecDestroy.argtypes = [pointer]
+    library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    library.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = [pointer, pointer, ctypes.c_int, ctypes.c_size_t]
+    library.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
+    library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
+    library.cuLaunchKernelEx.argtypes = [pointer] * 4
+    return library
+
+
+@cache
+def pinned() -> PinnedPool:
+    """The process's pool of page-locked memory."""
+    return PinnedPool(libcuda(), default_limit())
+
+
+def check(code: int, what: str) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        libcuda().cuGetErrorName(code, ctypes.byref(name))
+        raise RuntimeError(f"{what} failed: {(name.value or b'an unknown error').decode()} ({code})")
+
+
+def address_of(function: str) -> int:
+    """The address of a function of the driver."""
+    return ctypes.cast(getattr(libcuda(), function), ctypes.c_void_p).value or 0
+
+
+def handle_of(stream: Any) -> int:
+    """The driver's handle of a stream: 0 for None, the default stream; that of a PyCUDA stream; an int unchanged."""
+    return int(getattr(stream, "handle", stream) or 0)
