@@ -19,7 +19,7 @@ from pycuda_conv.behind import launches
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
 from pycuda_conv.problem import ConvProblem, integer
-from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime import contexts, get_device
 from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch, source_of
 from pycuda_conv.runtime.plain import plain
 
@@ -171,15 +171,18 @@ def of_plan(plan: Plan, operands: Operands, out: Any, workspace: Any) -> list[Ke
         raise TypeError(f"kernels takes arrays in a GPU's memory, but input is a {kind.name} in the host's")
     kind.check_not_recorded(operands)
     operands = kind.opened(operands)
-    execute.check_fit(plan, kind, kind.signatures(operands))
+    signatures = kind.signatures(operands)
+    assert signatures[0] is not None
+    plan = execute.in_context_of(plan, signatures[0])
+    execute.check_fit(plan, kind, signatures)
+    device = plan.device
     addresses, filter_last = execute.device.addresses_as_they_lie(kind, plan, operands, out)
     if plan.empty:
         return []
-    context = sys.modules["pycuda.driver"].Context.get_current()
-    if context is None:
+    if contexts.pycudas_current() != device.handle:
         raise ConvArgumentError(
-            "no context of PyCUDA's is current, in which functions could be made: import pycuda.autoprimaryctx, or pycuda.autoinit if the "
-            "arrays were made in that"
+            "functions are made in PyCUDA's current context, and that is not the one of the arrays: make theirs current, the primary one "
+            "of torch and CuPy by import pycuda.autoprimaryctx"
         )
     kept, scratch = _workspace(plan, kind, operands.input, workspace)
     *sources, result = addresses
@@ -197,9 +200,10 @@ def _workspace(plan: Plan, kind: DeviceKind, like: Any, given: Any) -> tuple[Any
     if given is None:
         if not nbytes:
             return None, 0
-        with plan.device:
-            given = kind.workspace(nbytes, like, plan.device)
-    elif getattr(given, "nbytes", nbytes) < nbytes:
+        device: Any = plan.device
+        with device.current():
+            return kind.workspace(nbytes, like, device)
+    if getattr(given, "nbytes", nbytes) < nbytes:
         raise ConvArgumentError(f"workspace must have {nbytes:,} bytes, plan.workspace_bytes, but it has {given.nbytes:,}")
     if hasattr(given, "__int__") and not hasattr(given, "shape"):  # a number, or an allocation of PyCUDA's
         address = int(given)

@@ -117,7 +117,8 @@ class Plan:
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction != "wgrad"
         #: the same for a filter that is written: the gradient
         self.writes_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction == "wgrad"
-        self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 and not problem.bare else None
+        either = math.prod(problem.filter_size) == 1 or problem.bare  # a filter of one tap, or of one channel, lies in either order
+        self.filter_order = None if either else channels_last(problem.ndim + 2, problem.ndim)
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
@@ -206,6 +207,16 @@ class Plan:
         better._set_up(config, self.noted)
         self.better = better
         forget_launches()
+
+    def on(self, device: Any) -> Plan:
+        """The same plan for another context of the same GPU: its kernels are loaded there, and nothing is planned again."""
+        found: Plan | None = device.plans.get(self)
+        if found is None:
+            found = type(self).__new__(type(self))
+            found.problem, found.device, found.fixed, found.tuned = self.problem, device, self.fixed, self.tuned
+            found._set_up(self.config, self.noted, self.schedule)
+            device.plans[self] = found
+        return found
 
     def settled(self) -> Plan:
         """The plan in its final form: the best configuration, with the layer's constants compiled in. Waits for the compiler."""

@@ -113,8 +113,8 @@ def remember(
     out : tensor or None
     layout : str
         The result's; by default the plan's.
-    packed : tensor, optional
-        The filter, packed.
+    packed : (object, int), optional
+        What holds the packed filter, and its address.
     recorded : list of a callable, optional
         Tells torch of the call where it has to give gradients: (input, weight, bias, (result,)) -> the result.
     """
@@ -239,7 +239,7 @@ def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, packe
     if not fits(kind, plan, operands, filter_last) or not isinstance(launcher, LauncherInC):
         return None
     device: Any = plan.device
-    place = 0 if packed is None else kind.pointer(packed)
+    place = 0 if packed is None else packed[1]
     nbytes = plan.schedule.workspace_bytes + (0 if place else plan.filter_bytes)
     workspace = kind.maker((nbytes,), sys.modules["torch"].uint8, input.device, None) if nbytes else None
     result = kind.maker(plan.result_shape, input.dtype, input.device, plan.filter_order if writes_last else plan.result_order)

@@ -31,7 +31,7 @@ from pycuda_conv.runtime.graph import Graph
 from pycuda_conv.runtime.plain import plain
 from pycuda_conv.tools.kernels import families
 
-TILE = pc.ConvProblem.forward(2, (2, 8, 16, 32), (8, 8, 3, 3), padding=1)
+TILE = pc.ConvProblem.forward(2, (2, 8, 16, 32), (8, 1, 3, 3), padding=1, groups=8)
 
 
 # ---- texts

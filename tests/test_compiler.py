@@ -97,7 +97,7 @@ def test_which_compiler_is_taken(tmp_path, fresh):
     assert compiler.compiler(13).path == str(tmp_path / "nvcc")
     forget()
     fresh.setenv("PYCUDA_CONV_COMPILER", "gcc")
-    with pytest.raises(BackendError, match="must be 'nvrtc' or 'nvcc', got 'gcc'"):
+    with pytest.raises(BackendError, match="must be 'nvrtc', 'nvcc' or 'pycuda', got 'gcc'"):
         compiler.compiler()
 
 

@@ -23,7 +23,8 @@ from pycuda_conv.arrays.host import HostKind, Memory
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.problem import DTYPE_BYTES
-from pycuda_conv.runtime import Device, cuda_device, get_device
+from pycuda_conv.runtime import Device, contexts, get_device
+from pycuda_conv.runtime.device import Where
 
 #: DLPack's numbers of memory that the host reads, and of memory that a CUDA GPU reads.
 HOST, PAGE_LOCKED, CUDA, MANAGED = 1, 3, 2, 13
@@ -80,8 +81,8 @@ class Lying:
     shape : tuple of int
     dtype : str
         numpy's name, or "bfloat16".
-    place : int or None
-        The GPU; None in host memory.
+    where : int, tuple of (int, int) or None
+        The context, as :data:`pycuda_conv.runtime.device.Where` has it; None in host memory.
     pointer : int
     strides : tuple of int
         In bytes.
@@ -92,13 +93,13 @@ class Lying:
         The caller's array; None for one that was made here.
     """
 
-    __slots__ = ("dtype", "owner", "place", "pointer", "shape", "source", "strides", "writeable")
+    __slots__ = ("dtype", "owner", "pointer", "shape", "source", "strides", "where", "writeable")
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: str, place: int | None, pointer: int, strides: tuple[int, ...], owner: Any,
+        self, shape: tuple[int, ...], dtype: str, where: Where | None, pointer: int, strides: tuple[int, ...], owner: Any,
         writeable: bool = True, source: Any = None,
     ) -> None:
-        self.shape, self.dtype, self.place, self.pointer, self.strides = shape, dtype, place, pointer, strides
+        self.shape, self.dtype, self.where, self.pointer, self.strides = shape, dtype, where, pointer, strides
         self.owner, self.writeable, self.source = owner, writeable, source
 
     def memory(self, owner: Any = None) -> np.ndarray:
@@ -141,9 +142,9 @@ def read(array: Any, name: str) -> Lying:
         if 0 not in shape:
             raise ConvArgumentError(no_memory(name))
         pointer = 0
-    place = InterfaceKind._ordinal(pointer) if device in (CUDA, MANAGED) else None
+    where = _context_of(pointer, name) if device in (CUDA, MANAGED) else None
     writeable = not flags & (_READ_ONLY | _COPIED)
-    return Lying(shape, f"{_CODES[tensor.code]}{tensor.bits}", place, pointer, strides, capsule, writeable, array)
+    return Lying(shape, f"{_CODES[tensor.code]}{tensor.bits}", where, pointer, strides, capsule, writeable, array)
 
 
 def _not_handed_out(array: Any, name: str, error: Exception) -> ConvArgumentError:
@@ -158,6 +159,13 @@ def _not_handed_out(array: Any, name: str, error: Exception) -> ConvArgumentErro
     if callable(deleted) and deleted():
         return ConvArgumentError(f"{name} was deleted, or donated to a function that jax compiled: its memory is gone")
     return ConvArgumentError(f"{name} can't be read: its library says: {error}")
+
+
+def _context_of(pointer: int, name: str) -> Where:
+    try:
+        return InterfaceKind.where(pointer)
+    except contexts.NotCurrent as error:
+        raise contexts.NotCurrent(error.template, name) from None
 
 
 def _capsule(array: Any, **options: Any) -> Any:
@@ -177,7 +185,7 @@ class _Lent:
         self.streams: set[int] = set()
 
     def __del__(self) -> None:
-        with suppress(Exception), self._device:
+        with suppress(Exception), self._device.current():
             for stream in self.streams:  # the owner's memory follows the default stream
                 self._device.order(stream, None)
 
@@ -191,14 +199,14 @@ class Exporter:
     """
 
     def __init__(self, array: Lying) -> None:
-        self._bfloat16, self._place = array.dtype == "bfloat16", array.place
-        self._device: Any = None if array.place is None else cuda_device(array.place)
-        self._lent = None if array.place is None else _Lent(array.owner, self._device)
+        self._bfloat16, self._where = array.dtype == "bfloat16", array.where
+        self._device: Any = None if array.where is None else contexts.device_at(array.where)
+        self._lent = None if array.where is None else _Lent(array.owner, self._device)
         # numpy makes the capsule: what it keeps is dropped in the right thread, and never after the interpreter ended
         self._memory = array.memory(self._lent)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (HOST, 0) if self._place is None else (CUDA, self._place)
+        return (HOST, 0) if self._where is None else (CUDA, contexts.ordinal_of(self._where))
 
     def __dlpack__(
         self, *, stream: int | None = None, max_version: tuple[int, int] | None = None, dl_device: tuple[int, int] | None = None,
@@ -212,7 +220,7 @@ class Exporter:
         memory = self._memory.copy() if copy else self._memory
         if self._lent is not None and stream not in (None, 0, 1, -1):  # -1: the caller sees to the order
             self._lent.streams.add(stream)
-            with self._device:
+            with self._device.current():
                 self._device.order(None, stream)
         try:
             capsule = memory.__dlpack__(max_version=max_version) if max_version else memory.__dlpack__()
@@ -263,8 +271,13 @@ def dlpack(array: Any) -> Exporter:
     if array.dtype.name != "bfloat16" and (array.dtype.kind not in "iufc" or not array.dtype.isnative):
         raise TypeError(f"array has the dtype {array.dtype}, which DLPack has no number for")
     pointer = int(array.gpudata) if array.gpudata is not None else 0
-    place = InterfaceKind._ordinal(pointer)
-    return Exporter(Lying(array.shape, array.dtype.name, place, pointer, array.strides, array))
+    where = _context_of(pointer, "array") if pointer else 0
+    if not isinstance(where, int):
+        raise ConvArgumentError(
+            f"array lies in a CUDA context of its own on cuda:{where[0]}, and other libraries use the primary one: make arrays for them "
+            "after import pycuda.autoprimaryctx"
+        )
+    return Exporter(Lying(array.shape, array.dtype.name, where, pointer, array.strides, array))
 
 
 # ---- the kinds
@@ -296,13 +309,13 @@ class DLPackKind(InterfaceKind, HostKind):
 
     def closed(self, result: Any, operands: Operands, stream: Any = None) -> Any:
         made = self._of_library(result) if isinstance(result, Lying) else result  # what was given as out= comes back as it is
-        if operands.input.place is not None:
-            self._keep(cuda_device(operands.input.place), (*operands, result), stream)
+        if operands.input.where is not None:
+            self._keep(contexts.device_at(operands.input.where), (*operands, result), stream)
         return made
 
     def _keep(self, device: Any, arrays: Sequence[Any], stream: Any) -> None:
         """Keep `arrays` until the launches that were made on `stream` are done: other libraries' allocators don't follow our streams."""
-        with device:
+        with device.current():
             while self._in_use and self._in_use[0][0].query():
                 self._in_use.popleft()
             self._in_use.append((device.recorded(None if stream is None else stream_of(stream)), arrays))
@@ -311,7 +324,7 @@ class DLPackKind(InterfaceKind, HostKind):
         """`array` as one of the library's; where the library takes none, a numpy array or a ``GPUArray``."""
         if self._from_dlpack is not None:
             return self._from_dlpack(Exporter(array))
-        if array.place is not None:
+        if array.where is not None:
             gpuarray = importlib.import_module("pycuda.gpuarray")
             return gpuarray.GPUArray(array.shape, _numpy_dtype(array.dtype), gpudata=array.owner, strides=array.strides)
         memory = array.memory()
@@ -323,7 +336,7 @@ class DLPackKind(InterfaceKind, HostKind):
 
     def signature(self, array: Any) -> Signature:
         lying = self._lying(array)
-        return lying.shape, lying.dtype, lying.place
+        return lying.shape, lying.dtype, lying.where
 
     def dtype_name(self, dtype: Any) -> str:
         return str(dtype)
@@ -332,7 +345,7 @@ class DLPackKind(InterfaceKind, HostKind):
         return get_device(device) if signature[2] is None else DeviceKind.device(self, signature, device)
 
     def on_gpu(self, array: Any) -> bool:
-        return self._lying(array).place is not None
+        return self._lying(array).where is not None
 
     def pointer(self, array: Any) -> int:
         return self._lying(array).pointer
@@ -351,8 +364,8 @@ class DLPackKind(InterfaceKind, HostKind):
 
     def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Lying:
         lying = self._lying(array)
-        assert lying.place is not None
-        device, axes = cuda_device(lying.place), order or range(len(lying.shape))
+        assert lying.where is not None
+        device, axes = contexts.device_at(lying.where), order or range(len(lying.shape))
         fresh = self.empty(lying.shape, lying, device, order)
         shape, strides = [lying.shape[i] for i in axes], [lying.strides[i] for i in axes]
         copy_strided(device, lying.pointer, shape, strides, lying.dtype, fresh.pointer)
@@ -361,14 +374,11 @@ class DLPackKind(InterfaceKind, HostKind):
     def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Lying:
         dtype, itemsize = like.dtype, DTYPE_BYTES[like.dtype]
         strides = c_strides(shape, itemsize) if order is None else strides_of(tuple(shape), itemsize, order)
-        if like.place is None:
+        if like.where is None:
             room = self.room(tuple(shape), np.dtype("i2" if dtype == "bfloat16" else dtype))
             return Lying(tuple(shape), dtype, None, room.__array_interface__["data"][0], strides, room)
         block = device.allocate(max(math.prod(shape) * itemsize, 1))
-        return Lying(tuple(shape), dtype, like.place, int(block), strides, block)
-
-    def workspace(self, nbytes: int, like: Any, device: Any) -> Lying:
-        return self.empty((-(-nbytes // DTYPE_BYTES[like.dtype]),), like, device)
+        return Lying(tuple(shape), dtype, like.where, int(block), strides, block)
 
     # in host memory
 
@@ -385,7 +395,7 @@ class DLPackKind(InterfaceKind, HostKind):
         return Lying(array.shape, like.dtype, None, array.__array_interface__["data"][0], array.strides, array)
 
     def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:
-        if array.place is not None:
+        if array.where is not None:
             return DeviceKind.as_kernel_input(self, array, order)
         return array if self.contiguous(array) else self.from_numpy(np.ascontiguousarray(array.memory()), array)
 

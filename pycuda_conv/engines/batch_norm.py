@@ -168,6 +168,10 @@ def _index_64(pixels: Pixels) -> bool:
     return pixels.N * pixels.K * pixels.plane + 2**20 >= 2**31
 
 
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 67, "opencl": 24}
+
+
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of batch_norm.cu for each type and each way to read arrays, and some for per-channel values."""
     common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}

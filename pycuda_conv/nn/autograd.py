@@ -34,7 +34,7 @@ from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import launches_are_in
-from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
+from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, check_element_type, integers, padding_in_numbers, padding_pairs
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
 #: Whether a gradient stands for several, as in ``torch.autograd.grad(is_grads_batched=True)``.
@@ -282,7 +282,7 @@ def sum_channels(ndim: int, grad_output: Any, device: str | None) -> Any:
     """The gradient of a bias, in a call that torch is told of: torch's own sum."""
     if not _differentiated(grad_output, grad_output, None, None, None) and not _traced(grad_output, grad_output, None):
         return dispatch.sum_channels(ndim, grad_output, device, None, True)
-    dispatch.check_summed(ndim, grad_output.shape, TORCH.dtype_name(grad_output.dtype))
+    dispatch.check_summed(ndim, grad_output.shape, TORCH.dtype_name(grad_output.dtype), TORCH.conversion)
     return _summed(ndim, grad_output)
 
 
@@ -538,6 +538,8 @@ def _check(
     """Refuse operands that don't fit together, as far as their sizes are known."""
     more = {"bias": bias, "scale": scale, "residual": residual}
     given = {name: tensor for name, tensor in more.items() if tensor is not None}
+    for name, tensor in {operator.words[0]: first, operator.words[1]: second, **given}.items():
+        check_element_type(name, TORCH.dtype_name(tensor.dtype), TORCH.conversion)
     for name, other in {operator.words[1]: second, **given}.items():
         if other.device != first.device or other.dtype != first.dtype:
             raise ConvArgumentError(

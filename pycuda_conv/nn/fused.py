@@ -60,7 +60,7 @@ from pycuda_conv.nn.autograd import (
 )
 from pycuda_conv.nn.modules import in_pairs
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, channels_last, checked_activation
+from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, channels_last, check_precision, checked_activation
 from pycuda_conv.runtime import Device
 from pycuda_conv.runtime.base import Launcher
 from pycuda_conv.typing import Precision
@@ -829,8 +829,7 @@ class _FusedConvBnReLU(nn.Module):
         self._adopt(conv, self._bn(out_channels, eps, momentum, affine, track_running_stats, **made), relu, precision)
 
     def _adopt(self, conv: nn.Module, bn: nn.Module, relu: bool, precision: str) -> None:
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {PRECISIONS}, but got {precision!r}")
+        check_precision(precision)
         super().__init__()
         self.conv: Any = conv
         self.bn: Any = bn

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from pycuda_conv.errors import BackendError
+from pycuda_conv.errors import BackendError, did_you_mean
 from pycuda_conv.runtime.base import KERNEL_DIR
 from pycuda_conv.runtime.cache import file_identity
 from pycuda_conv.runtime.plain import plain
@@ -232,8 +232,10 @@ def compiler(newest: int | None = None) -> Compiler:
         There is none.
     """
     wanted = os.environ.get("PYCUDA_CONV_COMPILER")
-    if wanted and wanted not in ("nvrtc", "nvcc", "pycuda"):
-        raise BackendError(f"PYCUDA_CONV_COMPILER must be 'nvrtc', 'nvcc' or 'pycuda', got {wanted!r}")
+    known = "nvrtc", "nvcc", "pycuda"
+    if wanted and wanted not in known:
+        hint = did_you_mean(wanted, known)
+        raise BackendError(f"PYCUDA_CONV_COMPILER must be 'nvrtc', 'nvcc' or 'pycuda', got {wanted!r}{hint}")
     library = nvrtc(newest) if wanted in (None, "", "nvrtc") else None
     if library:
         return Nvrtc(library)
