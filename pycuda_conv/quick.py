@@ -177,16 +177,19 @@ def _steps(plan: Plan, filter_last: bool) -> list[list[KernelLaunch]]:
 
 
 def steps_of(
-    plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None
+    plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None,
+    norm: Sequence[tuple[int, int]] = (),
 ) -> list[list[KernelLaunch]]:
     """A plan's launches for :func:`row`: `places` are those of input, weight, bias, result and workspace, and a buffer that is None.
 
     The filter is read as it is, and lies in the plan's ``filter_order`` if `filter_last`. The packed filter, if there is one, lies behind
-    the plan's own workspace.
+    the plan's own workspace. `norm` are the places of gamma, beta, mean and variance.
     """
     *five, none = places
     workspace, start = places[4]
-    return moved(_steps(plan, filter_last), (*five, (workspace, start + plan.schedule.workspace_bytes), none, residual or none))
+    gamma, *others = norm or (none,) * 4
+    packed = workspace, start + plan.schedule.workspace_bytes
+    return moved(_steps(plan, filter_last), (*five, packed, gamma, residual or none, *others))
 
 
 def behind_each_other(first: Plan, first_last: bool, second: Plan, second_last: bool) -> int | None:

@@ -174,7 +174,7 @@ def test_the_command_counts_and_lists(capsys):
 def test_what_follows_a_convolution_is_listed(dtype, channels):
     pixels = batch_norm.Pixels(dtype, "NHWC", 2, channels, 49)
     of_bn = [family for family in families("sm_90a") if family.file == "batch_norm"]
-    made = [batch_norm.statistics(pixels, 132, 1e-5, 0.1), batch_norm.channel_sums(pixels, 132), batch_norm.fold(pixels, 132, 1e-5)]
+    made = [batch_norm.statistics(pixels, 132, 1e-5, 0.1), batch_norm.channel_sums(pixels, 132)]
     made += batch_norm.forward(pixels, 132, "silu"), batch_norm.backward(pixels, 132, "silu", True)
     for residual in (False, True):
         made += batch_norm.forward(pixels, 132, "relu", residual), batch_norm.backward(pixels, 132, "relu", True, residual)

@@ -263,16 +263,6 @@ def whole_forward(
     return (cut.activating_step("batch_norm_whole_forward", places, activation, *told, residual=residual),), 0
 
 
-def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[KernelLaunch], int]:
-    """The factor and the summand that a given mean and variance put into a convolution. They do not depend on the pixels.
-
-    Buffers: mean, variance, gamma or None, beta or None, the convolution's bias or None | scale, shift. The bias and the results
-    have the arrays' dtype.
-    """
-    cut, blocks = _Cut.of(pixels, multiprocessors), -(-pixels.K // ADDING_THREADS)
-    return (cut.step_of_channels("batch_norm_fold", blocks, (0, 1, 2, 3, 4, 5, 6), pixels.K, bits(eps, pixels.sum_bytes)),), 0
-
-
 def backward(
     pixels: Pixels, multiprocessors: int, activation: Activation, of_batch: bool, residual: bool = False
 ) -> tuple[Sequence[KernelLaunch], int]:

@@ -539,7 +539,7 @@ static PyObject* where(PyObject* self, PyObject* pointer) {
 // ---- calls
 
 enum { OPERANDS = 5, AXES = 8, KEY_BYTES = 2048, DEPTH = 4, MOST_RESULTS = 4 };
-enum { INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL };       // buffers
+enum { INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL, BETA, MEAN, VAR };  // buffers of a plan
 static const int BUFFER_OF[OPERANDS] = {INPUT, WEIGHT, BIAS, SCALE, RESIDUAL};  // operands in the order of call()'s arguments
 
 static const char READY[] = "pycuda_conv.runtime._launch.ready";
@@ -782,7 +782,7 @@ static PyObject* ready(PyObject* self, PyObject* args) {
     return NULL;
   const Schedule* s = PyCapsule_GetPointer(schedule, SCHEDULE);
   if (!s) return NULL;
-  const Py_ssize_t count = PyTuple_Size(results), most = operands ? operands + count + 2 : RESIDUAL + 1;  // the last one is always at 0
+  const Py_ssize_t count = PyTuple_Size(results), most = operands ? operands + count + 2 : VAR + 1;  // the last one is always at 0
   if (count < 1 || count > MOST_RESULTS || operands < 0 || most > BUFFERS || s->buffers > most)
     return PyErr_Format(PyExc_ValueError, "the schedule takes %zd buffers, a call with %zd results has %zd", s->buffers, count, most);
   Ready* r = PyMem_Calloc(1, sizeof *r);
