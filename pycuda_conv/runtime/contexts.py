@@ -259,6 +259,12 @@ def _other(ordinal: int, handle: int) -> OtherContext:
         return device
 
 
+def known() -> list[CudaDevice]:
+    """The devices of all contexts that calls have used, primary ones first. Others may be gone."""
+    with _lock:
+        return [*_primaries.values(), *_others.values()]
+
+
 def primary_handle(ordinal: int) -> int:
     """The handle of a GPU's primary context, or 0 where nobody uses that: to make it takes hundreds of megabytes of the GPU."""
     known = _primaries.get(ordinal)

@@ -151,6 +151,10 @@ class CudaDevice(Device):
         forks = any(isinstance(one, StreamWait) for one in operations)
         return (self._by_python if self._in_c is None else self._by_c)(operations, forks)
 
+    def launches(self, steps: Sequence[Sequence[KernelLaunch]]) -> list[Launch]:
+        """The launches of `steps`, one behind the other, each with its compiled kernel."""
+        return [one for one in self._operations(steps) if isinstance(one, Launch)]
+
     def _operations(self, steps: Sequence[Sequence[KernelLaunch]]) -> Iterator[Launch | StreamWait]:
         for step in steps:
             fills = all(one.grid * one.block >= FULL * self.multiprocessors for one in step[:-1])
