@@ -500,6 +500,22 @@ static PyObject* drive(PyObject* self, PyObject* args) {
   return Py_BuildValue("");
 }
 
+static PyObject* checked(const char* what, int code) {
+  return code ? PyErr_Format(PyExc_RuntimeError, "%s failed (%d)", what, code) : Py_BuildValue("");
+}
+
+// push(context): make it current
+static PyObject* push(PyObject* self, PyObject* context) {
+  uint64_t handle;
+  return number(context, &handle) ? NULL : checked("cuCtxPushCurrent", cuda.push(address_of(handle)));
+}
+
+// pop(): make the context current that was so before
+static PyObject* pop(PyObject* self, PyObject* nothing) {
+  void* context;
+  return checked("cuCtxPopCurrent", cuda.pop(&context));
+}
+
 // primary(number of a GPU, handle): its primary context
 static PyObject* primary(PyObject* self, PyObject* args) {
   int gpu;
@@ -1244,6 +1260,8 @@ static PyMethodDef methods[] = {
     {"launch", (PyCFunction)(void*)launch, METH_FASTCALL, "launch(schedule, buffers, stream, own): None, or the error and the operation."},
     {"is_current", (PyCFunction)(void*)is_current, METH_FASTCALL, "is_current(cuCtxGetCurrent, context): bool."},
     {"drive", drive, METH_VARARGS, "drive(functions): the driver's, for contexts."},
+    {"push", push, METH_O, "push(context): make it current."},
+    {"pop", pop, METH_NOARGS, "pop(): make the context current that was so before."},
     {"primary", primary, METH_VARARGS, "primary(gpu, handle): a primary context."},
     {"other", other, METH_VARARGS, "other(id): a context that is no primary one."},
     {"has_id", has_id, METH_VARARGS, "has_id(id): whether the current context has it."},
