@@ -44,12 +44,12 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         Whether the arrays' library knows of the call.
     """
     device, devices, stream, tune = place
-    repeatable = device is None and devices is None and stream is None and tune is False and is_torchs(operands[0]) and quick.possible()
+    repeatable = device is None and devices is None and stream is None and tune is False and quick.may_repeat(operands[0])
     if repeatable:
         made = quick.call(quick.table, asked, recorded, *operands, out)
         if made is not None:
             return made
-        if out is None and quick.autocasts(operands[0]):
+        if out is None and is_torchs(operands[0]) and quick.autocasts(operands[0]):
             return handlers["autocast"]().convolve_cast(asked, operands, place, recorded)
     call, arrays = Call(*asked), Operands(*operands)
     kind = same_kind(arrays, out, call.operand_names)

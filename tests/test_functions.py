@@ -365,7 +365,7 @@ def test_what_was_measured_decides_whether_channels_last_are_read(monkeypatch):
 class Recorder:
     """A device that lists what happens on which stream, and a plan of `case` there, whose kernel is torch's and reads NCHW."""
 
-    ordinal = -1  # of tensors in host memory
+    ordinal = where = -1  # of tensors in host memory
 
     def __init__(self, case, arrays):
         self.events, self.depth, problem = [], 0, case.problem()

@@ -75,6 +75,17 @@ class ArrayKind:
         """
         return False
 
+    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+        """What the launcher in C needs to repeat a call: see ``ready`` in ``_launch.c``.
+
+        Returns
+        -------
+        tuple
+            The function of the current stream or None, the GPU's number, and functions with their arguments: what makes a result like
+            `like` with its axes in `order`, and what makes a workspace of `nbytes`, or None where that is 0.
+        """
+        raise NotImplementedError
+
     def check_not_recorded(self, operands: Operands) -> None:
         """Refuse arrays whose library has to know of the call. A plan's call asks this, as the library can't know of it."""
 

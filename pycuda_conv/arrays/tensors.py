@@ -225,6 +225,10 @@ class TorchKind(DeviceKind, HostKind):
             return torch.empty_strided, (shape, strides), {"dtype": dtype, "device": device}
         return make, (shape, strides, dtype), None
 
+    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+        workspace = self.maker((nbytes,), torch.uint8, like.device, None) if nbytes else None
+        return self._current_stream, like.get_device(), self.maker(shape, like.dtype, like.device, order), workspace
+
     def current_stream(self, device: Any) -> Any:
         return self._current_stream(device.ordinal)
 
