@@ -164,7 +164,7 @@ def test_arguments_are_byte_for_byte_those_of_our_launches(fake, problem, dtype)
         asked = [line for line in fake.asked(device) if line.startswith("launch")]
         assert len(asked) == len(launches)
         for launch, line in zip(launches, asked, strict=True):
-            kernel = kernels._kernel(device, launch, (input, weight, bias, result, workspace, place, scale, residual), "kept")
+            kernel = kernels._kernel(device, launch, (input, weight, bias, result, workspace, place, scale, residual, *kernels.NO_NORM), "kept")
             assert not kernel.function.launched
             kernel("a stream")
             ((grid, block, shared, stream, packed),) = kernel.function.launched
