@@ -1,7 +1,7 @@
 """Arrays of libraries that speak DLPack: jax and array_api_strict where they are installed, and always a library of the test's own."""
 
-import gc
 import contextlib
+import gc
 import importlib.util
 import os
 import pickle
@@ -262,15 +262,15 @@ def test_arrays_are_kept_until_launches_are_done():
 
     class Context:
         def __init__(self):
-            self.events, self.done = [], 0
+            self.events, self.done = [], [0]
 
         def current(self):
             return contextlib.nullcontext()
 
         def recorded(self, stream):
             self.events.append(stream)
-            number = len(self.events)
-            return SimpleNamespace(query=lambda: number <= self.done)
+            number, done = len(self.events), self.done
+            return SimpleNamespace(query=lambda: number <= done[0])
 
     kind, first, second = module.DLPackKind("a library", None), Context(), Context()
     alive = []
@@ -288,12 +288,12 @@ def test_arrays_are_kept_until_launches_are_done():
     call(first, 7)
     assert living() == [True, True] and first.events == [None, 7]
     call(second)
-    first.done = 1
+    first.done[0] = 1
     call(second)  # asks nothing of another context, which may be gone
     assert living() == [True] * 4
     call(first)
     assert living() == [False, True, True, True, True]
-    first.done = 3
+    first.done[0] = 3
     call(first)
     assert living() == [False, False, True, True, False, True]
     del first
