@@ -20,7 +20,7 @@ from pycuda_conv import engines
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.engines.tensor_cores import products
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import VariableError
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.compiler import CompileError
@@ -37,7 +37,7 @@ def enabled() -> bool:
     """Whether kernels are compiled behind calls, and know layers' constants: unless ``PYCUDA_CONV_BACKGROUND`` is ``0``."""
     text = os.environ.get("PYCUDA_CONV_BACKGROUND", "1")
     if text not in ("0", "1"):
-        raise ConvArgumentError(f"PYCUDA_CONV_BACKGROUND must be 0 or 1, got {text!r}")
+        raise VariableError(f"PYCUDA_CONV_BACKGROUND must be 0 or 1, got {text!r}")
     return text == "1"
 
 

@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 import pycuda_conv
 from pycuda_conv import interrupt
-from pycuda_conv.errors import BackendError, ConvArgumentError
+from pycuda_conv.errors import BackendError, VariableError
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ACTIVATIONS, checked_activation
+from pycuda_conv.tools import streams
 from pycuda_conv.tools.suite import KINDS, MODES
 from pycuda_conv.tools.terminal import OK, UNUSABLE, ToolError
 
@@ -55,6 +56,12 @@ def _place(text: str) -> Path | str:
     """A path, which may also be written as an address of ``file`` or ``local``; any other address unchanged."""
     protocol, mark, rest = text.partition("://")
     return text if mark and protocol not in ("file", "local") else Path(rest if mark else text)
+
+
+def _output(text: str) -> Path | str:
+    """The same; a folder's name keeps the slash at its end."""
+    place = _place(text)
+    return f"{place}{os.sep}" if isinstance(place, Path) and text.endswith(("/", os.sep)) else place
 
 
 def _axes(text: str) -> str:
@@ -181,9 +188,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "input", type=_place, nargs="+",
         help="a .npy file of shape (N, C, ...) or (C, ...), a .zarr or OME-Zarr, also at an address that fsspec opens, a TIFF, or a "
-        "picture; several of them, or a pattern with * in quotes",
+        "picture; several of them, patterns with * in quotes, or a folder, for all such files in it and below",
     )
-    run.add_argument("output", type=_place, help="what to write, by its name; for several inputs a folder")
+    run.add_argument("output", type=_output, help="what to write, by its name, or a folder, which is made if there is none")
     run.add_argument(
         "--filter", required=True, metavar="FILE|NAME",
         help="a .npy file of shape (K, C/groups, ...); for pictures (R, S) too, for volumes (T, R, S); or, for both, sharpen, blur, edge, "
@@ -296,46 +303,43 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    command = "pycuda-conv"
-    try:
-        interrupt.raise_again()
-        arguments = parser().parse_args(argv)
-        command = f"pycuda-conv {arguments.command}"
-        status = _run(arguments)
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        return _interrupted()
-    except BrokenPipeError:  # the reader, such as head, has had enough
-        _finish_output()
-        return OK
-    except OSError as error:  # such as that of a full disk behind stdout
-        _finish_output()
-        what = error.strerror or str(error)
-        print(f"{command}: {what if error.filename is None else f'{error.filename}: {what}'}", file=sys.stderr)
-        return UNUSABLE
-    except (ToolError, BackendError, MemoryError, ConvArgumentError) as error:
-        if isinstance(error, ConvArgumentError) and not str(error).startswith("PYCUDA_CONV_"):  # no variable of the environment
-            raise
-        print(f"{command}: {' '.join(str(error).split()) or 'too little memory'}", file=sys.stderr)
-        return UNUSABLE
-    except RuntimeError as error:  # Python before 3.12 wraps an error raised while a class tells its attributes their names
-        if not isinstance(error.__cause__, KeyboardInterrupt):
-            raise
-        return _interrupted()
+    with interrupt.raised():
+        try:
+            return _main(argv)
+        except KeyboardInterrupt as error:
+            return _ended(error, INTERRUPTED)
+        except interrupt.Terminated as error:
+            return _ended(error, int(str(error.code)))
+        except RuntimeError as error:  # Python before 3.12 wraps an error raised while a class tells its attributes their names
+            if not isinstance(error.__cause__, KeyboardInterrupt):
+                raise
+            return _ended(error.__cause__, INTERRUPTED)
 
 
-def _interrupted() -> int:
-    print("interrupted", file=sys.stderr)
-    return INTERRUPTED
+def _main(argv: Sequence[str] | None) -> int:
+    with streams.forgiving() as lost:
+        command = "pycuda-conv"
+        try:
+            arguments = parser().parse_args(argv)
+            command = f"pycuda-conv {arguments.command}"
+            status = _run(arguments)
+        except (ToolError, BackendError, MemoryError, VariableError) as error:
+            print(f"{command}: {' '.join(str(error).split()) or 'too little memory'}", file=sys.stderr)
+            return UNUSABLE
+        except OSError as error:
+            what = error.strerror or str(error)
+            print(f"{command}: {what if error.filename is None else f'{error.filename}: {what}'}", file=sys.stderr)
+            return UNUSABLE
+    if lost:
+        print(f"{command}: {lost[0].strerror}", file=sys.stderr)
+        return status or (OK if arguments.command == "run" else UNUSABLE)  # what `run` makes are files
+    return status
 
 
-def _finish_output() -> None:
-    """Write what stdout still holds. What can't be written is dropped: Python would try again at its end and complain."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _ended(error: BaseException, status: int) -> int:
+    how = getattr(error, "how", "")
+    print(interrupt.word(status) + (how and f"; {how}"), file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

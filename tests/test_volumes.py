@@ -345,7 +345,6 @@ REFUSED = {
     "channels": (("--filter", "w.npy", "plain.zarr", "y.zarr", "--axes", "zyx"), "to have 2 channels"),
     "complex": (("--filter", "k.npy", "complex.zarr", "y.zarr", "--axes", "zyx"), "complex"),
     "exists": (("--filter", "blur", "x.zarr", "old.zarr"), "old.zarr exists already; --force"),
-    "another folder": (("--filter", "blur", "x.zarr", "folder", "--force"), "must end in .zarr"),
     "no zarr": (("--filter", "blur", "x.zarr", "full.zarr", "--force"), "what is there is no zarr"),
     "onto itself": (("--filter", "blur", "x.zarr", "x.zarr", "--force"), "it is the file"),
     "into itself": (("--filter", "blur", "x.zarr", "x.zarr/y.zarr"), "it is the file"),
@@ -363,7 +362,7 @@ REFUSED = {
     "no scheduler": (("--filter", "blur", "x.zarr", "y.zarr", "--scheduler", "tcp://127.0.0.1:9"), "can't be reached"),
     "batch": (("--filter", "blur", "x.zarr", "y.zarr", "--batch", "2"), "--batch is for"),
     "pattern": (("--filter", "blur", "none*.zarr", "folder"), "none*.zarr matches no file"),
-    "pattern of one": (("--filter", "blur", "pl*.zarr", "y.zarr"), "y.zarr must be a folder, for pl*.zarr may match several files"),
+    "pattern of one": (("--filter", "blur", "pl*.zarr", "y.zarr"), "y.zarr must be a folder, for pl*.zarr may stand for several files"),
     "several": (("--filter", "blur", "x.zarr", "plain.zarr", "y.zarr"), "y.zarr must be a folder"),
     "two of a name": (("--filter", "blur", "x.zarr", "full.zarr/x.zarr", "folder"), "2 files called x.zarr"),
     "device": (("--filter", "blur", "x.zarr", "y.zarr", "--device", "tpu"), "'tpu'"),
@@ -477,7 +476,7 @@ def test_a_process_that_is_ended_in_the_middle(command, fast_env, number, resume
         out, err = process.communicate(timeout=400)
     assert out == "" and process.returncode in (INTERRUPTED, -signal.SIGKILL)
     if not resume:
-        assert err == "interrupted\n" and names() == ["x.zarr"]
+        assert err == "interrupted; with --resume, a run keeps what is complete\n" and names() == ["x.zarr"]
         return
     assert names() == [".y.zarr.done", ".y.zarr.part", "x.zarr"]
     complete = {path.name for path in chunks_in(".y.zarr.done")}
@@ -640,7 +639,7 @@ def test_ctrl_c_ends_the_work_of_a_cluster_and_leaves_nothing(on_opencl, cluster
         assert process.poll() is None, process.communicate()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=400)
-    assert (process.returncode, out, err) == (INTERRUPTED, "", "interrupted\n") and names() == ["w.npy", "x.zarr"]
+    assert (process.returncode, out, err.partition(";")[0]) == (INTERRUPTED, "", "interrupted") and names() == ["w.npy", "x.zarr"]
     time.sleep(0.3)
     assert names() == ["w.npy", "x.zarr"]  # nobody goes on writing
 

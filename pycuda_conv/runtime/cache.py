@@ -18,7 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import VariableError
 
 log = logging.getLogger("pycuda_conv")
 
@@ -57,7 +57,7 @@ def limit() -> int:
     if not text:
         return LIMIT
     if not text.isdecimal():
-        raise ConvArgumentError(f"PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got {text!r}")
+        raise VariableError(f"PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got {text!r}")
     return int(text)
 
 
