@@ -1,11 +1,9 @@
 """Ctrl-C and SIGTERM while OpenCL compiles and computes, in calls of the library and in the command; and launches in parts."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,7 +69,7 @@ def test_parts_give_the_same_bits(monkeypatch, problem, dtype):
 def test_no_part_makes_pocl_compile_once_more(monkeypatch):
     """One machine code of a kernel serves small and large grids, and all offsets."""
     device = get_device("opencl")
-    kernels = {path for path in device._workshop.folder.rglob("*.so")}
+    kernels = set(device._workshop.folder.rglob("*.so"))
     for n in (1, 40):
         pc.conv2d(np.ones((n, 3, 211, 97), "f"), np.ones((5, 3, 3, 3), "f"), device="opencl", dilation=2)
     made = [path.parent.parent for path in device._workshop.folder.rglob("*.so") if path not in kernels]
