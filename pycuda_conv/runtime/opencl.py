@@ -236,6 +236,7 @@ class OpenCLDevice(Device):
         """The kernel, and PoCL's files of its program."""
         source = step.source()
         with self._building:
+            waiting.check()
             if source not in self._programs:
                 self._programs[source] = self._build(source, OPTIONS)
             program, kept = self._programs[source]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,9 @@ T = TypeVar("T")
 
 #: Seconds of the first and of the longest pause between two looks.
 FIRST_PAUSE, LONGEST_PAUSE = 1e-4, 0.01
+
+#: Signals whose handlers LLVM, which is PoCL's compiler, replaces when it first writes a file.
+_TAKEN = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR2") if hasattr(signal, name))
 
 _stopping = threading.Event()
 
@@ -28,6 +32,12 @@ def stop(now: bool = True) -> None:
         _stopping.clear()
 
 
+def check() -> None:
+    """Raise :class:`Stopped` after :func:`stop`."""
+    if _stopping.is_set():
+        raise Stopped("the process is about to end")
+
+
 def until(done: Callable[[], Any]) -> None:
     """Wait until `done()` is true.
 
@@ -36,12 +46,23 @@ def until(done: Callable[[], Any]) -> None:
     Stopped
         :func:`stop` was called meanwhile.
     """
-    pause = FIRST_PAUSE
+    pause, main = FIRST_PAUSE, threading.current_thread() is threading.main_thread()
     while not done():
-        if _stopping.is_set():
-            raise Stopped("the process is about to end")
+        check()
+        if main:
+            _put_handlers_back()
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
+    if main:
+        _put_handlers_back()
+
+
+def _put_handlers_back() -> None:
+    """Make Python's handlers of signals those of the process, too. LLVM's would remove its files, and could end the process."""
+    for number in _TAKEN:
+        handler = signal.getsignal(number)
+        if handler is not None:
+            signal.signal(number, handler)
 
 
 def beside(work: Callable[[], T]) -> T:
@@ -60,4 +81,5 @@ def beside(work: Callable[[], T]) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, name="pycuda_conv-beside", daemon=True).start()
+    until(future.done)
     return future.result()

@@ -53,7 +53,7 @@ from pycuda_conv.tools.report import (
     write_json,
 )
 from pycuda_conv.tools.suite import MODES, in_mode, kind_of, mode_words, suite
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, print_pairs, require, table, track
 
 T = TypeVar("T")
 
@@ -132,8 +132,8 @@ def problems(settings: Settings, backend: str) -> list[ConvProblem]:
 
 def list_problems(settings: Settings) -> int:
     """Print the problems' texts."""
-    for problem in problems(settings, "opencl" if settings.device in ("opencl", "cpu") else "cuda"):
-        print(f"{label(problem):60} {problem.flops / 1e9:9.3f} GFLOP {problem.bytes / 1e6:9.2f} MB")
+    chosen = problems(settings, "opencl" if settings.device in ("opencl", "cpu") else "cuda")
+    print_pairs(((label(problem), f"{problem.flops / 1e9:9.3f} GFLOP {problem.bytes / 1e6:9.2f} MB") for problem in chosen), 60)
     return OK
 
 

@@ -107,7 +107,7 @@ def _run_each(jobs: Sequence[Settings]) -> int:
                 continue
             try:
                 _make_folder_of(job.output)
-                run(job)
+                run(replace(job, resume=job.resume and not _is_picture(job.input)))
                 done += 1
             except (ToolError, DeviceMemoryError, MemoryError, OSError) as error:
                 reason = " ".join(str(error).split()) or "too little memory"
@@ -167,6 +167,12 @@ def _is_zarr(place: Path | str) -> bool:
 def _has_known_suffix(name: str) -> bool:
     suffix = os.path.splitext(name)[1].lower()
     return suffix in (".npy", ".zarr", ".tif", ".tiff") or suffix in require("PIL.Image").registered_extensions()
+
+
+def _is_picture(place: Path | str) -> bool:
+    """Whether an input is a picture, which is convolved at once, so that there is nothing to resume."""
+    suffix = os.path.splitext(str(place))[1].lower()
+    return suffix not in (".npy", ".zarr") and "://" not in str(place) and _has_known_suffix(str(place)) and not _is_array(place)
 
 
 def _is_folder(output: Path | str) -> bool:

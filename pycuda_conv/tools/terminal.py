@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -182,6 +182,14 @@ def table(
 ) -> Table:
     """A :class:`Table`, for rich's ``print``."""
     return Table(title, columns, rows, left, styles, spare)
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]], side: int) -> None:
+    """Print lines of a text of about `side` characters and of more about it, which stands below where both don't fit."""
+    width = console().width
+    for text, more in pairs:
+        line = f"{text:{side}} {more}"
+        print(line if len(line) <= width else f"{text}\n  {more.strip()}")
 
 
 def track(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
