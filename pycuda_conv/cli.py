@@ -12,22 +12,37 @@ from typing import Any, NoReturn
 
 import pycuda_conv
 from pycuda_conv import interrupt
-from pycuda_conv.errors import BackendError, VariableError
+from pycuda_conv.errors import BackendError, ConvArgumentError, VariableError, did_you_mean
 from pycuda_conv.interrupt import INTERRUPTED
-from pycuda_conv.problem import ACTIVATIONS, checked_activation
+from pycuda_conv.problem import ACTIVATIONS, PADDINGS, checked_activation
+from pycuda_conv.runtime import named_place
 from pycuda_conv.tools import streams
 from pycuda_conv.tools.suite import KINDS, MODES
 from pycuda_conv.tools.terminal import OK, UNUSABLE, ToolError
+from pycuda_conv.tools.wording import in_options, with_suggestion
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line instead of the usage and a line."""
-        self.exit(UNUSABLE, f"{self.prog}: {message} (--help tells more)\n")
+        self.exit(UNUSABLE, f"{self.prog}: {with_suggestion(message, self._known())} (--help tells more)\n")
+
+    def _known(self) -> list[str]:
+        """All options of this command and of its subcommands."""
+        below = [one for action in self._actions if isinstance(action.choices, dict) for one in action.choices.values()]
+        return [option for one in (self, *below) for action in one._actions for option in action.option_strings]
 
 
 def _device(text: str) -> Any:
-    return int(text) if text.isdecimal() else text
+    device = int(text) if text.isdecimal() else text
+    try:
+        named_place(device)
+    except ConvArgumentError as error:
+        hint = str(error).partition("; ")[2].replace("'", "")
+        raise argparse.ArgumentTypeError(
+            f"must be the number of a GPU, cuda, cuda:N, opencl or cpu, got {text!r}" + (f"; {hint}" if hint else "")
+        ) from None
+    return device
 
 
 def _seed(text: str) -> int:
@@ -86,7 +101,8 @@ def _padding(text: str) -> Any:
     try:
         return _sizes(text)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"must be same, valid, or integers with commas between them, got {text!r}") from None
+        hint = did_you_mean(text, PADDINGS).replace("'", "")
+        raise argparse.ArgumentTypeError(f"must be same, valid, or integers with commas between them, got {text!r}{hint}") from None
 
 
 def _activation(text: str) -> Any:
@@ -96,14 +112,16 @@ def _activation(text: str) -> Any:
         return checked_activation((word, float(slope)) if colon else word)
     except ValueError:
         words = ", ".join(str(one) for one in ACTIVATIONS[1:])
-        raise argparse.ArgumentTypeError(f"must be one of {words}, or leaky_relu:SLOPE, got {text!r}") from None
+        hint = did_you_mean(word, ACTIVATIONS).replace("'", "")
+        raise argparse.ArgumentTypeError(f"must be one of {words}, or leaky_relu:SLOPE, got {text!r}{hint}") from None
 
 
 def _devices(text: str) -> Any:
     """``"all"``, or ``"0,1"`` as [0, 1]."""
     numbers = text.split(",")
     if text != "all" and not all(number.isdecimal() for number in numbers):
-        raise argparse.ArgumentTypeError(f"must be 'all' or numbers of GPUs with commas between them, got {text!r}")
+        hint = did_you_mean(text, ("all",)).replace("'", "")
+        raise argparse.ArgumentTypeError(f"must be 'all' or numbers of GPUs with commas between them, got {text!r}{hint}")
     return text if text == "all" else [int(number) for number in numbers]
 
 
@@ -324,7 +342,7 @@ def _main(argv: Sequence[str] | None) -> int:
             command = f"pycuda-conv {arguments.command}"
             status = _run(arguments)
         except (ToolError, BackendError, MemoryError, VariableError) as error:
-            print(f"{command}: {' '.join(str(error).split()) or 'too little memory'}", file=sys.stderr)
+            print(f"{command}: {in_options(' '.join(str(error).split())) or 'too little memory'}", file=sys.stderr)
             return UNUSABLE
         except OSError as error:
             what = error.strerror or str(error)

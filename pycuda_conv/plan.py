@@ -114,7 +114,8 @@ class Plan:
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction != "wgrad"
         #: the same for a filter that is written: the gradient
         self.writes_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction == "wgrad"
-        self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 and not problem.bare else None
+        either = math.prod(problem.filter_size) == 1 or problem.bare  # a filter of one tap, or of one channel, lies in either order
+        self.filter_order = None if either else channels_last(problem.ndim + 2, problem.ndim)
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
@@ -204,6 +205,16 @@ class Plan:
         self.better = better
         forget_launches()
 
+    def on(self, device: Any) -> Plan:
+        """The same plan for another context of the same GPU: its kernels are loaded there, and nothing is planned again."""
+        found: Plan | None = device.plans.get(self)
+        if found is None:
+            found = type(self).__new__(type(self))
+            found.problem, found.device, found.fixed, found.tuned = self.problem, device, self.fixed, self.tuned
+            found._set_up(self.config, self.noted, self.schedule)
+            device.plans[self] = found
+        return found
+
     def settled(self) -> Plan:
         """The plan in its final form: the best configuration, with the layer's constants compiled in. Waits for the compiler."""
         if self._better_config is not None and self.better is None:
@@ -244,24 +255,27 @@ class Plan:
             launchers[way] = self._ways[way]()
         return launchers[way]
 
-    def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False) -> None:
+    def launch(
+        self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False, norm: Sequence[Any] = (0, 0, 0)
+    ) -> None:
         """Launch the kernels on (input, weight, bias, scale, residual, result, workspace): addresses, 0 for none, or OpenCL buffers.
 
         The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
         a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. With
         `filter_last`, for plans of :attr:`reads_filter_last` or :attr:`writes_filter_last`, the filter, or its gradient, lies in
-        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that.
+        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that. With a
+        :attr:`ConvProblem.norm`, `norm` are its beta, mean and variance, and its gamma is in the place of the scale.
         """
         input, weight, bias, scale, residual, result, workspace = buffers
         place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)
-        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual), stream)
+        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual, *norm), stream)
         coming = self._behind
         if coming is not None:
             self._improve(coming, stream)
 
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
-        self._launcher(PACK)((0, weight, 0, 0, 0, packed, 0, 0), stream)
+        self._launcher(PACK)((0, weight, 0, 0, 0, packed, *(0,) * 5), stream)
 
     def __call__(
         self, input: Array, weight: Array, bias: Array | None = None, *, scale: Array | None = None, residual: Array | None = None,

@@ -113,8 +113,8 @@ def remember(
     out : tensor or None
     layout : str
         The result's; by default the plan's.
-    packed : tensor, optional
-        The filter, packed.
+    packed : (object, int), optional
+        What holds the packed filter, and its address.
     recorded : list of a callable, optional
         Tells torch of the call where it has to give gradients: (input, weight, bias, (result,)) -> the result.
     """
@@ -177,16 +177,19 @@ def _steps(plan: Plan, filter_last: bool) -> list[list[KernelLaunch]]:
 
 
 def steps_of(
-    plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None
+    plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None,
+    norm: Sequence[tuple[int, int]] = (),
 ) -> list[list[KernelLaunch]]:
     """A plan's launches for :func:`row`: `places` are those of input, weight, bias, result and workspace, and a buffer that is None.
 
     The filter is read as it is, and lies in the plan's ``filter_order`` if `filter_last`. The packed filter, if there is one, lies behind
-    the plan's own workspace.
+    the plan's own workspace. `norm` are the places of gamma, beta, mean and variance.
     """
     *five, none = places
     workspace, start = places[4]
-    return moved(_steps(plan, filter_last), (*five, (workspace, start + plan.schedule.workspace_bytes), none, residual or none))
+    gamma, *others = norm or (none,) * 4
+    packed = workspace, start + plan.schedule.workspace_bytes
+    return moved(_steps(plan, filter_last), (*five, packed, gamma, residual or none, *others))
 
 
 def behind_each_other(first: Plan, first_last: bool, second: Plan, second_last: bool) -> int | None:
@@ -239,7 +242,7 @@ def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, packe
     if not fits(kind, plan, operands, filter_last) or not isinstance(launcher, LauncherInC):
         return None
     device: Any = plan.device
-    place = 0 if packed is None else kind.pointer(packed)
+    place = 0 if packed is None else packed[1]
     nbytes = plan.schedule.workspace_bytes + (0 if place else plan.filter_bytes)
     workspace = kind.maker((nbytes,), sys.modules["torch"].uint8, input.device, None) if nbytes else None
     result = kind.maker(plan.result_shape, input.dtype, input.device, plan.filter_order if writes_last else plan.result_order)

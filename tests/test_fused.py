@@ -298,20 +298,6 @@ def test_backward(kernels, relu, summed, of_batch, affine):
         assert np.array_equal(masked.astype(np.float64), g)
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["all", "only statistics"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fold(device, dtype, given):
-    kernels = Kernels(device, Pixels(dtype, "NCHW", 1, 165, 1))
-    mean, var, gamma, beta = (kernels.of_channel(seed) for seed in range(4))
-    bias = -kernels.of_channel(4).astype(dtype)
-    scale, shift = np.full((2, 165), np.nan, dtype)
-    kernels.run(batch_norm.fold, (mean, var, *((gamma, beta, bias) if given else (None,) * 3)), (scale, shift), 1e-2)
-    mean, var, gamma, beta, bias = (a.astype(np.float64) for a in (mean, var, gamma, beta, bias))
-    a = (gamma if given else 1) / np.sqrt(var + 1e-2)
-    near(scale, a, EPS[dtype])
-    near(shift, (bias - mean) * a + beta if given else -mean * a, 2 * EPS[dtype])
-
-
 def test_nan_and_infinity_stay_what_they_are(device):
     kernels = Kernels(device, Pixels("float32", *("NCHW", 3, 17, 15)))
     y = kernels.normals()

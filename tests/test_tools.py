@@ -29,7 +29,8 @@ from pycuda_conv.engines.pointwise_sm90 import Pointwise
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import bound
-from pycuda_conv.runtime import cache, get_device, launcher, pinned
+from pycuda_conv.runtime import cache as kernel_cache
+from pycuda_conv.runtime import get_device, launcher, pinned
 from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.timing import Effort
 from pycuda_conv.tools import bench, hostbench, report, suite, terminal, training, verify
@@ -832,7 +833,7 @@ def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, argumen
 
 
 @pytest.mark.parametrize("variable, value, call", [
-    ("PYCUDA_CONV_CACHE_LIMIT", "1 GB", cache.limit), ("PYCUDA_CONV_BACKGROUND", "no", behind.enabled), ("PYCUDA_CONV_PINNED_LIMIT", "much", pinned.default_limit),
+    ("PYCUDA_CONV_CACHE_LIMIT", "1 GB", kernel_cache.limit), ("PYCUDA_CONV_BACKGROUND", "no", behind.enabled), ("PYCUDA_CONV_PINNED_LIMIT", "much", pinned.default_limit),
     ("PYCUDA_CONV_LAUNCHER", "rust", launcher.launcher_in_c),
 ])  # fmt: skip
 def test_a_variable_of_the_environment_is_told_in_one_line(command, monkeypatch, variable, value, call):

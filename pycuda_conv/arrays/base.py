@@ -9,8 +9,9 @@ from typing import Any
 from pycuda_conv.call import Operands
 from pycuda_conv.runtime import Device
 
-#: (shape, dtype, GPU number or None for host memory): hashable, fast to make, and the key by which calls are cached.
-Signature = tuple[Any, Any, int | None]
+#: (shape, dtype, where it lies): hashable, fast to make, and the key by which calls are cached. The last is None, or torch's -1, for host
+#: memory; else see :data:`pycuda_conv.runtime.device.Where`.
+Signature = tuple[Any, Any, Any]
 
 ALIGNMENT = 16  # bytes; the kernels load four floats at once
 
@@ -21,13 +22,15 @@ class ArrayKind:
     name: str
     #: whether calls can be remembered by :mod:`pycuda_conv.quick`
     remembered = False
+    #: how a caller converts an array to another dtype, with gaps for the array's name and for the dtype
+    conversion = "{}.astype('{}')"
 
     def signature(self, array: Any) -> Signature:
-        """Shape, dtype (in the kind's own terms) and GPU of `array`."""
+        """Shape, dtype (in the kind's own terms) and place of `array`."""
         raise NotImplementedError
 
-    def signatures(self, operands: Operands) -> tuple[Signature | None, ...]:
-        """The signature of each operand, or None where there is none."""
+    def signatures(self, operands: Operands, names: Sequence[str] = Operands._fields) -> tuple[Signature | None, ...]:
+        """The signature of each operand, or None where there is none; `names` are what the operands are called."""
         sign = self.signature
         input, weight, bias, scale, residual = operands
         return (

@@ -13,6 +13,8 @@ from pycuda_conv.arrays.device import CupyKind, GPUArrayKind, InterfaceKind
 from pycuda_conv.arrays.host import NumpyKind
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.problem import check_element_type
+from pycuda_conv.runtime import contexts
 
 
 class StandInKind(ArrayKind):
@@ -52,9 +54,11 @@ def kind_of(name: str, array: Any) -> ArrayKind:
         if kind is None:
             if isinstance(array, np.ma.MaskedArray):
                 raise TypeError(f"{name} is a masked array, and a convolution has no masks: pass {name}.filled(value), or {name}.data")
+            known = isinstance(array, (list, tuple)) or any(hasattr(array, name) for name in ("__array__", "__array_interface__"))
             raise TypeError(
                 f"{name} must be a numpy.ndarray, a torch.Tensor, a cupy.ndarray, a pycuda.gpuarray.GPUArray or an object with "
                 f"__cuda_array_interface__, but got {type(array).__module__}.{type(array).__qualname__}"
+                + (f"; numpy.asarray({name}, 'float32') makes an array of it" if known else "")
             )
         _kinds[type(array)] = kind
     return kind
@@ -136,11 +140,26 @@ def same_kind(operands: Operands, out: Any = None, names: tuple[str, str] = ("in
 def check_same_type(
     kind: ArrayKind, input: Signature, *others: Signature | None, names: Sequence[str] = Operands._fields
 ) -> None:
-    """Refuse dtypes or devices of the other operands that differ from the input's; `names` are what the operands are called."""
+    """Refuse dtypes that no kernel has, and dtypes or devices of other operands that differ from the input's.
+
+    `names` are what the operands are called.
+    """
+    for name, given in zip(names, (input, *others), strict=False):
+        if given is not None:
+            check_element_type(name, kind.dtype_name(given[1]), kind.conversion)
     first = names[0]
     for name, other in zip(names[1:], others, strict=False):
-        if other is not None and (kind.dtype_name(other[1]) != kind.dtype_name(input[1]) or other[2] != input[2]):
-            where = f" on cuda:{input[2]} and cuda:{other[2]}" if input[2] not in (None, -1) and other[2] not in (-1, input[2]) else ""
-            raise ConvArgumentError(
-                f"{first.capitalize()} type ({kind.type_name(input)}) and {name} type ({kind.type_name(other)}) should be the same{where}"
-            )
+        if other is None or (kind.dtype_name(other[1]) == kind.dtype_name(input[1]) and other[2] == input[2]):
+            continue
+        where = ""
+        if other[2] != input[2] and not any(place in (None, -1) for place in (input[2], other[2])):
+            ours, theirs = contexts.ordinal_of(input[2]), contexts.ordinal_of(other[2])
+            if ours == theirs:
+                raise ConvArgumentError(
+                    f"{first} and {name} lie in different CUDA contexts of cuda:{ours}, and a kernel reaches the memory of one: make both "
+                    f"in the same (that of {first} is {contexts.context_name(input[2])}, that of {name} {contexts.context_name(other[2])})"
+                )
+            where = f" on cuda:{ours} and cuda:{theirs}"
+        raise ConvArgumentError(
+            f"{first.capitalize()} type ({kind.type_name(input)}) and {name} type ({kind.type_name(other)}) should be the same{where}"
+        )

@@ -41,6 +41,7 @@ class TorchKind(DeviceKind, HostKind):
 
     name = "torch.Tensor"
     remembered = True
+    conversion = "{}.to(torch.{})"
 
     def __init__(self) -> None:
         quick.learn(torch)

@@ -444,10 +444,102 @@ static PyObject* is_current(PyObject* self, PyObject* const* args, Py_ssize_t n)
   return PyBool_FromLong(!code && current == address_of(context));
 }
 
+// ---- contexts
+
+typedef int (*PointerAttribute)(void*, int, uint64_t);
+typedef int (*GetId)(void*, unsigned long long*);
+
+enum { GPUS = 64, OTHERS = 64, OWNER = 1 };  // OWNER: CU_POINTER_ATTRIBUTE_CONTEXT
+
+// The driver's functions, and the contexts that Python knows: primary ones by their handles, which stay as long as the process runs, and others
+// by their ids. A new context may get the handle of one that is gone, but never its id.
+static struct {
+  GetCurrent get_current, pop;
+  int (*push)(void*);
+  PointerAttribute attribute;
+  GetId id;
+  void* primaries[GPUS];  // by the GPU's number
+  uint64_t others[OTHERS];
+  int next;  // where the next id goes
+} cuda;
+
+static int primary_number(const void* context) {
+  for (int i = 0; i < GPUS; i++)
+    if (context && cuda.primaries[i] == context) return i;
+  return -1;
+}
+
+static uint64_t current_id(void) {
+  unsigned long long id;
+  return cuda.id && !cuda.id(NULL, &id) ? id : 0;
+}
+
+// The context that owns the memory at an address; NULL where there is none, as for the host's memory.
+static void* owner_of(uint64_t address) {
+  void* owner = NULL;
+  return cuda.attribute && !cuda.attribute(&owner, OWNER, address) ? owner : NULL;
+}
+
+// What tells a context from all others: the number of the GPU whose primary one it is, or -1 and the id of the current one. -1 if it is neither.
+static int tell_context(void* context, long* gpu, uint64_t* id) {
+  void* current;
+  *id = 0, *gpu = primary_number(context);
+  if (*gpu >= 0) return 0;
+  return !context || cuda.get_current(&current) || current != context || !(*id = current_id()) ? -1 : 0;
+}
+
+// drive(cuCtxGetCurrent, cuCtxPushCurrent, cuCtxPopCurrent, cuPointerGetAttribute, cuCtxGetId or 0)
+static PyObject* drive(PyObject* self, PyObject* args) {
+  unsigned long long get_current, push, pop, attribute, id;
+  if (!PyArg_ParseTuple(args, "KKKKK", &get_current, &push, &pop, &attribute, &id)) return NULL;
+  if (cuda.get_current != (GetCurrent)address_of(get_current)) memset(&cuda, 0, sizeof cuda);  // another driver, as tests have
+  cuda.get_current = (GetCurrent)address_of(get_current), cuda.pop = (GetCurrent)address_of(pop);
+  cuda.push = (int (*)(void*))address_of(push);
+  cuda.attribute = (PointerAttribute)address_of(attribute);
+  cuda.id = (GetId)address_of(id);
+  return Py_BuildValue("");
+}
+
+// primary(number of a GPU, handle): its primary context
+static PyObject* primary(PyObject* self, PyObject* args) {
+  int gpu;
+  unsigned long long handle;
+  if (!PyArg_ParseTuple(args, "iK", &gpu, &handle)) return NULL;
+  if (gpu >= 0 && gpu < GPUS) cuda.primaries[gpu] = address_of(handle);
+  return Py_BuildValue("");
+}
+
+// other(id): a context that is no primary one
+static PyObject* other(PyObject* self, PyObject* args) {
+  unsigned long long id;
+  if (!PyArg_ParseTuple(args, "K", &id)) return NULL;
+  cuda.others[cuda.next++ % OTHERS] = id;
+  return Py_BuildValue("");
+}
+
+// has_id(id) -> whether the current context has that id
+static PyObject* has_id(PyObject* self, PyObject* args) {
+  unsigned long long id;
+  if (!PyArg_ParseTuple(args, "K", &id)) return NULL;
+  return PyBool_FromLong(id && current_id() == id);
+}
+
+// where(address) -> (number of the GPU whose primary context has the memory, 0) or (-1, id of the current context, which has it); None where Python
+// has to find out
+static PyObject* where(PyObject* self, PyObject* pointer) {
+  uint64_t address, id;
+  long gpu;
+  if (number(pointer, &address)) return NULL;
+  if (tell_context(owner_of(address), &gpu, &id)) return Py_BuildValue("");
+  for (int i = 0; gpu < 0 && i < OTHERS; i++)
+    if (cuda.others[i] == id) return Py_BuildValue("lK", gpu, (unsigned long long)id);
+  return gpu < 0 ? Py_BuildValue("") : Py_BuildValue("lK", gpu, 0ULL);
+}
+
 // ---- calls
 
 enum { OPERANDS = 5, AXES = 8, KEY_BYTES = 2048, DEPTH = 4, MOST_RESULTS = 4 };
-enum { INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL };       // buffers
+enum { INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL, BETA, MEAN, VAR };  // buffers of a plan
 static const int BUFFER_OF[OPERANDS] = {INPUT, WEIGHT, BIAS, SCALE, RESIDUAL};  // operands in the order of call()'s arguments
 
 static const char READY[] = "pycuda_conv.runtime._launch.ready";
@@ -636,9 +728,6 @@ typedef struct {  // a function with its arguments: (function, tuple, dict or No
 typedef struct {
   PyObject *schedule, *own;  // own() -> the calling thread's event and side streams; None where the schedule needs none
   PyObject *stream, *ordinal, *failed, *recorded, *kept;
-  GetCurrent get_current;
-  int (*push)(void*);
-  GetCurrent pop;
   void* context;
   Maker results[MOST_RESULTS], workspace;
   Py_ssize_t operands, result_count;
@@ -674,7 +763,7 @@ static int read_maker(PyObject* from, Maker* to) {
   return 0;
 }
 
-// ready(schedule, own, (cuCtxGetCurrent, cuCtxPushCurrent, cuCtxPopCurrent, context), (stream, ordinal, place), failed, operands, results,
+// ready(schedule, own, context, (stream, ordinal, place), failed, operands, results,
 //       workspace, workspace_bytes, (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what stands behind a key
 //
 // `stream(ordinal)` is the current stream; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
@@ -683,17 +772,17 @@ static int read_maker(PyObject* from, Maker* to) {
 // `operands`: 0 for a convolution, whose buffers are those of plans. Otherwise the buffers are so many operands, the results and the workspace.
 static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject *schedule, *own, *stream, *ordinal, *failed, *results, *workspace, *recorded, *kept;
-  unsigned long long get_current, push, pop, context, packed, packed_at, bytes[OPERANDS], result_bytes;
+  unsigned long long context, packed, packed_at, bytes[OPERANDS], result_bytes;
   long place;
   long long workspace_bytes;
   Py_ssize_t operands;
-  if (!PyArg_ParseTuple(args, "OO(KKKK)(OOl)OnO!OL(KK)(KKKKK)KOO", &schedule, &own, &get_current, &push, &pop, &context, &stream, &ordinal,
+  if (!PyArg_ParseTuple(args, "OOK(OOl)OnO!OL(KK)(KKKKK)KOO", &schedule, &own, &context, &stream, &ordinal,
                         &place, &failed, &operands, &PyTuple_Type, &results, &workspace, &workspace_bytes, &packed, &packed_at, &bytes[0],
                         &bytes[1], &bytes[2], &bytes[3], &bytes[4], &result_bytes, &recorded, &kept))
     return NULL;
   const Schedule* s = PyCapsule_GetPointer(schedule, SCHEDULE);
   if (!s) return NULL;
-  const Py_ssize_t count = PyTuple_Size(results), most = operands ? operands + count + 2 : RESIDUAL + 1;  // the last one is always at 0
+  const Py_ssize_t count = PyTuple_Size(results), most = operands ? operands + count + 2 : VAR + 1;  // the last one is always at 0
   if (count < 1 || count > MOST_RESULTS || operands < 0 || most > BUFFERS || s->buffers > most)
     return PyErr_Format(PyExc_ValueError, "the schedule takes %zd buffers, a call with %zd results has %zd", s->buffers, count, most);
   Ready* r = PyMem_Calloc(1, sizeof *r);
@@ -701,9 +790,6 @@ static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject* given[] = {schedule, own, stream, ordinal, failed, recorded, kept};
   PyObject** places[] = {&r->schedule, &r->own, &r->stream, &r->ordinal, &r->failed, &r->recorded, &r->kept};
   for (size_t i = 0; i < sizeof given / sizeof *given; i++) Py_INCREF(given[i]), *places[i] = given[i];
-  r->get_current = (GetCurrent)address_of(get_current);
-  r->push = (int (*)(void*))address_of(push);
-  r->pop = (GetCurrent)address_of(pop);
   r->context = address_of(context);
   r->place = place, r->workspace_bytes = workspace_bytes;
   r->operands = operands, r->result_count = count;
@@ -734,6 +820,15 @@ static Managed* borrow(long place, int64_t bytes) {
   return torch.allocate && !torch.allocate(&like, &made, NULL, ignore) ? made : NULL;
 }
 
+// Whether all buffers that have addresses lie in the call's context, or in none.
+static int reaches(const Ready* r, const uint64_t* buffers) {
+  for (int i = 0; i < BUFFERS; i++) {
+    void* owner = buffers[i] ? owner_of(buffers[i]) : NULL;
+    if (owner && owner != r->context) return 0;
+  }
+  return 1;
+}
+
 // Make the results that are missing, and launch on the current stream with the operands in `buffers`. Returns 0; or -1 with an exception, or
 // without one where Python has to make the call.
 static int perform(const Ready* r, uint64_t* buffers, PyObject** results) {
@@ -744,8 +839,11 @@ static int perform(const Ready* r, uint64_t* buffers, PyObject** results) {
   int code = -1;
   const Py_ssize_t first = r->operands ? r->operands : RESULT, last = first + r->result_count;
   Schedule* s = PyCapsule_GetPointer(r->schedule, SCHEDULE);
-  int pushed = r->get_current(&current) || current != r->context;
-  const int refused = pushed ? r->push(r->context) : 0;
+  int pushed = cuda.get_current(&current) || current != r->context;
+  // While a program's own context is current, torch's memory may lie there: only the driver knows.
+  const int doubtful = pushed && current && primary_number(current) < 0;
+  if (doubtful && !reaches(r, buffers)) return -1;
+  const int refused = pushed ? cuda.push(r->context) : 0;
   if (refused) {
     PyErr_Format(PyExc_RuntimeError, "cuCtxPushCurrent failed (%d)", refused);
     pushed = 0;
@@ -765,6 +863,7 @@ static int perform(const Ready* r, uint64_t* buffers, PyObject** results) {
     buffers[last] = (uint64_t)(uintptr_t)scratch->tensor.data + scratch->tensor.byte_offset;
   else if (r->workspace_bytes && !(workspace = make(&r->workspace, r->place, &buffers[last])))
     goto done;
+  if (doubtful && !reaches(r, buffers)) goto done;
   if (!r->operands) buffers[PACKED] = r->packed ? r->packed : buffers[WORKSPACE] + r->packed_at;
   code = make_all(s, buffers, streams, event, &failed);
   if (code > 0) {
@@ -778,7 +877,7 @@ done:
   Py_XDECREF(workspace);
   Py_XDECREF(own);
   Py_XDECREF(answer);
-  if (pushed) r->pop(&current);
+  if (pushed) cuda.pop(&current);
   return code ? -1 : 0;
 }
 
@@ -1058,6 +1157,11 @@ static PyMethodDef methods[] = {
     {"prepare", prepare, METH_VARARGS, "prepare(functions, operations): a schedule for launch()."},
     {"launch", (PyCFunction)(void*)launch, METH_FASTCALL, "launch(schedule, buffers, stream, own): None, or the error and the operation."},
     {"is_current", (PyCFunction)(void*)is_current, METH_FASTCALL, "is_current(cuCtxGetCurrent, context): bool."},
+    {"drive", drive, METH_VARARGS, "drive(functions): the driver's, for contexts."},
+    {"primary", primary, METH_VARARGS, "primary(gpu, handle): a primary context."},
+    {"other", other, METH_VARARGS, "other(id): a context that is no primary one."},
+    {"has_id", has_id, METH_VARARGS, "has_id(id): whether the current context has it."},
+    {"where", where, METH_O, "where(address): (gpu, 0) or (-1, id), the context that memory belongs to; or None."},
     {"learn", learn, METH_VARARGS, "learn(...): what is asked of torch."},
     {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, tensor, ...): bytes or None."},
     {"again", (PyCFunction)(void*)again, METH_FASTCALL, "again(table, options, operand, ...): (what was found, result, ...) or None."},

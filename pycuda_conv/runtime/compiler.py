@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from pycuda_conv.errors import BackendError
+from pycuda_conv.errors import BackendError, did_you_mean
 from pycuda_conv.runtime.base import KERNEL_DIR
 from pycuda_conv.runtime.cache import file_identity
 
@@ -203,7 +203,8 @@ def compiler(newest: int | None = None) -> Compiler:
     """
     wanted = os.environ.get("PYCUDA_CONV_COMPILER")
     if wanted and wanted not in ("nvrtc", "nvcc"):
-        raise BackendError(f"PYCUDA_CONV_COMPILER must be 'nvrtc' or 'nvcc', got {wanted!r}")
+        hint = did_you_mean(wanted, ("nvrtc", "nvcc"))
+        raise BackendError(f"PYCUDA_CONV_COMPILER must be 'nvrtc' or 'nvcc', got {wanted!r}{hint}")
     library = nvrtc(newest) if wanted != "nvcc" else None
     if library:
         return Nvrtc(library)

@@ -166,6 +166,7 @@ class OpenCLDevice(Device):
         def launch(buffers: Sequence[Any], stream: Any) -> None:
             given = [buffers[i] or None for i in whole]
             if kernel not in self._compiled:
+                self._workshop.check_room()
                 self._compile(step, kernel, given, numbers)
                 program.keep()
                 self._compiled.add(kernel)
