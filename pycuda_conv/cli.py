@@ -33,6 +33,24 @@ class _Parser(argparse.ArgumentParser):
         return [option for one in (self, *below) for action in one._actions for option in action.option_strings]
 
 
+class _Help(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Leave the lines of examples as they are."""
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
+
+
+#: What each command's help shows at its end.
+EXAMPLES = {
+    "run": ("run --filter sharpen photo.jpg sharper.jpg", "run --filter w.npy --padding same scans results"),
+    "info": ("info", "info --json > machine.json"),
+    "verify": ("verify", "verify --device opencl --seed 1"),
+    "bench": ("bench --quick --only 'k3x3 s1'", "bench --device opencl --json cpu.json"),
+    "tune": ("tune --match 64x56x56 --limit 300", "tune --dtype float16 --layout NHWC"),
+    "warm": ("warm --model resnet50 --mode fp16-nhwc --training", "warm --device opencl"),
+    "kernels": ("kernels", "kernels opencl --list"),
+}
+
+
 def _device(text: str) -> Any:
     device = int(text) if text.isdecimal() else text
     try:
@@ -127,9 +145,10 @@ def _devices(text: str) -> Any:
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    top = _Parser(prog="pycuda-conv", description="Check this machine (info, verify), measure speed (bench, tune), convolve files (run).")
+    top = _Parser(prog="pycuda-conv", description="Convolve files (run), check this machine (info, verify), measure speed (bench, tune).")
     top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench,tune,warm,kernels,run}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{run,info,verify,bench,tune,warm,kernels}")
+    _add_run(commands)
 
     info = commands.add_parser("info", help="show versions, GPUs, the default device, and what is missing")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -186,16 +205,24 @@ def parser() -> argparse.ArgumentParser:
     )
     warm.add_argument("--model", metavar="NAME", help="the layers of this network of torchvision's")
     warm.add_argument("--size", type=_sizes, default=(8, 3, 224, 224), metavar="N,C,H,W", help="with --model: the images")
-    warm.add_argument("--mode", nargs="+", choices=(*MODES, "all"), default=["fp32"], metavar="MODE", help="as for bench; by default fp32")
+    warm.add_argument("--mode", nargs="+", choices=(*MODES, "all"), default=[], metavar="MODE", help="as for bench; by default fp32")
     warm.add_argument("--training", action="store_true", help="the gradients too")
     warm.add_argument("--random", type=_count, metavar="N", help="the N kernels that random layers of all families need most often")
     warm.add_argument("--constants", action="store_true", help="kernels that know a layer's constants too")
+    warm.add_argument("--device", type=_device, help="a GPU, or opencl: there, unless layers are asked for, all kernels are compiled")
     warm.add_argument("--gpu", metavar="ARCH", help="for such a GPU, sm_90a for one, which need not be here")
 
     kernels = commands.add_parser("kernels", help="count, or list, all texts of kernels that problems may ask for")
     kernels.add_argument("architectures", nargs="*", metavar="ARCH", help="sm_90a, sm_80, opencl, ...; by default these three")
     kernels.add_argument("--list", action="store_true", help="print every text's defines")
 
+    for name, examples in EXAMPLES.items():
+        command = commands.choices[name]
+        command.epilog, command.formatter_class = "\n  pycuda-conv ".join(("examples:", *examples)), _Help
+    return top
+
+
+def _add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run", help="convolve a .npy file, however large, a zarr array, a TIFF, or a picture",
         description="Convolve a .npy file, however large, a zarr array, a TIFF of several pages, or a picture. Arrays are padded with "
@@ -238,7 +265,6 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", action="store_true", help="keep what is complete when interrupted, and go on from there the next time")
     run.add_argument("--batch", type=_count, metavar="N", help="images to convolve at a time; by default as many as fill 256 MiB")
     run.add_argument("--force", action="store_true", help="replace the output if it exists")
-    return top
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -265,7 +291,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
         chosen = {name: value for name, value in vars(arguments).items() if name not in ("command", "mode")}
-        return warm.run(warm.Settings(**chosen, mode=modes))
+        return warm.run(warm.Settings(**chosen, mode=modes or None))
     if arguments.command == "tune":
         from pycuda_conv.tools import tune
 

@@ -137,6 +137,11 @@ class Entry:
                 self.write(found)
         return found
 
+    def exists(self) -> bool:
+        """Whether there are bytes on disk; they may be damaged."""
+        folder = trusted_folder()
+        return folder is not None and (folder / self._name).exists()
+
     def read(self) -> bytes | None:
         """The bytes on disk; None if there are none, or their checksum is wrong."""
         folder = trusted_folder()

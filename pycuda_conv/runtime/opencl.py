@@ -9,6 +9,8 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import numpy as np
 from pycuda_conv.errors import BackendError, DeviceMemoryError
 from pycuda_conv.runtime import pocl, waiting
 from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, forked, headers
-from pycuda_conv.runtime.cache import Entry
+from pycuda_conv.runtime.cache import Entry, trusted_folder
+from pycuda_conv.runtime.pocl_process import compile_elsewhere
+from pycuda_conv.runtime.workers import workers
 
 #: Options that every kernel is built with.
 OPTIONS = ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)]
@@ -105,6 +109,11 @@ def _done(event: Any) -> bool:
     return event.command_execution_status <= 0  # below 0 is an error
 
 
+def _numbers(step: KernelLaunch) -> list[Any]:
+    """A kernel's arguments after its buffers. A struct is one argument, and so is an array of structs."""
+    return [*([np.array(step.structs, np.int64)] if step.arguments else []), *(np.int64(v) for v in step.scalars)]
+
+
 class OpenCLDevice(Device):
     """The machine's OpenCL device: that of PoCL if it is installed, else the first one. Made by :func:`opencl_device`."""
 
@@ -137,6 +146,9 @@ class OpenCLDevice(Device):
         self._lock = threading.RLock()
         #: kernels with machine code, and launches that make PoCL compile, with their memory
         self._compiled: set[Any] = set()
+        #: texts that the cache on disk is known to have, and those that other processes compile
+        self._kept: set[str] = set()
+        self._coming: dict[str, Future[Any]] = {}
         self._compiling: list[tuple[Any, Any, Any]] = []
         #: by the launches' paces, the blocks given to OpenCL since :attr:`queue` was empty; since when, and how many seconds they may take
         self._given: dict[_Pace, int] = {}
@@ -156,8 +168,7 @@ class OpenCLDevice(Device):
 
     def launcher(self, step: KernelLaunch) -> Launcher:
         kernel, program = waiting.beside(lambda: self._kernel(step))
-        # a struct is one argument
-        numbers = [*([np.array(step.structs, np.int64)] if step.arguments else []), *(np.int64(v) for v in step.scalars)]
+        numbers = _numbers(step)
         whole = [place for place in step.buffers if isinstance(place, int)]
         if len(whole) < len(step.buffers):
             raise ValueError(f"{step.kernel} takes parts of buffers, {step.buffers}, which OpenCL can't; pass whole ones")
@@ -167,7 +178,7 @@ class OpenCLDevice(Device):
             given = [buffers[i] or None for i in whole]
             if kernel not in self._compiled:
                 self._workshop.check_room()
-                self._compile(step, kernel, given, numbers)
+                self._compile(step, kernel, [one and one.size for one in given], numbers)
                 program.keep()
                 self._compiled.add(kernel)
             with self._lock:  # a kernel object holds its arguments
@@ -175,14 +186,52 @@ class OpenCLDevice(Device):
 
         return launch
 
-    def _compile(self, step: KernelLaunch, kernel: Any, buffers: Sequence[Any], numbers: Sequence[Any]) -> None:
+    def compile(self, step: KernelLaunch) -> None:
+        """Compile the kernel of `step` for the cache on disk, without the arrays of a call."""
+        kernel, program = self._kernel(step)
+        self._compile(step, kernel, [self.device.max_mem_alloc_size] * len(step.buffers), _numbers(step))
+        program.keep()
+        self._compiled.add(kernel)
+
+    def kept(self, step: KernelLaunch) -> bool:
+        """Whether the cache on disk has the kernel of `step`."""
+        source = step.source()
+        if source not in self._kept and self._entry(source, OPTIONS).exists():
+            self._kept.add(source)
+        return source in self._kept
+
+    def compiled(self, step: KernelLaunch) -> bool:
+        # without a cache no other process can compile for this one: then a call compiles what it needs
+        return self._kernels.get((step.kernel, step.source())) in self._compiled or self.kept(step) or trusted_folder() is None
+
+    def coming(self, step: KernelLaunch) -> bool:
+        future = self._coming.get(step.source())
+        return future is not None and future.running()
+
+    def queued(self, step: KernelLaunch) -> bool:
+        future = self._coming.get(step.source())
+        return future is not None and not (future.running() or future.done())
+
+    def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
+        """Begin to compile the kernels of `steps` in other processes."""
+        found = []
+        with self._building:
+            for step in steps:
+                source = step.source()
+                if source not in self._coming or (self._coming[source].done() and not self.compiled(step)):
+                    self._coming[source] = workers.submit(partial(compile_elsewhere, step))
+                found.append(self._coming[source])
+        return found
+
+    def _compile(self, step: KernelLaunch, kernel: Any, sizes: Sequence[int | None], numbers: Sequence[Any]) -> None:
         """Make PoCL compile a kernel to machine code, which it does at the first launch.
 
-        That launch is of one block, on other memory of the same sizes: after Ctrl-C it goes on, and may not touch the caller's arrays.
+        That launch is of one block, on other memory that is as large as the arrays, or larger: after Ctrl-C it goes on, and may not touch
+        the caller's arrays.
         """
         flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
         try:
-            room = [None if one is None else np.zeros(one.size, np.uint8) for one in buffers]  # zeros that nobody reads take no memory
+            room = [np.zeros(size, np.uint8) if size else None for size in sizes]  # zeros that nobody reads take no memory
             spare = [None if one is None else self._cl.Buffer(self.context, flags, hostbuf=one) for one in room]
         except (MemoryError, self._cl.MemoryError):  # then the first part of the real launch does it
             return
@@ -227,8 +276,11 @@ class OpenCLDevice(Device):
             pace.seconds = (time.perf_counter() - self._since) / count
         self._given, self._queued = {}, 0.0
 
+    def _entry(self, source: str, options: list[str]) -> Entry:
+        return Entry((source, headers(), *options, *self._identity), ".pocl")
+
     def _build(self, source: str, options: list[str]) -> tuple[Any, pocl.Program]:
-        kept = pocl.Program(self._workshop, Entry((source, headers(), *options, *self._identity), ".pocl"))
+        kept = pocl.Program(self._workshop, self._entry(source, options))
         with warnings.catch_warnings(), kept:
             warnings.simplefilter("ignore", self._cl.CompilerWarning)
             return self._cl.Program(self.context, source).build(options=options), kept
