@@ -23,7 +23,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import torch_precision
 from pycuda_conv.tools.report import header_lines, median, number, write_json
-from pycuda_conv.tools.terminal import OK, ToolError, console, require, table, track
+from pycuda_conv.tools.terminal import OK, Table, ToolError, console, require, table, track
 
 Call = Callable[[], Any]
 
@@ -283,6 +283,14 @@ def list_cases() -> int:
     return OK
 
 
+def tables(rows: Sequence[Row], threads: Sequence[dict[str, float]]) -> Iterator[Table]:
+    """The tables of calls and, where they were measured, of threads."""
+    yield table("Host time of a call, medians of rounds by turns", COLUMNS, [row.cells() for row in rows], left=COLUMNS[:2])
+    if threads:
+        cells = [(str(t["threads"]), f"{t['torch']:,.0f}", f"{t['ours']:,.0f}", number(t["ratio"], ".2f")) for t in threads]
+        yield table("Calls a second, all threads together", ("threads", "torch", "ours", "ours / torch"), cells)
+
+
 def run(settings: bench.Settings) -> int:
     """Measure, print, and write the JSON that was asked for."""
     bench.refuse_suite_options(settings, "--host-cost", "fp32")
@@ -302,10 +310,8 @@ def run(settings: bench.Settings) -> int:
         for case in track(bench.matching(settings.only, cases, lambda one: one.what), lambda one: one.what):
             rows += measure(case, torch.cuda.synchronize, rounds, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
         threads = measure_threads(torch, place, 3, 0.05 if settings.quick else 0.2) if settings.only is None else []
-    out.print(table("Host time of a call, medians of rounds by turns", COLUMNS, [row.cells() for row in rows], left=COLUMNS[:2]))
-    if threads:
-        cells = [(str(t["threads"]), f"{t['torch']:,.0f}", f"{t['ours']:,.0f}", number(t["ratio"], ".2f")) for t in threads]
-        out.print(table("Calls a second, all threads together", ("threads", "torch", "ours", "ours / torch"), cells, left=()))
+    for one in tables(rows, threads):
+        out.print(one)
     if settings.json is not None:
         report = {"machine": machine, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "threads": threads}
         try:
