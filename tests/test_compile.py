@@ -29,6 +29,8 @@ from pycuda_conv.nn import compiler  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 logging.getLogger("torch.__trace").disabled = True  # pytest would collect megabytes
 HOWS = "light", "operators"
+#: Converted models too, which reach the rewrite by another operator.
+WAYS = pytest.mark.parametrize("kind, how", [("torch's", "light"), ("torch's", "operators"), ("converted", "light")])
 COARSE = []  # not empty in a test whose values are rounded to 16 bits
 FOUND = []  # what the rewrite did to each graph since the last reset
 
@@ -64,6 +66,11 @@ def compiled(model, how="light", **more):
 def chains():
     """The chains of all graphs since the last reset."""
     return [steps for graph in FOUND for found in graph for steps in found.fused]
+
+
+def convolutions():
+    """The number of convolutions in all graphs since the last reset."""
+    return sum(len(found.fused) + len(found.alone) + len(found.left) for graph in FOUND for found in graph)
 
 
 def close(a, b, tolerance=2e-3):
@@ -438,3 +445,326 @@ def test_what_ends_a_chain(name, how):
         assert len(found) == trained, found
         alike(lambda: Of(call, change), how, True, False)
         alike(lambda: Of(call, change), how, False, "input" if name != "count read" else True)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_inputs_that_share_memory(how):
+    """Dynamo does not guard on which inputs share memory: a graph made for separate ones runs with views of one another."""
+
+    def call(x, y):
+        z = F.conv2d(x, w)
+        y.add_(1)
+        return F.relu(F.batch_norm(z, mean, var))
+
+    w, mean, var = torch.randn(3, 4, 3, 3), torch.zeros(3), torch.ones(3)
+    f = compiled(call, how)
+    x, y = images(), images(4, 10, 10)
+    assert close(f(x.clone(), y.clone()), call(x.clone(), y.clone()))
+    a, b = x.clone(), x.clone()
+    assert close(f(a, a[0]), call(b, b[0])) and close(a, b)
+
+
+# ---- faults: what a forward does, what is changed after the first call
+
+
+def faulty():
+    """A model of the user's whose forward reads and writes much; for each way the chain itself stays what it is."""
+
+    class Model(nn.Module):
+        gain = 1.0
+
+        def __init__(self, how=""):
+            super().__init__()
+            self.conv, self.norm, self.how = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), how
+            self.config, self.steps, self.known, self.features = types.SimpleNamespace(negate=False, inner=types.SimpleNamespace(power=1)), [], {"k": 1.0}, []
+            self.register_buffer("count", torch.zeros(()))
+            self.register_buffer("shift", torch.zeros(1))
+            self.array, self.flag, self.calls = np.ones(1, np.float32), False, 0
+            self.ema = None
+
+        def forward(self, x):
+            how = self.how
+            if how == "buffer replaced":
+                self.count = self.count + 1
+            if how == "buffer in place":
+                self.count += 1
+            if how == "buffer method":
+                self.count.add_(1)
+            if how == "counter":
+                self.calls += 1
+            y = F.relu(self.norm(self.conv(x)))
+            if how == "list":
+                self.features.append(y)
+            if how == "list cleared":
+                self.features.clear()
+                self.features.append(y)
+            if how == "dict":
+                if "mask" not in self.known:
+                    self.known["mask"] = torch.ones_like(y)
+                y = y * self.known["mask"]
+            if how == "dict of a counter":
+                self.known["n"] = self.known.get("n", 0) + 1
+            if how == "attribute of an object":
+                self.config.last = y.shape[0]
+            if how == "running average":
+                self.ema = y.detach().mean() if self.ema is None else 0.9 * self.ema + 0.1 * y.detach().mean()
+            if how == "set":
+                self.__dict__.setdefault("seen", set()).add(x.shape[0])
+            if how == "buffer by copy_":
+                with torch.no_grad():
+                    self.shift.copy_(y.mean().reshape(1))
+            for step in self.steps:
+                y = step(y)
+            y = -y if self.config.negate else y
+            y = y + 1 if self.flag else y
+            return y**self.config.inner.power * self.gain * self.known["k"] * SCALE * SETTINGS["scale"] * float(self.array[0]) + self.shift
+
+    return Model
+
+
+SCALE = 1.0
+SETTINGS = {"scale": 1.0}
+WRITES = (
+    "buffer replaced", "buffer in place", "buffer method", "counter", "list", "list cleared", "dict", "dict of a counter", "attribute of an object",
+    "running average", "set", "buffer by copy_",
+)
+
+
+def prepared(kind, model):
+    return pn.convert(model) if kind == "converted" else model
+
+
+def told(m):
+    """What a model knows besides its parameters."""
+    return (
+        float(m.count), m.calls, [tuple(t.shape) for t in m.features], sorted(m.known), m.known.get("n"), vars(m.config).get("last"),
+        None if m.ema is None else round(float(m.ema), 3), m.__dict__.get("seen"), round(float(m.shift), 3), int(m.norm.num_batches_tracked),
+    )
+
+
+@WAYS
+@pytest.mark.parametrize("way", WRITES)
+def test_forwards_that_write(way, kind, how):
+    x = images(2, 3, 6, 6)
+    for train in (False, True):
+        torch._dynamo.reset()
+        FOUND.clear()
+        a = faulty()(way).train(train)
+        b = copy.deepcopy(a)
+        f = compiled(prepared(kind, b), how)
+        with torch.set_grad_enabled(train):
+            for _ in range(3):
+                assert close(f(x), a(x))
+                assert told(a) == told(b)
+        assert len(chains()) == convolutions() > 0
+
+
+def changes():
+    def global_(m):
+        globals()["SCALE"] = 5.0
+
+    def class_(m):
+        type(m).gain = 3.0
+
+    def through(name):
+        return lambda m: setattr(m, name, True)
+
+    return {
+        "attribute": lambda m: setattr(m, "gain", 2.0), "config": lambda m: setattr(m.config, "negate", True), "nested config": lambda m: setattr(m.config.inner, "power", 2),
+        "list": lambda m: m.steps.append(torch.tanh), "dict": lambda m: m.known.update(k=4.0), "class": class_, "global": global_, "global dict": lambda m: SETTINGS.update(scale=7.0),
+        "array": lambda m: m.array.__setitem__(0, 3.0), "flag": through("flag"), "buffer": lambda m: m.shift.add_(1.0), "child": lambda m: setattr(m, "norm", nn.Identity()),
+        "eval": lambda m: m.train(not m.training),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def restored():
+    globals()["SCALE"], SETTINGS["scale"] = 1.0, 1.0
+    yield
+    globals()["SCALE"], SETTINGS["scale"] = 1.0, 1.0
+
+
+@WAYS
+@pytest.mark.parametrize("way", changes())
+def test_what_a_forward_reads_is_changed(way, kind, how, restored):
+    x = images(2, 3, 6, 6)
+    for train in (False, True):
+        torch._dynamo.reset()
+        FOUND.clear()
+        globals()["SCALE"], SETTINGS["scale"] = 1.0, 1.0
+        a = faulty()().train(train)
+        b = copy.deepcopy(a)
+        f = compiled(prepared(kind, b), how)
+        with torch.set_grad_enabled(train):
+            assert close(f(x), a(x))
+            for m in (a, b):
+                with torch.no_grad():
+                    changes()[way](m)
+            assert close(f(x), a(x)) and close(f(x), a(x))
+        assert len(chains()) == convolutions() - (way == "child" and train)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_closure_is_changed(how):
+    scale, conv = 2.0, nn.Conv2d(4, 4, 3)
+
+    def call(x):
+        return F.relu(conv(x)) * scale
+
+    with torch.no_grad():
+        f, x = compiled(call, how), images()
+        assert close(f(x), call(x))
+        scale = 3.0
+        assert close(f(x), call(x)) and len(chains()) == 2
+
+
+def by_data(p, noise):
+    p.data.mul_(0.5).add_(noise)
+
+
+def by_numpy(p, noise):
+    p.detach().numpy()[...] += noise.numpy()
+
+
+def by_average(p, noise):
+    p.data = 0.5 * p.data + noise
+
+
+def by_copy(p, noise):
+    with torch.no_grad():
+        p.copy_(noise)
+
+
+def by_lerp(p, noise):
+    torch._foreach_lerp_([p.data], [noise], 0.3)
+
+
+def by_set(p, noise):
+    p.data.set_(noise.clone())
+
+
+@WAYS
+def test_parameters_and_statistics_are_written(kind, how):
+    a = moved(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())).eval()
+    b, x = copy.deepcopy(a), images(2, 3, 6, 6)
+    f = compiled(prepared(kind, b), how)
+    with torch.no_grad():
+        assert close(f(x), a(x))
+        for way in (by_data, by_numpy, by_average, by_copy, by_lerp, by_set):
+            for p, q in zip((*a.parameters(), *a.buffers()), (*b.parameters(), *b.buffers()), strict=True):
+                if p.is_floating_point():
+                    noise = torch.rand_like(p)
+                    way(p, noise), way(q, noise)
+            assert close(f(x), a(x), 1e-4), way
+    assert len(chains()) == len(FOUND) == 1
+
+
+@WAYS
+def test_methods_are_replaced(kind, how):
+    def tiles(self, x, weight, bias):
+        return F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), weight, bias)
+
+    def double(self, x):
+        return 2 * nn.Conv2d.forward(self, x)
+
+    x = images(2, 3, 6, 6)
+    for name, method in (("_conv_forward", tiles), ("forward", double)):
+        for when in ("before", "after"):
+            for train in (False, True):
+                torch._dynamo.reset()
+                FOUND.clear()
+                a = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()).train(train)
+                b = copy.deepcopy(a)
+                if when == "before":
+                    setattr(b[0], name, types.MethodType(method, b[0]))
+                f = compiled(prepared(kind, b), how)
+                with torch.set_grad_enabled(train):
+                    if when == "after":
+                        f(x), a(x)
+                        setattr(b[0], name, types.MethodType(method, b[0]))
+                    setattr(a[0], name, types.MethodType(method, a[0]))
+                    assert close(f(x), a(x)) and close(f(x), a(x))
+                assert len(chains()) == len(FOUND) - (name == "forward")
+
+
+@pytest.mark.parametrize("name", ["forward", "_conv_forward"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_methods_of_classes_are_replaced(name, when, monkeypatch):
+    """Torch.compile does not notice it after the first call, so that is left out."""
+    a = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval()
+    b, genuine, x = copy.deepcopy(a), getattr(nn.Conv2d, name), images(2, 3, 6, 6)
+    if when == "after":
+        pn.convert(b)
+    monkeypatch.setattr(nn.Conv2d, name, lambda self, *args: 2 * genuine(self, *args))
+    pn.convert(b)
+    with torch.no_grad():
+        expected = a(x)
+        assert close(b(x), expected)  # eager
+        for how in HOWS:
+            assert close(compiled(b, how)(x), expected)
+            torch._dynamo.reset()
+    monkeypatch.undo()
+    assert close(b(x), a(x))
+    assert type(pn.revert(b)[0]) is nn.Conv2d
+
+
+@WAYS
+def test_hooks_set_before(kind, how):
+    x = images(2, 3, 6, 6)
+    for hook in (
+        lambda m: m[0].register_forward_hook(lambda m, i, o: 2 * o), lambda m: m[1].register_forward_pre_hook(lambda m, i: (3 * i[0],)),
+        lambda m: m[2].register_forward_hook(lambda m, i, o: o + 1), lambda m: m[1].register_full_backward_hook(lambda m, i, o: (2 * i[0],)),
+    ):
+        for train in (False, True):
+            torch._dynamo.reset()
+            a = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train(train)
+            b = copy.deepcopy(a)
+            hook(a), hook(b)
+            f = compiled(prepared(kind, b), how)
+            ya, yb = a(x), f(x)
+            assert close(ya, yb)
+            ya.square().sum().backward(), yb.square().sum().backward()
+            assert close(a[0].weight.grad, b[0].weight.grad)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_hooks_set_later_are_noticed_if_torch_is_told_to(how):
+    x = images(2, 3, 6, 6)
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False), torch.no_grad():
+        a = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+        b = copy.deepcopy(a)
+        f = compiled(b, how)
+        f(x)
+        for m in (a, b):
+            m[0].register_forward_hook(lambda m, i, o: 2 * o)
+        assert close(f(x), a(x))
+
+
+class Twice(nn.Module):
+    def forward(self, w):
+        return 2 * w
+
+
+@WAYS
+@pytest.mark.parametrize("part", [0, 1], ids=["convolution", "norm"])
+def test_parametrizations(part, kind, how):
+    from torch.nn.utils import parametrize
+
+    x = images(2, 3, 6, 6)
+    for when in ("before", "after"):
+        torch._dynamo.reset()
+        FOUND.clear()
+        a = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+        b = copy.deepcopy(a)
+        if when == "before":
+            parametrize.register_parametrization(b[part], "weight", Twice())
+        f = compiled(prepared(kind, b), how)
+        with torch.no_grad():
+            if when == "after":
+                f(x)
+                parametrize.register_parametrization(b[part], "weight", Twice())
+            parametrize.register_parametrization(a[part], "weight", Twice())
+            assert close(f(x), a(x)) and len(chains()) == len(FOUND)
+            for one in (a, b):
+                parametrize.remove_parametrizations(one[part], "weight")
+            assert close(f(x), a(x)) and len(chains()) == len(FOUND)

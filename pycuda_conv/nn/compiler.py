@@ -181,7 +181,6 @@ def _marks(forward: Callable[..., Any]) -> Callable[..., Any]:
             for one in tensor.values():
                 marked(one)
 
-    @torch._dynamo.disable(recursive=False)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             for one in args:
@@ -199,7 +198,7 @@ def compile(
 ) -> Model:
     """Compile a model with ``torch.compile``, its convolutions by this package, in place.
 
-    It is ``model.compile(backend="pycuda_conv", ...)``. Besides, it tells torch which axes of the inputs have sizes that change. Then one
+    It is ``model.compile(backend="pycuda_conv", ...)``, which takes no bare ``nn.Sequential``, for these too. Besides, it tells torch which axes of the inputs have sizes that change. Then one
     graph serves all numbers of images and all image sizes, and a second one serves single images.
 
     Parameters
@@ -244,9 +243,13 @@ def compile(
         raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
     if sizes not in ("any", "fixed"):
         raise ConvArgumentError(f"sizes must be 'any' or 'fixed', but got sizes={brief(sizes)}")
-    chosen, precision, rest = checked_options(mode, {**(options or {}), "precision": precision} if options is None or isinstance(
-        options, dict) else options)
-    model.compile(backend=backend, options={"mode": chosen, "precision": precision, **rest}, fullgraph=fullgraph)
-    if sizes == "any":
-        model._compiled_call_impl = _marks(model._compiled_call_impl)  # type: ignore[assignment, arg-type]
+    if options is not None and not isinstance(options, dict):
+        raise TypeError(f"options must be a dict, got {brief(options)}")
+    chosen, precision, rest = checked_options(mode, {**(options or {}), "precision": precision})
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # torch compiles no frame of its own files, as nn.Sequential's forward is
+        return model._call_impl(*args, **kwargs)
+
+    compiled = torch.compile(call, backend=backend, options={"mode": chosen, "precision": precision, **rest}, fullgraph=fullgraph)
+    model._compiled_call_impl = _marks(compiled) if sizes == "any" else compiled  # type: ignore[assignment]
     return model

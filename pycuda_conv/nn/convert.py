@@ -242,8 +242,7 @@ def revert(model: Model) -> Model:
         if type(module) in _TORCHS:
             module.__class__ = _TORCHS[type(module)]
             module.__dict__.pop("precision", None)
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            module._compiled_call_impl = None
+        module.__dict__.pop("_compiled_call_impl", None)
     model.__dict__.pop("_conversion", None)
     return model
 

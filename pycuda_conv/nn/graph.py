@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -134,9 +135,8 @@ def name_of(node: Node) -> str:
     paths = [path for path, _ in stack.values()]
     if not paths:
         return node.name
-    for start in ("L['self']", "L['fn']", "L['mod']"):
-        paths[-1] = paths[-1].removeprefix(start)
-    return paths[-1].replace("._modules['", ".").replace("']", "").removeprefix("._orig_mod").strip(".") or node.name
+    path = re.sub(r"\._modules\['([^']*)'\]", r".\1", re.sub(r"^L\['\w+'\]", "", paths[-1]))
+    return path.removeprefix("._orig_mod").strip(".") or node.name
 
 
 # ---- memory

@@ -13,7 +13,8 @@ import torch
 
 import pycuda_conv as pc
 from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.problem import PRECISIONS, padding_pairs
+from pycuda_conv.nn.autograd import _is_followed, followed
+from pycuda_conv.problem import PRECISIONS, integers, padding_pairs
 from pycuda_conv.typing import Precision
 
 
@@ -29,9 +30,13 @@ def in_pairs(padding: Any) -> bool:
 
 
 def _torchs(cls: type, name: str) -> Any:
-    """A method of a class of torch's; None if somebody has replaced it already."""
+    """A method of a class of torch's; if somebody has replaced it already, a function that is no method."""
     method = vars(cls).get(name)
-    return method if getattr(getattr(method, "__code__", None), "co_filename", None) == _FILE else None
+    return method if getattr(getattr(method, "__code__", None), "co_filename", None) == _FILE else _nobodys
+
+
+def _nobodys() -> None:
+    pass
 
 
 _FILE = torch.nn.Conv2d.__init__.__code__.co_filename
@@ -71,7 +76,7 @@ class _Conv(_Ours):
     function: Callable[..., Any]
     kernel_size: tuple[int, ...]
     _base: Any
-    #: torch's method; None if somebody had replaced it
+    #: torch's method, or :func:`_nobodys`
     _genuine: Any
 
     def __init__(
@@ -93,13 +98,15 @@ class _Conv(_Ours):
         if self.padding_mode != "zeros":
             input = torch.nn.functional.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
+        if _is_followed():
+            return followed("conv", input, weight, bias, (), self.stride, padding, self.dilation, self.groups, self.precision)
         return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision)
 
 
 class _ConvTranspose(_Ours):
     function: Callable[..., Any]
     _base: Any
-    #: torch's method; None if somebody had replaced it
+    #: torch's method, or :func:`_nobodys`
     _genuine: Any
 
     def __init__(
@@ -120,6 +127,10 @@ class _ConvTranspose(_Ours):
             return self._base.forward(self, input, output_size)
         ndim = len(self.kernel_size)
         output_padding = self._output_padding(input, output_size, self.stride, self.padding, self.kernel_size, ndim, self.dilation)
+        if _is_followed():
+            more = integers("output_padding", output_padding, ndim)
+            options = self.stride, self.padding, self.dilation, self.groups, self.precision
+            return followed("conv_transpose", input, self.weight, self.bias, more, *options)
         options = self.stride, self.padding, output_padding, self.groups, self.dilation
         return self.function(input, self.weight, self.bias, *options, precision=self.precision)
 
@@ -128,7 +139,7 @@ class Conv1d(_Conv, torch.nn.Conv1d):
     """``torch.nn.Conv1d`` computed by :func:`pycuda_conv.conv1d`: see :class:`Conv2d`."""
 
     function = staticmethod(pc.conv1d)
-    _base, _genuine = torch.nn.Conv1d, _torchs(torch.nn.Conv1d, "_conv_forward")
+    _base, _genuine = torch.nn.Conv1d, staticmethod(_torchs(torch.nn.Conv1d, "_conv_forward"))
 
 
 class Conv2d(_Conv, torch.nn.Conv2d):
@@ -150,21 +161,21 @@ class Conv2d(_Conv, torch.nn.Conv2d):
     """
 
     function = staticmethod(pc.conv2d)
-    _base, _genuine = torch.nn.Conv2d, _torchs(torch.nn.Conv2d, "_conv_forward")
+    _base, _genuine = torch.nn.Conv2d, staticmethod(_torchs(torch.nn.Conv2d, "_conv_forward"))
 
 
 class Conv3d(_Conv, torch.nn.Conv3d):
     """``torch.nn.Conv3d`` computed by :func:`pycuda_conv.conv3d`: see :class:`Conv2d`."""
 
     function = staticmethod(pc.conv3d)
-    _base, _genuine = torch.nn.Conv3d, _torchs(torch.nn.Conv3d, "_conv_forward")
+    _base, _genuine = torch.nn.Conv3d, staticmethod(_torchs(torch.nn.Conv3d, "_conv_forward"))
 
 
 class ConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):
     """``torch.nn.ConvTranspose1d`` computed by :func:`pycuda_conv.conv_transpose1d`: see :class:`ConvTranspose2d`."""
 
     function = staticmethod(pc.conv_transpose1d)
-    _base, _genuine = torch.nn.ConvTranspose1d, _torchs(torch.nn.ConvTranspose1d, "forward")
+    _base, _genuine = torch.nn.ConvTranspose1d, staticmethod(_torchs(torch.nn.ConvTranspose1d, "forward"))
 
 
 class ConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
@@ -186,11 +197,11 @@ class ConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
     """
 
     function = staticmethod(pc.conv_transpose2d)
-    _base, _genuine = torch.nn.ConvTranspose2d, _torchs(torch.nn.ConvTranspose2d, "forward")
+    _base, _genuine = torch.nn.ConvTranspose2d, staticmethod(_torchs(torch.nn.ConvTranspose2d, "forward"))
 
 
 class ConvTranspose3d(_ConvTranspose, torch.nn.ConvTranspose3d):
     """``torch.nn.ConvTranspose3d`` computed by :func:`pycuda_conv.conv_transpose3d`: see :class:`ConvTranspose2d`."""
 
     function = staticmethod(pc.conv_transpose3d)
-    _base, _genuine = torch.nn.ConvTranspose3d, _torchs(torch.nn.ConvTranspose3d, "forward")
+    _base, _genuine = torch.nn.ConvTranspose3d, staticmethod(_torchs(torch.nn.ConvTranspose3d, "forward"))
