@@ -140,8 +140,8 @@ class ChunkPlace:
         gpu = self._gpu() if isinstance(like, np.ndarray) else None
         if gpu is None:
             return np.empty_like(like, shape=shape, order="C")
-        with gpu:
-            memory = gpu.pinned_or_ordinary((math.prod(shape) * like.dtype.itemsize,), np.dtype(np.uint8))
+        with gpu.current():
+            memory = gpu.result_array((math.prod(shape) * like.dtype.itemsize,), np.dtype(np.uint8))
         return memory.view(like.dtype).reshape(shape)
 
     def _gpu(self) -> Any:

@@ -11,6 +11,7 @@ from pycuda_conv.arrays import NumpyKind, kind_of
 from pycuda_conv.dispatch import convolve, sum_channels
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.problem import integer
+from pycuda_conv.runtime import bound_to_thread
 from pycuda_conv.typing import Activation, Array, Crop, DType, Padding, Precision, Sizes
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args
         with ThreadPoolExecutor(ahead) as pool:
             try:
                 for one in inputs:
-                    if isinstance(kind_of("an input", one), NumpyKind):
+                    if isinstance(kind_of("an input", one), NumpyKind) and not bound_to_thread():
                         coming.append(pool.submit(function, one, *args, **options))
-                    else:  # launches don't wait, and streams and torch's modes are those of the caller's thread
+                    else:  # launches don't wait, and streams, torch's modes and PyCUDA's contexts are those of the caller's thread
                         coming.append(Future())
                         coming[-1].set_result(function(one, *args, **options))
                     if len(coming) > ahead:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
-from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.typing import Activation, Crop, Padding, Precision, Sizes
 
 #: Three extents, in the order depth, height, width.
@@ -30,6 +30,7 @@ PRECISIONS = ("fp32", "tf32")
 LAYOUTS = ("NCHW", "NHWC")  # the layouts of callers' arrays; kernels also see those of :attr:`ConvProblem.launched`
 #: In the order of ``cu/activation.cuh``.
 ACTIVATIONS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
+PADDINGS = ("same", "valid")
 SLOPE = 0.01  # the slope of "leaky_relu" if the caller gives none
 
 
@@ -88,7 +89,8 @@ def checked_activation(value: Any) -> str | tuple[str, float] | None:
         return "leaky_relu" if float(slope) == SLOPE else ("leaky_relu", float(slope))
     expected = f"activation must be one of {ACTIVATIONS} or ('leaky_relu', slope)"
     if isinstance(value, (str, tuple, list)):
-        raise ConvArgumentError(f"{expected}, but got activation={brief(value)}")
+        word = value if isinstance(value, str) or not value else value[0]
+        raise ConvArgumentError(f"{expected}, but got activation={brief(value)}{did_you_mean(word, ACTIVATIONS)}")
     raise TypeError(f"{expected}, got {brief(value)}")
 
 
@@ -97,6 +99,37 @@ def activation_and_slope(activation: str | tuple[str, float] | None) -> tuple[in
     if isinstance(activation, tuple):
         return ACTIVATIONS.index("leaky_relu"), activation[1]
     return ACTIVATIONS.index(activation), SLOPE if activation == "leaky_relu" else 0.0
+
+
+def check_precision(precision: Any) -> None:
+    """Refuse what is no word for a precision."""
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        hint = did_you_mean(precision, PRECISIONS)
+        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={brief(precision)}{hint}")
+
+
+def check_element_type(name: str, dtype: str, conversion: str = "{}.astype('{}')") -> None:
+    """Refuse the array `name` if no kernel has its `dtype`, and say what to do.
+
+    `conversion` is the expression that converts such an array: its two gaps are for the array's name and for a dtype.
+    """
+    if dtype in DTYPE_BYTES:
+        return
+    wide = "float32" if dtype in ("bool", "int8", "uint8", "int16", "uint16") or dtype.startswith("float8") else "float64"
+    converted = f"pass {conversion.format(name, wide)}"
+    if dtype.startswith("complex"):
+        advice = f"convolve {name}.real and {name}.imag, one after the other"
+    elif dtype.startswith(("str", "bytes", "datetime", "timedelta")):
+        advice = "pass numbers"
+    elif dtype == "void16":
+        advice = f"if these are bfloat16 numbers, pass {name}.view(ml_dtypes.bfloat16)"
+    elif dtype.startswith("void"):
+        advice = "pass one of its fields"
+    elif dtype.startswith((">", "<")):
+        advice = "pass a copy in the machine's byte order"
+    else:
+        advice = converted
+    raise TypeError(f"{name} has the type {dtype}, but a convolution takes float16, bfloat16, float32 or float64 arrays: {advice}")
 
 
 def _rank(ndim: Any) -> int:
@@ -118,9 +151,10 @@ def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
 def padding_pairs(padding: Any, ndim: int) -> str | tuple[tuple[int, int], ...]:
     """The `padding` argument in one form: ``"same"``, ``"valid"`` or `ndim` pairs (before, after)."""
     if isinstance(padding, str):
-        if padding not in ("same", "valid"):
+        if padding not in PADDINGS:
             raise ConvArgumentError(
                 f"Invalid padding string: '{padding}' (expected 'same', 'valid', an integer, {ndim} integers or {ndim} pairs)"
+                f"{did_you_mean(padding, PADDINGS)}"
             )
         return padding
     if isinstance(padding, Sequence) and any(isinstance(v, Sequence) for v in padding):
@@ -414,7 +448,8 @@ class ConvProblem:
             As for :meth:`forward`.
         """
         if of not in ("input", "weight"):
-            raise ConvArgumentError(f"a gradient is of the 'input' or of the 'weight', but got of={brief(of)}")
+            hint = did_you_mean(of, ("input", "weight"))
+            raise ConvArgumentError(f"a gradient is of the 'input' or of the 'weight', but got of={brief(of)}{hint}")
         weight_shape = checked_shape("weight_shape", weight_shape)
         if len(weight_shape) == _rank(ndim):
             raise ConvArgumentError(_without_channels(f"conv{ndim}d_{of}", ndim, weight_shape))
@@ -473,8 +508,11 @@ class ConvProblem:
 
     @property
     def plain(self) -> ConvProblem:
-        """The problem without scale, norm, residual and activation, which change neither the choice of a kernel nor its time by much."""
-        return replace(self, has_scale=False, has_residual=False, activation=None, norm=None)
+        """The problem without scale, norm, residual and activation, which change neither the choice of a kernel nor its time by much.
+
+        Its arrays have all their axes: without those of length 1 they lie in memory just so.
+        """
+        return replace(self, has_scale=False, has_residual=False, activation=None, norm=None, bare=False)
 
     @property
     def operand_size(self) -> Size3:
@@ -671,12 +709,11 @@ def _common(
 ) -> ConvProblem:
     """The checks that both directions share, and the fields that they settle. With `bare`, arrays of spatial axes alone are taken."""
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        given = dtype if isinstance(dtype, str) else brief(dtype)
-        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {given}")
-    if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={brief(precision)}")
+        known = tuple(DTYPE_BYTES)
+        raise TypeError(f"dtype must be one of {known} for {name}, but got dtype={brief(dtype)}{did_you_mean(dtype, known)}")
+    check_precision(precision)
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ConvArgumentError(f"layout must be one of {LAYOUTS}, but got layout={brief(layout)}")
+        raise ConvArgumentError(f"layout must be one of {LAYOUTS}, but got layout={brief(layout)}{did_you_mean(layout, LAYOUTS)}")
     strides, dilations = integers("stride", stride, ndim), integers("dilation", dilation, ndim)
     groups = integer("groups", groups)
     bare = bare and len(input_shape) == len(weight_shape) == ndim
@@ -700,7 +737,8 @@ def _common(
         )
     one = (1, 1, 1)
     return ConvProblem(
-        direction="fprop", ndim=ndim, batched=batched, dtype=dtype, N=input_shape[0] if batched else 1, C=0, K=1 if bare else weight_shape[0],
+        direction="fprop", ndim=ndim, batched=batched, dtype=dtype, N=input_shape[0] if batched else 1, C=0,
+        K=1 if bare else weight_shape[0],
         groups=groups, input_size=_pad3(size, 1), filter_size=_pad3(filter_size, 1), output_size=one, stride=_pad3(strides, 1),
         dilation=_pad3(dilations, 1), padding_before=(0, 0, 0), padding_after=(0, 0, 0), has_bias=False, precision=precision,
         layout="NHWC" if layout == "NHWC" and not bare else "NCHW", bare=bare,

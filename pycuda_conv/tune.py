@@ -198,7 +198,8 @@ def _table(path: Path) -> Table:
 
 def user_table() -> Table:
     """The table that ``tune=True`` and ``pycuda-conv tune`` write."""
-    return _table(cache_dir() / "tuned.json")
+    folder = cache_dir()
+    return _table(folder / "tuned.json" if folder.is_absolute() else Path(os.devnull, "tuned.json"))  # without a home nothing is kept
 
 
 def shipped_table(gpu: str) -> Table:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import simt
-from reference import EPS, SUM_EPS, TINY, Case, activated, assert_close, channels_last, dgrad, fprop, is_channels_last
+from reference import EPS, SUM_EPS, TINY, Case, activated, assert_close, dgrad, fprop
 
 from pycuda_conv import Plan, engines, execute
 from pycuda_conv.problem import ConvProblem, Norm
@@ -111,9 +111,7 @@ class Layer:
 
 
 #: The engines whose texts read a norm in ``finish.cuh`` or a way of their own. Those of ``epilogue.cuh`` run on OpenCL.
-SIMT = (
-    "DenseNhwc ImplicitGemm GroupedNhwc FewChannels Dmma Pointwise Planes GatheredPlanes FewPixels FewInputs Quads Lines DepthwiseToeplitz Gemm"
-).split()
+SIMT = ["DenseNhwc", "ImplicitGemm", "GroupedNhwc", "FewChannels", "Dmma", "Pointwise", "Planes", "GatheredPlanes", "FewPixels", "FewInputs", "Quads", "Lines", "DepthwiseToeplitz", "Gemm"]
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))

@@ -19,8 +19,8 @@ from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemo
 from pycuda_conv.call import Operands
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.execute.device import convolve
+from pycuda_conv.runtime import contexts, driver, get_device, launcher, streams, tensor_map
 from pycuda_conv.runtime import device as device_module
-from pycuda_conv.runtime import driver, get_device, launcher, tensor_map
 from pycuda_conv.runtime.base import KernelLaunch
 
 IN_C = pytest.mark.skipif(
@@ -187,30 +187,41 @@ def test_an_error_of_the_driver_says_what_failed(fake, kind):
 
 def test_too_little_memory(fake, monkeypatch):
     """A small buffer may take what the pool holds; the error says how much was asked for. Streams that the driver refuses are made later."""
-    device, held, given = fake.device("python"), [1], []
-
-    def mem_alloc(nbytes):
-        if held:
-            raise MemoryError("out of memory")
-        given.append(nbytes)
-        return 1 << 40
-
+    device = fake.device("python")
     monkeypatch.setattr(driver, "pinned", lambda: SimpleNamespace(empty=lambda shape, dtype: None))
-    monkeypatch.setattr(device._drv, "mem_alloc", mem_alloc, raising=False)
-    monkeypatch.setattr(device._drv, "mem_get_info", lambda: (5, 1000), raising=False)
-    device.pool = SimpleNamespace(free_held=lambda: None)
     with device:
-        with pytest.raises(DeviceMemoryError, match="64 bytes were asked for, 5 of 1,000 are free"):
+        block = device.allocate(2 << 20)
+        fake.total.value = fake.used.value + 5
+        with pytest.raises(DeviceMemoryError, match=r"cuda:0 is out of memory: 64 bytes were asked for, 5 of 2,097,157 are free"):
             device.small_buffers(64)
-        device.pool = SimpleNamespace(free_held=held.clear)
-        assert device.small_buffers(64)[2] == 1 << 40 and given == [64]
+        with pytest.raises(DeviceMemoryError, match="1,048,576 bytes were asked for"):
+            device.allocate(1 << 20)
+        del block  # the pool holds it, and gives it back
+        assert device.pool.in_use == 0 and device.small_buffers(64)[2] and fake.used.value == 64
+
+
+def test_a_pool_keeps_blocks_and_asks_for_no_context_to_get_them_back(fake):
+    device = fake.device("python")
+    fake.strict.value = 1
+    blocks = [device.allocate(n) for n in (1, 512, 513, 5 << 20, (5 << 20) + 1)]
+    addresses = [int(block) for block in blocks]
+    assert device.pool.in_use == 5 and len(set(addresses)) == 5
+    del blocks  # no context is current
+    assert device.pool.in_use == 0
+    again = [device.allocate(n) for n in (512, 300, 700, 5 << 20)]
+    assert {int(block) for block in again} <= set(addresses) and fake.dead.value == fake.foreign.value == 0
+    used = fake.used.value
+    again.pop().free()
+    with device.current():
+        device.pool.free_held()
+    assert fake.used.value < used and device.pool.in_use == 3
 
 
 def test_streams_that_the_driver_refuses_are_made_by_the_next_call(fake, monkeypatch):
     device, unraisable = fake.device("python"), []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     with monkeypatch.context() as patch:
-        patch.setattr(device._drv, "Stream", lambda flags: 1 / 0)
+        patch.setattr(streams, "Stream", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             device.order(None, 0x55)
     gc.collect()
@@ -315,7 +326,7 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
 def test_a_forked_child_is_refused(fake, kind, monkeypatch):
     device = fake.device(kind)
     launch = device.launcher(KernelLaunch("copy_strided", {}, 3, 64, (0,), ()))
-    monkeypatch.setattr(device_module, "_made", {0: device})
+    monkeypatch.setattr(contexts, "_primaries", {0: device})
     read, write = os.pipe()
     if child := os.fork():
         os.close(write)
@@ -443,7 +454,7 @@ def test_the_variable_chooses(fake, monkeypatch):
     assert fake.device("python")._in_c is None
     monkeypatch.setenv("PYCUDA_CONV_LAUNCHER", "C++")
     with pytest.raises(ConvArgumentError, match=r"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got 'C\+\+'"):
-        device_module.CudaDevice(0)
+        contexts.PrimaryContext(0)
 
 
 def test_without_the_extension_python_launches(fake, monkeypatch):

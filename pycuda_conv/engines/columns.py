@@ -22,8 +22,8 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS = 256  # of a block of columns_add.cu
@@ -39,6 +39,7 @@ class Columns(Config):
 CONFIGS = (Columns,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 4}
 
 
 def unsupported(device: Device) -> str | None:

@@ -78,9 +78,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
@@ -121,6 +120,7 @@ class DenseNhwc(Config):
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 137}
 
 
 # ---- what runs

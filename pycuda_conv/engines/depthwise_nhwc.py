@@ -71,6 +71,7 @@ DepthwiseRingArguments = kernel_struct("depthwise_nhwc_wgrad_ring", "DepthwiseRi
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 152, "opencl": 90}
 THREADS = 128
 CHUNKS = (64, 32, 16, 8, 4)
 #: The most channels of a block whose threads walk down the image.

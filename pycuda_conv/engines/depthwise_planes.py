@@ -37,6 +37,7 @@ class DepthwisePlanes(Config):
 CONFIGS = (DepthwisePlanes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 24}
 
 
 DepthwisePlanesArguments = kernel_struct("depthwise_planes", "DepthwisePlanesArguments")

@@ -98,6 +98,7 @@ FEW = 1024  # results; for fewer the launch takes most of the time, and the smal
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 172, "opencl": 68}
 
 
 def _pixels(problem: ConvProblem) -> int:

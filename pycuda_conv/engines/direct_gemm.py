@@ -74,6 +74,7 @@ class Gemm(Config):
 CONFIGS = (Gemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 37, "opencl": 4}
 
 
 # ---- what runs

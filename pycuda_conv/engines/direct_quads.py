@@ -21,8 +21,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Quads", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Quads", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS, LANES = 4, 32  # warps of a block, lanes of a warp
@@ -48,6 +48,7 @@ class Quads(Config):
 CONFIGS = (Quads,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 20}
 
 
 DirectQuadsArguments = kernel_struct("direct_quads", "DirectQuadsArguments")

@@ -68,6 +68,7 @@ class Dmma(Config):
 CONFIGS = (Dmma,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 67}
 
 @dataclass(frozen=True)
 class _Tile:

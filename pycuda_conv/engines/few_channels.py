@@ -30,8 +30,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewChannels", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewChannels", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS = 4  # of a block
@@ -60,6 +60,7 @@ class FewChannels(Config):
 CONFIGS = (FewChannels,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 32}
 
 
 FewChannelsArguments = kernel_struct("few_channels", "FewChannelsArguments")

@@ -24,8 +24,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewInputs", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewInputs", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS = 8  # of a block
@@ -52,6 +52,7 @@ class FewInputs(Config):
 CONFIGS = (FewInputs,)
 LAYOUTS = "NHWC", "NCHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 32}
 
 
 FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")

@@ -23,8 +23,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
@@ -51,6 +51,7 @@ class FewPixels(Config):
 CONFIGS = (FewPixels,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 32}
 
 
 FewPixelsPhase = kernel_struct("few_pixels_sm90", "FewPixelsPhase")

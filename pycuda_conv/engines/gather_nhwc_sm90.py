@@ -54,9 +54,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GatherNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GatherNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128)  # channels of a tile
@@ -82,6 +81,7 @@ class GatherNhwc(Config):
 CONFIGS = (GatherNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 36}
 
 
 # ---- what runs

@@ -23,9 +23,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GatheredPlanes", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GatheredPlanes", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 #: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
@@ -53,6 +52,7 @@ class GatheredPlanes(Config):
 CONFIGS = (GatheredPlanes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 60}
 
 
 # ---- what runs

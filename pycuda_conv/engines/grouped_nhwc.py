@@ -27,8 +27,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS = 256
@@ -53,6 +53,7 @@ class GroupedNhwc(Config):
 CONFIGS = (GroupedNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 12}
 
 
 # ---- what runs

@@ -43,8 +43,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS = 256
@@ -72,6 +72,7 @@ class ImplicitGemm80(Config):
 CONFIGS = (ImplicitGemm80,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 137}
 
 
 # ---- what runs

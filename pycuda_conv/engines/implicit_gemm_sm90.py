@@ -50,9 +50,8 @@ JOINED_BYTES = 512 << 10  # the most bytes of parts of one tile that a block of 
 CONVERTERS = 7  # warps that split float32 images for the halo_split loader
 KEPT_PIECE = 1024  # bytes of staging a warp needs beside the sums it keeps of the first of two paired phases
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 #: The tiles worth choosing from: BLOCK_M -> the BLOCK_Ns, for each value of :func:`_seldom`. The rarer a product, the fewer its tiles,
@@ -145,6 +144,7 @@ class ImplicitGemm(Config):
 CONFIGS = (ImplicitGemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 320}
 
 
 def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:

@@ -38,8 +38,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
 ]  # fmt: skip
 
 MOST_STAGES = 6  # the most stages of a ring of x that are tried
@@ -75,6 +75,7 @@ class Lines(Config):
 CONFIGS = (Lines,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 0}  # a text for each layer
 
 
 # ---- what runs

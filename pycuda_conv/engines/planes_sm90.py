@@ -23,8 +23,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Planes", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Planes", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
 ]  # fmt: skip
 
 class _Consumers(NamedTuple):
@@ -56,6 +56,7 @@ class Planes(Config):
 CONFIGS = (Planes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 24}
 
 
 # ---- what runs

@@ -41,9 +41,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS = 8  # of the consumers
@@ -77,6 +76,7 @@ class Pointwise(Config):
 CONFIGS = (Pointwise,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 58}
 
 
 # ---- what runs

@@ -62,6 +62,10 @@ def _lanes(split: int) -> int:
     return min(MOST_LANES, 1 << (ceil(split, LONGEST) - 1).bit_length())
 
 
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 4, "opencl": 4}
+
+
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of direct_reduce.cu for each type."""
     yield TextFamily("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})

@@ -22,8 +22,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
@@ -46,6 +46,7 @@ CONFIGS = (ViaNhwc, ViaNchw)
 TURNED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
 LAYOUTS = tuple(TURNED)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 2}
 
 unsupported = hopper.unsupported
 

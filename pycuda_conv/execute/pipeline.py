@@ -28,6 +28,7 @@ import numpy as np
 from pycuda_conv import engines
 from pycuda_conv.execute import staging
 from pycuda_conv.problem import ConvProblem, Size3
+from pycuda_conv.runtime import contexts
 from pycuda_conv.tune import lookup
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ class Filter:
     def keep(self, plan: Plan) -> None:
         """Copy them to the plan's device, and pack the filter if `plan` wants that. They stay for as long as this object does."""
         device: Any = plan.device
-        with device:
+        with device.current():
             blocks = [0 if a is None or not a.nbytes else device.allocate(a.nbytes) for a in self.arrays]
             packed = {plan.filter_key: device.allocate(plan.filter_bytes)} if plan.filter_bytes else {}
             stream, _, _ = device.pipeline_streams()
@@ -310,7 +311,7 @@ class _Lane:
 
     def close(self) -> None:
         """Drop the events and streams, which has to happen while the context is current."""
-        with self.device:
+        with self.device.current():
             self._queued.clear()
             self._events.clear()
             self._uploaded = self._computed = self._downloaded = []
@@ -364,7 +365,7 @@ class _Pipeline:
                 for arrays, up in ((self._up, True), (self._down, False))
             )
             for device, chunks in self._gpus:
-                with device:
+                with device.current():
                     if after is not None:
                         device.wait_for(after)
                     lane = _Lane(device, chunks, self._filters, self._has_residual)
@@ -382,11 +383,11 @@ class _Pipeline:
         for which in self._filter_up:
             uploader.send([(lane, int(lane.filter.arrays[which])) for lane in self._lanes if lane.lacks_filter])
         for lane in self._lanes:
-            with lane.device:
+            with lane.device.current():
                 lane.pack()
         for i in range(len(self._lanes[0].chunks)):
             lane = self._next_lane()
-            with lane.device:
+            with lane.device.current():
                 self._launch_chunk(i, lane, uploader, downloader)
 
     def _next_lane(self) -> _Lane:
@@ -459,7 +460,7 @@ def paces(gpus: Sequence[CudaDevice], from_ordinary: bool, to_ordinary: bool) ->
     with _pacing:
         if key not in _paces:
             shape, dtype, first = (PACE_BYTES >> 20, 1, 1 << 18), np.dtype(np.float32), gpus[0]
-            with first:
+            with first.current():
                 x, y = (np.empty(shape, dtype) if ordinary else first.pinned_or_ordinary(shape, dtype) for ordinary in key[1:])
             x.fill(1)  # otherwise all its pages would be the same page of zeros
             y.fill(0)
@@ -596,15 +597,18 @@ def _convolve(
             device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
         return y
     gpu: Any = device
-    with gpu:
+    with gpu.current():
+        if stream is not None:
+            contexts.check_stream(gpu, stream)
         nbytes = plan.result_bytes + sum(plan.operand_bytes)
         if not devices and nbytes <= SMALL_BYTES and not plan.empty:
             in_place = nbytes <= IN_PLACE_BYTES and plan.by_address
             return _convolve_small(gpu, plan, x, filters, out, shape, stream, residual, room if in_place else None)
-        y = gpu.pinned_or_ordinary(shape, np.dtype(problem.storage)) if out is None else out
+        y = gpu.result_array(shape, np.dtype(problem.storage)) if out is None else out
         if plan.empty:
             return y
-    batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None, None] if problem.bare else a[None] for a in (x, y, residual))
+    missing = () if problem.batched else (None, None) if problem.bare else (None,)
+    batch_x, batch_y, batch_r = (None if a is None else a[missing] for a in (x, y, residual))
     assert batch_x is not None and batch_y is not None
     chunk_bytes = _chunk_bytes(x, y)
     gpus = devices or (gpu,)
@@ -629,7 +633,7 @@ def _run(
 ) -> None:
     """Let GPUs, each with its plans for all chunks, compute `y` together. There is at least one chunk."""
     first, chunks = gpus[0]
-    with first:
+    with first.current():
         _Pipeline(gpus[: len(chunks)], x, filters, y, residual).run(stream)
 
 
@@ -674,7 +678,7 @@ def _convolve_small(
             plan.launch(buffers, own, packed)
             y = (room or np.empty)(shape, dtype) if out is None else out  # while the kernels run
         else:
-            y = gpu.pinned_or_ordinary(shape, dtype) if out is None else out
+            y = gpu.result_array(shape, dtype) if out is None else out
             gpu.copy_in(device, host[:used], host[:used], own)
             plan.launch(buffers, own, packed)
             gpu.copy_out(y, y, device + used, own)

@@ -23,6 +23,7 @@ from pycuda_conv.call import Call
 from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import launches_are_in, remember_launches
+from pycuda_conv.nn import operators
 from pycuda_conv.nn.autograd import CONV, CONV_TRANSPOSE, Settings, _empty_like, _in_numbers, without_autocast
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, Norm, activation_and_slope, channels_last, checked_activation, integers
@@ -213,25 +214,20 @@ def _remember(asked: tuple[Any, ...], operands: Sequence[Tensor | None], ways: _
 
 # ---- the operator
 
-_library = torch.library.Library("pycuda_conv", "FRAGMENT")
-_library.define(
-    "evaluate(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor? mean, Tensor? var, Tensor? residual, float eps, "
-    "int[] spec) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
-)
-
-
 def _operator(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, var: Tensor | None,
     residual: Tensor | None, eps: float, spec: Sequence[int],
 ) -> Tensor:
-    options = _Options.of(tuple(spec))
-    settings, function = options.settings, "conv_transpose" if options.transposed else "conv"
-    asked = (
-        function, settings.stride, settings.padding, settings.dilation, settings.groups, settings.precision, options.output_padding,
-        options.activation, eps,
-    )  # fmt: skip
-    return _evaluate(asked, x, weight, bias, gamma, beta, mean, var, residual)
+    return _evaluate(_asked(tuple(spec), eps), x, weight, bias, gamma, beta, mean, var, residual)
+
+
+@lru_cache(maxsize=4096)
+def _asked(spec: tuple[int, ...], eps: float) -> tuple[Any, ...]:
+    """The options as :func:`_evaluate` takes them."""
+    options = _Options.of(spec)
+    _, stride, padding, dilation, groups, precision, *_ = options.settings
+    function = "conv_transpose" if options.transposed else "conv"
+    return function, stride, padding, dilation, groups, precision, options.output_padding, options.activation, eps
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, mean: Any, var: Any, residual: Any, eps: float, spec: Any) -> Any:
@@ -240,6 +236,8 @@ def _fake(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, mean: Any
     return _empty_like(x, operator.shape(options.settings, x.shape, weight.shape, options.output_padding), options.settings.ndim)
 
 
-for _place in ("CPU", "CUDA"):
-    _library.impl("evaluate", _operator, _place)
-torch.library.register_fake("pycuda_conv::evaluate", _fake, lib=_library)
+operators.define(
+    "evaluate(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor? mean, Tensor? var, Tensor? residual, float eps, "
+    "int[] spec) -> Tensor",
+    _operator, _fake,
+)  # fmt: skip

@@ -43,10 +43,10 @@ DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # ---- what the steps of a graph are called, and the names of their arguments
 
-_CONV = tuple("input weight bias stride padding dilation groups".split())
-_TRANSPOSED = tuple("input weight bias stride padding output_padding groups dilation".split())
-_EITHER = tuple("input weight bias stride padding dilation transposed output_padding groups".split())
-_OURS = tuple("input weight bias size stride padding dilation groups precision device tune".split())
+_CONV = tuple(["input", "weight", "bias", "stride", "padding", "dilation", "groups"])
+_TRANSPOSED = tuple(["input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"])
+_EITHER = tuple(["input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"])
+_OURS = tuple(["input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune"])
 #: The number of spatial axes, where the name tells it, and the names of the arguments.
 CONVOLUTIONS: dict[Any, tuple[int | None, tuple[str, ...]]] = {
     torch.convolution: (None, _EITHER), aten.convolution.default: (None, _EITHER),
@@ -59,10 +59,10 @@ for _ndim in (1, 2, 3):
     _packet = getattr(aten, f"conv_transpose{_ndim}d")
     for _function in (getattr(torch, f"conv_transpose{_ndim}d"), next(getattr(_packet, name) for name in _packet.overloads())):
         CONVOLUTIONS[_function] = _ndim, _TRANSPOSED
-_NORM = tuple("input running_mean running_var weight bias training momentum eps".split())
-_ATEN_NORM = tuple("input weight bias running_mean running_var training momentum eps cudnn_enabled".split())
+_NORM = tuple(["input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"])
+_ATEN_NORM = tuple(["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"])
 NORMS: dict[Any, tuple[str, ...]] = {F.batch_norm: _NORM, torch.batch_norm: _ATEN_NORM, aten.batch_norm.default: _ATEN_NORM}
-_MAX_POOL = tuple("input kernel_size stride padding dilation ceil_mode return_indices".split())
+_MAX_POOL = tuple(["input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"])
 MAX_POOLS: dict[Any, tuple[str, ...]] = {
     F.max_pool2d: _MAX_POOL, torch.max_pool2d: _MAX_POOL[:-1], aten.max_pool2d.default: _MAX_POOL[:-1],
 }  # fmt: skip

@@ -1,32 +1,27 @@
-"""A GPU through PyCUDA: its primary context, kernels, launches, memory, and copies.
+"""A CUDA context as a device: kernels that are loaded there, launches, streams, memory, and copies.
 
-The device's *primary* context is the one that torch and CuPy use, so pointers are valid in all three. It is retained once and pushed around
-each call; nothing stays on a thread's context stack.
+Contexts themselves, and which of them serves a call, are in :mod:`pycuda_conv.runtime.contexts`.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import importlib
 import logging
-import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import cache, lru_cache, partial
+from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache, partial
 from itertools import cycle
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
-from pycuda_conv.runtime import driver, tensor_map
+from pycuda_conv.runtime import copies, driver, tensor_map
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
-from pycuda_conv.runtime.compile_queue import CompileQueue
+from pycuda_conv.runtime.gpu import Gpu
 from pycuda_conv.runtime.launcher import (
     Launch,
     LaunchBuffer,
@@ -40,149 +35,95 @@ from pycuda_conv.runtime.launcher import (
     function_of,
     launcher_in_c,
     module_of,
-)
-from pycuda_conv.runtime.streams import SIDES, Lease, Streams
+)  # fmt: skip
+from pycuda_conv.runtime.memory import MemoryPool, block_class
+from pycuda_conv.runtime.pinned import PinnedPool
+from pycuda_conv.runtime.streams import SIDES, Event, Lease, Streams
 from pycuda_conv.runtime.workers import cores
 
 log = logging.getLogger("pycuda_conv")
 
 FULL = 4 * 2048  # threads a multiprocessor in a launch that keeps it busy for long
 
-
-def _after_fork() -> None:
-    for device in _made.values():
-        device.push = device.is_current = driver.pycuda  # it raises an error that says what is wrong
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def device_of_pointer(pointer: int) -> int:
-    """The number of the GPU in whose memory `pointer` lies.
-
-    Raises
-    ------
-    ConvArgumentError
-        The memory is the host's, or that of a context other than a device's primary one: kernels launched there can't reach it.
-    """
-    library, ordinal, context = driver.libcuda(), ctypes.c_int(), ctypes.c_void_p()
-    driver.pycuda()
-    if library.cuPointerGetAttribute(ctypes.byref(ordinal), 9, pointer):  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-        raise ConvArgumentError(f"the address {pointer:#x} is not one of a GPU's memory")
-    owner = library.cuPointerGetAttribute(ctypes.byref(context), 1, pointer)  # ..._CONTEXT; stream-ordered memory has none
-    if owner == 0 and context.value and context.value != cuda_device(ordinal.value).context.handle:
-        raise ConvArgumentError(
-            f"the array at {pointer:#x} belongs to a CUDA context of its own, as pycuda.autoinit and make_context() create them; make "
-            "arrays in the device's primary context, which torch and CuPy use as well: import pycuda.autoprimaryctx instead"
-        )
-    return ordinal.value
-
-
-#: The driver's functions that the copying threads call.
-COPY_FUNCTIONS = (
-    "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventCreate", "cuEventDestroy_v2", "cuEventRecord", "cuEventSynchronize",
-    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2",
-)
-
-#: The most bytes from one row to the next in a 2-d copy.
-MOST_PITCH = 2**31 - 1
-
-
-def _planes(part: np.ndarray) -> list[np.ndarray]:
-    """The planes (n, c) of `part`."""
-    return [part[n, c] for n in range(part.shape[0]) for c in range(part.shape[1])]
-
-
-@cache
-def block_class() -> type:
-    class Block(driver.pycuda().PointerHolderBase):  # type: ignore[misc]
-        """Memory from a device's pool. Unlike an allocation of the pool, it can be dropped while no context is current."""
-
-        def __init__(self, device: CudaDevice, allocation: Any) -> None:
-            super().__init__()
-            self._device, self._allocation = device, allocation
-            self._pointer = int(allocation)
-            device.blocks.add(self)
-
-        def get_pointer(self) -> int:
-            return self._pointer
-
-        def __int__(self) -> int:
-            return self._pointer
-
-        __index__ = __int__
-
-        def free(self) -> None:
-            if self._allocation is not None:
-                with self._device:
-                    self._allocation.free()
-                self._allocation = None
-
-        def __del__(self) -> None:
-            self.free()
-
-    return Block
-
-
-_lock = threading.Lock()
-_made: dict[int, CudaDevice] = {}
-
-
-def cuda_device(ordinal: int) -> CudaDevice:
-    """The CUDA device of that number; made once, shared by every thread."""
-    device = _made.get(ordinal)
-    if device is None:
-        with _lock:
-            device = _made.get(ordinal)
-            if device is None:
-                device = _made[ordinal] = CudaDevice(ordinal)
-    return device
+#: Where arrays in a GPU's memory lie: the GPU's number if that is its primary context, otherwise the number and the context's id.
+Where = int | tuple[int, int]
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU. Made by :func:`cuda_device`."""
+    """A CUDA context of a GPU.
+
+    Everything is kept as handles of the driver. Objects of PyCUDA's would keep the context alive for as long as the device is known.
+
+    Parameters
+    ----------
+    gpu : Gpu
+    handle : int
+        The context's.
+    where : int, or tuple of (int, int)
+        See :data:`Where`.
+    """
 
     backend = "cuda"
     constants_pay = True
 
-    def __init__(self, ordinal: int) -> None:
-        drv = driver.pycuda()
-        count = drv.Device.count()
-        if ordinal >= count:
-            raise BackendError(f"device cuda:{ordinal} was asked for, but the CUDA driver sees {count} GPU(s)")
-        self._drv = drv
-        self.ordinal = ordinal
-        self.name = f"cuda:{ordinal}"
-        device = drv.Device(ordinal)
-        self.model = device.name()
-        self.capability = device.compute_capability()
-        self.multiprocessors = device.multiprocessor_count
-        self._shared_bytes = device.get_attribute(drv.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
-        self.context = device.retain_primary_context()
-        #: make the device's context current, and undo that: called in pairs, or by ``with device:``
-        self.push: Callable[[], Any] = self.context.push
-        self.pop: Callable[[], None] = drv.Context.pop
+    def __init__(self, gpu: Gpu, handle: int, where: Where) -> None:
+        self._drv = driver.pycuda()
+        self.gpu, self.handle, self.where = gpu, handle, where
+        self.ordinal, self.name, self.model, self.queue = gpu.ordinal, gpu.name, gpu.model, gpu.queue
+        self.capability, self.multiprocessors = gpu.capability, gpu.multiprocessors
         self._in_c = launcher_in_c()
         #: the extension whose threads copy arrays, or None
         self.copier = copier_in_c()
-        #: whether the device's context is known to be current, which takes less time than to push it
+        #: whether the context is known to be current, which takes less time than to push it
         self.is_current: Callable[[], Any] = bool
-        if self._in_c is not None:
-            self.is_current = partial(self._in_c.is_current, driver.address_of("cuCtxGetCurrent"), self.context.handle)
-        #: the machine code of kernels
-        self.queue = CompileQueue("sm_{}{}".format(*self.capability))
         self._functions: dict[tuple[str, str], int] = {}
         self._modules: dict[str, int] = {}
         self._attributes = 1 if self.capability >= (9, 0) else 0  # FOLLOWING, where the GPU knows it
         self._lock = threading.Lock()
         self._threads = threading.local()
         self._idle_streams: list[Streams] = []
-        with self:
-            self.pool = importlib.import_module("pycuda.tools").DeviceMemoryPool()
-        #: memory from the pool that is in use
-        self.blocks: weakref.WeakSet[Any] = weakref.WeakSet()
-        atexit.register(self._release)
+        self._idle_events: list[int] = []
+        self.pool = MemoryPool(self.name)
+        #: plans for another context of the GPU, and the same plans for this one
+        self.plans: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    # ---- the current context
+
+    def push(self) -> None:
+        """Make the context current, until :meth:`pop`. PyCUDA does not learn of it."""
+        driver.push(self.handle)
+
+    def pop(self) -> None:
+        """Make the context current again that was so before :meth:`push`."""
+        driver.pop()
+
+    def is_usable(self) -> bool:
+        """Whether :meth:`push` can make the context current."""
+        return True
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """The context is current inside the block, as far as the driver knows: PyCUDA's functions that allocate need ``with device:``."""
+        self.push()
+        try:
+            yield
+        finally:
+            self.pop()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """The same in a thread that works for a call, whose own thread keeps the context alive."""
+        driver.push(self.handle)
+        try:
+            yield
+        finally:
+            driver.pop()
+
+    @contextmanager
+    def for_pycuda(self) -> Iterator[None]:
+        """The context is current for the driver and for PyCUDA, whose functions allocate there."""
+        with nullcontext() if self.is_current() else self.current():
+            yield
 
     def __enter__(self) -> CudaDevice:
         self.push()
@@ -197,10 +138,9 @@ class CudaDevice(Device):
         missing = {step.source(): step for step in steps if (step.kernel, step.source()) not in self._functions}
         if len(missing) > 1:
             with ThreadPoolExecutor(min(len(missing), cores())) as pool:
-                list(pool.map(self._function, missing.values()))
-        else:
-            for step in missing.values():
-                self._function(step)
+                list(pool.map(lambda step: self.queue.cubin(step.source(), step.arch).result(), missing.values()))
+        for step in missing.values():
+            self._function(step)
 
     def launcher(self, step: KernelLaunch) -> Launcher:
         return self.schedule_launcher([[step]])
@@ -211,6 +151,10 @@ class CudaDevice(Device):
         forks = any(isinstance(one, StreamWait) for one in operations)
         return (self._by_python if self._in_c is None else self._by_c)(operations, forks)
 
+    def launches(self, steps: Sequence[Sequence[KernelLaunch]]) -> list[Launch]:
+        """The launches of `steps`, one behind the other, each with its compiled kernel."""
+        return [one for one in self._operations(steps) if isinstance(one, Launch)]
+
     def _operations(self, steps: Sequence[Sequence[KernelLaunch]]) -> Iterator[Launch | StreamWait]:
         for step in steps:
             fills = all(one.grid * one.block >= FULL * self.multiprocessors for one in step[:-1])
@@ -219,7 +163,7 @@ class CudaDevice(Device):
             for launch, stream in zip(step, cycle((0, *sides))):
                 function, first = self._function(launch), 0
                 if launch.maps:
-                    with self:
+                    with self.current():
                         first = first_parameter(function)
                 maps = tuple((one.buffer, one.offset, lru_cache(maxsize=64)(partial(tensor_map.encoded, one))) for one in launch.maps)
                 yield Launch(launch, stream, function, self._attributes, first, maps)
@@ -263,9 +207,8 @@ class CudaDevice(Device):
 
     def ready(self, launcher: LauncherInC, *decided: Any) -> Any:
         """A repeated call, as the launcher in C makes it; `decided` are its fixed values: see ``ready`` in ``_launch.c``."""
-        context = (*map(driver.address_of, ("cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")), self.context.handle)
         stream, place, *rest = decided
-        return launcher.native.ready(launcher.schedule, launcher.own, context, (stream, self.ordinal, place), launcher.failed, *rest)
+        return launcher.native.ready(launcher.schedule, launcher.own, self.handle, (stream, self.ordinal, place), launcher.failed, *rest)
 
     def _room(self) -> LaunchBuffer:
         room = getattr(self._threads, "room", None)
@@ -277,7 +220,7 @@ class CudaDevice(Device):
         """This thread's streams. When the thread ends, the next one that needs streams gets them."""
         lease = getattr(self._threads, "lease", None)
         if lease is None:
-            with self:
+            with self.current():
                 lease = self._threads.lease = Lease(self._idle_streams)
         return lease.streams
 
@@ -293,12 +236,12 @@ class CudaDevice(Device):
         if found is None:
             if source not in self._modules:
                 self.queue.cubin(source, step.arch).result()  # outside the lock, so that threads compile side by side
-            with self._lock, self:
+            with self._lock, self.current():
                 found = self._functions.get(key)
                 if found is None:
                     found = self._loaded(source, step.arch, step.kernel)
                     if step.shared:  # more than every kernel gets; other launches of the kernel may ask for more still
-                        most = self._shared_bytes - attribute_of(found, 1)  # SHARED_SIZE_BYTES: the kernel's static shared memory
+                        most = self.gpu.shared_bytes - attribute_of(found, 1)  # SHARED_SIZE_BYTES: the kernel's static shared memory
                         code = driver.libcuda().cuFuncSetAttribute(found, 8, most)  # MAX_DYNAMIC_SHARED_SIZE_BYTES
                         driver.check(code, "cuFuncSetAttribute")
                     self._functions[key] = found
@@ -337,105 +280,81 @@ class CudaDevice(Device):
     def describe(self, step: KernelLaunch) -> dict[str, float]:
         """Registers and local bytes of a thread, shared bytes of a block, and the share of a multiprocessor's threads that run at once."""
         function = self._function(step)
-        most = self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.MAX_THREADS_PER_MULTIPROCESSOR)
-        with self:
+        with self.current():
             registers, local, shared = (attribute_of(function, which) for which in (4, 3, 1))  # NUM_REGS, LOCAL_ and SHARED_SIZE_BYTES
-            occupancy = blocks_at_once(function, step.block, step.shared) * step.block / most
+            occupancy = blocks_at_once(function, step.block, step.shared) * step.block / self.gpu.threads
         return {"registers": registers, "local": local, "shared": shared + step.shared, "occupancy": occupancy}
 
     def capturing(self, stream: Any = None) -> bool:
         """Whether `stream`, the current stream of torch or CuPy, or any stream that the default one orders, is being captured."""
-        handles, torch, cupy = [0, driver.handle_of(stream)], sys.modules.get("torch"), sys.modules.get("cupy")
+        handles, torch, cupy = {0, driver.handle_of(stream)}, sys.modules.get("torch"), sys.modules.get("cupy")
+        if self.where != self.ordinal:  # their streams are in the primary context
+            torch = cupy = None
         if torch is not None and torch.cuda.is_initialized():
-            handles.append(torch.cuda.current_stream(self.ordinal).cuda_stream)
+            handles.add(torch.cuda.current_stream(self.ordinal).cuda_stream)
         if cupy is not None:
-            handles.append(cupy.cuda.get_current_stream(self.ordinal).ptr)
+            handles.add(cupy.cuda.get_current_stream(self.ordinal).ptr)
         state = ctypes.c_int()
-        with self:
+        with self.current():
             return any(driver.libcuda().cuStreamIsCapturing(handle, ctypes.byref(state)) or state.value for handle in handles)
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of the GPU's L2 cache."""
-        return int(self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.L2_CACHE_SIZE))
+        return self.gpu.cache_bytes
 
     # ---- memory
 
     def allocate(self, nbytes: int) -> Any:
-        """`nbytes` from the pool, as an allocator of GPUArrays calls it. The pool follows the default stream only."""
-        return block_class()(self, self._allocated(self.pool.allocate, nbytes))
+        """`nbytes` from the pool, as an allocator of GPUArrays calls it. The pool follows the default stream only.
 
-    def _allocated(self, allocate: Callable[[int], Any], nbytes: int) -> Any:
-        """The result of `allocate`, which is called again without the memory that the pool holds if it finds too little."""
-        with suppress(self._drv.MemoryError):
-            return allocate(nbytes)
-        self.pool.free_held()
-        try:
-            return allocate(nbytes)
-        except self._drv.MemoryError as error:
-            free, total = self._drv.mem_get_info()
-            raise DeviceMemoryError(
-                f"{self.name} is out of memory: {nbytes:,} bytes were asked for, {free:,} of {total:,} are free"
-            ) from error
+        Raises
+        ------
+        DeviceMemoryError
+        """
+        with self.current():
+            block = block_class()(self.pool, nbytes)
+        block.context = self.keep_alive()
+        return block
 
-    # ---- copies between the host and the device
+    def keep_alive(self) -> Any:
+        """What an array of the context's memory has to hold so that the context lives as long, as PyCUDA's arrays do."""
+        return None
+
+    def pinned(self) -> PinnedPool:
+        """The pool of page-locked memory."""
+        return driver.pinned()
 
     def pinned_or_ordinary(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An uninitialised page-locked array, or an ordinary one where no more memory may be locked."""
-        array = driver.pinned().empty(shape, dtype)
+        """An uninitialised page-locked array, or an ordinary one where no more memory may be locked. The context must be current."""
+        array = self.pinned().empty(shape, dtype)
         return np.empty(shape, dtype) if array is None else array
+
+    def result_array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """The same for arrays that callers get, which must outlive the context."""
+        return self.pinned_or_ordinary(shape, dtype)
 
     def is_pinned(self, array: np.ndarray) -> bool:
         """Whether the memory of `array` is page-locked, by this package or another."""
         kind = ctypes.c_uint()
         pointer = array.__array_interface__["data"][0]
-        return driver.libcuda().cuPointerGetAttribute(ctypes.byref(kind), 2, pointer) == 0 and kind.value == 1  # MEMORY_TYPE is HOST
+        code = driver.libcuda().cuPointerGetAttribute(ctypes.byref(kind), 2, pointer)  # MEMORY_TYPE
+        return code == 0 and kind.value == copies.HOST
+
+    # ---- copies between the host and the device
 
     def copy_in(self, target: Any, whole: np.ndarray, part: np.ndarray, stream: Any) -> None:
         """Copy `part`, a band of the C-contiguous `whole` along its third axis, to packed memory on the device."""
-        if part.flags.c_contiguous:
-            self._drv.memcpy_htod_async(target, part, stream)
-        elif whole.strides[1] > MOST_PITCH:
-            for i, plane in enumerate(_planes(part)):
-                self.copy_in(int(target) + i * plane.nbytes, plane, plane, stream)
-        else:
-            copy = self._band(whole, part)
-            copy.set_src_host(whole)
-            copy.set_dst_device(int(target))
-            copy.dst_pitch = copy.width_in_bytes
-            copy(stream)
+        copies.band_to_device(target, whole, part, stream)
 
     def copy_out(self, whole: np.ndarray, part: np.ndarray, source: Any, stream: Any) -> None:
         """Copy packed memory on the device to `part` of `whole`: the inverse of :meth:`copy_in`."""
-        if part.flags.c_contiguous:
-            self._drv.memcpy_dtoh_async(part, source, stream)
-        elif whole.strides[1] > MOST_PITCH:
-            for i, plane in enumerate(_planes(part)):
-                self.copy_out(plane, plane, int(source) + i * plane.nbytes, stream)
-        else:
-            copy = self._band(whole, part)
-            copy.set_src_device(int(source))
-            copy.src_pitch = copy.width_in_bytes
-            copy.set_dst_host(whole)
-            copy.dst_x_in_bytes, copy.dst_y, copy.dst_pitch = copy.src_x_in_bytes, copy.src_y, copy.dst_pitch
-            copy.src_x_in_bytes = copy.src_y = 0
-            copy(stream)
-
-    def _band(self, whole: np.ndarray, part: np.ndarray) -> Any:
-        """A 2-d copy of `part` of `whole`. The rows of the copy are the planes (n, c), of each of which it takes a band."""
-        plane = whole.strides[1]
-        offset = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-        copy = self._drv.Memcpy2D()
-        copy.src_pitch = copy.dst_pitch = plane
-        copy.src_y, copy.src_x_in_bytes = divmod(offset, plane)
-        copy.height = part.shape[0] * part.shape[1]
-        copy.width_in_bytes = part.nbytes // copy.height
-        return copy
+        copies.band_to_host(whole, part, source, stream)
 
     def update_host_arrays(
         self, launch: Launcher, inputs: Sequence[np.ndarray | None], outs: Sequence[np.ndarray | None], workspace: int
     ) -> None:
-        with self:
+        with self.current():
             _, own, _ = self.pipeline_streams()
             arrays = (*inputs, *outs)
             blocks = [self.allocate(a.nbytes) if a is not None and a.nbytes else 0 for a in arrays]
@@ -443,19 +362,19 @@ class CudaDevice(Device):
             self.order(None, own)  # the pool's memory may still be in use by the default stream
             try:
                 for array, block in zip(arrays, blocks, strict=True):
-                    if block:
-                        self._drv.memcpy_htod_async(block, array, own)
+                    if array is not None and block:
+                        copies.to_device(block, array, own)
                 launch([*map(int, blocks), int(scratch)], own)
                 for array, block in zip(outs, blocks[len(inputs) :], strict=True):
-                    if block:
-                        self._drv.memcpy_dtoh_async(array, block, own)
+                    if array is not None and block:
+                        copies.to_host(array, block, own)
             finally:
                 own.synchronize()
 
     @property
     def copy_functions(self) -> tuple[int, ...]:
         """The driver's functions as ``_copy.c`` takes them."""
-        return tuple(map(driver.address_of, COPY_FUNCTIONS))
+        return tuple(map(driver.address_of, copies.COPY_FUNCTIONS))
 
     def check_code(self, code: int, what: str) -> None:
         """Raise the driver's error, if there is one."""
@@ -469,12 +388,11 @@ class CudaDevice(Device):
         streams = self._streams()
         if streams.small is None:
             shape, dtype = (nbytes,), np.dtype(np.uint8)
-            locked = driver.pinned().empty(shape, dtype)
+            locked = self.pinned().empty(shape, dtype)
             host = np.empty(shape, dtype) if locked is None else locked
             address = 0 if locked is None else locked.__array_interface__["data"][0]
-            streams.small = host, address, self._allocated(self._drv.mem_alloc, nbytes)
-        host, address, device = streams.small
-        return host, address, int(device), streams.main
+            streams.small = host, address, self.pool.from_driver(nbytes)
+        return *streams.small, streams.main
 
     def pipeline_streams(self) -> tuple[Any, Any, Any]:
         """This thread's streams for copies in, kernels, and copies out."""
@@ -483,7 +401,7 @@ class CudaDevice(Device):
 
     def event(self) -> Any:
         """An event without times."""
-        return self._drv.Event(2)
+        return Event(self._idle_events)
 
     def recorded(self, stream: Any) -> Any:
         """An event that comes when the present work of `stream` is done."""
@@ -493,11 +411,3 @@ class CudaDevice(Device):
         """Let the pipeline's streams wait for the present work of `stream`."""
         for own in self.pipeline_streams():
             self.order(stream, own)
-
-    def _release(self) -> None:
-        """Give back the pool's memory and that of arrays. It runs at exit, as PyCUDA aborts if it has to do so later. Never raises."""
-        with suppress(Exception):  # the driver may already be gone
-            for block in list(self.blocks):
-                block.free()
-            with self:
-                self.pool.stop_holding()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from pycuda_conv.errors import BackendError, ConvArgumentError
+from pycuda_conv.errors import BackendError, ConvArgumentError, did_you_mean
 from pycuda_conv.runtime import driver
 from pycuda_conv.runtime.base import KernelLaunch
 
@@ -168,7 +168,7 @@ def launcher_in_c() -> Any:
     """
     wanted = os.environ.get("PYCUDA_CONV_LAUNCHER", "")
     if wanted not in ("", "c", "python"):
-        raise ConvArgumentError(f"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got {wanted!r}")
+        raise ConvArgumentError(f"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got {wanted!r}{did_you_mean(wanted, ('c', 'python'))}")
     if wanted == "python":
         return None
     try:

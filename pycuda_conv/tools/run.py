@@ -191,7 +191,10 @@ def _run_array(settings: Settings) -> str:
     if settings.output_padding is not None and not settings.transposed:
         raise ToolError("--output-padding goes with --transposed only")
     if settings.filter in FILTERS:
-        raise ToolError(f"the filter {settings.filter!r} is for pictures; {settings.input} needs a .npy file of shape (K, C/groups, ...)")
+        raise ToolError(
+            f"the filter {settings.filter!r} is for pictures; {settings.input} needs a .npy file of shape (K, C/groups, ...)"
+            + _by_axes(read_array(settings.input), 2)
+        )
     x = read_array(settings.input)
     weight = filter_file(settings.filter)
     bias = None if settings.bias is None else np.array(read_array(settings.bias))
@@ -222,8 +225,16 @@ def _problem(
 ) -> tuple[ConvProblem, dict[str, Any]]:
     """The problem, checked, and the keyword arguments of the function that computes it."""
     if weight.ndim not in (3, 4, 5):
-        raise ToolError(f"{settings.filter} must have 3, 4 or 5 axes (K, C/groups and 1, 2 or 3 more), but its shape is {weight.shape}")
+        raise ToolError(
+            f"{settings.filter} must have 3, 4 or 5 axes (K, C/groups and 1, 2 or 3 more), but its shape is {weight.shape}"
+            + _by_axes(x, weight.ndim)
+        )
     rank = weight.ndim - 2
+    if x.ndim not in (rank + 1, rank + 2):
+        raise ToolError(
+            f"a filter of shape {weight.shape} takes an input of {rank + 1} or {rank + 2} axes, but {settings.input} has the shape "
+            f"{x.shape}{_by_axes(x, rank)}"
+        )
     options: dict[str, Any] = {
         "stride": 1 if settings.stride is None else settings.stride, "padding": pairs(settings.padding, rank),
         "dilation": 1 if settings.dilation is None else settings.dilation, "groups": 1 if settings.groups is None else settings.groups,
@@ -231,10 +242,22 @@ def _problem(
     if settings.transposed:
         options["output_padding"] = 0 if settings.output_padding is None else settings.output_padding
     make = ConvProblem.transposed if settings.transposed else ConvProblem.forward
-    with refusals():
-        shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
-        problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision, activation=settings.activation)
+    shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
+    try:
+        with refusals():
+            problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision, activation=settings.activation)
+    except ToolError as error:  # a filter of three axes may also be one for volumes
+        raise ToolError(f"{error}{_by_axes(x, 3)}" if weight.ndim == 3 and not settings.transposed else str(error)) from error
     return problem, options | settings.where
+
+
+def _by_axes(x: np.ndarray, rank: int) -> str:
+    """The end of a message about a call that `--axes` may make work: `x` needs at least `rank` axes for that."""
+    known = "tczyx"
+    if not 1 <= rank <= min(x.ndim, 3):
+        return ""
+    example = f", as --axes {known[-x.ndim :]}" if x.ndim <= len(known) else ""
+    return f"; --axes says what the axes of the input are{example}"
 
 
 def _new_array(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap:
