@@ -168,8 +168,10 @@ def test_a_torch_that_does_not_describe_its_tensors_is_asked_for_attributes(warm
         warm.again(CALLS[name])
         out = torch.empty_like(CALLS[name]())
         warm.again(partial(CALLS[name], out=out))
-        warm.goes_the_whole_way(UNUSUAL["an address that is not aligned"])
-        warm.goes_the_whole_way(UNUSUAL["a strided filter"])
+        for one in ("an address that is not aligned", "a strided filter"):
+            COPIED[one]()
+            warm.again(COPIED[one])
+        warm.goes_the_whole_way(UNUSUAL["a stream"])
 
 
 def test_where_python_makes_the_launches_it_makes_the_calls_too(warm):
@@ -249,14 +251,57 @@ def misaligned(tensor):
     return torch.empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
 
 
-UNUSUAL = {
+def last(tensor):
+    return tensor.contiguous(memory_format=channels_last)
+
+
+#: Arrays that kernels can't read as they lie; results that have to lie otherwise than kernels write them.
+COPIED = {
     "a strided input": lambda: pc.conv2d(strided(x), w, padding=1),
     "a strided filter": lambda: pc.conv2d(x, strided(w), padding=1),
     "a strided bias": lambda: pc.conv2d(x, w, torch.randn(48)[::2], padding=1),
+    "a strided residual": lambda: pc.conv2d(x, w, padding=1, residual=strided(y), scale=b, activation="relu"),
     "an address that is not aligned": lambda: pc.conv2d(misaligned(x), w, padding=1),
+    "channels of a channels-last array": lambda: pc.conv2d(last(torch.randn(2, 32, 9, 9).half())[:, 8:24], w.half(), padding=1),
+    "C order and a filter in channels last": lambda: pc.conv2d(x, last(w), padding=1),
+    "expanded channels": lambda: pc.conv2d(x[:, :1].expand(-1, 16, -1, -1), w, padding=1),
+    "turned": lambda: pc.conv2d(x.transpose(2, 3), w, padding=1),
+    "input": lambda: pc.conv2d_input(x.shape, w, strided(y), padding=1),
+    "weight": lambda: pc.conv2d_weight(strided(x), w.shape, y, padding=1),
+}
+UNUSUAL = {
     "numbers of numpy's": lambda: pc.conv2d(x, w, padding=np.int64(1)),
     "a stream": lambda: pc.conv2d(x, w, padding=1, stream=0x55),
 }
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_arrays_are_copied_by_the_same_schedule(warm, name):
+    """Where Python makes the call, torch copies them."""
+    with torch.no_grad():
+        warm.asked()
+        COPIED[name]()
+        by_torch = warm.asked()
+        before = warm.whole
+        by_c, again = warm.again(COPIED[name])
+        assert warm.whole == before and len(by_c) == len(again) > len(by_torch)
+        made = [COPIED[name]() for _ in range(2)]
+        assert made[0].stride() == made[1].stride() and made[0].data_ptr() != made[1].data_ptr()
+
+
+def test_a_copied_operand_may_not_overlap_the_result(warm):
+    """It reaches further than its elements do."""
+    with torch.no_grad():
+        memory = torch.randn(2 * 16 * 9 * 18 + 2 * 24 * 9 * 9)
+        images = memory[: 2 * 16 * 9 * 18].view(2, 16, 9, 18)[..., ::2]
+        for _ in range(3):
+            pc.conv2d(images, w, padding=1, out=torch.empty(2, 24, 9, 9))
+        apart = memory[2 * 16 * 9 * 18 :].view(2, 24, 9, 9)
+        pc.conv2d(images, w, padding=1, out=apart)
+        warm.again(lambda: pc.conv2d(images, w, padding=1, out=apart))
+        within = memory[2 * 16 * 9 * 17 :][: apart.numel()].view(apart.shape)
+        with pytest.raises(ConvArgumentError, match="out overlaps input"):
+            pc.conv2d(images, w, padding=1, out=within)
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
@@ -525,7 +570,7 @@ def test_a_mode_sees_a_backward_pass(warm):
 
     with Seeing():
         torch.autograd.grad(made, xs, torch.ones_like(made))
-    assert any("pycuda_conv.conv_input" in name for name in seen)
+    assert any("pycuda_conv.convolve" in name for name in seen)
 
 
 # ---- fused layers
@@ -720,7 +765,7 @@ def test_fused_layers_that_are_unusual_go_the_whole_way(warm, monkeypatch):
 
     with Seeing():
         ways(x)
-    assert {"fused_statistics", "fused_conv_bn_relu", "fused_conv_bn_relu_backward"} <= set(seen)
+    assert {"fused_statistics", "fused_normalised", "fused_conv_bn_relu_backward"} <= set(seen)
     assert ways(x) == []
     layer.bn.half()
     assert [ways(x) for _ in range(2)] == [both, both]
