@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -28,6 +28,7 @@ torch = pytest.importorskip("torch")
 pnn = pytest.importorskip("pycuda_conv.nn")
 from pycuda_conv.arrays.tensors import TORCH, TorchKind  # noqa: E402
 from pycuda_conv.nn import mixed  # noqa: E402
+from pycuda_conv.nn.evaluation import evaluate  # noqa: E402
 from pycuda_conv.runtime import get_device  # noqa: E402
 
 fused_modules, autograd_module = (sys.modules[f"pycuda_conv.nn.{name}"] for name in ("fused", "autograd"))
@@ -1199,6 +1200,68 @@ def test_tables_are_bounded(warm, monkeypatch):
     for size in range(3, 13):
         pc.conv2d(torch.zeros(1, 4, size, size), torch.zeros(4, 4, 3, 3))
         assert len(quick.table) <= 4
+
+
+class Compiling:
+    """A device whose compiler is slow."""
+
+    def __init__(self):
+        self.coming, self.asked = Future(), 0
+
+    def compile_behind(self, kernels):
+        self.asked += 1
+        return [self.coming]
+
+    def capturing(self, stream):
+        return False
+
+
+@pytest.mark.parametrize("way", ["function", "plan", "evaluation", "trained", "layer", "autocast"])
+def test_calls_are_repeated_while_better_kernels_are_compiled(warm, monkeypatch, way):
+    """Python makes one call in the beginning, one that asks for the compiler, and one when the kernels are there."""
+    memo.forget_plans()
+    images, vectors = x.clone(), torch.rand(4, 24).unbind()
+    layer = FUSED["plain"]() if way == "layer" else None
+    plans = []
+
+    def set_up(plan, *given, original=Plan._set_up):
+        original(plan, *given)
+        plans.append(plan)
+        plan.compiler = Compiling()
+        plan._behind = behind.Behind(plan.compiler, [], behind.OFTEN, plan._forget_repeated)
+
+    monkeypatch.setattr(Plan, "_set_up", set_up)
+    monkeypatch.setattr(Plan, "_load", lambda plan, schedule, original=Plan._load: original(plan, plan.schedule))
+    launched, launch = [], Plan.launch
+    monkeypatch.setattr(Plan, "launch", lambda plan, *args, **more: (launched.append(plan), launch(plan, *args, **more))[1])
+    plan = Plan(ConvProblem.forward(2, x.shape, w.shape, padding=1), warm.device) if way == "plan" else None
+    calls = {
+        "function": lambda: pc.conv2d(images, w, padding=1), "plan": lambda: plan(images, w),
+        "evaluation": lambda: evaluate(images, w, b, *vectors, padding=1, residual=y, activation="relu"),
+        "trained": lambda: pc.conv2d(images.requires_grad_(), filters, padding=1).backward(y),
+        "layer": lambda: layer(images).backward(y), "autocast": lambda: cast(images.requires_grad_()),
+    }
+    filters = w.clone().requires_grad_()
+
+    def cast(images):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made = pc.conv2d(images, filters, padding=1)
+        made.backward(y.bfloat16())
+
+    def made_by_python(count):
+        launched.clear()
+        with torch.enable_grad() if way in ("trained", "layer", "autocast") else torch.no_grad():
+            for _ in range(count):
+                calls[way]()
+        return len(launched) / max(len(plans), 1)
+
+    few = 4 if way == "autocast" else 2  # it casts by torch first
+    assert made_by_python(behind.OFTEN + few) <= few and all(one.compiler.asked == 1 for one in plans) and plans
+    assert made_by_python(50) == 0
+    for one in plans:
+        one.compiler.coming.set_result(None)
+    assert 1 <= made_by_python(20) <= 2 and all(one.settles for one in plans)
+    assert made_by_python(20) == 0
 
 
 def test_better_kernels_take_over(warm):
