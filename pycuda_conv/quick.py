@@ -1,10 +1,10 @@
 """Repeated calls: each is found by one key and launched at once, before anything else is looked at.
 
-The options of a call of torch's tensors on a GPU, and the shapes, strides, types and places of these tensors, decide what it launches. The
-launcher in C writes all of that down as a key and looks up what :func:`remember` stored for it. Then it allocates the result and launches:
-nothing is planned or checked again. It leaves unusual calls to :mod:`pycuda_conv.dispatch`: arrays other than plain tensors, modes,
-transforms, traces, and a stream of the caller's. Without a launcher in C all calls go there. Arrays that have to be copied first are copied
-by launches of the same schedule.
+The options of a call of torch's tensors on a GPU, or of PyCUDA's arrays, and the shapes, strides, types and places of the arrays, decide
+what it launches. The launcher in C writes all of that down as a key and looks up what :func:`remember` stored for it. Then it allocates the
+result and launches: nothing is planned or checked again. It leaves unusual calls to :mod:`pycuda_conv.dispatch`: other kinds of arrays,
+modes, transforms, traces, and a stream of the caller's. Without a launcher in C all calls go there. Arrays that have to be copied first are
+copied by launches of the same schedule.
 
 Several kernels in a row, such as a pass of a fused layer, are stored in the same way: :func:`row` makes one schedule of the launches,
 which :data:`again` finds and repeats.
@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pycuda_conv.arrays.base import c_strides
 from pycuda_conv.arrays.device import COPY, copying
@@ -39,6 +39,9 @@ try:
 except ImportError:
     _native = None
 
+
+#: ``pycuda.gpuarray.GPUArray``, once C knows it
+_gpuarray: type | None = None
 
 #: Most bytes of two sums' parts that one launch adds; where there are more, they take much longer than a launch.
 MOST_TOGETHER = 16 << 20
@@ -74,11 +77,24 @@ def possible() -> bool:
     return _native is not None and not torch.compiler.is_dynamo_compiling()
 
 
+def may_repeat(input: Any) -> bool:
+    """Whether a call with this first operand may be a repeated one."""
+    return possible() if hasattr(type(input), "__torch_function__") else type(input) is _gpuarray
+
+
 def autocasts(input: Any) -> bool:
     """Whether ``torch.autocast`` casts the operands of a call whose first operand is `input`, a plain tensor."""
     import torch
 
     return type(input) in (torch.Tensor, torch.nn.Parameter) and torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu")
+
+
+def learn_arrays(gpuarray: type) -> None:
+    """Tell the launcher in C the class of PyCUDA's arrays."""
+    global _gpuarray
+    if _native is not None:
+        _native.learn_arrays(gpuarray)
+        _gpuarray = gpuarray
 
 
 def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
@@ -112,7 +128,7 @@ def remember(
     options : tuple
         What was asked of the call besides its arrays.
     kind : ArrayKind
-        Calls of torch's tensors alone are remembered.
+        Calls of torch's tensors and of PyCUDA's arrays alone are remembered.
     plan : Plan
     operands : sequence of tensors or None
         Input, weight, bias, scale, residual.
@@ -131,7 +147,7 @@ def remember(
         return
     turned = layout not in ("", plan.problem.layout)
     order = channels_last(len(plan.result_shape), plan.problem.ndim) if turned else None
-    ready = _ready(cast("TorchKind", kind), plan, operands, out, packed, recorded, order)
+    ready = _ready(kind, plan, operands, out, packed, recorded, order)
     if ready is not NotImplemented:
         put(table, name, ready, plan)
 
@@ -237,12 +253,12 @@ def bytes_of_row(first: Plan, first_last: bool, second: Plan, second_last: bool)
     return max(first.workspace_bytes, second.workspace_bytes) if start is None else start + second.workspace_bytes
 
 
-def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool) -> bool:
+def fits(kind: Any, plan: Plan, operands: Sequence[Any], filter_last: bool) -> bool:
     """Whether the plan's kernels can read the operands as they lie."""
     return not _strided(kind, plan, operands, filter_last)
 
 
-def _strided(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool) -> dict[Buffer, tuple[Any, tuple[int, ...] | None]]:
+def _strided(kind: Any, plan: Plan, operands: Sequence[Any], filter_last: bool) -> dict[Buffer, tuple[Any, tuple[int, ...] | None]]:
     """The operands that the plan's kernels can't read as they lie, by their buffers, with the order of axes that they read."""
     filter_order = plan.filter_order if filter_last else plan.weight_order
     orders = plan.order, filter_order, None, None, plan.order
@@ -255,7 +271,7 @@ def _strided(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: 
 
 
 def _after_copies(
-    kind: TorchKind, plan: Plan, steps: list[list[KernelLaunch]], strided: dict[Buffer, tuple[Any, tuple[int, ...] | None]],
+    kind: Any, plan: Plan, steps: list[list[KernelLaunch]], strided: dict[Buffer, tuple[Any, tuple[int, ...] | None]],
     turned: tuple[int, ...] | None, nbytes: int,
 ) -> tuple[list[list[KernelLaunch]], int]:
     """`steps` behind launches that copy the `strided` operands to the workspace, and the bytes that it has then; it has `nbytes` before.
@@ -284,7 +300,7 @@ def _after_copies(
 
 
 def _ready(
-    kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, packed: Any, recorded: list[Any] | None, turned: tuple[int, ...] | None
+    kind: Any, plan: Plan, operands: Sequence[Any], out: Any, packed: Any, recorded: list[Any] | None, turned: tuple[int, ...] | None
 ) -> Any:
     """The call in the form of the launcher in C. Operands that kernels can't read as they lie are copied by its first launches.
 
@@ -295,7 +311,8 @@ def _ready(
     lies_last = kind.is_laid_out_as(weight, plan.filter_order) and not kind.pointer(weight) % 16
     filter_last = packed is None and plan.reads_filter_last and lies_last
     writes_last = plan.lays_filter_last(kind, out)
-    launcher, device = plan.launcher(packed is not None, filter_last or writes_last), cast("Any", plan.device)
+    device: Any = plan.device
+    launcher = plan.launcher(packed is not None, filter_last or writes_last)
     if not isinstance(launcher, LauncherInC):
         return None
     place = 0 if packed is None else packed[1]
@@ -315,10 +332,10 @@ def _ready(
         for i, array in enumerate(operands):
             if array is not None:
                 spans[i] = sum((n - 1) * step for n, step in zip(array.shape, kind.strides(array), strict=True)) + plan.problem.itemsize
-    workspace = kind.maker((nbytes,), sys.modules["torch"].uint8, input.device, None) if nbytes else None
     order = turned or (plan.filter_order if writes_last else plan.result_order)
-    result = kind.maker(plan.result_shape, input.dtype, input.device, order)
+    stream, number, result, workspace = kind.for_launcher(plan.result_shape, input, device, order, nbytes)
+    types = tuple(None if a is None else a.dtype for a in operands)  # the key has their addresses
     return device.ready(
-        launcher, kind._current_stream, input.get_device(), 0, (result,), workspace, nbytes, (place, plan.schedule.workspace_bytes),
-        tuple(spans), plan.result_bytes, recorded, packed,
+        launcher, stream, number, 0, (result,), workspace, nbytes, (place, plan.schedule.workspace_bytes), tuple(spans),
+        plan.result_bytes, recorded, (packed, types),
     )
