@@ -421,7 +421,7 @@ class Again:
             plan = dispatch.plan_for_call(call, TORCH, TORCH.signatures(Operands(*operands)), None, layout, False)
             plans.append(plan.better or plan)
         of_first, of_second = plans
-        if not (of_first.settles and of_second.settles) or of_first.device.capturing():
+        if not (of_first.may_be_repeated and of_second.may_be_repeated) or of_first.device.capturing():
             return
         ready = None
         filter_last, last = (
@@ -440,7 +440,7 @@ class Again:
                 TORCH.maker(plan.result_shape, grad.dtype, grad.device, order) for plan, order in zip(plans, orders, strict=True)
             ]
             ready = quick.row(TORCH, of_first.device, steps, grad, 3, results, nbytes)
-        quick.put(_both, name, ready)
+        quick.put(_both, name, ready, of_first, of_second)
 
     def gradient_by_first(self, second: Any, grad: Any) -> Any:
         made = None

@@ -200,7 +200,12 @@ def _forward_launches(
 
 def _forward_of(x: Tensor, weight: Tensor, bias: Tensor | None, momentum: float, eps: float, spec: _LayerSpec) -> _Forward:
     sign, layout = TORCH.signature, _layout(x, spec.settings.ndim)
-    return _forward_launches(sign(x), sign(weight), None if bias is None else sign(bias), layout, bool(_order(weight)), momentum, eps, spec)
+    how = sign(x), sign(weight), None if bias is None else sign(bias), layout, bool(_order(weight)), momentum, eps, spec
+    found = _forward_launches(*how)
+    if found.plan.better is not None:
+        _forward_launches.forget(*how)
+        found = _forward_launches(*how)
+    return found
 
 
 def _statistics(
@@ -330,7 +335,12 @@ def _backward_of(
     x: Tensor, weight: Tensor, y: Tensor, of_x: bool, of_weight: bool, summed: bool, added: bool, spec: _LayerSpec
 ) -> _Backward:
     sign, layouts = TORCH.signature, ("NCHW" if _order(y) is None else "NHWC", _layout(x, spec.settings.ndim))
-    return _backward_launches(sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, added, spec)
+    how = sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, added, spec
+    found = _backward_launches(*how)
+    if any(plan is not None and plan.better is not None for plan in (found.by_x, found.by_weight)):
+        _backward_launches.forget(*how)
+        found = _backward_launches(*how)
+    return found
 
 
 def _backward(
@@ -416,7 +426,7 @@ def _remember_forward(
     x, residual, weight, bias, gamma, beta, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
     found = _forward_of(x, weight, bias, momentum, eps, spec)
-    plan, name = found.plan, quick.key(asked, *operands) if found.plan.settles else None
+    plan, name = found.plan, quick.key(asked, *operands) if found.plan.may_be_repeated else None
     if name is None or name in _again or plan.device.capturing():
         return
     ready = None
@@ -444,7 +454,7 @@ def _remember_forward(
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
         results = y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y
         ready = quick.row(TORCH, plan.device, steps, x, count, results, nbytes)
-    quick.put(_again, name, None if ready is None else (ready, spec))
+    quick.put(_again, name, None if ready is None else (ready, spec), plan)
 
 
 def _asked_forward(conv: Any, bn: Any, activation: batch_norm.Activation, precision: str) -> tuple[Any, ...] | None:
@@ -535,7 +545,7 @@ def _remember_backward(
 ) -> None:
     """Put a backward pass into the table. `operands` are those of :func:`_backward`."""
     plans = [plan for plan in (found.by_x, found.by_weight) if plan is not None]
-    name = quick.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.settles for plan in plans) else None
+    name = quick.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.may_be_repeated for plan in plans) else None
     if name is None or name in _again or found.device.capturing():
         return
     dout, x, weight, gamma, beta, y, out, statistics, added = operands
@@ -584,7 +594,8 @@ def _remember_backward(
             results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, found.gradient_order))
         ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
     complete = not needs_dy and (not of_x or _order(x) == order)
-    quick.put(_again, name, None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete))
+    again = None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete)
+    quick.put(_again, name, again, *plans)
 
 
 # ---- the two ways
