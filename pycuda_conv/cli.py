@@ -144,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
     bench.add_argument("--host-cost", action="store_true", help="measure what each way to call costs the host, against torch, and threads")
+    bench.add_argument("--loop", action="store_true", help="measure a loop of launches over images and channels against one launch")
     bench.add_argument("--host", action="store_true", help="measure calls on numpy arrays, copies included, against torch, and the bus")
     bench.add_argument("--families", type=_count, metavar="N", help="measure the planner's choices for N random problems of each family")
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
@@ -284,6 +285,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools import hostcost
 
         return hostcost.list_cases() if arguments.list else hostcost.run(settings)
+    if arguments.loop:
+        from pycuda_conv.tools import loopbench
+
+        return loopbench.run(settings)
     if arguments.families:
         from pycuda_conv.tools import choices
 
@@ -299,14 +304,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_benchmarks(arguments: argparse.Namespace) -> None:
     """Refuse two benchmarks at once, of which one alone would be run."""
-    asked = [name for name in ("host", "host_calls", "host_cost", "cold", "families", "training", "models") if getattr(arguments, name)]
+    benchmarks = "host", "host_calls", "host_cost", "loop", "cold", "families", "training", "models"
+    asked = [name for name in benchmarks if getattr(arguments, name)]
     if arguments.models == []:
         asked.append("models")
     if len(asked) > 1 and asked != ["training", "models"]:
         flags = [f"--{name.replace('_', '-')}" for name in asked]
         raise ToolError(f"{' and '.join(flags[:2])} are two benchmarks; ask for one at a time")
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
-    for name, options in (("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"])):
+    for name, options in (("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"])):
         for option in options if getattr(arguments, name) else ():
             if getattr(arguments, option) not in (None, False, []):
                 raise ToolError(f"--{option} is not for --{name}")

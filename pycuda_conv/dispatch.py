@@ -44,12 +44,12 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         Whether the arrays' library knows of the call.
     """
     device, devices, stream, tune = place
-    repeatable = device is None and devices is None and stream is None and tune is False and is_torchs(operands[0]) and quick.possible()
+    repeatable = device is None and devices is None and stream is None and tune is False and quick.may_repeat(operands[0])
     if repeatable:
         made = quick.call(quick.table, asked, recorded, *operands, out)
         if made is not None:
             return made
-        if out is None and quick.autocasts(operands[0]):
+        if out is None and is_torchs(operands[0]) and quick.autocasts(operands[0]):
             return handlers["autocast"]().convolve_cast(asked, operands, place, recorded)
     call, arrays = Call(*asked), Operands(*operands)
     kind = same_kind(arrays, out, call.operand_names)
@@ -68,6 +68,8 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         device = get_device(device)
     if not recorded and kind.must_be_recorded(arrays, out is None and devices is None and stream is None):
         return handlers["torch"]().convolve(call, arrays, None if device is None else device.name, tune)
+    if kind.opens:
+        arrays = kind.opened(arrays, call.operand_names)
     if device is None and not kind.on_gpu(arrays.input):  # not only after the plan was looked up: PyCUDA's current context may change
         device = pycudas_device()
     layout = _layout(call, kind, arrays)
@@ -85,7 +87,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
         plain = plain and not plan.problem.bare  # torch gives their gradients by way of views with channels
         quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
-    return result
+    return kind.closed(result, arrays, stream) if kind.opens else result
 
 
 def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:
@@ -194,6 +196,9 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
         device = get_device(device)
     if not recorded and kind.must_be_recorded(operands, stream is None):
         return handlers["torch"]().sum_channels(ndim, grad_output, None if device is None else device.name)
+    if kind.opens:
+        operands = kind.opened(operands, ("grad_output", "grad_output"))
+        grad_output = operands.input
     kind.check_dense(grad_output)
     signature = kind.signature(grad_output)
     shape, dtype = tuple(signature[0]), kind.dtype_name(signature[1])
@@ -206,7 +211,7 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
     with own:
         sums = kind.empty((pixels.K,), grad_output, own)
         execute.launch(kind, own, launch, (kind.as_kernel_input(grad_output, order),), (sums,), workspace, stream)
-    return sums
+    return kind.closed(sums, operands, stream)
 
 
 def check_summed(ndim: int, shape: Sequence[int], dtype: str, conversion: str = ArrayKind.conversion) -> None:

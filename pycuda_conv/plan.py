@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycuda_conv import behind, engines, execute, quick
 from pycuda_conv.arrays import same_kind
@@ -20,6 +20,9 @@ from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.tune import Choice, lookup, tuned
 from pycuda_conv.typing import Array
+
+if TYPE_CHECKING:
+    from pycuda_conv.kernels import Kernel
 
 #: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or lying in :attr:`Plan.filter_order`.
 PACK, WITH_PACKED, WHOLE, FILTER_LAST = range(4)
@@ -293,6 +296,43 @@ class Plan:
         """This plan with a filter that stays on the device, for many inputs: see :class:`BoundPlan`."""
         return BoundPlan(self, weight, bias, scale)
 
+    def kernels(
+        self, input: Array, weight: Array, bias: Array | None = None, *, out: Array, scale: Array | None = None,
+        residual: Array | None = None, workspace: Any = None,
+    ) -> list[Kernel]:
+        """The plan's launches on these arrays, to be made by hand: in a stream, a graph or a program of your own.
+
+        ::
+
+            for k in plan.kernels(x, w, out=y):
+                k.function(*k.args, grid=k.grid, block=k.block, shared=k.shared, stream=stream)
+
+        Parameters
+        ----------
+        input, weight, bias, scale, residual
+            Arrays in the GPU's memory, of the plan's shapes and dtype. They must lie as the kernels read them: nothing is copied.
+        out : array
+            Where the result goes.
+        workspace : array, allocation or int, optional
+            At least :attr:`workspace_bytes` bytes of the GPU's memory, at a multiple of 256 bytes; by default new memory, which the
+            launches keep. Launches that may run at the same time need workspaces of their own.
+
+        Returns
+        -------
+        list of :class:`pycuda_conv.Kernel`
+            In the order in which they have to run; empty for a result without elements. The functions belong to PyCUDA's current context.
+
+        Raises
+        ------
+        ConvArgumentError, TypeError
+            As for a call, and for an array that would have to be copied.
+        BackendError
+            The plan is not for a GPU.
+        """
+        from pycuda_conv.kernels import of_plan
+
+        return of_plan(self, Operands(input, weight, bias, scale, residual), out, workspace)
+
     def explain(self, measure: bool = False) -> str:
         """A text with what is launched and why: the work, the configuration and the reasons for it, each launch, the time.
 
@@ -355,6 +395,8 @@ class BoundPlan:
         self._kind = kind = same_kind(given, names=("weight", "weight"))
         kind.check_dense(weight, bias, scale)
         kind.check_not_recorded(given)
+        given = kind.opened(given, ("weight", "weight"))
+        _, weight, bias, scale, _ = given
         _, of_weight, *_ = signatures = kind.signatures(given)
         assert of_weight is not None
         #: of weight, bias and scale
@@ -383,13 +425,14 @@ class BoundPlan:
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
         kind.check_not_recorded(given)
+        given = kind.opened(given, ("input", "input"))
         of_input, *_, of_residual = kind.signatures(given)
         execute.check_fit(self.plan, kind, (of_input, *self._signatures, of_residual))
-        operands = Operands(input, *filter, residual)
+        operands = Operands(given.input, *filter, given.residual)
         result: Array = execute.run(kind, self.plan, operands, out, stream, kept=self._kept)
         if stream is None:
             quick.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
-        return result
+        return kind.closed(result, operands, stream)
 
 
 def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:

@@ -17,7 +17,6 @@ import numpy as np
 from reference import kept_file
 
 from pycuda_conv.arrays import device as arrays_device
-from pycuda_conv.arrays import kinds
 from pycuda_conv.runtime import contexts, driver, gpu, memory
 from pycuda_conv.runtime import device as device_module
 from pycuda_conv.runtime.compile_queue import CompileQueue
@@ -74,7 +73,6 @@ class FakeCuda:
             monkeypatch.setattr(module, name, value)
         for module in (device_module, arrays_device):
             monkeypatch.setattr(module, "block_class", memory.block_class)
-        monkeypatch.setitem(kinds._kinds, self.gpuarray.GPUArray, kinds.GPU_ARRAY)
 
     def device(self, launcher):
         """A device whose launches are made in "c" or by "python"."""

@@ -30,6 +30,7 @@ def fake(request, tmp_path, monkeypatch):
     if shutil.which("gcc") is None or sys.platform != "linux":
         pytest.skip("the driver's stand-in is built by gcc on Linux")
     fake = FakeCuda(tmp_path, monkeypatch)
+    fake.by_python = request.param == "python"
     fake.strict.value = 1
     fake.gpus.value = 2
     monkeypatch.setenv("PYCUDA_CONV_LAUNCHER", request.param)
@@ -93,6 +94,93 @@ EVERY = {
     "a part": lambda x, w, b, y: pc.conv2d(x[1:], w, b),
     "interface": lambda x, w, b, y: pc.conv2d(*(Interface(a) for a in (x, w, b))),
 }
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often Python made a call, in a list."""
+    from pycuda_conv.execute import device
+
+    whole = [0]
+
+    def convolve(*args, original=device.convolve):
+        whole[0] += 1
+        return original(*args)
+
+    monkeypatch.setattr(device, "convolve", convolve)
+    return whole
+
+
+def test_python_has_no_part_in_calls_that_are_made_again(fake, counted):
+    if quick._native is None or fake.by_python:
+        pytest.skip("the launcher in C makes them")
+    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
+    with context(fake):
+        x, w, b, y, image, filters = arrays(fake, X, W, B, Y, (8, 64, 56, 56), (64, 64, 3, 3))
+        pool = Pool(fake)
+        pooled = arrays(fake, X, allocator=pool.allocate)[0]
+        plan = Plan(problem)
+        bound = plan.bind(filters)
+        packing = next(Plan(problem, config=c) for c in pc.engines.candidates(problem, plan.device) if Plan(problem, config=c).filter_bytes)
+        packed = packing.bind(filters)
+        for call in [
+            lambda: pc.conv2d(x, w), lambda: pc.conv2d(x, w, b, scale=b, residual=y, activation="relu"), lambda: pc.conv2d(x, w, out=y),
+            lambda: pc.conv2d_weight(x, W, y), lambda: pc.conv2d_input(X, w, y), lambda: pc.conv2d(image, filters, padding=1), lambda: bound(image),
+            lambda: plan(image, filters), lambda: packing(image, filters), lambda: packed(image), lambda: pc.conv2d(pooled, w),
+        ]:  # fmt: skip
+            call()
+            fake.asked()
+            before, first = counted[0], call()
+            lines = fake.asked(contexts=True)
+            assert counted[0] == before and not {"push", "pop"} & set(lines) and lines
+            again = call()
+            assert fake.asked(contexts=True)[0].split()[:2] == lines[0].split()[:2]
+            assert vars(again).keys() == vars(first).keys() >= {"shape", "dtype", "strides", "gpudata", "allocator"}
+            whole = type(x)(first.shape, "f", strides=first.strides)
+            for name in set(vars(whole)) - {"gpudata", "allocator"}:
+                assert getattr(first, name) == getattr(whole, name)
+        assert pc.conv2d(pooled, w).allocator.__self__ is pool
+        for unusual in (lambda: pc.conv2d(strided(x), w), lambda: pc.conv2d(x, w, out=x[1:])):
+            before = counted[0]
+            for _ in range(2):
+                try:
+                    unusual()
+                except ConvArgumentError as error:
+                    assert "out" in str(error)
+            assert counted[0] == before + 2
+        # an array of another shape, type, strides or alignment is another call
+        for other in (arrays(fake, (3, 16, 9, 9))[0], arrays(fake, X, dtype="float64")[0]):
+            before = counted[0]
+            pc.conv2d(other, arrays(fake, W, dtype=other.dtype)[0])
+            assert counted[0] == before + 1
+
+
+def test_a_repeated_call_in_another_context(fake):
+    """Contexts of one handle have other ids; a primary one that is not current is pushed."""
+    seen = set()
+    for _ in range(3):
+        with context(fake):
+            x, w = arrays(fake, X, W)
+            fake.asked()
+            for _ in range(3):
+                pc.conv2d(x, w)
+            assert launched(fake) == {current_id(fake)}
+            seen.add(current_id(fake))
+    assert len(seen) == 3
+    primary = contexts.cuda_device(0)
+    with primary:
+        x, w = arrays(fake, X, W)
+    for current in (None, "own"):
+        with context(fake) if current else primary.current() as own:
+            for _ in range(3):
+                fake.asked()
+                pc.conv2d(x, w)
+                assert launched(fake) == {theirs_id(fake, primary)}
+            if current:
+                assert fake.current() == own.handle
+    fake.asked()
+    pc.conv2d(x, w)  # none is current
+    assert launched(fake) == {theirs_id(fake, primary)} and fake.current() is None
 
 
 def strided(x):

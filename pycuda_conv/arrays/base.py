@@ -24,6 +24,16 @@ class ArrayKind:
     remembered = False
     #: how a caller converts an array to another dtype, with gaps for the array's name and for the dtype
     conversion = "{}.astype('{}')"
+    #: whether the arrays of a call have to be opened, and its result closed
+    opens = False
+
+    def opened(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
+        """What stands for the arrays of a call between its beginning and its end; `names` are what the operands are called."""
+        return operands
+
+    def closed(self, result: Any, operands: Operands, stream: Any = None) -> Any:
+        """The array for the caller from the result of a call of `operands`, opened ones, on the caller's `stream`."""
+        return result
 
     def signature(self, array: Any) -> Signature:
         """Shape, dtype (in the kind's own terms) and place of `array`."""
@@ -64,6 +74,17 @@ class ArrayKind:
         `free` means that the call asks for nothing that an operator of the library can't do; otherwise such a call is refused.
         """
         return False
+
+    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+        """What the launcher in C needs to repeat a call: see ``ready`` in ``_launch.c``.
+
+        Returns
+        -------
+        tuple
+            The function of the current stream or None, the GPU's number, and functions with their arguments: what makes a result like
+            `like` with its axes in `order`, and what makes a workspace of `nbytes`, or None where that is 0.
+        """
+        raise NotImplementedError
 
     def check_not_recorded(self, operands: Operands) -> None:
         """Refuse arrays whose library has to know of the call. A plan's call asks this, as the library can't know of it."""

@@ -254,6 +254,26 @@ class GPUArrayKind(InterfaceKind):
         return True
 
     has_producers = False  # PyCUDA's calls go to the default stream
+    remembered = True
+
+    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+        # GPUArray's constructor takes 8 us, mostly for what depends on the shape alone: it is called once, and its attributes are copied
+        strides = None if order is None else strides_of(shape, like.dtype.itemsize, order)
+        gpuarray = importlib.import_module("pycuda.gpuarray").GPUArray
+        pattern = vars(gpuarray(shape, like.dtype, allocator=device.allocate, gpudata=0, strides=strides))
+        plain, block, new, pool, result_bytes = device._drv.mem_alloc, block_class(), gpuarray.__new__, device.pool, pattern["nbytes"]
+
+        def make(like: Any) -> Any:
+            allocator = like.allocator
+            if allocator is plain or not callable(allocator) or getattr(allocator, "__self__", None) is device:
+                made = new(gpuarray)
+                made.__dict__.update(pattern)
+                made.gpudata = memory = block(pool, result_bytes)
+                memory.context = device.keep_alive()
+                return made
+            return _made(device, allocator, lambda allocate: _gpuarray(shape, like.dtype, allocate, strides))
+
+        return None, 0, (make, (), None), (block, (pool, nbytes), None) if nbytes else None
 
     def to_pickle(self, array: Any) -> np.ndarray:
         with contexts.device_at(self.where(self.pointer(array))):

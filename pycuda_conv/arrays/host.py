@@ -10,6 +10,18 @@ from pycuda_conv.arrays.base import ArrayKind, Signature
 from pycuda_conv.runtime import Device, get_device
 
 
+class Memory:
+    """Memory at an address, which numpy sees by ``numpy.asarray``; `owner` keeps it alive, and the arrays over it keep `owner`."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(
+        self, owner: Any, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str, read_only: bool = False
+    ) -> None:
+        self.__array_interface__ = {"shape": shape, "typestr": typestr, "data": (pointer, read_only), "strides": strides, "version": 3}
+        self.owner = owner
+
+
 class HostKind(ArrayKind):
     """Arrays in the host's memory, seen as numpy arrays. Those of bfloat16, which numpy does not know, are seen as integers."""
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from pycuda_conv import quick
 from pycuda_conv.arrays.base import ArrayKind, Signature
 from pycuda_conv.arrays.device import CupyKind, GPUArrayKind, InterfaceKind
+from pycuda_conv.arrays.dlpack import dlpack_kind, speaks_dlpack
 from pycuda_conv.arrays.host import NumpyKind
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import ConvArgumentError
@@ -54,10 +56,15 @@ def kind_of(name: str, array: Any) -> ArrayKind:
         if kind is None:
             if isinstance(array, np.ma.MaskedArray):
                 raise TypeError(f"{name} is a masked array, and a convolution has no masks: pass {name}.filled(value), or {name}.data")
+            if _is_tracer(array):
+                raise TypeError(
+                    f"{name} is a tracer, which stands for an array while jax transforms a function and has no values yet: call outside "
+                    "of jax.jit, jax.grad and jax.vmap, or through jax.pure_callback"
+                )
             known = isinstance(array, (list, tuple)) or any(hasattr(array, name) for name in ("__array__", "__array_interface__"))
             raise TypeError(
-                f"{name} must be a numpy.ndarray, a torch.Tensor, a cupy.ndarray, a pycuda.gpuarray.GPUArray or an object with "
-                f"__cuda_array_interface__, but got {type(array).__module__}.{type(array).__qualname__}"
+                f"{name} must be a numpy.ndarray, a torch.Tensor, a cupy.ndarray, a pycuda.gpuarray.GPUArray or an object with __dlpack__ "
+                f"or __cuda_array_interface__, but got {type(array).__module__}.{type(array).__qualname__}"
                 + (f"; numpy.asarray({name}, 'float32') makes an array of it" if known else "")
             )
         _kinds[type(array)] = kind
@@ -67,6 +74,8 @@ def kind_of(name: str, array: Any) -> ArrayKind:
 def _found(array: Any) -> ArrayKind | None:
     if isinstance(array, np.ndarray):
         return None if isinstance(array, np.ma.MaskedArray) else NUMPY
+    if _is_tracer(array):
+        return None
     if _is_lazy(array):
         return LAZY
     # a library that was never imported made none of the arguments
@@ -78,7 +87,10 @@ def _found(array: Any) -> ArrayKind | None:
     if cupy is not None and isinstance(array, cupy.ndarray):
         return CUPY
     if gpuarray is not None and isinstance(array, gpuarray.GPUArray):
+        quick.learn_arrays(gpuarray.GPUArray)
         return GPU_ARRAY
+    if speaks_dlpack(array):
+        return dlpack_kind(array)
     return INTERFACE if hasattr(array, "__cuda_array_interface__") else None
 
 
@@ -91,6 +103,11 @@ def _is_tensor(array: Any) -> bool:
     import torch
 
     return isinstance(array, torch.Tensor)
+
+
+def _is_tracer(array: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.core.Tracer)
 
 
 def _is_lazy(array: Any) -> bool:

@@ -12,28 +12,17 @@ import torch
 from pycuda_conv import quick, torch_internals
 from pycuda_conv.arrays.base import Signature, strides_of
 from pycuda_conv.arrays.device import DeviceKind
-from pycuda_conv.arrays.host import HostKind
+from pycuda_conv.arrays.host import HostKind, Memory
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import Device, get_device
 
 
-class _Memory:
-    """The memory of a tensor in the host's memory, as numpy takes it; it keeps `tensor` alive.
-
-    ``tensor.numpy()`` and ``torch.from_numpy()`` would forbid torch to resize the tensor's storage from then on.
-    """
-
-    __slots__ = ("__array_interface__", "tensor")
-
-    def __init__(self, tensor: Any, typestr: str) -> None:
-        size, pointer = tensor.element_size(), tensor.data_ptr()
-        strides = tuple([size * step for step in tensor.stride()])
-        self.__array_interface__ = {
-            "shape": tuple(tensor.shape), "typestr": typestr, "data": (pointer, False), "strides": strides, "version": 3,
-        }
-        self.tensor = tensor
+def _memory(tensor: Any, typestr: str) -> Memory:
+    """The memory of a tensor, for numpy: ``tensor.numpy()`` and ``torch.from_numpy()`` would forbid torch to resize it from then on."""
+    size = tensor.element_size()
+    return Memory(tensor, tensor.data_ptr(), tuple(tensor.shape), tuple([size * step for step in tensor.stride()]), typestr)
 
 
 class TorchKind(DeviceKind, HostKind):
@@ -178,19 +167,19 @@ class TorchKind(DeviceKind, HostKind):
             array = array.detach().resolve_neg()
         if not array.data_ptr() and array.numel():  # numpy would take memory of its own for it
             raise ConvArgumentError(no_memory(name))
-        return np.asarray(_Memory(array, typestr))
+        return np.asarray(_memory(array, typestr))
 
     def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return np.asarray(_Memory(torch.empty(shape, dtype=self._of_typestrs[dtype]), dtype.str))
+        return np.asarray(_memory(torch.empty(shape, dtype=self._of_typestrs[dtype]), dtype.str))
 
     def from_numpy(self, array: np.ndarray, like: Any) -> Any:
         memory: Any = array.base
         while isinstance(memory, np.ndarray):
             memory = memory.base
-        if not isinstance(memory, _Memory):  # it is page-locked, or was copied
+        if not isinstance(memory, Memory):  # it is page-locked, or was copied
             tensor = torch.from_numpy(array)
             return tensor.view(like.dtype) if like.dtype is torch.bfloat16 else tensor
-        tensor = memory.tensor
+        tensor = memory.owner
         if array.shape != tensor.shape or array.strides != memory.__array_interface__["strides"]:
             tensor = tensor.as_strided(array.shape, [step // array.itemsize for step in array.strides])
         return tensor
@@ -233,6 +222,10 @@ class TorchKind(DeviceKind, HostKind):
         if make is None:
             return torch.empty_strided, (shape, strides), {"dtype": dtype, "device": device}
         return make, (shape, strides, dtype), None
+
+    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+        workspace = self.maker((nbytes,), torch.uint8, like.device, None) if nbytes else None
+        return self._current_stream, like.get_device(), self.maker(shape, like.dtype, like.device, order), workspace
 
     def current_stream(self, device: Any) -> Any:
         return self._current_stream(device.ordinal)

@@ -90,6 +90,32 @@ def _check_reached(kind: DeviceKind, device: Any, operands: Sequence[Any], out: 
     contexts.check_reached(device, {name: kind.pointer(array) for name, array in named if array is not None})
 
 
+def addresses_as_they_lie(kind: DeviceKind, plan: Plan, operands: Operands, out: Any) -> tuple[list[int], bool]:
+    """The addresses of arrays that fit `plan` and of its result, and whether the filter, or its gradient, lies in the plan's other order.
+
+    Raises
+    ------
+    ConvArgumentError
+        The kernels can't read or write an array as it lies.
+    """
+    addresses = [0 if array is None else kind.pointer(array) for array in operands]
+    w, weight = addresses[1], operands.weight
+    filter_last = plan.reads_filter_last and not w % ALIGNMENT and kind.is_laid_out_as(weight, plan.filter_order)
+    strided = _unreadable(kind, plan, operands, addresses, filter_last)
+    for name in strided:
+        raise ConvArgumentError(
+            f"{name} does not lie as the kernels read it, in order and at a multiple of {ALIGNMENT} bytes: pass a copy that does"
+        )
+    order = plan.result_order
+    if plan.lays_filter_last(kind, out):
+        filter_last, order = True, plan.filter_order
+    if _check_out(kind, out, plan, order, operands, addresses, ()) and plan.redoes:
+        raise ConvArgumentError("residual is out, but the plan computes parts of its result once more: pass a copy of the residual")
+    if not plan.empty:
+        _check_memory(operands, addresses)
+    return [*addresses, kind.pointer(out)], filter_last
+
+
 def _order_after_failure(device: Any, on: Any, home: Any) -> None:
     """Let `home` wait for the launches that were made on `on` before one failed: they use memory that is given back now."""
     with suppress(RuntimeError):  # the first error is the one to raise

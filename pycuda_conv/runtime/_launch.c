@@ -710,10 +710,58 @@ static int put_tensor(Key* key, PyObject* tensor, uint64_t* address) {
   return code || put(key, *address % 16) ? -1 : 0;
 }
 
+// The class of PyCUDA's arrays, and the names of what is read of them, set once by learn_arrays().
+static struct {
+  PyObject *type, *name_memory, *name_shape, *name_strides, *name_type;
+} arrays;
+
+static int is_array(PyObject* object) { return arrays.type && (PyObject*)Py_TYPE(object) == arrays.type; }
+
+// The address of an array's memory, which is an integer or an object that stands for one. -1 for an array without memory.
+static int memory_of(PyObject* array, uint64_t* address) {
+  PyObject* memory = PyObject_GetAttr(array, arrays.name_memory);
+  PyObject* number = memory && memory != Py_None ? PyNumber_Long(memory) : NULL;
+  *address = number ? PyLong_AsUnsignedLongLongMask(number) : 0;
+  Py_XDECREF(memory), Py_XDECREF(number);
+  return *address && !PyErr_Occurred() ? 0 : -1;
+}
+
+// Write one of PyCUDA's arrays, or None, to the key: shape, strides, type and whether it is aligned; and its address and context. -1 if it is
+// anything else, or lies in another context than the arrays before.
+static int put_array(Key* key, PyObject* array, uint64_t* address, void** context) {
+  *address = 0;
+  if (array == Py_None) return put(key, 'N');
+  if (!is_array(array) || memory_of(array, address)) return -1;
+  void* owner = owner_of(*address);
+  if (!owner || (*context && owner != *context)) return -1;
+  *context = owner;
+  PyObject* found = PyObject_GetAttr(array, arrays.name_type);
+  int code = found && !put(key, 'G') && !put(key, (uint64_t)(uintptr_t)found) && !put(key, *address % 16) ? 0 : -1;
+  Py_XDECREF(found);  // what stands behind the key keeps the type
+  PyObject* const names[] = {arrays.name_shape, arrays.name_strides};
+  for (int i = 0; !code && i < 2; i++) {
+    found = PyObject_GetAttr(array, names[i]);
+    code = put_row(key, found);
+    Py_XDECREF(found);
+  }
+  return code;
+}
+
+static int put_arrays(Key* key, PyObject* const* given, Py_ssize_t n, uint64_t* addresses) {
+  void* context = NULL;
+  uint64_t id;
+  long gpu;
+  for (Py_ssize_t i = 0; i < n; i++)
+    if (put_array(key, given[i], &addresses[i], &context)) return -1;
+  return tell_context(context, &gpu, &id) || put(key, (uint64_t)gpu) || put(key, id) ? -1 : 0;
+}
+
 // Write the key of a call with these tensors, and their addresses.
 static int put_call(Key* key, PyObject* options, PyObject* const* tensors, Py_ssize_t n, uint64_t* addresses) {
   key->used = 0;
-  if (!torch.tensor || n > BUFFERS || put_option(key, options, DEPTH)) return -1;
+  if (n > BUFFERS || put_option(key, options, DEPTH)) return -1;
+  if (n && is_array(tensors[0])) return put_arrays(key, tensors, n, addresses);
+  if (!torch.tensor) return -1;
   for (Py_ssize_t i = 0; i < n; i++)
     if (put_tensor(key, tensors[i], &addresses[i])) return -1;
   return 0;
@@ -766,7 +814,7 @@ static int read_maker(PyObject* from, Maker* to) {
 // ready(schedule, own, context, (stream, ordinal, place), failed, operands, results,
 //       workspace, workspace_bytes, (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what stands behind a key
 //
-// `stream(ordinal)` is the current stream; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
+// `stream(ordinal)` is the current stream, or `stream` is None for the default one; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
 // keywords); the workspace is None if it has no bytes. `recorded` is None or a list. Its one member tells torch of a call, as
 // (input, weight, bias, (result,)) -> result; it may put another function in its place.
 // `operands`: 0 for a convolution, whose buffers are those of plans. Otherwise the buffers are so many operands, the results and the workspace.
@@ -810,6 +858,23 @@ static PyObject* make(const Maker* maker, long place, uint64_t* address) {
   return made;
 }
 
+// Make one of PyCUDA's arrays by a function of one that is like it, and get its address. NULL with an exception.
+static PyObject* make_array(const Maker* maker, PyObject* like, uint64_t* address) {
+  PyObject* made = PyObject_CallFunctionObjArgs(maker->function, like, NULL);
+  if (made && memory_of(made, address)) Py_CLEAR(made);
+  return made;
+}
+
+// Make memory by a function of the number of bytes, and get its address. NULL with an exception.
+static PyObject* make_memory(const Maker* maker, uint64_t* address) {
+  PyObject* made = PyObject_Call(maker->function, maker->args, NULL);
+  PyObject* found = made ? PyNumber_Long(made) : NULL;
+  *address = found ? PyLong_AsUnsignedLongLongMask(found) : 0;
+  Py_XDECREF(found);
+  if (PyErr_Occurred()) Py_CLEAR(made);
+  return made;
+}
+
 static void ignore(void* context, const char* kind, const char* message) {}
 
 // Memory on GPU `place`; NULL where torch has none or does not offer the function. A Python object would take longer, and torch releases the
@@ -829,9 +894,9 @@ static int reaches(const Ready* r, const uint64_t* buffers) {
   return 1;
 }
 
-// Make the results that are missing, and launch on the current stream with the operands in `buffers`. Returns 0; or -1 with an exception, or
-// without one where Python has to make the call.
-static int perform(const Ready* r, uint64_t* buffers, PyObject** results) {
+// Make the results that are missing, and launch on the current stream with the operands in `buffers`. `like` is the input if that is one of
+// PyCUDA's arrays, else NULL. Returns 0; or -1 with an exception, or without one where Python has to make the call.
+static int perform(const Ready* r, uint64_t* buffers, PyObject** results, PyObject* like) {
   PyObject *workspace = NULL, *own = NULL, *answer = NULL;
   Managed* scratch = NULL;
   void *current = NULL, *event = NULL, *streams[STREAMS];
@@ -849,17 +914,24 @@ static int perform(const Ready* r, uint64_t* buffers, PyObject** results) {
     pushed = 0;
     goto done;
   }
-  answer = PyObject_CallFunctionObjArgs(r->stream, r->ordinal, NULL);
-  if (!answer || stream_of(answer, &streams[0])) goto done;
+  if (r->stream == Py_None)
+    streams[0] = NULL;
+  else if (!(answer = PyObject_CallFunctionObjArgs(r->stream, r->ordinal, NULL)) || stream_of(answer, &streams[0]))
+    goto done;
   own = r->own;
   if (own == Py_None)
     Py_INCREF(own);
   else if (!(own = PyObject_CallFunctionObjArgs(own, NULL)))
     goto done;
   if (streams_of(s, own, streams, &event)) goto done;
-  for (Py_ssize_t i = first; i < last; i++)
-    if (!results[i - first] && !(results[i - first] = make(&r->results[i - first], r->place, &buffers[i]))) goto done;
-  if (r->workspace_bytes && (scratch = borrow(r->place, r->workspace_bytes)))
+  for (Py_ssize_t i = first; i < last; i++) {
+    PyObject** result = &results[i - first];
+    const Maker* maker = &r->results[i - first];
+    if (!*result && !(*result = like ? make_array(maker, like, &buffers[i]) : make(maker, r->place, &buffers[i]))) goto done;
+  }
+  if (r->workspace_bytes && like) {
+    if (!(workspace = make_memory(&r->workspace, &buffers[last]))) goto done;
+  } else if (r->workspace_bytes && (scratch = borrow(r->place, r->workspace_bytes)))
     buffers[last] = (uint64_t)(uintptr_t)scratch->tensor.data + scratch->tensor.byte_offset;
   else if (r->workspace_bytes && !(workspace = make(&r->workspace, r->place, &buffers[last])))
     goto done;
@@ -882,13 +954,13 @@ done:
 }
 
 // A convolution of operands at these addresses, written to `out` unless that is NULL. Returns the result, or NULL as for perform().
-static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t out_address) {
+static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t out_address, PyObject* like) {
   uint64_t buffers[BUFFERS] = {0};
   PyObject* results[MOST_RESULTS] = {out};
   for (int i = 0; i < OPERANDS; i++) buffers[BUFFER_OF[i]] = operands[i];
   buffers[RESULT] = out_address;
   Py_XINCREF(out);
-  return perform(r, buffers, results) ? NULL : results[0];
+  return perform(r, buffers, results, like) ? NULL : results[0];
 }
 
 // Whether a mode, a transform or the like has to know of the call. -1 with an exception.
@@ -918,6 +990,7 @@ static int is_differentiated(PyObject* const* tensors, int n) {
 static int is_writable(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t address) {
   for (int i = 0; i < OPERANDS; i++)
     if (operands[i] && operands[i] < address + r->result_bytes && address < operands[i] + r->operand_bytes[i]) return 0;
+  if (is_array(out)) return 1;
   const int truth = is_true(torch.made_in_inference, out);
   if (truth) return truth < 0 ? -1 : 0;
   PyObject* nothing = PyObject_CallFunctionObjArgs(torch.announce, out, NULL);
@@ -943,7 +1016,8 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (!r) return NULL;
   Py_INCREF(found);  // another thread may empty the table
   PyObject* out = tensors[OPERANDS] == Py_None ? NULL : tensors[OPERANDS];
-  const int told = args[2] == Py_True ? 0 : is_unusual() ? -1 : is_differentiated(tensors, OPERANDS + 1);
+  PyObject* like = is_array(tensors[0]) ? tensors[0] : NULL;
+  const int told = args[2] == Py_True || like ? 0 : is_unusual() ? -1 : is_differentiated(tensors, OPERANDS + 1);
   if (told < 0 || (told && (out || r->recorded == Py_None))) goto unknown;
   if (out) {
     const int writable = is_writable(r, addresses, out, addresses[OPERANDS]);
@@ -953,7 +1027,7 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
       return NULL;
     }
   }
-  result = make_call(r, addresses, out, addresses[OPERANDS]);
+  result = make_call(r, addresses, out, addresses[OPERANDS], like);
   if (!result && !PyErr_Occurred()) goto unknown;
   if (result && told) {
     PyObject *made = Py_BuildValue("(N)", result), *tell = PyList_GetItem(r->recorded, 0);
@@ -1050,7 +1124,7 @@ static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (!r) return NULL;
   if (r->operands != n - 2) return PyErr_Format(PyExc_TypeError, "the row has %zd operands, got %zd", r->operands, n - 2);
   Py_INCREF(found);  // another thread may empty the table
-  if (perform(r, buffers, results)) {
+  if (perform(r, buffers, results, NULL)) {
     Py_DECREF(found);
     return PyErr_Occurred() ? NULL : Py_BuildValue("");
   }
@@ -1147,6 +1221,18 @@ static PyObject* learn(PyObject* self, PyObject* args) {
   return Py_BuildValue("");
 }
 
+// learn_arrays(GPUArray): the class of PyCUDA's arrays
+static PyObject* learn_arrays(PyObject* self, PyObject* type) {
+  arrays.name_memory = PyUnicode_InternFromString("gpudata"), arrays.name_shape = PyUnicode_InternFromString("shape");
+  arrays.name_strides = PyUnicode_InternFromString("strides"), arrays.name_type = PyUnicode_InternFromString("dtype");
+  if (PyErr_Occurred()) return NULL;
+  PyObject* before = arrays.type;
+  Py_INCREF(type);
+  arrays.type = type;
+  Py_XDECREF(before);
+  return Py_BuildValue("");
+}
+
 // stop(): from now on call() returns None for everything
 static PyObject* stop(PyObject* self, PyObject* nothing) {
   stopped = 1;
@@ -1163,6 +1249,7 @@ static PyMethodDef methods[] = {
     {"has_id", has_id, METH_VARARGS, "has_id(id): whether the current context has it."},
     {"where", where, METH_O, "where(address): (gpu, 0) or (-1, id), the context that memory belongs to; or None."},
     {"learn", learn, METH_VARARGS, "learn(...): what is asked of torch."},
+    {"learn_arrays", learn_arrays, METH_O, "learn_arrays(GPUArray): the class of PyCUDA's arrays."},
     {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, tensor, ...): bytes or None."},
     {"again", (PyCFunction)(void*)again, METH_FASTCALL, "again(table, options, operand, ...): (what was found, result, ...) or None."},
     {"gradients", (PyCFunction)(void*)gradients, METH_FASTCALL, "gradients(ctx, saved, gradient): what the node's backward pass returns, or None."},

@@ -93,22 +93,20 @@ class PrimaryContext(CudaDevice):
         last one, not the driver's. So PyCUDA gets a level of the driver's stack to play with, and none where its last context is this one
         already.
         """
-        self.push()
-        try:
-            if pycudas_current() == self.handle:
+        if pycudas_current() == self.handle:
+            with super().for_pycuda():
                 yield
-            else:
-                driver.push(self.handle)
+            return
+        with self.current():
+            driver.push(self.handle)
+            try:
+                self.context.push()
                 try:
-                    self.context.push()
-                    try:
-                        yield
-                    finally:
-                        self._drv.Context.pop()
+                    yield
                 finally:
-                    driver.pop()
-        finally:
-            self.pop()
+                    self._drv.Context.pop()
+            finally:
+                driver.pop()
 
 
 class OtherContext(CudaDevice):
@@ -167,7 +165,7 @@ class OtherContext(CudaDevice):
     @contextmanager
     def for_pycuda(self) -> Iterator[None]:
         """The context is current for the driver and for PyCUDA: for the latter it has to be so already."""
-        with self.current():
+        with super().for_pycuda():
             if pycudas_current() != self.handle:
                 raise ConvArgumentError(
                     f"the input's allocator would allocate in PyCUDA's current context, but the input lies in another one of {self.name}: "
@@ -255,6 +253,12 @@ def _other(ordinal: int, handle: int) -> OtherContext:
                     forget()
         _others.move_to_end(id)
         return device
+
+
+def known() -> list[CudaDevice]:
+    """The devices of all contexts that calls have used, primary ones first. Others may be gone."""
+    with _lock:
+        return [*_primaries.values(), *_others.values()]
 
 
 def primary_handle(ordinal: int) -> int:

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache, partial
 from itertools import cycle
 from typing import Any
@@ -122,7 +122,7 @@ class CudaDevice(Device):
     @contextmanager
     def for_pycuda(self) -> Iterator[None]:
         """The context is current for the driver and for PyCUDA, whose functions allocate there."""
-        with self.current():
+        with nullcontext() if self.is_current() else self.current():
             yield
 
     def __enter__(self) -> CudaDevice:
@@ -150,6 +150,10 @@ class CudaDevice(Device):
         operations = list(self._operations(steps))
         forks = any(isinstance(one, StreamWait) for one in operations)
         return (self._by_python if self._in_c is None else self._by_c)(operations, forks)
+
+    def launches(self, steps: Sequence[Sequence[KernelLaunch]]) -> list[Launch]:
+        """The launches of `steps`, one behind the other, each with its compiled kernel."""
+        return [one for one in self._operations(steps) if isinstance(one, Launch)]
 
     def _operations(self, steps: Sequence[Sequence[KernelLaunch]]) -> Iterator[Launch | StreamWait]:
         for step in steps:
@@ -283,11 +287,13 @@ class CudaDevice(Device):
 
     def capturing(self, stream: Any = None) -> bool:
         """Whether `stream`, the current stream of torch or CuPy, or any stream that the default one orders, is being captured."""
-        handles, torch, cupy = [0, driver.handle_of(stream)], sys.modules.get("torch"), sys.modules.get("cupy")
+        handles, torch, cupy = {0, driver.handle_of(stream)}, sys.modules.get("torch"), sys.modules.get("cupy")
+        if self.where != self.ordinal:  # their streams are in the primary context
+            torch = cupy = None
         if torch is not None and torch.cuda.is_initialized():
-            handles.append(torch.cuda.current_stream(self.ordinal).cuda_stream)
+            handles.add(torch.cuda.current_stream(self.ordinal).cuda_stream)
         if cupy is not None:
-            handles.append(cupy.cuda.get_current_stream(self.ordinal).ptr)
+            handles.add(cupy.cuda.get_current_stream(self.ordinal).ptr)
         state = ctypes.c_int()
         with self.current():
             return any(driver.libcuda().cuStreamIsCapturing(handle, ctypes.byref(state)) or state.value for handle in handles)

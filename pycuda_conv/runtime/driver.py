@@ -15,6 +15,9 @@ from pycuda_conv.runtime.base import forked
 from pycuda_conv.runtime.compiler import CompileError, compiler
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
+#: The oldest PyCUDA that serves, the one in setup.cfg.
+OLDEST = 2026, 1
+
 _initialised = False
 _forked = False
 
@@ -37,6 +40,13 @@ def check_not_forked() -> None:
         raise forked("CUDA")
 
 
+def check_version(version: tuple[int, ...]) -> None:
+    """Refuse a PyCUDA that is too old."""
+    if tuple(version[: len(OLDEST)]) < OLDEST:
+        found, wanted = (".".join(map(str, one)) for one in (version, OLDEST))
+        raise BackendError(f"PyCUDA {found} is too old, and {wanted} or a newer one is needed: pip install --upgrade 'pycuda_conv[cuda]'")
+
+
 def pycuda() -> Any:
     """``pycuda.driver``, initialised. It is imported here, since the package must import without PyCUDA."""
     global _initialised
@@ -48,6 +58,7 @@ def pycuda() -> Any:
             raise BackendError("no NVIDIA GPU was found") from error
         raise BackendError(f"PyCUDA is not importable ({error}); install it with: pip install 'pycuda_conv[cuda]'") from error
     if not _initialised:
+        check_version(getattr(sys.modules.get("pycuda"), "VERSION", OLDEST))
         try:
             drv.init()
         except drv.Error as error:

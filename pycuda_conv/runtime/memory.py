@@ -75,6 +75,12 @@ class MemoryPool:
         driver.check(code, "cuMemAlloc")
         return address.value
 
+    @property
+    def held(self) -> int:
+        """Bytes of the blocks that nobody uses."""
+        with self._lock:
+            return sum(size * len(idle) for size, idle in self._idle.items())
+
     def free_held(self) -> None:
         """Give the blocks that nobody uses back to the driver."""
         with self._lock:
