@@ -64,6 +64,7 @@ PY
 # what takes pip long: downloads of a megabyte and more, builds, and the copying at the end
 progress() {
   awk '/(Downloading|Using cached) .*\((|[0-9.]+ )[0-9.]+ *[MG]B/ { sub(/^ */, ""); sub(/ -> .*/, ""); print "setup:   " $0 }
+       /Processing .*\.whl/ { sub(/.*\//, ""); print "setup:   " $0 }
        /^ *Building (wheel|editable)/ { sub(/^ */, ""); print "setup:   " $0 }
        /^Installing collected packages/ { print "setup:   Installing " NF - 3 " packages" }
        { fflush() }' >&2

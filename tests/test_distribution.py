@@ -164,3 +164,25 @@ def test_system_packages_are_not_installed_without_consent(tmp_path, variable, i
     called = (tmp_path / "called").read_text() if (tmp_path / "called").exists() else ""
     assert bool(called) == installs, called
     assert ("python3-venv" in called) if installs else re.search(r"sudo apt-get install python3-venv|SYSTEM_PACKAGES must be", done.stderr), done.stderr
+
+
+# ---- what `info` finds
+
+
+def test_versions_are_found_without_lists_of_modules(tmp_path, monkeypatch):
+    """Wheels need not say which modules they hold, and Python 3.10 reads only one of the files that may say it."""
+    from pycuda_conv.tools import info
+
+    for module, name in (("pyopencl", "pyopencl"), ("cupy", "cupy_cuda13x"), ("PIL", "Pillow")):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").touch()
+        folder = tmp_path / f"{name}-99.5.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.5\n")
+    (tmp_path / "tifffile.py").touch()  # a module without metadata
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    found = info.versions()
+    assert found["PyOpenCL"] == found["CuPy"] == found["Pillow"] == "99.5"
+    assert found["tifffile"] is not None and {"scipy", "dask", "zarr", "distributed", "fsspec"} <= set(found)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert info.versions()["tifffile"] == "of unknown version" and info.versions()["zarr"] is None
