@@ -30,10 +30,9 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
-from pycuda_conv import dispatch, execute, quick
+from pycuda_conv import dispatch, execute, quick, torch_internals
 from pycuda_conv.arrays import Signature
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
@@ -496,11 +495,7 @@ def _were_written(running: Sequence[Tensor | None], batches: Tensor | None, coun
     gradient, and a module may be called twice.
     """
     written = running if batches is None else (batches,) * counted
-    _increment_version([one for one in written if one is not None])
-
-
-#: torch's ``increment_version`` of several tensors.
-_increment_version = getattr(torch._C, "_increment_version", increment_version)
+    torch_internals.increment_versions([one for one in written if one is not None])
 
 
 class _BackwardAgain(NamedTuple):
@@ -605,7 +600,7 @@ def _save(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None,
     statistics: Tensor, spec: _LayerSpec,
 ) -> None:
-    ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and _packing_hooks(True) is None
+    ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and torch_internals.packing_hooks(True) is None
     ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics)
 
 
@@ -615,7 +610,7 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
     (spec, bias_dtype, own_y), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
     twice = torch.is_grad_enabled()  # gradients of gradients are refused
-    spent = own_y and not twice and not _keeps_graph()
+    spent = own_y and not twice and not torch_internals.keeps_graph()
     made = None if twice else _backward_again(*given, spec, added, spent)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         if out is not None:
@@ -637,12 +632,6 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
         dgamma = _cast_to(gamma, by_gamma) if of_gamma else None
         dbeta = _cast_to(beta, by_beta) if of_beta else None
     return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, dout if masked is None else masked
-
-
-#: Whether the running backward pass may run again, so that saved tensors have to stay; and the hooks that get saved tensors. Where torch's
-#: version does not tell, True stands for both.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-_packing_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
 def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
