@@ -168,7 +168,7 @@ struct GemmPhase {
   long long out_part;                                      // and from one part of a split sum to the next
   long long scaled;                                        // 1: there are scales, SCALED; 2: moments are written, NOTES; or 3, both
   long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
-  long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope, eps;        // what finishes a sum; slope, eps: a float's bits
   long long halo_w, by_halo_w, halo_h;                     // PATCH_ROWS: the halo's width and height in pixels of x;
   long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
   long long groups, x_channels, x_h, x_w;                  // FUSED_SPLIT: groups of x, channels of a group, and x's size;
@@ -194,7 +194,7 @@ struct Maps {
 #if JOINS
 // Split sums: whether the product adds their parts (joins), and what finishes them then.
 struct JoinArguments {
-  long long joins, has_bias, has_scale, has_residual, activation, slope;
+  long long joins, has_bias, has_scale, has_residual, activation, slope, eps;
 };
 #endif
 #if MENDS
@@ -578,7 +578,7 @@ struct Rows {
   [[maybe_unused]] float scale_x;  // of the image, or of the patch
   float scale_w[2];                // of the packed filter
   Finish<SCALED> finish[2];
-  DEVICE Rows(const GemmPhase& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const out_t* scales, const out_t* biases)
+  DEVICE Rows(const GemmPhase& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const Scales<out_t> scales, const out_t* biases)
       : m(of.m + (BLOCK_M == 128 ? 64 * consumer : 0)), pixel(of.pixel + (BLOCK_M == 128 ? 0 : WGMMA_N * consumer)),
         end(of.end), group(of.group), split(of.split) {
     if (PATCH_ROWS) {
@@ -966,7 +966,7 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
 
 #if PINGPONG
 DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint8_t* staging, float* scales, long long* output_offsets, const float* scale_n,
-                    const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y, float* moments, out_t* y) {
+                    const float* scale_k, const out_t* bias, const Scales<out_t> scale, const out_t* residual, const CUtensorMap* map_y, float* moments, out_t* y) {
   Position at;
   float sum[2][WGMMA_N / 2];
   bool mine = consumer == 0;
@@ -1016,7 +1016,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
 }
 #else
 DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[maybe_unused]] uint8_t* staging, float* scales,
-                    [[maybe_unused]] long long* output_offsets, const float* scale_n, const float* scale_k, const out_t* bias, const out_t* scale,
+                    [[maybe_unused]] long long* output_offsets, const float* scale_n, const float* scale_k, const out_t* bias, const Scales<out_t> scale,
                     const out_t* residual, const CUtensorMap* map_y, [[maybe_unused]] float* moments, out_t* y) {
 #if PATCH_ROWS
   const int halo_w = (int)shapes.of[0].halo_w, halo_bytes = (int)shapes.of[0].halo_bytes;
@@ -1313,7 +1313,7 @@ __device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends
 #if ADDS_PARTS
 // Adds and finishes the parts of a tile. A thread takes VEC neighbours at a time, and RUNS such vectors at once: their loads wait for memory
 // together.
-DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const float* bias, const float* scale,
+DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const out_t* bias, const Scales<out_t> scale,
                       const float* residual, float* y) {
   constexpr int ACROSS = (NHWC ? BLOCK_M : BLOCK_N) / VEC, ALL = BLOCK_M * BLOCK_N / VEC, APART = 128 * CONSUMERS, RUNS = VEC == 4 ? 4 : 8;
   struct alignas(VEC * 4) Vector {
@@ -1370,7 +1370,9 @@ DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const T
 struct JoinOperands {
   const float* parts;
   unsigned* tickets;
-  const void *bias, *scale, *residual;
+  const void* bias;
+  Scales<out_t> scale;
+  const void* residual;
   void* y;
 };
 
@@ -1395,7 +1397,7 @@ __device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArgument
     if (mine) {
       __threadfence();
       const auto apart = y_apart(shapes, tile);
-      add_parts(shape, join, of, operands.parts + apart, (const out_t*)operands.bias, (const out_t*)operands.scale, (const out_t*)operands.residual + apart,
+      add_parts(shape, join, of, operands.parts + apart, (const out_t*)operands.bias, operands.scale, (const out_t*)operands.residual + apart,
                 (out_t*)operands.y + apart);
     }
     named_barrier(STORED, 128 * CONSUMERS);
@@ -1420,7 +1422,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
                        const uint8_t* __restrict__ w, const float* __restrict__ scale_n,
 #endif
-                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual,
+                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, const Scales<out_t> scale, const out_t* residual,
                        out_t* __restrict__ y,
 #if NOTES
                        float* __restrict__ moments,

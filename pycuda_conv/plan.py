@@ -6,19 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycuda_conv import behind, engines, execute, quick
 from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
+from pycuda_conv.explain import explain
 from pycuda_conv.memo import forget_launches, remember_plans
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.tune import Choice, lookup, tuned
 from pycuda_conv.typing import Array
+
+if TYPE_CHECKING:
+    from pycuda_conv.kernels import Kernel
 
 #: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or lying in :attr:`Plan.filter_order`.
 PACK, WITH_PACKED, WHOLE, FILTER_LAST = range(4)
@@ -107,13 +111,16 @@ class Plan:
         self.better: Plan | None = None
         self._better_config: engines.Config | None = None
         self._behind: behind.Behind | None = None
+        #: where calls of this plan are remembered: tables, by their identities and keys
+        self._repeated: dict[tuple[int, bytes], quick.Table] = {}
         if behind.has_constants(known):
             self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction != "wgrad"
         #: the same for a filter that is written: the gradient
         self.writes_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction == "wgrad"
-        self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
+        either = math.prod(problem.filter_size) == 1 or problem.bare  # a filter of one tap, or of one channel, lies in either order
+        self.filter_order = None if either else channels_last(problem.ndim + 2, problem.ndim)
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
@@ -171,7 +178,7 @@ class Plan:
             self._set_up(resort, noted)
         else:
             if serves != config:
-                self._better_config, self._behind = config, behind.Behind(device, missing)
+                self._better_config, self._behind = config, behind.Behind(device, missing, tell=self._forget_repeated)
         behind.used[self.config] = None
         return self
 
@@ -179,7 +186,7 @@ class Plan:
         """Count calls of general kernels; after several, the compiler builds the layer's constants in."""
         if not self.empty and behind.enabled() and self.device.constants_pay and behind.has_constants(self.schedule):
             kernels = behind.launches(behind.with_constants(self.schedule))
-            self._behind = behind.Behind(self.device, kernels, behind.OFTEN)
+            self._behind = behind.Behind(self.device, kernels, behind.OFTEN, self._forget_repeated)
 
     def _improve(self, coming: behind.Behind, stream: Any) -> None:
         """Take the kernels that were compiled behind the calls, if they are ready."""
@@ -193,15 +200,26 @@ class Plan:
         except Exception as error:  # the kernels that serve go on serving
             behind.say(error)
         finally:
-            if done:  # not before: until then no call of this plan may be remembered
+            if done:
                 self._behind = None
+                self._forget_repeated()
 
     def _make_better(self, config: engines.Config) -> None:
         better = type(self).__new__(type(self))
         better.problem, better.device, better.fixed, better.tuned = self.problem, self.device, self.fixed, self.tuned
         better._set_up(config, self.noted)
         self.better = better
-        forget_launches()
+        self._forget_repeated()
+
+    def on(self, device: Any) -> Plan:
+        """The same plan for another context of the same GPU: its kernels are loaded there, and nothing is planned again."""
+        found: Plan | None = device.plans.get(self)
+        if found is None:
+            found = type(self).__new__(type(self))
+            found.problem, found.device, found.fixed, found.tuned = self.problem, device, self.fixed, self.tuned
+            found._set_up(self.config, self.noted, self.schedule)
+            device.plans[self] = found
+        return found
 
     def settled(self) -> Plan:
         """The plan in its final form: the best configuration, with the layer's constants compiled in. Waits for the compiler."""
@@ -229,6 +247,26 @@ class Plan:
         """Whether later calls will launch the same kernels as the last one did."""
         return not self.empty and self._behind is None and self.better is None
 
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether a call may be repeated as the last one was made: not where better kernels are ready."""
+        return not self.empty and self.better is None and (self._behind is None or not self._behind.is_done())
+
+    def repeat_in(self, table: quick.Table, name: bytes) -> int:
+        """Note where a call of this plan is remembered. Returns how often it may be repeated before Python makes it again; -1: any number.
+
+        Better kernels that are compiled meanwhile end that: then the call is forgotten.
+        """
+        self._repeated[id(table), name] = table
+        coming = self._behind
+        return -1 if coming is None else 0 if coming.is_done() else coming.lend()
+
+    def _forget_repeated(self) -> None:
+        """Forget the calls that are remembered: there are better kernels."""
+        repeated, self._repeated = self._repeated, {}
+        for (_, name), table in repeated.items():
+            table.pop(name, None)
+
     def lays_filter_last(self, kind: Any, out: Any) -> bool:
         """Whether a gradient of a filter is written in :attr:`filter_order`: where the kernels can, unless `out` lies otherwise."""
         return self.writes_filter_last and (out is None or kind.is_laid_out_as(out, self.filter_order))
@@ -243,24 +281,29 @@ class Plan:
             launchers[way] = self._ways[way]()
         return launchers[way]
 
-    def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False) -> None:
+    def launch(
+        self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False, norm: Sequence[Any] = (0, 0, 0)
+    ) -> None:
         """Launch the kernels on (input, weight, bias, scale, residual, result, workspace): addresses, 0 for none, or OpenCL buffers.
 
         The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
         a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. With
         `filter_last`, for plans of :attr:`reads_filter_last` or :attr:`writes_filter_last`, the filter, or its gradient, lies in
-        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that.
+        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that. With a
+        :attr:`ConvProblem.norm`, `norm` are its beta, mean and variance, and its gamma is in the place of the scale.
         """
         input, weight, bias, scale, residual, result, workspace = buffers
         place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)
-        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual), stream)
+        self.device.check_current()
+        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual, *norm), stream)
         coming = self._behind
         if coming is not None:
             self._improve(coming, stream)
 
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
-        self._launcher(PACK)((0, weight, 0, 0, 0, packed, 0, 0), stream)
+        self.device.check_current()
+        self._launcher(PACK)((0, weight, 0, 0, 0, packed, *(0,) * 5), stream)
 
     def __call__(
         self, input: Array, weight: Array, bias: Array | None = None, *, scale: Array | None = None, residual: Array | None = None,
@@ -278,6 +321,43 @@ class Plan:
         """This plan with a filter that stays on the device, for many inputs: see :class:`BoundPlan`."""
         return BoundPlan(self, weight, bias, scale)
 
+    def kernels(
+        self, input: Array, weight: Array, bias: Array | None = None, *, out: Array, scale: Array | None = None,
+        residual: Array | None = None, workspace: Any = None,
+    ) -> list[Kernel]:
+        """The plan's launches on these arrays, to be made by hand: in a stream, a graph or a program of your own.
+
+        ::
+
+            for k in plan.kernels(x, w, out=y):
+                k.function(*k.args, grid=k.grid, block=k.block, shared=k.shared, stream=stream)
+
+        Parameters
+        ----------
+        input, weight, bias, scale, residual
+            Arrays in the GPU's memory, of the plan's shapes and dtype. They must lie as the kernels read them: nothing is copied.
+        out : array
+            Where the result goes.
+        workspace : array, allocation or int, optional
+            At least :attr:`workspace_bytes` bytes of the GPU's memory, at a multiple of 256 bytes; by default new memory, which the
+            launches keep. Launches that may run at the same time need workspaces of their own.
+
+        Returns
+        -------
+        list of :class:`pycuda_conv.Kernel`
+            In the order in which they have to run; empty for a result without elements. The functions belong to PyCUDA's current context.
+
+        Raises
+        ------
+        ConvArgumentError, TypeError
+            As for a call, and for an array that would have to be copied.
+        BackendError
+            The plan is not for a GPU.
+        """
+        from pycuda_conv.kernels import of_plan
+
+        return of_plan(self, Operands(input, weight, bias, scale, residual), out, workspace)
+
     def explain(self, measure: bool = False) -> str:
         """A text with what is launched and why: the work, the configuration and the reasons for it, each launch, the time.
 
@@ -286,8 +366,6 @@ class Plan:
         measure : bool
             Measure the time now, on random arrays.
         """
-        from pycuda_conv.explain import explain
-
         return explain(self, measure)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -342,6 +420,8 @@ class BoundPlan:
         self._kind = kind = same_kind(given, names=("weight", "weight"))
         kind.check_dense(weight, bias, scale)
         kind.check_not_recorded(given)
+        given = kind.opened(given, ("weight", "weight"))
+        _, weight, bias, scale, _ = given
         _, of_weight, *_ = signatures = kind.signatures(given)
         assert of_weight is not None
         #: of weight, bias and scale
@@ -370,13 +450,14 @@ class BoundPlan:
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
         kind.check_not_recorded(given)
+        given = kind.opened(given, ("input", "input"))
         of_input, *_, of_residual = kind.signatures(given)
         execute.check_fit(self.plan, kind, (of_input, *self._signatures, of_residual))
-        operands = Operands(input, *filter, residual)
+        operands = Operands(given.input, *filter, given.residual)
         result: Array = execute.run(kind, self.plan, operands, out, stream, kept=self._kept)
         if stream is None:
             quick.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
-        return result
+        return kind.closed(result, operands, stream)
 
 
 def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:

@@ -1,11 +1,18 @@
 """The structs that kernels take: what is packed is what the kernel reads, and both sides have the same members."""
 
+import importlib
+import pickle
+import pkgutil
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
+import pycuda_conv.arrays
+import pycuda_conv.engines
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.runtime import base, get_device
 from pycuda_conv.runtime.base import KernelLaunch
 
@@ -111,3 +118,37 @@ def test_opencl_refuses_parts_of_buffers(kernel):
         pytest.skip(why_not())
     with pytest.raises(ValueError, match="parts of buffers"):
         get_device("opencl").launcher(replace(step(kernel(TEXT), Toy(1, 2, 3)), buffers=((0, 16),)))
+
+
+def test_a_struct_of_the_text(kernel):
+    name = kernel(TEXT)
+    made = kernel_struct(name, "Toy")
+    assert made._fields == ("first", "second", "third") and made.__name__ == "Toy"
+    assert step(name, made(1, 2, 3)).source() and step(name, made(first=1, second=2, third=3)).numbers == (1, 2, 3, -7)
+    with pytest.raises(TypeError, match=rf"there is no struct Toys in {name}.cu nor in the headers"):
+        kernel_struct(name, "Toys")
+
+
+def test_a_struct_of_a_header(kernel, tmp_path):
+    (tmp_path / "toy.cuh").write_text(TEXT[: TEXT.index("KERNEL")])
+    assert kernel_struct("toy.cuh", "Toy")._fields == kernel_struct(kernel(TEXT), "Toy")._fields
+
+
+def test_a_struct_s_values_can_be_pickled():
+    from pycuda_conv.engines.split_sum import ReduceArguments
+
+    values = ReduceArguments(*range(len(ReduceArguments._fields)))
+    assert pickle.loads(pickle.dumps(values)) == values
+
+
+def test_no_struct_is_typed_twice():
+    """Every class of a kernel's struct has its members from the kernel's text."""
+    declared = set(re.findall(r"\bstruct (\w+) {", "".join(path.read_text() for path in base.KERNEL_DIR.rglob("*.cu*"))))
+    modules = [
+        importlib.import_module(found.name)
+        for package in (pycuda_conv.engines, pycuda_conv.arrays) for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ]  # fmt: skip
+    own = ((module, value) for module in modules for name, value in vars(module).items() if name in declared and hasattr(value, "_fields"))
+    classes = {value for module, value in own if value.__module__ == module.__name__}
+    assert len(classes) >= 40
+    assert [value for value in classes if not value.__doc__.startswith(f"struct {value.__name__} of ")] == []

@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -19,20 +20,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import why_no_cuda, why_no_opencl
-from reference import started
+from reference import python, started
 
 import pycuda_conv as pc
-from pycuda_conv import cli, timing
+from pycuda_conv import behind, cli, timing
 from pycuda_conv.engines.direct import Batched
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.pointwise_sm90 import Pointwise
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import bound
-from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime import cache as kernel_cache
+from pycuda_conv.runtime import get_device, launcher, pinned
 from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, hostbench, report, suite, terminal, training, verify
+from pycuda_conv.tools import bench, hostbench, info, report, suite, terminal, training, verify
 from pycuda_conv.tools.floors import Floor, _places, floor, for_plain_units, plain_floor, tensor_floor
 from pycuda_conv.tools.oracle import compare, reference, torch_for
 from pycuda_conv.tools.report import Row, geometric_mean, quantile
@@ -589,15 +591,47 @@ def test_info_tells_its_sections_as_json(command):
     status, out, err = command("info", "--json")
     facts = json.loads(out)
     assert (status, err) == (OK, "")
-    assert sorted(facts) == ["cuda_missing", "gpu_count", "gpus", "opencl", "uses", "versions"]
+    assert sorted(facts) == ["contexts", "cuda_missing", "gpu_count", "gpus", "opencl", "uses", "versions"]
+    assert sorted(facts["contexts"]) == ["pools", "primary_active", "pycuda_current"]
     assert facts["versions"]["numpy"] == np.__version__ and len(facts["gpus"]) == facts["gpu_count"]
     assert {"backend", "device", "why", "environment", "cache", "kernels", "launcher", "copies"} == set(facts["uses"]) and Path(facts["uses"]["kernels"]).is_dir()
+
+
+@pytest.mark.gpu
+def test_info_tells_contexts_and_pools(python_env):
+    """In programs, by its function: a process of its own has no context yet."""
+    code = """
+        import json, sys
+        from pycuda_conv.tools import info
+        before = info.collect()["contexts"]
+        import numpy as np, pycuda.autoinit, pycuda.gpuarray as gpuarray
+        import pycuda_conv as pc
+        x, w = gpuarray.to_gpu(np.ones((1, 2, 5, 5), "f")), gpuarray.to_gpu(np.ones((3, 2, 3, 3), "f"))
+        y = pc.conv2d(x, w)
+        after = info.cuda_contexts(1)
+        print(json.dumps([before, after]))
+        sys.stdout.flush()
+    """
+    before, after = json.loads(python(textwrap.dedent(code), python_env, PYTHONWARNINGS="ignore"))
+    assert before == {"pycuda_current": None, "primary_active": [], "pools": []}
+    assert after["primary_active"] == [] and after["pycuda_current"]["kind"] == "own" and after["pycuda_current"]["id"] > 0
+    (pool,) = after["pools"]
+    assert {key: pool[key] for key in ("device", "kind", "id")} == after["pycuda_current"] and pool["blocks_in_use"] >= 1 and pool["bytes_held"] >= 0
+
+
+@pytest.mark.parametrize(("found", "words"), [
+    (None, "none"), ({"device": "cuda:1", "kind": "primary", "id": None}, "the primary one of torch and CuPy, on cuda:1"),
+    ({"device": "cuda:0", "kind": "own", "id": 7}, "one of its own, number 7, on cuda:0"),
+])  # fmt: skip
+def test_info_names_a_context(found, words):
+    assert info._context(found) == words
 
 
 def test_verify_passes_and_says_so(command, device, torch, rich):
     status, out, err = command("verify", "--cases", "notebook-single, k1s1p0", "--device", device, "--seed", 7)
     assert (status, err) == (OK, "") and "FAIL" not in out and "torch's" in out
     assert out.count(" pass ") >= 4 and "passed in" in out and "--seed 7 repeats this" in out
+    assert ("GPUArray, own context" in out) == device.startswith("cuda")
 
 
 def test_verify_compares_every_dtype(command, device, torch):
@@ -831,18 +865,25 @@ def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, argumen
     assert err.count("\n") == 1 and err.endswith("\n") and words in err and err.startswith("pycuda-conv")
 
 
-def test_a_variable_of_the_environment_is_told_in_one_line(command, monkeypatch):
-    def says(text):
-        def run(arguments):
-            raise pc.ConvArgumentError(text)
+@pytest.mark.parametrize("variable, value, call", [
+    ("PYCUDA_CONV_CACHE_LIMIT", "1 GB", kernel_cache.limit), ("PYCUDA_CONV_BACKGROUND", "no", behind.enabled), ("PYCUDA_CONV_PINNED_LIMIT", "much", pinned.default_limit),
+    ("PYCUDA_CONV_LAUNCHER", "rust", launcher.launcher_in_c),
+])  # fmt: skip
+def test_a_variable_of_the_environment_is_told_in_one_line(command, monkeypatch, variable, value, call):
+    def run(arguments):
+        call()
 
-        monkeypatch.setattr(cli, "_run", run)
-        return command("info")
+    monkeypatch.setattr(cli, "_run", run)
+    monkeypatch.setenv(variable, value)
+    status, out, err = command("info")
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and err.startswith(f"pycuda-conv info: {variable} must be") and value in err
 
-    text = "PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got '1 GB'"
-    assert says(text) == (UNUSABLE, "", f"pycuda-conv info: {text}\n")
+    def fault(arguments):
+        raise pc.ConvArgumentError("stride must be below 2^29")
+
+    monkeypatch.setattr(cli, "_run", fault)
     with pytest.raises(pc.ConvArgumentError):  # a fault of the program
-        says("stride must be below 2^29")
+        command("info")
 
 
 def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(command, torch, rich):
@@ -945,8 +986,8 @@ class Block:
         if name.partition(".")[0] in {names}:
             raise ImportError(f"{{name}} is not there")
 sys.meta_path.insert(0, Block())
-from pycuda_conv.runtime import cuda
-cuda.has_gpu = lambda: {gpu}
+from pycuda_conv.runtime import driver
+driver.has_gpu = lambda: {gpu}
 from pycuda_conv.cli import main
 sys.exit(main({arguments}))
 """

@@ -9,14 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycuda_conv import quick
+from pycuda_conv import quick, torch_internals
 from pycuda_conv.arrays.base import Signature, strides_of
 from pycuda_conv.arrays.device import DeviceKind
-from pycuda_conv.arrays.host import HostKind
+from pycuda_conv.arrays.host import HostKind, Memory
 from pycuda_conv.call import Operands
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import Device, get_device
+
+
+def _memory(tensor: Any, typestr: str) -> Memory:
+    """The memory of a tensor, for numpy: ``tensor.numpy()`` and ``torch.from_numpy()`` would forbid torch to resize it from then on."""
+    size = tensor.element_size()
+    return Memory(tensor, tensor.data_ptr(), tuple(tensor.shape), tuple([size * step for step in tensor.stride()]), typestr)
 
 
 class TorchKind(DeviceKind, HostKind):
@@ -24,6 +30,7 @@ class TorchKind(DeviceKind, HostKind):
 
     name = "torch.Tensor"
     remembered = True
+    conversion = "{}.to(torch.{})"
 
     def __init__(self) -> None:
         quick.learn(torch)
@@ -31,12 +38,14 @@ class TorchKind(DeviceKind, HostKind):
         self._dtypes = {
             torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
         }
+        # a bfloat16 is seen as an integer
+        self._typestrs = {torch.float16: "=f2", torch.float32: "=f4", torch.float64: "=f8", torch.bfloat16: "=i2"}
+        self._of_typestrs = {np.dtype(typestr): dtype for dtype, typestr in self._typestrs.items()}
         self._plain = {torch.Tensor, torch.nn.Parameter}
-        self._forward_ad = torch.autograd.forward_ad
+        self._levels = torch_internals.levels
         self._increment_version = torch.autograd.graph.increment_version
         self._formats = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
-        # torch.cuda.current_stream() takes 7 us, this 0.2; a build without CUDA has neither
-        self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._current_stream: Any = torch_internals.current_stream
 
     def signature(self, array: Any) -> Signature:
         try:
@@ -89,7 +98,7 @@ class TorchKind(DeviceKind, HostKind):
 
     def differentiated(self, first: Any, second: Any, bias: Any, scale: Any, residual: Any) -> bool:
         """Whether torch has to give gradients of a result of these arrays, or may be asked to carry them forward, which it refuses."""
-        return self._forward_ad._current_level >= 0 or (
+        return self._levels._current_level >= 0 or (
             torch.is_grad_enabled() and (
                 first.requires_grad or second.requires_grad or (bias is not None and bias.requires_grad)
                 or (scale is not None and scale.requires_grad) or (residual is not None and residual.requires_grad)
@@ -98,10 +107,10 @@ class TorchKind(DeviceKind, HostKind):
 
     def traced(self, first: Any, second: Any, bias: Any, scale: Any = None, residual: Any = None) -> bool:
         """Whether the call is compiled, traced, transformed or seen by a mode, or one of the tensors is not a plain one with numbers."""
-        c, plain = torch._C, self._plain
+        plain = self._plain
         return (
-            torch.compiler.is_compiling() or c._len_torch_dispatch_stack() or c._are_functorch_transforms_active()
-            or c._get_tracing_state() is not None  # torch.jit.trace
+            torch.compiler.is_compiling() or torch_internals.count_of_modes() > 0 or torch_internals.transforms_are_active()
+            or torch_internals.tracing_state() is not None  # torch.jit.trace
             or type(first) not in plain or type(second) not in plain or (bias is not None and type(bias) not in plain)
             or (scale is not None and type(scale) not in plain) or (residual is not None and type(residual) not in plain) or first.is_meta
         )
@@ -149,15 +158,31 @@ class TorchKind(DeviceKind, HostKind):
 
     # host tensors
 
-    def to_numpy(self, array: Any) -> np.ndarray:
-        array = array.detach().resolve_neg()
-        if array.dtype is torch.bfloat16 and array.layout is torch.strided:  # others have no view, and numpy() says so
-            array = array.view(torch.int16)
-        return array.numpy()
+    def to_numpy(self, array: Any, name: str) -> np.ndarray:
+        typestr = self._typestrs.get(array.dtype)
+        if typestr is None or array.layout is not torch.strided or not array.is_cpu:
+            seen: np.ndarray = array.detach().numpy()  # torch says what is wrong
+            return seen
+        if array.is_neg():
+            array = array.detach().resolve_neg()
+        if not array.data_ptr() and array.numel():  # numpy would take memory of its own for it
+            raise ConvArgumentError(no_memory(name))
+        return np.asarray(_memory(array, typestr))
+
+    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.asarray(_memory(torch.empty(shape, dtype=self._of_typestrs[dtype]), dtype.str))
 
     def from_numpy(self, array: np.ndarray, like: Any) -> Any:
-        tensor = torch.from_numpy(array)
-        return tensor.view(like.dtype) if like.dtype is torch.bfloat16 else tensor
+        memory: Any = array.base
+        while isinstance(memory, np.ndarray):
+            memory = memory.base
+        if not isinstance(memory, Memory):  # it is page-locked, or was copied
+            tensor = torch.from_numpy(array)
+            return tensor.view(like.dtype) if like.dtype is torch.bfloat16 else tensor
+        tensor = memory.owner
+        if array.shape != tensor.shape or array.strides != memory.__array_interface__["strides"]:
+            tensor = tensor.as_strided(array.shape, [step // array.itemsize for step in array.strides])
+        return tensor
 
     def in_order(self, array: Any, order: tuple[int, ...]) -> Any:
         return self.empty(array.shape, array, None, order).copy_(array)
@@ -193,11 +218,14 @@ class TorchKind(DeviceKind, HostKind):
         It bypasses torch's dispatcher and keeps the GIL.
         """
         strides = strides_of(shape, 1, order or tuple(range(len(shape))))
-        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-        make = getattr(guards, f"_empty_strided_{device.type}", None)
+        make = torch_internals.empty_strided(device.type)
         if make is None:
             return torch.empty_strided, (shape, strides), {"dtype": dtype, "device": device}
         return make, (shape, strides, dtype), None
+
+    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+        workspace = self.maker((nbytes,), torch.uint8, like.device, None) if nbytes else None
+        return self._current_stream, like.get_device(), self.maker(shape, like.dtype, like.device, order), workspace
 
     def current_stream(self, device: Any) -> Any:
         return self._current_stream(device.ordinal)

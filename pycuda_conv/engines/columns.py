@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
+from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.inner import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALES, WORKSPACE, Arena, Schedule, finish
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS = 256  # of a block of columns_add.cu
@@ -38,6 +39,7 @@ class Columns(Config):
 CONFIGS = (Columns,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 4}
 
 
 def unsupported(device: Device) -> str | None:
@@ -62,7 +64,7 @@ def _product(problem: ConvProblem) -> ConvProblem:
     one, none = (1, 1, 1), (0, 0, 0)
     return replace(
         problem, C=problem.C * _taps(problem), input_size=problem.output_size, filter_size=one, stride=one, dilation=one,
-        padding_before=none, padding_after=none, has_bias=False, has_scale=False, has_residual=False, activation=None,
+        padding_before=none, padding_after=none, has_bias=False, has_scale=False, has_residual=False, activation=None, norm=None,
     ).launched  # fmt: skip
 
 
@@ -89,59 +91,11 @@ def refusal(problem: ConvProblem, config: Columns) -> str | None:
 # ---- launches
 
 
-class ColumnsArguments(NamedTuple):
-    """The struct of ``columns_add.cu``, which explains each member."""
-
-    size: int
-    channels: int
-    by_channels: int
-    plane: int
-    by_plane: int
-    hw: int
-    by_hw: int
-    h: int
-    w: int
-    by_w: int
-    last: int
-    image: int
-    channel: int
-    tap: int
-    pixel: int
-    o: int
-    p: int
-    q: int
-    t: int
-    r: int
-    s: int
-    stride_d: int
-    by_stride_d: int
-    stride_h: int
-    by_stride_h: int
-    stride_w: int
-    by_stride_w: int
-    every_d: int
-    every_h: int
-    every_w: int
-    back_d: int
-    back_h: int
-    back_w: int
-    pad_d: int
-    pad_h: int
-    pad_w: int
-    dil_d: int
-    dil_h: int
-    dil_w: int
-    has_scale: int
-    has_bias: int
-    has_residual: int
-    activation: int
-    slope: int
+ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
 
 
 def schedule(problem: ConvProblem, config: Columns, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    from pycuda_conv.engines import registry
-
     inner, product = parsed(config.INNER), _product(problem)
     assert inner is not None
     made = registry.schedule(product, inner, device)
@@ -175,7 +129,8 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
         **by_axis("dil_", problem.dilation), **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
-    return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, (columns, BIAS, SCALE, RESIDUAL, RESULT), (), arguments=told)
+    buffers = columns, BIAS, *SCALES, RESIDUAL, RESULT
+    return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told)
 
 
 def filter_key(problem: ConvProblem, config: Columns) -> Hashable:
@@ -226,8 +181,6 @@ def _worth_it(problem: ConvProblem) -> bool:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
     """The configurations worth comparing for `problem`: the best ones of the product."""
-    from pycuda_conv.engines import registry
-
     if _worth_it(problem):
         for _, inner in registry.predictions(_product(problem), device)[:BEST]:
             yield Columns(str(inner))
@@ -235,8 +188,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
 
 def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
     """Microseconds that `config` should take."""
-    from pycuda_conv.engines import registry
-
     inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_product(problem), inner, device)
     return None if us is None else us + _adding(problem, device)
@@ -244,8 +195,6 @@ def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Columns] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    from pycuda_conv.engines import registry
-
     if not _worth_it(problem):
         return None
     product = _product(problem)

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any
 
 from pycuda_conv.engines import transpose_filter
 from pycuda_conv.engines.base import Config, fastest
@@ -62,7 +62,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -71,15 +71,15 @@ from pycuda_conv.engines.schedule import (
     finish,
     finish_constants,
 )
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
@@ -120,6 +120,7 @@ class DenseNhwc(Config):
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 137}
 
 
 # ---- what runs
@@ -236,62 +237,7 @@ def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
 # ---- launches
 
 
-class DensePhase(NamedTuple):
-    """A phase's arguments: the struct of the kernel, which explains each member."""
-
-    tiles: int
-    tiles_n: int
-    by_tiles_n: int
-    blocks: int
-    part: int
-    channel_blocks: int
-    by_channel_blocks: int
-    last_steps: int
-    rows: int
-    by_rows: int
-    tap_r: int
-    by_tap_r: int
-    tap_s: int
-    by_tap_s: int
-    tap_base: int
-    tap_step_t: int
-    tap_step_r: int
-    tap_step_s: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
-    pixels: int
-    rank: int
-    load_plane: int
-    by_load_plane: int
-    load_pq: int
-    by_load_pq: int
-    load_q: int
-    by_load_q: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    low_d: int
-    low_h: int
-    low_w: int
-    plane: int
-    by_plane: int
-    pq: int
-    by_pq: int
-    q: int
-    by_q: int
-    out_size: int
-    out_base: int
-    out_d: int
-    out_h: int
-    out_w: int
-    wide: int
-    noted: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+DensePhase = kernel_struct("dense_nhwc_sm90", "DensePhase")
 
 
 def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: bool = False) -> Schedule:
@@ -364,7 +310,7 @@ def _product(
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
     }
-    buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
+    buffers: tuple[Place, ...] = (BIAS, *SCALES, RESIDUAL, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the kernel's NOTES
         buffers += (parts or RESULT,)
     return KernelLaunch(
@@ -404,7 +350,7 @@ def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tu
     return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M)
 
 
-def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing, noted: bool) -> DensePhase:
+def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing, noted: bool) -> Any:
     """The kernel's arguments of a phase."""
     lying, _ = _walks(problem)
     size, plane = walk.phase.size, math.prod(walk.phase.size)

@@ -16,7 +16,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Schedule,
@@ -24,6 +24,7 @@ from pycuda_conv.engines.schedule import (
     finish_constants,
     grid_refusal,
 )
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -61,145 +62,16 @@ class DepthwiseRing(Config):
     PARTS: int = 1
 
 
-class DepthwiseArguments(NamedTuple):
-    """The struct of ``depthwise_nhwc.cu``, which explains each member."""
-
-    lanes_c: int
-    lanes_q: int
-    lanes_p: int
-    blocks_c: int
-    by_blocks_c: int
-    blocks_q: int
-    by_blocks_q: int
-    blocks_p: int
-    by_blocks_p: int
-    n: int
-    c: int
-    k: int
-    multiplier: int
-    by_multiplier: int
-    h: int
-    w: int
-    p: int
-    q: int
-    r: int
-    s: int
-    stride_h: int
-    by_stride_h: int
-    stride_w: int
-    by_stride_w: int
-    pad_h: int
-    pad_w: int
-    dil_h: int
-    dil_w: int
-    flip: int
-    has_scale: int
-    has_bias: int
-    has_residual: int
-    activation: int
-    slope: int
-
-
-class DepthwiseStripsArguments(NamedTuple):
-    """The struct of ``depthwise_nhwc_strips.cu``, which explains each member."""
-
-    lanes_c: int
-    by_lanes_c: int
-    lanes_u: int
-    blocks_c: int
-    by_blocks_c: int
-    strips: int
-    by_strips: int
-    tiles_q: int
-    by_tiles_q: int
-    rows: int
-    n: int
-    c: int
-    k: int
-    multiplier: int
-    by_multiplier: int
-    h: int
-    w: int
-    p: int
-    q: int
-    pad_h: int
-    pad_w: int
-    flip: int
-    has_scale: int
-    has_bias: int
-    has_residual: int
-    activation: int
-    slope: int
-
-
-class DepthwiseWgradArguments(NamedTuple):
-    """The struct of ``depthwise_nhwc_wgrad.cu``, which explains each member."""
-
-    lanes_c: int
-    by_lanes_c: int
-    lanes_u: int
-    channels: int
-    by_channels: int
-    blocks_c: int
-    by_blocks_c: int
-    blocks_s: int
-    by_blocks_s: int
-    blocks_r: int
-    by_blocks_r: int
-    parts: int
-    units: int
-    rounds: int
-    tiles_q: int
-    by_tiles_q: int
-    strips: int
-    by_strips: int
-    rows: int
-    c: int
-    k: int
-    multiplier: int
-    by_multiplier: int
-    h: int
-    w: int
-    p: int
-    q: int
-    r: int
-    s: int
-    stride_h: int
-    stride_w: int
-    pad_h: int
-    pad_w: int
-    dil_h: int
-    dil_w: int
-
-
-class DepthwiseRingArguments(NamedTuple):
-    """The struct of ``depthwise_nhwc_wgrad_ring.cu``, which explains each member."""
-
-    lanes_c: int
-    by_lanes_c: int
-    lanes_u: int
-    blocks_c: int
-    by_blocks_c: int
-    parts: int
-    rounds: int
-    units: int
-    tiles_q: int
-    by_tiles_q: int
-    strips: int
-    by_strips: int
-    rows: int
-    k: int
-    h: int
-    w: int
-    p: int
-    q: int
-    pad_h: int
-    pad_w: int
+DepthwiseArguments = kernel_struct("depthwise_nhwc", "DepthwiseArguments")
+DepthwiseStripsArguments = kernel_struct("depthwise_nhwc_strips", "DepthwiseStripsArguments")
+DepthwiseWgradArguments = kernel_struct("depthwise_nhwc_wgrad", "DepthwiseWgradArguments")
+DepthwiseRingArguments = kernel_struct("depthwise_nhwc_wgrad_ring", "DepthwiseRingArguments")
 
 
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 152, "opencl": 90}
 THREADS = 128
 CHUNKS = (64, 32, 16, 8, 4)
 #: The most channels of a block whose threads walk down the image.
@@ -412,7 +284,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
         told = _wgrad_arguments(problem, config)
         launch = KernelLaunch("depthwise_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), arguments=told)
         return Schedule.plain([[launch]]) if parts == 1 else _with_sum(problem, parts, launch)
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
     if filter_size:
         defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
     if isinstance(config, DepthwiseStrips):
@@ -432,7 +304,7 @@ def _with_sum(problem: ConvProblem, parts: int, launch: KernelLaunch) -> Schedul
     return Schedule.plain([[launch], [split_sum.reduce_launch(problem, parts, WORKSPACE)]], nbytes)
 
 
-def _tile_arguments(problem: ConvProblem, config: Depthwise) -> DepthwiseArguments:
+def _tile_arguments(problem: ConvProblem, config: Depthwise) -> Any:
     (_, h, w), (_, p, q) = problem.operand_size, problem.result_size
     (_, r, s), (_, stride_h, stride_w), (_, dil_h, dil_w) = problem.filter_size, problem.stride, problem.dilation
     pad_h, pad_w = _padding(problem, Depthwise)
@@ -451,7 +323,7 @@ def _tile_arguments(problem: ConvProblem, config: Depthwise) -> DepthwiseArgumen
     )  # fmt: skip
 
 
-def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> DepthwiseStripsArguments:
+def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> Any:
     (_, h, w), (_, p, q), (pad_h, pad_w) = problem.operand_size, problem.result_size, _padding(problem, DepthwiseStrips)
     walks = _walks(problem, config)
     return arguments(
@@ -468,7 +340,7 @@ def _taps(problem: ConvProblem) -> tuple[int, int]:
     return (size, size) if size else SOME_TAPS
 
 
-def _wgrad_arguments(problem: ConvProblem, config: DepthwiseWgrad) -> DepthwiseWgradArguments:
+def _wgrad_arguments(problem: ConvProblem, config: DepthwiseWgrad) -> Any:
     (_, h, w), (_, p, q), (_, r, s) = problem.input_size, problem.filter_size, problem.output_size
     (_, stride_h, stride_w), (_, dil_h, dil_w), (_, pad_h, pad_w) = problem.dilation, problem.stride, problem.padding_before
     (taps_r, taps_s), walks = _taps(problem), _walks(problem, config)
@@ -481,7 +353,7 @@ def _wgrad_arguments(problem: ConvProblem, config: DepthwiseWgrad) -> DepthwiseW
     )  # fmt: skip
 
 
-def _ring_arguments(problem: ConvProblem, config: DepthwiseRing) -> DepthwiseRingArguments:
+def _ring_arguments(problem: ConvProblem, config: DepthwiseRing) -> Any:
     (_, h, w), (_, p, q), (_, pad_h, pad_w) = problem.input_size, problem.filter_size, problem.padding_before
     walks = _walks(problem, config)
     return arguments(

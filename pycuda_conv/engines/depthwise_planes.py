@@ -14,7 +14,8 @@ from typing import NamedTuple
 from pycuda_conv.engines.base import BY_RULE, Config, fastest
 from pycuda_conv.engines.depthwise_units import unit_refusal
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -36,38 +37,10 @@ class DepthwisePlanes(Config):
 CONFIGS = (DepthwisePlanes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 24}
 
 
-class DepthwisePlanesArguments(NamedTuple):
-    """The struct of ``depthwise_planes.cu``, which explains each member."""
-
-    planes: int
-    all_planes: int
-    band: int
-    bands: int
-    by_bands: int
-    strips: int
-    by_strips: int
-    k: int
-    by_k: int
-    multiplier: int
-    by_multiplier: int
-    h: int
-    w: int
-    p: int
-    q: int
-    by_q: int
-    pad_h: int
-    pad_w: int
-    flipped: int
-    filters: int
-    y_room: int
-    x_size: int
-    has_scale: int
-    has_bias: int
-    has_residual: int
-    activation: int
-    slope: int
+DepthwisePlanesArguments = kernel_struct("depthwise_planes", "DepthwisePlanesArguments")
 
 
 # ---- what runs
@@ -167,7 +140,7 @@ def schedule(problem: ConvProblem, config: DepthwisePlanes, device: Device, note
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "R": r, "S": s, "STRIDE": stride,
     }  # fmt: skip
     layer = finish_constants(told) | {"K": told.k, "MULTIPLIER": told.multiplier, "PAD_H": pad_h, "PAD_W": pad_w, "FLIPPED": told.flipped}
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
     shared = unit.room * accumulator_bytes(problem)
     return Schedule.plain(
         [[KernelLaunch("depthwise_planes", defines, unit.blocks, THREADS, buffers, (), shared=shared, arguments=told, layer=layer)]]

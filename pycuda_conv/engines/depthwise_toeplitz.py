@@ -21,7 +21,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     Schedule,
     check_shared,
@@ -29,14 +29,15 @@ from pycuda_conv.engines.schedule import (
     finish_constants,
     shared_limit,
 )
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "DepthwiseToeplitz", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "DepthwiseToeplitz", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
@@ -63,62 +64,10 @@ class DepthwiseToeplitz(Config):
 CONFIGS = (DepthwiseToeplitz,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 16}
 
 
-class DepthwiseToeplitzArguments(NamedTuple):
-    """The struct of ``depthwise_toeplitz.cu``, which explains each member."""
-
-    planes: int
-    all_planes: int
-    band: int
-    bands: int
-    by_bands: int
-    sixteens: int
-    by_sixteens: int
-    groups: int
-    by_groups: int
-    k: int
-    by_k: int
-    multiplier: int
-    by_multiplier: int
-    h: int
-    w: int
-    p: int
-    q: int
-    r: int
-    by_r: int
-    s: int
-    stride_h: int
-    pad_h: int
-    pad_w: int
-    dil_h: int
-    dil_w: int
-    by_dil_w: int
-    flipped: int
-    y_off: int
-    x_off: int
-    columns: int
-    by_columns: int
-    spans: int
-    by_spans: int
-    chunks: int
-    by_chunks: int
-    units: int
-    by_units: int
-    pitch: int
-    plane_pitch: int
-    x_rows: int
-    by_x_rows: int
-    taps_pitch: int
-    by_taps_pitch: int
-    y_at: int
-    x_at: int
-    x_size: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToeplitzArguments")
 
 
 # ---- what runs
@@ -296,7 +245,7 @@ def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, no
         "LAST": int(problem.layout == "NHWC"),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
     launch = KernelLaunch(
         "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=told, layer=finish_constants(told)
     )

@@ -14,6 +14,7 @@ from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -37,35 +38,10 @@ class DepthwisePlanesWgrad(Config):
 CONFIGS = (DepthwisePlanesWgrad,)
 LAYOUTS = ("CNHW",)
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 18}
 
 
-class DepthwiseWgradPlanesArguments(NamedTuple):
-    """The struct of ``depthwise_wgrad.cu``, which explains each member."""
-
-    channels: int
-    by_channels: int
-    multiplier: int
-    by_multiplier: int
-    parts: int
-    rounds: int
-    lanes_q: int
-    by_lanes_q: int
-    planes: int
-    pitch: int
-    copies: int
-    units: int
-    tiles_q: int
-    by_tiles_q: int
-    strips: int
-    by_strips: int
-    rows: int
-    n: int
-    h: int
-    w: int
-    p: int
-    q: int
-    pad_h: int
-    pad_w: int
+DepthwiseWgradPlanesArguments = kernel_struct("depthwise_wgrad", "DepthwiseWgradPlanesArguments")
 
 
 # ---- what runs

@@ -7,7 +7,6 @@ constants under the same names. A rule says which of these kernels runs; a model
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -20,7 +19,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     STATIC_SHARED_BYTES,
     WEIGHT,
     WORKSPACE,
@@ -30,6 +29,7 @@ from pycuda_conv.engines.schedule import (
 )
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.split_sum import time as reduce_time
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -98,6 +98,7 @@ FEW = 1024  # results; for fewer the launch takes most of the time, and the smal
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 172, "opencl": 68}
 
 
 def _pixels(problem: ConvProblem) -> int:
@@ -195,36 +196,11 @@ def _summed_pixels(problem: ConvProblem) -> int:
 
 # The structs of the kernels, which explain each member.
 
-SingleArguments = namedtuple(
-    "SingleArguments",
-    "tiles by_tiles c k by_k by_multiplier h w r s p q by_q stride_h stride_w pad_h pad_w dil_h dil_w "
-    "has_scale has_bias has_residual activation slope",
-)
-TileArguments = namedtuple(
-    "TileArguments",
-    "tiles_p by_tiles_p tiles_q by_tiles_q c k by_k by_multiplier h w p q pad_h pad_w "
-    "r s stride_h stride_w dil_h dil_w by_halo_w flipped apart_h apart_w has_scale has_bias has_residual activation slope",
-)
-BatchedArguments = namedtuple(
-    "BatchedArguments",
-    "n_pixels plane by_plane by_pq p q by_q groups by_groups cg kg k_tiles by_k_tiles block_c block_taps by_block_taps "
-    "split by_split run part_size "
-    "d h w t r s stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "has_scale has_bias has_residual activation slope",
-)
-DgradArguments = namedtuple(
-    "DgradArguments",
-    "n_pixels plane by_plane by_hw h w by_w groups by_groups cg kg c_tiles by_c_tiles block_k "
-    "split by_split run part_size o p q t r s by_taps by_filters "
-    "stride_d stride_h stride_w every_d every_h every_w back_d back_h back_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "has_scale has_bias has_residual activation slope",
-)
-WgradArguments = namedtuple(
-    "WgradArguments",
-    "slices by_slices chunks by_chunks images by_images groups kg k_blocks by_k_blocks total run "
-    "d h w pixels by_pixels by_rs r s by_s taps by_pq p q by_q "
-    "stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w",
-)
+SingleArguments = kernel_struct("direct_single", "SingleArguments")
+TileArguments = kernel_struct("direct_tile", "TileArguments")
+BatchedArguments = kernel_struct("direct_batched", "BatchedArguments")
+DgradArguments = kernel_struct("direct_dgrad", "DgradArguments")
+WgradArguments = kernel_struct("direct_wgrad", "WgradArguments")
 
 #: Members that depend on the batch and on sizes of images; all others are constants of a layer.
 _SIZES = {
@@ -239,7 +215,7 @@ Made = tuple[dict[str, int], tuple[int, ...], dict[str, int], int]
 
 def _constants(problem: ConvProblem, told: Any, **others: int) -> dict[str, int]:
     """The defines of a kernel that is compiled for this layer: :attr:`KernelLaunch.layer`."""
-    asked = {*_SIZES[type(told)].split(), "slope"}  # compiling a text for each slope would save nothing
+    asked = {*_SIZES[type(told)].split(), "slope", "eps"}  # compiling a text for each of these would save nothing
     known = {name.upper(): value for name, value in told._asdict().items() if name not in asked and not name.startswith("by_")}
     return {"LAYER": 1, "AXES": problem.ndim} | known | others
 
@@ -256,7 +232,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     if device.backend != "cuda" and "UNROLLED" in defines:  # unrolling gains nothing there
         defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
     result = RESULT if split == 1 else WORKSPACE
-    buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, result)
+    buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, result)
     if isinstance(config, Wgrad):
         buffers = (INPUT, WEIGHT, result)
     shared = room * accumulator_bytes(problem)

@@ -6,7 +6,6 @@ It also computes once more, in plain fp32, the results that 16-bit limbs can't g
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -34,7 +33,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     STATIC_SHARED_BYTES,
     WEIGHT,
     WORKSPACE,
@@ -43,6 +42,7 @@ from pycuda_conv.engines.schedule import (
     grid_refusal,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import SIDE_BY_SIDE, Device, KernelLaunch
@@ -74,6 +74,7 @@ class Gemm(Config):
 CONFIGS = (Gemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 37, "opencl": 4}
 
 
 # ---- what runs
@@ -144,22 +145,9 @@ def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> l
     return [_product(problem, config, phase, filter_last) for phase in longest_first]
 
 
-#: The struct of ``direct_gemm.cu``, which explains each member.
-GemmArguments = namedtuple(
-    "GemmArguments",
-    "n_pixels plane by_plane by_pq p q by_q "
-    "m m_tiles by_m_tiles "
-    "gemm_k taps by_taps by_rs r s by_s "
-    "groups by_groups "
-    "split by_split split_steps part_size "
-    "d h w stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "x_image x_group x_channel x_d x_h x_w "
-    "w_base w_g w_m w_c w_t w_r w_s "
-    "y_base y_image y_group y_channel y_d y_h y_w "
-    "out_vec has_scale has_bias has_residual activation slope "
-    "n_blocks units unit_group unit_image patch_rows by_patch_rows row_units followed noted",
-    defaults=(0, 0, 0, 0, 0, 0, 0, 0, 0),  # what only the FIXUP kernel reads
-)
+GemmArguments = kernel_struct("direct_gemm", "GemmArguments")
+#: The members that only the FIXUP kernel reads.
+_OF_FIXUP = ("n_blocks", "units", "unit_group", "unit_image", "patch_rows", "by_patch_rows", "row_units", "followed", "noted")
 
 
 def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool) -> KernelLaunch:
@@ -202,9 +190,9 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
         y_base=origin * y.pixel, y_image=y.image, y_group=y.group, y_channel=y.channel, **by_axis("y_", [n * y.pixel for n in steps]),
         # the parts of split 16-bit sums are floats
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
-        **finish(problem, split > 1),
+        **finish(problem, split > 1), **dict.fromkeys(_OF_FIXUP, 0),
     )  # fmt: skip
-    buffers = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT if split == 1 else WORKSPACE)
+    buffers = (INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT if split == 1 else WORKSPACE)
     return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=arguments)
 
 

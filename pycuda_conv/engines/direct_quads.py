@@ -14,14 +14,15 @@ from typing import NamedTuple
 from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Quads", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Quads", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS, LANES = 4, 32  # warps of a block, lanes of a warp
@@ -47,66 +48,10 @@ class Quads(Config):
 CONFIGS = (Quads,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 20}
 
 
-class DirectQuadsArguments(NamedTuple):
-    """The struct of ``direct_quads.cu``, which explains each member."""
-
-    k_tiles: int
-    by_k_tiles: int
-    tiles_w: int
-    by_tiles_w: int
-    tiles_h: int
-    by_tiles_h: int
-    out_d: int
-    by_out_d: int
-    groups: int
-    group_tiles: int
-    by_group_tiles: int
-    cg: int
-    kg: int
-    rows: int
-    quads: int
-    by_quads: int
-    channel_shift: int
-    planes: int
-    at_once: int
-    slices: int
-    by_slices: int
-    taps_r: int
-    taps: int
-    by_taps: int
-    w_group: int
-    w_k: int
-    w_c: int
-    tap_first: int
-    tap_step: int
-    patch: int
-    patch_columns: int
-    by_patch_columns: int
-    phase: int
-    pitch: int
-    room: int
-    filter: int
-    buffer: int
-    depth: int
-    height: int
-    width: int
-    p: int
-    q: int
-    stride_d: int
-    stride_h: int
-    low_d: int
-    low_h: int
-    low_w: int
-    dilation_d: int
-    dilation_h: int
-    wide: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+DirectQuadsArguments = kernel_struct("direct_quads", "DirectQuadsArguments")
 
 
 # ---- what runs
@@ -224,7 +169,7 @@ def schedule(problem: ConvProblem, config: Quads, device: Device, noted: bool = 
         **by_axis("low_", low), dilation_d=problem.dilation[0], dilation_h=problem.dilation[1], wide=int(q % 4 == 0), **finish(problem),
     )  # fmt: skip
     defines = {"S": s, "STRIDE": problem.stride[2], "QUADS": config.QUADS}
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
     launch = KernelLaunch(
         "direct_quads", defines, tile.blocks, WARPS * LANES, buffers, (), shared=tile.shared, arguments=told, layer=finish_constants(told)
     )

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import (
@@ -34,7 +34,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Buffer,
@@ -43,6 +43,7 @@ from pycuda_conv.engines.schedule import (
     grid_refusal,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -67,6 +68,7 @@ class Dmma(Config):
 CONFIGS = (Dmma,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 67}
 
 @dataclass(frozen=True)
 class _Tile:
@@ -106,101 +108,9 @@ OF_ONE_TAP = {
 }  # fmt: skip
 
 
-class DmmaArguments(NamedTuple):
-    """The arguments of the kernel."""
-
-    pixels: int
-    rows: int
-    reduction: int
-    groups: int
-    splits: int
-    split_steps: int
-    tiles_m: int
-    channels_inside: int
-    inner: int
-    rs: int
-    s: int
-    by_inner: int
-    by_rs: int
-    by_s: int
-    opq: int
-    pq: int
-    q: int
-    by_opq: int
-    by_pq: int
-    by_q: int
-    d: int
-    h: int
-    w: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    pad_d: int
-    pad_h: int
-    pad_w: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
-    w_base: int
-    w_group: int
-    w_row: int
-    w_channel: int
-    w_t: int
-    w_r: int
-    w_s: int
-    x_image: int
-    x_group: int
-    x_channel: int
-    x_pixel: int
-    y_image: int
-    y_group: int
-    y_channel: int
-    y_pixel: int
-    y_base: int
-    y_d: int
-    y_h: int
-    y_w: int
-    phases: int
-    phases_hw: int
-    phases_w: int
-    by_phases: int
-    by_phases_hw: int
-    by_phases_w: int
-    phase_d: int
-    phase_h: int
-    phase_w: int
-    size: int
-    pairs: int
-    has_scale: int
-    has_bias: int
-    has_residual: int
-    activation: int
-    slope: int
-
-
-class DmmaFilterArguments(NamedTuple):
-    """The arguments of ``dmma_filter``: what it packs, and where that lies."""
-
-    rows: int
-    rows_group: int
-    channels: int
-    taps: int
-    taps_rs: int
-    taps_s: int
-    phases: int
-    phases_hw: int
-    phases_w: int
-    to: int
-    w_base: int
-    w_group: int
-    w_row: int
-    w_channel: int
-    w_t: int
-    w_r: int
-    w_s: int
-    w_phase_d: int
-    w_phase_h: int
-    w_phase_w: int
+DmmaArguments = kernel_struct("dmma", "DmmaArguments")
+#: The arguments of ``dmma_filter``: what it packs, and where that lies.
+DmmaFilterArguments = kernel_struct("dmma", "DmmaFilterArguments")
 
 
 # ---- what runs
@@ -446,7 +356,7 @@ def _product(
     defines, told = _defines(config, tile, form, device), _arguments(problem, config, form, part, packed)
     shared = defines["STAGES"] * stage_bytes(config, form)
     grid = _tiles(problem, config, part) * config.SPLIT
-    buffers = (INPUT, weight, BIAS, SCALE, RESIDUAL, target)
+    buffers = (INPUT, weight, BIAS, *SCALES, RESIDUAL, target)
     return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=told)
 
 
@@ -482,7 +392,7 @@ def _defines(config: Dmma, tile: _Tile, form: _Form, device: Device) -> dict[str
     }
 
 
-def _arguments(problem: ConvProblem, config: Dmma, form: _Form, part: _Part, packed: bool) -> DmmaArguments:
+def _arguments(problem: ConvProblem, config: Dmma, form: _Form, part: _Part, packed: bool) -> Any:
     """The kernel's arguments of a part; `packed`: the filter lies as :func:`_pack` leaves it."""
     groups, phase, (_, r, s) = problem.groups, part.phase, part.phase.taps
     rows, channels, taps = problem.result_channels // groups * part.phases, problem.operand_channels // groups, part.taps

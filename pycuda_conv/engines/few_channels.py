@@ -22,15 +22,16 @@ from pycuda_conv.engines.geometry import (
     read_strides,
     written_strides,
 )
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewChannels", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewChannels", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS = 4  # of a block
@@ -59,76 +60,10 @@ class FewChannels(Config):
 CONFIGS = (FewChannels,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 32}
 
 
-class FewChannelsArguments(NamedTuple):
-    """The struct of ``few_channels.cu``, which explains each member."""
-
-    workers: int
-    by_workers: int
-    chunks: int
-    by_chunks: int
-    chunk: int
-    by_chunk: int
-    tiles: int
-    tiles_h: int
-    by_tiles_h: int
-    tiles_w: int
-    by_tiles_w: int
-    warps_w: int
-    by_warps_w: int
-    warps_h: int
-    by_warps_h: int
-    parts: int
-    part_steps: int
-    tile_q: int
-    by_tile_q: int
-    tile_rows: int
-    by_tile_rows: int
-    first_w: int
-    tile_w: int
-    gradient: int
-    k: int
-    c: int
-    by_c: int
-    channel_steps: int
-    h: int
-    w: int
-    p: int
-    q: int
-    taps_r: int
-    taps_s: int
-    by_taps_s: int
-    stride_h: int
-    stride_w: int
-    pad_h: int
-    pad_w: int
-    dil_h: int
-    dil_w: int
-    every_h: int
-    every_w: int
-    row_phases: int
-    rows_apart: int
-    row_step: int
-    column_step: int
-    w_k: int
-    w_c: int
-    w_tap: int
-    x_image: int
-    x_row: int
-    x_pixel: int
-    x_channel: int
-    y_image: int
-    y_pixel: int
-    y_channel: int
-    channels_last: int
-    u_at: int
-    table_at: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+FewChannelsArguments = kernel_struct("few_channels", "FewChannelsArguments")
 
 
 # ---- what runs
@@ -301,7 +236,7 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "COLUMN_TILES": eights, "ROWS": rows, "PIXEL_TILES": sixteens,
         "WIDE_LOADS": int(_wide_loads(problem)),
     }  # fmt: skip
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
     grid = workers * tile.combinations
     return KernelLaunch(
         "few_channels", defines, grid, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told, layer=finish_constants(told)

@@ -9,21 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewChannelsWgrad", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewChannelsWgrad", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS, WARPS = 256, 8
@@ -55,6 +56,7 @@ class FewChannelsWgrad(Config):
 CONFIGS = (FewChannelsWgrad,)
 LAYOUTS = ("CHWN",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 25}
 
 
 # ---- what runs
@@ -178,55 +180,7 @@ def _shared_bytes(problem: ConvProblem, config: FewChannelsWgrad) -> int:
 # ---- launches
 
 
-class FewChannelsWgradArguments(NamedTuple):
-    """The struct of ``few_channels_wgrad.cu``, which explains each member."""
-
-    blocks_m: int
-    by_blocks_m: int
-    blocks_n: int
-    by_blocks_n: int
-    parts: int
-    tiles: int
-    tiles_p: int
-    by_tiles_p: int
-    tiles_q: int
-    by_tiles_q: int
-    rows: int
-    by_rows: int
-    columns: int
-    groups: int
-    groups_q: int
-    by_groups_q: int
-    warps_n: int
-    by_warps_n: int
-    n: int
-    p: int
-    q: int
-    dense: int
-    pixel: int
-    chunks: int
-    by_chunks: int
-    h: int
-    w: int
-    thin: int
-    by_thin: int
-    step_h: int
-    step_w: int
-    low_h: int
-    low_w: int
-    dilation_h: int
-    dilation_w: int
-    tile_words: int
-    tile_w: int
-    by_tile_w: int
-    taps: int
-    tap_r: int
-    tap_s: int
-    by_tap_s: int
-    flipped: int
-    out_m: int
-    out_c: int
-    size: int
+FewChannelsWgradArguments = kernel_struct("few_channels_wgrad", "FewChannelsWgradArguments")
 
 
 def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, noted: bool = False) -> Schedule:
@@ -244,7 +198,7 @@ def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, not
     return Schedule.plain([[launch], [split_sum.reduce_launch(problem, config.PARTS, WORKSPACE)]], parts)
 
 
-def _arguments(problem: ConvProblem, config: FewChannelsWgrad) -> FewChannelsWgradArguments:
+def _arguments(problem: ConvProblem, config: FewChannelsWgrad) -> Any:
     """The kernel's arguments."""
     roles, (blocks_m, blocks_n) = _roles(problem), _blocks(problem, config)
     down, right, (tile_h, tile_w) = roles.down, roles.right, _met(roles, config)

@@ -16,15 +16,16 @@ from typing import NamedTuple
 from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewInputs", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewInputs", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS = 8  # of a block
@@ -51,91 +52,10 @@ class FewInputs(Config):
 CONFIGS = (FewInputs,)
 LAYOUTS = "NHWC", "NCHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 32}
 
 
-class FewInputsArguments(NamedTuple):
-    """The struct of ``few_inputs.cu``, which explains each member."""
-
-    workers: int
-    by_workers: int
-    tiles: int
-    tiles_w: int
-    by_tiles_w: int
-    tiles_h: int
-    by_tiles_h: int
-    out_d: int
-    by_out_d: int
-    column_bits: int
-    rows: int
-    k: int
-    steps: int
-    words: int
-    row_words: int
-    by_row_words: int
-    run: int
-    lead: int
-    tap_s: int
-    by_tap_s: int
-    tap_r: int
-    by_tap_r: int
-    c: int
-    pixel: int
-    slices: int
-    by_slices: int
-    groups: int
-    group_chunks: int
-    by_group_chunks: int
-    w_group: int
-    w_k: int
-    w_c: int
-    w_tap: int
-    w_order: int
-    outer: int
-    by_outer: int
-    inner: int
-    by_inner: int
-    filters: int
-    taps: int
-    by_taps: int
-    last_tap: int
-    row_taps: int
-    by_row_taps: int
-    channel_words: int
-    depth: int
-    height: int
-    width: int
-    patch: int
-    patch_rows: int
-    by_patch_rows: int
-    pitch: int
-    unit: int
-    units: int
-    by_units: int
-    shift: int
-    stages: int
-    stage_bytes: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    low_d: int
-    low_h: int
-    low_w: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
-    p: int
-    q: int
-    table_at: int
-    places_at: int
-    patch_at: int
-    copy_at: int
-    wide: int
-    turned_at: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")
 
 
 # ---- what runs
@@ -315,7 +235,7 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
         copy_at=tile.copy_at, wide=wide, turned_at=tile.turned_at, **finish(problem),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
     return KernelLaunch(
         "few_inputs", defines, workers * tile.chunks, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told,
         layer=finish_constants(told),

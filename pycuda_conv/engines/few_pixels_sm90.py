@@ -10,20 +10,21 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper import MOST_SHARED, unsupported
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
@@ -50,76 +51,10 @@ class FewPixels(Config):
 CONFIGS = (FewPixels,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 32}
 
 
-class FewPixelsPhase(NamedTuple):
-    """A phase's arguments: the struct of the kernel, which explains each member."""
-
-    tiles: int
-    tiles_m: int
-    by_tiles_m: int
-    warps_m: int
-    by_warps_m: int
-    rows: int
-    channels: int
-    units: int
-    part: int
-    stage_units: int
-    gradient: int
-    pieces: int
-    line_bytes: int
-    line_step: int
-    line_threads: int
-    by_line_threads: int
-    lines_at_once: int
-    row_step: int
-    channel_step: int
-    w_taps: int
-    steps: int
-    taps: int
-    by_taps: int
-    taps_s: int
-    by_taps_s: int
-    tap_base: int
-    tap_step_r: int
-    tap_step_s: int
-    step_h: int
-    step_w: int
-    pixels: int
-    images: int
-    plane: int
-    by_plane: int
-    q: int
-    by_q: int
-    stride_h: int
-    stride_w: int
-    low_h: int
-    low_w: int
-    h: int
-    w: int
-    x_image: int
-    x_channel: int
-    flat: int
-    positions: int
-    chunks: int
-    slot: int
-    by_slot: int
-    width: int
-    by_width: int
-    pitch: int
-    ring_at: int
-    slot_bytes: int
-    x_at: int
-    y_image: int
-    y_channel: int
-    out_base: int
-    out_h: int
-    out_w: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+FewPixelsPhase = kernel_struct("few_pixels_sm90", "FewPixelsPhase")
 
 
 # ---- what runs
@@ -215,7 +150,7 @@ class _Slot(NamedTuple):
 class _Tile(NamedTuple):
     """A configuration's form for a problem: its phases, those with most taps first, and the shared memory of a block."""
 
-    phases: tuple[FewPixelsPhase, ...]
+    phases: tuple[Any, ...]
     shared: int
 
 
@@ -245,7 +180,7 @@ def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
 
 def _phase(
     problem: ConvProblem, config: FewPixels, phase: Phase, lying: _Positions, slot: _Slot, pitch: int, ring_at: int
-) -> FewPixelsPhase:
+) -> Any:
     """The kernel's arguments of a phase."""
     (_, size_h, size_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
     (_, h, w), (_, p, q), (_, _, filter_s) = problem.operand_size, problem.result_size, problem.filter_size
@@ -282,8 +217,9 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: boo
     told = tile.phases
     if len(told) > 1:
         told += (told[-1]._replace(tiles=0),) * (PHASES - len(told))  # empty phases fill the kernel's parameter
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
     launch = KernelLaunch(
-        "few_pixels_sm90", _defines(problem, config), _blocks(tile, config), 32 * WARPS, (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT), (),
+        "few_pixels_sm90", _defines(problem, config), _blocks(tile, config), 32 * WARPS, buffers, (),
         shared=tile.shared, arguments=told, layer=finish_constants(told[0]),
     )  # fmt: skip
     return Schedule.plain([[launch]])

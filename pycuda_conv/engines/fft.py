@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from pycuda_conv.engines.base import BY_RULE, Config, fastest
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
@@ -20,7 +20,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -30,6 +30,7 @@ from pycuda_conv.engines.schedule import (
     grid_refusal,
     shared_limit,
 )
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -43,65 +44,13 @@ class Fft(Config):
     TILE_W: int = 64
 
 
-class FftArguments(NamedTuple):
-    """The struct of ``fft.cuh``, which explains each member."""
-
-    image_stride: int
-    group_stride: int
-    channel_stride: int
-    channels: int
-    by_channels: int
-    h: int
-    w: int
-    first_h: int
-    first_w: int
-    start: int
-    row_step: int
-    column_step: int
-    gain: int
-    tiles: int
-    by_tiles: int
-    tiles_w: int
-    by_tiles_w: int
-    all_tiles: int
-    at_once: int
-    pairs: int
-    by_pairs: int
-    used_h: int
-    used_w: int
-    parts_w: int
-    by_parts_w: int
-    part_h: int
-    part_w: int
-    by_part_w: int
-    box_h: int
-    box_w: int
-    k: int
-    per_group: int
-    by_per_group: int
-    p: int
-    q: int
-    f_group: int
-    f_written: int
-    f_read: int
-    r: int
-    s: int
-    flipped: int
-    read_at: int
-    written_at: int
-    flags_at: int
-    maps_at: int
-    filter_flags_at: int
-    has_scale: int
-    has_bias: int
-    has_residual: int
-    activation: int
-    slope: int
+FftArguments = kernel_struct("fft.cuh", "FftArguments")
 
 
 CONFIGS = (Fft,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 48}
 #: Threads of a block by its tile; and by a tile that is a line, of which the planner has one.
 TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
 LINES = TILES | {(128, 128): 512}
@@ -255,11 +204,11 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = Fa
         gain=bits(1.0, size),
     )
 
-    def ranges(told: FftArguments, x: int, into: int) -> KernelLaunch:
+    def ranges(told: Any, x: int, into: int) -> KernelLaunch:
         return KernelLaunch("fft_range", types, groups * told.pairs, PARTS, (x, into), (), arguments=told)
 
-    def tiled(mode: int, told: FftArguments, grid: int, x: int, read_from: int, into: int, flags_in: int) -> KernelLaunch:
-        buffers = x, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, read_from, into, flags_in, packed.buffer
+    def tiled(mode: int, told: Any, grid: int, x: int, read_from: int, into: int, flags_in: int) -> KernelLaunch:
+        buffers = x, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT, read_from, into, flags_in, packed.buffer
         return KernelLaunch(
             "fft_tiles", types | tile | line | {"MODE": mode, "THREADS": threads}, grid, threads, buffers, (), arguments=told,
             shared=config.TILE_H * (config.TILE_W + 1) * 2 * size,
@@ -288,7 +237,7 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = Fa
     return Schedule(prepare, steps, [*prepare, *steps], scratch.used, packed.used)
 
 
-def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> FftArguments:
+def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> Any:
     """The arguments of launches that read the filter, or else the images."""
     (_, r, s), (_, p, q), (_, h, w) = problem.filter_size, problem.result_size, problem.operand_size
     groups, read, written = problem.groups, problem.operand_channels // problem.groups, problem.result_channels // problem.groups

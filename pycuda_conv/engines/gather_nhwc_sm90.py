@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pycuda_conv.engines import transpose_filter
 from pycuda_conv.engines.base import Config, fastest
@@ -40,22 +40,22 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     Arena,
     Schedule,
     finish,
     finish_constants,
 )
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GatherNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GatherNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128)  # channels of a tile
@@ -81,6 +81,7 @@ class GatherNhwc(Config):
 CONFIGS = (GatherNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 36}
 
 
 # ---- what runs
@@ -162,61 +163,7 @@ def _most_stages(rows: int, columns: int, cluster: int) -> int:
 # ---- launches
 
 
-class GatherPhase(NamedTuple):
-    """The arguments: the struct of the kernel, which explains each member."""
-
-    tiles: int
-    tiles_n: int
-    by_tiles_n: int
-    blocks: int
-    part: int
-    rows: int
-    by_rows: int
-    copies: int
-    tap_copies: int
-    by_tap_copies: int
-    tap_t: int
-    tap_r: int
-    by_tap_r: int
-    tap_s: int
-    by_tap_s: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
-    depth: int
-    height: int
-    width: int
-    channels: int
-    pixels: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    low_d: int
-    low_h: int
-    low_w: int
-    load_plane: int
-    by_load_plane: int
-    load_pq: int
-    by_load_pq: int
-    load_q: int
-    by_load_q: int
-    plane: int
-    by_plane: int
-    pq: int
-    by_pq: int
-    q: int
-    by_q: int
-    out_size: int
-    out_base: int
-    out_d: int
-    out_h: int
-    out_w: int
-    wide: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+GatherPhase = kernel_struct("gather_nhwc_sm90", "GatherPhase")
 
 
 def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, noted: bool = False) -> Schedule:
@@ -257,7 +204,7 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int,
         "CLUSTER": config.CLUSTER,
     }  # fmt: skip
     return KernelLaunch(
-        "gather_nhwc_sm90", defines, grid, 4 * config.BLOCK_M, (INPUT, BIAS, SCALE, RESIDUAL, RESULT), (),
+        "gather_nhwc_sm90", defines, grid, 4 * config.BLOCK_M, (INPUT, BIAS, *SCALES, RESIDUAL, RESULT), (),
         maps=(_filter_map(problem, config, place, pitch),), shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told,
         layer=finish_constants(told),
     )  # fmt: skip
@@ -282,7 +229,7 @@ def _tiles(problem: ConvProblem, config: GatherNhwc) -> tuple[int, int]:
     return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(problem.result_size), config.BLOCK_M)
 
 
-def _arguments(problem: ConvProblem, config: GatherNhwc) -> GatherPhase:
+def _arguments(problem: ConvProblem, config: GatherNhwc) -> Any:
     """The kernel's arguments."""
     (phase,), runs = phases(problem), _runs(problem)
     across, down = _tiles(problem, config)

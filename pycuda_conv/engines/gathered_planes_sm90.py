@@ -9,23 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, unsupported
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GatheredPlanes", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GatheredPlanes", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 #: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
@@ -53,6 +52,7 @@ class GatheredPlanes(Config):
 CONFIGS = (GatheredPlanes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 60}
 
 
 # ---- what runs
@@ -114,49 +114,7 @@ def _widest(rows: int, pixels: int, cluster: int, groups: int) -> GatheredPlanes
 # ---- launches
 
 
-class GatheredPlanesProduct(NamedTuple):
-    """The struct of ``gathered_planes_sm90.cu``, which explains each member."""
-
-    tiles_m: int
-    by_tiles_m: int
-    steps: int
-    part: int
-    rows: int
-    channels: int
-    depth: int
-    height: int
-    width: int
-    x_image: int
-    x_channel: int
-    pixels: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    low_d: int
-    low_h: int
-    low_w: int
-    apart: int
-    apart_d: int
-    by_apart_d: int
-    apart_h: int
-    by_apart_h: int
-    apart_w: int
-    by_apart_w: int
-    load_plane: int
-    by_load_plane: int
-    load_pq: int
-    by_load_pq: int
-    load_q: int
-    by_load_q: int
-    y_image: int
-    y_channel: int
-    wide: int
-    pairs: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+GatheredPlanesProduct = kernel_struct("gathered_planes_sm90", "GatheredPlanesProduct")
 
 
 def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted: bool = False) -> Schedule:
@@ -187,7 +145,7 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted
     }  # fmt: skip
     launch = KernelLaunch(
         "gathered_planes_sm90", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,
-        (*((WEIGHT,) if gathers else ()), INPUT, BIAS, SCALE, RESIDUAL, RESULT), (), maps=maps,
+        (*((WEIGHT,) if gathers else ()), INPUT, BIAS, *SCALES, RESIDUAL, RESULT), (), maps=maps,
         shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told, layer=finish_constants(told),
     )  # fmt: skip
     return Schedule.plain([[launch]])

@@ -12,22 +12,23 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major, too_many_phases
 from pycuda_conv.engines.packing import MOST_PIXELS
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS = 256
@@ -52,6 +53,7 @@ class GroupedNhwc(Config):
 CONFIGS = (GroupedNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 12}
 
 
 # ---- what runs
@@ -211,76 +213,7 @@ def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
 # ---- launches
 
 
-class GroupedPhase(NamedTuple):
-    """The struct of a phase, whose members the kernel's text explains."""
-
-    slabs: int
-    by_slabs: int
-    blocks: int
-    tiles: int
-    tiles_p: int
-    by_tiles_p: int
-    tiles_q: int
-    by_tiles_q: int
-    units: int
-    unit_groups: int
-    units_group: int
-    by_units_group: int
-    groups: int
-    read: int
-    written: int
-    by_written: int
-    steps: int
-    by_steps: int
-    chunks: int
-    by_chunks: int
-    pitch: int
-    images: int
-    rows: int
-    columns: int
-    by_columns: int
-    tile_h: int
-    by_tile_h: int
-    tile_w: int
-    rows_x: int
-    jobs_q: int
-    by_jobs_q: int
-    jobs: int
-    n: int
-    c: int
-    h: int
-    w: int
-    pixel: int
-    stride_h: int
-    stride_w: int
-    low_h: int
-    low_w: int
-    dilation_h: int
-    dilation_w: int
-    taps: int
-    tap_r: int
-    tap_s: int
-    tap_base: int
-    tap_step_r: int
-    tap_step_s: int
-    group_step: int
-    row_step: int
-    channel_step: int
-    tap_step: int
-    k: int
-    p: int
-    q: int
-    out_size: int
-    out_base: int
-    out_h: int
-    out_w: int
-    next_row: int
-    mixed: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+GroupedPhase = kernel_struct("grouped_nhwc", "GroupedPhase")
 
 
 def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, noted: bool = False) -> Schedule:
@@ -314,7 +247,7 @@ def _product(
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": walks[0].down.stride if unrolled > 1 else 1, "PHASES": count,
     }  # fmt: skip
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
     return KernelLaunch(
         "grouped_nhwc", defines, slabs * count * blocks, THREADS, buffers, (), shared=shared, arguments=told,
         layer=finish_constants(told[0]),
@@ -329,7 +262,7 @@ def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, walks: tu
     return ceil(tiles, rounds)
 
 
-def _arguments(problem: ConvProblem, config: GroupedNhwc, lying: tuple[int, int, int, int], walk: _Walk, blocks: int) -> GroupedPhase:
+def _arguments(problem: ConvProblem, config: GroupedNhwc, lying: tuple[int, int, int, int], walk: _Walk, blocks: int) -> Any:
     """The kernel's arguments of a phase."""
     units, down, right, phase = _units(problem), walk.down, walk.right, walk.phase
     assert units is not None

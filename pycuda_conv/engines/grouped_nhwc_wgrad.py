@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
@@ -15,14 +15,15 @@ from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_re
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS, WARPS = 256, 8
@@ -47,6 +48,7 @@ class GroupedWgrad(Config):
 CONFIGS = (GroupedWgrad,)
 LAYOUTS = ("CHWN",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 8}
 
 
 # ---- what runs
@@ -144,67 +146,7 @@ def _shared_bytes(problem: ConvProblem, config: GroupedWgrad) -> int:
 # ---- launches
 
 
-class GroupedWgradArguments(NamedTuple):
-    """The struct of ``grouped_nhwc_wgrad.cu``, which explains each member."""
-
-    slabs: int
-    by_slabs: int
-    tap_blocks: int
-    by_tap_blocks: int
-    parts: int
-    tiles: int
-    tiles_p: int
-    by_tiles_p: int
-    tiles_q: int
-    by_tiles_q: int
-    units: int
-    unit_groups: int
-    units_group: int
-    by_units_group: int
-    groups: int
-    read: int
-    written: int
-    by_written: int
-    units_all: int
-    steps: int
-    by_steps: int
-    jobs: int
-    by_jobs: int
-    beside: int
-    images: int
-    rows: int
-    by_rows: int
-    columns: int
-    by_columns: int
-    columns_all: int
-    chunks_y: int
-    by_chunks_y: int
-    pitch_y: int
-    rows_y: int
-    chunks_x: int
-    by_chunks_x: int
-    pitch_x: int
-    rows_x: int
-    tile_h: int
-    by_tile_h: int
-    tile_w: int
-    n: int
-    h: int
-    w: int
-    pixel_x: int
-    p: int
-    q: int
-    pixel_y: int
-    stride_h: int
-    stride_w: int
-    pad_h: int
-    pad_w: int
-    dilation_h: int
-    dilation_w: int
-    taps: int
-    tap_s: int
-    by_tap_s: int
-    size: int
+GroupedWgradArguments = kernel_struct("grouped_nhwc_wgrad", "GroupedWgradArguments")
 
 
 def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, noted: bool = False) -> Schedule:
@@ -221,7 +163,7 @@ def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, noted: 
     return Schedule.plain([[launch], [split_sum.reduce_launch(problem, config.PARTS, WORKSPACE)]], parts)
 
 
-def _arguments(problem: ConvProblem, config: GroupedWgrad) -> GroupedWgradArguments:
+def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
     """The kernel's arguments."""
     forward, units, (slabs, tap_blocks) = forward_of(problem), _units(problem), _blocks(problem, config)
     assert units is not None

@@ -9,7 +9,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config, fastest
@@ -34,16 +34,17 @@ from pycuda_conv.engines.packing import (
 from pycuda_conv.engines.packing import why_not as why_not_packed
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.ring import Ring
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALES, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.split_sum import splits
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS = 256
@@ -71,6 +72,7 @@ class ImplicitGemm80(Config):
 CONFIGS = (ImplicitGemm80,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 137}
 
 
 # ---- what runs
@@ -145,7 +147,7 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted
         packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
     ) -> list[KernelLaunch]:
         read = operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales
-        buffers = (*read, BIAS, SCALE, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
+        buffers = (*read, BIAS, *SCALES, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
         return [_product(problem, config, packed, walk, buffers, operands.tiles) for walk in walks]
 
     made = assemble(problem, config.SPLIT, multiprocessors, products)
@@ -154,69 +156,7 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted
     return replace(made, filter_last=assemble(problem, config.SPLIT, multiprocessors, products, filter_last=True).whole)
 
 
-class GemmPhase(NamedTuple):
-    """A phase's arguments: the struct of the kernel, which explains each member."""
-
-    tiles_m: int
-    by_tiles_m: int
-    splits: int
-    by_splits: int
-    split_stages: int
-    tiles_pixels: int
-    by_tiles_pixels: int
-    chunks: int
-    chunks_group: int
-    by_chunks_group: int
-    chunks_pixel: int
-    rows_group: int
-    rows: int
-    blocks_group: int
-    channel_blocks: int
-    w_block: int
-    piece_bits: int
-    x_limb: int
-    tap_r: int
-    by_tap_r: int
-    tap_s: int
-    by_tap_s: int
-    tap_base: int
-    tap_step_t: int
-    tap_step_r: int
-    tap_step_s: int
-    size_d: int
-    size_h: int
-    size_w: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    low_d: int
-    low_h: int
-    low_w: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
-    pixels: int
-    plane: int
-    by_plane: int
-    pq: int
-    by_pq: int
-    q: int
-    by_q: int
-    out_size: int
-    out_base: int
-    out_d: int
-    out_h: int
-    out_w: int
-    out_image: int
-    out_row: int
-    out_part: int
-    scaled: int
-    x_tiles: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+GemmPhase = kernel_struct("implicit_gemm_sm80", "GemmPhase")
 
 
 def _product(

@@ -38,8 +38,9 @@ from pycuda_conv.engines.packing import (
 )
 from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, why_not_so_many
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem, Size3
@@ -49,9 +50,8 @@ JOINED_BYTES = 512 << 10  # the most bytes of parts of one tile that a block of 
 CONVERTERS = 7  # warps that split float32 images for the halo_split loader
 KEPT_PIECE = 1024  # bytes of staging a warp needs beside the sums it keeps of the first of two paired phases
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 #: The tiles worth choosing from: BLOCK_M -> the BLOCK_Ns, for each value of :func:`_seldom`. The rarer a product, the fewer its tiles,
@@ -144,6 +144,7 @@ class ImplicitGemm(Config):
 CONFIGS = (ImplicitGemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 320}
 
 
 def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
@@ -358,7 +359,7 @@ def _schedule(
         ours: tuple[Place, ...] = operands.w_limbs, operands.x_scales
         if config.splits_images:
             ours = INPUT, operands.x_scales, operands.x_flags, operands.w_limbs
-        buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
+        buffers = (*ours, operands.w_scales, BIAS, *SCALES, RESIDUAL, target)
         launches, (arena, first) = [], operands.tickets
         for group in _launches(problem):
             place = (arena, first) if joins(problem, config) else None
@@ -534,7 +535,7 @@ def _product(
     if products(problem) == 1 and problem.layout == "NHWC":
         maps.append(map_w or maps[0])  # the text has this parameter even where the filter is packed
     if tensor_store(problem, config):
-        maps.append(_result_map(problem, config, buffers[6]))
+        maps.append(_result_map(problem, config, buffers[-1]))
     noted, tiles = layout.moments is not None, _tiles(problem, config, walks)
     bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * noted, "x_tiles": operands.tiles}
     phases = tuple(_arguments(problem, config, packed, walk, tiles, bits) for walk in walks)
@@ -579,112 +580,15 @@ def _at_once(problem: ConvProblem) -> int:
     return 2 if paired(problem) else 1
 
 
-class GemmPhase(NamedTuple):
-    """A phase's arguments: the struct of the kernel, which explains each member."""
-
-    tiles: int
-    tiles_m: int
-    by_tiles_m: int
-    splits: int
-    by_splits: int
-    split_stages: int
-    tiles_pixels: int
-    by_tiles_pixels: int
-    image_tiles: int
-    by_image_tiles: int
-    across: int
-    by_across: int
-    blocks: int
-    channel_blocks: int
-    by_channel_blocks: int
-    rows_group: int
-    rows: int
-    w_lies: int
-    blocks_group: int
-    row_blocks: int
-    channels_group: int
-    channels: int
-    tap_r: int
-    by_tap_r: int
-    tap_s: int
-    by_tap_s: int
-    tap_base: int
-    tap_step_t: int
-    tap_step_r: int
-    tap_step_s: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
-    pixels: int
-    limb_images: int
-    rank: int
-    load_plane: int
-    by_load_plane: int
-    load_pq: int
-    by_load_pq: int
-    load_q: int
-    by_load_q: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    low_d: int
-    low_h: int
-    low_w: int
-    plane: int
-    by_plane: int
-    pq: int
-    by_pq: int
-    q: int
-    by_q: int
-    out_size: int
-    out_base: int
-    out_d: int
-    out_h: int
-    out_w: int
-    out_image: int
-    out_row: int
-    out_part: int
-    scaled: int
-    x_tiles: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
-    halo_w: int
-    by_halo_w: int
-    halo_h: int
-    x_stages: int
-    halo_bytes: int
-    groups: int
-    x_channels: int
-    x_h: int
-    x_w: int
-    slack: int
-    raw_stages: int
-    raw_rounds: int
-    raw_rows: int
-    raw_run: int
-    raw_shift: int
-    raw_pitch: int
-    raw_channel: int
-
-
-class JoinArguments(NamedTuple):
-    """The arguments of a split sum that the product adds: the struct of the kernel, which explains each member."""
-
-    joins: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
+GemmPhase = kernel_struct("implicit_gemm_sm90", "GemmPhase")
+#: The arguments of a split sum that the product adds.
+JoinArguments = kernel_struct("implicit_gemm_sm90", "JoinArguments")
 
 
 def _arguments(
     problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing, tiles: tuple[int, int],
     of_launch: Mapping[str, int],
-) -> GemmPhase:
+) -> Any:
     """The kernel's arguments of a phase. All phases of a launch count the same `tiles`; `of_launch` are its other common values."""
     phase, groups, rows = walk.phase, problem.groups, problem.result_channels
     tiles_m, tiles_pixels = tiles

@@ -14,7 +14,6 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
 
 from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits, read_strides, written_strides
@@ -23,7 +22,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -31,6 +30,7 @@ from pycuda_conv.engines.schedule import (
     finish,
     grid_refusal,
 )
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
@@ -42,69 +42,12 @@ class LibraryFft(Config):
     """Transforms by a library; the size of blocks follows from the problem."""
 
 
-class LibraryFftArguments(NamedTuple):
-    """The struct of ``library_fft.cu``, which explains each member."""
-
-    size: int
-    by_plane: int
-    plane: int
-    by_pq: int
-    pq: int
-    q: int
-    by_q: int
-    written: int
-    by_written: int
-    groups: int
-    by_groups: int
-    sums_at: int
-    limits_at: int
-    blocks: int
-    blocks_h: int
-    blocks_w: int
-    used_d: int
-    by_used_d: int
-    used_h: int
-    by_used_h: int
-    used_w: int
-    by_used_w: int
-    step_d: int
-    step_h: int
-    step_w: int
-    first_d: int
-    first_h: int
-    first_w: int
-    tap_d: int
-    tap_h: int
-    tap_w: int
-    apart_d: int
-    apart_h: int
-    apart_w: int
-    d: int
-    h: int
-    w: int
-    t: int
-    r: int
-    s: int
-    channels: int
-    x_image: int
-    x_group: int
-    x_channel: int
-    w_group: int
-    w_written: int
-    w_read: int
-    y_image: int
-    y_group: int
-    y_channel: int
-    has_scale: int
-    has_bias: int
-    has_residual: int
-    activation: int
-    slope: int
-
+LibraryFftArguments = kernel_struct("library_fft", "LibraryFftArguments")
 
 CONFIGS = (LibraryFft,)
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 4, "opencl": 4}
 #: Threads of a block of library_fft.cu.
 THREADS = 256
 #: Filters of fewer taps are left to other engines, unless the configuration is given.
@@ -258,7 +201,7 @@ def _finish(problem: ConvProblem, told: Transforms, sums: int, limits: int) -> K
         y_image=y.image, y_group=y.group, y_channel=y.channel, **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT, WORKSPACE
     return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told_to)
 
 

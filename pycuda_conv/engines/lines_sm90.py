@@ -12,7 +12,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, phases
@@ -23,7 +23,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -31,14 +31,15 @@ from pycuda_conv.engines.schedule import (
     finish,
     finish_constants,
 )
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
 ]  # fmt: skip
 
 MOST_STAGES = 6  # the most stages of a ring of x that are tried
@@ -74,6 +75,7 @@ class Lines(Config):
 CONFIGS = (Lines,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 0}  # a text for each layer
 
 
 # ---- what runs
@@ -242,42 +244,9 @@ def filter_key(problem: ConvProblem, config: Lines) -> Hashable:
     return "laid", problem.direction, problem.C, problem.K, problem.filter_size, walk.eights, walk.span, config.FP16_OPERANDS
 
 
-class LinesProduct(NamedTuple):
-    """The arguments of a product: the struct of the kernel, which explains each member."""
-
-    across: int
-    tiles: int
-    steps: int
-    images: int
-    unit_rows: int
-    unit_columns: int
-    by_unit_columns: int
-    units: int
-    by_units: int
-    columns: int
-    padded: int
-    rows: int
-    wide: int
-    image_step: int
-    plane: int
-    low_w: int
-    low_h: int
-    has_bias: int
-    has_scale: int
-    activation: int
-    slope: int
-
-
-class LayFilter(NamedTuple):
-    """The arguments of ``lay_filter``."""
-
-    rows: int
-    padded: int
-    channels: int
-    eights: int
-    row_step: int
-    channel_step: int
-    flipped: int
+LinesProduct = kernel_struct("lines_sm90", "LinesProduct")
+#: The arguments of ``lay_filter``.
+LayFilter = kernel_struct("lines_sm90", "LayFilter")
 
 
 def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = False) -> Schedule:
@@ -319,9 +288,9 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     images = TensorMap(INPUT, 0, sizes, strides, (box_w, walk.channels, box_h, 1), walk.span, "float32")
     if config.FP16_OPERANDS:
         flags = scratch.take(4 * tiles * across * 4 * config.CONSUMERS)
-        buffers: tuple[Place, ...] = (halves[0], laid, halves[1], flags, BIAS, SCALE, RESIDUAL, RESULT)
+        buffers: tuple[Place, ...] = (halves[0], laid, halves[1], flags, BIAS, *SCALES, RESIDUAL, RESULT)
     else:
-        buffers = (laid, BIAS, SCALE, RESIDUAL, RESULT)
+        buffers = (laid, BIAS, *SCALES, RESIDUAL, RESULT)
     threads, shared = 128 * (1 + config.CONSUMERS), shared_bytes(problem, config)
     lines = KernelLaunch(
         "lines_sm90", defines, grid, threads, buffers, (), maps=(images,), shared=shared, arch="sm_90a", arguments=told,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
@@ -83,30 +83,7 @@ class Pool:
         return self._launch("max_pool_backward", (0, 1, 2), self.shape)
 
 
-class PoolArguments(NamedTuple):
-    """The struct of ``max_pool.cu``, which explains each member."""
-
-    threads: int
-    groups: int
-    by_groups: int
-    across: int
-    by_across: int
-    down: int
-    by_down: int
-    h: int
-    w: int
-    p: int
-    q: int
-    r: int
-    s: int
-    stride_h: int
-    by_stride_h: int
-    stride_w: int
-    by_stride_w: int
-    pad_h: int
-    pad_w: int
-    dil_h: int
-    dil_w: int
+PoolArguments = kernel_struct("max_pool", "PoolArguments")
 
 
 @lru_cache(maxsize=256)
@@ -117,6 +94,10 @@ def compiled(pool: Pool, device: Device, backward: bool) -> Launcher:
 
 def _widest(dtype: str) -> int:
     return VECTOR_BYTES // (4 if dtype == "float32" else 2)
+
+
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 6}
 
 
 def texts() -> Iterator[TextFamily]:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
 from pycuda_conv.engines.geometry import (
     Phase,
@@ -34,6 +34,7 @@ from pycuda_conv.engines.geometry import (
 from pycuda_conv.engines.range_guard import MomentsLayout, slack
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, limbs, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem, Size3
@@ -335,90 +336,8 @@ class Operands:
     filter_bytes: int
 
 
-class PackArguments(NamedTuple):
-    """The arguments of ``pack.cu`` for an array: the struct of the kernel, which explains each member."""
-
-    filter_rows: int
-    row_bits: int
-    images: int
-    lines: int
-    by_lines: int
-    tiles: int
-    by_tiles: int
-    tiles_c: int
-    by_tiles_c: int
-    slices: int
-    by_slices: int
-    chunk_bits: int
-    together: int
-    together_bits: int
-    groups: int
-    group_chunks: int
-    by_group_chunks: int
-    channels: int
-    by_channels: int
-    slack: int
-    each: int
-    d: int
-    h: int
-    w: int
-    x_image: int
-    x_group: int
-    x_channel: int
-    x_pixel: int
-    packed_d: int
-    packed_h: int
-    by_packed_h: int
-    packed_w: int
-    by_packed_w: int
-    step_w: int
-    by_step_w: int
-    first_w: int
-    met_w: int
-    folds: int
-    fold_r: int
-    by_fold_r: int
-    fold_s: int
-    by_fold_s: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    pad_d: int
-    pad_h: int
-    pad_w: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
-    rows_group: int
-    by_rows_group: int
-    padded_group: int
-    by_padded_group: int
-    w_group: int
-    w_m: int
-    w_c: int
-    w_tap: int
-    taps: int
-    all_taps: int
-    by_all_taps: int
-    piece_bits: int
-    channel_blocks: int
-    row_blocks: int
-    row_pieces: int
-    by_row_pieces: int
-    fitting: int
-    by_fitting: int
-    part_pieces: int
-    by_part_pieces: int
-    parts: int
-    by_parts: int
-    window: int
-    by_window: int
-    shift: int
-    packed_r: int
-    by_packed_r: int
-    filter_r: int
-    filter_s: int
-    tickets: int
+#: The arguments of ``pack.cu`` for an array.
+PackArguments = kernel_struct("pack", "PackArguments")
 
 
 @dataclass(frozen=True)
@@ -429,7 +348,7 @@ class PackedArray:
     """
 
     defines: dict[str, int]
-    arguments: PackArguments  # without those of a filter packed beside it
+    arguments: Any  # a PackArguments without those of a filter packed beside it
     shared: int  # bytes of shared memory for a tile that is transposed
     filter_shared: int  # bytes of shared memory for a row of the filter packed beside the images
 
@@ -736,26 +655,7 @@ def assemble(
 # ---- phases that are repeats of others
 
 
-class Repeats(NamedTuple):
-    """The struct of ``repeats.cuh``, which explains each member."""
-
-    phases: int
-    by_phases: int
-    turns: int
-    by_turns: int
-    along_r: int
-    by_along_r: int
-    along_s: int
-    by_along_s: int
-    tap_t: int
-    tap_r: int
-    tap_s: int
-    y_t: int
-    y_r: int
-    y_s: int
-    w_t: int
-    w_r: int
-    w_s: int
+Repeats = kernel_struct("repeats.cuh", "Repeats")
 
 
 def first_ones(walks: Sequence[PhaseAddressing], many: Size3) -> list[PhaseAddressing]:
@@ -763,7 +663,7 @@ def first_ones(walks: Sequence[PhaseAddressing], many: Size3) -> list[PhaseAddre
     return [walk for walk in walks if not any(at % n for at, n in zip(walk.phase.origin, many, strict=True))]
 
 
-def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, many: Size3, filter_last: bool = False) -> Repeats:
+def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, many: Size3, filter_last: bool = False) -> Any:
     """The arguments of a launch in which `phases` phases take turns with their repeats. `filter_last`: the filter's second axis is last."""
     w_tap = filter_last_strides(problem)[2] if filter_last else 1
     pixel = problem.result_channels if problem.layout == "NHWC" else 1
@@ -811,6 +711,10 @@ ARITHMETICS: tuple[dict[str, tuple[int, ...]], ...] = tuple(
 def written_so(d: Mapping[str, int]) -> bool:
     """Whether any result is stored so: in planes, pixels that are not contiguous have no neighbours."""
     return bool(d["NHWC"] or d["DENSE"] or d["VEC"] == 1)
+
+
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 124}
 
 
 def texts(device: Device) -> Iterator[TextFamily]:

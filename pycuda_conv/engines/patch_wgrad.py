@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.split_sum import time as reduce_time
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -29,61 +30,13 @@ class PatchWgrad(Config):
     SLICES: int = 1
 
 
-class PatchWgradArguments(NamedTuple):
-    """The struct of ``patch_wgrad.cu``, which explains each member."""
-
-    slices: int
-    groups: int
-    by_groups: int
-    m_tiles: int
-    by_m_tiles: int
-    n_tiles: int
-    by_n_tiles: int
-    total: int
-    run: int
-    kg: int
-    columns: int
-    cg: int
-    by_cg: int
-    taps: int
-    by_taps: int
-    rs: int
-    by_rs: int
-    r: int
-    s: int
-    by_s: int
-    plane: int
-    by_plane: int
-    pq: int
-    by_pq: int
-    p: int
-    q: int
-    by_q: int
-    d: int
-    h: int
-    w: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    pad_d: int
-    pad_h: int
-    pad_w: int
-    dil_d: int
-    dil_h: int
-    dil_w: int
-    x_image: int
-    x_channel: int
-    x_pixel: int
-    y_image: int
-    y_channel: int
-    y_pixel: int
-    y_vec: int
-    part_size: int
+PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
 
 
 CONFIGS = (PatchWgrad,)
 LAYOUTS = "CNHW", "CHWN"
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 24}
 #: Filters and columns of a thread, by the tile of its block.
 TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
 HALVES, HALF_TILES = ("float16", "bfloat16"), ((64, 32), (16, 64))  # 16-bit arrays come here if no tensor core can be used
@@ -146,7 +99,7 @@ def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, noted: bo
     return Schedule.plain([[launch], [reduce_launch(problem, slices, WORKSPACE)]], slices * size * accumulator_bytes(problem))
 
 
-def _arguments(problem: ConvProblem, config: PatchWgrad) -> PatchWgradArguments:
+def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:
     groups, (_, r, s), (_, p, q) = problem.groups, problem.output_size, problem.filter_size
     cg, kg, total = problem.N, problem.K // max(groups, 1), _pixels(problem)
     taps, plane, volume = math.prod(problem.output_size), math.prod(problem.filter_size), math.prod(problem.input_size)

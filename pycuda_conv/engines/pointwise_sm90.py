@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
@@ -24,7 +24,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -34,15 +34,15 @@ from pycuda_conv.engines.schedule import (
     finish_constants,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS = 8  # of the consumers
@@ -76,6 +76,7 @@ class Pointwise(Config):
 CONFIGS = (Pointwise,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 58}
 
 
 # ---- what runs
@@ -144,42 +145,9 @@ def _ring(config: Pointwise, limbs_each: int) -> Ring:
 # ---- launches
 
 
-class PointwiseProduct(NamedTuple):
-    """The arguments of a product: the struct of the kernel, which explains each member."""
-
-    tiles: int
-    across: int
-    by_across: int
-    down: int
-    by_down: int
-    steps: int
-    each: int
-    rows: int
-    columns: int
-    boxes: int
-    by_boxes: int
-    plane: int
-    busy: int
-    row_step: int
-    column_step: int
-    size: int
-    pairs: int
-    has_bias: int
-    has_scale: int
-    has_residual: int
-    activation: int
-    slope: int
-
-
-class SplitFilter(NamedTuple):
-    """The arguments of ``split_filter``."""
-
-    rows: int
-    channels: int
-    padded: int
-    by_padded: int
-    row_step: int
-    channel_step: int
+PointwiseProduct = kernel_struct("pointwise_sm90", "PointwiseProduct")
+#: The arguments of ``split_filter``.
+SplitFilter = kernel_struct("pointwise_sm90", "SplitFilter")
 
 
 @dataclass(frozen=True)
@@ -221,7 +189,7 @@ class _Product:
     def tiles(self) -> int:
         return self.across * self.down * self.splits
 
-    def arguments(self, problem: ConvProblem) -> PointwiseProduct:
+    def arguments(self, problem: ConvProblem) -> Any:
         """The kernel's arguments."""
         plane = math.prod(problem.operand_size)
         return arguments(
@@ -264,7 +232,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
         step, of_filter = _filter(problem, config, kept, defines)
         prepare, maps = [[step]], [_images(problem, config), of_filter]
     noted_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
-    buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
+    buffers, grid = (BIAS, *SCALES, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
     shared, told = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
     launch = KernelLaunch(
         "pointwise_sm90", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=told,

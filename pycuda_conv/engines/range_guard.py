@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 from pycuda_conv.engines import direct_gemm
 from pycuda_conv.engines.geometry import Phase, divider, filter_last_strides, filter_strides, phases, read_strides, row_major
 from pycuda_conv.engines.schedule import WORKSPACE, Arena, Moments
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import KernelLaunch, Place
@@ -56,44 +57,13 @@ def guarded(
     ]
 
 
-class MendArrays(NamedTuple):
-    """How operands lie in memory, and how a convolution reads them: a struct of ``mend.cuh``."""
-
-    channels: int
-    d: int
-    h: int
-    w: int
-    x_image: int
-    x_group: int
-    x_channel: int
-    x_pixel: int
-    w_group: int
-    w_m: int
-    w_c: int
-    w_t: int
-    w_r: int
-    w_s: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
+#: How operands lie in memory, and how a convolution reads them.
+MendArrays = kernel_struct("mend.cuh", "MendArrays")
+#: How a phase reads them.
+MendPhase = kernel_struct("mend.cuh", "MendPhase")
 
 
-class MendPhase(NamedTuple):
-    """How a phase reads them: a struct of ``mend.cuh``."""
-
-    taps_t: int
-    taps_r: int
-    taps_s: int
-    pad_d: int
-    pad_h: int
-    pad_w: int
-    w_base: int
-
-
-def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_last: bool) -> tuple[MendPhase | MendArrays, ...]:
+def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_last: bool) -> tuple[tuple[int, ...], ...]:
     """The structs of ``mend.cuh`` for a launch of some phases, with `room` for so many; `filter_last` as for :func:`guarded`."""
     x, (w_group, w_m, w_c), channels = read_strides(problem), filter_strides(problem), problem.operand_channels // problem.groups
     tap_strides = row_major(problem.filter_size)

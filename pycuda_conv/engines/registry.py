@@ -1,4 +1,7 @@
-"""All engines, and what is done once for all of them: the choice between them, predictions, candidates to measure."""
+"""What is done once for all engines: the choice between them, predictions, candidates to measure.
+
+An engine may import this module, and so ask for other engines' configurations: it knows no engine by name.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
-from pycuda_conv.engines import (
-    columns,
-    dense_nhwc_sm90,
-    depthwise_nhwc,
-    depthwise_planes,
-    depthwise_toeplitz,
-    depthwise_wgrad,
-    direct,
-    direct_gemm,
-    direct_quads,
-    dmma,
-    few_channels,
-    few_channels_wgrad,
-    few_inputs,
-    few_pixels_sm90,
-    fft,
-    gather_nhwc_sm90,
-    gathered_planes_sm90,
-    grouped_nhwc,
-    grouped_nhwc_wgrad,
-    implicit_gemm_sm80,
-    implicit_gemm_sm90,
-    library_fft,
-    lines_sm90,
-    packing,
-    patch_wgrad,
-    planes_sm90,
-    pointwise_sm90,
-    split_sum,
-    via_nhwc,
-    wgrad_nhwc_sm90,
-)
+from pycuda_conv.engines import packing, split_sum
 from pycuda_conv.engines.base import BY_RULE, Config, Engine
 from pycuda_conv.engines.hopper import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
@@ -46,17 +18,12 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
-#: Among equal predictions that of the first engine wins.
-ENGINES: tuple[Engine, ...] = (
-    depthwise_nhwc, depthwise_toeplitz, library_fft, fft, depthwise_planes, depthwise_wgrad, direct, patch_wgrad, direct_gemm,
-    direct_quads, dmma, grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, dense_nhwc_sm90,
-    gather_nhwc_sm90, wgrad_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80, planes_sm90,
-    gathered_planes_sm90, via_nhwc, columns,
-)  # fmt: skip
+#: All engines; :mod:`pycuda_conv.engines.peers` lists them here. Among equal predictions that of the first engine wins.
+ENGINES: tuple[Engine, ...] = ()
 
 #: Those that transform, and those of them whose error is relative to norms alone: they have to be asked for.
-TRANSFORMS: tuple[Engine, ...] = library_fft, fft
-NORMWISE: tuple[Engine, ...] = (fft,)
+TRANSFORMS: tuple[Engine, ...] = ()
+NORMWISE: tuple[Engine, ...] = ()
 
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
 PASS_LAUNCH = 2.0  # microseconds that one more launch takes
@@ -235,11 +202,17 @@ def filter_key(problem: ConvProblem, config: Config) -> Hashable:
     return engine_of(config).filter_key(problem.launched, config)
 
 
+def _worthwhile(engine: Any, launched: ConvProblem, device: Device) -> bool:
+    """False if the engine says so, before it is asked whether it can run on `device`: that may mean to import a library."""
+    says = getattr(engine, "worthwhile", None)
+    return says is None or bool(says(launched, device))
+
+
 def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
     """The engines that may run `problem`: of those that its algorithm names, or of all if none of these can."""
     launched = problem.launched
-    asked = [one for one in ENGINES if one is not library_fft or library_fft.worthwhile(launched, device)]  # it may import a library
-    found = [engine for engine in asked if launched.layout in engine.LAYOUTS and engine.unsupported(device) is None]
+    asked = [engine for engine in ENGINES if launched.layout in engine.LAYOUTS and _worthwhile(engine, launched, device)]
+    found = [engine for engine in asked if engine.unsupported(device) is None]
     if problem.algorithm == "fft":
         transform = [engine for engine in found if engine in TRANSFORMS and any(True for _ in engine.configs(launched, device))]
         return transform or [engine for engine in found if engine not in TRANSFORMS]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple, cast
+from typing import Any, cast
 
 from pycuda_conv.engines.geometry import ceil, divider
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, finish
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALES, finish
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
@@ -22,22 +23,7 @@ def splits(problem: ConvProblem, most: int) -> tuple[int, ...]:
     return tuple(n for n in (SPLITS + MORE_SPLITS if problem.layout == "CNHW" else SPLITS) if n <= max(most, 1))
 
 
-class ReduceArguments(NamedTuple):
-    """The struct of ``direct_reduce.cu``, which explains each member."""
-
-    size: int
-    split: int
-    width: int
-    run: int
-    plane: int
-    by_plane: int
-    channels: int
-    by_channels: int
-    has_scale: int
-    has_bias: int
-    has_residual: int
-    activation: int
-    slope: int
+ReduceArguments = kernel_struct("direct_reduce", "ReduceArguments")
 
 
 def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunch:
@@ -53,7 +39,7 @@ def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunc
         size, split, width.bit_length() - 1, ceil(split, lanes), plane, divider(plane), channels, divider(channels),
         **finish(problem),
     )  # fmt: skip
-    buffers = (parts, BIAS, SCALE, RESIDUAL, RESULT)
+    buffers = (parts, BIAS, *SCALES, RESIDUAL, RESULT)
     return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=arguments)
 
 
@@ -61,7 +47,7 @@ def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None
     """Two launches of ``direct_reduce.cu`` as one with the same bits; None if they are other launches, or an epilogue follows a sum."""
     if not first.kernel == second.kernel == "direct_reduce" or first.defines != second.defines:
         return None
-    sums = cast(ReduceArguments, first.arguments), cast(ReduceArguments, second.arguments)
+    sums = cast(Any, first.arguments), cast(Any, second.arguments)
     if any(one.has_scale or one.has_bias or one.has_residual or one.activation for one in sums):
         return None
     (parts, *_, result), (other_parts, *_, other_result) = first.buffers, second.buffers
@@ -74,6 +60,10 @@ def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None
 def _lanes(split: int) -> int:
     """Threads that share an element's parts: a power of two."""
     return min(MOST_LANES, 1 << (ceil(split, LONGEST) - 1).bit_length())
+
+
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 4, "opencl": 4}
 
 
 def texts(device: Device) -> Iterator[TextFamily]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import WEIGHT
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import KernelLaunch, Place
@@ -16,19 +16,7 @@ TILE = 64  # rows, and channels, of a block
 TIME = 2.2  # microseconds of such a launch
 
 
-class TransposedFilter(NamedTuple):
-    """The arguments: the struct of the kernel, which explains each member."""
-
-    rows: int
-    taps: int
-    by_taps: int
-    channels: int
-    tiles_c: int
-    by_tiles_c: int
-    row_step: int
-    tap_step: int
-    channel_step: int
-    pitch: int
+TransposedFilter = kernel_struct("transpose_filter", "TransposedFilter")
 
 
 def launch(problem: ConvProblem, place: Place, steps: tuple[int, int, int], pitch: int | None = None) -> KernelLaunch:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
-from pycuda_conv.engines import hopper
+from pycuda_conv.engines import hopper, registry
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.inner import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
@@ -45,6 +46,7 @@ CONFIGS = (ViaNhwc, ViaNchw)
 TURNED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
 LAYOUTS = tuple(TURNED)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 2}
 
 unsupported = hopper.unsupported
 
@@ -96,19 +98,7 @@ def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
 # ---- launches
 
 
-class ViaNhwcArguments(NamedTuple):
-    """The struct of ``via_nhwc.cu``, which explains each member."""
-
-    rows: int
-    columns: int
-    pitch: int
-    row_bits: int
-    tiles_r: int
-    by_tiles_r: int
-    tiles_c: int
-    by_tiles_c: int
-    vector: int
-    wide: int
+ViaNhwcArguments = kernel_struct("via_nhwc", "ViaNhwcArguments")
 
 
 @dataclass(frozen=True)
@@ -176,7 +166,7 @@ class _Transposition:
 
 def _together(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch:
     """Two of these launches as one."""
-    both = cast(ViaNhwcArguments, first.arguments), cast(ViaNhwcArguments, second.arguments)
+    both = cast(Any, first.arguments), cast(Any, second.arguments)
     return KernelLaunch(
         "via_nhwc_two", first.defines, first.grid + second.grid, THREADS, first.buffers + second.buffers, (first.grid,), "via_nhwc",
         arguments=both,
@@ -208,8 +198,6 @@ def _written(problem: ConvProblem) -> _Transposition | None:
 
 def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    from pycuda_conv.engines import registry
-
     inner = parsed(config.INNER)
     assert inner is not None
     made = registry.schedule(_turned(problem), inner, device)
@@ -300,8 +288,6 @@ def _packing(problem: ConvProblem) -> float:
 
 def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
     """The engines that can only run the problem of the transposed arrays."""
-    from pycuda_conv.engines import registry
-
     turned = _turned(problem)
     for engine in registry.ENGINES:
         alone = turned.layout in engine.LAYOUTS and engine.CONFIGS != CONFIGS and engine.unsupported(device) is None
@@ -322,8 +308,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
 
 def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
     """Microseconds that `config` should take."""
-    from pycuda_conv.engines import registry
-
     inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_turned(problem), inner, device)
     return None if us is None or inner is None else us + _beside(problem, inner)

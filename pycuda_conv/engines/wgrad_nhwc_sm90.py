@@ -19,7 +19,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, phases, pixel_by_pixel
@@ -37,14 +37,15 @@ from pycuda_conv.engines.hopper import (
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 LEAST_OF_GROUP = 4  # channels of a group, if there are several: with fewer, most products would be thrown away
@@ -81,6 +82,7 @@ class WgradNhwc(Config):
 CONFIGS = (WgradNhwc,)
 LAYOUTS = "CHWN", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 62}
 
 
 # ---- what runs
@@ -311,151 +313,12 @@ def _most_stages(rows: int, columns: int, size: int) -> int:
 # ---- launches
 
 
-class WgradNhwcArguments(NamedTuple):
-    """The struct of ``wgrad_nhwc_sm90.cu``, which explains each member."""
-
-    tiles_m: int
-    by_tiles_m: int
-    tiles_n: int
-    by_tiles_n: int
-    bundles: int
-    by_bundles: int
-    splits: int
-    stages: int
-    part: int
-    rows: int
-    columns: int
-    own_rows: int
-    own_columns: int
-    by_own_columns: int
-    column_blocks: int
-    inner: int
-    by_inner: int
-    taps_inner: int
-    taps: int
-    tap_r: int
-    by_tap_r: int
-    tap_s: int
-    by_tap_s: int
-    dilation_d: int
-    dilation_h: int
-    dilation_w: int
-    rank: int
-    load_plane: int
-    by_load_plane: int
-    load_pq: int
-    by_load_pq: int
-    load_q: int
-    by_load_q: int
-    stride_d: int
-    stride_h: int
-    stride_w: int
-    low_d: int
-    low_h: int
-    low_w: int
-    size: int
-    taps_fastest: int
-    image_stages: int
-    by_image_stages: int
-
-
-class FlippedArguments(NamedTuple):
-    """The second struct of ``wgrad_nhwc_sm90.cu``, for flipped tiles."""
-
-    own: int
-    by_own: int
-    folds: int
-    out_k: int
-    out_tap: int
-    out_c: int
-    pixels: int
-    plane: int
-    by_plane: int
-    pq: int
-    by_pq: int
-    q: int
-    by_q: int
-    d: int
-    h: int
-    w: int
-    low_d: int
-    low_h: int
-    low_w: int
-    tap_r: int
-    by_tap_r: int
-    tap_s: int
-    by_tap_s: int
-    apart_d: int
-    apart_h: int
-    apart_w: int
-    folded_axes: int
-    dense: int
-    thin: int
-    size_d: int
-    size_h: int
-    size_w: int
-
-
-class WgradNhwcAddArguments(NamedTuple):
-    """The struct of ``wgrad_nhwc_add.cu``, which explains each member."""
-
-    size: int
-    splits: int
-    width: int
-    range: int
-    pitch: int
-    by_pitch: int
-    channels: int
-    taps_fastest: int
-    taps: int
-    by_taps: int
-    own: int
-    by_own: int
-    folds: int
-
-
-class WgradNhwcReduceArguments(NamedTuple):
-    """The struct of ``wgrad_nhwc_reduce.cu``, which explains each member."""
-
-    size: int
-    splits: int
-    taps: int
-    channels: int
-    pitch: int
-    own: int
-    by_own: int
-    folds: int
-    tile_taps: int
-    by_tile_taps: int
-    tiles_c: int
-    by_tiles_c: int
-    tiles_t: int
-    by_tiles_t: int
-
-
-class FoldChannelsArguments(NamedTuple):
-    """The struct of ``fold_channels.cu``, which explains each member."""
-
-    words: int
-    chunks: int
-    by_chunks: int
-    h: int
-    w: int
-    p: int
-    by_p: int
-    q: int
-    by_q: int
-    channels: int
-    by_channels: int
-    folded: int
-    fold_s: int
-    by_fold_s: int
-    stride_h: int
-    stride_w: int
-    pad_h: int
-    pad_w: int
-    dilation_h: int
-    dilation_w: int
+WgradNhwcArguments = kernel_struct("wgrad_nhwc_sm90", "WgradNhwcArguments")
+#: The second struct of ``wgrad_nhwc_sm90.cu``, for flipped tiles.
+FlippedArguments = kernel_struct("wgrad_nhwc_sm90", "FlippedArguments")
+WgradNhwcAddArguments = kernel_struct("wgrad_nhwc_add", "WgradNhwcAddArguments")
+WgradNhwcReduceArguments = kernel_struct("wgrad_nhwc_reduce", "WgradNhwcReduceArguments")
+FoldChannelsArguments = kernel_struct("fold_channels", "FoldChannelsArguments")
 
 
 def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: bool = False) -> Schedule:
@@ -487,10 +350,10 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: boo
 
 
 @lru_cache(maxsize=1024)
-def _copies(problem: ConvProblem) -> tuple[tuple[int, FoldChannelsArguments], ...]:
+def _copies(problem: ConvProblem) -> tuple[tuple[int, Any], ...]:
     """The arrays that are copied into the channels of :func:`_loaded`: each one's buffer, and the arguments of its copy."""
     forward, loaded, level = forward_of(problem), _loaded(problem), _level(problem)
-    found: list[tuple[int, FoldChannelsArguments]] = []
+    found: list[tuple[int, Any]] = []
     if loaded.C != forward.C:
         _, r, s = (tap if i >= 3 - level else 1 for i, tap in enumerate(forward.filter_size))
         (_, h, w), (depth, p, q) = forward.input_size, loaded.input_size
@@ -554,7 +417,7 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
     )  # fmt: skip
 
 
-def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> FlippedArguments:
+def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> Any:
     """The arguments by which flipped tiles store their sums, which are the result if `whole`."""
     seen = _flipped(problem)
     forward, loaded, (_, p, q) = forward_of(seen), _loaded(seen), forward_of(seen).output_size

@@ -57,6 +57,26 @@ class _Room:
         return place
 
 
+def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tuple[Any, ...], recorded: bool) -> Any:
+    """:func:`pycuda_conv.dispatch.convolve` inside ``torch.autocast``: called with tensors of autocast's dtype, and outside of it."""
+    first, second, bias, scale, residual = operands
+    plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None and second.dim() > asked[1]
+    if plain:
+        wanted = torch.get_autocast_dtype("cuda" if first.is_cuda else "cpu")
+        with autograd.without_autocast(first):
+            made = convolve(asked, first, second, bias, wanted)
+        if made is not None:
+            return made
+    given = operands if recorded else autograd._cast(*operands)  # gradients have the dtype in which the result was computed
+    with autograd.without_autocast(first):
+        made = quick.call(quick.table, asked, recorded, *given, None)
+        if made is None:
+            made = dispatch.convolve(asked, given, None, place, recorded)
+        elif plain and given[1] is not second and autograd._differentiated(first, second, bias, None, None):
+            remember(asked, operands[:3], given[:3])
+        return made
+
+
 def convolve(asked: tuple[Any, ...], input: Any, weight: Any, bias: Any, wanted: Any) -> Any:
     """A convolution in a call that torch is told of; None if it has to be computed another way. ``torch.autocast`` is switched off."""
     if not autograd._differentiated(input, weight, bias, None, None):
@@ -79,7 +99,7 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
     known = all(a is None or a.dtype is torch.float32 for a in wide[1:]) and wide[0].dtype in (torch.float32, x.dtype)
     call = Call(*asked).hashable()
     plan = _plan(call, x, weight, bias)
-    if not plan.settles or plan.device.capturing():
+    if not plan.may_be_repeated or plan.device.capturing():
         return
     ready = None
     filter_last = plan.reads_filter_last and TORCH.is_laid_out_as(weight, plan.filter_order)
@@ -110,7 +130,7 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
                 call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False
             )  # fmt: skip
             ready = _Ready(row, call, settings, word, narrows)
-    quick.put(_table, name, ready)
+    quick.put(_table, name, ready, plan)
 
 
 def _plan(call: Call, first: Any, second: Any, bias: Any = None) -> Plan:
@@ -188,7 +208,7 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
     by_first = _plan(Call(*autograd.CONV_INPUT.asked(ready.settings, x_shape)), grad, w16) if by_x else None
     by_second = _plan(Call(*autograd.CONV_WEIGHT.asked(ready.settings, w_shape)), x16, grad) if by_weight else None
     plans = [plan for plan in (by_first, by_second) if plan is not None]
-    if not plans or not all(plan.settles for plan in plans) or plans[0].device.capturing():
+    if not plans or not all(plan.may_be_repeated for plan in plans) or plans[0].device.capturing():
         return
     device, order = plans[0].device, plans[0].order
     fit = all(_fits(plan, grad) and plan.order == order for plan in plans) and TORCH.is_kernel_input(grad, order)
@@ -235,4 +255,4 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
         if narrow_ones:
             steps.append([casting.widen(word, *narrow_ones)])
         row = quick.row(TORCH, device, steps, grad, 3, results, room.used)
-    quick.put(_table, name, row)
+    quick.put(_table, name, row, *plans)

@@ -180,7 +180,7 @@ def _joined(file: str, text: str, items: tuple[tuple[str, int], ...]) -> str:
 
 @cache
 def _text(file: str) -> str:
-    return (KERNEL_DIR / f"{file}.cu").read_text()
+    return (KERNEL_DIR / (file if file.endswith(".cuh") else f"{file}.cu")).read_text()
 
 
 #: How kernels spell the type of a 64-bit integer.
@@ -189,21 +189,25 @@ _INTEGER = r"(?:long_t|long long)"
 
 @cache
 def struct_members(file: str, struct: str) -> tuple[str, ...]:
-    """The names of a struct's members in order, as ``cu/<file>.cu`` or a header declares it.
+    """The names of a struct's members in order, as a kernel's file or any header declares it.
+
+    `file` is a kernel's file in ``cu/`` without ``.cu``, or a header with its ``.cuh``.
 
     Raises
     ------
     TypeError
         There is no such struct, or it has members other than 64-bit integers.
     """
-    for where, text in ((f"{file}.cu", _text(file)), ("the headers", headers())):
+    name = file if file.endswith(".cuh") else f"{file}.cu"
+    for where, read in ((name, lambda: _text(file)), ("the headers", headers)):
+        text = read()
         found = re.search(rf"\bstruct {struct} {{(.*?)\n}}", text, re.DOTALL)
         if found:
             body = re.sub(r"//[^\n]*", "", found[1])
             if not re.fullmatch(rf"(\s*{_INTEGER} \w+(\s*,\s*\w+)*;)*\s*", body):
                 raise TypeError(f"struct {struct} in {where} must have members of type long_t alone, but has:{body.rstrip()}")
             return tuple(re.findall(r"\w+", re.sub(_INTEGER, "", body)))
-    raise TypeError(f"there is no struct {struct} in {file}.cu nor in the headers")
+    raise TypeError(f"there is no struct {struct} in {name} nor in the headers")
 
 
 @cache
@@ -256,6 +260,9 @@ class Device(AbstractContextManager["Device"]):
     def transforms(self) -> str:
         """The library of Fourier transforms that serves the device, or ""."""
         return ""
+
+    def check_current(self) -> None:
+        """Refuse to launch where that would need what is gone."""
 
     @abstractmethod
     def launcher(self, step: KernelLaunch) -> Launcher:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import VariableError
 
 log = logging.getLogger("pycuda_conv")
 
@@ -47,8 +47,12 @@ def _say_once(subject: str, message: str, *arguments: object) -> None:
 
 
 def cache_dir() -> Path:
-    """The folder of this package's caches: ``PYCUDA_CONV_CACHE_DIR``, or one in the user's cache folder."""
-    return Path(os.environ.get("PYCUDA_CONV_CACHE_DIR") or platformdirs.user_cache_dir("pycuda_conv"))
+    """The folder of this package's caches: ``PYCUDA_CONV_CACHE_DIR``, or one in the user's cache folder.
+
+    It is relative only where nothing says which folder is the user's home: then there is none to use.
+    """
+    told = os.environ.get("PYCUDA_CONV_CACHE_DIR")
+    return Path(told).expanduser().absolute() if told else Path(platformdirs.user_cache_dir("pycuda_conv"))
 
 
 def limit() -> int:
@@ -57,7 +61,7 @@ def limit() -> int:
     if not text:
         return LIMIT
     if not text.isdecimal():
-        raise ConvArgumentError(f"PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got {text!r}")
+        raise VariableError(f"PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got {text!r}")
     return int(text)
 
 
@@ -85,6 +89,9 @@ def trusted_folder() -> Path | None:
     """The folder of the entries, made if necessary; None if it can't be made, or another user could write to it."""
     try:
         top = cache_dir()
+        if not top.is_absolute():
+            _say_once("home", "compiled kernels are not kept: nothing names the user's home folder; set PYCUDA_CONV_CACHE_DIR to a folder")
+            return None
         folder = top / "kernels"
         for one in (top, folder):
             one.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -129,6 +136,11 @@ class Entry:
                 found = build()
                 self.write(found)
         return found
+
+    def exists(self) -> bool:
+        """Whether there are bytes on disk; they may be damaged."""
+        folder = trusted_folder()
+        return folder is not None and (folder / self._name).exists()
 
     def read(self) -> bytes | None:
         """The bytes on disk; None if there are none, or their checksum is wrong."""

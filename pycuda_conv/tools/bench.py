@@ -24,7 +24,7 @@ from pycuda_conv.engines import uses_tensor_cores
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime import Device, cuda
+from pycuda_conv.runtime import Device, driver
 from pycuda_conv.runtime.compiler import compiler
 from pycuda_conv.timing import Effort, gpu_times, host_times, operand_sets, wall_times
 from pycuda_conv.tools.floors import floor
@@ -42,6 +42,7 @@ from pycuda_conv.tools.report import (
     markdown,
     median,
     microseconds,
+    notes,
     number,
     row_table,
     spread,
@@ -52,7 +53,7 @@ from pycuda_conv.tools.report import (
     write_json,
 )
 from pycuda_conv.tools.suite import MODES, in_mode, kind_of, mode_words, suite
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, print_pairs, require, table, track
 
 T = TypeVar("T")
 
@@ -131,8 +132,8 @@ def problems(settings: Settings, backend: str) -> list[ConvProblem]:
 
 def list_problems(settings: Settings) -> int:
     """Print the problems' texts."""
-    for problem in problems(settings, "opencl" if settings.device in ("opencl", "cpu") else "cuda"):
-        print(f"{label(problem):60} {problem.flops / 1e9:9.3f} GFLOP {problem.bytes / 1e6:9.2f} MB")
+    chosen = problems(settings, "opencl" if settings.device in ("opencl", "cpu") else "cuda")
+    print_pairs(((label(problem), f"{problem.flops / 1e9:9.3f} GFLOP {problem.bytes / 1e6:9.2f} MB") for problem in chosen), 60)
     return OK
 
 
@@ -272,10 +273,14 @@ def public(problem: ConvProblem) -> Callable[..., Any]:
 def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     problem, config = plan.problem, plan.config
     tensor_cores = uses_tensor_cores(config)
-    least = floor(problem, tensor_cores=tensor_cores, packed=config.packs_images or not tensor_cores)
+    if plan.device.backend == "cuda":  # the bounds are of GPUs
+        least = floor(problem, tensor_cores=tensor_cores, packed=config.packs_images or not tensor_cores)
+        known |= {
+            "floor_pack_us": least.pack, "floor_compute_us": least.compute, "floor_traffic_us": least.traffic, "floor_us": least.us
+        }
     return Row(
-        label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, least.pack, least.compute,
-        least.traffic, least.us, kind=kind_of(problem), **known,
+        label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, kind=kind_of(problem),
+        **known,
     )
 
 
@@ -451,10 +456,10 @@ def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> di
     known = versions()
     if device.backend == "cuda":
         gpu: Any = device
-        driver = importlib.import_module("pycuda.driver")
-        handle = driver.Device(gpu.ordinal)
-        made_by = compiler(driver.get_driver_version() // 1000)
-        clock = float(attributes(handle, driver.device_attribute).get("CLOCK_RATE", 0)) * 1e3
+        drv = importlib.import_module("pycuda.driver")
+        handle = drv.Device(gpu.ordinal)
+        made_by = compiler(drv.get_driver_version() // 1000)
+        clock = float(attributes(handle, drv.device_attribute).get("CLOCK_RATE", 0)) * 1e3
         smi = nvidia_smi("driver_version", "clocks.current.sm", "power.limit", pci_bus_id=handle.pci_bus_id())
         properties = torch.cuda.get_device_properties(device.name)
         found |= {
@@ -487,7 +492,7 @@ def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> di
 
 def _device(settings: Settings) -> Device:
     if settings.device is None:
-        missing = cuda.why_not()
+        missing = driver.why_not()
         if missing:
             raise ToolError(f"this needs a GPU, but {missing}. --device opencl measures a few small problems on the CPU")
     device = named_device("cuda" if settings.device is None else settings.device)
@@ -501,7 +506,7 @@ def _device(settings: Settings) -> Device:
 
 def gpu_for(settings: Settings, flag: str) -> Device:
     """The GPU to measure on, or a ToolError; `flag` asks for a benchmark that needs one."""
-    missing = cuda.why_not()
+    missing = driver.why_not()
     if missing:
         raise ToolError(f"{flag} needs a GPU, but {missing}")
     device = named_device("cuda" if settings.device is None else settings.device)
@@ -549,8 +554,8 @@ def run(settings: Settings) -> int:
     out.print()
     for mode in means:
         own = [row for row in rows if row.mode == mode]
-        out.print(row_table(own, f"{mode}: ours against F.conv in torch on the same arrays, {mode_words(mode)}", out.width))
-    for line in (*NOTES, "", *summary_lines(means), "") if rows else ():
+        out.print(row_table(own, f"{mode}: ours against F.conv in torch on the same arrays, {mode_words(mode)}"))
+    for line in (*notes(rows), "", *summary_lines(means), "") if rows else ():
         out.print(line, markup=False, style="" if line in NOTES or line.startswith("  ") else "bold")
     if loops:
         out.print(_loop_table(loops))

@@ -203,7 +203,7 @@ def measure(case: Case, ours: bool, archive: Path | None) -> Seconds:
 
 def make_archive(file: Path, architecture: str) -> None:
     """The kernels that a wheel for such a GPU ships, in a file as ``make wheel GPU=...`` makes it."""
-    from pycuda_conv.runtime import cuda
+    from pycuda_conv.runtime import driver
     from pycuda_conv.runtime.compiler import compiler
     from pycuda_conv.runtime.target import Target
     from pycuda_conv.tools.warm import compile_all, of_wheel, write_archive
@@ -211,13 +211,16 @@ def make_archive(file: Path, architecture: str) -> None:
     begin = time.monotonic()
     wanted = of_wheel(Target(architecture))
     counted = time.monotonic()
-    made, failed = compile_all(wanted, compiler(cuda.newest()))
+    made, failed = compile_all(wanted, compiler(driver.newest()))
     if failed:
         raise ToolError(failed[0])
     write_archive(file, made)
     console(stderr=True).print(
         f"the wheel's {len(made)} kernels: chosen in {counted - begin:.0f} s, compiled in {time.monotonic() - counted:.0f} s"
     )
+
+
+COLUMNS = ("what", "ms", "torch's ms")
 
 
 def run(settings: Settings) -> int:
@@ -250,7 +253,7 @@ def run(settings: Settings) -> int:
             if json_file:  # after every case, so that an interrupted run keeps what it has measured
                 json_file.write_text(json_text({"gpu": gpu.model, "rows": measured}) + "\n")
     title = f"First calls on {gpu.model}, each in a fresh process with an empty cache"
-    console().print(table(title, ("what", "ms", "torch's ms"), rows, left=("what",)))
+    console().print(table(title, COLUMNS, rows, left=("what",)))
     return status
 
 

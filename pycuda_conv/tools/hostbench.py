@@ -20,7 +20,7 @@ from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.execute.pipeline import copy_only, numbers_of_gpus
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime import Device, cuda, device_count, get_device
+from pycuda_conv.runtime import Device, device_count, driver, get_device
 from pycuda_conv.timing import Effort, wall_times
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import options, torch_precision
@@ -34,7 +34,7 @@ from pycuda_conv.tools.report import (
     write_between,
     write_json,
 )
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, print_pairs, require, table, track
 
 BUS_BYTES = 256 << 20  # bytes of a copy that measures the bus
 BUS_ROUNDS = 10  # the best round counts, as it is a ceiling
@@ -289,14 +289,13 @@ def cases(settings: bench.Settings) -> list[HostCase]:
 
 def list_problems(settings: bench.Settings) -> int:
     """Print the problems' texts."""
-    for case in cases(settings):
-        print(f"{case!s:60} {case.problem.bytes / 1e6:9.2f} MB")
+    print_pairs(((str(case), f"{case.problem.bytes / 1e6:9.2f} MB") for case in cases(settings)), 60)
     return OK
 
 
 def _device(settings: bench.Settings, gpus: Sequence[int] | None) -> Device:
     bench.refuse_suite_options(settings, "--host", "fp32")
-    missing = cuda.why_not()
+    missing = driver.why_not()
     if missing:
         raise ToolError(f"--host needs a GPU, but {missing}")
     device = named_device(settings.device if settings.device is not None else gpus[0] if gpus else "cuda")

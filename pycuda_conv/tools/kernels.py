@@ -21,6 +21,8 @@ from pycuda_conv.tune import key, shipped_table
 
 ARCHITECTURES = ("sm_90a", "sm_80", "opencl")
 UNLISTED = "lines_sm90"  # an engine with a text for each layer
+#: The most texts that the shipped table of measured choices adds to those of the planner's choices.
+MOST_MEASURED = 40
 
 
 def device_of(architecture: str) -> Any:

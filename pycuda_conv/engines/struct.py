@@ -1,0 +1,30 @@
+"""The structs of numbers that kernels take: read from the kernels' texts, so that no member is named twice."""
+
+from __future__ import annotations
+
+import sys
+from collections import namedtuple
+from typing import Any
+
+from pycuda_conv.runtime.base import struct_members
+
+
+def kernel_struct(file: str, name: str) -> Any:
+    """The class of a struct's values: a named tuple with the members that the kernel's text declares, in their order.
+
+    Parameters
+    ----------
+    file : str
+        The kernel's file in ``cu/``, without ``.cu``. The struct may stand in a header instead.
+    name : str
+        The struct, whose members must be 64-bit integers. The text explains each of them.
+
+    Raises
+    ------
+    TypeError
+        There is no such struct, or it has other members.
+    """
+    made: Any = namedtuple(name, struct_members(file, name))  # type: ignore[misc]
+    made.__doc__ = f"struct {name} of cu/{file}.cu"
+    made.__module__ = sys._getframe(1).f_globals.get("__name__", __name__)  # so that it can be pickled
+    return made
