@@ -14,7 +14,7 @@ import pycuda_conv
 from pycuda_conv import interrupt
 from pycuda_conv.errors import BackendError, ConvArgumentError, VariableError, did_you_mean
 from pycuda_conv.interrupt import INTERRUPTED
-from pycuda_conv.problem import ACTIVATIONS, PADDINGS, checked_activation
+from pycuda_conv.problem import ACTIVATIONS, ALGORITHMS, PADDINGS, checked_activation
 from pycuda_conv.runtime import named_place
 from pycuda_conv.tools import streams
 from pycuda_conv.tools.suite import KINDS, MODES
@@ -254,6 +254,11 @@ def _add_run(commands: Any) -> None:
         help=f"what follows the sums: {', '.join(str(one) for one in ACTIVATIONS[1:])}, or leaky_relu:0.2 for another slope than 0.01",
     )
     run.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="arithmetic for float32 arrays")
+    run.add_argument(
+        "--algorithm", choices=ALGORITHMS,
+        help="direct: sums of products alone; fft: Fourier transforms, whose errors may be relative to norms; by default what is fastest "
+        "with every element right",
+    )
     where = run.add_mutually_exclusive_group()
     where.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the first GPU, or OpenCL without one")
     where.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="share the work among these GPUs")

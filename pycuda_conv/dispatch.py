@@ -28,7 +28,9 @@ from pycuda_conv.runtime import cuda_device, device_count, get_device, pycudas_d
 handlers: dict[str, Callable[[], Any]] = {}
 
 
-def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False) -> Any:
+def convolve(
+    asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False, algorithm: Any = None
+) -> Any:
     """A convolution, transposed or not, or a gradient of one.
 
     Parameters
@@ -42,7 +44,11 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         The members of :class:`Place`.
     recorded : bool
         Whether the arrays' library knows of the call.
+    algorithm : optional
+        The last member of the :class:`Call`, where `asked` lacks it.
     """
+    if algorithm is not None:
+        asked = (*asked, algorithm)
     device, devices, stream, tune = place
     repeatable = device is None and devices is None and stream is None and tune is False and quick.may_repeat(operands[0])
     if repeatable:

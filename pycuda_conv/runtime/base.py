@@ -143,6 +143,24 @@ class KernelLaunch:
         return source_of(file, self.defines)
 
 
+@dataclass(frozen=True)
+class LibraryCall(KernelLaunch):
+    """A call of a library in the place of a launch.
+
+    :attr:`~KernelLaunch.kernel` is the library's name, and there is no text to compile. Launchers of schedules make the call in its turn.
+
+    Attributes
+    ----------
+    told : (Transforms, int, int)
+        What to make of the input and the weight, and the bytes from the workspace's start to the sums and to their limits.
+    """
+
+    told: tuple[Any, int, int] = (None, 0, 0)
+
+    def source(self) -> str:
+        return ""
+
+
 def source_of(file: str, defines: Mapping[str, int]) -> str:
     """The text of a kernel file behind a prelude of defines, in any order. Equal arguments give the same string: it is hashed once."""
     return _joined(file, _text(file), tuple(sorted(defines.items())))
@@ -237,6 +255,11 @@ class Device(AbstractContextManager["Device"]):
     model: str = ""
     #: Whether kernels that know a layer's constants are worth compiling for each layer.
     constants_pay = False
+
+    @property
+    def transforms(self) -> str:
+        """The library of Fourier transforms that serves the device, or ""."""
+        return ""
 
     def check_current(self) -> None:
         """Refuse to launch where that would need what is gone."""

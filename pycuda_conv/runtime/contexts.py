@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.runtime import driver
+from pycuda_conv.runtime import driver, transforms
 from pycuda_conv.runtime.device import CudaDevice, Where
 from pycuda_conv.runtime.gpu import Gpu, gpu
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
@@ -73,6 +73,11 @@ class PrimaryContext(CudaDevice):
             self._in_c.primary(ordinal, self.handle)
             self.push = partial(self._in_c.push, self.handle)  # type: ignore[method-assign]
             self.pop = self._in_c.pop  # type: ignore[method-assign]
+
+    @property
+    def transforms(self) -> str:
+        """The library of Fourier transforms that serves the device, or "". It is imported, which takes seconds."""
+        return transforms.gpu_library()
 
     def __enter__(self) -> CudaDevice:
         """Make the context current for PyCUDA as well, so that programs can make arrays in it."""
