@@ -30,7 +30,7 @@ from pycuda_conv.nn.chains import KEPT, Fusion, Traces, is_worth_tracing
 from pycuda_conv.nn.classes import is_convolution, origin
 from pycuda_conv.nn.fused import _FusedConvBnReLU
 from pycuda_conv.nn.linear import linear as linear_of
-from pycuda_conv.nn.modules import checked_precision
+from pycuda_conv.nn.modules import checked_precision, marked
 from pycuda_conv.nn.pooling import evaluated, pooled
 from pycuda_conv.nn.routing import routed
 from pycuda_conv.typing import Precision
@@ -249,6 +249,9 @@ class _Changed:
 
     _kind: str
     _origin: type
+
+    def extra_repr(self) -> str:
+        return marked(super().extra_repr())  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts: Any = super().__reduce_ex__(max(int(protocol), 2))

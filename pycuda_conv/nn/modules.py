@@ -1,6 +1,7 @@
 """torch's convolution modules, computed by this package.
 
-Each class is torch's own with another forward: it has the same arguments, parameters, initialisation, state_dict and printed form.
+Each class is torch's own with another forward: it has the same arguments, parameters, initialisation and state_dict. What it prints ends
+with ``by pycuda_conv``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ def parameters_of(module: Any) -> tuple[Any, Any]:
         return module.weight, module.bias
 
 
+def marked(text: str) -> str:
+    """The `extra_repr` of a module that this package computes, by which a printed model shows what was converted."""
+    mark = "by pycuda_conv"
+    return text if mark in text else f"{text}, {mark}" if text else mark
+
+
 class _Precise:
     """The base of all the modules, which adds a precision to torch's."""
 
@@ -46,7 +53,7 @@ class _Precise:
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
-        return text if self.precision == "fp32" else f"{text}, precision={self.precision}"
+        return marked(text if self.precision == "fp32" else f"{text}, precision={self.precision}")
 
 
 class _Conv(_Precise):
