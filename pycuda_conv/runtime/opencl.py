@@ -19,7 +19,7 @@ from pycuda_conv.runtime.cache import Entry
 
 #: Options that every kernel is built with.
 OPTIONS = ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)]
-_HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
+_HOW = "install PoCL with: pip install 'pyopencl[pocl]'"
 _SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 
 
