@@ -26,7 +26,7 @@ from pycuda_conv.runtime.workers import workers
 
 #: Options that every kernel is built with.
 OPTIONS = ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)]
-_HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
+_HOW = "install PoCL with: pip install 'pyopencl[pocl]'"
 #: Seconds of work that OpenCL has at a time. A signal waits so long: what is begun uses the arrays' memory and can't be stopped.
 PART_SECONDS = 0.2
 #: Work that takes less time is waited for in C, which takes the fewest microseconds.
@@ -184,7 +184,6 @@ class OpenCLDevice(Device):
         def launch(buffers: Sequence[Any], stream: Any) -> None:
             given = [buffers[i] or None for i in whole]
             if kernel not in self._compiled:
-                self._workshop.check_room()
                 self._compile(step, kernel, [one and one.size for one in given], numbers)
                 program.keep()
                 self._compiled.add(kernel)
@@ -260,6 +259,7 @@ class OpenCLDevice(Device):
         That launch is of one block, on other memory that is as large as the arrays, or larger: after Ctrl-C it goes on, and may not touch
         the caller's arrays.
         """
+        self._workshop.check_room()
         flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
         try:
             room = [np.zeros(size, np.uint8) if size else None for size in sizes]  # zeros that nobody reads take no memory
