@@ -60,8 +60,6 @@ key: Callable[..., Any] = _nothing if _native is None else _native.key
 again: Callable[..., Any] = _nothing if _native is None else _native.again
 #: (ctx, what it saved, gradient of the result) -> what ``_Again.backward`` of :mod:`pycuda_conv.nn.autograd` returns, or None
 gradients: Callable[..., Any] = _nothing if _native is None else _native.gradients
-#: :data:`pycuda_conv.nn.watch.holds`, or None where Python has to do it
-holds: Callable[..., bool] | None = None if _native is None else _native.holds
 
 
 def possible() -> bool:

@@ -316,6 +316,22 @@ def call_operator(operator: Operator, settings: Settings, first: Any, second: An
     return getattr(torch.ops.pycuda_conv, operator.name).default(first, second, bias, size, *_flat(settings))
 
 
+def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *options: Any) -> Any:
+    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups and precision.
+
+    The operator is called at once. Torch.compile would follow all that a call of :func:`pycuda_conv.conv2d` does, which takes it 0.1 s.
+    """
+    first, second, bias = _cast(first, second, bias)
+    operator = _BY_FUNCTION[function]
+    flat = _flat_options(tuple(second.shape[2:]), *options)
+    return getattr(torch.ops.pycuda_conv, operator.name).default(first, second, bias, size, *flat)
+
+
+@torch.compiler.assume_constant_result
+def _flat_options(sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str) -> tuple[Any, ...]:
+    return _flat(_in_numbers(Settings(len(sizes), stride, padding, dilation, groups, precision, None, False), sizes))
+
+
 def _is_transformed() -> bool:
     """Whether the call is in a transform of torch.func that takes a ``torch.autograd.Function``."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():

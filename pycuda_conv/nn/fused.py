@@ -690,6 +690,18 @@ def _fake_statistics(
 
 
 @torch.no_grad()
+def _frozen_statistics(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float, spec: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """What :func:`_fused_statistics` gives by given statistics. That operator is said to write to them, so a checkpoint would fail."""
+    return _statistics(x, weight, bias, mean, var, None, 0.0, eps, _LayerSpec.of(spec))
+
+
+def _fake_frozen(x: Tensor, weight: Tensor, bias: Any, mean: Tensor, var: Tensor, eps: float, spec: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return _fake_statistics(x, weight, bias, None, None, None, 0.0, eps, spec)
+
+
+@torch.no_grad()
 def _fused_normalised(y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, spec: Sequence[int]) -> Tensor:
     y = TORCH.as_kernel_input(y, _order(y))  # a compiler of torch's may have laid it out in another order
     return _normalised(y, statistics, gamma, beta, None, _LayerSpec.of(spec).activation)
@@ -773,6 +785,10 @@ operators.define(
     _fused_statistics, _fake_statistics,
 )  # fmt: skip
 operators.define(
+    "frozen_statistics(Tensor x, Tensor weight, Tensor? bias, Tensor mean, Tensor var, float eps, int[] spec) -> (Tensor, Tensor)",
+    _frozen_statistics, _fake_frozen,
+)  # fmt: skip
+operators.define(
     "fused_normalised(Tensor y, Tensor statistics, Tensor? gamma, Tensor? beta, int[] spec) -> Tensor", _fused_normalised, _fake_normalised
 )
 operators.define(
@@ -804,6 +820,78 @@ def _backward_flops(
 count_flops(torch.ops.pycuda_conv.fused_statistics, _statistics_flops)
 count_flops(torch.ops.pycuda_conv.fused_inference, _forward_flops)
 count_flops(torch.ops.pycuda_conv.fused_conv_bn_relu_backward, _backward_flops)
+
+
+# ---- a layer as a function of tensors
+
+
+class Layer:
+    """A layer with given options as a function of tensors, which ``torch.compile`` calls in light mode.
+
+    Parameters
+    ----------
+    activation
+        In the form of :func:`pycuda_conv.problem.checked_activation`.
+    of_batch : bool
+        Whether the statistics are the batch's; otherwise they are the running ones.
+    settings : Settings
+        The convolution's, in numbers.
+    momentum, eps : float
+    """
+
+    __name__ = "layer"
+
+    def __init__(self, activation: batch_norm.Activation, of_batch: bool, settings: Settings, momentum: float, eps: float) -> None:
+        self._spec = _LayerSpec(activation, of_batch, settings)
+        self._momentum, self._eps = momentum, eps
+        _, stride, padding, dilation, groups, precision, *_ = settings
+        self._asked = activation, momentum, eps, stride, padding, dilation, groups, precision
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
+        running_var: Tensor | None, batches: Tensor | None, residual: Tensor | None,
+    ) -> Any:
+        """The layer's result. The batch's statistics move the running ones, and `batches` is raised by 1, where they are given."""
+        spec, momentum, eps = self._spec, self._momentum, self._eps
+        remembers, running = spec.of_batch and quick.possible(), (running_mean, running_var)
+        tensors = weight, bias, gamma, beta, running_mean, running_var, batches
+        if remembers:
+            made = _forward_again(self._asked, x, residual, tensors, False)
+            if made is not None:
+                return made
+        named = x, weight, bias, gamma, beta
+        if _traced(*named):
+            return self._by_operators(named, running, batches, residual)
+        counted = None
+        if batches is not None:
+            if _counted_by_kernels(batches, x):
+                counted = batches
+            else:
+                batches.add_(1)
+        with torch.no_grad():
+            y, statistics = _statistics(x, weight, bias, *running, None, momentum, eps, spec, counted)
+            out = _normalised(y, statistics, gamma, beta, residual, spec.activation)
+        if spec.of_batch:
+            _were_written(running, batches, counted is not None)
+        made = _Function.apply(*named, residual, spec, (y, statistics, out), False)
+        if remembers and counted is batches:
+            _remember_forward(self._asked, (x, residual, *tensors), momentum, eps, spec, True, out)
+        return made
+
+    def _by_operators(self, named: Any, running: Any, batches: Tensor | None, residual: Tensor | None) -> Tensor:
+        """The same where torch has to see operators."""
+        if batches is not None:
+            batches.add_(1)
+        ours, spec = torch.ops.pycuda_conv, self._spec
+        added = spec if residual is None else spec._replace(activation=None)
+        flat = added.in_integers()
+        with torch.no_grad():
+            if spec.of_batch:
+                made = ours.fused_statistics(*named[:3], *running, None, self._momentum, self._eps, flat)
+            else:
+                made = ours.frozen_statistics(*named[:3], *running, self._eps, flat)
+        out: Tensor = ours.fused_conv_bn_relu(*named, *made, flat)
+        return out if residual is None else cast(Tensor, activated(out + residual, spec.activation))
 
 
 # ---- the modules
