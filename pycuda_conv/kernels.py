@@ -96,7 +96,8 @@ def source(what: Any, problem: ConvProblem | None = None, *, device: Any = None,
 def _file(name: str, defines: dict[str, Any]) -> str:
     files = sorted(path.stem for path in KERNEL_DIR.glob("*.cu"))
     if name not in files:
-        raise ConvArgumentError(f"what must be the name of a file in cu/, got {name!r}{did_you_mean(name, files) or ': ' + ', '.join(files)}")
+        hint = did_you_mean(name, files) or f": {', '.join(files)}"
+        raise ConvArgumentError(f"what must be the name of a file in cu/, got {name!r}{hint}")
     return source_of(name, {key: integer(key, value) for key, value in defines.items()})
 
 
