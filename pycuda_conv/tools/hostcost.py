@@ -99,6 +99,28 @@ def module_case(torch: Any, place: str, x_shape: Sequence[int], w_shape: Sequenc
     return Case(f"nn.Conv2d, {_label(x_shape, w_shape, 'float32', False)}", lambda: theirs(x), {"nn.Conv2d": lambda: ours(x)})
 
 
+def copied_cases(torch: Any, place: str) -> Iterator[Case]:
+    """Arrays that kernels can't read as they lie, in float16 and in float32."""
+    functional, last = torch.nn.functional, torch.channels_last
+    for dtype in ("float16", "float32"):
+        x, w = (torch.randn(shape, device=place).to(getattr(torch, dtype)) for shape in ((8, 128, 28, 28), (64, 64, 3, 3)))
+        own = x[:, :64].contiguous()
+        arrays = {
+            "x channels last, a slice of its channels": (x.contiguous(memory_format=last)[:, 32:96], w),
+            "x in C order, w channels last": (own, w.contiguous(memory_format=last)),
+            "x expanded along channels": (own[:, :1].expand(-1, 64, -1, -1), w), "every second column of x": (x[:, :64, :, ::2], w),
+        }  # fmt: skip
+        for what, (images, filters) in arrays.items():
+
+            def theirs(images: Any = images, filters: Any = filters) -> Any:
+                return functional.conv2d(images, filters, padding=1)
+
+            def ours(images: Any = images, filters: Any = filters) -> Any:
+                return pycuda_conv.conv2d(images, filters, padding=1)
+
+            yield Case(f"{what}, {dtype}", theirs, {"conv2d": ours})
+
+
 def mode_cases(torch: Any, place: str) -> Iterator[Case]:
     """The small layer in special states of torch: on another stream, in inference mode, as a module, with gradients."""
     from pycuda_conv import nn
@@ -278,8 +300,9 @@ def list_cases() -> int:
     """Print the cases to measure."""
     for layer in LAYERS:
         print(_label(*layer))
-    print("and the first of them on another stream, in inference mode, as a module, with gradients; a fused layer; numpy; threads;")
-    print("and all of them as GPUArrays in the primary context and in one of their own, and as CuPy's arrays")
+    print("arrays that have to be copied first; numpy; threads")
+    print("and the first of the layers on another stream, in inference mode, as a module, with gradients; a fused layer;")
+    print("and all layers as GPUArrays in the primary context and in one of their own, and as CuPy's arrays")
     return OK
 
 
@@ -305,8 +328,8 @@ def run(settings: bench.Settings) -> int:
         machine = bench.describe(torch, device, "fp32", words, 0)
         for line in header_lines(machine):
             out.print(line, markup=False)
-        cases = [*(layer_case(torch, place, *layer) for layer in LAYERS), *mode_cases(torch, place), numpy_case(torch, place)]
-        cases += array_cases(torch, device)
+        layers = (layer_case(torch, place, *layer) for layer in LAYERS)
+        cases = [*layers, *copied_cases(torch, place), *mode_cases(torch, place), numpy_case(torch, place), *array_cases(torch, device)]
         for case in track(bench.matching(settings.only, cases, lambda one: one.what), lambda one: one.what):
             rows += measure(case, torch.cuda.synchronize, rounds, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
         threads = measure_threads(torch, place, 3, 0.05 if settings.quick else 0.2) if settings.only is None else []
