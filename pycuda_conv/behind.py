@@ -320,13 +320,16 @@ class Behind:
     kernels : list of KernelLaunch
     calls : int
         The kernels are compiled after so many calls of the plan; at once if it is 0.
+    tell : callable
+        Called, in any thread, once the kernels are compiled.
     """
 
-    def __init__(self, device: Device, kernels: list[KernelLaunch], calls: int = 0) -> None:
+    def __init__(self, device: Device, kernels: list[KernelLaunch], calls: int = 0, tell: Callable[[], None] = lambda: None) -> None:
         self._device, self._kernels, self._left = device, kernels, calls
         self._lock = threading.Lock()
         self._coming: list[Future[Any]] | None = None
         self._taken = False
+        self._tell = tell
         if not calls:
             self._start()
 
@@ -334,6 +337,19 @@ class Behind:
         with self._lock:
             if self._coming is None:
                 self._coming = self._device.compile_behind(self._kernels)
+        for one in self._coming:
+            one.add_done_callback(lambda _: self._tell() if self.is_done() else None)
+
+    def is_done(self) -> bool:
+        """Whether the kernels are compiled, or their compiler has failed."""
+        return self._coming is not None and all(one.done() for one in self._coming)
+
+    def lend(self) -> int:
+        """Calls that may be made uncounted, which this counts now: all but the last one that is left. -1: no more are to be counted."""
+        if self._coming is not None:
+            return -1
+        lent, self._left = max(self._left - 1, 0), min(self._left, 1)
+        return lent
 
     def ready(self, stream: Any) -> bool:
         """Count a call. True once, to one thread, when the kernels may be taken; never while a stream is being captured.
