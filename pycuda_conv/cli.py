@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,9 @@ from pycuda_conv.tools import streams
 from pycuda_conv.tools.suite import KINDS, MODES
 from pycuda_conv.tools.terminal import OK, UNUSABLE, ToolError
 from pycuda_conv.tools.wording import in_options, with_suggestion
+
+#: Seconds that a command may take to end before a line says what it waits for.
+PATIENCE = 0.7
 
 
 class _Parser(argparse.ArgumentParser):
@@ -393,7 +397,14 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _ended(error: BaseException, status: int) -> int:
     how = getattr(error, "how", "")
-    print(interrupt.word(status) + (how and f"; {how}"), file=sys.stderr)
+    print(interrupt.word(status) + (how and f"; {how}"), file=sys.stderr, flush=True)
+    opencl = sys.modules.get("pycuda_conv.runtime.opencl")
+    end = time.monotonic() + PATIENCE
+    while opencl is not None and opencl.compiling():
+        if time.monotonic() > end:
+            print("stopping: a kernel is still being compiled", file=sys.stderr, flush=True)
+            break
+        time.sleep(0.02)
     return status
 
 
