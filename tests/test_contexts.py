@@ -518,6 +518,30 @@ def test_a_driver_without_ids(fake, monkeypatch):
         assert pc.conv2d(*arrays(fake, X, W)).shape == Y
 
 
+def test_an_old_pycuda_is_refused_by_name(fake, monkeypatch):
+    """Any version serves that has primary contexts."""
+    monkeypatch.setattr(contexts.driver, "_initialised", False)
+    monkeypatch.delattr(fake.drv.Device, "retain_primary_context")
+    monkeypatch.setitem(sys.modules, "pycuda", type(sys)("pycuda"))
+    sys.modules["pycuda"].VERSION_TEXT = "2016.1"
+    sys.modules["pycuda"].driver = fake.drv
+    with pytest.raises(BackendError, match=r"PyCUDA 2016\.1 is too old, it has no primary contexts; install another"):
+        pc.conv2d(np.ones(X, "f"), np.ones(W, "f"))
+
+
+def test_bfloat16(fake):
+    """That of ml_dtypes is taken; other two bytes are refused by name."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    with context(fake):
+        x, w = arrays(fake, X, W, dtype=ml_dtypes.bfloat16)
+        for _ in range(3):
+            y = pc.conv2d(x, w)
+            assert y.dtype == ml_dtypes.bfloat16 and y.shape == Y and launched(fake) == {current_id(fake)}
+        x, w = (fake.gpuarray.GPUArray(shape, "V2") for shape in (X, W))
+        with pytest.raises(TypeError, match="input has the type void16, but a convolution takes float16, bfloat16"):
+            pc.conv2d(x, w)
+
+
 def test_memory_without_a_context(fake):
     """As stream-ordered memory is: it is used in the current context if that is on the GPU, else in the primary one."""
     def without(shape, gpu=0):
