@@ -30,10 +30,9 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
-from pycuda_conv import dispatch, execute, quick
+from pycuda_conv import dispatch, execute, quick, torch_internals
 from pycuda_conv.arrays import Signature
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
@@ -200,7 +199,12 @@ def _forward_launches(
 
 def _forward_of(x: Tensor, weight: Tensor, bias: Tensor | None, momentum: float, eps: float, spec: _LayerSpec) -> _Forward:
     sign, layout = TORCH.signature, _layout(x, spec.settings.ndim)
-    return _forward_launches(sign(x), sign(weight), None if bias is None else sign(bias), layout, bool(_order(weight)), momentum, eps, spec)
+    how = sign(x), sign(weight), None if bias is None else sign(bias), layout, bool(_order(weight)), momentum, eps, spec
+    found = _forward_launches(*how)
+    if found.plan.better is not None:
+        _forward_launches.forget(*how)
+        found = _forward_launches(*how)
+    return found
 
 
 def _statistics(
@@ -330,7 +334,12 @@ def _backward_of(
     x: Tensor, weight: Tensor, y: Tensor, of_x: bool, of_weight: bool, summed: bool, added: bool, spec: _LayerSpec
 ) -> _Backward:
     sign, layouts = TORCH.signature, ("NCHW" if _order(y) is None else "NHWC", _layout(x, spec.settings.ndim))
-    return _backward_launches(sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, added, spec)
+    how = sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, added, spec
+    found = _backward_launches(*how)
+    if any(plan is not None and plan.better is not None for plan in (found.by_x, found.by_weight)):
+        _backward_launches.forget(*how)
+        found = _backward_launches(*how)
+    return found
 
 
 def _backward(
@@ -416,7 +425,7 @@ def _remember_forward(
     x, residual, weight, bias, gamma, beta, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
     found = _forward_of(x, weight, bias, momentum, eps, spec)
-    plan, name = found.plan, quick.key(asked, *operands) if found.plan.settles else None
+    plan, name = found.plan, quick.key(asked, *operands) if found.plan.may_be_repeated else None
     if name is None or name in _again or plan.device.capturing():
         return
     ready = None
@@ -444,7 +453,7 @@ def _remember_forward(
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
         results = y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y
         ready = quick.row(TORCH, plan.device, steps, x, count, results, nbytes)
-    quick.put(_again, name, None if ready is None else (ready, spec))
+    quick.put(_again, name, None if ready is None else (ready, spec), plan)
 
 
 def _asked_forward(conv: Any, bn: Any, activation: batch_norm.Activation, precision: str) -> tuple[Any, ...] | None:
@@ -486,11 +495,7 @@ def _were_written(running: Sequence[Tensor | None], batches: Tensor | None, coun
     gradient, and a module may be called twice.
     """
     written = running if batches is None else (batches,) * counted
-    _increment_version([one for one in written if one is not None])
-
-
-#: torch's ``increment_version`` of several tensors.
-_increment_version = getattr(torch._C, "_increment_version", increment_version)
+    torch_internals.increment_versions([one for one in written if one is not None])
 
 
 class _BackwardAgain(NamedTuple):
@@ -535,7 +540,7 @@ def _remember_backward(
 ) -> None:
     """Put a backward pass into the table. `operands` are those of :func:`_backward`."""
     plans = [plan for plan in (found.by_x, found.by_weight) if plan is not None]
-    name = quick.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.settles for plan in plans) else None
+    name = quick.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.may_be_repeated for plan in plans) else None
     if name is None or name in _again or found.device.capturing():
         return
     dout, x, weight, gamma, beta, y, out, statistics, added = operands
@@ -584,7 +589,8 @@ def _remember_backward(
             results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, found.gradient_order))
         ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
     complete = not needs_dy and (not of_x or _order(x) == order)
-    quick.put(_again, name, None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete))
+    again = None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete)
+    quick.put(_again, name, again, *plans)
 
 
 # ---- the two ways
@@ -594,7 +600,7 @@ def _save(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None,
     statistics: Tensor, spec: _LayerSpec,
 ) -> None:
-    ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and _packing_hooks(True) is None
+    ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and torch_internals.packing_hooks(True) is None
     ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics)
 
 
@@ -604,7 +610,7 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
     (spec, bias_dtype, own_y), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
     twice = torch.is_grad_enabled()  # gradients of gradients are refused
-    spent = own_y and not twice and not _keeps_graph()
+    spent = own_y and not twice and not torch_internals.keeps_graph()
     made = None if twice else _backward_again(*given, spec, added, spent)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         if out is not None:
@@ -626,12 +632,6 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
         dgamma = _cast_to(gamma, by_gamma) if of_gamma else None
         dbeta = _cast_to(beta, by_beta) if of_beta else None
     return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, dout if masked is None else masked
-
-
-#: Whether the running backward pass may run again, so that saved tensors have to stay; and the hooks that get saved tensors. Where torch's
-#: version does not tell, True stands for both.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-_packing_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
 def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -687,6 +687,18 @@ def _fake_statistics(
     settings = _LayerSpec.of(spec).settings
     y = _empty_like(x, CONV.shape(settings, x.shape, weight.shape, ()), settings.ndim)
     return y, _new_statistics(y)
+
+
+@torch.no_grad()
+def _frozen_statistics(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float, spec: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """What :func:`_fused_statistics` gives by given statistics. That operator is said to write to them, so a checkpoint would fail."""
+    return _statistics(x, weight, bias, mean, var, None, 0.0, eps, _LayerSpec.of(spec))
+
+
+def _fake_frozen(x: Tensor, weight: Tensor, bias: Any, mean: Tensor, var: Tensor, eps: float, spec: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return _fake_statistics(x, weight, bias, None, None, None, 0.0, eps, spec)
 
 
 @torch.no_grad()
@@ -773,6 +785,10 @@ operators.define(
     _fused_statistics, _fake_statistics,
 )  # fmt: skip
 operators.define(
+    "frozen_statistics(Tensor x, Tensor weight, Tensor? bias, Tensor mean, Tensor var, float eps, int[] spec) -> (Tensor, Tensor)",
+    _frozen_statistics, _fake_frozen,
+)  # fmt: skip
+operators.define(
     "fused_normalised(Tensor y, Tensor statistics, Tensor? gamma, Tensor? beta, int[] spec) -> Tensor", _fused_normalised, _fake_normalised
 )
 operators.define(
@@ -804,6 +820,78 @@ def _backward_flops(
 count_flops(torch.ops.pycuda_conv.fused_statistics, _statistics_flops)
 count_flops(torch.ops.pycuda_conv.fused_inference, _forward_flops)
 count_flops(torch.ops.pycuda_conv.fused_conv_bn_relu_backward, _backward_flops)
+
+
+# ---- a layer as a function of tensors
+
+
+class Layer:
+    """A layer with given options as a function of tensors, which ``torch.compile`` calls in light mode.
+
+    Parameters
+    ----------
+    activation
+        In the form of :func:`pycuda_conv.problem.checked_activation`.
+    of_batch : bool
+        Whether the statistics are the batch's; otherwise they are the running ones.
+    settings : Settings
+        The convolution's, in numbers.
+    momentum, eps : float
+    """
+
+    __name__ = "layer"
+
+    def __init__(self, activation: batch_norm.Activation, of_batch: bool, settings: Settings, momentum: float, eps: float) -> None:
+        self._spec = _LayerSpec(activation, of_batch, settings)
+        self._momentum, self._eps = momentum, eps
+        _, stride, padding, dilation, groups, precision, *_ = settings
+        self._asked = activation, momentum, eps, stride, padding, dilation, groups, precision
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
+        running_var: Tensor | None, batches: Tensor | None, residual: Tensor | None,
+    ) -> Any:
+        """The layer's result. The batch's statistics move the running ones, and `batches` is raised by 1, where they are given."""
+        spec, momentum, eps = self._spec, self._momentum, self._eps
+        remembers, running = spec.of_batch and quick.possible(), (running_mean, running_var)
+        tensors = weight, bias, gamma, beta, running_mean, running_var, batches
+        if remembers:
+            made = _forward_again(self._asked, x, residual, tensors, False)
+            if made is not None:
+                return made
+        named = x, weight, bias, gamma, beta
+        if _traced(*named):
+            return self._by_operators(named, running, batches, residual)
+        counted = None
+        if batches is not None:
+            if _counted_by_kernels(batches, x):
+                counted = batches
+            else:
+                batches.add_(1)
+        with torch.no_grad():
+            y, statistics = _statistics(x, weight, bias, *running, None, momentum, eps, spec, counted)
+            out = _normalised(y, statistics, gamma, beta, residual, spec.activation)
+        if spec.of_batch:
+            _were_written(running, batches, counted is not None)
+        made = _Function.apply(*named, residual, spec, (y, statistics, out), False)
+        if remembers and counted is batches:
+            _remember_forward(self._asked, (x, residual, *tensors), momentum, eps, spec, True, out)
+        return made
+
+    def _by_operators(self, named: Any, running: Any, batches: Tensor | None, residual: Tensor | None) -> Tensor:
+        """The same where torch has to see operators."""
+        if batches is not None:
+            batches.add_(1)
+        ours, spec = torch.ops.pycuda_conv, self._spec
+        added = spec if residual is None else spec._replace(activation=None)
+        flat = added.in_integers()
+        with torch.no_grad():
+            if spec.of_batch:
+                made = ours.fused_statistics(*named[:3], *running, None, self._momentum, self._eps, flat)
+            else:
+                made = ours.frozen_statistics(*named[:3], *running, self._eps, flat)
+        out: Tensor = ours.fused_conv_bn_relu(*named, *made, flat)
+        return out if residual is None else cast(Tensor, activated(out + residual, spec.activation))
 
 
 # ---- the modules

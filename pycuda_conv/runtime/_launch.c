@@ -10,9 +10,6 @@
 // makes the call, and may remember it for the next time: quick.py. again() does the same for several kernels in a row with one or more results,
 // such as a pass of a fused layer.
 //
-// Conditions. A decision about a module holds while the module stays the same. holds() checks all objects that the decision looked at, in a
-// fraction of the time that Python takes: nn/watch.py writes the conditions down.
-//
 // Threads. A call releases the GIL around all its launches, because those wait where the driver's queue is full, maybe for a callback that
 // needs the GIL. A call releases it once, and threads that make call after call take turns: take_again(). Questions to torch, and memory, go
 // through functions that keep the GIL. Of the objects that a call makes, torch releases the GIL only to free the result.
@@ -597,7 +594,7 @@ static struct {
   PyObject *pointer, *strides, *ordinal, *marked, *made_in_inference;            // functions of a tensor; marked: negated on reading, say
   PyObject *differentiates, *announce;                                           // is_grad_enabled(); tells of a write to tensors
   PyObject *states, *levels;                                                     // functions that are true if something is unusual; a dict
-  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version, *name_needs, *name_again, *name_known;
+  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_needs, *name_again, *name_known;
   long least;  // the lowest ordinal of a GPU
   int (*read)(void*, DLTensor*);  // a tensor's description, where torch offers such a function; NULL where it has to be asked piece by piece
   Allocate allocate;              // memory without a Python object, where torch offers that; otherwise NULL
@@ -795,6 +792,7 @@ typedef struct {
   void* context;
   Maker results[MOST_RESULTS], workspace;
   Py_ssize_t operands, result_count;
+  int64_t left;  // calls until Python has to make one, because it counts them or has better kernels; below 0: any number
   int64_t workspace_bytes;
   long place;       // the GPU's number
   uint64_t packed, packed_at;  // the packed filter's address, or its offset in the workspace
@@ -856,7 +854,7 @@ static PyObject* ready(PyObject* self, PyObject* args) {
   for (size_t i = 0; i < sizeof given / sizeof *given; i++) Py_INCREF(given[i]), *places[i] = given[i];
   r->context = address_of(context);
   r->place = place, r->workspace_bytes = workspace_bytes;
-  r->operands = operands, r->result_count = count;
+  r->operands = operands, r->result_count = count, r->left = -1;
   r->packed = packed, r->packed_at = packed_at, r->result_bytes = result_bytes;
   for (int i = 0; i < OPERANDS; i++) r->operand_bytes[i] = bytes[i];
   int wrong = read_maker(workspace, &r->workspace);
@@ -864,6 +862,37 @@ static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject* capsule = wrong ? NULL : PyCapsule_New(r, READY, forget_ready);
   if (!capsule) free_ready(r);
   return capsule;
+}
+
+// limit(what ready() made, calls): after so many calls Python has to make one
+static PyObject* limit(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n != 2) return PyErr_Format(PyExc_TypeError, "limit takes 2 arguments, got %zd", n);
+  Ready* r = PyCapsule_GetPointer(args[0], READY);
+  const long long calls = r ? PyLong_AsLongLong(args[1]) : -1;
+  if (PyErr_Occurred()) return NULL;
+  r->left = calls;
+  return Py_BuildValue("");
+}
+
+// What the table has for the key if the call may be repeated: then it counts the call and returns a new reference. NULL with or without an exception
+// if Python has to make the call. The table loses what may not be repeated again.
+static PyObject* find(PyObject* table, const Key* key) {
+  PyObject* bytes = key_bytes(key);
+  PyObject* found = bytes ? PyDict_GetItemWithError(table, bytes) : NULL;
+  if (found && found != Py_None) {
+    Ready* r = PyCapsule_GetPointer(PyTuple_Check(found) ? PyTuple_GetItem(found, 0) : found, READY);
+    if (!r || !r->left) {
+      if (r) PyDict_DelItem(table, bytes);
+      found = NULL;
+    } else if (r->left > 0) {
+      r->left--;
+    }
+  } else {
+    found = NULL;
+  }
+  Py_XINCREF(found);  // another thread may empty the table
+  Py_XDECREF(bytes);
+  return found;
 }
 
 // Make a tensor on GPU `place`, and get its address. NULL with an exception; or without one, if the tensor was made elsewhere.
@@ -1023,14 +1052,8 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   uint64_t addresses[OPERANDS + 1];
   Key key;
   if (stopped || PyDict_Size(args[0]) <= 0 || put_call(&key, args[1], tensors, OPERANDS + 1, addresses)) goto unusual;
-  PyObject* bytes = key_bytes(&key);
-  if (!bytes) return NULL;
-  found = PyDict_GetItemWithError(args[0], bytes);
-  Py_DECREF(bytes);
-  if (!found || found == Py_None) goto unusual;
+  if (!(found = find(args[0], &key))) goto unusual;
   const Ready* r = PyCapsule_GetPointer(found, READY);
-  if (!r) return NULL;
-  Py_INCREF(found);  // another thread may empty the table
   PyObject* out = tensors[OPERANDS] == Py_None ? NULL : tensors[OPERANDS];
   PyObject* like = is_array(tensors[0]) ? tensors[0] : NULL;
   const int told = args[2] == Py_True || like ? 0 : is_unusual() ? -1 : is_differentiated(tensors, OPERANDS + 1);
@@ -1128,18 +1151,15 @@ static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   uint64_t buffers[BUFFERS] = {0};
   PyObject *results[MOST_RESULTS] = {NULL}, *found = NULL, *all = NULL;
   Key key;
-  if (!stopped && PyDict_Size(args[0]) > 0 && !put_call(&key, args[1], args + 2, n - 2, buffers) && !is_unusual()) {
-    PyObject* bytes = key_bytes(&key);
-    if (!bytes) return NULL;
-    found = PyDict_GetItemWithError(args[0], bytes);
-    Py_DECREF(bytes);
-  }
+  if (!stopped && PyDict_Size(args[0]) > 0 && !put_call(&key, args[1], args + 2, n - 2, buffers) && !is_unusual()) found = find(args[0], &key);
   PyErr_Clear();
-  if (!found || found == Py_None) return Py_BuildValue("");
+  if (!found) return Py_BuildValue("");
   const Ready* r = PyCapsule_GetPointer(PyTuple_Check(found) ? PyTuple_GetItem(found, 0) : found, READY);
-  if (!r) return NULL;
-  if (r->operands != n - 2) return PyErr_Format(PyExc_TypeError, "the row has %zd operands, got %zd", r->operands, n - 2);
-  Py_INCREF(found);  // another thread may empty the table
+  if (r->operands != n - 2) {
+    PyErr_Format(PyExc_TypeError, "the row has %zd operands, got %zd", r->operands, n - 2);
+    Py_DECREF(found);
+    return NULL;
+  }
   if (perform(r, buffers, results, NULL)) {
     Py_DECREF(found);
     return PyErr_Occurred() ? NULL : Py_BuildValue("");
@@ -1156,51 +1176,7 @@ static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   return all;
 }
 
-// ---- conditions
-
-static int object_holds(PyObject* object, PyObject* type, PyObject* attributes) {
-  if ((PyObject*)Py_TYPE(object) != type) return 0;
-  PyObject* found = PyObject_GenericGetDict(object, NULL);
-  Py_XDECREF(found);  // the object keeps it
-  return found == attributes;
-}
-
-static int tensor_holds(PyObject* tensor, PyObject* pointer, PyObject* version) {
-  uint64_t address, expected;
-  long place;
-  if (!torch.tensor || pointer_of(tensor, &address, &place) || number(pointer, &expected) || address != expected) return 0;
-  PyObject* now = PyObject_GetAttr(tensor, torch.name_version);
-  const int same = now && PyLong_AsLongLong(now) == PyLong_AsLongLong(version);
-  Py_XDECREF(now);
-  return same;
-}
-
-static int row_holds(int kind, PyObject* row, Py_ssize_t i) {
-  PyObject *first = PyTuple_GetItem(row, i), *second = PyTuple_GetItem(row, i + 1);
-  if (kind == 0) return object_holds(first, second, PyTuple_GetItem(row, i + 2));
-  if (kind == 1) return PyDict_GetItemWithError(first, second) == PyTuple_GetItem(row, i + 2);
-  if (kind == 2) return !PyDict_GetItemWithError(first, second) && !PyErr_Occurred();
-  if (kind == 3) return PyDict_Size(first) == PyLong_AsSsize_t(second);
-  return tensor_holds(first, second, PyTuple_GetItem(row, i + 2));
-}
-
-// holds((objects, entries, absent, sizes, tensors)) -> whether all conditions hold
-//
-// objects: (object, its type, its attributes, ...). entries: (dict, key, value, ...). absent: (dict, key, ...). sizes: (dict, size, ...).
-// tensors: (tensor, address, version, ...).
-static PyObject* holds(PyObject* self, PyObject* conditions) {
-  static const Py_ssize_t each[] = {3, 3, 2, 2, 3};
-  int true_so_far = 1;
-  if (!PyTuple_Check(conditions) || PyTuple_Size(conditions) != 5) return PyErr_Format(PyExc_TypeError, "holds takes a tuple of five rows");
-  for (int kind = 0; kind < 5; kind++) {
-    PyObject* row = PyTuple_GetItem(conditions, kind);
-    const Py_ssize_t n = PyTuple_Size(row);
-    if (n < 0 || n % each[kind]) return PyErr_Format(PyExc_TypeError, "a row of conditions has %zd members", n);
-    for (Py_ssize_t i = 0; true_so_far && i < n; i += each[kind]) true_so_far = row_holds(kind, row, i);
-  }
-  PyErr_Clear();
-  return PyBool_FromLong(true_so_far);
-}
+// ---- what Python calls first
 
 // learn((Tensor, Parameter), (data_ptr, stride, get_device, marked, is_inference), is_grad_enabled, increment_version, states, levels,
 //       least, exchange)
@@ -1218,7 +1194,7 @@ static PyObject* learn(PyObject* self, PyObject* args) {
   };
   torch.name_shape = PyUnicode_InternFromString("shape"), torch.name_type = PyUnicode_InternFromString("dtype");
   torch.name_requires_grad = PyUnicode_InternFromString("requires_grad"), torch.name_level = PyUnicode_InternFromString("_current_level");
-  torch.name_version = PyUnicode_InternFromString("_version"), torch.name_needs = PyUnicode_InternFromString("needs_input_grad");
+  torch.name_needs = PyUnicode_InternFromString("needs_input_grad");
   torch.name_again = PyUnicode_InternFromString("again"), torch.name_known = PyUnicode_InternFromString("known");
   if (PyErr_Occurred()) return NULL;
   for (int i = 0; i < 11; i++) {
@@ -1272,8 +1248,8 @@ static PyMethodDef methods[] = {
     {"again", (PyCFunction)(void*)again, METH_FASTCALL, "again(table, options, operand, ...): (what was found, result, ...) or None."},
     {"gradients", (PyCFunction)(void*)gradients, METH_FASTCALL, "gradients(ctx, saved, gradient): what the node's backward pass returns, or None."},
     {"ready", ready, METH_VARARGS, "ready(...): what call() finds behind a key."},
+    {"limit", (PyCFunction)(void*)limit, METH_FASTCALL, "limit(ready, calls): after so many calls Python has to make one."},
     {"call", (PyCFunction)(void*)call, METH_FASTCALL, "call(table, options, recorded, input, weight, bias, scale, residual, out): result or None."},
-    {"holds", holds, METH_O, "holds(conditions): whether all that a decision looked at is what it was."},
     {"stop", stop, METH_NOARGS, "stop(): call() answers None from now on."},
     {0},
 };

@@ -23,7 +23,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import torch_precision
 from pycuda_conv.tools.report import header_lines, median, number, write_json
-from pycuda_conv.tools.terminal import OK, ToolError, console, require, table, track
+from pycuda_conv.tools.terminal import OK, Table, ToolError, console, require, table, track
 
 Call = Callable[[], Any]
 
@@ -97,6 +97,28 @@ def module_case(torch: Any, place: str, x_shape: Sequence[int], w_shape: Sequenc
     x = torch.randn(x_shape, device=place)
     theirs, ours = (kind(w_shape[1], w_shape[0], 3, padding=1, device=place) for kind in (torch.nn.Conv2d, nn.Conv2d))
     return Case(f"nn.Conv2d, {_label(x_shape, w_shape, 'float32', False)}", lambda: theirs(x), {"nn.Conv2d": lambda: ours(x)})
+
+
+def copied_cases(torch: Any, place: str) -> Iterator[Case]:
+    """Arrays that kernels can't read as they lie, in float16 and in float32."""
+    functional, last = torch.nn.functional, torch.channels_last
+    for dtype in ("float16", "float32"):
+        x, w = (torch.randn(shape, device=place).to(getattr(torch, dtype)) for shape in ((8, 128, 28, 28), (64, 64, 3, 3)))
+        own = x[:, :64].contiguous()
+        arrays = {
+            "x channels last, a slice of its channels": (x.contiguous(memory_format=last)[:, 32:96], w),
+            "x in C order, w channels last": (own, w.contiguous(memory_format=last)),
+            "x expanded along channels": (own[:, :1].expand(-1, 64, -1, -1), w), "every second column of x": (x[:, :64, :, ::2], w),
+        }  # fmt: skip
+        for what, (images, filters) in arrays.items():
+
+            def theirs(images: Any = images, filters: Any = filters) -> Any:
+                return functional.conv2d(images, filters, padding=1)
+
+            def ours(images: Any = images, filters: Any = filters) -> Any:
+                return pycuda_conv.conv2d(images, filters, padding=1)
+
+            yield Case(f"{what}, {dtype}", theirs, {"conv2d": ours})
 
 
 def mode_cases(torch: Any, place: str) -> Iterator[Case]:
@@ -278,9 +300,18 @@ def list_cases() -> int:
     """Print the cases to measure."""
     for layer in LAYERS:
         print(_label(*layer))
-    print("and the first of them on another stream, in inference mode, as a module, with gradients; a fused layer; numpy; threads;")
-    print("and all of them as GPUArrays in the primary context and in one of their own, and as CuPy's arrays")
+    print("arrays that have to be copied first; numpy; threads")
+    print("and the first of the layers on another stream, in inference mode, as a module, with gradients; a fused layer;")
+    print("and all layers as GPUArrays in the primary context and in one of their own, and as CuPy's arrays")
     return OK
+
+
+def tables(rows: Sequence[Row], threads: Sequence[dict[str, float]]) -> Iterator[Table]:
+    """The tables of calls and, where they were measured, of threads."""
+    yield table("Host time of a call, medians of rounds by turns", COLUMNS, [row.cells() for row in rows], left=COLUMNS[:2])
+    if threads:
+        cells = [(str(t["threads"]), f"{t['torch']:,.0f}", f"{t['ours']:,.0f}", number(t["ratio"], ".2f")) for t in threads]
+        yield table("Calls a second, all threads together", ("threads", "torch", "ours", "ours / torch"), cells)
 
 
 def run(settings: bench.Settings) -> int:
@@ -297,15 +328,13 @@ def run(settings: bench.Settings) -> int:
         machine = bench.describe(torch, device, "fp32", words, 0)
         for line in header_lines(machine):
             out.print(line, markup=False)
-        cases = [*(layer_case(torch, place, *layer) for layer in LAYERS), *mode_cases(torch, place), numpy_case(torch, place)]
-        cases += array_cases(torch, device)
+        layers = (layer_case(torch, place, *layer) for layer in LAYERS)
+        cases = [*layers, *copied_cases(torch, place), *mode_cases(torch, place), numpy_case(torch, place), *array_cases(torch, device)]
         for case in track(bench.matching(settings.only, cases, lambda one: one.what), lambda one: one.what):
             rows += measure(case, torch.cuda.synchronize, rounds, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
         threads = measure_threads(torch, place, 3, 0.05 if settings.quick else 0.2) if settings.only is None else []
-    out.print(table("Host time of a call, medians of rounds by turns", COLUMNS, [row.cells() for row in rows], left=COLUMNS[:2]))
-    if threads:
-        cells = [(str(t["threads"]), f"{t['torch']:,.0f}", f"{t['ours']:,.0f}", number(t["ratio"], ".2f")) for t in threads]
-        out.print(table("Calls a second, all threads together", ("threads", "torch", "ours", "ours / torch"), cells, left=()))
+    for one in tables(rows, threads):
+        out.print(one)
     if settings.json is not None:
         report = {"machine": machine, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "threads": threads}
         try:
