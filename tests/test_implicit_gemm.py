@@ -30,7 +30,7 @@ from pycuda_conv.engines.few_inputs import FewInputs
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.packing import flagged, packing
 from pycuda_conv.runtime import get_device
-from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
+from pycuda_conv.runtime.base import Im2col, kernel_file
 from pycuda_conv.runtime.cache import cache_dir
 from pycuda_conv.tools.suite import core
 
@@ -634,7 +634,7 @@ def test_columns_that_a_stride_meets_repeat_after_it():
 def check_steps(program, kernel: str) -> None:
     """The arguments are those of the kernel's struct, and every define is one that the kernel's file gives a default."""
     for step in (step for stage in (*program.prepare, *program.steps, *program.whole, *(program.filter_last or ())) for step in stage):
-        text = (KERNEL_DIR / f"{step.file or step.kernel}.cu").read_text()
+        text = kernel_file(step.file or step.kernel).read_text()
         defaults = set(re.findall(r"^#define (\w+) -?\d+", re.split(r"^#endif", text, maxsplit=1, flags=re.M)[0], re.M))
         assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
         if step.kernel == kernel:
