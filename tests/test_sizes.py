@@ -5,6 +5,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,16 @@ def test_conditionals_are_counted(tmp_path):
     file = tmp_path / "some.cu"
     file.write_text("#if A\n# ifdef B\n#else\n#endif\n#elif C\n#endif\n  x; // #if\n#include <a>\n#ifndef D\n#endif\n")
     assert size(file) == [10, 4]
+
+
+def test_the_index_of_the_kernels_is_that_of_today():
+    path = KERNEL_DIR.parent / "scripts" / "kernel_index.py"
+    if not path.exists():
+        pytest.skip("the scripts are not in the installed package")
+    text = runpy.run_path(str(path))["index"]()
+    assert (KERNEL_DIR / "README.md").read_text() == text, "python scripts/kernel_index.py writes it"
+    names = [file.name for file in KERNEL_DIR.rglob("*.cu*")]
+    assert all(text.count(f"[`{name}`]") == names.count(name) for name in names)
 
 
 if __name__ == "__main__":
