@@ -26,7 +26,8 @@ FAMILIES = {
 }
 #: Files to begin with; the others follow by name, headers first.
 FIRST = (
-    "numbers.cuh", "portable.cuh", "division.cuh", "launch.cuh", "single.cu", "tile.cu", "batched.cu", "gemm.cu", "fragments.cuh", "ptx.cuh",
+    "numbers.cuh", "portable.cuh", "division.cuh", "launch.cuh", "single.cu", "tile.cu", "batched.cu", "gemm.cu", "fragments.cuh",
+    "ptx.cuh",
 )  # fmt: skip
 
 
