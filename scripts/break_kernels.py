@@ -156,7 +156,7 @@ def pytest_runtest_protocol(item, nextitem):
 
 
 def mentioning(names: Sequence[str]) -> list[str]:
-    """The test files that mention kernels, by name, or the modules or the configurations of engines that launch them."""
+    """The test files that mention kernels, or the configurations of engines that launch them."""
     from pycuda_conv.engines import registry
     from pycuda_conv.tools.kernels import device_of, families
 
@@ -165,7 +165,7 @@ def mentioning(names: Sequence[str]) -> list[str]:
         for architecture in ("sm_90a", "sm_80", "opencl"):
             device = device_of(architecture)
             if engine.unsupported(device) is None and {family.file for family in engine.texts(device)} & set(names):
-                words |= {str(getattr(engine, "__name__", "")).rpartition(".")[2], *(cls.__name__ for cls in engine.CONFIGS)}
+                words |= {cls.__name__ for cls in engine.CONFIGS}
     if {family.file for family in families("opencl")} & set(names):
         words.add("device")  # tests of a device run the planner's choice
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(words)))})\b")

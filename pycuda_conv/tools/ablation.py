@@ -57,8 +57,9 @@ PARTS: dict[str, tuple[Engine, Callable[[Any], bool]]] = {
 
 
 def engine_names() -> dict[str, Engine]:
-    """The engines by the names of their modules."""
-    return {str(getattr(engine, "__name__", "")).rpartition(".")[2]: engine for engine in registry.ENGINES}
+    """The engines by the names of their modules; one in a folder by both names, as ``hopper_planes``, unless they are the same."""
+    places = {engine: str(getattr(engine, "__name__", "")).partition(".engines.")[2].split(".") for engine in registry.ENGINES}
+    return {"_".join(dict.fromkeys(place)): engine for engine, place in places.items()}
 
 
 @contextmanager
