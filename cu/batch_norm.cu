@@ -365,23 +365,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
   normalise(y, residual, out, walk, column, lane, down, start, end, centre, a, b, activation, slope);
 }
 
-// A given mean and variance as a factor and a summand of a convolution, whose bias goes into the summand. A thread is a channel.
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
-    const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT var, const GLOBAL_MEM acc_t* RESTRICT gamma,
-    const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT bias, GLOBAL_MEM data_t* RESTRICT scale,
-    GLOBAL_MEM data_t* RESTRICT shift, const long_t channels, const long_t eps) {
-  NEXT_LAUNCH_MAY_COME
-  AFTER_LAST_LAUNCH
-  const index_t channel = (index_t)GID_0 * THREADS + LID_0;
-  if (channel < channels) {
-    const acc_t a = (gamma ? gamma[channel] : 1) / sqrt(var[channel] + BITS_TO_ACC(eps));
-    acc_t b = -mean[channel];
-    if (bias) b += LOAD(bias, channel);
-    STORE(scale, channel, a);
-    STORE(shift, channel, b * a + (beta ? beta[channel] : 0));
-  }
-}
-
 // g times the activation's derivative, given v = y - mean. If that is 0, so is the gradient, even of an infinity. A ReLU lets that of a NaN pass.
 #define THROUGH_ACTIVATION(g, v)                                               \
   if (BEYOND_RELU) {                                                           \

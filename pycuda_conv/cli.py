@@ -12,21 +12,36 @@ from typing import Any, NoReturn
 
 import pycuda_conv
 from pycuda_conv import interrupt
-from pycuda_conv.errors import BackendError, ConvArgumentError
+from pycuda_conv.errors import BackendError, ConvArgumentError, did_you_mean
 from pycuda_conv.interrupt import INTERRUPTED
-from pycuda_conv.problem import ACTIVATIONS, checked_activation
+from pycuda_conv.problem import ACTIVATIONS, PADDINGS, checked_activation
+from pycuda_conv.runtime import named_place
 from pycuda_conv.tools.suite import KINDS, MODES
 from pycuda_conv.tools.terminal import OK, UNUSABLE, ToolError
+from pycuda_conv.tools.wording import in_options, with_suggestion
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line instead of the usage and a line."""
-        self.exit(UNUSABLE, f"{self.prog}: {message} (--help tells more)\n")
+        self.exit(UNUSABLE, f"{self.prog}: {with_suggestion(message, self._known())} (--help tells more)\n")
+
+    def _known(self) -> list[str]:
+        """All options of this command and of its subcommands."""
+        below = [one for action in self._actions if isinstance(action.choices, dict) for one in action.choices.values()]
+        return [option for one in (self, *below) for action in one._actions for option in action.option_strings]
 
 
 def _device(text: str) -> Any:
-    return int(text) if text.isdecimal() else text
+    device = int(text) if text.isdecimal() else text
+    try:
+        named_place(device)
+    except ConvArgumentError as error:
+        hint = str(error).partition("; ")[2].replace("'", "")
+        raise argparse.ArgumentTypeError(
+            f"must be the number of a GPU, cuda, cuda:N, opencl or cpu, got {text!r}" + (f"; {hint}" if hint else "")
+        ) from None
+    return device
 
 
 def _seed(text: str) -> int:
@@ -79,7 +94,8 @@ def _padding(text: str) -> Any:
     try:
         return _sizes(text)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"must be same, valid, or integers with commas between them, got {text!r}") from None
+        hint = did_you_mean(text, PADDINGS).replace("'", "")
+        raise argparse.ArgumentTypeError(f"must be same, valid, or integers with commas between them, got {text!r}{hint}") from None
 
 
 def _activation(text: str) -> Any:
@@ -89,14 +105,16 @@ def _activation(text: str) -> Any:
         return checked_activation((word, float(slope)) if colon else word)
     except ValueError:
         words = ", ".join(str(one) for one in ACTIVATIONS[1:])
-        raise argparse.ArgumentTypeError(f"must be one of {words}, or leaky_relu:SLOPE, got {text!r}") from None
+        hint = did_you_mean(word, ACTIVATIONS).replace("'", "")
+        raise argparse.ArgumentTypeError(f"must be one of {words}, or leaky_relu:SLOPE, got {text!r}{hint}") from None
 
 
 def _devices(text: str) -> Any:
     """``"all"``, or ``"0,1"`` as [0, 1]."""
     numbers = text.split(",")
     if text != "all" and not all(number.isdecimal() for number in numbers):
-        raise argparse.ArgumentTypeError(f"must be 'all' or numbers of GPUs with commas between them, got {text!r}")
+        hint = did_you_mean(text, ("all",)).replace("'", "")
+        raise argparse.ArgumentTypeError(f"must be 'all' or numbers of GPUs with commas between them, got {text!r}{hint}")
     return text if text == "all" else [int(number) for number in numbers]
 
 
@@ -126,6 +144,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
     bench.add_argument("--host-cost", action="store_true", help="measure what each way to call costs the host, against torch, and threads")
+    bench.add_argument("--loop", action="store_true", help="measure a loop of launches over images and channels against one launch")
     bench.add_argument("--host", action="store_true", help="measure calls on numpy arrays, copies included, against torch, and the bus")
     bench.add_argument("--families", type=_count, metavar="N", help="measure the planner's choices for N random problems of each family")
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
@@ -281,6 +300,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools import hostcost
 
         return hostcost.list_cases() if arguments.list else hostcost.run(settings)
+    if arguments.loop:
+        from pycuda_conv.tools import loopbench
+
+        return loopbench.run(settings)
     if arguments.families:
         from pycuda_conv.tools import choices
 
@@ -296,14 +319,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_benchmarks(arguments: argparse.Namespace) -> None:
     """Refuse two benchmarks at once, of which one alone would be run."""
-    asked = [name for name in ("host", "host_calls", "host_cost", "cold", "families", "training", "models") if getattr(arguments, name)]
+    benchmarks = "host", "host_calls", "host_cost", "loop", "cold", "families", "training", "models"
+    asked = [name for name in benchmarks if getattr(arguments, name)]
     if arguments.models == []:
         asked.append("models")
     if len(asked) > 1 and asked != ["training", "models"]:
         flags = [f"--{name.replace('_', '-')}" for name in asked]
         raise ToolError(f"{' and '.join(flags[:2])} are two benchmarks; ask for one at a time")
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
-    for name, options in (("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"])):
+    for name, options in (("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"])):
         for option in options if getattr(arguments, name) else ():
             if getattr(arguments, option) not in (None, False, []):
                 raise ToolError(f"--{option} is not for --{name}")
@@ -332,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ToolError, BackendError, MemoryError, ConvArgumentError) as error:
         if isinstance(error, ConvArgumentError) and not str(error).startswith("PYCUDA_CONV_"):  # no variable of the environment
             raise
-        print(f"{command}: {' '.join(str(error).split()) or 'too little memory'}", file=sys.stderr)
+        print(f"{command}: {in_options(' '.join(str(error).split())) or 'too little memory'}", file=sys.stderr)
         return UNUSABLE
     except RuntimeError as error:  # Python before 3.12 wraps an error raised while a class tells its attributes their names
         if not isinstance(error.__cause__, KeyboardInterrupt):

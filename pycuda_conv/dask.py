@@ -140,8 +140,8 @@ class ChunkPlace:
         gpu = self._gpu() if isinstance(like, np.ndarray) else None
         if gpu is None:
             return np.empty_like(like, shape=shape, order="C")
-        with gpu:
-            memory = gpu.pinned_or_ordinary((math.prod(shape) * like.dtype.itemsize,), np.dtype(np.uint8))
+        with gpu.current():
+            memory = gpu.result_array((math.prod(shape) * like.dtype.itemsize,), np.dtype(np.uint8))
         return memory.view(like.dtype).reshape(shape)
 
     def _gpu(self) -> Any:
@@ -336,6 +336,11 @@ def convolve(call: Call, operands: Operands, out: Any, stream: Any, place: Chunk
     """The result of a public function for dask arrays."""
     _check_whole(out, stream)
     _check_place(place)
+    x, weight, *_, residual = operands
+    if call.function == "conv" and _rank(x) == _rank(weight) == call.ndim:  # arrays of spatial axes alone
+        more = None if residual is None else residual[None]
+        with_channels = operands._replace(input=x[None], weight=weight[None, None], residual=more)
+        return convolve(call, with_channels, out, stream, place)[0]
     names = *call.operand_names, *Operands._fields[2:]
     x = _checked(names[0], operands.input, call.ndim)
     operands = operands._replace(input=x)
@@ -494,6 +499,10 @@ def _meta(x: Any, axes: int) -> Any:
 
 
 # ---- what is refused when the graph is built
+
+
+def _rank(array: Any) -> int:
+    return len(getattr(array, "shape", ()))
 
 
 def _shape(array: Any) -> Any:

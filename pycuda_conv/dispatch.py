@@ -17,11 +17,15 @@ from pycuda_conv import execute, quick
 from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, is_torchs, same_kind
 from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
 from pycuda_conv.engines import batch_norm
-from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.memo import remember_plans
 from pycuda_conv.plan import Plan, as_called, cached_plan
-from pycuda_conv.problem import DTYPE_BYTES, ConvProblem, channels_last
-from pycuda_conv.runtime import device_count, get_device
+from pycuda_conv.problem import ConvProblem, channels_last, check_element_type
+from pycuda_conv.runtime import cuda_device, device_count, get_device, pycudas_device
+
+#: Modules that take calls over: "torch" records them, "autocast" casts their tensors, "dask" divides them into chunks. They import
+#: this module, so :mod:`pycuda_conv.handlers` puts here how each is imported when a call needs it.
+handlers: dict[str, Callable[[], Any]] = {}
 
 
 def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False) -> Any:
@@ -40,15 +44,13 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         Whether the arrays' library knows of the call.
     """
     device, devices, stream, tune = place
-    repeatable = device is None and devices is None and stream is None and tune is False and is_torchs(operands[0]) and quick.possible()
+    repeatable = device is None and devices is None and stream is None and tune is False and quick.may_repeat(operands[0])
     if repeatable:
         made = quick.call(quick.table, asked, recorded, *operands, out)
         if made is not None:
             return made
-        if out is None and quick.autocasts(operands[0]):
-            from pycuda_conv.nn import autograd  # it imports this module
-
-            return autograd.convolve_cast(asked, operands, place, recorded)
+        if out is None and is_torchs(operands[0]) and quick.autocasts(operands[0]):
+            return handlers["autocast"]().convolve_cast(asked, operands, place, recorded)
     call, arrays = Call(*asked), Operands(*operands)
     kind = same_kind(arrays, out, call.operand_names)
     if kind is STAND_IN:
@@ -57,9 +59,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         raise TypeError(f"tune must be True or False, got {brief(tune)}")
     call = call.hashable()
     if kind is LAZY:
-        from pycuda_conv import dask
-
-        return dask.convolve(call, arrays, out, stream, chunks_place(device, devices, tune))
+        return handlers["dask"]().convolve(call, arrays, out, stream, chunks_place(device, devices, tune))
     gpus: tuple[Any, ...] = ()
     if devices is not None:
         gpus = gpus_of(devices, device)
@@ -67,11 +67,13 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
     elif device is not None:
         device = get_device(device)
     if not recorded and kind.must_be_recorded(arrays, out is None and devices is None and stream is None):
-        from pycuda_conv.nn import autograd  # it imports this module
-
-        return autograd.convolve(call, arrays, None if device is None else device.name, tune)
+        return handlers["torch"]().convolve(call, arrays, None if device is None else device.name, tune)
+    if kind.opens:
+        arrays = kind.opened(arrays, call.operand_names)
+    if device is None and not kind.on_gpu(arrays.input):  # not only after the plan was looked up: PyCUDA's current context may change
+        device = pycudas_device()
     layout = _layout(call, kind, arrays)
-    plan = plan_for_call(call, kind, kind.signatures(arrays), device, layout, tune)
+    plan = plan_for_call(call, kind, kind.signatures(arrays, (*call.operand_names, *Operands._fields[2:])), device, layout, tune)
     plan = plan.better or plan
     if gpus:
         if not isinstance(kind, HostKind) or kind.signature(arrays.input)[2] not in (None, -1):
@@ -83,8 +85,9 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
     result = execute.run(kind, plan, arrays, out, stream, layout=layout, devices=gpus)
     if repeatable and kind.remembered:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
+        plain = plain and not plan.problem.bare  # torch gives their gradients by way of views with channels
         quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
-    return result
+    return kind.closed(result, arrays, stream) if kind.opens else result
 
 
 def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:
@@ -97,9 +100,7 @@ def _recorded(call: Call) -> list[Callable[..., Any]]:
     """A function that tells torch of a convolution repeated by the launcher in C, as torch has to give gradients; in a list."""
 
     def first(input: Any, weight: Any, bias: Any, made: Any) -> Any:
-        from pycuda_conv.nn import autograd
-
-        tell[0] = autograd.told_again(call, input.shape, weight.shape)
+        tell[0] = handlers["torch"]().told_again(call, input.shape, weight.shape)
         return tell[0](input, weight, bias, made)
 
     tell: list[Callable[..., Any]] = [first]
@@ -129,11 +130,9 @@ def hand_over(name: str, operands: Sequence[Any], options: dict[str, Any]) -> An
 
 def chunks_place(device: Any, devices: Any, tune: bool) -> Any:
     """Where the chunks of dask arrays are to be computed."""
-    from pycuda_conv import dask
-
     if isinstance(devices, Iterable) and not isinstance(devices, str):
         devices = tuple(devices)
-    return dask.ChunkPlace(getattr(device, "name", device), devices, tune)
+    return handlers["dask"]().ChunkPlace(getattr(device, "name", device), devices, tune)
 
 
 def gpus_of(devices: Any, device: Any = None) -> tuple[Any, ...]:
@@ -143,11 +142,12 @@ def gpus_of(devices: Any, device: Any = None) -> tuple[Any, ...]:
     if isinstance(devices, str) and devices == "all":
         devices = range(device_count())
     elif isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices must be 'all' or a list of GPU numbers, got {brief(devices)}")
+        raise TypeError(f"devices must be 'all' or a list of GPU numbers, got {brief(devices)}{did_you_mean(devices, ('all',))}")
     gpus = []
     for one in devices:
         try:
-            gpus.append(get_device(one))
+            found: Any = get_device(one)
+            gpus.append(found if found.backend != "cuda" else cuda_device(found.ordinal))  # whatever context is current
         except (TypeError, ConvArgumentError) as error:  # it speaks of `device`
             raise type(error)(f"devices must be 'all' or a list of GPU numbers, got {brief(one)} in it") from None
     if not gpus or len(set(gpus)) < len(gpus) or any(gpu.backend != "cuda" for gpu in gpus):
@@ -191,19 +191,18 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
     if kind is STAND_IN:
         return hand_over(f"conv{ndim}d_bias", (grad_output,), {"device": device, "stream": stream})
     if kind is LAZY:
-        from pycuda_conv import dask
-
-        return dask.sum_channels(ndim, grad_output, stream, chunks_place(device, None, False))
+        return handlers["dask"]().sum_channels(ndim, grad_output, stream, chunks_place(device, None, False))
     if device is not None:
         device = get_device(device)
     if not recorded and kind.must_be_recorded(operands, stream is None):
-        from pycuda_conv.nn import autograd  # it imports this module
-
-        return autograd.sum_channels(ndim, grad_output, None if device is None else device.name)
+        return handlers["torch"]().sum_channels(ndim, grad_output, None if device is None else device.name)
+    if kind.opens:
+        operands = kind.opened(operands, ("grad_output", "grad_output"))
+        grad_output = operands.input
     kind.check_dense(grad_output)
     signature = kind.signature(grad_output)
     shape, dtype = tuple(signature[0]), kind.dtype_name(signature[1])
-    check_summed(ndim, shape, dtype)
+    check_summed(ndim, shape, dtype, kind.conversion)
     own, layout = kind.device(signature, device), kind.layout(grad_output, ndim)
     order = channels_last(len(shape), ndim) if layout == "NHWC" else None
     images = shape[0] if len(shape) == ndim + 2 else 1
@@ -212,15 +211,14 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
     with own:
         sums = kind.empty((pixels.K,), grad_output, own)
         execute.launch(kind, own, launch, (kind.as_kernel_input(grad_output, order),), (sums,), workspace, stream)
-    return sums
+    return kind.closed(sums, operands, stream)
 
 
-def check_summed(ndim: int, shape: Sequence[int], dtype: str) -> None:
+def check_summed(ndim: int, shape: Sequence[int], dtype: str, conversion: str = ArrayKind.conversion) -> None:
     """Refuse a gradient whose channels can't be summed."""
     name = f"conv{ndim}d_bias"
+    check_element_type("grad_output", dtype, conversion)
     if len(shape) not in (ndim + 1, ndim + 2):
         raise ConvArgumentError(f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) grad_output to {name}, but got {list(shape)}")
-    if dtype not in DTYPE_BYTES:
-        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {dtype}")
     if any(isinstance(n, int) and n == 0 for n in shape):
         raise ConvArgumentError(f"grad_output must have elements, but got shape {list(shape)}")

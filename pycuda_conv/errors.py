@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -16,6 +17,11 @@ class BackendError(RuntimeError):
 
 class DeviceMemoryError(MemoryError):
     """The device has too little memory; the text says how much was asked and how much is free."""
+
+
+def no_memory(name: str) -> str:
+    """The message about an array that has elements but no memory."""
+    return f"{name} has no memory: its address is 0; was its storage freed or resized?"
 
 
 class _Brief(reprlib.Repr):
@@ -32,3 +38,12 @@ class _Brief(reprlib.Repr):
 
 #: A value as a message shows it: on one line, long ones cut short, an array by its shape.
 brief = _Brief().repr
+
+
+def did_you_mean(word: Any, known: Iterable[Any]) -> str:
+    """The end of a message that refuses `word`: the most similar of the `known` words, or nothing if none is similar."""
+    from difflib import get_close_matches  # takes 3 ms to import
+
+    words = [one for one in known if isinstance(one, str)]
+    near = get_close_matches(word.lower(), words, 1) if isinstance(word, str) else []
+    return f"; did you mean {near[0]!r}?" if near else ""

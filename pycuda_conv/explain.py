@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pycuda_conv import engines
+from pycuda_conv import engines, tune
 from pycuda_conv.runtime.base import KernelLaunch, shown_file
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ def explain(plan: Plan, measure: bool) -> str:
     if own is not None:
         facts.append(("predicted", _speed(plan, own)))
     if measure and not plan.empty:
-        from pycuda_conv.measure import measured
-
-        facts.append(("measured", _speed(plan, measured(plan)) + ", now"))
+        facts.append(("measured", _speed(plan, tune.measure.measured(plan)) + ", now"))
     elif plan.tuned is not None:
         elsewhere = f" on {plan.tuned.gpu}" if plan.tuned.gpu else ""
         facts.append(("measured", f"{_speed(plan, plan.tuned.us)}, when it was tuned{elsewhere}"))

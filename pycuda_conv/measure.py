@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -12,12 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv import behind, engines
+from pycuda_conv import behind, engines, tune
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import SPACING, depth, relative_limit
+from pycuda_conv.runtime import copies, driver
 from pycuda_conv.runtime.base import Device, KernelLaunch
-from pycuda_conv.runtime.cuda import CudaDevice, Graph
+from pycuda_conv.runtime.device import CudaDevice
+from pycuda_conv.runtime.graph import Graph
+from pycuda_conv.runtime.streams import new_event
 from pycuda_conv.timing import Effort, gpu_times, operand_sets, wall_times
 from pycuda_conv.tune import Choice
 
@@ -106,7 +111,7 @@ def device_times(plans: Sequence[Plan]) -> list[float]:
     Where the images are channels last, so are the filters of plans that can read or write them so. Results are compared before.
     """
     device: Any = plans[0].device
-    with device:
+    with device.current():
         clock = _Clock(device)
         operands = _Operands(device, clock.own, plans)
         operands.compare(plans)
@@ -131,15 +136,20 @@ def _medians(clock: _Clock, ways: Sequence[Callable[[int], None]], sets: int, ef
 
 
 class _Event:
-    def __init__(self, event: Any, stream: Any) -> None:
-        self._event, self._stream = event, stream
+    def __init__(self, stream: Any) -> None:
+        self._event, self._stream = new_event(0), stream
 
     def record(self) -> None:
-        self._event.record(self._stream)
+        driver.check(driver.libcuda().cuEventRecord(self._event, self._stream.handle), "cuEventRecord")
 
     def elapsed_time(self, end: _Event) -> float:
         """Milliseconds."""
-        return float(end._event.time_since(self._event))
+        found, elapsed = ctypes.c_float(), getattr(driver.libcuda(), "cuEventElapsedTime_v2", driver.libcuda().cuEventElapsedTime)
+        driver.check(elapsed(ctypes.byref(found), ctypes.c_void_p(self._event), ctypes.c_void_p(end._event)), "cuEventElapsedTime")
+        return found.value
+
+    def __del__(self) -> None:  # the measurement's context is current
+        driver.libcuda().cuEventDestroy_v2(ctypes.c_void_p(self._event))
 
 
 class _Clock:
@@ -147,11 +157,10 @@ class _Clock:
 
     def __init__(self, device: CudaDevice) -> None:
         self.cuda = self
-        self._driver = device._drv
         self.own = device.pipeline_streams()[1]
 
     def Event(self, enable_timing: bool) -> _Event:
-        return _Event(self._driver.Event(), self.own)
+        return _Event(self.own)
 
     def CUDAGraph(self) -> Graph:
         return Graph(self.own)
@@ -180,7 +189,7 @@ class _Operands:
     """Random arrays for plans of one problem: so many sets that no launch finds what the last one left in the cache."""
 
     def __init__(self, device: CudaDevice, stream: Any, plans: Sequence[Plan]) -> None:
-        self._drv, self._stream = device._drv, stream
+        self._stream = stream
         self.problem = problem = plans[0].problem
         self.count = operand_sets(problem, device.cache_bytes)
         self._blocks: list[Any] = []
@@ -205,11 +214,11 @@ class _Operands:
 
     def _fill(self, address: int, values: np.ndarray, nbytes: int) -> None:
         """Fill `nbytes` bytes at `address` with `values`, repeated."""
-        self._drv.memcpy_htod_async(address, values, self._stream)
+        copies.to_device(address, values, self._stream)
         done = values.nbytes
         while done < nbytes:
             part = min(done, nbytes - done)
-            self._drv.memcpy_dtod_async(address + done, address, part, self._stream)
+            copies.within(address + done, address, part, self._stream)
             done += part
 
     def compare(self, plans: Sequence[Plan]) -> None:
@@ -217,8 +226,8 @@ class _Operands:
         *_, result, workspace = self.buffers[0]
         expected = None
         for plan in plans:
-            self._drv.memset_d8_async(result, 0xFF, plan.result_bytes, self._stream)  # NaN in every dtype
-            self._drv.memset_d8_async(workspace, 0xFF, self._workspace_bytes, self._stream)
+            copies.fill(result, 0xFF, plan.result_bytes, self._stream)  # NaN in every dtype
+            copies.fill(workspace, 0xFF, self._workspace_bytes, self._stream)
             plan.launch(self.buffers[0], self._stream)
             found = self._sample(result, plan.result_bytes)
             if expected is None:
@@ -235,7 +244,7 @@ class _Operands:
         starts = [0] if count <= SAMPLES * part else [i * (count - part) // (SAMPLES - 1) for i in range(SAMPLES)]
         host = np.empty((len(starts), count if len(starts) == 1 else part), self.problem.storage)
         for row, start in zip(host, starts, strict=True):
-            self._drv.memcpy_dtoh_async(row, address + start * itemsize, self._stream)
+            copies.to_host(row, address + start * itemsize, self._stream)
         self._stream.synchronize()
         if self.problem.dtype == "bfloat16":
             return (host.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -284,3 +293,6 @@ def wall_time(plan: Plan) -> float:
 def measured(plan: Plan) -> float:
     """Microseconds that `plan` takes on random arrays."""
     return device_times([plan])[0] if plan.device.backend == "cuda" else wall_time(plan)
+
+
+tune.measure = sys.modules[__name__]

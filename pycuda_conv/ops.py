@@ -11,6 +11,7 @@ from pycuda_conv.arrays import NumpyKind, kind_of
 from pycuda_conv.dispatch import convolve, sum_channels
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.problem import integer
+from pycuda_conv.runtime import bound_to_thread
 from pycuda_conv.typing import Activation, Array, Crop, DType, Padding, Precision, Sizes
 
 if TYPE_CHECKING:
@@ -33,9 +34,9 @@ def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args
         with ThreadPoolExecutor(ahead) as pool:
             try:
                 for one in inputs:
-                    if isinstance(kind_of("an input", one), NumpyKind):
+                    if isinstance(kind_of("an input", one), NumpyKind) and not bound_to_thread():
                         coming.append(pool.submit(function, one, *args, **options))
-                    else:  # launches don't wait, and streams and torch's modes are those of the caller's thread
+                    else:  # launches don't wait, and streams, torch's modes and PyCUDA's contexts are those of the caller's thread
                         coming.append(Future())
                         coming[-1].set_result(function(one, *args, **options))
                     if len(coming) > ahead:
@@ -64,12 +65,12 @@ def conv2d(
 
     Parameters
     ----------
-    input : array of shape (N, C, H, W) or (C, H, W)
+    input : array of shape (N, C, H, W), (C, H, W) or (H, W)
         A numpy, torch or CuPy array, a PyCUDA ``GPUArray``, or any object with ``__cuda_array_interface__``. Its dtype is float16,
         bfloat16 (in numpy that of ml_dtypes), float32 or float64. Its strides may be any. A torch tensor that is channels last
         (NHWC in memory) gives a result that is. A dask array of numpy or CuPy chunks gives one that is computed later.
-    weight : array of shape (K, C/groups, R, S)
-        The filters.
+    weight : array of shape (K, C/groups, R, S), or (R, S) for an input of shape (H, W)
+        The filters. One image and one filter may both come without their other axes; the result is an image of shape (P, Q).
     bias : array of shape (K,), optional
         What is added to each output channel.
     stride : int or (int, int)
@@ -113,7 +114,7 @@ def conv2d(
 
     Returns
     -------
-    array of shape (N, K, P, Q) or (K, P, Q)
+    array of shape (N, K, P, Q), (K, P, Q) or (P, Q)
         The result, of the input's kind and dtype, or `out` if it was given. It is channels last where the input is a tensor that is,
         else C-contiguous.
         ``P = (H + top + bottom - dilation*(R - 1) - 1) // stride + 1``, Q likewise.
@@ -130,10 +131,13 @@ def conv2d(
     Examples
     --------
     >>> import numpy as np, pycuda_conv as pc
-    >>> image = np.random.rand(1, 1, 512, 512).astype(np.float32)
-    >>> sharpen = np.array([[[[0, -1, 0], [-1, 5, -1], [0, -1, 0]]]], np.float32)
-    >>> pc.conv2d(image, sharpen, padding=1).shape
-    (1, 1, 512, 512)
+    >>> images = np.random.rand(8, 3, 64, 64).astype(np.float32)
+    >>> filters = np.random.rand(16, 3, 3, 3).astype(np.float32)
+    >>> pc.conv2d(images, filters, padding=1).shape
+    (8, 16, 64, 64)
+    >>> sharpen = np.array([[0, -1, 0], [-1, 5, -1], [0, -1, 0]], np.float32)
+    >>> pc.conv2d(images[0, 0], sharpen, padding=1).shape  # one image, one filter
+    (64, 64)
     """
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
@@ -149,15 +153,15 @@ def conv1d(
 
     Parameters
     ----------
-    input : array of shape (N, C, W) or (C, W)
-    weight : array of shape (K, C/groups, S)
+    input : array of shape (N, C, W), (C, W) or (W,)
+    weight : array of shape (K, C/groups, S), or (S,) for an input of shape (W,)
     padding : int, (int,), ((left, right),), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune
         As for :func:`conv2d`.
 
     Returns
     -------
-    array of shape (N, K, Q) or (K, Q)
+    array of shape (N, K, Q), (K, Q) or (Q,)
 
     Raises
     ------
@@ -178,15 +182,15 @@ def conv3d(
 
     Parameters
     ----------
-    input : array of shape (N, C, D, H, W) or (C, D, H, W)
-    weight : array of shape (K, C/groups, T, R, S)
+    input : array of shape (N, C, D, H, W), (C, D, H, W) or (D, H, W)
+    weight : array of shape (K, C/groups, T, R, S), or (T, R, S) for an input of shape (D, H, W)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune
         As for :func:`conv2d`.
 
     Returns
     -------
-    array of shape (N, K, O, P, Q) or (K, O, P, Q)
+    array of shape (N, K, O, P, Q), (K, O, P, Q) or (O, P, Q)
 
     Raises
     ------

@@ -6,19 +6,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycuda_conv import behind, engines, execute, quick
 from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
+from pycuda_conv.explain import explain
 from pycuda_conv.memo import forget_launches, remember_plans
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.tune import Choice, lookup, tuned
 from pycuda_conv.typing import Array
+
+if TYPE_CHECKING:
+    from pycuda_conv.kernels import Kernel
 
 #: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or lying in :attr:`Plan.filter_order`.
 PACK, WITH_PACKED, WHOLE, FILTER_LAST = range(4)
@@ -80,7 +84,11 @@ class Plan:
             raise ValueError(f"there is nothing to tune: config={config} was given")
         #: the measurement that the configuration follows, or None
         self.tuned = None if self.fixed else (tuned if tune else lookup)(problem, self.device)
-        self._set_up(config or (self.tuned.config if self.tuned else engines.choose(problem, self.device)), noted)
+        if config is None:
+            config = self.tuned.config if self.tuned else engines.choose(problem, self.device)
+            if noted:
+                config = engines.with_moments(problem, config, self.device)
+        self._set_up(config, noted)
         if tune:
             self.specialise()
 
@@ -109,7 +117,8 @@ class Plan:
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction != "wgrad"
         #: the same for a filter that is written: the gradient
         self.writes_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction == "wgrad"
-        self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
+        either = math.prod(problem.filter_size) == 1 or problem.bare  # a filter of one tap, or of one channel, lies in either order
+        self.filter_order = None if either else channels_last(problem.ndim + 2, problem.ndim)
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
@@ -145,6 +154,8 @@ class Plan:
         self = cls.__new__(cls)
         self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
         config = self.tuned.config if self.tuned else engines.choose(problem, device)
+        if noted:
+            config = engines.with_moments(problem, config, device)
         schedules = {} if noted else {config: engines.schedule(problem, config, device)}
         missing = [] if noted or 0 in problem.result_shape else behind.missing(behind.form(schedules[config], device), device)
         serves = config
@@ -197,6 +208,16 @@ class Plan:
         self.better = better
         forget_launches()
 
+    def on(self, device: Any) -> Plan:
+        """The same plan for another context of the same GPU: its kernels are loaded there, and nothing is planned again."""
+        found: Plan | None = device.plans.get(self)
+        if found is None:
+            found = type(self).__new__(type(self))
+            found.problem, found.device, found.fixed, found.tuned = self.problem, device, self.fixed, self.tuned
+            found._set_up(self.config, self.noted, self.schedule)
+            device.plans[self] = found
+        return found
+
     def settled(self) -> Plan:
         """The plan in its final form: the best configuration, with the layer's constants compiled in. Waits for the compiler."""
         if self._better_config is not None and self.better is None:
@@ -237,24 +258,27 @@ class Plan:
             launchers[way] = self._ways[way]()
         return launchers[way]
 
-    def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False) -> None:
+    def launch(
+        self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False, norm: Sequence[Any] = (0, 0, 0)
+    ) -> None:
         """Launch the kernels on (input, weight, bias, scale, residual, result, workspace): addresses, 0 for none, or OpenCL buffers.
 
         The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
         a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. With
         `filter_last`, for plans of :attr:`reads_filter_last` or :attr:`writes_filter_last`, the filter, or its gradient, lies in
-        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that.
+        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that. With a
+        :attr:`ConvProblem.norm`, `norm` are its beta, mean and variance, and its gamma is in the place of the scale.
         """
         input, weight, bias, scale, residual, result, workspace = buffers
         place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)
-        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual), stream)
+        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual, *norm), stream)
         coming = self._behind
         if coming is not None:
             self._improve(coming, stream)
 
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
-        self._launcher(PACK)((0, weight, 0, 0, 0, packed, 0, 0), stream)
+        self._launcher(PACK)((0, weight, 0, 0, 0, packed, *(0,) * 5), stream)
 
     def __call__(
         self, input: Array, weight: Array, bias: Array | None = None, *, scale: Array | None = None, residual: Array | None = None,
@@ -272,6 +296,43 @@ class Plan:
         """This plan with a filter that stays on the device, for many inputs: see :class:`BoundPlan`."""
         return BoundPlan(self, weight, bias, scale)
 
+    def kernels(
+        self, input: Array, weight: Array, bias: Array | None = None, *, out: Array, scale: Array | None = None,
+        residual: Array | None = None, workspace: Any = None,
+    ) -> list[Kernel]:
+        """The plan's launches on these arrays, to be made by hand: in a stream, a graph or a program of your own.
+
+        ::
+
+            for k in plan.kernels(x, w, out=y):
+                k.function(*k.args, grid=k.grid, block=k.block, shared=k.shared, stream=stream)
+
+        Parameters
+        ----------
+        input, weight, bias, scale, residual
+            Arrays in the GPU's memory, of the plan's shapes and dtype. They must lie as the kernels read them: nothing is copied.
+        out : array
+            Where the result goes.
+        workspace : array, allocation or int, optional
+            At least :attr:`workspace_bytes` bytes of the GPU's memory, at a multiple of 256 bytes; by default new memory, which the
+            launches keep. Launches that may run at the same time need workspaces of their own.
+
+        Returns
+        -------
+        list of :class:`pycuda_conv.Kernel`
+            In the order in which they have to run; empty for a result without elements. The functions belong to PyCUDA's current context.
+
+        Raises
+        ------
+        ConvArgumentError, TypeError
+            As for a call, and for an array that would have to be copied.
+        BackendError
+            The plan is not for a GPU.
+        """
+        from pycuda_conv.kernels import of_plan
+
+        return of_plan(self, Operands(input, weight, bias, scale, residual), out, workspace)
+
     def explain(self, measure: bool = False) -> str:
         """A text with what is launched and why: the work, the configuration and the reasons for it, each launch, the time.
 
@@ -280,8 +341,6 @@ class Plan:
         measure : bool
             Measure the time now, on random arrays.
         """
-        from pycuda_conv.explain import explain
-
         return explain(self, measure)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -336,6 +395,8 @@ class BoundPlan:
         self._kind = kind = same_kind(given, names=("weight", "weight"))
         kind.check_dense(weight, bias, scale)
         kind.check_not_recorded(given)
+        given = kind.opened(given, ("weight", "weight"))
+        _, weight, bias, scale, _ = given
         _, of_weight, *_ = signatures = kind.signatures(given)
         assert of_weight is not None
         #: of weight, bias and scale
@@ -364,13 +425,14 @@ class BoundPlan:
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
         kind.check_not_recorded(given)
+        given = kind.opened(given, ("input", "input"))
         of_input, *_, of_residual = kind.signatures(given)
         execute.check_fit(self.plan, kind, (of_input, *self._signatures, of_residual))
-        operands = Operands(input, *filter, residual)
+        operands = Operands(given.input, *filter, given.residual)
         result: Array = execute.run(kind, self.plan, operands, out, stream, kept=self._kept)
         if stream is None:
             quick.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
-        return result
+        return kind.closed(result, operands, stream)
 
 
 def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:

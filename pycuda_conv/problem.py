@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Real
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
-from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.typing import Activation, Crop, Padding, Precision, Sizes
 
 #: Three extents, in the order depth, height, width.
@@ -30,6 +30,7 @@ PRECISIONS = ("fp32", "tf32")
 LAYOUTS = ("NCHW", "NHWC")  # the layouts of callers' arrays; kernels also see those of :attr:`ConvProblem.launched`
 #: In the order of ``cu/activation.cuh``.
 ACTIVATIONS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
+PADDINGS = ("same", "valid")
 SLOPE = 0.01  # the slope of "leaky_relu" if the caller gives none
 
 
@@ -88,7 +89,8 @@ def checked_activation(value: Any) -> str | tuple[str, float] | None:
         return "leaky_relu" if float(slope) == SLOPE else ("leaky_relu", float(slope))
     expected = f"activation must be one of {ACTIVATIONS} or ('leaky_relu', slope)"
     if isinstance(value, (str, tuple, list)):
-        raise ConvArgumentError(f"{expected}, but got activation={brief(value)}")
+        word = value if isinstance(value, str) or not value else value[0]
+        raise ConvArgumentError(f"{expected}, but got activation={brief(value)}{did_you_mean(word, ACTIVATIONS)}")
     raise TypeError(f"{expected}, got {brief(value)}")
 
 
@@ -97,6 +99,37 @@ def activation_and_slope(activation: str | tuple[str, float] | None) -> tuple[in
     if isinstance(activation, tuple):
         return ACTIVATIONS.index("leaky_relu"), activation[1]
     return ACTIVATIONS.index(activation), SLOPE if activation == "leaky_relu" else 0.0
+
+
+def check_precision(precision: Any) -> None:
+    """Refuse what is no word for a precision."""
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        hint = did_you_mean(precision, PRECISIONS)
+        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={brief(precision)}{hint}")
+
+
+def check_element_type(name: str, dtype: str, conversion: str = "{}.astype('{}')") -> None:
+    """Refuse the array `name` if no kernel has its `dtype`, and say what to do.
+
+    `conversion` is the expression that converts such an array: its two gaps are for the array's name and for a dtype.
+    """
+    if dtype in DTYPE_BYTES:
+        return
+    wide = "float32" if dtype in ("bool", "int8", "uint8", "int16", "uint16") or dtype.startswith("float8") else "float64"
+    converted = f"pass {conversion.format(name, wide)}"
+    if dtype.startswith("complex"):
+        advice = f"convolve {name}.real and {name}.imag, one after the other"
+    elif dtype.startswith(("str", "bytes", "datetime", "timedelta")):
+        advice = "pass numbers"
+    elif dtype == "void16":
+        advice = f"if these are bfloat16 numbers, pass {name}.view(ml_dtypes.bfloat16)"
+    elif dtype.startswith("void"):
+        advice = "pass one of its fields"
+    elif dtype.startswith((">", "<")):
+        advice = "pass a copy in the machine's byte order"
+    else:
+        advice = converted
+    raise TypeError(f"{name} has the type {dtype}, but a convolution takes float16, bfloat16, float32 or float64 arrays: {advice}")
 
 
 def _rank(ndim: Any) -> int:
@@ -118,9 +151,10 @@ def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
 def padding_pairs(padding: Any, ndim: int) -> str | tuple[tuple[int, int], ...]:
     """The `padding` argument in one form: ``"same"``, ``"valid"`` or `ndim` pairs (before, after)."""
     if isinstance(padding, str):
-        if padding not in ("same", "valid"):
+        if padding not in PADDINGS:
             raise ConvArgumentError(
                 f"Invalid padding string: '{padding}' (expected 'same', 'valid', an integer, {ndim} integers or {ndim} pairs)"
+                f"{did_you_mean(padding, PADDINGS)}"
             )
         return padding
     if isinstance(padding, Sequence) and any(isinstance(v, Sequence) for v in padding):
@@ -156,6 +190,14 @@ def _pad3(values: Sequence[int], fill: int) -> Size3:
     return d, h, w
 
 
+class Norm(NamedTuple):
+    """Batch normalisation of a convolution's result by given statistics, as kernels compute it where they finish a sum."""
+
+    eps: float
+    #: of gamma, beta, mean and variance: the problem's, or that of its sums
+    dtype: str
+
+
 @dataclass(frozen=True)
 class ConvProblem:
     """A convolution, a transposed convolution, or a gradient of a convolution, of arrays of known shapes.
@@ -187,8 +229,12 @@ class ConvProblem:
         How the arrays of images lie in memory: ``"NHWC"`` is channels last. Shapes are the same. A filter and its gradient lie in
         C order, unless a plan can take another. ``"CNHW"`` and ``"CHWN"`` are for :attr:`launched` alone.
     has_scale, has_residual : bool
+    norm : Norm, optional
+        Batch normalisation by given statistics. It takes the place of a scale: then `has_scale` is set too.
     activation : str, ("leaky_relu", float) or None
         What is done with the sums: see :func:`pycuda_conv.conv2d`. The residual lies in memory as the result does.
+    bare : bool
+        True for one image of one channel and one filter, whose arrays have spatial axes alone.
     """
 
     direction: Literal["fprop", "dgrad", "wgrad"]
@@ -212,6 +258,8 @@ class ConvProblem:
     has_scale: bool = False
     has_residual: bool = False
     activation: str | tuple[str, float] | None = None
+    bare: bool = False
+    norm: Norm | None = None
 
     def __hash__(self) -> int:
         """Computed once: the planner looks problems up hundreds of times."""
@@ -238,6 +286,7 @@ class ConvProblem:
         Parameters
         ----------
         input_shape : (N, C, ...) or (C, ...)
+            Or the spatial axes alone, where `weight_shape` has no others either: one image of one channel.
         weight_shape : (K, C/groups, ...)
         bias_shape : (K,) or None
         stride, padding, dilation, groups, activation
@@ -259,13 +308,17 @@ class ConvProblem:
         ndim = _rank(ndim)
         name = f"conv{ndim}d"
         input_shape, weight_shape = checked_shape("input_shape", input_shape), checked_shape("weight_shape", weight_shape)
-        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout)
+        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout, bare=True)
         pairs = padding_pairs(padding, ndim)
-        k, channels_per_group, *filter_size = weight_shape
+        k, channels_per_group = (1, 1) if common.bare else weight_shape[:2]
+        filter_size = weight_shape[-ndim:]
         groups = common.groups
-        _check_groups(groups, weight_shape)
+        if common.bare and groups != 1:
+            raise ConvArgumentError(f"an image and a filter without channels are one group, but got groups={groups}")
+        if not common.bare:
+            _check_groups(groups, weight_shape)
         _check_pairs(pairs)
-        channels = input_shape[-ndim - 1]
+        channels = 1 if common.bare else input_shape[-ndim - 1]
         if channels != channels_per_group * groups:
             raise ConvArgumentError(
                 f"Given groups={groups}, weight of size {_shown(weight_shape)}, expected input{_shown(input_shape)} to have "
@@ -395,7 +448,11 @@ class ConvProblem:
             As for :meth:`forward`.
         """
         if of not in ("input", "weight"):
-            raise ConvArgumentError(f"a gradient is of the 'input' or of the 'weight', but got of={brief(of)}")
+            hint = did_you_mean(of, ("input", "weight"))
+            raise ConvArgumentError(f"a gradient is of the 'input' or of the 'weight', but got of={brief(of)}{hint}")
+        weight_shape = checked_shape("weight_shape", weight_shape)
+        if len(weight_shape) == _rank(ndim):
+            raise ConvArgumentError(_without_channels(f"conv{ndim}d_{of}", ndim, weight_shape))
         forward = cls.forward(
             ndim, input_shape, weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=dtype,
             precision=precision, layout=layout, in_chunks=in_chunks,
@@ -451,8 +508,11 @@ class ConvProblem:
 
     @property
     def plain(self) -> ConvProblem:
-        """The problem without scale, residual and activation, which change neither the choice of a kernel nor its time by much."""
-        return replace(self, has_scale=False, has_residual=False, activation=None)
+        """The problem without scale, norm, residual and activation, which change neither the choice of a kernel nor its time by much.
+
+        Its arrays have all their axes: without those of length 1 they lie in memory just so.
+        """
+        return replace(self, has_scale=False, has_residual=False, activation=None, norm=None, bare=False)
 
     @property
     def operand_size(self) -> Size3:
@@ -486,7 +546,7 @@ class ConvProblem:
 
     @property
     def _filter_shape(self) -> tuple[int, ...]:
-        return (self.K, self.C // self.groups, *self.filter_size[-self.ndim :])
+        return self.filter_size[-self.ndim :] if self.bare else (self.K, self.C // self.groups, *self.filter_size[-self.ndim :])
 
     @property
     def bias_shape(self) -> tuple[int] | None:
@@ -524,7 +584,8 @@ class ConvProblem:
         pixels (r,s) lie `dilation` apart. In all three arrays the channels of that convolution come before its images in memory,
         outermost, hence the layout ``"CNHW"``. If x and dy are channels last, its images are last in memory: ``"CHWN"``.
         """
-        own = self._of_images() if self.ndim == 3 else self
+        own = replace(self, bare=False) if self.bare else self
+        own = own._of_images() if self.ndim == 3 else own
         if own.layout == "NHWC" and own.C == own.K == 1:  # a single channel lies in either order
             own = replace(own, layout="NCHW")
         if own.direction != "wgrad":
@@ -556,7 +617,7 @@ class ConvProblem:
         )  # fmt: skip
 
     def _shape(self, channels: int, size: Size3) -> tuple[int, ...]:
-        return ((self.N,) if self.batched else ()) + (channels, *size[-self.ndim :])
+        return ((self.N,) if self.batched else ()) + (() if self.bare else (channels,)) + size[-self.ndim :]
 
     @property
     def order(self) -> tuple[int, ...] | None:
@@ -597,7 +658,8 @@ class ConvProblem:
     def bytes(self) -> int:
         """Bytes that must move at the least: every array read or written once."""
         elements = math.prod(self.input_shape) + math.prod(self.weight_shape) + math.prod(self.result_shape) * (1 + self.has_residual)
-        return (elements + self.result_channels * (self.has_bias + self.has_scale)) * self.itemsize
+        vectors = self.has_bias + self.has_scale + 3 * (self.norm is not None)
+        return (elements + self.result_channels * vectors) * self.itemsize
 
     @property
     def largest_array(self) -> int:
@@ -636,35 +698,27 @@ class ConvProblem:
         text += f" {self.dtype}" + (" tf32" if self.precision == "tf32" else "")
         text += " channels last" if self.layout == "NHWC" else ""
         activation = self.activation if isinstance(self.activation, tuple) else (self.activation or "",)
-        epilogue = ("scale" * self.has_scale, "residual" * self.has_residual, *map(str, activation))
+        scaled = "" if not self.has_scale else "scale" if self.norm is None else "norm"
+        epilogue = (scaled, "residual" * self.has_residual, *map(str, activation))
         return " ".join([text, *filter(None, epilogue)])
 
 
 def _common(
     name: str, ndim: int, input_shape: tuple[int, ...], weight_shape: tuple[int, ...], stride: Any, dilation: Any, groups: Any,
-    dtype: str, precision: str, layout: str,
+    dtype: str, precision: str, layout: str, bare: bool = False,
 ) -> ConvProblem:
-    """The checks that both directions share, and the fields that they settle."""
+    """The checks that both directions share, and the fields that they settle. With `bare`, arrays of spatial axes alone are taken."""
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        given = dtype if isinstance(dtype, str) else brief(dtype)
-        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {given}")
-    if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={brief(precision)}")
+        known = tuple(DTYPE_BYTES)
+        raise TypeError(f"dtype must be one of {known} for {name}, but got dtype={brief(dtype)}{did_you_mean(dtype, known)}")
+    check_precision(precision)
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ConvArgumentError(f"layout must be one of {LAYOUTS}, but got layout={brief(layout)}")
+        raise ConvArgumentError(f"layout must be one of {LAYOUTS}, but got layout={brief(layout)}{did_you_mean(layout, LAYOUTS)}")
     strides, dilations = integers("stride", stride, ndim), integers("dilation", dilation, ndim)
     groups = integer("groups", groups)
-    if len(weight_shape) < 3:
-        raise ConvArgumentError(f"weight should have at least three dimensions, but got weight of size {_shown(weight_shape)}")
-    if len(input_shape) not in (ndim + 1, ndim + 2):
-        raise ConvArgumentError(
-            f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) input to {name}, but got input of size: {_shown(input_shape)}"
-        )
-    if len(weight_shape) != ndim + 2:
-        raise ConvArgumentError(
-            f"Expected {ndim + 2}-dimensional weight for {name}, but got {len(weight_shape)}-dimensional weight of size "
-            f"{_shown(weight_shape)} instead"
-        )
+    bare = bare and len(input_shape) == len(weight_shape) == ndim
+    if not bare:
+        _check_ranks(name, ndim, input_shape, weight_shape)
     if any(v <= 0 for v in strides):
         raise ConvArgumentError(f"non-positive stride is not supported, but got stride={_shown(strides)}")
     if any(v <= 0 for v in dilations):
@@ -672,7 +726,7 @@ def _common(
     if groups <= 0:
         raise ConvArgumentError(f"non-positive groups is not supported, but got groups={groups}")
     batched = len(input_shape) == ndim + 2
-    size, filter_size = input_shape[-ndim:], weight_shape[2:]
+    size, filter_size = input_shape[-ndim:], weight_shape[-ndim:]
     if any(v == 0 for v in filter_size):
         axes = ("depth", "height", "width")[-ndim:]
         shown = " ".join(f"kernel_{axis}: {v}" for axis, v in zip(axes, filter_size, strict=True))
@@ -683,10 +737,46 @@ def _common(
         )
     one = (1, 1, 1)
     return ConvProblem(
-        direction="fprop", ndim=ndim, batched=batched, dtype=dtype, N=input_shape[0] if batched else 1, C=0, K=weight_shape[0],
+        direction="fprop", ndim=ndim, batched=batched, dtype=dtype, N=input_shape[0] if batched else 1, C=0,
+        K=1 if bare else weight_shape[0],
         groups=groups, input_size=_pad3(size, 1), filter_size=_pad3(filter_size, 1), output_size=one, stride=_pad3(strides, 1),
         dilation=_pad3(dilations, 1), padding_before=(0, 0, 0), padding_after=(0, 0, 0), has_bias=False, precision=precision,
-        layout="NHWC" if layout == "NHWC" else "NCHW",
+        layout="NHWC" if layout == "NHWC" and not bare else "NCHW", bare=bare,
+    )
+
+
+#: The spatial axes of an image, and of a filter, by their letters.
+_LETTERS = {1: ("W", "S"), 2: ("H, W", "R, S"), 3: ("D, H, W", "T, R, S")}
+
+
+def _check_ranks(name: str, ndim: int, input_shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> None:
+    """Refuse an input, or a filter, with another number of axes than the function takes."""
+    image, taps = _LETTERS[ndim]
+    forward = name == f"conv{ndim}d"
+    if len(weight_shape) == ndim:
+        if forward:
+            raise ConvArgumentError(
+                f"weight of size {_shown(weight_shape)} is a filter without channels, which {name} takes for an input of shape ({image}), "
+                f"but got input of size: {_shown(input_shape)}; for an input with channels weight has the shape (K, C/groups, {taps})"
+            )
+        raise ConvArgumentError(_without_channels(name, ndim, weight_shape))
+    if len(input_shape) not in (ndim + 1, ndim + 2):
+        text = f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) input to {name}, but got input of size: {_shown(input_shape)}"
+        if forward and len(input_shape) == ndim:
+            text += f"; an image of shape ({image}) goes with a filter of shape ({taps}), but got weight of size {_shown(weight_shape)}"
+        raise ConvArgumentError(text)
+    if len(weight_shape) != ndim + 2:
+        raise ConvArgumentError(
+            f"Expected {ndim + 2}-dimensional weight for {name}, of shape (K, C/groups, {taps}), but got {len(weight_shape)}-dimensional "
+            f"weight of size {_shown(weight_shape)} instead"
+        )
+
+
+def _without_channels(name: str, ndim: int, weight_shape: tuple[int, ...]) -> str:
+    """The message for a filter of spatial axes alone where only a forward convolution takes one."""
+    return (
+        f"Expected {ndim + 2}-dimensional weight for {name}, but got {ndim}-dimensional weight of size {_shown(weight_shape)} instead; "
+        f"conv{ndim}d alone takes filters without channels: give every array its axis of channels"
     )
 
 

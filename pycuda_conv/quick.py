@@ -1,9 +1,9 @@
 """Repeated calls: each is found by one key and launched at once, before anything else is looked at.
 
-The options of a call of torch's tensors on a GPU, and the shapes, strides, types and places of these tensors, decide what it launches. The
-launcher in C writes all of that down as a key and looks up what :func:`remember` stored for it. Then it allocates the result and launches:
-nothing is planned or checked again. It leaves unusual calls to :mod:`pycuda_conv.dispatch`: arrays other than plain tensors, modes,
-transforms, traces, a stream of the caller's, and arrays that have to be copied first. Without a launcher in C all calls go there.
+The options of a call of torch's tensors on a GPU, or of PyCUDA's arrays, and the shapes, strides, types and places of the arrays, decide
+what it launches. The launcher in C writes all of that down as a key and looks up what :func:`remember` stored for it. Then it allocates the
+result and launches: nothing is planned or checked again. It leaves unusual calls to :mod:`pycuda_conv.dispatch`: other kinds of arrays,
+modes, transforms, traces, a stream of the caller's, and arrays that have to be copied first. Without a launcher in C all calls go there.
 
 Several kernels in a row, such as a pass of a fused layer, are stored in the same way: :func:`row` makes one schedule of the launches,
 which :data:`again` finds and repeats.
@@ -16,12 +16,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pycuda_conv.engines.split_sum import reduce_two
 from pycuda_conv.memo import MOST, launches_are_in
 from pycuda_conv.runtime.base import KernelLaunch, TensorMap
-from pycuda_conv.runtime.cuda import LauncherInC
+from pycuda_conv.runtime.launcher import LauncherInC
 
 if TYPE_CHECKING:
     from pycuda_conv.arrays import ArrayKind
@@ -33,6 +33,9 @@ try:
 except ImportError:
     _native = None
 
+
+#: ``pycuda.gpuarray.GPUArray``, once C knows it
+_gpuarray: type | None = None
 
 #: Most bytes of two sums' parts that one launch adds; where there are more, they take much longer than a launch.
 MOST_TOGETHER = 16 << 20
@@ -68,11 +71,24 @@ def possible() -> bool:
     return _native is not None and not torch.compiler.is_dynamo_compiling()
 
 
+def may_repeat(input: Any) -> bool:
+    """Whether a call with this first operand may be a repeated one."""
+    return possible() if hasattr(type(input), "__torch_function__") else type(input) is _gpuarray
+
+
 def autocasts(input: Any) -> bool:
     """Whether ``torch.autocast`` casts the operands of a call whose first operand is `input`, a plain tensor."""
     import torch
 
     return type(input) in (torch.Tensor, torch.nn.Parameter) and torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu")
+
+
+def learn_arrays(gpuarray: type) -> None:
+    """Tell the launcher in C the class of PyCUDA's arrays."""
+    global _gpuarray
+    if _native is not None:
+        _native.learn_arrays(gpuarray)
+        _gpuarray = gpuarray
 
 
 def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
@@ -106,15 +122,15 @@ def remember(
     options : tuple
         What was asked of the call besides its arrays.
     kind : ArrayKind
-        Calls of torch's tensors alone are remembered.
+        Calls of torch's tensors and of PyCUDA's arrays alone are remembered.
     plan : Plan
     operands : sequence of tensors or None
         Input, weight, bias, scale, residual.
     out : tensor or None
     layout : str
         The result's; by default the plan's.
-    packed : tensor, optional
-        The filter, packed.
+    packed : (object, int), optional
+        What holds the packed filter, and its address.
     recorded : list of a callable, optional
         Tells torch of the call where it has to give gradients: (input, weight, bias, (result,)) -> the result.
     """
@@ -124,7 +140,7 @@ def remember(
     if name is None or name in table or plan.device.capturing():
         return
     turned = layout not in ("", plan.problem.layout)
-    put(table, name, None if turned else _ready(cast("TorchKind", kind), plan, operands, out, packed, recorded))
+    put(table, name, None if turned else _ready(kind, plan, operands, out, packed, recorded))
 
 
 def put(table: Table, name: bytes, ready: Any) -> None:
@@ -177,16 +193,19 @@ def _steps(plan: Plan, filter_last: bool) -> list[list[KernelLaunch]]:
 
 
 def steps_of(
-    plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None
+    plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None,
+    norm: Sequence[tuple[int, int]] = (),
 ) -> list[list[KernelLaunch]]:
     """A plan's launches for :func:`row`: `places` are those of input, weight, bias, result and workspace, and a buffer that is None.
 
     The filter is read as it is, and lies in the plan's ``filter_order`` if `filter_last`. The packed filter, if there is one, lies behind
-    the plan's own workspace.
+    the plan's own workspace. `norm` are the places of gamma, beta, mean and variance.
     """
     *five, none = places
     workspace, start = places[4]
-    return moved(_steps(plan, filter_last), (*five, (workspace, start + plan.schedule.workspace_bytes), none, residual or none))
+    gamma, *others = norm or (none,) * 4
+    packed = workspace, start + plan.schedule.workspace_bytes
+    return moved(_steps(plan, filter_last), (*five, packed, gamma, residual or none, *others))
 
 
 def behind_each_other(first: Plan, first_last: bool, second: Plan, second_last: bool) -> int | None:
@@ -220,7 +239,7 @@ def bytes_of_row(first: Plan, first_last: bool, second: Plan, second_last: bool)
     return max(first.workspace_bytes, second.workspace_bytes) if start is None else start + second.workspace_bytes
 
 
-def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool) -> bool:
+def fits(kind: Any, plan: Plan, operands: Sequence[Any], filter_last: bool) -> bool:
     """Whether the plan's kernels can read the operands as they lie."""
     input, weight, bias, scale, residual = operands
     return (
@@ -230,7 +249,7 @@ def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool
     )
 
 
-def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, packed: Any, recorded: list[Any] | None) -> Any:
+def _ready(kind: Any, plan: Plan, operands: Sequence[Any], out: Any, packed: Any, recorded: list[Any] | None) -> Any:
     """The call in the form of the launcher in C; None where an operand has to be copied, or Python makes the launches."""
     input, weight, *_ = operands
     filter_last = packed is None and plan.reads_filter_last and kind.is_laid_out_as(weight, plan.filter_order)
@@ -239,11 +258,12 @@ def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, packe
     if not fits(kind, plan, operands, filter_last) or not isinstance(launcher, LauncherInC):
         return None
     device: Any = plan.device
-    place = 0 if packed is None else kind.pointer(packed)
+    place = 0 if packed is None else packed[1]
     nbytes = plan.schedule.workspace_bytes + (0 if place else plan.filter_bytes)
-    workspace = kind.maker((nbytes,), sys.modules["torch"].uint8, input.device, None) if nbytes else None
-    result = kind.maker(plan.result_shape, input.dtype, input.device, plan.filter_order if writes_last else plan.result_order)
+    order = plan.filter_order if writes_last else plan.result_order
+    stream, number, result, workspace = kind.for_launcher(plan.result_shape, input, device, order, nbytes)
+    types = tuple(None if a is None else a.dtype for a in operands)  # the key has their addresses
     return device.ready(
-        launcher, kind._current_stream, input.get_device(), 0, (result,), workspace, nbytes, (place, plan.schedule.workspace_bytes),
-        plan.operand_bytes, plan.result_bytes, recorded, packed,
+        launcher, stream, number, 0, (result,), workspace, nbytes, (place, plan.schedule.workspace_bytes), plan.operand_bytes,
+        plan.result_bytes, recorded, (packed, types),
     )

@@ -198,7 +198,8 @@ def _table(path: Path) -> Table:
 
 def user_table() -> Table:
     """The table that ``tune=True`` and ``pycuda-conv tune`` write."""
-    return _table(cache_dir() / "tuned.json")
+    folder = cache_dir()
+    return _table(folder / "tuned.json" if folder.is_absolute() else Path(os.devnull, "tuned.json"))  # without a home nothing is kept
 
 
 def shipped_table(gpu: str) -> Table:
@@ -245,6 +246,8 @@ def best(found: Sequence[Choice], own: engines.Config) -> Choice:
     return planned if planned.us <= CHANCE * fastest.us else fastest
 
 
+#: What measures: the module :mod:`pycuda_conv.measure`, which makes plans and therefore can't be imported here. It puts itself here.
+measure: Any = None
 _measuring = threading.Lock()
 
 
@@ -269,10 +272,8 @@ def tuned(problem: ConvProblem, device: Device) -> Choice | None:
     with _measuring:  # one at a time, or they would slow each other down
         found = lookup(problem, device, own=True)
         if found is None:
-            from pycuda_conv.measure import trials
-
             try:
-                measured = trials(problem, device)  # type: ignore[arg-type]  # CUDA's
+                measured = measure.trials(problem, device)
             except DeviceMemoryError as error:
                 warnings.warn(f"{problem} is not tuned: {error}", RuntimeWarning, stacklevel=2)
             else:

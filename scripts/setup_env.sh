@@ -24,7 +24,7 @@ apt_install() {  # apt_install PACKAGE...; false where that is not possible
     "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# as pycuda_conv.runtime.cuda looks for it
+# as pycuda_conv.runtime.compiler looks for it
 find_nvcc() {
   local root
   command -v nvcc && return

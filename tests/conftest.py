@@ -40,7 +40,7 @@ settings.load_profile("default")
 
 
 def why_no_cuda() -> str | None:
-    from pycuda_conv.runtime.cuda import why_not
+    from pycuda_conv.runtime.driver import why_not
 
     return why_not()
 

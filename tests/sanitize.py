@@ -86,7 +86,6 @@ def batch_norm(pixels: Pixels) -> bool:
     good = True
     for maker, options, inputs, outs in (
         (normalising.statistics, (1e-5, 0.1), (array, count), (*channels, count.copy())), (normalising.channel_sums, (), (array,), (some,)),
-        (normalising.fold, (1e-5,), (*channels, some), (some, some)),
         (normalising.forward, finish, (array, *channels, None), (array,)), (normalising.forward, (*finish, True), (array, *channels, array), (array,)),
         (normalising.backward, (*finish, True), (array, array, *channels, None), (array, sums, None)),
         (normalising.backward, (*finish, True, True), (array, array, *channels, array), (array, sums, array)),

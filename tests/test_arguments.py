@@ -58,8 +58,8 @@ SIZES = [
     ("conv3d", (X[0, 0, 0], W[None]), {}, "Expected 4D (unbatched) or 5D (batched) input to conv3d, but got input of size: [9]"),
     ("conv_transpose2d", (X[0, 0], W), {}, "Expected 3D (unbatched) or 4D (batched) input to conv_transpose2d, but got input of size: [8, 9]"),
     ("conv_transpose1d", (zeros(), W[0]), {}, "input to conv_transpose1d, but got input of size: []"),
-    ("conv2d", (X, W[0, 0]), {}, "weight should have at least three dimensions"),
-    ("conv2d", (X, zeros()), {}, "weight should have at least three dimensions"),
+    ("conv2d", (X, W[0, 0]), {}, "weight of size [3, 3] is a filter without channels, which conv2d takes for an input of shape (H, W)"),
+    ("conv2d", (X, zeros()), {}, "Expected 4-dimensional weight for conv2d, of shape (K, C/groups, R, S), but got 0-dimensional weight"),
     # channels
     ("conv2d", (X, W[:, :3]), {}, "Given groups=1, weight of size [6, 3, 3, 3], expected input[2, 4, 8, 9] to have 3 channels, but got 4 channels instead"),
     ("conv2d", (X, W), {"groups": 2}, "Given groups=2, weight of size [6, 4, 3, 3], expected input[2, 4, 8, 9] to have 8 channels, but got 4 channels"),
@@ -129,7 +129,7 @@ def test_sizes_and_values_that_do_not_fit(refuses, function, arrays, options, te
 @pytest.mark.parametrize(("function", "arrays", "options", "text"), SIZES, ids=_size_ids)
 def test_torch_refuses_them_in_the_same_words(function, arrays, options, text):
     """For those below torch's own words change with the kernel it picks, or are about something else, and some it lets pass."""
-    ours = ("Only zero", "(11). Kernel", "Output size is too small", "expected dilation", "expected output_padding", "dilation should", "kernel size should")
+    ours = ("Only zero", "(11). Kernel", "Output size is too small", "expected dilation", "expected output_padding", "dilation should", "kernel size should", "without channels", "-dimensional weight for")
     if any(part in text for part in ours):
         pytest.skip("torch has no words of its own for this")
     tensors = [torch.from_numpy(a.copy()) for a in arrays]
@@ -238,11 +238,17 @@ def test_masked_arrays_are_refused_with_the_reason(refuses, name):
 @pytest.mark.parametrize("function", ["conv2d", "conv_transpose2d"])
 def test_dtypes_without_a_kernel(refuses, function, dtype):
     x, w = zeros(1, 2, 4, 4, dtype=dtype), zeros(2, 2, 3, 3, dtype=dtype)
-    text = refuses(TypeError, r"takes float16, bfloat16, float32 or float64 arrays, but got ", function, x, w)
+    text = refuses(TypeError, r"^input has the type .*, but a convolution takes float16, bfloat16, float32 or float64 arrays: ", function, x, w)
     assert x.dtype.name in text
+    advice = {"complex": "input.real and input.imag", "str": "pass numbers", "void16": "ml_dtypes.bfloat16", "void": "one of its fields", "int64": "input.astype('float64')", "uint8": "input.astype('float32')"}
+    for kind, words in advice.items():
+        if x.dtype.name.startswith(kind) and not (kind == "void" and x.dtype.itemsize == 2):
+            assert words in text
+    for name, arrays in (("input", (x, zeros(*w.shape))), ("weight", (zeros(*x.shape), w))):
+        refuses(TypeError, re.escape(f"{name} has the type {x.dtype.name}, but"), function, *arrays)  # before types are compared
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("weight", "float64"), ("weight", "float16"), ("weight", "int64"), ("bias", "float64"), ("bias", "int32")])
+@pytest.mark.parametrize(("name", "dtype"), [("weight", "float64"), ("weight", "float16"), ("bias", "float64")])
 def test_mixed_dtypes(refuses, name, dtype):
     arrays = {"input": X, "weight": W, "bias": B}
     arrays[name] = arrays[name].astype(dtype)
@@ -361,7 +367,11 @@ def test_tensors_of_different_dtypes_in_torch_s_words(refuses):
 @pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
 def test_tensor_dtypes_without_a_kernel(refuses, dtype):
     x, w = (torch.zeros(s, dtype=getattr(torch, dtype)) for s in ((1, 2, 4, 4), (2, 2, 3, 3)))
-    refuses(TypeError, f"conv2d.* takes float16, bfloat16, float32 or float64 arrays, but got {dtype}", "conv2d", x, w)
+    for name, arrays in (("input", (x, w)), ("input", (x, w.float())), ("weight", (x.float(), w))):
+        text = refuses(TypeError, f"^{name} has the type {dtype}, but a convolution takes float16, bfloat16, float32 or float64 arrays: ", "conv2d", *arrays)
+        assert (f"{name}.real" if dtype == "complex64" else f"{name}.to(torch.float") in text
+    with pytest.raises(TypeError, match=f"^input has the type {dtype}"):  # where torch differentiates
+        pc.conv2d(x, w.float().requires_grad_())
 
 
 @needs_torch
@@ -588,9 +598,9 @@ def test_a_plane_that_is_too_large_is_told_of_the_array_that_has_it():
 
 @pytest.mark.parametrize(("function", "arrays", "text"), [
     ("conv1d", (X, W), "Expected 2D (unbatched) or 3D (batched) input to conv1d, but got input of size: [2, 4, 8, 9]"),
-    ("conv2d", (X[0], W[0]), "Expected 4-dimensional weight for conv2d, but got 3-dimensional weight of size [4, 3, 3] instead"),
-    ("conv3d", (X, W), "Expected 5-dimensional weight for conv3d, but got 4-dimensional weight of size [6, 4, 3, 3] instead"),
-    ("conv_transpose1d", (X[0], W), "Expected 3-dimensional weight for conv_transpose1d, but got 4-dimensional weight of size [6, 4, 3, 3]"),
+    ("conv2d", (X[0], W[0]), "Expected 4-dimensional weight for conv2d, of shape (K, C/groups, R, S), but got 3-dimensional weight of size [4, 3, 3] instead"),
+    ("conv3d", (X, W), "Expected 5-dimensional weight for conv3d, of shape (K, C/groups, T, R, S), but got 4-dimensional weight of size [6, 4, 3, 3] instead"),
+    ("conv_transpose1d", (X[0], W), "Expected 3-dimensional weight for conv_transpose1d, of shape (K, C/groups, S), but got 4-dimensional weight of size [6, 4, 3, 3]"),
 ])
 def test_arrays_of_another_rank(refuses, function, arrays, text):
     refuses(ConvArgumentError, re.escape(text), function, *arrays)
@@ -614,7 +624,7 @@ PROBLEMS = [
     ((2, X, SQUARE), {}, TypeError, "each size in input_shape must be an integer, got an array of shape"),
     ((2, (-1, 4, 5, 5), SQUARE), {}, ConvArgumentError, "input_shape must not hold negative sizes, but got [-1, 4, 5, 5]"),
     ((2, X.shape, (4, 4, -3, 3)), {}, ConvArgumentError, "weight_shape must not hold negative sizes"),
-    ((2, X.shape, SQUARE), {"dtype": []}, TypeError, "but got []"),
+    ((2, X.shape, SQUARE), {"dtype": []}, TypeError, "but got dtype=[]"),
     ((2, X.shape, SQUARE), {"precision": X}, ConvArgumentError, "precision must be one of ('fp32', 'tf32'), but got precision=an array"),
     ((2, X.shape, SQUARE), {"layout": X}, ConvArgumentError, "layout must be one of ('NCHW', 'NHWC'), but got layout=an array"),
 ]  # fmt: skip
@@ -717,3 +727,38 @@ def test_a_plan_refuses_arrays_that_are_not_its_own(device, monkeypatch, arrays,
 def test_a_plan_without_bias_refuses_one(device):
     with pytest.raises(ConvArgumentError, match=r"this plan takes bias of shape None, but got \(6,\)"):
         Plan(ConvProblem.forward(2, X.shape, W.shape), device)(X, W, B)
+
+
+# ---- closed lists of words
+
+
+@pytest.mark.parametrize(("call", "meant"), [
+    (lambda: pc.conv2d(X, W, activation="leakyrelu"), "leaky_relu"),
+    (lambda: pc.conv2d(X, W, activation="ReLU"), "relu"),
+    (lambda: pc.conv2d(X, W, activation=("leaky_relo", 0.1)), "leaky_relu"),
+    (lambda: pc.conv2d(X, W, padding="smae"), "same"),
+    (lambda: pc.conv2d(X, W, padding="VALID"), "valid"),
+    (lambda: pc.conv2d(X, W, precision="fp23"), "fp32"),
+    (lambda: pc.conv2d(X, W, device="gpu"), "cuda"),
+    (lambda: pc.conv2d(X, W, device="GPU:1"), "cuda:1"),
+    (lambda: pc.conv2d(X, W, device="opencv"), "opencl"),
+    (lambda: pc.conv2d(X, W, devices="ALL"), "all"),
+    (lambda: pc.ConvProblem.forward(2, X.shape, W.shape, dtype="float23"), "float32"),
+    (lambda: pc.ConvProblem.forward(2, X.shape, W.shape, layout="nwhc"), None),
+    (lambda: pc.ConvProblem.forward(2, X.shape, W.shape, layout="NHCW"), None),
+    (lambda: pc.ConvProblem.gradient("weights", 2, X.shape, W.shape, (2, 6, 6, 7)), "weight"),
+    (lambda: pc.conv2d(X, W, activation="swiglu"), None),
+    (lambda: pc.conv2d(X, W, device="tpu"), "cpu"),
+])
+def test_the_word_that_was_meant_is_named(call, meant):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        call()
+    text = str(raised.value)
+    if meant is not None:
+        assert text.endswith(f"; did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize("value", [[[1.0]], np.float32(1), __import__("PIL.Image").Image.new("L", (4, 4))])
+def test_what_numpy_makes_an_array_of_is_told_so(value):
+    with pytest.raises(TypeError, match=r"numpy.asarray\(input, 'float32'\) makes an array of it"):
+        pc.conv2d(value, W)

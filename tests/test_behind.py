@@ -21,8 +21,8 @@ from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device, workers
+from pycuda_conv.runtime.compile_queue import CompileQueue
 from pycuda_conv.runtime.compiler import CompileError
-from pycuda_conv.runtime.cuda import CudaDevice
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.runtime.workers import Workers
 from pycuda_conv.tools.families import draw
@@ -439,8 +439,8 @@ def test_cores_that_a_process_may_not_use_do_not_count(python_env):
 
 def test_what_a_caller_is_about_to_wait_for_is_begun_at_once():
     """In threads of its own, also if it waits for its turn among what is compiled behind."""
-    device = CudaDevice.__new__(CudaDevice)
-    device._lock, device._cubins, device._modules, threads = threading.Lock(), {}, {"loaded": 1}, []
+    device, threads = CompileQueue("sm_90"), []
+    device._loaded.add(("loaded", "sm_90"))
     go = threading.Event()
 
     def compile(source, arch):
@@ -455,15 +455,14 @@ def test_what_a_caller_is_about_to_wait_for_is_begun_at_once():
     device.begin(steps)
     assert all(map(device.coming, steps[:2])) and not any(map(device.queued, steps)) and waiting.cancelled()
     go.set()
-    assert [device._cubin(text, "sm_90").result(300) for text in ("one", "two")] == [b"machine code"] * 2
+    assert [device.cubin(text, "sm_90").result(300) for text in ("one", "two")] == [b"machine code"] * 2
     assert sorted(text for text, _ in threads) == ["one", "two"] and not any(name.startswith("pycuda_conv-") for _, name in threads)
     assert not any(map(device.coming, steps))
 
 
 def test_what_was_looked_for_in_vain_is_not_looked_for_again(monkeypatch):
-    device, looked = CudaDevice.__new__(CudaDevice), []
-    device._cubins, device._modules, device._absent = {}, {}, set()
-    monkeypatch.setattr(CudaDevice, "_kept", lambda _, source, arch: looked.append(source) or (b"kept" if source == "there" else None))
+    device, looked = CompileQueue("sm_90"), []
+    monkeypatch.setattr(CompileQueue, "kept", lambda _, source, arch: looked.append(source) or (b"kept" if source == "there" else None))
     for text, there in ("absent", False), ("there", True):
         step = SimpleNamespace(source=lambda text=text: text, arch="sm_90")
         assert [device.compiled(step) for _ in range(3)] == [there] * 3
@@ -511,8 +510,7 @@ print(os.waitstatus_to_exitcode(os.wait()[1]))
 
 def test_threads_that_need_the_same_kernel_compile_it_once():
     """The first one compiles; the others wait for it, and take nothing back that is under way."""
-    device = CudaDevice.__new__(CudaDevice)
-    device._lock, device._cubins, begun = threading.Lock(), {}, []
+    device, begun = CompileQueue("sm_90"), []
 
     def compile(source, arch):
         begun.append(source)
@@ -521,7 +519,7 @@ def test_threads_that_need_the_same_kernel_compile_it_once():
 
     device.compile = compile
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: device._cubin("text", "sm_90").result(), range(8)))
+        found = list(pool.map(lambda _: device.cubin("text", "sm_90").result(), range(8)))
     assert found == [b"machine code"] * 8 and begun == ["text"]
 
 

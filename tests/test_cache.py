@@ -1,6 +1,8 @@
 """Compiled kernels on disk: what is damaged, what others could write, several processes, kill -9, a full disk, the limit."""
 
 import contextlib
+import errno
+import io
 import logging
 import os
 import signal
@@ -8,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from reference import python, started
 
-from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.runtime import cache
+from pycuda_conv import tune
+from pycuda_conv.errors import BackendError, ConvArgumentError
+from pycuda_conv.runtime import cache, pocl
 from pycuda_conv.runtime.cache import Entry
 
 
@@ -382,3 +386,138 @@ else:
 def test_eight_processes_that_start_at_once_on_an_empty_cache(opencl, fast_env, cache_folder):
     printed = python(CROWD + CALL, fast_env, PYCUDA_CONV_CACHE_DIR=str(cache_folder), OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1").split()
     assert len(printed) == 8 and len(set(printed)) == 1, printed
+
+
+# ---- PoCL's folder: PoCL ends the process where it can't write a file
+
+#: Sums of calls that compile: one after the other, told by $FILL to fill the folder before the second call, to remove it, or neither.
+CALLS = """
+import os, shutil
+import numpy as np, pycuda_conv as pc
+folder = os.environ["PYCUDA_CONV_CACHE_DIR"]
+x, w = np.ones((1, 2, 5, 5), "f"), np.ones((3, 2, 2, 2), "f")
+plan = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape), "opencl")
+if os.environ["DO"] == "vanish":
+    shutil.rmtree(folder)
+print(plan(x, w).sum())
+if os.environ["DO"] == "vanish":
+    shutil.rmtree(folder)
+if os.environ["DO"] == "fill":
+    handle = os.open(folder + "/fill", os.O_CREAT | os.O_WRONLY)
+    try:
+        while True:
+            os.write(handle, bytes(4096))
+    except OSError:
+        os.close(handle)
+print(plan(x, w).sum())
+try:
+    print(pc.conv2d(x, w, dilation=2, device="opencl").sum())
+except pc.BackendError as error:
+    print(error)
+    os.unlink(folder + "/fill")
+    print(pc.conv2d(x, w, dilation=2, device="opencl").sum())
+"""
+SUMS = [str(8.0 * 3 * 16), str(8.0 * 3 * 16), str(8.0 * 3 * 9)]
+
+
+@contextlib.contextmanager
+def small_file_system(folder, options):
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount")
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "tmpfs", str(folder)], check=False, capture_output=True).returncode:
+        pytest.skip("tmpfs can't be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def calls(env, folder, do="", **more):
+    """What CALLS print; its process must end well."""
+    env = {**env, "PYCUDA_CONV_CACHE_DIR": str(folder), "DO": do, **more}
+    done = subprocess.run([sys.executable, "-c", CALLS], env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("options", ["size=256k", "size=16m,nr_inodes=12", "size=16m,ro"])
+def test_pocl_works_elsewhere_where_the_cache_has_no_room(opencl, fast_env, tmp_path, options):
+    with small_file_system(tmp_path / "small", options) as folder:
+        assert calls(fast_env, folder) == SUMS
+        assert not list(folder.rglob(".pocl-*")) and not list(folder.rglob(".room-*"))
+
+
+def test_a_disk_that_gets_full_is_told_and_the_process_goes_on(opencl, fast_env, tmp_path):
+    with small_file_system(tmp_path / "small", "size=16m") as folder:
+        first, again, told, last = calls(fast_env, folder, "fill")
+        assert [first, again, last] == SUMS
+        assert "OpenCL can't compile a kernel" in told and "No space left on device" in told and "PYCUDA_CONV_CACHE_DIR" in told
+
+
+def test_a_folder_that_vanishes_is_made_again(opencl, fast_env, tmp_path):
+    folder = tmp_path / "cache"
+    assert calls(fast_env, folder, "vanish") == SUMS
+
+
+def test_without_any_folder_the_error_says_which_were_tried(monkeypatch, cache_folder):
+    reasons = iter(["Disk quota exceeded", "No space left on device"])
+    monkeypatch.setattr(pocl, "why_no_room", lambda folder: next(reasons))
+    with pytest.raises(BackendError, match=r"needs 8 MiB on a disk.*kernels: Disk quota exceeded; .*: No space left on device\)\. Make room"):
+        pocl.Workshop()
+    assert not list(cache_folder.rglob(".pocl-*"))
+
+
+@pytest.mark.parametrize(("name", "number", "told"), [
+    ("posix_fallocate", errno.EDQUOT, "quota"), ("posix_fallocate", errno.ENOSPC, "No space"), ("posix_fallocate", errno.EIO, "error"),
+])
+def test_room_is_asked_for_by_reserving_it(monkeypatch, tmp_path, name, number, told):
+    assert pocl.why_no_room(tmp_path) is None and not list(tmp_path.iterdir())
+
+    def refuse(*arguments):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, refuse)
+    assert told in pocl.why_no_room(tmp_path) and not list(tmp_path.iterdir())
+    assert "No such file" in pocl.why_no_room(tmp_path / "missing")
+
+
+def test_a_program_that_can_be_put_back_only_in_part_is_not_taken(monkeypatch, cache_folder):
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("AB/CD/program.bc", b"first")
+        archive.writestr("AB/CD/second", b"second")
+    entry = Entry(("program",), ".pocl")
+    entry.write(data.getvalue())
+    workshop, extract, taken = pocl.Workshop(), zipfile.ZipFile.extract, []
+
+    def full(archive, name, folder):
+        taken.append(extract(archive, name, folder))
+        if len(taken) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(zipfile.ZipFile, "extract", full)
+    with pytest.raises(BackendError, match="No space left"):
+        pocl.Program(workshop, entry)
+    assert len(taken) == 2 and not any(map(os.path.exists, taken))
+    monkeypatch.undo()
+
+
+def test_without_a_home_nothing_is_kept_and_nothing_is_written_beside_the_program(monkeypatch, tmp_path, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYCUDA_CONV_CACHE_DIR", raising=False)
+    monkeypatch.setattr(cache.platformdirs, "user_cache_dir", lambda name: f"~/.cache/{name}")  # as it is where nobody knows the user
+    monkeypatch.setattr(cache, "_said", set())
+    assert cache.trusted_folder() is None and get("a", b"good") == b"good"
+    assert "nothing names the user's home folder" in caplog.text
+    assert tune.user_table().get("some GPU", "some problem") is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_cache_s_folder_does_not_depend_on_the_current_one(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", "~/kept")
+    assert cache.cache_dir() == tmp_path / "kept"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", "kept")
+    assert cache.cache_dir() == tmp_path / "kept"

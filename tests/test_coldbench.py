@@ -99,11 +99,11 @@ def test_a_child_measures(tmp_path):
 
 
 def test_the_archive_is_what_a_wheel_ships(tmp_path, monkeypatch, capsys):
-    from pycuda_conv.runtime import compiler, cuda
+    from pycuda_conv.runtime import compiler, driver
     from pycuda_conv.tools import warm
 
     texts = [warm.Text("one", "sm_90a", "some"), warm.Text("other", "sm_90", "some")]
-    monkeypatch.setattr(cuda, "newest", lambda: None)
+    monkeypatch.setattr(driver, "newest", lambda: None)
     monkeypatch.setattr(compiler, "compiler", lambda newest: "nvrtc")
     monkeypatch.setattr(warm, "of_wheel", lambda target: texts if target.name == "sm_90a" else [])
     monkeypatch.setattr(warm, "compile_all", lambda wanted, made_by: (dict.fromkeys(wanted, b"cubin"), []))

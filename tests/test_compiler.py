@@ -3,16 +3,19 @@
 import os
 import stat
 import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from reference import fprop, python
 
+import pycuda_conv
 from pycuda_conv.engines import direct
 from pycuda_conv.errors import BackendError
-from pycuda_conv.runtime import compiler
-from pycuda_conv.runtime.compiler import CompileError, Nvcc, Nvrtc
+from pycuda_conv.runtime import compiler, driver
+from pycuda_conv.runtime.compiler import CompileError, Nvcc, Nvrtc, PyCuda
 
 FOUND = {"nvcc": (compiler.nvcc(), Nvcc), "nvrtc": (compiler.nvrtc(), Nvrtc)}
 
@@ -97,7 +100,7 @@ def test_which_compiler_is_taken(tmp_path, fresh):
     assert compiler.compiler(13).path == str(tmp_path / "nvcc")
     forget()
     fresh.setenv("PYCUDA_CONV_COMPILER", "gcc")
-    with pytest.raises(BackendError, match="must be 'nvrtc' or 'nvcc', got 'gcc'"):
+    with pytest.raises(BackendError, match="must be 'nvrtc', 'nvcc' or 'pycuda', got 'gcc'"):
         compiler.compiler()
 
 
@@ -147,3 +150,75 @@ while not os.path.exists("pid") or not os.stat("pid").st_size:
     while any("sleep" in line for line in subprocess.run(["ps", "-p", str(pid), "-o", "args="], capture_output=True, text=True, check=False).stdout.splitlines()):
         assert time.monotonic() - begin < 1800
         time.sleep(0.01)
+
+
+def test_an_old_pycuda_is_refused_by_name():
+    for version in ((2026, 1), (2026, 1, 1), (2027, 0)):
+        driver.check_version(version)
+    for version, text in (((2025, 1, 2), r"2025\.1\.2"), ((2024, 1), r"2024\.1"), ((2026, 0), r"2026\.0")):
+        with pytest.raises(BackendError, match=rf"PyCUDA {text} is too old, and 2026\.1 or a newer one is needed: pip install"):
+            driver.check_version(version)
+
+
+def test_the_oldest_pycuda_is_the_one_that_is_installed():
+    setup = (Path(pycuda_conv.__file__).resolve().parent.parent / "setup.cfg").read_text()
+    assert f"pycuda>={'.'.join(map(str, driver.OLDEST))}\n" in setup
+
+
+class OfPyCuda:
+    """PyCUDA's modules as far as the compiler asks them."""
+
+    class CompileError(Exception):
+        pass
+
+    def __init__(self, patch, version="2026.1", flags=()):
+        self.calls, self.error = [], None
+        patch.setitem(sys.modules, "pycuda", SimpleNamespace(VERSION_TEXT=version))
+        patch.setitem(sys.modules, "pycuda.driver", self)
+        patch.setitem(sys.modules, "pycuda.compiler", SimpleNamespace(compile=self.compile, DEFAULT_NVCC_FLAGS=list(flags)))
+
+    def compile(self, source, nvcc, options, **more):
+        self.calls.append((source, nvcc, options, more))
+        if self.error:
+            raise self.error
+        return b"machine code"
+
+
+def test_pycuda_compiles_if_it_is_chosen(tmp_path, fresh):
+    _script(tmp_path / "nvcc", "#!/bin/sh\n")
+    fresh.setenv("PATH", str(tmp_path))
+    fresh.setenv("PYCUDA_CONV_COMPILER", "pycuda")
+    its = OfPyCuda(fresh, flags=["-lineinfo"])
+    chosen = compiler.compiler()
+    assert type(chosen) is PyCuda and chosen.name == "pycuda" and chosen.path == str(tmp_path / "nvcc")
+    for _ in range(2):
+        assert chosen.compile("a text", "sm_90a") == b"machine code"
+    assert its.calls[0] == its.calls[1]  # what PyCUDA adds to the options is not added to ours
+    source, nvcc, options, more = its.calls[0]
+    assert source == 'extern "C++" {\na text\n}\n' and nvcc == chosen.path and options[-1] == "-lineinfo"
+    assert more == {"arch": "sm_90a", "cache_dir": False, "include_dirs": pycuda_conv.include_dirs()}
+    its.error = its.CompileError("nvcc compilation of kernel.cu failed")
+    with pytest.raises(CompileError, match=r"PyCUDA could not compile: nvcc compilation of kernel\.cu failed"):
+        chosen.compile("a text", "sm_90")
+
+
+def test_what_pycuda_compiled_is_kept_apart(tmp_path, fresh):
+    _script(tmp_path / "nvcc", "#!/bin/sh\n")
+    identities = {Nvcc(str(tmp_path / "nvcc")).identity}
+    for version, flags in (("2026.1", ()), ("2026.2", ()), ("2026.1", ("--use_fast_math",))):
+        OfPyCuda(fresh, version, flags)
+        identities.add(PyCuda(str(tmp_path / "nvcc")).identity)
+    assert len(identities) == 4
+
+
+def test_where_pycuda_or_nvcc_is_missing(tmp_path, fresh):
+    fresh.setenv("PATH", str(tmp_path))
+    fresh.setattr(compiler, "_roots", lambda: [])
+    fresh.setenv("PYCUDA_CONV_COMPILER", "pycuda")
+    with pytest.raises(CompileError, match="nvcc, which PYCUDA_CONV_COMPILER asks for, was not found"):
+        compiler.compiler()
+    forget()
+    _script(tmp_path / "nvcc", "#!/bin/sh\n")
+    fresh.setitem(sys.modules, "pycuda.compiler", None)
+    with pytest.raises(CompileError, match="PyCUDA, which PYCUDA_CONV_COMPILER asks for, is not importable"):
+        compiler.compiler()

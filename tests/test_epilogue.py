@@ -371,13 +371,14 @@ def test_gradients_that_would_be_lost_are_refused(device):
 
 @needs_torch
 @pytest.mark.parametrize("redoes", [False, True])
-def test_device_arrays_are_read_where_they_lie_or_copied(redoes):
+def test_device_arrays_are_read_where_they_lie_or_copied(monkeypatch, redoes):
     """A residual that is `out` is copied for kernels that may write a part of the result again, and for no others."""
     from test_functions import Recorder
 
     from pycuda_conv.arrays.tensors import TorchKind
     from pycuda_conv.call import Operands
     from pycuda_conv.execute import device
+    from pycuda_conv.runtime import contexts
 
     case = small(False, 2)
     given = arrays(case, "float32", "all", integers=True)
@@ -386,6 +387,7 @@ def test_device_arrays_are_read_where_they_lie_or_copied(redoes):
     plan.problem, plan.redoes, plan.operand_bytes = finishing(plan.problem, "all"), redoes, [a.nbytes for a in given]
     plan.launch = lambda buffers, *_: seen.update(out=buffers[5], scale=buffers[3], residual=buffers[4])
     kind._current_stream = lambda ordinal: 0
+    monkeypatch.setattr(contexts, "check_reached", lambda *_: None)  # it asks the driver, which is not here
 
     def convolve(scale, residual, out=None):
         return device.convolve(kind, plan, Operands(x, w, b, scale, residual), out, None)

@@ -298,20 +298,6 @@ def test_backward(kernels, relu, summed, of_batch, affine):
         assert np.array_equal(masked.astype(np.float64), g)
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["all", "only statistics"])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fold(device, dtype, given):
-    kernels = Kernels(device, Pixels(dtype, "NCHW", 1, 165, 1))
-    mean, var, gamma, beta = (kernels.of_channel(seed) for seed in range(4))
-    bias = -kernels.of_channel(4).astype(dtype)
-    scale, shift = np.full((2, 165), np.nan, dtype)
-    kernels.run(batch_norm.fold, (mean, var, *((gamma, beta, bias) if given else (None,) * 3)), (scale, shift), 1e-2)
-    mean, var, gamma, beta, bias = (a.astype(np.float64) for a in (mean, var, gamma, beta, bias))
-    a = (gamma if given else 1) / np.sqrt(var + 1e-2)
-    near(scale, a, EPS[dtype])
-    near(shift, (bias - mean) * a + beta if given else -mean * a, 2 * EPS[dtype])
-
-
 def test_nan_and_infinity_stay_what_they_are(device):
     kernels = Kernels(device, Pixels("float32", *("NCHW", 3, 17, 15)))
     y = kernels.normals()
@@ -396,7 +382,7 @@ def test_nothing_spills():
     finished = itertools.product(SHAPES.values(), ["bfloat16", "float32"], FINISHES)
     launches = covering([batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, *one)[0][0] for (layout, k, plane), dtype, one in finished])
     for launch, done in zip(launches, nvcc_of([(launch.source(), "sm_90") for launch in launches]), strict=True):
-        found, kernels = done.stderr, 8 if launch.defines["NHWC"] else 11
+        found, kernels = done.stderr, 7 if launch.defines["NHWC"] else 10
         assert done.returncode == 0 and found.count("0 bytes spill stores, 0 bytes spill loads") == kernels and "warning" not in found, f"{launch.defines}: {found}"
 
 
@@ -1281,7 +1267,8 @@ def test_statistics_noted_by_the_convolution(name, small):
     assert (plan.schedule.moments is not None) == (name not in PASSES)
     how = fused_modules.fused._LayerSpec(None, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
     y, (mean, invstd) = fused_modules.fused._statistics(x, w, b, None, None, None, 0.1, 1e-3, how)
-    assert torch.equal(y, pc.conv2d(x, w, b, padding=padding))
+    # the fastest tile for y alone may be another one, with other bits
+    assert torch.equal(y, pc.Plan(plan.problem, plan.device, config=plan.config)(x, w, b))
     exact = y.double()
     near(mean, exact.mean((0, 2, 3)), 1e-6, float(exact.square().mean().sqrt()))
     near(invstd, (exact.var((0, 2, 3), correction=0) + 1e-3).rsqrt(), 2e-6)

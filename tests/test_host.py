@@ -41,7 +41,9 @@ from pycuda_conv.engines.schedule import PACKED, WEIGHT, Schedule
 from pycuda_conv.execute import pipeline as host
 from pycuda_conv.execute import staging
 from pycuda_conv.problem import DTYPE_CODES
-from pycuda_conv.runtime import KernelLaunch, cuda, get_device, pinned
+from pycuda_conv.runtime import KernelLaunch, contexts, copies, driver, get_device, pinned
+from pycuda_conv.runtime import device as device_module
+from pycuda_conv.runtime import streams as streams_module
 from pycuda_conv.runtime.opencl import opencl_device
 from pycuda_conv.runtime.pinned import PinnedPool
 
@@ -450,6 +452,9 @@ class Bench:
     def __exit__(self, *exc):
         pass
 
+    def lent(self):
+        return self
+
     def pinned_or_ordinary(self, shape, dtype):
         return np.full(shape, 0xFF, dtype)
 
@@ -653,7 +658,7 @@ class Stream:
 
 class Streams:
     def __init__(self):
-        device = Simulated.current[-1]
+        device = Simulated.contexts[-1]
         self.main, self.up, self.down = (Stream(device) for _ in range(3))
         self.small = None
 
@@ -662,34 +667,24 @@ class Streams:
             _streams[second].wait_for_event(Event().record(_streams[first]))
 
 
-class Memcpy2D:
+def to_device(target, array, stream):
+    """As :mod:`pycuda_conv.runtime.copies` copies, to a simulated GPU."""
+    stream.device.copy(int(target), address(array), array.nbytes, stream, array, True)
+
+
+def to_host(array, source, stream):
+    stream.device.copy(address(array), int(source), array.nbytes, stream, array, False)
+
+
+def in_2d(source, target, rows, stream):
     """In the terms of the driver, which takes pitches below 2^31 bytes."""
-
-    src_x_in_bytes = src_y = dst_x_in_bytes = dst_y = src_pitch = dst_pitch = width_in_bytes = height = 0
-
-    def __init__(self, device):
-        self._device = device
-
-    def set_src_host(self, array):
-        self._src = address(array), array
-
-    def set_dst_host(self, array):
-        self._dst = address(array), array
-
-    def set_src_device(self, at):
-        self._src = at, None
-
-    def set_dst_device(self, at):
-        self._dst = at, None
-
-    def __call__(self, stream):
-        assert max(self.src_pitch, self.dst_pitch) < 2**31, "cuMemcpy2DAsync failed: invalid argument"
-        assert self.width_in_bytes <= min(self.src_pitch, self.dst_pitch)
-        for i in range(self.height):
-            source = self._src[0] + (self.src_y + i) * self.src_pitch + self.src_x_in_bytes
-            target = self._dst[0] + (self.dst_y + i) * self.dst_pitch + self.dst_x_in_bytes
-            host_array = self._src[1] if self._src[1] is not None else self._dst[1]
-            self._device.copy(target, source, self.width_in_bytes, stream, host_array, self._dst[1] is None)
+    assert max(source["pitch"], target["pitch"]) < 2**31, "cuMemcpy2DAsync failed: invalid argument"
+    assert rows["width"] <= min(source["pitch"], target["pitch"])
+    inward = target["kind"] == copies.DEVICE
+    for y in range(rows["height"]):
+        at, to = (end[("host", "device")[end["kind"] - 1]] + (end.get("y", 0) + y) * end["pitch"] + end.get("x", 0) for end in (source, target))
+        host = np.frombuffer((ctypes.c_uint8 * rows["width"]).from_address(at if inward else to), np.uint8)
+        stream.device.copy(to, at, rows["width"], stream, host, inward)
 
 
 class Block:
@@ -726,43 +721,51 @@ class Current:
         return self.stack[i]
 
 
-class Simulated(cuda.CudaDevice):
+class Simulated(device_module.CudaDevice):
     """A CudaDevice with everything but the driver: what it calls runs on the host, kernels on PoCL."""
 
-    current = Current()
+    contexts = Current()
 
     def __init__(self, ordinal):
         self.ordinal, self.name, self.multiprocessors, self.capability = ordinal, f"cuda:{ordinal}", 132, (7, 0)  # without the tensor cores' engines
-        self.push, self.pop = lambda: self.current.stack.append(self), lambda: self.current.stack.pop()
+        self.push, self.pop = lambda: self.contexts.stack.append(self), lambda: self.contexts.stack.pop()
         self._threads, self._idle_streams, self.blocks, self.memory = threading.local(), [], weakref.WeakSet(), {}
         self.broken, self.launched, self.fail = None, 0, None
-        self.copier, self.context = None, SimpleNamespace(handle=ordinal + 1)
-        self._drv = SimpleNamespace(
-            Event=Event, Memcpy2D=lambda: Memcpy2D(self), MemoryError=MemoryError, mem_alloc=lambda nbytes: Block(self, nbytes),
-            memcpy_htod_async=lambda target, a, stream: self.copy(int(target), address(a), a.nbytes, stream, a, True),
-            memcpy_dtoh_async=lambda a, source, stream: self.copy(address(a), int(source), a.nbytes, stream, a, False),
-        )  # fmt: skip
+        self.copier, self.handle, self.where, self.is_current = None, ordinal + 1, ordinal, bool
+        self._idle_events, self.plans = [], weakref.WeakKeyDictionary()
+        self.pool = SimpleNamespace(from_driver=self._lasting, free_held=lambda: None)
+        self._lasting_blocks = []
+
+    def lent(self):
+        return self.current()
+
+    def _lasting(self, nbytes):
+        self._lasting_blocks.append(Block(self, nbytes))
+        return int(self._lasting_blocks[-1])
+
+    def event(self):
+        return Event(2)
 
     def check(self):
         if self.broken is not None:
             raise RuntimeError(f"the context is broken: {self.broken!r}")
 
     def allocate(self, nbytes):
-        assert self.current[-1] is self and nbytes > 0
+        assert self.contexts[-1] is self and nbytes > 0
         block = Block(self, nbytes)
         self.blocks.add(block)
         return block
 
     def _find(self, at, nbytes=1, locked=False):
         memory = self.memory.copy()  # in one step: other threads allocate and free
-        for start, array in (memory | cuda._libcuda().blocks if locked else memory).items():
+        for start, array in (memory | driver.libcuda().blocks if locked else memory).items():
             if start <= at and at + nbytes <= start + array.nbytes:
                 return array[at - start :]
         raise RuntimeError(f"{nbytes} bytes at {at:#x} are not in the memory of {self.name}")
 
     def copy(self, target, source, nbytes, stream, array, to_device):
         """An asynchronous copy; ordinary memory is read, or written, before this returns."""
-        assert self.current[-1] is self and array.dtype.isnative
+        assert self.contexts[-1] is self and array.dtype.isnative
         self.check()
         locked = self.is_pinned(array)
         if to_device:
@@ -797,7 +800,7 @@ class Simulated(cuda.CudaDevice):
         launchers = [cl.launcher(launch) for launch in step]
 
         def launch(buffers, stream):
-            assert self.current[-1] is self
+            assert self.contexts[-1] is self
             self.check()
 
             def work():
@@ -850,7 +853,7 @@ class DriverInC:
 
     def create(place, flags):
         event = Event(flags)
-        DriverInC.events[id(event)] = event, Simulated.current[-1]
+        DriverInC.events[id(event)] = event, Simulated.contexts[-1]
         place[0] = id(event)
 
     def destroy(event):
@@ -858,19 +861,19 @@ class DriverInC:
 
     def record(event, stream):
         known, device = DriverInC.events[event]
-        assert _streams[stream].device is device is Simulated.current[-1]
+        assert _streams[stream].device is device is Simulated.contexts[-1]
         known.record(_streams[stream])
 
     def synchronize(event):
         known, device = DriverInC.events[event]
-        assert device is Simulated.current[-1]
+        assert device is Simulated.contexts[-1]
         known.synchronize()
 
     def push(context):
-        Simulated.current.stack.append(cuda._made[context - 1])
+        Simulated.contexts.stack.append(contexts._primaries[context - 1])
 
     def pop(place):
-        place[0] = Simulated.current.stack.pop().context.handle
+        place[0] = Simulated.contexts.stack.pop().handle
 
 
 def in_order_of_c():
@@ -901,27 +904,28 @@ def simulated(monkeypatch):
     pool = PinnedPool(library, 1 << 30)
     drv = SimpleNamespace(Device=SimpleNamespace(count=lambda: 2), Event=Event, MemoryError=MemoryError)
     for target, name, value in (
-        (cuda, "_libcuda", lambda: library), (cuda, "_pinned", lambda: pool), (cuda, "driver", lambda: drv), (cuda, "_Streams", Streams),
-        (cuda, "_made", {i: Simulated(i) for i in range(2)}), (runtime, "default_backend", lambda: "cuda"),
+        (driver, "libcuda", lambda: library), (driver, "pinned", lambda: pool), (driver, "pycuda", lambda: drv), (streams_module, "Streams", Streams),
+        (contexts, "_primaries", {i: Simulated(i) for i in range(2)}), (runtime, "default_backend", lambda: "cuda"),
+        (copies, "to_device", to_device), (copies, "to_host", to_host), (copies, "in_2d", in_2d), (contexts, "pycudas_current", lambda: 0),
     ):  # fmt: skip
         monkeypatch.setattr(target, name, value)
     forget_plans()
-    devices = list(cuda._made.values())
+    devices = list(contexts._primaries.values())
     yield devices
     forget_plans()
     settle()
-    assert not Simulated.current.stack
+    assert not Simulated.contexts.stack
 
 
 def test_an_error_of_the_driver_has_its_name(monkeypatch):
     def name(code, place):
         ctypes.cast(place, ctypes.POINTER(ctypes.c_char_p))[0] = b"CUDA_ERROR_INVALID_VALUE" if code == 1 else None
 
-    monkeypatch.setattr(cuda, "_libcuda", lambda: SimpleNamespace(cuGetErrorName=name))
-    cuda._check(0, "nothing")
+    monkeypatch.setattr(driver, "libcuda", lambda: SimpleNamespace(cuGetErrorName=name))
+    driver.check(0, "nothing")
     for code, words in ((1, "CUDA_ERROR_INVALID_VALUE"), (12345, "an unknown error")):
         with pytest.raises(RuntimeError, match=rf"launching pack failed: {words} \({code}\)"):
-            cuda._check(code, "launching pack")
+            driver.check(code, "launching pack")
 
 
 @pytest.fixture
@@ -942,7 +946,7 @@ def gpus(request):
     gc.freeze()  # what `memory` searches for garbage is then the test's own
     if request.param != "cuda":
         return request.getfixturevalue(request.param)
-    return [get_device(i) for i in range(cuda.driver().Device.count())]
+    return [get_device(i) for i in range(driver.pycuda().Device.count())]
 
 
 @pytest.fixture
@@ -982,7 +986,7 @@ def locked(gpu, array):
 def memory(gpus):
     """(blocks in use on the devices, bytes of page-locked memory lent)."""
     gc.collect()
-    return [sum(1 for block in gpu.blocks if getattr(block, "_allocation", block) is not None) for gpu in gpus], cuda._pinned().lent
+    return [len(gpu.blocks) if isinstance(gpu, Simulated) else gpu.pool.in_use for gpu in gpus], driver.pinned().lent
 
 
 IMAGES = fprop((13, 3, 9, 10), (5, 3, 3, 2), padding=1)
@@ -1053,15 +1057,15 @@ def test_kernels_reach_small_arrays_in_page_locked_memory(gpu, monkeypatch, way)
     arrays = case.integers("float32")
     expected, laid = case.reference(*arrays), [a if a is None else np.asfortranarray(a).astype(">f4") for a in arrays]
     for name in ("copy_in", "copy_out"):
-        original = getattr(cuda.CudaDevice, name)
-        monkeypatch.setattr(cuda.CudaDevice, name, lambda *args, original=original: (copies.append(1), original(*args)))
+        original = getattr(device_module.CudaDevice, name)
+        monkeypatch.setattr(device_module.CudaDevice, name, lambda *args, original=original: (copies.append(1), original(*args)))
     for operands in (arrays, laid):
         assert np.array_equal(call(case, *operands, device=gpu.name), expected) and not copies
     out = np.full(expected.shape, np.nan, np.float32)
     call(case, *arrays, device=gpu.name, out=out)
     assert np.array_equal(out, expected) and not copies
     monkeypatch.setattr(gpu._streams(), "small", None)
-    monkeypatch.setattr(cuda, "_pinned", lambda: PinnedPool(Library(), 0))
+    monkeypatch.setattr(driver, "pinned", lambda: PinnedPool(Library(), 0))
     assert np.array_equal(call(case, *arrays, device=gpu.name), expected) and len(copies) == 2
     monkeypatch.setattr(gpu._streams(), "small", None)
 
@@ -1260,8 +1264,8 @@ def test_results_held_together_are_all_right(gpu, cut):
 def test_without_page_locked_memory_results_are_ordinary_arrays_of_the_same_values(gpu, cut, monkeypatch, limit):
     jobs = [(case, case.normals("float32", seed)) for case in (IMAGES, ROWS, BANDS) for seed in range(3)]
     expected = [np.array(call(case, *arrays)) for case, arrays in jobs]
-    pool = PinnedPool(cuda._libcuda(), limit)
-    monkeypatch.setattr(cuda, "_pinned", lambda: pool)
+    pool = PinnedPool(driver.libcuda(), limit)
+    monkeypatch.setattr(driver, "pinned", lambda: pool)
     results = [call(case, *arrays) for case, arrays in jobs]
     assert all(np.array_equal(*pair) for pair in zip(results, expected, strict=True))
     assert pool.locked <= limit and not all(gpu.is_pinned(y) for y in results)
@@ -1288,7 +1292,7 @@ def test_many_calls_leave_memory_as_it_was(gpus, cut):
             with gpu:
                 if not isinstance(gpu, Simulated):
                     gpu.pool.free_held()
-        return memory(gpus), cuda._pinned().locked, 0 if isinstance(gpus[0], Simulated) else cuda.driver().mem_get_info()[0]
+        return memory(gpus), driver.pinned().locked, 0 if isinstance(gpus[0], Simulated) else driver.pycuda().mem_get_info()[0]
 
     for i in range(SOAK):
         if i == SOAK // 10:
@@ -1572,8 +1576,9 @@ def test_bands_of_planes_above_2_gib_are_copied_with_pitches_that_the_driver_tak
     part = whole[:, :, 100:110]
     monkeypatch.setattr(gpu, "copy", lambda target, source, nbytes, *_: copied.append((target, source, nbytes)), raising=False)
     with gpu:
-        gpu.copy_out(whole, part, 1 << 20, None)
-        gpu.copy_in(1 << 20, whole, part, None)
+        stream = SimpleNamespace(device=gpu)
+        gpu.copy_out(whole, part, 1 << 20, stream)
+        gpu.copy_in(1 << 20, whole, part, stream)
     assert sum(nbytes for _, _, nbytes in copied) == 2 * part.nbytes
     assert {target for target, _, _ in copied[: len(copied) // 2]} >= {address(part[:, 0]), address(part[:, 1])}
 

@@ -1,19 +1,21 @@
 """The closed list of texts: random problems of all families never leave it, and no size is in it."""
 
+import inspect
 import math
 from pathlib import Path
 
 import pytest
+import toy_engine
 
 from pycuda_conv import ConvProblem, behind, engines, tune
 from pycuda_conv.cli import main
-from pycuda_conv.engines import batch_norm, casting, dense_nhwc_sm90, implicit_gemm_sm90, registry
+from pycuda_conv.engines import batch_norm, casting, dense_nhwc_sm90, implicit_gemm_sm90, max_pool, packing, registry, split_sum
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import KernelLaunch
 from pycuda_conv.tools.families import draw
-from pycuda_conv.tools.kernels import ARCHITECTURES, device_of, families
+from pycuda_conv.tools.kernels import ARCHITECTURES, MOST_MEASURED, device_of, families
 from pycuda_conv.tools.suite import MODES, in_mode, suite
 from pycuda_conv.tools.warm import _batch_norm
 
@@ -65,10 +67,40 @@ def test_measured_choices_never_leave_the_list(monkeypatch):
     assert check_listed((in_mode(problem, mode) for mode in MODES for problem in suite()), "sm_90a", measured) > 150
 
 
-@pytest.mark.parametrize(("architecture", "most"), [("sm_90a", 1669), ("sm_80", 982), ("opencl", 190)])
-def test_the_list_is_short(architecture, most):
-    """But for kernels of arrays of 2^31 elements."""
-    assert sum(not defines.get("INDEX_64") for family in families(architecture) for defines in family) <= most
+def count(families):
+    """How many texts there are but for arrays of 2^31 elements."""
+    return sum(not defines.get("INDEX_64") for family in families for defines in family)
+
+
+def texts_of(module, device):
+    """The texts of an engine, or of what engines share."""
+    return module.texts(*[device] * len(inspect.signature(module.texts).parameters))
+
+
+SHARED = [split_sum, packing, batch_norm, casting, max_pool]
+EVERYWHERE = [*ARCHITECTURES, "sm_75", "sm_86", "sm_100a"]
+
+
+@pytest.mark.parametrize("module", [*registry.ENGINES, *SHARED, toy_engine], ids=lambda module: module.__name__.rpartition(".")[2])
+def test_an_engine_has_no_more_texts_than_it_says(module):
+    most = {}
+    for device in map(device_of, EVERYWHERE):
+        if module.unsupported(device) is None if module not in SHARED else device.backend in module.MOST_TEXTS:
+            most[device.backend] = max(most.get(device.backend, 0), count(texts_of(module, device)))
+    for backend, found in most.items():
+        stated = module.MOST_TEXTS.get(backend, 0)
+        assert found <= stated, f"{module.__name__} has {found} texts: if they are worth their time, raise its MOST_TEXTS for {backend}"
+        assert found >= stated * 0.9, f"{module.__name__} has {found} texts: lower its MOST_TEXTS for {backend}"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_text_is_that_of_a_module_with_a_limit(architecture):
+    """The list has no more than what engines, what they share, and the table of measured choices say, and the kernel that copies."""
+    device = device_of(architecture)
+    own = [engine for engine in registry.ENGINES if engine.unsupported(device) is None]
+    own += [module for module in SHARED if device.backend in module.MOST_TEXTS]
+    known = sum(count(texts_of(module, device)) for module in own)
+    assert 0 <= count(families(architecture)) - known <= MOST_MEASURED + 4
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
@@ -142,7 +174,7 @@ def test_the_command_counts_and_lists(capsys):
 def test_what_follows_a_convolution_is_listed(dtype, channels):
     pixels = batch_norm.Pixels(dtype, "NHWC", 2, channels, 49)
     of_bn = [family for family in families("sm_90a") if family.file == "batch_norm"]
-    made = [batch_norm.statistics(pixels, 132, 1e-5, 0.1), batch_norm.channel_sums(pixels, 132), batch_norm.fold(pixels, 132, 1e-5)]
+    made = [batch_norm.statistics(pixels, 132, 1e-5, 0.1), batch_norm.channel_sums(pixels, 132)]
     made += batch_norm.forward(pixels, 132, "silu"), batch_norm.backward(pixels, 132, "silu", True)
     for residual in (False, True):
         made += batch_norm.forward(pixels, 132, "relu", residual), batch_norm.backward(pixels, 132, "relu", True, residual)

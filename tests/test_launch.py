@@ -19,11 +19,12 @@ from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemo
 from pycuda_conv.call import Operands
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.execute.device import convolve
-from pycuda_conv.runtime import cuda, get_device
+from pycuda_conv.runtime import contexts, driver, get_device, launcher, streams, tensor_map
+from pycuda_conv.runtime import device as device_module
 from pycuda_conv.runtime.base import KernelLaunch
 
 IN_C = pytest.mark.skipif(
-    shutil.which("gcc") is None or cuda.launcher_in_c() is None, reason="the launcher in C is not built: python setup.py build_ext --inplace"
+    shutil.which("gcc") is None or launcher.launcher_in_c() is None, reason="the launcher in C is not built: python setup.py build_ext --inplace"
 )
 KINDS = [pytest.param("c", marks=IN_C), "python"]
 
@@ -121,7 +122,7 @@ def test_what_is_compared_has_tensor_maps_packed_filters_structs_and_side_stream
     launches = [launch for plan in made for launch in behind.launches(plan.schedule)]
     assert any(one.maps for one in launches) and any(one.arguments for one in launches)
     assert any(plan.filter_bytes for plan in made) and any(plan.reads_filter_last for plan in made)
-    assert any(isinstance(one, cuda._Order) for plan in made for one in device._operations(plan.schedule.whole))
+    assert any(isinstance(one, launcher.StreamWait) for plan in made for one in device._operations(plan.schedule.whole))
 
 
 @IN_C
@@ -186,30 +187,41 @@ def test_an_error_of_the_driver_says_what_failed(fake, kind):
 
 def test_too_little_memory(fake, monkeypatch):
     """A small buffer may take what the pool holds; the error says how much was asked for. Streams that the driver refuses are made later."""
-    device, held, given = fake.device("python"), [1], []
-
-    def mem_alloc(nbytes):
-        if held:
-            raise MemoryError("out of memory")
-        given.append(nbytes)
-        return 1 << 40
-
-    monkeypatch.setattr(cuda, "_pinned", lambda: SimpleNamespace(empty=lambda shape, dtype: None))
-    monkeypatch.setattr(device._drv, "mem_alloc", mem_alloc, raising=False)
-    monkeypatch.setattr(device._drv, "mem_get_info", lambda: (5, 1000), raising=False)
-    device.pool = SimpleNamespace(free_held=lambda: None)
+    device = fake.device("python")
+    monkeypatch.setattr(driver, "pinned", lambda: SimpleNamespace(empty=lambda shape, dtype: None))
     with device:
-        with pytest.raises(DeviceMemoryError, match="64 bytes were asked for, 5 of 1,000 are free"):
+        block = device.allocate(2 << 20)
+        fake.total.value = fake.used.value + 5
+        with pytest.raises(DeviceMemoryError, match=r"cuda:0 is out of memory: 64 bytes were asked for, 5 of 2,097,157 are free"):
             device.small_buffers(64)
-        device.pool = SimpleNamespace(free_held=held.clear)
-        assert device.small_buffers(64)[2] == 1 << 40 and given == [64]
+        with pytest.raises(DeviceMemoryError, match="1,048,576 bytes were asked for"):
+            device.allocate(1 << 20)
+        del block  # the pool holds it, and gives it back
+        assert device.pool.in_use == 0 and device.small_buffers(64)[2] and fake.used.value == 64
+
+
+def test_a_pool_keeps_blocks_and_asks_for_no_context_to_get_them_back(fake):
+    device = fake.device("python")
+    fake.strict.value = 1
+    blocks = [device.allocate(n) for n in (1, 512, 513, 5 << 20, (5 << 20) + 1)]
+    addresses = [int(block) for block in blocks]
+    assert device.pool.in_use == 5 and len(set(addresses)) == 5
+    del blocks  # no context is current
+    assert device.pool.in_use == 0
+    again = [device.allocate(n) for n in (512, 300, 700, 5 << 20)]
+    assert {int(block) for block in again} <= set(addresses) and fake.dead.value == fake.foreign.value == 0
+    used = fake.used.value
+    again.pop().free()
+    with device.current():
+        device.pool.free_held()
+    assert fake.used.value < used and device.pool.in_use == 3
 
 
 def test_streams_that_the_driver_refuses_are_made_by_the_next_call(fake, monkeypatch):
     device, unraisable = fake.device("python"), []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     with monkeypatch.context() as patch:
-        patch.setattr(device._drv, "Stream", lambda flags: 1 / 0)
+        patch.setattr(streams, "Stream", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             device.order(None, 0x55)
     gc.collect()
@@ -256,14 +268,14 @@ def test_threads_share_a_plan(fake, kind, monkeypatch):
         plan.launch(buffers((i + 1) << 40), i + 1)
         expected |= set(fake.asked())
     fake.asked()
-    encode, start = cuda.encoded, threading.Barrier(4)
+    encode, start = tensor_map.encoded, threading.Barrier(4)
 
     def slowly(described, address):
         """Let other threads run between a map's making and its use."""
         time.sleep(0.0005)
         return encode(described, address)
 
-    monkeypatch.setattr(cuda, "encoded", slowly)
+    monkeypatch.setattr(tensor_map, "encoded", slowly)
     plan = Plan(replace(PROBLEMS[2], dtype="float16", layout="NHWC"), fake.device(kind))
 
     def work(i):
@@ -290,10 +302,10 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
         return replace(made, prepare=known(made.prepare), steps=known(made.steps), whole=known(made.whole))
 
     monkeypatch.setattr(engines, "schedule", schedule)
-    monkeypatch.setattr(cuda.CudaDevice, "compiled", lambda self, launch: "OF_THE_LAYER" not in launch.defines)
+    monkeypatch.setattr(device_module.CudaDevice, "compiled", lambda self, launch: "OF_THE_LAYER" not in launch.defines)
     plan = Plan(problem, fake.device(kind))
     coming = []
-    monkeypatch.setattr(cuda.CudaDevice, "compile_behind", lambda self, steps: coming)
+    monkeypatch.setattr(device_module.CudaDevice, "compile_behind", lambda self, steps: coming)
 
     def functions(stream=None):
         fake.asked()
@@ -314,7 +326,7 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
 def test_a_forked_child_is_refused(fake, kind, monkeypatch):
     device = fake.device(kind)
     launch = device.launcher(KernelLaunch("copy_strided", {}, 3, 64, (0,), ()))
-    monkeypatch.setattr(cuda, "_made", {0: device})
+    monkeypatch.setattr(contexts, "_primaries", {0: device})
     read, write = os.pipe()
     if child := os.fork():
         os.close(write)
@@ -358,7 +370,7 @@ def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
         if layout == "NHWC":
             x = x.contiguous(memory_format=torch.channels_last if problem.ndim == 2 else torch.channels_last_3d)
         results = []
-        for native in (cuda.launcher_in_c(), None):
+        for native in (launcher.launcher_in_c(), None):
             monkeypatch.setattr(device, "_in_c", native)
             plan = Plan(asked, device)
             results += [plan(x, w), plan(x.clone(), w.clone()), plan(x, w)]
@@ -442,7 +454,7 @@ def test_the_variable_chooses(fake, monkeypatch):
     assert fake.device("python")._in_c is None
     monkeypatch.setenv("PYCUDA_CONV_LAUNCHER", "C++")
     with pytest.raises(ConvArgumentError, match=r"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got 'C\+\+'"):
-        cuda.CudaDevice(0)
+        contexts.PrimaryContext(0)
 
 
 def test_without_the_extension_python_launches(fake, monkeypatch):
@@ -458,7 +470,7 @@ def test_without_the_extension_python_launches(fake, monkeypatch):
 
 @IN_C
 def test_the_extension_refuses_what_is_no_schedule():
-    native = cuda.launcher_in_c()
+    native = launcher.launcher_in_c()
     launch = (0, 0, 1, 1, 1, 0, 0, 0, b"12345678", (), ())
     for operations, error in [
         (((3, 0),), ValueError), (((1, -1),), ValueError), (((1, 8),), ValueError), ((1,), TypeError), (((1, 2, 3),), TypeError),

@@ -37,7 +37,7 @@ sys.meta_path.insert(0, Block())
 
 
 def test_importing_needs_no_gpu_library_and_imports_none(python_env):
-    python(BLOCK + "import pycuda_conv, pycuda_conv.arrays, pycuda_conv.runtime.cuda, pycuda_conv.runtime.opencl", python_env)
+    python(BLOCK + "import pycuda_conv, pycuda_conv.arrays, pycuda_conv.runtime.device, pycuda_conv.runtime.opencl", python_env)
     code = "import sys, pycuda_conv; print(sorted({m.partition('.')[0] for m in sys.modules} & {'pycuda', 'torch', 'pyopencl', 'cupy', 'cuda', 'dask'}))"
     assert python(code, python_env) == "[]\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import subprocess
 import sys
@@ -179,3 +180,23 @@ def test_a_text_has_all_its_defines(architecture):
             if "LAYER" in launch.defines and "DTYPE" not in launch.defines:
                 layered.add(launch.file or launch.kernel)
     assert {"sm_90a": "implicit_gemm_sm90", "sm_80": "implicit_gemm_sm80"}[architecture] in layered
+
+
+def test_a_result_whose_moments_are_wanted_is_planned_with_what_they_cost():
+    """The fastest tile for the result alone may leave its moments to a pass over it, which can cost more than a tile that computes both."""
+    device, decisions = Target("sm_90a"), set()
+    for problem in PROBLEMS:
+        if problem.direction == "wgrad" or (fastest := engines.find(problem, device)) is None:
+            continue
+        chosen = engines.with_moments(problem, fastest, device)
+        computed = [engines.schedule(problem, config, device, True).moments is not None for config in (fastest, chosen)]
+        assert chosen == fastest if computed[0] else computed[1] or chosen == fastest
+        if (us := engines.predicted(problem, fastest, device)) is None:
+            continue
+        pass_us = registry.PASS_LAUNCH + problem.itemsize * math.prod(problem.result_shape) / registry.MEMORY
+        assert engines.predicted(problem, chosen, device) <= us + pass_us
+        if not any(computed):
+            near = [one for time, one in engines.predictions(problem, device) if time < us + pass_us and engines.uses_tensor_cores(one)]
+            assert all(engines.schedule(problem, one, device, True).moments is None for one in near)
+        decisions.add((*computed,))
+    assert decisions == {(False, False), (False, True), (True, True)}

@@ -82,8 +82,9 @@ def warm(tmp_path, monkeypatch):
     monkeypatch.setattr(TorchKind, "signature", lambda self, array: (array.shape, array.dtype, array.get_device() + 1))
     quick.table.clear()
     quick.learn(torch, -1)
-    with warm.device:
-        yield warm
+    fake.library.cuCtxPushCurrent_v2(warm.device.handle)
+    yield warm
+    fake.library.cuCtxPopCurrent_v2(None)
     quick.learn(torch)
     memo.forget_plans()
     fused_modules._compiled.cache_clear()
@@ -1124,13 +1125,13 @@ def test_refused_calls_keep_nothing_either(warm):
             with pytest.raises((TypeError, ValueError)):
                 call(*arguments)
         with pytest.raises(TypeError):
-            native.ready(schedule, None, (0,) * 4, (None, 0, 0), None, 0, ((address, None, None),), None, 0, (0, 0), (0,) * 5, 0, None, None)
+            native.ready(schedule, None, 0, (None, 0, 0), None, 0, ((address, None, None),), None, 0, (0, 0), (0,) * 5, 0, None, None)
         with pytest.raises(ValueError, match="a call with 0 results"):
-            native.ready(schedule, None, (0,) * 4, (None, 0, 0), None, 0, (), None, 0, (0, 0), (0,) * 5, 0, None, None)
+            native.ready(schedule, None, 0, (None, 0, 0), None, 0, (), None, 0, (0, 0), (0,) * 5, 0, None, None)
         assert native.key((ready,), x, w, None, None, None, None) is None
         assert native.call({b"": ready}, (ready,), False, x, w, None, None, None, None) is None
         assert native.again(address, (), x, w) is native.again({b"": ready}, (), x, w) is None
-        other = native.ready(schedule, None, (0,) * 4, (None, 0, 0), None, 3, ((address, (), None),), None, 0, (0, 0), (0,) * 5, 0, None, None)
+        other = native.ready(schedule, None, 0, (None, 0, 0), None, 3, ((address, (), None),), None, 0, (0, 0), (0,) * 5, 0, None, None)
         with pytest.raises(TypeError, match="the row has 3 operands, got 2"):
             native.again({native.key((), x, w): (other, ready)}, (), x, w)
     del arguments, other

@@ -11,6 +11,7 @@ import random
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import why_no_cuda, why_no_opencl
-from reference import started
+from reference import python, started
 
 import pycuda_conv as pc
 from pycuda_conv import cli, timing
@@ -32,7 +33,7 @@ from pycuda_conv.rounding import bound
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, hostbench, report, suite, terminal, training, verify
+from pycuda_conv.tools import bench, hostbench, info, report, suite, terminal, training, verify
 from pycuda_conv.tools.floors import Floor, _places, floor, for_plain_units, plain_floor, tensor_floor
 from pycuda_conv.tools.oracle import compare, reference, torch_for
 from pycuda_conv.tools.report import Row, geometric_mean, quantile
@@ -589,15 +590,47 @@ def test_info_tells_its_sections_as_json(command):
     status, out, err = command("info", "--json")
     facts = json.loads(out)
     assert (status, err) == (OK, "")
-    assert sorted(facts) == ["cuda_missing", "gpu_count", "gpus", "opencl", "uses", "versions"]
+    assert sorted(facts) == ["contexts", "cuda_missing", "gpu_count", "gpus", "opencl", "uses", "versions"]
+    assert sorted(facts["contexts"]) == ["pools", "primary_active", "pycuda_current"]
     assert facts["versions"]["numpy"] == np.__version__ and len(facts["gpus"]) == facts["gpu_count"]
     assert {"backend", "device", "why", "environment", "cache", "kernels", "launcher", "copies"} == set(facts["uses"]) and Path(facts["uses"]["kernels"]).is_dir()
+
+
+@pytest.mark.gpu
+def test_info_tells_contexts_and_pools(python_env):
+    """In programs, by its function: a process of its own has no context yet."""
+    code = """
+        import json, sys
+        from pycuda_conv.tools import info
+        before = info.collect()["contexts"]
+        import numpy as np, pycuda.autoinit, pycuda.gpuarray as gpuarray
+        import pycuda_conv as pc
+        x, w = gpuarray.to_gpu(np.ones((1, 2, 5, 5), "f")), gpuarray.to_gpu(np.ones((3, 2, 3, 3), "f"))
+        y = pc.conv2d(x, w)
+        after = info.cuda_contexts(1)
+        print(json.dumps([before, after]))
+        sys.stdout.flush()
+    """
+    before, after = json.loads(python(textwrap.dedent(code), python_env, PYTHONWARNINGS="ignore"))
+    assert before == {"pycuda_current": None, "primary_active": [], "pools": []}
+    assert after["primary_active"] == [] and after["pycuda_current"]["kind"] == "own" and after["pycuda_current"]["id"] > 0
+    (pool,) = after["pools"]
+    assert {key: pool[key] for key in ("device", "kind", "id")} == after["pycuda_current"] and pool["blocks_in_use"] >= 1 and pool["bytes_held"] >= 0
+
+
+@pytest.mark.parametrize(("found", "words"), [
+    (None, "none"), ({"device": "cuda:1", "kind": "primary", "id": None}, "the primary one of torch and CuPy, on cuda:1"),
+    ({"device": "cuda:0", "kind": "own", "id": 7}, "one of its own, number 7, on cuda:0"),
+])  # fmt: skip
+def test_info_names_a_context(found, words):
+    assert info._context(found) == words
 
 
 def test_verify_passes_and_says_so(command, device, torch, rich):
     status, out, err = command("verify", "--cases", "notebook-single, k1s1p0", "--device", device, "--seed", 7)
     assert (status, err) == (OK, "") and "FAIL" not in out and "torch's" in out
     assert out.count(" pass ") >= 4 and "passed in" in out and "--seed 7 repeats this" in out
+    assert ("GPUArray, own context" in out) == device.startswith("cuda")
 
 
 def test_verify_compares_every_dtype(command, device, torch):
@@ -945,8 +978,8 @@ class Block:
         if name.partition(".")[0] in {names}:
             raise ImportError(f"{{name}} is not there")
 sys.meta_path.insert(0, Block())
-from pycuda_conv.runtime import cuda
-cuda.has_gpu = lambda: {gpu}
+from pycuda_conv.runtime import driver
+driver.has_gpu = lambda: {gpu}
 from pycuda_conv.cli import main
 sys.exit(main({arguments}))
 """

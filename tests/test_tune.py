@@ -24,7 +24,7 @@ from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.lines_sm90 import Lines
 from pycuda_conv.engines.pointwise_sm90 import Pointwise
 from pycuda_conv.plan import cached_plan
-from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime import copies, get_device
 from pycuda_conv.runtime.base import shown_file
 from pycuda_conv.tools import tune as tool
 from pycuda_conv.tools.suite import core
@@ -88,7 +88,7 @@ def test_every_field_shows_in_the_key(direction):
     other = {"direction": {"fprop": "dgrad", "dgrad": "fprop"}[direction], "ndim": 2, "batched": False, "dtype": "float16", "precision": "tf32", "layout": "NHWC", "has_bias": True}
     for field in fields(problem):
         value = getattr(problem, field.name)
-        if field.name in ("has_scale", "has_residual", "activation"):  # a choice serves them all
+        if field.name in ("has_scale", "has_residual", "activation", "bare"):  # a choice serves them all
             continue
         changes = [other[field.name]] if field.name in other else [value + 1] if isinstance(value, int) else [
             tuple(v + (i == axis) for i, v in enumerate(value)) for axis in range(3)
@@ -729,7 +729,7 @@ def test_a_wrong_configuration_is_found(monkeypatch):
     def wrong(buffers, stream=None, *more):
         right(buffers, stream, *more)
         *_, result, _ = buffers
-        device._drv.memset_d8_async(result + plans[1].result_bytes - 4, 0, 4, stream)
+        copies.fill(result + plans[1].result_bytes - 4, 0, 4, stream)
 
     monkeypatch.setattr(plans[1], "launch", wrong)
     with pytest.raises(measure.WrongResultError, match=r"Batched.*differ.*1 of 38,400 elements"):

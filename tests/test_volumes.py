@@ -22,8 +22,10 @@ from reference import started
 import pycuda_conv as pc
 from pycuda_conv import cli
 from pycuda_conv.interrupt import INTERRUPTED
-from pycuda_conv.tools import run, volumes
+from pycuda_conv.tools import run
 from pycuda_conv.tools.terminal import OK, UNUSABLE
+from pycuda_conv.tools.volumes import run as chunked_run
+from pycuda_conv.tools.volumes import source, target, work
 
 for needed in ("dask.array", "distributed"):
     pytest.importorskip(needed)
@@ -40,7 +42,7 @@ def command(request, capsys, monkeypatch, tmp_path):
         pytest.skip(why)
     place = ["--device", "opencl"] * (request.param == "opencl")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(volumes, "WORK_BYTES", 1 << 13)
+    monkeypatch.setattr(work, "WORK_BYTES", 1 << 13)
 
     def call(*arguments):
         capsys.readouterr()
@@ -103,7 +105,7 @@ def test_named_filters_go_over_volumes_and_planes(command, name):
         assert status == UNUSABLE and "has two dimensions only" in err and names() == ["planes.zarr", "x.zarr"]
         return
     assert (status, err) == (OK, "") and "conv3d 4x1x5x10x17" in out
-    assert np.abs(zarr.open_array("volumes.zarr", mode="r")[...].astype("f8") - filtered(x, volumes.volume_filter(name))).max() <= 1
+    assert np.abs(zarr.open_array("volumes.zarr", mode="r")[...].astype("f8") - filtered(x, work.volume_filter(name))).max() <= 1
 
 
 @pytest.mark.parametrize("w, flags, options", [
@@ -179,7 +181,7 @@ def test_ome_zarr_stays_ome_zarr(command, version):
         assert made.metadata.zarr_format == version and scale["axes"] == axes and dataset["path"] == "0" and ("omero" in attributes) == (factor == 1)
         assert dataset["coordinateTransformations"][0]["scale"] == [1.0, 2.0 * factor, 0.5 * factor, 0.5 * factor]
         assert dataset["coordinateTransformations"][1] == transforms[1]
-    assert np.abs(zarr.open_group("y.ome.zarr", mode="r")["0"][...].astype("f8") - filtered(x, volumes.volume_filter("blur"))).max() <= 1
+    assert np.abs(zarr.open_group("y.ome.zarr", mode="r")["0"][...].astype("f8") - filtered(x, work.volume_filter("blur"))).max() <= 1
     assert zarr.open_group("z.ome.zarr", mode="r")["0"].shape == (2, 6, 10, 11)
     if version == 2:
         assert Path("y.ome.zarr/0/0/0/0/0").is_file()  # as OME wants chunks to be named
@@ -267,7 +269,7 @@ def test_several_files_that_were_interrupted_go_on_at_an_address(command, monkey
     """What is half written there has its own name; it is not taken for complete."""
     for i in range(2):
         save_zarr(f"x{i}.zarr", draw(80, 82, seed=i), (20, 41), "yx")
-    store, written = volumes._Store.__call__, []
+    store, written = target.Store.__call__, []
 
     def failing(self, block, where, index):
         written.append(index)
@@ -277,7 +279,7 @@ def test_several_files_that_were_interrupted_go_on_at_an_address(command, monkey
 
     arguments = "--filter", "edge", "x*.zarr", "memory://many", "--resume"
     with monkeypatch.context() as patch:
-        patch.setattr(volumes._Store, "__call__", failing)
+        patch.setattr(target.Store, "__call__", failing)
         assert command(*arguments)[0] == UNUSABLE
     assert fsspec.filesystem("memory").exists("/many/x0.zarr/c")
     status, out, err = command(*arguments)
@@ -317,16 +319,16 @@ def test_progress_has_a_rate_and_the_time_left(command, monkeypatch):
 
 
 def test_chunks_of_work_are_multiples_of_stored_ones():
-    def chosen(shape, chunks, axes, weight, work=volumes.WORK_BYTES):
-        source = volumes.Source("x", "zarr", shape, np.dtype("f4"), chunks, axes)
+    def chosen(shape, chunks, axes, weight):
+        stored = source.Source("x", "zarr", shape, np.dtype("f4"), chunks, axes)
         channels = "c" if "c" in axes else ""
         order = "".join(a for a in axes if a not in "czyx") + channels + "".join(a for a in axes if a in "zyx")
-        return volumes._chunks(source, axes, order, channels, np.empty(weight), "float32")
+        return work._chunks(stored, axes, order, channels, np.empty(weight), "float32")
 
     assert chosen((10, 2, 500, 2000, 2000), (1, 1, 64, 64, 64), "tczyx", (2, 2, 3, 3, 3)) == (1, 2, 128, 256, 256)
     assert chosen((500, 512, 512), (1, 512, 512), "tyx", (1, 1, 3, 3)) == (64, 512, 512)
     assert chosen((5, 4096, 4096, 3), (1, 4096, 4096, 3), "tyxc", (3, 3, 3, 3)) == (1, 4096, 4096, 3)
-    assert volumes._stored((128, 128, 60), 64) == 64 and volumes._stored((65, 65), 64) == 65 and volumes._stored((30,), 64) == 30
+    assert work._stored((128, 128, 60), 64) == 64 and work._stored((65, 65), 64) == 65 and work._stored((30,), 64) == 30
 
 
 # ---- what is refused
@@ -370,7 +372,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("arguments, words", REFUSED.values(), ids=REFUSED.keys())
 def test_what_is_refused_is_told_in_one_line_and_leaves_nothing(command, monkeypatch, arguments, words):
-    monkeypatch.setattr(volumes, "CONNECT_SECONDS", 1)
+    monkeypatch.setattr(chunked_run, "CONNECT_SECONDS", 1)
     save_zarr("x.zarr", draw(9, 10), (4, 4), "yx")
     save_zarr("plain.zarr", draw(8, 9, 10), (4, 4, 4))
     save_zarr("complex.zarr", np.ones((4, 4, 4), "c8"), (4, 4, 4))
@@ -405,17 +407,16 @@ def test_a_chunk_that_can_t_be_read_is_named(command):
 @pytest.mark.parametrize("output", ["y.zarr", "y.npy", "y.tif"])
 def test_an_interrupted_run_leaves_nothing(command, monkeypatch, how, status, output):
     save_zarr("x.zarr", draw(300, 310), (32, 32), "yx")
-    written, opened = [], volumes._opened
+    written, opened = [], target.opened_to_write
 
-    def failing(array, write=False):
-        if write:
-            written.append(names())
-            if len(written) > 3:
-                raise how
-        return opened(array, write)
+    def failing(array):
+        written.append(names())
+        if len(written) > 3:
+            raise how
+        return opened(array)
 
     failing.cache_clear = opened.cache_clear
-    monkeypatch.setattr(volumes, "_opened", failing)
+    monkeypatch.setattr(target, "opened_to_write", failing)
     found, out, err = command("--filter", "blur", "x.zarr", output)
     assert (found, out, err.count("\n")) == (status, "", 1) and any(name.endswith(".part") for name in written[0])
     assert names() == ["x.zarr"] and (status == INTERRUPTED or f"{output} can't be written: No space left on device" in err)
@@ -430,18 +431,18 @@ def test_what_is_still_being_written_is_removed_too(monkeypatch, tmp_path):
             (place / "0").write_bytes(b"late")
         waited.append(seconds)
 
-    monkeypatch.setattr(volumes.time, "sleep", sleep)
-    volumes._remove_unfinished(str(place))
+    monkeypatch.setattr(target.time, "sleep", sleep)
+    target._remove_unfinished(str(place))
     assert not place.exists() and len(waited) == 3
 
 
 SLOW = """
 import itertools, sys, time
 from pycuda_conv import cli
-from pycuda_conv.tools import volumes
-volumes.WORK_BYTES = 1 << 13
-load, begun = volumes._Load.__call__, itertools.count()
-volumes._Load.__call__ = lambda self, where: (time.sleep({seconds} * (1 if next(begun) < 12 else 10)), load(self, where))[1]
+from pycuda_conv.tools.volumes import source, work
+work.WORK_BYTES = 1 << 13
+load, begun = source._Load.__call__, itertools.count()
+source._Load.__call__ = lambda self, where: (time.sleep({seconds} * (1 if next(begun) < 12 else 10)), load(self, where))[1]
 sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 

@@ -268,7 +268,7 @@ def test_a_model_s_layers(fake, capsys):
 
 
 def test_without_a_gpu_the_command_asks_for_one(capsys):
-    from pycuda_conv.runtime.cuda import why_not
+    from pycuda_conv.runtime.driver import why_not
 
     if why_not() is None:
         pytest.skip("there is a GPU")

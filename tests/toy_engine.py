@@ -33,6 +33,7 @@ class ToyArguments(NamedTuple):
 CONFIGS = (Toy,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 8, "opencl": 8}
 
 
 def unsupported(device: Device) -> str | None:

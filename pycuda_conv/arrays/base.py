@@ -9,8 +9,9 @@ from typing import Any
 from pycuda_conv.call import Operands
 from pycuda_conv.runtime import Device
 
-#: (shape, dtype, GPU number or None for host memory): hashable, fast to make, and the key by which calls are cached.
-Signature = tuple[Any, Any, int | None]
+#: (shape, dtype, where it lies): hashable, fast to make, and the key by which calls are cached. The last is None, or torch's -1, for host
+#: memory; else see :data:`pycuda_conv.runtime.device.Where`.
+Signature = tuple[Any, Any, Any]
 
 ALIGNMENT = 16  # bytes; the kernels load four floats at once
 
@@ -21,13 +22,25 @@ class ArrayKind:
     name: str
     #: whether calls can be remembered by :mod:`pycuda_conv.quick`
     remembered = False
+    #: how a caller converts an array to another dtype, with gaps for the array's name and for the dtype
+    conversion = "{}.astype('{}')"
+    #: whether the arrays of a call have to be opened, and its result closed
+    opens = False
+
+    def opened(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
+        """What stands for the arrays of a call between its beginning and its end; `names` are what the operands are called."""
+        return operands
+
+    def closed(self, result: Any, operands: Operands, stream: Any = None) -> Any:
+        """The array for the caller from the result of a call of `operands`, opened ones, on the caller's `stream`."""
+        return result
 
     def signature(self, array: Any) -> Signature:
-        """Shape, dtype (in the kind's own terms) and GPU of `array`."""
+        """Shape, dtype (in the kind's own terms) and place of `array`."""
         raise NotImplementedError
 
-    def signatures(self, operands: Operands) -> tuple[Signature | None, ...]:
-        """The signature of each operand, or None where there is none."""
+    def signatures(self, operands: Operands, names: Sequence[str] = Operands._fields) -> tuple[Signature | None, ...]:
+        """The signature of each operand, or None where there is none; `names` are what the operands are called."""
         sign = self.signature
         input, weight, bias, scale, residual = operands
         return (
@@ -61,6 +74,17 @@ class ArrayKind:
         `free` means that the call asks for nothing that an operator of the library can't do; otherwise such a call is refused.
         """
         return False
+
+    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+        """What the launcher in C needs to repeat a call: see ``ready`` in ``_launch.c``.
+
+        Returns
+        -------
+        tuple
+            The function of the current stream or None, the GPU's number, and functions with their arguments: what makes a result like
+            `like` with its axes in `order`, and what makes a workspace of `nbytes`, or None where that is 0.
+        """
+        raise NotImplementedError
 
     def check_not_recorded(self, operands: Operands) -> None:
         """Refuse arrays whose library has to know of the call. A plan's call asks this, as the library can't know of it."""

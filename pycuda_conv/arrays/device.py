@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature, c_strides, is_contiguous, strides_of
+from pycuda_conv.call import Operands
 from pycuda_conv.engines.geometry import divider
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.errors import ConvArgumentError, DeviceMemoryError, brief
 from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES
-from pycuda_conv.runtime import Device, KernelLaunch, cuda_device, device_of_pointer, get_device
+from pycuda_conv.runtime import Device, KernelLaunch, contexts, get_device
+from pycuda_conv.runtime.device import CudaDevice, Where
+from pycuda_conv.runtime.memory import block_class, out_of_memory
 
 
 class DeviceKind(ArrayKind):
@@ -26,8 +29,8 @@ class DeviceKind(ArrayKind):
 
     #: whether :meth:`producer` may give a stream
     has_producers = False
-    #: whether the kind's memory comes from PyCUDA, which asks for a context that PyCUDA made current
-    uses_pycuda = False
+    #: whether the memory of arrays may lie in any context; that of torch and CuPy lies in the primary one
+    any_context = False
 
     def pointer(self, array: Any) -> int:
         raise NotImplementedError
@@ -61,9 +64,10 @@ class DeviceKind(ArrayKind):
     def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:
         return array if self.is_kernel_input(array, order) else self.copy(array, order)
 
-    def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
-        """An array of at least `nbytes` bytes from the kind's own allocator."""
-        return self.empty((-(-nbytes // DTYPE_BYTES[self.dtype_name(like.dtype)]),), like, device)
+    def workspace(self, nbytes: int, like: Any, device: Any) -> tuple[Any, int]:
+        """At least `nbytes` bytes from the kind's own allocator: what holds them, and their address. The device must be current."""
+        made = self.empty((-(-nbytes // DTYPE_BYTES[self.dtype_name(like.dtype)]),), like, device)
+        return made, self.pointer(made)
 
     def current_stream(self, device: Any) -> Any:
         """The stream of `device` that the caller's work and the kind's allocator follow."""
@@ -74,10 +78,8 @@ class DeviceKind(ArrayKind):
         return None
 
     def device(self, signature: Signature, device: Any) -> Device:
-        ordinal = signature[2]
-        assert ordinal is not None
-        own = cuda_device(ordinal)
-        if device is not None and get_device(device) is not own:
+        own = contexts.device_at(signature[2])
+        if device is not None and getattr(device, "name", device) != own.name and get_device(device).name != own.name:
             asked = get_device(device).name
             raise ConvArgumentError(f"device {asked} was asked for, but the input lies on {own.name}; move the arrays there first")
         return own
@@ -108,10 +110,49 @@ def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Seque
     device.launcher(step)((pointer, target), None)
 
 
+def _gpuarray(shape: tuple[int, ...], dtype: np.dtype, allocate: Any, strides: tuple[int, ...] | None) -> Any:
+    """A new GPUArray; `strides` None is C order."""
+    return importlib.import_module("pycuda.gpuarray").GPUArray(shape, dtype, allocator=allocate, strides=strides)
+
+
+def _made(device: CudaDevice, allocator: Any, make: Callable[[Any], Any]) -> Any:
+    """What `make` makes with the `allocator` of an array that lies in the device's context, which must be current.
+
+    PyCUDA's plain ``mem_alloc`` stands for our pool, as does None: an allocation, and the end of one, would wait for the GPU.
+
+    Raises
+    ------
+    DeviceMemoryError
+        There is too little memory.
+    ConvArgumentError
+        The allocator gave memory at an address that kernels can't take.
+    """
+    drv = device._drv
+    if not callable(allocator) or allocator is drv.mem_alloc or getattr(allocator, "__self__", None) is device:
+        return make(device.allocate)
+
+    def aligned(nbytes: int) -> Any:
+        memory = allocator(nbytes)
+        if int(memory) % ALIGNMENT:
+            raise ConvArgumentError(
+                f"the input's allocator gave memory at {int(memory):#x}, but the kernels need an address that is a multiple of {ALIGNMENT}"
+            )
+        return memory
+
+    with device.for_pycuda():
+        try:
+            made = make(aligned)
+        except drv.MemoryError as error:
+            raise DeviceMemoryError(f"{out_of_memory(device.name)}; the input's allocator says: {error}") from error
+    made.allocator = allocator
+    return made
+
+
 class InterfaceKind(DeviceKind):
     """Any object with ``__cuda_array_interface__``; results are PyCUDA GPUArrays, which have it too."""
 
     name = "__cuda_array_interface__"
+    conversion = "{} as {}"
 
     def signature(self, array: Any) -> Signature:
         interface = array.__cuda_array_interface__
@@ -123,15 +164,25 @@ class InterfaceKind(DeviceKind):
                 f"the typestr {interface['typestr']!r} in a __cuda_array_interface__ may mean bfloat16 or any other two bytes; pass "
                 "bfloat16 as a torch.Tensor, or as a cupy.ndarray or a pycuda.gpuarray.GPUArray of ml_dtypes.bfloat16"
             )
-        return tuple(interface["shape"]), dtype, self._ordinal(interface["data"][0])
+        return tuple(interface["shape"]), dtype, self.where(interface["data"][0])
+
+    def signatures(self, operands: Operands, names: Sequence[str] = Operands._fields) -> tuple[Signature | None, ...]:
+        found: list[Signature | None] = []
+        try:
+            for array in operands:
+                found.append(None if array is None else self.signature(array))  # the error needs their number
+        except contexts.NotCurrent as error:
+            name = names[len(found)] if len(found) < len(names) else Operands._fields[len(found)]
+            raise contexts.NotCurrent(error.template, name) from None
+        return tuple(found)
 
     def dtype_name(self, dtype: np.dtype) -> str:
         return dtype.name if dtype.isnative else dtype.str
 
     @staticmethod
-    def _ordinal(pointer: int) -> int:
-        """The GPU on which `pointer` lies; an empty array has none and counts as one of GPU 0."""
-        return device_of_pointer(pointer) if pointer else 0
+    def where(pointer: int) -> Where:
+        """The context that `pointer` belongs to; an empty array has none and counts as one of the context that serves host arrays."""
+        return contexts.where_is(pointer) if pointer else contexts.chosen().where
 
     def pointer(self, array: Any) -> int:
         return int(array.__cuda_array_interface__["data"][0])
@@ -152,9 +203,9 @@ class InterfaceKind(DeviceKind):
         return not array.__cuda_array_interface__["data"][1]
 
     def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
-        (shape, dtype, ordinal), strides = self.signature(array), self.strides(array)
-        device = cuda_device(ordinal or 0)
-        fresh = self.empty(shape, array, device, order)
+        (shape, dtype, where), strides = self.signature(array), self.strides(array)
+        device = contexts.device_at(where)
+        fresh = _gpuarray(shape, dtype, device.allocate, None if order is None else strides_of(shape, dtype.itemsize, order))
         axes = order or range(len(shape))
         copy_strided(device, self.pointer(array), [shape[i] for i in axes], [strides[i] for i in axes], dtype.name, self.pointer(fresh))
         return fresh
@@ -162,15 +213,16 @@ class InterfaceKind(DeviceKind):
     def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
         dtype = self.signature(like)[1]
         strides = None if order is None else strides_of(shape, dtype.itemsize, order)
-        return importlib.import_module("pycuda.gpuarray").GPUArray(shape, dtype, allocator=device.allocate, strides=strides)
+        return _made(device, getattr(like, "allocator", None), lambda allocate: _gpuarray(shape, dtype, allocate, strides))
 
-    def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
-        return self.empty((-(-nbytes // self.signature(like)[1].itemsize),), like, device)
+    def workspace(self, nbytes: int, like: Any, device: Any) -> tuple[Any, int]:
+        block = block_class()(device.pool, nbytes)
+        return block, int(block)
 
     def current_stream(self, device: Any) -> Any:
         return None  # the default stream, which our pool follows
 
-    has_producers = uses_pycuda = True
+    has_producers = any_context = True
 
     def producer(self, array: Any) -> Any:
         return array.__cuda_array_interface__.get("stream")
@@ -184,9 +236,10 @@ class InterfaceKind(DeviceKind):
 
 class GPUArrayKind(InterfaceKind):
     name = "pycuda.gpuarray.GPUArray"
+    conversion = ArrayKind.conversion
 
     def signature(self, array: Any) -> Signature:
-        return array.shape, array.dtype, self._ordinal(self.pointer(array))
+        return array.shape, array.dtype, self.where(self.pointer(array))
 
     def pointer(self, array: Any) -> int:
         return int(array.gpudata) if array.gpudata is not None else 0
@@ -201,9 +254,29 @@ class GPUArrayKind(InterfaceKind):
         return True
 
     has_producers = False  # PyCUDA's calls go to the default stream
+    remembered = True
+
+    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+        # GPUArray's constructor takes 8 us, mostly for what depends on the shape alone: it is called once, and its attributes are copied
+        strides = None if order is None else strides_of(shape, like.dtype.itemsize, order)
+        gpuarray = importlib.import_module("pycuda.gpuarray").GPUArray
+        pattern = vars(gpuarray(shape, like.dtype, allocator=device.allocate, gpudata=0, strides=strides))
+        plain, block, new, pool, result_bytes = device._drv.mem_alloc, block_class(), gpuarray.__new__, device.pool, pattern["nbytes"]
+
+        def make(like: Any) -> Any:
+            allocator = like.allocator
+            if allocator is plain or not callable(allocator) or getattr(allocator, "__self__", None) is device:
+                made = new(gpuarray)
+                made.__dict__.update(pattern)
+                made.gpudata = memory = block(pool, result_bytes)
+                memory.context = device.keep_alive()
+                return made
+            return _made(device, allocator, lambda allocate: _gpuarray(shape, like.dtype, allocate, strides))
+
+        return None, 0, (make, (), None), (block, (pool, nbytes), None) if nbytes else None
 
     def to_pickle(self, array: Any) -> np.ndarray:
-        with cuda_device(self._ordinal(self.pointer(array))):
+        with contexts.device_at(self.where(self.pointer(array))):
             return array.get() if array.flags.c_contiguous else self.copy(array).get()
 
     @staticmethod
@@ -213,6 +286,7 @@ class GPUArrayKind(InterfaceKind):
 
 class CupyKind(InterfaceKind):
     name = "cupy.ndarray"
+    conversion = ArrayKind.conversion
 
     def signature(self, array: Any) -> Signature:
         return array.shape, array.dtype, array.device.id
@@ -229,7 +303,7 @@ class CupyKind(InterfaceKind):
     def writeable(self, array: Any) -> bool:
         return True
 
-    has_producers = uses_pycuda = False  # CuPy's calls go to its current stream
+    has_producers = any_context = False  # CuPy's calls go to its current stream
 
     def to_pickle(self, array: Any) -> Any:
         return array

@@ -10,11 +10,28 @@ from pycuda_conv.arrays.base import ArrayKind, Signature
 from pycuda_conv.runtime import Device, get_device
 
 
+class Memory:
+    """Memory at an address, which numpy sees by ``numpy.asarray``; `owner` keeps it alive, and the arrays over it keep `owner`."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(
+        self, owner: Any, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str, read_only: bool = False
+    ) -> None:
+        self.__array_interface__ = {"shape": shape, "typestr": typestr, "data": (pointer, read_only), "strides": strides, "version": 3}
+        self.owner = owner
+
+
 class HostKind(ArrayKind):
     """Arrays in the host's memory, seen as numpy arrays. Those of bfloat16, which numpy does not know, are seen as integers."""
 
-    def to_numpy(self, array: Any) -> np.ndarray:
+    def to_numpy(self, array: Any, name: str) -> np.ndarray:
+        """`array`, the argument called `name`, as a numpy array in the same memory."""
         raise NotImplementedError
+
+    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An uninitialised array in memory that :meth:`from_numpy` makes a good array of the kind from."""
+        return np.empty(shape, dtype)
 
     def from_numpy(self, array: np.ndarray, like: Any) -> Any:
         """An array of the kind that holds `array` in the dtype of `like`: the inverse of :meth:`to_numpy`."""
@@ -41,7 +58,7 @@ class NumpyKind(HostKind):
     def dtype_name(self, dtype: np.dtype) -> str:
         return dtype.name  # the same for both byte orders
 
-    def to_numpy(self, array: np.ndarray) -> np.ndarray:
+    def to_numpy(self, array: np.ndarray, name: str) -> np.ndarray:
         if array.dtype.kind != "V":  # this is the bfloat16 of ml_dtypes; a dtype's name would take 2 us
             return array
         return array.view(np.dtype(np.int16).newbyteorder(array.dtype.byteorder))

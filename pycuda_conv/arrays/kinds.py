@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from pycuda_conv import quick
 from pycuda_conv.arrays.base import ArrayKind, Signature
 from pycuda_conv.arrays.device import CupyKind, GPUArrayKind, InterfaceKind
+from pycuda_conv.arrays.dlpack import dlpack_kind, speaks_dlpack
 from pycuda_conv.arrays.host import NumpyKind
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.problem import check_element_type
+from pycuda_conv.runtime import contexts
 
 
 class StandInKind(ArrayKind):
@@ -52,9 +56,16 @@ def kind_of(name: str, array: Any) -> ArrayKind:
         if kind is None:
             if isinstance(array, np.ma.MaskedArray):
                 raise TypeError(f"{name} is a masked array, and a convolution has no masks: pass {name}.filled(value), or {name}.data")
+            if _is_tracer(array):
+                raise TypeError(
+                    f"{name} is a tracer, which stands for an array while jax transforms a function and has no values yet: call outside "
+                    "of jax.jit, jax.grad and jax.vmap, or through jax.pure_callback"
+                )
+            known = isinstance(array, (list, tuple)) or any(hasattr(array, name) for name in ("__array__", "__array_interface__"))
             raise TypeError(
-                f"{name} must be a numpy.ndarray, a torch.Tensor, a cupy.ndarray, a pycuda.gpuarray.GPUArray or an object with "
-                f"__cuda_array_interface__, but got {type(array).__module__}.{type(array).__qualname__}"
+                f"{name} must be a numpy.ndarray, a torch.Tensor, a cupy.ndarray, a pycuda.gpuarray.GPUArray or an object with __dlpack__ "
+                f"or __cuda_array_interface__, but got {type(array).__module__}.{type(array).__qualname__}"
+                + (f"; numpy.asarray({name}, 'float32') makes an array of it" if known else "")
             )
         _kinds[type(array)] = kind
     return kind
@@ -63,6 +74,8 @@ def kind_of(name: str, array: Any) -> ArrayKind:
 def _found(array: Any) -> ArrayKind | None:
     if isinstance(array, np.ndarray):
         return None if isinstance(array, np.ma.MaskedArray) else NUMPY
+    if _is_tracer(array):
+        return None
     if _is_lazy(array):
         return LAZY
     # a library that was never imported made none of the arguments
@@ -74,7 +87,10 @@ def _found(array: Any) -> ArrayKind | None:
     if cupy is not None and isinstance(array, cupy.ndarray):
         return CUPY
     if gpuarray is not None and isinstance(array, gpuarray.GPUArray):
+        quick.learn_arrays(gpuarray.GPUArray)
         return GPU_ARRAY
+    if speaks_dlpack(array):
+        return dlpack_kind(array)
     return INTERFACE if hasattr(array, "__cuda_array_interface__") else None
 
 
@@ -87,6 +103,11 @@ def _is_tensor(array: Any) -> bool:
     import torch
 
     return isinstance(array, torch.Tensor)
+
+
+def _is_tracer(array: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.core.Tracer)
 
 
 def _is_lazy(array: Any) -> bool:
@@ -136,11 +157,26 @@ def same_kind(operands: Operands, out: Any = None, names: tuple[str, str] = ("in
 def check_same_type(
     kind: ArrayKind, input: Signature, *others: Signature | None, names: Sequence[str] = Operands._fields
 ) -> None:
-    """Refuse dtypes or devices of the other operands that differ from the input's; `names` are what the operands are called."""
+    """Refuse dtypes that no kernel has, and dtypes or devices of other operands that differ from the input's.
+
+    `names` are what the operands are called.
+    """
+    for name, given in zip(names, (input, *others), strict=False):
+        if given is not None:
+            check_element_type(name, kind.dtype_name(given[1]), kind.conversion)
     first = names[0]
     for name, other in zip(names[1:], others, strict=False):
-        if other is not None and (kind.dtype_name(other[1]) != kind.dtype_name(input[1]) or other[2] != input[2]):
-            where = f" on cuda:{input[2]} and cuda:{other[2]}" if input[2] not in (None, -1) and other[2] not in (-1, input[2]) else ""
-            raise ConvArgumentError(
-                f"{first.capitalize()} type ({kind.type_name(input)}) and {name} type ({kind.type_name(other)}) should be the same{where}"
-            )
+        if other is None or (kind.dtype_name(other[1]) == kind.dtype_name(input[1]) and other[2] == input[2]):
+            continue
+        where = ""
+        if other[2] != input[2] and not any(place in (None, -1) for place in (input[2], other[2])):
+            ours, theirs = contexts.ordinal_of(input[2]), contexts.ordinal_of(other[2])
+            if ours == theirs:
+                raise ConvArgumentError(
+                    f"{first} and {name} lie in different CUDA contexts of cuda:{ours}, and a kernel reaches the memory of one: make both "
+                    f"in the same (that of {first} is {contexts.context_name(input[2])}, that of {name} {contexts.context_name(other[2])})"
+                )
+            where = f" on cuda:{ours} and cuda:{theirs}"
+        raise ConvArgumentError(
+            f"{first.capitalize()} type ({kind.type_name(input)}) and {name} type ({kind.type_name(other)}) should be the same{where}"
+        )

@@ -12,11 +12,17 @@ import torch
 from pycuda_conv import quick
 from pycuda_conv.arrays.base import Signature, strides_of
 from pycuda_conv.arrays.device import DeviceKind
-from pycuda_conv.arrays.host import HostKind
+from pycuda_conv.arrays.host import HostKind, Memory
 from pycuda_conv.call import Operands
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import Device, get_device
+
+
+def _memory(tensor: Any, typestr: str) -> Memory:
+    """The memory of a tensor, for numpy: ``tensor.numpy()`` and ``torch.from_numpy()`` would forbid torch to resize it from then on."""
+    size = tensor.element_size()
+    return Memory(tensor, tensor.data_ptr(), tuple(tensor.shape), tuple([size * step for step in tensor.stride()]), typestr)
 
 
 class TorchKind(DeviceKind, HostKind):
@@ -24,6 +30,7 @@ class TorchKind(DeviceKind, HostKind):
 
     name = "torch.Tensor"
     remembered = True
+    conversion = "{}.to(torch.{})"
 
     def __init__(self) -> None:
         quick.learn(torch)
@@ -31,6 +38,9 @@ class TorchKind(DeviceKind, HostKind):
         self._dtypes = {
             torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
         }
+        # a bfloat16 is seen as an integer
+        self._typestrs = {torch.float16: "=f2", torch.float32: "=f4", torch.float64: "=f8", torch.bfloat16: "=i2"}
+        self._of_typestrs = {np.dtype(typestr): dtype for dtype, typestr in self._typestrs.items()}
         self._plain = {torch.Tensor, torch.nn.Parameter}
         self._forward_ad = torch.autograd.forward_ad
         self._increment_version = torch.autograd.graph.increment_version
@@ -149,15 +159,31 @@ class TorchKind(DeviceKind, HostKind):
 
     # host tensors
 
-    def to_numpy(self, array: Any) -> np.ndarray:
-        array = array.detach().resolve_neg()
-        if array.dtype is torch.bfloat16 and array.layout is torch.strided:  # others have no view, and numpy() says so
-            array = array.view(torch.int16)
-        return array.numpy()
+    def to_numpy(self, array: Any, name: str) -> np.ndarray:
+        typestr = self._typestrs.get(array.dtype)
+        if typestr is None or array.layout is not torch.strided or not array.is_cpu:
+            seen: np.ndarray = array.detach().numpy()  # torch says what is wrong
+            return seen
+        if array.is_neg():
+            array = array.detach().resolve_neg()
+        if not array.data_ptr() and array.numel():  # numpy would take memory of its own for it
+            raise ConvArgumentError(no_memory(name))
+        return np.asarray(_memory(array, typestr))
+
+    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        return np.asarray(_memory(torch.empty(shape, dtype=self._of_typestrs[dtype]), dtype.str))
 
     def from_numpy(self, array: np.ndarray, like: Any) -> Any:
-        tensor = torch.from_numpy(array)
-        return tensor.view(like.dtype) if like.dtype is torch.bfloat16 else tensor
+        memory: Any = array.base
+        while isinstance(memory, np.ndarray):
+            memory = memory.base
+        if not isinstance(memory, Memory):  # it is page-locked, or was copied
+            tensor = torch.from_numpy(array)
+            return tensor.view(like.dtype) if like.dtype is torch.bfloat16 else tensor
+        tensor = memory.owner
+        if array.shape != tensor.shape or array.strides != memory.__array_interface__["strides"]:
+            tensor = tensor.as_strided(array.shape, [step // array.itemsize for step in array.strides])
+        return tensor
 
     def in_order(self, array: Any, order: tuple[int, ...]) -> Any:
         return self.empty(array.shape, array, None, order).copy_(array)
@@ -198,6 +224,10 @@ class TorchKind(DeviceKind, HostKind):
         if make is None:
             return torch.empty_strided, (shape, strides), {"dtype": dtype, "device": device}
         return make, (shape, strides, dtype), None
+
+    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+        workspace = self.maker((nbytes,), torch.uint8, like.device, None) if nbytes else None
+        return self._current_stream, like.get_device(), self.maker(shape, like.dtype, like.device, order), workspace
 
     def current_stream(self, device: Any) -> Any:
         return self._current_stream(device.ordinal)

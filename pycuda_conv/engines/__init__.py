@@ -1,14 +1,15 @@
 """The engines, one kernel family each, and the choice between them.
 
 These modules know only forward convolutions and their transposes: they take a problem as it is launched
-(:attr:`ConvProblem.launched`). :mod:`~pycuda_conv.engines.base` says what an engine is, :mod:`~pycuda_conv.engines.registry`
-lists them. Their configurations are attributes of this package: ``engines.Gemm``.
+(:attr:`ConvProblem.launched`). :mod:`~pycuda_conv.engines.base` says what an engine is, :mod:`~pycuda_conv.engines.peers`
+lists them, and :mod:`~pycuda_conv.engines.registry` chooses. Their configurations are attributes of this package: ``engines.Gemm``.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from pycuda_conv.engines import peers  # noqa: F401 it fills the registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.registry import (
     alternatives,
@@ -26,12 +27,13 @@ from pycuda_conv.engines.registry import (
     same_bits,
     schedule,
     uses_tensor_cores,
+    with_moments,
 )
 from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
     "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "fastest_first", "filter_key", "find", "order",
-    "predicted", "predictions", "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores",
+    "predicted", "predictions", "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores", "with_moments",
 ]  # fmt: skip
 
 

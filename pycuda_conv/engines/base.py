@@ -80,6 +80,13 @@ class Engine(Protocol):
     def TENSOR_CORES(self) -> bool:
         """Whether its kernels multiply on tensor cores, and so are fast in either layout."""
 
+    @property
+    def MOST_TEXTS(self) -> Mapping[str, int]:
+        """By a device's backend, the most texts that :meth:`texts` may give, not counting those for arrays of 2^31 elements.
+
+        Each text takes a second or two to compile, for everybody who compiles all of them.
+        """
+
     def unsupported(self, device: Device) -> str | None:
         """Why the engine can't run on `device`, or None if it can."""
 

@@ -168,6 +168,10 @@ def _index_64(pixels: Pixels) -> bool:
     return pixels.N * pixels.K * pixels.plane + 2**20 >= 2**31
 
 
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 67, "opencl": 24}
+
+
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of batch_norm.cu for each type and each way to read arrays, and some for per-channel values."""
     common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
@@ -257,16 +261,6 @@ def whole_forward(
     cut, told = _Cut.of_channels(pixels), (bits(eps, pixels.sum_bytes), bits(momentum, pixels.sum_bytes))
     places = (0, 1, 5, 6, 7, 8, 9, 2, 3, 4, 10)
     return (cut.activating_step("batch_norm_whole_forward", places, activation, *told, residual=residual),), 0
-
-
-def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[KernelLaunch], int]:
-    """The factor and the summand that a given mean and variance put into a convolution. They do not depend on the pixels.
-
-    Buffers: mean, variance, gamma or None, beta or None, the convolution's bias or None | scale, shift. The bias and the results
-    have the arrays' dtype.
-    """
-    cut, blocks = _Cut.of(pixels, multiprocessors), -(-pixels.K // ADDING_THREADS)
-    return (cut.step_of_channels("batch_norm_fold", blocks, (0, 1, 2, 3, 4, 5, 6), pixels.K, bits(eps, pixels.sum_bytes)),), 0
 
 
 def backward(

@@ -53,6 +53,10 @@ def _launch(kernel: str, dtype: str, blocks: int, buffers: tuple[Place, ...], *s
     return KernelLaunch(kernel, defines, blocks, THREADS, buffers, scalars, "cast")
 
 
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 2}
+
+
 def texts() -> Iterator[TextFamily]:
     """One text for each type of 16 bits."""
     yield TextFamily("cast", {"DTYPE": (DTYPE_CODES["float16"], DTYPE_CODES["bfloat16"]), "INDEX_64": (0,), "THREADS": (THREADS,)})

@@ -11,18 +11,19 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
+from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.inner import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALES, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS = 256  # of a block of columns_add.cu
@@ -38,6 +39,7 @@ class Columns(Config):
 CONFIGS = (Columns,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 4}
 
 
 def unsupported(device: Device) -> str | None:
@@ -62,7 +64,7 @@ def _product(problem: ConvProblem) -> ConvProblem:
     one, none = (1, 1, 1), (0, 0, 0)
     return replace(
         problem, C=problem.C * _taps(problem), input_size=problem.output_size, filter_size=one, stride=one, dilation=one,
-        padding_before=none, padding_after=none, has_bias=False, has_scale=False, has_residual=False, activation=None,
+        padding_before=none, padding_after=none, has_bias=False, has_scale=False, has_residual=False, activation=None, norm=None,
     ).launched  # fmt: skip
 
 
@@ -94,8 +96,6 @@ ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
 
 def schedule(problem: ConvProblem, config: Columns, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    from pycuda_conv.engines import registry
-
     inner, product = parsed(config.INNER), _product(problem)
     assert inner is not None
     made = registry.schedule(product, inner, device)
@@ -129,7 +129,8 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
         **by_axis("dil_", problem.dilation), **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
-    return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, (columns, BIAS, SCALE, RESIDUAL, RESULT), (), arguments=told)
+    buffers = columns, BIAS, *SCALES, RESIDUAL, RESULT
+    return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told)
 
 
 def filter_key(problem: ConvProblem, config: Columns) -> Hashable:
@@ -180,8 +181,6 @@ def _worth_it(problem: ConvProblem) -> bool:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
     """The configurations worth comparing for `problem`: the best ones of the product."""
-    from pycuda_conv.engines import registry
-
     if _worth_it(problem):
         for _, inner in registry.predictions(_product(problem), device)[:BEST]:
             yield Columns(str(inner))
@@ -189,8 +188,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
 
 def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
     """Microseconds that `config` should take."""
-    from pycuda_conv.engines import registry
-
     inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_product(problem), inner, device)
     return None if us is None else us + _adding(problem, device)
@@ -198,8 +195,6 @@ def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Columns] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    from pycuda_conv.engines import registry
-
     if not _worth_it(problem):
         return None
     product = _product(problem)

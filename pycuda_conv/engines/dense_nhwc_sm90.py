@@ -62,7 +62,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -78,9 +78,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
@@ -121,6 +120,7 @@ class DenseNhwc(Config):
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 137}
 
 
 # ---- what runs
@@ -310,7 +310,7 @@ def _product(
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
     }
-    buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
+    buffers: tuple[Place, ...] = (BIAS, *SCALES, RESIDUAL, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the kernel's NOTES
         buffers += (parts or RESULT,)
     return KernelLaunch(

@@ -16,7 +16,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Schedule,
@@ -71,6 +71,7 @@ DepthwiseRingArguments = kernel_struct("depthwise_nhwc_wgrad_ring", "DepthwiseRi
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 152, "opencl": 90}
 THREADS = 128
 CHUNKS = (64, 32, 16, 8, 4)
 #: The most channels of a block whose threads walk down the image.
@@ -283,7 +284,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
         told = _wgrad_arguments(problem, config)
         launch = KernelLaunch("depthwise_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), arguments=told)
         return Schedule.plain([[launch]]) if parts == 1 else _with_sum(problem, parts, launch)
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
     if filter_size:
         defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
     if isinstance(config, DepthwiseStrips):

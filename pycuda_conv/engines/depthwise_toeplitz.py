@@ -21,7 +21,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     Schedule,
     check_shared,
@@ -36,8 +36,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "DepthwiseToeplitz", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "DepthwiseToeplitz", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
@@ -64,6 +64,7 @@ class DepthwiseToeplitz(Config):
 CONFIGS = (DepthwiseToeplitz,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 16}
 
 
 DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToeplitzArguments")
@@ -244,7 +245,7 @@ def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, no
         "LAST": int(problem.layout == "NHWC"),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]
-    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
     launch = KernelLaunch(
         "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=told, layer=finish_constants(told)
     )

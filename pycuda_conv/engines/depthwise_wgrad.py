@@ -38,6 +38,7 @@ class DepthwisePlanesWgrad(Config):
 CONFIGS = (DepthwisePlanesWgrad,)
 LAYOUTS = ("CNHW",)
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 18}
 
 
 DepthwiseWgradPlanesArguments = kernel_struct("depthwise_wgrad", "DepthwiseWgradPlanesArguments")

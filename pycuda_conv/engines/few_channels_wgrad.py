@@ -23,8 +23,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewChannelsWgrad", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewChannelsWgrad", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS, WARPS = 256, 8
@@ -56,6 +56,7 @@ class FewChannelsWgrad(Config):
 CONFIGS = (FewChannelsWgrad,)
 LAYOUTS = ("CHWN",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 25}
 
 
 # ---- what runs

@@ -40,7 +40,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     Arena,
     Schedule,
@@ -54,9 +54,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GatherNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GatherNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128)  # channels of a tile
@@ -82,6 +81,7 @@ class GatherNhwc(Config):
 CONFIGS = (GatherNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 36}
 
 
 # ---- what runs
@@ -204,7 +204,7 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int,
         "CLUSTER": config.CLUSTER,
     }  # fmt: skip
     return KernelLaunch(
-        "gather_nhwc_sm90", defines, grid, 4 * config.BLOCK_M, (INPUT, BIAS, SCALE, RESIDUAL, RESULT), (),
+        "gather_nhwc_sm90", defines, grid, 4 * config.BLOCK_M, (INPUT, BIAS, *SCALES, RESIDUAL, RESULT), (),
         maps=(_filter_map(problem, config, place, pitch),), shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told,
         layer=finish_constants(told),
     )  # fmt: skip

@@ -22,8 +22,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS, WARPS = 256, 8
@@ -48,6 +48,7 @@ class GroupedWgrad(Config):
 CONFIGS = (GroupedWgrad,)
 LAYOUTS = ("CHWN",)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 8}
 
 
 # ---- what runs

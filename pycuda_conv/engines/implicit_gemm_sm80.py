@@ -34,7 +34,7 @@ from pycuda_conv.engines.packing import (
 from pycuda_conv.engines.packing import why_not as why_not_packed
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.ring import Ring
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALES, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
@@ -43,8 +43,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS = 256
@@ -72,6 +72,7 @@ class ImplicitGemm80(Config):
 CONFIGS = (ImplicitGemm80,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 137}
 
 
 # ---- what runs
@@ -146,7 +147,7 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted
         packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
     ) -> list[KernelLaunch]:
         read = operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales
-        buffers = (*read, BIAS, SCALE, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
+        buffers = (*read, BIAS, *SCALES, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
         return [_product(problem, config, packed, walk, buffers, operands.tiles) for walk in walks]
 
     made = assemble(problem, config.SPLIT, multiprocessors, products)

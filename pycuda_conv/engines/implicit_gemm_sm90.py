@@ -40,7 +40,7 @@ from pycuda_conv.engines.packing import (
 )
 from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, why_not_so_many
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
@@ -53,9 +53,8 @@ JOINED_BYTES = 512 << 10  # the most bytes of parts of one tile that a block of 
 CONVERTERS = 7  # warps that split float32 images for the halo_split loader
 KEPT_PIECE = 1024  # bytes of staging a warp needs beside the sums it keeps of the first of two paired phases
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 #: The tiles worth choosing from: BLOCK_M -> the BLOCK_Ns, for each value of :func:`_seldom`. The rarer a product, the fewer its tiles,
@@ -148,6 +147,7 @@ class ImplicitGemm(Config):
 CONFIGS = (ImplicitGemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 320}
 
 
 def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
@@ -362,7 +362,7 @@ def _schedule(
         ours: tuple[Place, ...] = operands.w_limbs, operands.x_scales
         if config.splits_images:
             ours = INPUT, operands.x_scales, operands.x_flags, operands.w_limbs
-        buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
+        buffers = (*ours, operands.w_scales, BIAS, *SCALES, RESIDUAL, target)
         launches, (arena, first) = [], operands.tickets
         for group in _launches(problem):
             place = (arena, first) if joins(problem, config) else None
@@ -537,7 +537,7 @@ def _product(
     if products(problem) == 1 and problem.layout == "NHWC":
         maps.append(map_w or maps[0])  # the text has this parameter even where the filter is packed
     if tensor_store(problem, config):
-        maps.append(_result_map(problem, config, buffers[6]))
+        maps.append(_result_map(problem, config, buffers[-1]))
     noted, tiles = layout.moments is not None, _tiles(problem, config, walks)
     bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * noted, "x_tiles": operands.tiles}
     phases = tuple(_arguments(problem, config, packed, walk, tiles, bits) for walk in walks)

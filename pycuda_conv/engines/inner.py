@@ -6,6 +6,7 @@ import ast
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
+from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.schedule import Buffer
 from pycuda_conv.problem import ConvProblem
@@ -14,8 +15,6 @@ from pycuda_conv.runtime.base import KernelLaunch, Place, TensorMap
 
 def parsed(text: str) -> Config | None:
     """The configuration whose text this is, or None."""
-    from pycuda_conv.engines import registry  # which imports the engines that import this module
-
     try:
         call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
@@ -28,8 +27,6 @@ def parsed(text: str) -> Config | None:
 
 def inner_refusal(problem: ConvProblem, inner: str) -> str | None:
     """Why the engine of `inner` can't run its `problem`, or None if it can."""
-    from pycuda_conv.engines import registry
-
     config = parsed(inner)
     if config is None:
         return "it takes a configuration as it is printed"
@@ -41,16 +38,12 @@ def inner_refusal(problem: ConvProblem, inner: str) -> str | None:
 
 def inner_filter_key(problem: ConvProblem, inner: str) -> Hashable:
     """The :func:`filter_key` of the engine of `inner` for its `problem`; None if `inner` is no configuration."""
-    from pycuda_conv.engines import registry
-
     config = parsed(inner)
     return None if config is None else registry.filter_key(problem, config)
 
 
 def inner_sum_order(problem: ConvProblem, inner: str) -> Hashable:
     """The :func:`sum_order` of that engine, which tells its own configurations apart."""
-    from pycuda_conv.engines import registry
-
     config = parsed(inner)
     if config is None:
         return None

@@ -23,7 +23,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -38,8 +38,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
 ]  # fmt: skip
 
 MOST_STAGES = 6  # the most stages of a ring of x that are tried
@@ -75,6 +75,7 @@ class Lines(Config):
 CONFIGS = (Lines,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 0}  # a text for each layer
 
 
 # ---- what runs
@@ -287,9 +288,9 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     images = TensorMap(INPUT, 0, sizes, strides, (box_w, walk.channels, box_h, 1), walk.span, "float32")
     if config.FP16_OPERANDS:
         flags = scratch.take(4 * tiles * across * 4 * config.CONSUMERS)
-        buffers: tuple[Place, ...] = (halves[0], laid, halves[1], flags, BIAS, SCALE, RESIDUAL, RESULT)
+        buffers: tuple[Place, ...] = (halves[0], laid, halves[1], flags, BIAS, *SCALES, RESIDUAL, RESULT)
     else:
-        buffers = (laid, BIAS, SCALE, RESIDUAL, RESULT)
+        buffers = (laid, BIAS, *SCALES, RESIDUAL, RESULT)
     threads, shared = 128 * (1 + config.CONSUMERS), shared_bytes(problem, config)
     lines = KernelLaunch(
         "lines_sm90", defines, grid, threads, buffers, (), maps=(images,), shared=shared, arch="sm_90a", arguments=told,

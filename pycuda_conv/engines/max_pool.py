@@ -96,6 +96,10 @@ def _widest(dtype: str) -> int:
     return VECTOR_BYTES // (4 if dtype == "float32" else 2)
 
 
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 6}
+
+
 def texts() -> Iterator[TextFamily]:
     """One text for each type and layout."""
     for dtype in TYPES:

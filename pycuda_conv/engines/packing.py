@@ -713,6 +713,10 @@ def written_so(d: Mapping[str, int]) -> bool:
     return bool(d["NHWC"] or d["DENSE"] or d["VEC"] == 1)
 
 
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 124}
+
+
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of pack.cu for each type and layout, and for each way to read images."""
     windows = device.capability >= (9, 0)

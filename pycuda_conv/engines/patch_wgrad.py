@@ -36,6 +36,7 @@ PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
 CONFIGS = (PatchWgrad,)
 LAYOUTS = "CNHW", "CHWN"
 TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 24}
 #: Filters and columns of a thread, by the tile of its block.
 TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
 HALVES, HALF_TILES = ("float16", "bfloat16"), ((64, 32), (16, 64))  # 16-bit arrays come here if no tensor core can be used

@@ -24,7 +24,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALE,
+    SCALES,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -41,9 +41,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 WARPS = 8  # of the consumers
@@ -77,6 +76,7 @@ class Pointwise(Config):
 CONFIGS = (Pointwise,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 58}
 
 
 # ---- what runs
@@ -232,7 +232,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
         step, of_filter = _filter(problem, config, kept, defines)
         prepare, maps = [[step]], [_images(problem, config), of_filter]
     noted_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
-    buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
+    buffers, grid = (BIAS, *SCALES, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
     shared, told = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
     launch = KernelLaunch(
         "pointwise_sm90", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=told,

@@ -1,57 +1,28 @@
-"""All engines, and what is done once for all of them: the choice between them, predictions, candidates to measure."""
+"""What is done once for all engines: the choice between them, predictions, candidates to measure.
+
+An engine may import this module, and so ask for other engines' configurations: it knows no engine by name.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
-from pycuda_conv.engines import (
-    columns,
-    dense_nhwc_sm90,
-    depthwise_nhwc,
-    depthwise_planes,
-    depthwise_toeplitz,
-    depthwise_wgrad,
-    direct,
-    direct_gemm,
-    direct_quads,
-    dmma,
-    few_channels,
-    few_channels_wgrad,
-    few_inputs,
-    few_pixels_sm90,
-    fft,
-    gather_nhwc_sm90,
-    gathered_planes_sm90,
-    grouped_nhwc,
-    grouped_nhwc_wgrad,
-    implicit_gemm_sm80,
-    implicit_gemm_sm90,
-    lines_sm90,
-    packing,
-    patch_wgrad,
-    planes_sm90,
-    pointwise_sm90,
-    split_sum,
-    via_nhwc,
-    wgrad_nhwc_sm90,
-)
+from pycuda_conv.engines import packing, split_sum
 from pycuda_conv.engines.base import BY_RULE, Config, Engine
+from pycuda_conv.engines.hopper import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
-#: Among equal predictions that of the first engine wins.
-ENGINES: tuple[Engine, ...] = (
-    depthwise_nhwc, depthwise_toeplitz, fft, depthwise_planes, depthwise_wgrad, direct, patch_wgrad, direct_gemm, direct_quads, dmma,
-    grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, dense_nhwc_sm90, gather_nhwc_sm90, wgrad_nhwc_sm90,
-    implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80, planes_sm90, gathered_planes_sm90, via_nhwc,
-    columns,
-)  # fmt: skip
+#: All engines; :mod:`pycuda_conv.engines.peers` lists them here. Among equal predictions that of the first engine wins.
+ENGINES: tuple[Engine, ...] = ()
 
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
+PASS_LAUNCH = 2.0  # microseconds that one more launch takes
 BEST = 2  # configurations of each engine to measure at any prediction, since a model may be wrong
 
 
@@ -195,6 +166,24 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     if reason:
         raise ValueError(f"{config} can't run {problem}: {reason}")
     return engine_of(config).schedule(problem.launched, config, device, noted)
+
+
+def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config:
+    """The configuration to take instead of `config`, the fastest, when the moments of the result are wanted as well.
+
+    A configuration that computes the moments beside the result is taken if, by the models, it is faster than `config` followed by a
+    pass that reads the result. Else it is `config`.
+    """
+    fastest_us = predicted(problem, config, device)
+    if fastest_us is None or schedule(problem, config, device, True).moments is not None:
+        return config
+    pass_us = PASS_LAUNCH + problem.itemsize * math.prod(problem.result_shape) / MEMORY
+    for us, other in predictions(problem, device):
+        if us >= fastest_us + pass_us:
+            break
+        if uses_tensor_cores(other) and schedule(problem, other, device, True).moments is not None:
+            return other
+    return config
 
 
 def texts(device: Device) -> list[TextFamily]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from pycuda_conv.engines.geometry import ceil, divider
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, finish
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALES, finish
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -39,7 +39,7 @@ def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunc
         size, split, width.bit_length() - 1, ceil(split, lanes), plane, divider(plane), channels, divider(channels),
         **finish(problem),
     )  # fmt: skip
-    buffers = (parts, BIAS, SCALE, RESIDUAL, RESULT)
+    buffers = (parts, BIAS, *SCALES, RESIDUAL, RESULT)
     return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=arguments)
 
 
@@ -60,6 +60,10 @@ def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None
 def _lanes(split: int) -> int:
     """Threads that share an element's parts: a power of two."""
     return min(MOST_LANES, 1 << (ceil(split, LONGEST) - 1).bit_length())
+
+
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 4, "opencl": 4}
 
 
 def texts(device: Device) -> Iterator[TextFamily]:

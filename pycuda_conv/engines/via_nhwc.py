@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
-from pycuda_conv.engines import hopper
+from pycuda_conv.engines import hopper, registry
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.inner import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
@@ -22,8 +22,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
@@ -46,6 +46,7 @@ CONFIGS = (ViaNhwc, ViaNchw)
 TURNED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
 LAYOUTS = tuple(TURNED)
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 2}
 
 unsupported = hopper.unsupported
 
@@ -197,8 +198,6 @@ def _written(problem: ConvProblem) -> _Transposition | None:
 
 def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    from pycuda_conv.engines import registry
-
     inner = parsed(config.INNER)
     assert inner is not None
     made = registry.schedule(_turned(problem), inner, device)
@@ -289,8 +288,6 @@ def _packing(problem: ConvProblem) -> float:
 
 def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
     """The engines that can only run the problem of the transposed arrays."""
-    from pycuda_conv.engines import registry
-
     turned = _turned(problem)
     for engine in registry.ENGINES:
         alone = turned.layout in engine.LAYOUTS and engine.CONFIGS != CONFIGS and engine.unsupported(device) is None
@@ -311,8 +308,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
 
 def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
     """Microseconds that `config` should take."""
-    from pycuda_conv.engines import registry
-
     inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_turned(problem), inner, device)
     return None if us is None or inner is None else us + _beside(problem, inner)

@@ -44,8 +44,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
-    "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
 LEAST_OF_GROUP = 4  # channels of a group, if there are several: with fewer, most products would be thrown away
@@ -82,6 +82,7 @@ class WgradNhwc(Config):
 CONFIGS = (WgradNhwc,)
 LAYOUTS = "CHWN", "CNHW"
 TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 62}
 
 
 # ---- what runs

@@ -16,7 +16,7 @@ from pycuda_conv.call import Operands
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.execute import device, host
 from pycuda_conv.execute.out import result_order
-from pycuda_conv.runtime import Device
+from pycuda_conv.runtime import Device, contexts, get_device
 from pycuda_conv.runtime.base import Launcher
 
 if TYPE_CHECKING:
@@ -92,6 +92,12 @@ def check_fit(plan: Plan, kind: ArrayKind, signatures: tuple[Signature | None, .
         return
     input, *others = signatures
     assert input is not None
+    elsewhere = input[2] not in (None, -1) and kind.device(input, None) is not plan.device
+    if elsewhere and kind.device(input, None).name == plan.device.name:
+        raise ConvArgumentError(
+            f"this filter was bound in another CUDA context of {plan.device.name} than the arrays lie in, or in one that is gone: bind it "
+            "again"
+        )
     check_same_type(kind, input, *others)
     problem = plan.problem
     for name, signature, shape in zip(Operands._fields, signatures, problem.operand_shapes, strict=True):
@@ -100,17 +106,34 @@ def check_fit(plan: Plan, kind: ArrayKind, signatures: tuple[Signature | None, .
             raise ConvArgumentError(f"this plan takes {name} of shape {shape}, but got {given}")
         if signature is not None and kind.dtype_name(signature[1]) != problem.dtype:
             raise ConvArgumentError(f"this plan takes {problem.dtype} arrays, but {name} is {kind.dtype_name(signature[1])}")
-    if kind.device(input, plan.device.name if input[2] in (None, -1) else None) is not plan.device:
+    if elsewhere:
         raise ConvArgumentError(f"this plan is for {plan.device.name}, but the arrays lie elsewhere")
     known.add((kind, signatures))
 
 
+def in_context_of(plan: Plan, input: Signature) -> Plan:
+    """The plan, made for the context in which its arrays lie; for host arrays that of its device, unless that is gone."""
+    device: Any = plan.device
+    if device.backend != "cuda":
+        return plan
+    if input[2] in (None, -1):
+        return plan if device.is_usable() else plan.on(get_device(device.name))
+    if input[2] == device.where or contexts.ordinal_of(input[2]) != device.ordinal:
+        return plan
+    return plan.on(contexts.device_at(input[2]))
+
+
 def call_plan(plan: Plan, operands: Operands, out: Any, stream: Any) -> Any:
     """Check that the arrays fit `plan` and run it."""
+    if plan.problem.norm is not None:
+        raise ConvArgumentError("a plan of a problem with a norm takes no calls: use pycuda_conv.nn.evaluation.evaluate")
     kind = same_kind(operands, out)
     kind.check_not_recorded(operands)
-    check_fit(plan, kind, kind.signatures(operands))
+    operands = kind.opened(operands)
+    signatures = kind.signatures(operands)
+    table, plan = plan.made_before, in_context_of(plan, cast(Signature, signatures[0]))
+    check_fit(plan, kind, signatures)
     result = run(kind, plan, operands, out, stream)
     if stream is None:
-        quick.remember(plan.made_before, (), kind, plan, operands, out)
-    return result
+        quick.remember(table, (), kind, plan, operands, out)
+    return kind.closed(result, operands, stream)

@@ -8,25 +8,30 @@ from typing import TYPE_CHECKING, Any
 
 from pycuda_conv.arrays import ALIGNMENT, DeviceKind, stream_of
 from pycuda_conv.call import Operands
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.execute.out import OVERLAP, check_out_shape, not_contiguous
 from pycuda_conv.problem import DTYPE_BYTES
+from pycuda_conv.runtime import contexts
 from pycuda_conv.runtime.base import Launcher
 
 if TYPE_CHECKING:
     from pycuda_conv.plan import Plan
 
 
-def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream: Any, packed: Any = None) -> Any:
+def convolve(
+    kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream: Any, packed: tuple[Any, int] | None = None
+) -> Any:
     """Run `plan` on arrays that fit it. `packed` is the filter as :func:`pack` made it."""
     device: Any = plan.device
-    pushed = kind.uses_pycuda or not device.is_current()
+    pushed = not device.is_current()
     if pushed:
+        if not kind.any_context:
+            _check_reached(kind, device, operands, out)
         device.push()
     try:
         addresses = [0 if array is None else kind.pointer(array) for array in operands]
         home = kind.current_stream(device)
-        on = home if stream is None else stream_of(stream)
+        on = home if stream is None else _stream_of(stream, device)
         if kind.has_producers:
             for array in (*operands, out):
                 producer = None if array is None else kind.producer(array)
@@ -52,9 +57,9 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
         result = kind.empty(plan.result_shape, operands.input, device, result_order) if out is None else out
         if not plan.empty:
             _check_memory(operands, addresses)
-            nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.schedule.workspace_bytes, kind.pointer(packed))
-            workspace = kind.workspace(nbytes, operands.input, device) if nbytes else None
-            buffers = (*addresses, kind.pointer(result), 0 if workspace is None else kind.pointer(workspace))
+            nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.schedule.workspace_bytes, packed[1])
+            workspace, scratch = kind.workspace(nbytes, operands.input, device) if nbytes else (None, 0)
+            buffers = (*addresses, kind.pointer(result), scratch)
             if stream is None:
                 plan.launch(buffers, on, at, filter_last)
             else:  # memory of the current stream is used on another: the writes before come first, and it is given back after the use
@@ -70,6 +75,45 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
     finally:
         if pushed:
             device.pop()
+
+
+def _stream_of(stream: Any, device: Any) -> Any:
+    """The caller's stream as launches take it; one of another context than the device's is refused."""
+    on = stream_of(stream)
+    contexts.check_stream(device, on)
+    return on
+
+
+def _check_reached(kind: DeviceKind, device: Any, operands: Sequence[Any], out: Any) -> None:
+    """Refuse arrays that lie in a program's own context, although their library uses the primary one."""
+    named = zip((*Operands._fields, "out"), (*operands, out), strict=True)
+    contexts.check_reached(device, {name: kind.pointer(array) for name, array in named if array is not None})
+
+
+def addresses_as_they_lie(kind: DeviceKind, plan: Plan, operands: Operands, out: Any) -> tuple[list[int], bool]:
+    """The addresses of arrays that fit `plan` and of its result, and whether the filter, or its gradient, lies in the plan's other order.
+
+    Raises
+    ------
+    ConvArgumentError
+        The kernels can't read or write an array as it lies.
+    """
+    addresses = [0 if array is None else kind.pointer(array) for array in operands]
+    w, weight = addresses[1], operands.weight
+    filter_last = plan.reads_filter_last and not w % ALIGNMENT and kind.is_laid_out_as(weight, plan.filter_order)
+    strided = _unreadable(kind, plan, operands, addresses, filter_last)
+    for name in strided:
+        raise ConvArgumentError(
+            f"{name} does not lie as the kernels read it, in order and at a multiple of {ALIGNMENT} bytes: pass a copy that does"
+        )
+    order = plan.result_order
+    if plan.lays_filter_last(kind, out):
+        filter_last, order = True, plan.filter_order
+    if _check_out(kind, out, plan, order, operands, addresses, ()) and plan.redoes:
+        raise ConvArgumentError("residual is out, but the plan computes parts of its result once more: pass a copy of the residual")
+    if not plan.empty:
+        _check_memory(operands, addresses)
+    return [*addresses, kind.pointer(out)], filter_last
 
 
 def _order_after_failure(device: Any, on: Any, home: Any) -> None:
@@ -98,9 +142,9 @@ def _unreadable(kind: DeviceKind, plan: Plan, operands: Operands, addresses: Seq
 
 def _check_memory(operands: Operands, addresses: Sequence[int]) -> None:
     """Refuse an array whose address is 0."""
-    for name, array, at in zip(("input", "weight"), operands, addresses, strict=False):
-        if not at and 0 not in array.shape:
-            raise ConvArgumentError(f"{name} has no memory: its address is 0; was its storage freed or resized?")
+    for name, array, at in zip(Operands._fields, operands, addresses, strict=True):
+        if not at and array is not None and 0 not in array.shape:
+            raise ConvArgumentError(no_memory(name))
 
 
 def convolve_and_turn(
@@ -111,7 +155,7 @@ def convolve_and_turn(
     if out is not None:
         _check_out(kind, out, plan, order, operands, [0 if a is None else kind.pointer(a) for a in operands], Operands._fields)
     made = convolve(kind, plan, operands, None, stream)
-    with device:
+    with device.current():
         if out is None:
             result = kind.copy(made, order)
         else:  # by now the current stream, which owns the memory of `made`, waits for the caller's
@@ -122,38 +166,41 @@ def convolve_and_turn(
     return result
 
 
-def pack(kind: DeviceKind, plan: Plan, weight: Any) -> tuple[Any, Any]:
-    """A copy of a filter as it is, which the kernels may look up, and the packed filter. Every stream may use them."""
+def pack(kind: DeviceKind, plan: Plan, weight: Any) -> tuple[Any, tuple[Any, int]]:
+    """A copy of a filter as it is, which the kernels may look up, and the packed filter: what holds it, and its address.
+
+    Every stream may use them.
+    """
     device: Any = plan.device
-    with device:
+    with device.current():
         home, own = kind.current_stream(device), device.pipeline_streams()[1]
         producer = kind.producer(weight) if kind.has_producers else None
         if producer is not None:
             device.order(producer, home)
         weight = kind.copy(weight)
-        packed = kind.workspace(plan.filter_bytes, weight, device)
+        packed, at = kind.workspace(plan.filter_bytes, weight, device)
         device.order(home, own)
         try:
-            plan.pack(kind.pointer(weight), kind.pointer(packed), own)
+            plan.pack(kind.pointer(weight), at, own)
         finally:
             own.synchronize()
-    return weight, packed
+    return weight, (packed, at)
 
 
 def launch(
     kind: DeviceKind, device: Any, launcher: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any
 ) -> None:
     """Call `launcher` with buffers (inputs, outs, workspace). The arrays have no gaps; any but the first may be None."""
-    with device:
+    with device.current():
         home = kind.current_stream(device)
         for array in inputs if kind.has_producers else ():
             producer = None if array is None else kind.producer(array)
             if producer is not None:
                 device.order(producer, home)
         buffers = [0 if array is None else kind.pointer(array) for array in (*inputs, *outs)]
-        scratch = kind.workspace(workspace, inputs[0], device) if workspace else None
-        buffers.append(0 if scratch is None else kind.pointer(scratch))
-        on = home if stream is None else stream_of(stream)
+        _scratch, at = kind.workspace(workspace, inputs[0], device) if workspace else (None, 0)  # dropped after the launches
+        buffers.append(at)
+        on = home if stream is None else _stream_of(stream, device)
         if stream is not None:  # memory of the current stream is used on another
             device.order(home, on)
         try:
@@ -174,10 +221,16 @@ def _check_out(
 
     Operands that `strided` does not name lie without gaps.
     """
-    shape, dtype, ordinal = kind.signature(out)
+    try:
+        shape, dtype, where = kind.signature(out)
+    except contexts.NotCurrent as error:
+        raise contexts.NotCurrent(error.template, "out") from None
     check_out_shape(shape, kind.dtype_name(dtype), plan)
-    if ordinal != plan.device.ordinal:  # type: ignore[attr-defined]
-        raise ConvArgumentError(f"out must lie on {plan.device.name}, as the input does, but it does not")
+    own: Any = plan.device
+    if where != own.where:
+        elsewhere = contexts.ordinal_of(where) != own.ordinal
+        place = own.name if elsewhere else f"the CUDA context of the input, {contexts.context_name(own.where)}"
+        raise ConvArgumentError(f"out must lie on {place}, as the input does, but it does not")
     if not kind.writeable(out):
         raise ConvArgumentError("out is read-only; pass a writeable array")
     if not kind.is_laid_out_as(out, order):

@@ -26,12 +26,13 @@ def convolve(
     layout = layout or plan.problem.layout
     order = result_order(plan, layout)
     turned = layout != plan.problem.layout  # whether the plan's result has to be put into another order
-    given = Operands(*[None if a is None else kind.to_numpy(a) for a in operands])
+    named = zip(Operands._fields, operands, strict=True)
+    given = Operands(*[None if a is None else kind.to_numpy(a, name) for name, a in named])
     target = None
     if out is not None:
         shape, dtype, _ = kind.signature(out)
         check_out_shape(shape, kind.dtype_name(dtype), plan)
-        target = kind.to_numpy(out)
+        target = kind.to_numpy(out, "out")
         if not target.dtype.isnative:
             raise ConvArgumentError(f"out must have the machine's byte order, but its dtype is {target.dtype.str}")
         if not target.flags.writeable or not kind.writeable(out):
@@ -44,7 +45,7 @@ def convolve(
         kind.will_write(out)
     filters = kept or pipeline.Filter(given.weight, given.bias, given.scale)
     on = None if stream is None else stream_of(stream)
-    result = pipeline.convolve(plan, given.input, filters, None if turned else target, on, devices, given.residual)
+    result = pipeline.convolve(plan, given.input, filters, None if turned else target, on, devices, given.residual, kind.room)
     if target is not None:
         if turned:
             np.copyto(target, result)
@@ -56,13 +57,13 @@ def convolve(
 def keep(kind: HostKind, plan: Plan, weight: Any, bias: Any, scale: Any) -> tuple[tuple[Any, Any, Any], pipeline.Filter]:
     """Copies of a filter's arrays, of the same kind, and the filter on the plan's GPU if the plan has one."""
 
-    def copied(array: Any) -> Any:
-        return None if array is None else kind.to_numpy(array).copy()
+    def copied(array: Any, name: str) -> Any:
+        return None if array is None else kind.to_numpy(array, name).copy()
 
     def of_kind(copy: Any, like: Any) -> Any:
         return None if copy is None else kind.from_numpy(copy, like)
 
-    w, b, s = copied(weight), copied(bias), copied(scale)
+    w, b, s = copied(weight, "weight"), copied(bias, "bias"), copied(scale, "scale")
     kept = pipeline.Filter(w, b, s)
     if plan.device.backend == "cuda":
         kept.keep(plan)
@@ -76,10 +77,10 @@ def launch(
     if stream is not None:
         raise ConvArgumentError(f"stream is for arrays on a GPU, but these lie in host memory; got stream={brief(stream)}")
 
-    def as_they_lie(arrays: Sequence[Any]) -> list[np.ndarray | None]:
-        return [None if a is None else kind.to_numpy(a).ravel(order="K") for a in arrays]
+    def as_they_lie(arrays: Sequence[Any], name: str) -> list[np.ndarray | None]:
+        return [None if a is None else kind.to_numpy(a, name).ravel(order="K") for a in arrays]
 
-    device.update_host_arrays(launcher, as_they_lie(inputs), as_they_lie(outs), workspace)
+    device.update_host_arrays(launcher, as_they_lie(inputs, "input"), as_they_lie(outs, "out"), workspace)
 
 
 def _same(one: np.ndarray, other: np.ndarray) -> bool:

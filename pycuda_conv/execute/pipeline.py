@@ -28,11 +28,15 @@ import numpy as np
 from pycuda_conv import engines
 from pycuda_conv.execute import staging
 from pycuda_conv.problem import ConvProblem, Size3
+from pycuda_conv.runtime import contexts
 from pycuda_conv.tune import lookup
 
 if TYPE_CHECKING:
     from pycuda_conv.plan import Plan
-    from pycuda_conv.runtime.cuda import CudaDevice
+    from pycuda_conv.runtime.device import CudaDevice
+
+#: A function that makes an uninitialised array of a shape and a dtype.
+Room = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 #: Bytes of input or result in a chunk, whichever is larger: enough to hide a launch, few enough to overlap.
 CHUNK_BYTES = 12 << 20
@@ -195,7 +199,7 @@ class Filter:
     def keep(self, plan: Plan) -> None:
         """Copy them to the plan's device, and pack the filter if `plan` wants that. They stay for as long as this object does."""
         device: Any = plan.device
-        with device:
+        with device.current():
             blocks = [0 if a is None or not a.nbytes else device.allocate(a.nbytes) for a in self.arrays]
             packed = {plan.filter_key: device.allocate(plan.filter_bytes)} if plan.filter_bytes else {}
             stream, _, _ = device.pipeline_streams()
@@ -307,7 +311,7 @@ class _Lane:
 
     def close(self) -> None:
         """Drop the events and streams, which has to happen while the context is current."""
-        with self.device:
+        with self.device.current():
             self._queued.clear()
             self._events.clear()
             self._uploaded = self._computed = self._downloaded = []
@@ -361,7 +365,7 @@ class _Pipeline:
                 for arrays, up in ((self._up, True), (self._down, False))
             )
             for device, chunks in self._gpus:
-                with device:
+                with device.current():
                     if after is not None:
                         device.wait_for(after)
                     lane = _Lane(device, chunks, self._filters, self._has_residual)
@@ -379,11 +383,11 @@ class _Pipeline:
         for which in self._filter_up:
             uploader.send([(lane, int(lane.filter.arrays[which])) for lane in self._lanes if lane.lacks_filter])
         for lane in self._lanes:
-            with lane.device:
+            with lane.device.current():
                 lane.pack()
         for i in range(len(self._lanes[0].chunks)):
             lane = self._next_lane()
-            with lane.device:
+            with lane.device.current():
                 self._launch_chunk(i, lane, uploader, downloader)
 
     def _next_lane(self) -> _Lane:
@@ -456,7 +460,7 @@ def paces(gpus: Sequence[CudaDevice], from_ordinary: bool, to_ordinary: bool) ->
     with _pacing:
         if key not in _paces:
             shape, dtype, first = (PACE_BYTES >> 20, 1, 1 << 18), np.dtype(np.float32), gpus[0]
-            with first:
+            with first.current():
                 x, y = (np.empty(shape, dtype) if ordinary else first.pinned_or_ordinary(shape, dtype) for ordinary in key[1:])
             x.fill(1)  # otherwise all its pages would be the same page of zeros
             y.fill(0)
@@ -545,7 +549,7 @@ def _best(expected: Mapping[int, float], taken: Mapping[int, Sequence[float]]) -
 
 def convolve(
     plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any = None, devices: Sequence[CudaDevice] = (),
-    residual: np.ndarray | None = None,
+    residual: np.ndarray | None = None, room: Room = np.empty,
 ) -> np.ndarray:
     """Run `plan` on host arrays that fit it.
 
@@ -563,26 +567,28 @@ def convolve(
         The GPUs to share the work; by default the plan's own.
     residual : numpy array, optional
         Like `x`; it is `out` itself or does not overlap it.
+    room : callable
+        Makes the result of a shape and a dtype where ordinary memory serves.
     """
     if plan.order is None:
-        return _convolve(plan, x, filters, out, stream, devices, residual)
+        return _convolve(plan, x, filters, out, stream, devices, residual, room)
     # arrays as they lie in memory: from here on their axes are in that order
     if plan.weight_order is not None:
         filters = Filter(filters.arrays[0].transpose(plan.weight_order), None)
     written = plan.result_order
     out, residual = (a if a is None or written is None else a.transpose(written) for a in (out, residual))
-    y = _convolve(plan, x.transpose(plan.order), filters, out, stream, devices, residual)
+    y = _convolve(plan, x.transpose(plan.order), filters, out, stream, devices, residual, room)
     return y if written is None else y.transpose(np.argsort(written))
 
 
 def _convolve(
     plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any, devices: Sequence[CudaDevice],
-    residual: np.ndarray | None,
+    residual: np.ndarray | None, room: Room,
 ) -> np.ndarray:
     problem, device = plan.problem, plan.device
     shape = plan.result_shape if plan.result_order is None else tuple(plan.result_shape[i] for i in plan.result_order)
     if device.backend != "cuda":
-        y = np.empty(shape, problem.storage) if out is None else out
+        y = room(shape, np.dtype(problem.storage)) if out is None else out
         if not plan.empty:
             if residual is not None and np.may_share_memory(residual, y):
                 residual = residual.copy()  # OpenCL's buffers must not overlap
@@ -591,14 +597,18 @@ def _convolve(
             device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
         return y
     gpu: Any = device
-    with gpu:
+    with gpu.current():
+        if stream is not None:
+            contexts.check_stream(gpu, stream)
         nbytes = plan.result_bytes + sum(plan.operand_bytes)
         if not devices and nbytes <= SMALL_BYTES and not plan.empty:
-            return _convolve_small(gpu, plan, x, filters, out, shape, stream, residual, nbytes <= IN_PLACE_BYTES and plan.by_address)
-        y = gpu.pinned_or_ordinary(shape, np.dtype(problem.storage)) if out is None else out
+            in_place = nbytes <= IN_PLACE_BYTES and plan.by_address
+            return _convolve_small(gpu, plan, x, filters, out, shape, stream, residual, room if in_place else None)
+        y = gpu.result_array(shape, np.dtype(problem.storage)) if out is None else out
         if plan.empty:
             return y
-    batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None] for a in (x, y, residual))
+    missing = () if problem.batched else (None, None) if problem.bare else (None,)
+    batch_x, batch_y, batch_r = (None if a is None else a[missing] for a in (x, y, residual))
     assert batch_x is not None and batch_y is not None
     chunk_bytes = _chunk_bytes(x, y)
     gpus = devices or (gpu,)
@@ -623,21 +633,21 @@ def _run(
 ) -> None:
     """Let GPUs, each with its plans for all chunks, compute `y` together. There is at least one chunk."""
     first, chunks = gpus[0]
-    with first:
+    with first.current():
         _Pipeline(gpus[: len(chunks)], x, filters, y, residual).run(stream)
 
 
 def _convolve_small(
     gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, shape: tuple[int, ...], stream: Any,
-    residual: np.ndarray | None, in_place: bool,
+    residual: np.ndarray | None, room: Room | None,
 ) -> np.ndarray:
     """One copy in, the kernels, one copy out, for arrays so small that the calls take all the time. The context must be current.
 
-    With `in_place` there are no copies: the kernels read and write page-locked memory.
+    With a `room`, which makes the result, there are no copies: the kernels read and write page-locked memory.
     """
     dtype = np.dtype(plan.problem.storage)
     host, locked, device, own = gpu.small_buffers(2 * SMALL_BYTES)
-    in_place = in_place and locked != 0
+    in_place = room is not None and locked != 0
     at = locked if in_place else device
     if stream is not None:
         gpu.order(stream, own)
@@ -666,9 +676,9 @@ def _convolve_small(
     try:
         if in_place:
             plan.launch(buffers, own, packed)
-            y = np.empty(shape, dtype) if out is None else out  # while the kernels run
+            y = (room or np.empty)(shape, dtype) if out is None else out  # while the kernels run
         else:
-            y = gpu.pinned_or_ordinary(shape, dtype) if out is None else out
+            y = gpu.result_array(shape, dtype) if out is None else out
             gpu.copy_in(device, host[:used], host[:used], own)
             plan.launch(buffers, own, packed)
             gpu.copy_out(y, y, device + used, own)

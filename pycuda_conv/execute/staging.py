@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from pycuda_conv.runtime.cuda import copier_in_c
+from pycuda_conv.runtime.launcher import copier_in_c
 
 if TYPE_CHECKING:
     from pycuda_conv.execute.pipeline import _Lane
-    from pycuda_conv.runtime.cuda import CudaDevice
+    from pycuda_conv.runtime.device import CudaDevice
 
 #: Bytes that one thread copies at a time, and the least that it copies where there is less to share.
 PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20
@@ -179,7 +179,7 @@ class _Threads:
 
     def _run(self) -> None:
         try:
-            with self._device:
+            with self._device.lent():
                 self.work()
         except BaseException as error:
             self._error = error
@@ -270,7 +270,8 @@ class _Uploader(_Threads):
             buffer, staged = self.take()
             offset, events = self._offsets[self._taken - 1], []
             for lane, address in targets:
-                with lane.device as device:
+                device = lane.device
+                with device.current():
                     device.copy_in(address + offset, staged, staged, lane.up)
                     events.append(lane.recorded(lane.up))
             self.free(buffer, *events)
@@ -335,7 +336,7 @@ class _InC:
         slots, nbytes = min(max(2 * threads, 4), sum(sizes)), max(largest)
         ring = device.pinned_or_ordinary((slots * nbytes,), np.dtype(np.uint8))
         self._next = 0
-        contexts = tuple(one.context.handle for one in devices)
+        contexts = tuple(one.handle for one in devices)
         address = ring.__array_interface__["data"][0]
         job = self._native.job(device.copy_functions, up, described, address, nbytes, slots, contexts, threads, (ring, arrays))
         if isinstance(job, int):

@@ -5,7 +5,8 @@ Files of ``torch.export.save`` name operators of this package, so import this mo
 ``import pycuda_conv`` does not.
 """
 
-from pycuda_conv.nn import autograd as autograd  # importing it defines the operators
+from pycuda_conv.nn import autograd as autograd  # importing these two defines the operators
+from pycuda_conv.nn import evaluation as evaluation
 from pycuda_conv.nn.convert import Conversion, Converted, convert, report
 from pycuda_conv.nn.fused import FusedConvBnReLU1d, FusedConvBnReLU2d, FusedConvBnReLU3d
 from pycuda_conv.nn.modules import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d

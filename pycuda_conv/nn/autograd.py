@@ -11,16 +11,16 @@ each other's derivatives:
 ==================  ============================================================
 
 They are called in one of two ways. Torch has to see an operator, ``torch.ops.pycuda_conv.*``, in ``torch.compile``, inside a mode or a
-transform, and on tensors without numbers; a call takes 50 us. Otherwise a ``torch.autograd.Function`` takes 8 us. :mod:`pycuda_conv.ops`
-computes the results and checks everything. A repeated convolution has a Function of its own, :class:`_Again`, which checks nothing and
-plans nothing, forward or backward.
+transform, and on tensors without numbers. The four of the table are made of one that computes, ``convolve``, which is what compiled code
+calls. Otherwise a ``torch.autograd.Function`` is called, in less time. :mod:`pycuda_conv.ops` computes the results and checks everything. A
+repeated convolution has a Function of its own, :class:`_Again`, which checks nothing and plans nothing, forward or backward.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +34,17 @@ from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import launches_are_in
-from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
+from pycuda_conv.nn import operators
+from pycuda_conv.problem import (
+    PRECISIONS,
+    SLOPE,
+    ConvProblem,
+    channels_last,
+    check_element_type,
+    integers,
+    padding_in_numbers,
+    padding_pairs,
+)
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
 #: Whether a gradient stands for several, as in ``torch.autograd.grad(is_grads_batched=True)``.
@@ -212,6 +222,10 @@ _BY_FUNCTION = {operator.function: operator for operator in OPERATORS}
 
 def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> Any:
     """A convolution or a gradient in a call that torch is told of; the options are hashable."""
+    if call.function == "conv" and operands.input.dim() == operands.weight.dim() == call.ndim:  # arrays of spatial axes alone
+        x, w, bias, scale, residual = operands
+        with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
+        return convolve(call, with_channels, device, tune)[0]
     settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size
@@ -259,28 +273,6 @@ def _cast(*tensors: Any) -> Any:
     return [t if t is None or t.dtype is wanted or t.dtype is torch.float64 or not t.is_floating_point() else t.to(wanted) for t in tensors]
 
 
-def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tuple[Any, ...], recorded: bool) -> Any:
-    """:func:`pycuda_conv.dispatch.convolve` inside ``torch.autocast``: called with tensors of autocast's dtype, and outside of it."""
-    first, second, bias, scale, residual = operands
-    plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None
-    if plain:
-        from pycuda_conv.nn import mixed  # it imports this module
-
-        wanted = torch.get_autocast_dtype("cuda" if first.is_cuda else "cpu")
-        with without_autocast(first):
-            made = mixed.convolve(asked, first, second, bias, wanted)
-        if made is not None:
-            return made
-    given = operands if recorded else _cast(*operands)  # gradients have the dtype in which the result was computed
-    with without_autocast(first):
-        made = quick.call(quick.table, asked, recorded, *given, None)
-        if made is None:
-            made = dispatch.convolve(asked, given, None, place, recorded)
-        elif plain and given[1] is not second and _differentiated(first, second, bias, None, None):
-            mixed.remember(asked, operands[:3], given[:3])
-        return made
-
-
 class without_autocast:
     """``torch.autocast`` switched off for the place of a tensor, in a tenth of the time that torch's own context takes."""
 
@@ -300,7 +292,7 @@ def sum_channels(ndim: int, grad_output: Any, device: str | None) -> Any:
     """The gradient of a bias, in a call that torch is told of: torch's own sum."""
     if not _differentiated(grad_output, grad_output, None, None, None) and not _traced(grad_output, grad_output, None):
         return dispatch.sum_channels(ndim, grad_output, device, None, True)
-    dispatch.check_summed(ndim, grad_output.shape, TORCH.dtype_name(grad_output.dtype))
+    dispatch.check_summed(ndim, grad_output.shape, TORCH.dtype_name(grad_output.dtype), TORCH.conversion)
     return _summed(ndim, grad_output)
 
 
@@ -534,9 +526,8 @@ def _derivatives(ctx: Any, grad: Any) -> tuple[Any, Any, Any]:
     )
 
 
-def _fake(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
+def _fake(operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
     """A tensor without numbers that has the result's shape and strides."""
-    settings = _from_flat(*flat)
     _check(operator, settings, first, second, bias, None, None, size, None)
     return _empty_like(first, operator.shape(settings, first.shape, second.shape, size), settings.ndim)
 
@@ -556,6 +547,8 @@ def _check(
     """Refuse operands that don't fit together, as far as their sizes are known."""
     more = {"bias": bias, "scale": scale, "residual": residual}
     given = {name: tensor for name, tensor in more.items() if tensor is not None}
+    for name, tensor in {operator.words[0]: first, operator.words[1]: second, **given}.items():
+        check_element_type(name, TORCH.dtype_name(tensor.dtype), TORCH.conversion)
     for name, other in {operator.words[1]: second, **given}.items():
         if other.device != first.device or other.dtype != first.dtype:
             raise ConvArgumentError(
@@ -594,33 +587,74 @@ def _vmap(
     return made.unflatten(axis, (count, made.shape[axis] // count)).movedim(axis - 1, 0), 0
 
 
-def _register(operator: Operator) -> None:
-    def compute(first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
+# ---- the operators
+
+
+def _spec(operator: Operator, settings: Settings) -> list[int]:
+    """An operator and its settings in numbers as one list of ints.
+
+    They are: number of the operator, number of the precision, device (-2: that of the tensors, -1: OpenCL, else the number of a GPU), tune,
+    groups; then for each axis stride, padding before, padding after, dilation.
+    """
+    device = settings.device
+    place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])
+    spec = [OPERATORS.index(operator), PRECISIONS.index(settings.precision), place, int(settings.tune), settings.groups]
+    for step, pair, spread in zip(settings.stride, settings.padding, settings.dilation, strict=True):
+        spec += step, *pair, spread
+    return spec
+
+
+@lru_cache(maxsize=4096)
+def _from_spec(spec: tuple[int, ...]) -> tuple[Operator, Settings]:
+    """The operator and its settings from the list of :func:`_spec`."""
+    number, precision, place, tune, groups, *axes = spec
+    stride, before, after, dilation = (tuple(axes[i::4]) for i in range(4))
+    device = None if place == -2 else "opencl" if place == -1 else f"cuda:{place}"
+    padding = tuple(zip(before, after, strict=True))
+    return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], device, bool(tune))
+
+
+def _convolve(first: Any, second: Any, bias: Any, size: Sequence[int], spec: Sequence[int]) -> Any:
+    operator, settings = _from_spec(tuple(spec))
+    made = operator.compute(settings, first, second, bias, size)
+    if operator is CONV_WEIGHT and _layout(first, settings.ndim) == "NHWC":  # some kernels write this gradient in C order nevertheless
+        made = TORCH.as_kernel_input(made, channels_last(made.dim(), settings.ndim))
+    return made
+
+
+def _fake_convolve(first: Any, second: Any, bias: Any, size: Any, spec: Sequence[int]) -> Any:
+    operator, settings = _from_spec(tuple(spec))
+    return _fake(operator, settings, first, second, bias, size)
+
+
+def _vmap_convolve(info: Any, in_dims: Any, first: Any, second: Any, bias: Any, size: Any, spec: Sequence[int]) -> Any:
+    return _vmap(info.batch_size, in_dims, *_from_spec(tuple(spec)), first, second, bias, size)
+
+
+class _OfOperators(_Transformed):
+    """:class:`_Function` whose result an operator computes, for compilers and modes."""
+
+    @staticmethod
+    def forward(first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:  # type: ignore[override]
+        return torch.ops.pycuda_conv.convolve.default(first, second, bias, size, _spec(operator, settings))
+
+
+def _named(operator: Operator) -> Callable[..., Any]:
+    """The operator that torch differentiates."""
+
+    def of_operators(first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
         settings = _from_flat(*flat)
-        made = operator.compute(settings, first, second, bias, size)
-        if operator is CONV_WEIGHT and _layout(first, settings.ndim) == "NHWC":  # some kernels write this gradient in C order nevertheless
-            made = TORCH.as_kernel_input(made, channels_last(made.dim(), settings.ndim))
-        return made
+        if _differentiated(first, second, bias, None, None) or torch._C._are_functorch_transforms_active():
+            return _OfOperators.apply(first, second, bias, operator, settings, size)
+        return _OfOperators.forward(first, second, bias, operator, settings, size)
 
-    def setup(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, operator, _from_flat(*inputs[4:]), *inputs[:2])
-
-    def backward(ctx: Any, grad: Any) -> Any:
-        return *_derivatives(ctx, grad), *(None,) * (len(Settings._fields))
-
-    def vmap(info: Any, in_dims: Any, first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
-        return _vmap(info.batch_size, in_dims, operator, _from_flat(*flat), first, second, bias, size)
-
-    made = torch.library.custom_op(
-        f"pycuda_conv::{operator.name}", compute, mutates_args=(), schema=_SCHEMA.format(*operator.words)
-    )
-    made.register_fake(partial(_fake, operator))
-    made.register_autograd(backward, setup_context=setup)
-    made.register_vmap(vmap)
+    return of_operators
 
 
+operators.define("convolve(Tensor first, Tensor second, Tensor? bias, SymInt[] size, int[] spec) -> Tensor", _convolve, _fake_convolve)
+operators.define_vmap("convolve", _vmap_convolve)
 for _operator in OPERATORS:
-    _register(_operator)
+    operators.define_by_others(_operator.name + _SCHEMA.format(*_operator.words), _named(_operator))
 
 
 # ---- FlopCounterMode
@@ -644,5 +678,10 @@ def _flops(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *f
     return flops(*{CONV: (out_shape, second), CONV_WEIGHT: (second, out_shape)}.get(operator, (first, second)))
 
 
+def _flops_of_spec(first: Any, second: Any, bias: Any, size: Any, spec: Sequence[int], out_shape: Any) -> int:
+    return _flops(_from_spec(tuple(spec))[0], first, second, bias, size, out_shape=out_shape)
+
+
+count_flops(torch.ops.pycuda_conv.convolve, _flops_of_spec)
 for _operator in OPERATORS:
     count_flops(getattr(torch.ops.pycuda_conv, _operator.name), partial(_flops, _operator))

@@ -9,7 +9,7 @@ The backward pass reads its arrays twice. One pass computes the sums and the res
 which the gradients of input and filter are convolved. It takes y's own place, unless the graph is kept for another pass or hooks got the
 saved tensors. Where something else reads the layer's input too, the launch that convolves adds that gradient.
 
-Evaluated without gradients, the layer is a convolution whose result is scaled and shifted.
+Evaluated without gradients, the layer is a convolution whose kernel reads the norm's vectors: see :mod:`pycuda_conv.nn.evaluation`.
 
 A repeated pass of a training step is one call of the launcher in C, which makes all its launches: see :mod:`pycuda_conv.quick`. Layers are
 called in one of two ways, as the convolutions are (see :mod:`pycuda_conv.nn.autograd`). One is a ``torch.autograd.Function``. The other,
@@ -41,6 +41,7 @@ from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.memo import launches_are_in, remember_launches
+from pycuda_conv.nn import evaluation, operators
 from pycuda_conv.nn.autograd import (
     CONV,
     CONV_INPUT,
@@ -60,7 +61,7 @@ from pycuda_conv.nn.autograd import (
 )
 from pycuda_conv.nn.modules import in_pairs
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, channels_last, checked_activation
+from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, channels_last, check_precision, checked_activation
 from pycuda_conv.runtime import Device
 from pycuda_conv.runtime.base import Launcher
 from pycuda_conv.typing import Precision
@@ -386,13 +387,9 @@ def _inference(
     running_mean: Tensor, running_var: Tensor, eps: float, spec: _LayerSpec,
 ) -> Tensor:
     """The layer by the running statistics, without gradients."""
-    channels = weight.shape[0]
-    scale, shift = x.new_empty(channels), x.new_empty(channels)
-    given = (_like_sums(running_mean, x), _like_sums(running_var, x), _like_sums(gamma, x), _like_sums(beta, x), bias)
-    _launch(batch_norm.fold, ((1, channels), x.dtype, x.get_device()), None, given, (scale, shift), eps)
-    *_, device, tune = spec.settings
-    call = Call(*CONV.asked(spec.settings, ()))._replace(activation=spec.activation)
-    return dispatch.convolve(call, (x, weight, shift, scale, residual), None, (device, None, None, tune), True)
+    _, stride, padding, dilation, groups, precision, *_ = spec.settings
+    asked = "conv", stride, padding, dilation, groups, precision, 0, spec.activation, eps
+    return evaluation._evaluate(asked, x, weight, bias, gamma, beta, running_mean, running_var, residual)
 
 
 # ---- repeated steps
@@ -606,13 +603,13 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     x, weight, gamma, beta, y, out, statistics = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
     (spec, bias_dtype, own_y), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
-    twice = torch.is_grad_enabled()  # the operator refuses gradients of gradients
+    twice = torch.is_grad_enabled()  # gradients of gradients are refused
     spent = own_y and not twice and not _keeps_graph()
     made = None if twice else _backward_again(*given, spec, added, spent)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         if out is not None:
             dout, spec = dout.masked_fill(out <= 0, 0), spec._replace(activation=None)
-        dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(
+        dx, dweight, sums = _FirstDerivatives.apply(
             dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, spec.in_integers()
         )
         made = dx if added is None or not of_x else dx + added, dweight, sums, None
@@ -672,12 +669,10 @@ class _Function(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Function).apply
 
 
-@torch.library.custom_op(
-    "pycuda_conv::fused_statistics",
-    mutates_args=("running_mean", "running_var"),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? tracked, float momentum, "
-    "float eps, int[] spec) -> (Tensor, Tensor)",
-)
+# ---- the operators. Traces of torch.jit call them with gradients switched on.
+
+
+@torch.no_grad()
 def _fused_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
     momentum: float, eps: float, spec: Sequence[int],
@@ -685,8 +680,7 @@ def _fused_statistics(
     return _statistics(x, weight, bias, running_mean, running_var, tracked, momentum, eps, _LayerSpec.of(spec))
 
 
-@_fused_statistics.register_fake
-def _(
+def _fake_statistics(
     x: Tensor, weight: Tensor, bias: Any, running_mean: Any, running_var: Any, tracked: Any, momentum: float, eps: float,
     spec: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
@@ -695,45 +689,18 @@ def _(
     return y, _new_statistics(y)
 
 
-@torch.library.custom_op(
-    "pycuda_conv::fused_conv_bn_relu",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor y, Tensor statistics, int[] spec) -> Tensor",
-)
-def _fused_conv_bn_relu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor,
-    spec: Sequence[int],
-) -> Tensor:
-    """The layer, given the results of :func:`_fused_statistics` for the same `x`, `weight` and `bias`; its gradients are those of both."""
+@torch.no_grad()
+def _fused_normalised(y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, spec: Sequence[int]) -> Tensor:
     y = TORCH.as_kernel_input(y, _order(y))  # a compiler of torch's may have laid it out in another order
     return _normalised(y, statistics, gamma, beta, None, _LayerSpec.of(spec).activation)
 
 
-@_fused_conv_bn_relu.register_fake
-def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, y: Tensor, statistics: Any, spec: Any) -> Tensor:
+def _fake_normalised(y: Tensor, statistics: Any, gamma: Any, beta: Any, spec: Any) -> Tensor:
     return cast(Tensor, _empty_like(y, y.shape, y.dim() - 2))
 
 
-def _operator_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, gamma, beta, y, statistics, spec = inputs
-    _save(ctx, x, weight, bias, gamma, beta, y, None, statistics, _LayerSpec.of(spec))
-
-
-def _operator_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    *gradients, _ = _gradients(ctx, dout)
-    return *gradients, None, None, None
-
-
-_fused_conv_bn_relu.register_autograd(_operator_backward, setup_context=_operator_context)
-
-
-@torch.library.custom_op(
-    "pycuda_conv::fused_conv_bn_relu_backward",
-    mutates_args=(),
-    schema="(Tensor dout, Tensor x, Tensor weight, Tensor? gamma, Tensor? beta, Tensor y, Tensor statistics, bool of_x, bool of_weight, "
-    "int[] spec) -> (Tensor, Tensor, Tensor)",
-)
-def _fused_conv_bn_relu_backward(
+@torch.no_grad()
+def _fused_backward(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor, of_x: bool,
     of_weight: bool, spec: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -744,8 +711,7 @@ def _fused_conv_bn_relu_backward(
     return x.new_empty(0) if dx is None else dx, dweight, sums
 
 
-@_fused_conv_bn_relu_backward.register_fake
-def _(
+def _fake_backward(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Any, beta: Any, y: Tensor, statistics: Any, of_x: bool, of_weight: bool, spec: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = _empty_like(x, x.shape, x.dim() - 2) if of_x else x.new_empty(0)
@@ -753,34 +719,71 @@ def _(
     return dx, dweight, _new_statistics(y)
 
 
-def _no_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
-    raise NotImplementedError(
-        "the fused layer has no second derivatives; where they are needed use its parts: nn.Sequential(*fused.to_modules(), nn.ReLU())"
-    )
+class _OfOperators(torch.autograd.Function):
+    """The layer, given the results of ``fused_statistics`` for the same `x`, `weight` and `bias`; its gradients are those of both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, y: Any, statistics: Any, spec: Sequence[int]) -> Any:
+        _save(ctx, x, weight, bias, gamma, beta, y, None, statistics, _LayerSpec.of(spec))
+        return torch.ops.pycuda_conv.fused_normalised.default(y, statistics, gamma, beta, spec)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        *gradients, _ = _gradients(ctx, dout)
+        return *gradients, None, None, None
 
 
-_fused_conv_bn_relu_backward.register_autograd(_no_second_derivatives)
+class _FirstDerivatives(torch.autograd.Function):
+    """The gradients by operators, which have no derivatives themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        return torch.ops.pycuda_conv.fused_conv_bn_relu_backward.default(*given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError(
+            "the fused layer has no second derivatives; where they are needed use its parts: nn.Sequential(*fused.to_modules(), nn.ReLU())"
+        )
 
 
-@torch.library.custom_op(
-    "pycuda_conv::fused_inference",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor running_mean, Tensor running_var, float eps, "
-    "int[] spec) -> Tensor",
-)
+def _fused_conv_bn_relu(*given: Any) -> Any:
+    return _OfOperators.apply(*given)
+
+
 def _fused_inference(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor, running_var: Tensor,
     eps: float, spec: Sequence[int],
-) -> Tensor:
-    return _inference(x, weight, bias, gamma, beta, None, running_mean, running_var, eps, _LayerSpec.of(spec))
+) -> Any:
+    """The name by which programs that were exported before know a layer in evaluation."""
+    activation, _, settings = _LayerSpec.of(spec)
+    _, stride, padding, dilation, groups, precision, *_ = settings
+    options = evaluation.spec_of(
+        len(stride), weight.shape[2:], stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision,
+        activation=activation,
+    )  # fmt: skip
+    vectors = gamma, beta, running_mean, running_var
+    return torch.ops.pycuda_conv.evaluate.default(x, weight, bias, *vectors, None, eps, options)
 
 
-@_fused_inference.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, eps: float, spec: Sequence[int]
-) -> Tensor:
-    settings = _LayerSpec.of(spec).settings
-    return cast(Tensor, _empty_like(x, CONV.shape(settings, x.shape, weight.shape, ()), settings.ndim))
+_LAYER = "Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta"
+operators.define(
+    "fused_statistics(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? tracked, "
+    "float momentum, float eps, int[] spec) -> (Tensor, Tensor)",
+    _fused_statistics, _fake_statistics,
+)  # fmt: skip
+operators.define(
+    "fused_normalised(Tensor y, Tensor statistics, Tensor? gamma, Tensor? beta, int[] spec) -> Tensor", _fused_normalised, _fake_normalised
+)
+operators.define(
+    "fused_conv_bn_relu_backward(Tensor dout, Tensor x, Tensor weight, Tensor? gamma, Tensor? beta, Tensor y, Tensor statistics, "
+    "bool of_x, bool of_weight, int[] spec) -> (Tensor, Tensor, Tensor)",
+    _fused_backward, _fake_backward,
+)  # fmt: skip
+operators.define_by_others(f"fused_conv_bn_relu({_LAYER}, Tensor y, Tensor statistics, int[] spec) -> Tensor", _fused_conv_bn_relu)
+operators.define_by_others(
+    f"fused_inference({_LAYER}, Tensor running_mean, Tensor running_var, float eps, int[] spec) -> Tensor", _fused_inference
+)
 
 
 def _forward_flops(x: Any, weight: Any, *rest: Any, out_shape: Any) -> int:
@@ -829,8 +832,7 @@ class _FusedConvBnReLU(nn.Module):
         self._adopt(conv, self._bn(out_channels, eps, momentum, affine, track_running_stats, **made), relu, precision)
 
     def _adopt(self, conv: nn.Module, bn: nn.Module, relu: bool, precision: str) -> None:
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision must be one of {PRECISIONS}, but got {precision!r}")
+        check_precision(precision)
         super().__init__()
         self.conv: Any = conv
         self.bn: Any = bn
@@ -1017,8 +1019,8 @@ class FusedConvBnReLU2d(_FusedConvBnReLU):
 
     It takes less memory than the three modules. For the backward pass it keeps the convolution's result, but not its normalised form or
     the ReLU's mask, which are computed again. A call ``layer(x, residual)`` adds the residual before the ReLU, as the blocks of a ResNet
-    do, and keeps its own result for the mask. Evaluated without gradients, the running statistics become a factor and a summand of the
-    convolution, of the input's dtype: in float16, below 65504.
+    do, and keeps its own result for the mask. Evaluated without gradients, the layer is one convolution, whose kernel reads the norm's
+    four vectors.
 
     There are no second derivatives, and no statistics over several processes: a ``SyncBatchNorm`` is refused.
 

@@ -57,6 +57,26 @@ class _Room:
         return place
 
 
+def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tuple[Any, ...], recorded: bool) -> Any:
+    """:func:`pycuda_conv.dispatch.convolve` inside ``torch.autocast``: called with tensors of autocast's dtype, and outside of it."""
+    first, second, bias, scale, residual = operands
+    plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None and second.dim() > asked[1]
+    if plain:
+        wanted = torch.get_autocast_dtype("cuda" if first.is_cuda else "cpu")
+        with autograd.without_autocast(first):
+            made = convolve(asked, first, second, bias, wanted)
+        if made is not None:
+            return made
+    given = operands if recorded else autograd._cast(*operands)  # gradients have the dtype in which the result was computed
+    with autograd.without_autocast(first):
+        made = quick.call(quick.table, asked, recorded, *given, None)
+        if made is None:
+            made = dispatch.convolve(asked, given, None, place, recorded)
+        elif plain and given[1] is not second and autograd._differentiated(first, second, bias, None, None):
+            remember(asked, operands[:3], given[:3])
+        return made
+
+
 def convolve(asked: tuple[Any, ...], input: Any, weight: Any, bias: Any, wanted: Any) -> Any:
     """A convolution in a call that torch is told of; None if it has to be computed another way. ``torch.autocast`` is switched off."""
     if not autograd._differentiated(input, weight, bias, None, None):

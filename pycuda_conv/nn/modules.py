@@ -12,13 +12,12 @@ import torch
 
 import pycuda_conv as pc
 from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.problem import PRECISIONS, padding_pairs
+from pycuda_conv.problem import check_precision, padding_pairs
 from pycuda_conv.typing import Precision
 
 
 def checked_precision(precision: str) -> str:
-    if not isinstance(precision, str) or precision not in PRECISIONS:
-        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={brief(precision)}")
+    check_precision(precision)
     return precision
 
 

@@ -4,38 +4,57 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from pycuda_conv.errors import BackendError, ConvArgumentError, brief
+from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 if TYPE_CHECKING:
-    from pycuda_conv.runtime.cuda import CudaDevice
+    from pycuda_conv.runtime.device import CudaDevice
 
-__all__ = ["Device", "KernelLaunch", "cuda_device", "default_backend", "device_count", "device_of_pointer", "get_device", "named_place"]
+__all__ = [
+    "Device",
+    "KernelLaunch",
+    "bound_to_thread",
+    "cuda_device",
+    "default_backend",
+    "device_count",
+    "get_device",
+    "named_place",
+    "pycudas_device",
+]
 
 BACKENDS = ("cuda", "opencl")
 
 
 def cuda_device(ordinal: int) -> CudaDevice:
-    """The CUDA device of that number."""
-    from pycuda_conv.runtime.cuda import cuda_device
+    """The primary context of the GPU of that number."""
+    from pycuda_conv.runtime import contexts
 
-    return cuda_device(ordinal)
+    return contexts.cuda_device(ordinal)
+
+
+def pycudas_device() -> CudaDevice | None:
+    """The device of PyCUDA's current context, where host arrays are convolved unless the caller says otherwise; None if there is none."""
+    if "pycuda.driver" not in sys.modules or default_backend() != "cuda":
+        return None
+    from pycuda_conv.runtime import contexts
+
+    return contexts.chosen() if contexts.pycudas_current() else None
+
+
+def bound_to_thread() -> bool:
+    """Whether host arrays are convolved in a context that this thread alone has made current."""
+    device = pycudas_device()
+    return device is not None and device.where != device.ordinal
 
 
 def device_count() -> int:
     """How many GPUs the CUDA driver sees; a ``BackendError`` where it can't be asked."""
-    from pycuda_conv.runtime.cuda import driver
+    from pycuda_conv.runtime import driver
 
-    return int(driver().Device.count())
-
-
-def device_of_pointer(pointer: int) -> int:
-    """The number of the GPU in whose memory `pointer` lies."""
-    from pycuda_conv.runtime.cuda import device_of_pointer
-
-    return device_of_pointer(pointer)
+    return int(driver.pycuda().Device.count())
 
 
 @functools.cache
@@ -44,9 +63,9 @@ def default_backend() -> str:
     wanted = os.environ.get("PYCUDA_CONV_BACKEND")
     if wanted:
         if wanted not in BACKENDS:
-            raise BackendError(f"PYCUDA_CONV_BACKEND must be one of {BACKENDS}, got {wanted!r}")
+            raise BackendError(f"PYCUDA_CONV_BACKEND must be one of {BACKENDS}, got {wanted!r}{_meant(wanted, BACKENDS)}")
         return wanted
-    from pycuda_conv.runtime.cuda import why_not
+    from pycuda_conv.runtime.driver import why_not
 
     return "opencl" if why_not() else "cuda"
 
@@ -56,9 +75,10 @@ def get_device(device: Any = None) -> Device:
 
     Parameters
     ----------
-    device : None, int, str or Device
-        None: the default backend's first device; a number or ``"cuda:1"``: that GPU; ``"cuda"``: GPU 0; ``"opencl"``
-        or ``"cpu"``: the portable kernels on OpenCL.
+    device : None, int, str, Device, pycuda.driver.Device or pycuda.driver.Context
+        None: PyCUDA's current context, or else the default backend's first device; a number or ``"cuda:1"``: that GPU; ``"cuda"``: GPU 0;
+        ``"opencl"`` or ``"cpu"``: the portable kernels on OpenCL. A GPU is used in PyCUDA's current context, if that is one of the GPU's,
+        or else in the primary context.
 
     Raises
     ------
@@ -69,13 +89,19 @@ def get_device(device: Any = None) -> Device:
     """
     if isinstance(device, Device):
         return device
+    if type(device).__module__.partition(".")[0] == "pycuda":
+        from pycuda_conv.runtime import contexts
+
+        return contexts.of_pycuda(device)
     place = named_place(default_backend() if device is None else device)
     if place == "opencl":
         from pycuda_conv.runtime.opencl import opencl_device
 
         return opencl_device()
     assert isinstance(place, int)
-    return cuda_device(place)
+    from pycuda_conv.runtime import contexts
+
+    return contexts.chosen(None if device is None else place)
 
 
 def named_place(device: Any) -> int | Literal["opencl"]:
@@ -93,4 +119,15 @@ def named_place(device: Any) -> int | Literal["opencl"]:
         return named_place(str(device))
     else:
         raise TypeError(f"device must be None, an int or a str, got {brief(device)} of type {type(device).__name__}")
-    raise ConvArgumentError(f"device must be None, a GPU's number, 'cuda', 'cuda:N', 'opencl' or 'cpu', got {device!r}")
+    hint = _meant(device, ("cuda", "opencl", "cpu"))
+    raise ConvArgumentError(f"device must be None, a GPU's number, 'cuda', 'cuda:N', 'opencl' or 'cpu', got {device!r}{hint}")
+
+
+def _meant(word: Any, known: tuple[str, ...]) -> str:
+    """:func:`did_you_mean` for the name of a device, which may have a number, and for other people's names of devices."""
+    if not isinstance(word, str):
+        return ""
+    name, colon, number = word.lower().partition(":")
+    name = {"gpu": "cuda", "nvidia": "cuda", "pocl": "opencl", "host": "opencl"}.get(name.strip(), name)
+    hint = did_you_mean(name, known)
+    return hint.replace("'cuda'", f"'cuda:{number}'") if colon and number.isdecimal() else hint

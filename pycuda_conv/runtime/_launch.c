@@ -2,7 +2,7 @@
 //
 // Schedules. A schedule is a row of three kinds of operations: a launch of a kernel, the recording of the event on a stream, and a stream's
 // wait for the event. prepare() copies everything that stays the same from call to call. launch() fills in the buffers' addresses and the
-// stream, releases the GIL and calls the driver. runtime/cuda.py describes schedules, and does the same in Python where this module is missing.
+// stream, releases the GIL and calls the driver. runtime/launcher.py describes schedules, and does the same in Python where this module is missing.
 //
 // Calls. Its options and the shapes, strides, types and GPU of its tensors decide a convolution of torch's tensors. key() writes all of that as
 // bytes. For each key a dict holds the decision that ready() made: the schedule, how to make the result, the context. call() writes the key,
@@ -444,10 +444,102 @@ static PyObject* is_current(PyObject* self, PyObject* const* args, Py_ssize_t n)
   return PyBool_FromLong(!code && current == address_of(context));
 }
 
+// ---- contexts
+
+typedef int (*PointerAttribute)(void*, int, uint64_t);
+typedef int (*GetId)(void*, unsigned long long*);
+
+enum { GPUS = 64, OTHERS = 64, OWNER = 1 };  // OWNER: CU_POINTER_ATTRIBUTE_CONTEXT
+
+// The driver's functions, and the contexts that Python knows: primary ones by their handles, which stay as long as the process runs, and others
+// by their ids. A new context may get the handle of one that is gone, but never its id.
+static struct {
+  GetCurrent get_current, pop;
+  int (*push)(void*);
+  PointerAttribute attribute;
+  GetId id;
+  void* primaries[GPUS];  // by the GPU's number
+  uint64_t others[OTHERS];
+  int next;  // where the next id goes
+} cuda;
+
+static int primary_number(const void* context) {
+  for (int i = 0; i < GPUS; i++)
+    if (context && cuda.primaries[i] == context) return i;
+  return -1;
+}
+
+static uint64_t current_id(void) {
+  unsigned long long id;
+  return cuda.id && !cuda.id(NULL, &id) ? id : 0;
+}
+
+// The context that owns the memory at an address; NULL where there is none, as for the host's memory.
+static void* owner_of(uint64_t address) {
+  void* owner = NULL;
+  return cuda.attribute && !cuda.attribute(&owner, OWNER, address) ? owner : NULL;
+}
+
+// What tells a context from all others: the number of the GPU whose primary one it is, or -1 and the id of the current one. -1 if it is neither.
+static int tell_context(void* context, long* gpu, uint64_t* id) {
+  void* current;
+  *id = 0, *gpu = primary_number(context);
+  if (*gpu >= 0) return 0;
+  return !context || cuda.get_current(&current) || current != context || !(*id = current_id()) ? -1 : 0;
+}
+
+// drive(cuCtxGetCurrent, cuCtxPushCurrent, cuCtxPopCurrent, cuPointerGetAttribute, cuCtxGetId or 0)
+static PyObject* drive(PyObject* self, PyObject* args) {
+  unsigned long long get_current, push, pop, attribute, id;
+  if (!PyArg_ParseTuple(args, "KKKKK", &get_current, &push, &pop, &attribute, &id)) return NULL;
+  if (cuda.get_current != (GetCurrent)address_of(get_current)) memset(&cuda, 0, sizeof cuda);  // another driver, as tests have
+  cuda.get_current = (GetCurrent)address_of(get_current), cuda.pop = (GetCurrent)address_of(pop);
+  cuda.push = (int (*)(void*))address_of(push);
+  cuda.attribute = (PointerAttribute)address_of(attribute);
+  cuda.id = (GetId)address_of(id);
+  return Py_BuildValue("");
+}
+
+// primary(number of a GPU, handle): its primary context
+static PyObject* primary(PyObject* self, PyObject* args) {
+  int gpu;
+  unsigned long long handle;
+  if (!PyArg_ParseTuple(args, "iK", &gpu, &handle)) return NULL;
+  if (gpu >= 0 && gpu < GPUS) cuda.primaries[gpu] = address_of(handle);
+  return Py_BuildValue("");
+}
+
+// other(id): a context that is no primary one
+static PyObject* other(PyObject* self, PyObject* args) {
+  unsigned long long id;
+  if (!PyArg_ParseTuple(args, "K", &id)) return NULL;
+  cuda.others[cuda.next++ % OTHERS] = id;
+  return Py_BuildValue("");
+}
+
+// has_id(id) -> whether the current context has that id
+static PyObject* has_id(PyObject* self, PyObject* args) {
+  unsigned long long id;
+  if (!PyArg_ParseTuple(args, "K", &id)) return NULL;
+  return PyBool_FromLong(id && current_id() == id);
+}
+
+// where(address) -> (number of the GPU whose primary context has the memory, 0) or (-1, id of the current context, which has it); None where Python
+// has to find out
+static PyObject* where(PyObject* self, PyObject* pointer) {
+  uint64_t address, id;
+  long gpu;
+  if (number(pointer, &address)) return NULL;
+  if (tell_context(owner_of(address), &gpu, &id)) return Py_BuildValue("");
+  for (int i = 0; gpu < 0 && i < OTHERS; i++)
+    if (cuda.others[i] == id) return Py_BuildValue("lK", gpu, (unsigned long long)id);
+  return gpu < 0 ? Py_BuildValue("") : Py_BuildValue("lK", gpu, 0ULL);
+}
+
 // ---- calls
 
 enum { OPERANDS = 5, AXES = 8, KEY_BYTES = 2048, DEPTH = 4, MOST_RESULTS = 4 };
-enum { INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL };       // buffers
+enum { INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL, BETA, MEAN, VAR };  // buffers of a plan
 static const int BUFFER_OF[OPERANDS] = {INPUT, WEIGHT, BIAS, SCALE, RESIDUAL};  // operands in the order of call()'s arguments
 
 static const char READY[] = "pycuda_conv.runtime._launch.ready";
@@ -618,10 +710,58 @@ static int put_tensor(Key* key, PyObject* tensor, uint64_t* address) {
   return code || put(key, *address % 16) ? -1 : 0;
 }
 
+// The class of PyCUDA's arrays, and the names of what is read of them, set once by learn_arrays().
+static struct {
+  PyObject *type, *name_memory, *name_shape, *name_strides, *name_type;
+} arrays;
+
+static int is_array(PyObject* object) { return arrays.type && (PyObject*)Py_TYPE(object) == arrays.type; }
+
+// The address of an array's memory, which is an integer or an object that stands for one. -1 for an array without memory.
+static int memory_of(PyObject* array, uint64_t* address) {
+  PyObject* memory = PyObject_GetAttr(array, arrays.name_memory);
+  PyObject* number = memory && memory != Py_None ? PyNumber_Long(memory) : NULL;
+  *address = number ? PyLong_AsUnsignedLongLongMask(number) : 0;
+  Py_XDECREF(memory), Py_XDECREF(number);
+  return *address && !PyErr_Occurred() ? 0 : -1;
+}
+
+// Write one of PyCUDA's arrays, or None, to the key: shape, strides, type and whether it is aligned; and its address and context. -1 if it is
+// anything else, or lies in another context than the arrays before.
+static int put_array(Key* key, PyObject* array, uint64_t* address, void** context) {
+  *address = 0;
+  if (array == Py_None) return put(key, 'N');
+  if (!is_array(array) || memory_of(array, address)) return -1;
+  void* owner = owner_of(*address);
+  if (!owner || (*context && owner != *context)) return -1;
+  *context = owner;
+  PyObject* found = PyObject_GetAttr(array, arrays.name_type);
+  int code = found && !put(key, 'G') && !put(key, (uint64_t)(uintptr_t)found) && !put(key, *address % 16) ? 0 : -1;
+  Py_XDECREF(found);  // what stands behind the key keeps the type
+  PyObject* const names[] = {arrays.name_shape, arrays.name_strides};
+  for (int i = 0; !code && i < 2; i++) {
+    found = PyObject_GetAttr(array, names[i]);
+    code = put_row(key, found);
+    Py_XDECREF(found);
+  }
+  return code;
+}
+
+static int put_arrays(Key* key, PyObject* const* given, Py_ssize_t n, uint64_t* addresses) {
+  void* context = NULL;
+  uint64_t id;
+  long gpu;
+  for (Py_ssize_t i = 0; i < n; i++)
+    if (put_array(key, given[i], &addresses[i], &context)) return -1;
+  return tell_context(context, &gpu, &id) || put(key, (uint64_t)gpu) || put(key, id) ? -1 : 0;
+}
+
 // Write the key of a call with these tensors, and their addresses.
 static int put_call(Key* key, PyObject* options, PyObject* const* tensors, Py_ssize_t n, uint64_t* addresses) {
   key->used = 0;
-  if (!torch.tensor || n > BUFFERS || put_option(key, options, DEPTH)) return -1;
+  if (n > BUFFERS || put_option(key, options, DEPTH)) return -1;
+  if (n && is_array(tensors[0])) return put_arrays(key, tensors, n, addresses);
+  if (!torch.tensor) return -1;
   for (Py_ssize_t i = 0; i < n; i++)
     if (put_tensor(key, tensors[i], &addresses[i])) return -1;
   return 0;
@@ -636,9 +776,6 @@ typedef struct {  // a function with its arguments: (function, tuple, dict or No
 typedef struct {
   PyObject *schedule, *own;  // own() -> the calling thread's event and side streams; None where the schedule needs none
   PyObject *stream, *ordinal, *failed, *recorded, *kept;
-  GetCurrent get_current;
-  int (*push)(void*);
-  GetCurrent pop;
   void* context;
   Maker results[MOST_RESULTS], workspace;
   Py_ssize_t operands, result_count;
@@ -674,26 +811,26 @@ static int read_maker(PyObject* from, Maker* to) {
   return 0;
 }
 
-// ready(schedule, own, (cuCtxGetCurrent, cuCtxPushCurrent, cuCtxPopCurrent, context), (stream, ordinal, place), failed, operands, results,
+// ready(schedule, own, context, (stream, ordinal, place), failed, operands, results,
 //       workspace, workspace_bytes, (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what stands behind a key
 //
-// `stream(ordinal)` is the current stream; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
+// `stream(ordinal)` is the current stream, or `stream` is None for the default one; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
 // keywords); the workspace is None if it has no bytes. `recorded` is None or a list. Its one member tells torch of a call, as
 // (input, weight, bias, (result,)) -> result; it may put another function in its place.
 // `operands`: 0 for a convolution, whose buffers are those of plans. Otherwise the buffers are so many operands, the results and the workspace.
 static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject *schedule, *own, *stream, *ordinal, *failed, *results, *workspace, *recorded, *kept;
-  unsigned long long get_current, push, pop, context, packed, packed_at, bytes[OPERANDS], result_bytes;
+  unsigned long long context, packed, packed_at, bytes[OPERANDS], result_bytes;
   long place;
   long long workspace_bytes;
   Py_ssize_t operands;
-  if (!PyArg_ParseTuple(args, "OO(KKKK)(OOl)OnO!OL(KK)(KKKKK)KOO", &schedule, &own, &get_current, &push, &pop, &context, &stream, &ordinal,
+  if (!PyArg_ParseTuple(args, "OOK(OOl)OnO!OL(KK)(KKKKK)KOO", &schedule, &own, &context, &stream, &ordinal,
                         &place, &failed, &operands, &PyTuple_Type, &results, &workspace, &workspace_bytes, &packed, &packed_at, &bytes[0],
                         &bytes[1], &bytes[2], &bytes[3], &bytes[4], &result_bytes, &recorded, &kept))
     return NULL;
   const Schedule* s = PyCapsule_GetPointer(schedule, SCHEDULE);
   if (!s) return NULL;
-  const Py_ssize_t count = PyTuple_Size(results), most = operands ? operands + count + 2 : RESIDUAL + 1;  // the last one is always at 0
+  const Py_ssize_t count = PyTuple_Size(results), most = operands ? operands + count + 2 : VAR + 1;  // the last one is always at 0
   if (count < 1 || count > MOST_RESULTS || operands < 0 || most > BUFFERS || s->buffers > most)
     return PyErr_Format(PyExc_ValueError, "the schedule takes %zd buffers, a call with %zd results has %zd", s->buffers, count, most);
   Ready* r = PyMem_Calloc(1, sizeof *r);
@@ -701,9 +838,6 @@ static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject* given[] = {schedule, own, stream, ordinal, failed, recorded, kept};
   PyObject** places[] = {&r->schedule, &r->own, &r->stream, &r->ordinal, &r->failed, &r->recorded, &r->kept};
   for (size_t i = 0; i < sizeof given / sizeof *given; i++) Py_INCREF(given[i]), *places[i] = given[i];
-  r->get_current = (GetCurrent)address_of(get_current);
-  r->push = (int (*)(void*))address_of(push);
-  r->pop = (GetCurrent)address_of(pop);
   r->context = address_of(context);
   r->place = place, r->workspace_bytes = workspace_bytes;
   r->operands = operands, r->result_count = count;
@@ -724,6 +858,23 @@ static PyObject* make(const Maker* maker, long place, uint64_t* address) {
   return made;
 }
 
+// Make one of PyCUDA's arrays by a function of one that is like it, and get its address. NULL with an exception.
+static PyObject* make_array(const Maker* maker, PyObject* like, uint64_t* address) {
+  PyObject* made = PyObject_CallFunctionObjArgs(maker->function, like, NULL);
+  if (made && memory_of(made, address)) Py_CLEAR(made);
+  return made;
+}
+
+// Make memory by a function of the number of bytes, and get its address. NULL with an exception.
+static PyObject* make_memory(const Maker* maker, uint64_t* address) {
+  PyObject* made = PyObject_Call(maker->function, maker->args, NULL);
+  PyObject* found = made ? PyNumber_Long(made) : NULL;
+  *address = found ? PyLong_AsUnsignedLongLongMask(found) : 0;
+  Py_XDECREF(found);
+  if (PyErr_Occurred()) Py_CLEAR(made);
+  return made;
+}
+
 static void ignore(void* context, const char* kind, const char* message) {}
 
 // Memory on GPU `place`; NULL where torch has none or does not offer the function. A Python object would take longer, and torch releases the
@@ -734,9 +885,18 @@ static Managed* borrow(long place, int64_t bytes) {
   return torch.allocate && !torch.allocate(&like, &made, NULL, ignore) ? made : NULL;
 }
 
-// Make the results that are missing, and launch on the current stream with the operands in `buffers`. Returns 0; or -1 with an exception, or
-// without one where Python has to make the call.
-static int perform(const Ready* r, uint64_t* buffers, PyObject** results) {
+// Whether all buffers that have addresses lie in the call's context, or in none.
+static int reaches(const Ready* r, const uint64_t* buffers) {
+  for (int i = 0; i < BUFFERS; i++) {
+    void* owner = buffers[i] ? owner_of(buffers[i]) : NULL;
+    if (owner && owner != r->context) return 0;
+  }
+  return 1;
+}
+
+// Make the results that are missing, and launch on the current stream with the operands in `buffers`. `like` is the input if that is one of
+// PyCUDA's arrays, else NULL. Returns 0; or -1 with an exception, or without one where Python has to make the call.
+static int perform(const Ready* r, uint64_t* buffers, PyObject** results, PyObject* like) {
   PyObject *workspace = NULL, *own = NULL, *answer = NULL;
   Managed* scratch = NULL;
   void *current = NULL, *event = NULL, *streams[STREAMS];
@@ -744,27 +904,38 @@ static int perform(const Ready* r, uint64_t* buffers, PyObject** results) {
   int code = -1;
   const Py_ssize_t first = r->operands ? r->operands : RESULT, last = first + r->result_count;
   Schedule* s = PyCapsule_GetPointer(r->schedule, SCHEDULE);
-  int pushed = r->get_current(&current) || current != r->context;
-  const int refused = pushed ? r->push(r->context) : 0;
+  int pushed = cuda.get_current(&current) || current != r->context;
+  // While a program's own context is current, torch's memory may lie there: only the driver knows.
+  const int doubtful = pushed && current && primary_number(current) < 0;
+  if (doubtful && !reaches(r, buffers)) return -1;
+  const int refused = pushed ? cuda.push(r->context) : 0;
   if (refused) {
     PyErr_Format(PyExc_RuntimeError, "cuCtxPushCurrent failed (%d)", refused);
     pushed = 0;
     goto done;
   }
-  answer = PyObject_CallFunctionObjArgs(r->stream, r->ordinal, NULL);
-  if (!answer || stream_of(answer, &streams[0])) goto done;
+  if (r->stream == Py_None)
+    streams[0] = NULL;
+  else if (!(answer = PyObject_CallFunctionObjArgs(r->stream, r->ordinal, NULL)) || stream_of(answer, &streams[0]))
+    goto done;
   own = r->own;
   if (own == Py_None)
     Py_INCREF(own);
   else if (!(own = PyObject_CallFunctionObjArgs(own, NULL)))
     goto done;
   if (streams_of(s, own, streams, &event)) goto done;
-  for (Py_ssize_t i = first; i < last; i++)
-    if (!results[i - first] && !(results[i - first] = make(&r->results[i - first], r->place, &buffers[i]))) goto done;
-  if (r->workspace_bytes && (scratch = borrow(r->place, r->workspace_bytes)))
+  for (Py_ssize_t i = first; i < last; i++) {
+    PyObject** result = &results[i - first];
+    const Maker* maker = &r->results[i - first];
+    if (!*result && !(*result = like ? make_array(maker, like, &buffers[i]) : make(maker, r->place, &buffers[i]))) goto done;
+  }
+  if (r->workspace_bytes && like) {
+    if (!(workspace = make_memory(&r->workspace, &buffers[last]))) goto done;
+  } else if (r->workspace_bytes && (scratch = borrow(r->place, r->workspace_bytes)))
     buffers[last] = (uint64_t)(uintptr_t)scratch->tensor.data + scratch->tensor.byte_offset;
   else if (r->workspace_bytes && !(workspace = make(&r->workspace, r->place, &buffers[last])))
     goto done;
+  if (doubtful && !reaches(r, buffers)) goto done;
   if (!r->operands) buffers[PACKED] = r->packed ? r->packed : buffers[WORKSPACE] + r->packed_at;
   code = make_all(s, buffers, streams, event, &failed);
   if (code > 0) {
@@ -778,18 +949,18 @@ done:
   Py_XDECREF(workspace);
   Py_XDECREF(own);
   Py_XDECREF(answer);
-  if (pushed) r->pop(&current);
+  if (pushed) cuda.pop(&current);
   return code ? -1 : 0;
 }
 
 // A convolution of operands at these addresses, written to `out` unless that is NULL. Returns the result, or NULL as for perform().
-static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t out_address) {
+static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t out_address, PyObject* like) {
   uint64_t buffers[BUFFERS] = {0};
   PyObject* results[MOST_RESULTS] = {out};
   for (int i = 0; i < OPERANDS; i++) buffers[BUFFER_OF[i]] = operands[i];
   buffers[RESULT] = out_address;
   Py_XINCREF(out);
-  return perform(r, buffers, results) ? NULL : results[0];
+  return perform(r, buffers, results, like) ? NULL : results[0];
 }
 
 // Whether a mode, a transform or the like has to know of the call. -1 with an exception.
@@ -819,6 +990,7 @@ static int is_differentiated(PyObject* const* tensors, int n) {
 static int is_writable(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t address) {
   for (int i = 0; i < OPERANDS; i++)
     if (operands[i] && operands[i] < address + r->result_bytes && address < operands[i] + r->operand_bytes[i]) return 0;
+  if (is_array(out)) return 1;
   const int truth = is_true(torch.made_in_inference, out);
   if (truth) return truth < 0 ? -1 : 0;
   PyObject* nothing = PyObject_CallFunctionObjArgs(torch.announce, out, NULL);
@@ -844,7 +1016,8 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (!r) return NULL;
   Py_INCREF(found);  // another thread may empty the table
   PyObject* out = tensors[OPERANDS] == Py_None ? NULL : tensors[OPERANDS];
-  const int told = args[2] == Py_True ? 0 : is_unusual() ? -1 : is_differentiated(tensors, OPERANDS + 1);
+  PyObject* like = is_array(tensors[0]) ? tensors[0] : NULL;
+  const int told = args[2] == Py_True || like ? 0 : is_unusual() ? -1 : is_differentiated(tensors, OPERANDS + 1);
   if (told < 0 || (told && (out || r->recorded == Py_None))) goto unknown;
   if (out) {
     const int writable = is_writable(r, addresses, out, addresses[OPERANDS]);
@@ -854,7 +1027,7 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
       return NULL;
     }
   }
-  result = make_call(r, addresses, out, addresses[OPERANDS]);
+  result = make_call(r, addresses, out, addresses[OPERANDS], like);
   if (!result && !PyErr_Occurred()) goto unknown;
   if (result && told) {
     PyObject *made = Py_BuildValue("(N)", result), *tell = PyList_GetItem(r->recorded, 0);
@@ -951,7 +1124,7 @@ static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (!r) return NULL;
   if (r->operands != n - 2) return PyErr_Format(PyExc_TypeError, "the row has %zd operands, got %zd", r->operands, n - 2);
   Py_INCREF(found);  // another thread may empty the table
-  if (perform(r, buffers, results)) {
+  if (perform(r, buffers, results, NULL)) {
     Py_DECREF(found);
     return PyErr_Occurred() ? NULL : Py_BuildValue("");
   }
@@ -1048,6 +1221,18 @@ static PyObject* learn(PyObject* self, PyObject* args) {
   return Py_BuildValue("");
 }
 
+// learn_arrays(GPUArray): the class of PyCUDA's arrays
+static PyObject* learn_arrays(PyObject* self, PyObject* type) {
+  arrays.name_memory = PyUnicode_InternFromString("gpudata"), arrays.name_shape = PyUnicode_InternFromString("shape");
+  arrays.name_strides = PyUnicode_InternFromString("strides"), arrays.name_type = PyUnicode_InternFromString("dtype");
+  if (PyErr_Occurred()) return NULL;
+  PyObject* before = arrays.type;
+  Py_INCREF(type);
+  arrays.type = type;
+  Py_XDECREF(before);
+  return Py_BuildValue("");
+}
+
 // stop(): from now on call() returns None for everything
 static PyObject* stop(PyObject* self, PyObject* nothing) {
   stopped = 1;
@@ -1058,7 +1243,13 @@ static PyMethodDef methods[] = {
     {"prepare", prepare, METH_VARARGS, "prepare(functions, operations): a schedule for launch()."},
     {"launch", (PyCFunction)(void*)launch, METH_FASTCALL, "launch(schedule, buffers, stream, own): None, or the error and the operation."},
     {"is_current", (PyCFunction)(void*)is_current, METH_FASTCALL, "is_current(cuCtxGetCurrent, context): bool."},
+    {"drive", drive, METH_VARARGS, "drive(functions): the driver's, for contexts."},
+    {"primary", primary, METH_VARARGS, "primary(gpu, handle): a primary context."},
+    {"other", other, METH_VARARGS, "other(id): a context that is no primary one."},
+    {"has_id", has_id, METH_VARARGS, "has_id(id): whether the current context has it."},
+    {"where", where, METH_O, "where(address): (gpu, 0) or (-1, id), the context that memory belongs to; or None."},
     {"learn", learn, METH_VARARGS, "learn(...): what is asked of torch."},
+    {"learn_arrays", learn_arrays, METH_O, "learn_arrays(GPUArray): the class of PyCUDA's arrays."},
     {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, tensor, ...): bytes or None."},
     {"again", (PyCFunction)(void*)again, METH_FASTCALL, "again(table, options, operand, ...): (what was found, result, ...) or None."},
     {"gradients", (PyCFunction)(void*)gradients, METH_FASTCALL, "gradients(ctx, saved, gradient): what the node's backward pass returns, or None."},

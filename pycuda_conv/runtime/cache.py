@@ -47,8 +47,12 @@ def _say_once(subject: str, message: str, *arguments: object) -> None:
 
 
 def cache_dir() -> Path:
-    """The folder of this package's caches: ``PYCUDA_CONV_CACHE_DIR``, or one in the user's cache folder."""
-    return Path(os.environ.get("PYCUDA_CONV_CACHE_DIR") or platformdirs.user_cache_dir("pycuda_conv"))
+    """The folder of this package's caches: ``PYCUDA_CONV_CACHE_DIR``, or one in the user's cache folder.
+
+    It is relative only where nothing says which folder is the user's home: then there is none to use.
+    """
+    told = os.environ.get("PYCUDA_CONV_CACHE_DIR")
+    return Path(told).expanduser().absolute() if told else Path(platformdirs.user_cache_dir("pycuda_conv"))
 
 
 def limit() -> int:
@@ -85,6 +89,9 @@ def trusted_folder() -> Path | None:
     """The folder of the entries, made if necessary; None if it can't be made, or another user could write to it."""
     try:
         top = cache_dir()
+        if not top.is_absolute():
+            _say_once("home", "compiled kernels are not kept: nothing names the user's home folder; set PYCUDA_CONV_CACHE_DIR to a folder")
+            return None
         folder = top / "kernels"
         for one in (top, folder):
             one.mkdir(mode=0o700, parents=True, exist_ok=True)

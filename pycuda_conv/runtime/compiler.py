@@ -1,8 +1,9 @@
-"""Compilers of CUDA C: NVRTC, a library that needs no toolkit, and nvcc of the CUDA toolkit."""
+"""Compilers of CUDA C: NVRTC, a library that needs no toolkit, and nvcc of the CUDA toolkit, by itself or by PyCUDA."""
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import importlib.util
 import os
 import re
@@ -16,9 +17,10 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from pycuda_conv.errors import BackendError
+from pycuda_conv.errors import BackendError, did_you_mean
 from pycuda_conv.runtime.base import KERNEL_DIR
 from pycuda_conv.runtime.cache import file_identity
+from pycuda_conv.runtime.plain import plain
 
 
 class CompileError(BackendError):
@@ -30,7 +32,7 @@ class Compiler(ABC):
 
     Attributes
     ----------
-    name : {"nvcc", "nvrtc"}
+    name : {"nvcc", "nvrtc", "pycuda"}
     path : str
         The program or the library.
     options : tuple of str
@@ -98,7 +100,7 @@ class Nvcc(Compiler):
     """The compiler of the CUDA toolkit."""
 
     name = "nvcc"
-    options = ("-cubin", "-O3", "-std=c++17", "-w")
+    options: tuple[str, ...] = ("-cubin", "-O3", "-std=c++17", "-w")
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -118,6 +120,34 @@ class Nvcc(Compiler):
     def version(self) -> str:
         found = re.search(r"\bV(\d+\.\d+\.\d+)", self._run(self.path, "--version").decode(errors="replace"))
         return found.group(1) if found else "?"
+
+
+class PyCuda(Nvcc):
+    """nvcc as PyCUDA calls it: by the function that makes its ``SourceModule``, with the options in ``PYCUDA_DEFAULT_NVCC_FLAGS``."""
+
+    name = "pycuda"
+    options = ("-O3", "-std=c++17", "-w")
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        try:
+            self._pycuda, self._driver = (importlib.import_module(f"pycuda.{name}") for name in ("compiler", "driver"))
+        except ImportError as error:
+            raise CompileError(f"PyCUDA, which PYCUDA_CONV_COMPILER asks for, is not importable: {error}") from error
+        self._options = [*self.options, *self._pycuda.DEFAULT_NVCC_FLAGS]
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        return (*super().identity, *self._options, importlib.import_module("pycuda").VERSION_TEXT)
+
+    def compile(self, source: str, arch: str) -> bytes:
+        try:  # our own cache keeps what was compiled; PyCUDA's is not safe where processes share it
+            made: bytes = self._pycuda.compile(
+                plain(source), self.path, [*self._options], arch=arch, cache_dir=False, include_dirs=[str(KERNEL_DIR)]
+            )
+        except (self._driver.CompileError, OSError) as error:
+            raise CompileError(f"PyCUDA could not compile: {error}") from error
+        return made
 
 
 class Nvrtc(Compiler):
@@ -202,15 +232,17 @@ def compiler(newest: int | None = None) -> Compiler:
         There is none.
     """
     wanted = os.environ.get("PYCUDA_CONV_COMPILER")
-    if wanted and wanted not in ("nvrtc", "nvcc"):
-        raise BackendError(f"PYCUDA_CONV_COMPILER must be 'nvrtc' or 'nvcc', got {wanted!r}")
-    library = nvrtc(newest) if wanted != "nvcc" else None
+    known = "nvrtc", "nvcc", "pycuda"
+    if wanted and wanted not in known:
+        hint = did_you_mean(wanted, known)
+        raise BackendError(f"PYCUDA_CONV_COMPILER must be 'nvrtc', 'nvcc' or 'pycuda', got {wanted!r}{hint}")
+    library = nvrtc(newest) if wanted in (None, "", "nvrtc") else None
     if library:
         return Nvrtc(library)
     program = nvcc() if wanted != "nvrtc" else None
     if program:
-        return Nvcc(program)
-    missing = f"{wanted}, which PYCUDA_CONV_COMPILER asks for," if wanted else "a compiler of CUDA C"
+        return PyCuda(program) if wanted == "pycuda" else Nvcc(program)
+    missing = f"{'nvcc' if wanted == 'pycuda' else wanted}, which PYCUDA_CONV_COMPILER asks for," if wanted else "a compiler of CUDA C"
     raise CompileError(
         f"{missing} was not found: pip install nvidia-cuda-nvrtc, or install the CUDA toolkit and set CUDA_HOME if nvcc is not on the PATH"
     )

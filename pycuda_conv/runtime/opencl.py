@@ -137,6 +137,8 @@ class OpenCLDevice(Device):
         def launch(buffers: Sequence[Any], stream: Any) -> None:
             nonlocal launched
             with self._lock:  # a kernel object holds its arguments
+                if not launched:
+                    self._workshop.check_room()
                 kernel(self.queue, global_size, local_size, *[buffers[i] or None for i in whole], *numbers)
                 if not launched:  # PoCL compiles for a size of blocks, and for small grids, when it launches
                     launched = True

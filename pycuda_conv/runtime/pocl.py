@@ -3,6 +3,9 @@
 PoCL keeps compiled programs in a folder and does not check its files: a damaged one ends the process. So each process gives PoCL an empty
 folder of its own. The files of each program are copied from there to our cache, and they are checked and put back before PoCL is asked for
 the same program again.
+
+PoCL also ends the process where it can't write a file. So before it compiles, its folder is asked for more room than it needs: at the start
+the folder of temporary files serves where that of the cache has none, and later an exception says why nothing can be compiled.
 """
 
 from __future__ import annotations
@@ -14,34 +17,76 @@ import shutil
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from pycuda_conv.errors import BackendError
 from pycuda_conv.runtime.cache import ABANDONED_AFTER, Entry, trusted_folder
 
 _PREFIX = ".pocl-"
 _LOCK = ".lock"
+#: Bytes and files for which there has to be room before PoCL compiles. A program takes up to half a megabyte and a dozen files.
+ROOM, FILES = 8 << 20, 100
+
+
+def why_no_room(folder: Path) -> str | None:
+    """Why :data:`ROOM` bytes and :data:`FILES` files can't be written into `folder`; None if they can.
+
+    It is asked by reserving them: a quota and a file system that is read-only show in no other way.
+    """
+    try:
+        handle, path = tempfile.mkstemp(prefix=".room-", dir=folder)
+        try:
+            stat = os.fstatvfs(handle)
+            if stat.f_files and stat.f_favail < FILES:
+                return f"its file system has room for {stat.f_favail} more files"
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(handle, 0, ROOM)
+            elif stat.f_bavail * stat.f_frsize < ROOM:
+                return f"its file system has {stat.f_bavail * stat.f_frsize:,} bytes left"
+        finally:
+            os.close(handle)
+            os.unlink(path)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 class Workshop:
-    """The folder in which PoCL works for this process, removed when the process ends."""
+    """The folder in which PoCL works for this process, removed when the process ends.
+
+    Raises
+    ------
+    BackendError
+        Neither the cache's folder nor that of temporary files can be written to.
+    """
 
     def __init__(self) -> None:
-        from filelock import FileLock
-
         parent = trusted_folder()
         if parent:
             _remove_abandoned(parent)
-        try:
-            folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
-        except OSError:  # the disk may be full
-            folder = tempfile.mkdtemp(prefix=_PREFIX)
-        self.folder = Path(folder)
-        self._lock = FileLock(self.folder / _LOCK)  # held while this process lives
+        self.folder = _new_folder([parent, None] if parent else [None])
+        self._hold()
+        atexit.register(self._remove, os.getpid())
+
+    def _hold(self) -> None:
+        """Hold the folder's lock while this process lives."""
+        from filelock import FileLock
+
+        self._lock = FileLock(self.folder / _LOCK)
         with suppress(OSError, NotImplementedError):
             self._lock.acquire()
-        atexit.register(self._remove, os.getpid())
+
+    def check_room(self) -> None:
+        """Make the folder again if it vanished; a ``BackendError`` if PoCL could not write its files now, which would end the process."""
+        if not self.folder.is_dir():
+            with suppress(OSError):
+                self.folder.mkdir(mode=0o700, parents=True)
+            self._hold()
+        why = why_no_room(self.folder)
+        if why:
+            raise BackendError(f"OpenCL can't compile a kernel: its compiler needs {ROOM >> 20} MiB in {self.folder}, but {why}. {_REMEDY}")
 
     def _remove(self, owner: int) -> None:
         if os.getpid() == owner:  # not in a child that was forked
@@ -66,7 +111,32 @@ class Workshop:
 
     @staticmethod
     def _subfolders(folder: str | os.PathLike[str]) -> list[os.DirEntry[str]]:
-        return [item for item in os.scandir(folder) if item.is_dir()]
+        try:
+            return [item for item in os.scandir(folder) if item.is_dir()]
+        except FileNotFoundError:  # somebody removed it
+            return []
+
+
+_REMEDY = "Make room there, or name a folder that has some by PYCUDA_CONV_CACHE_DIR or TMPDIR"
+
+
+def _new_folder(parents: Iterable[Path | None]) -> Path:
+    """An empty folder that has room, in the first of `parents` that can have one. None is the folder of temporary files."""
+    reasons = []
+    for parent in parents:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
+        except OSError as error:
+            reasons.append(f"{parent or 'the folder of temporary files'}: {error.strerror or error}")
+            continue
+        why = why_no_room(folder)
+        if why is None:
+            return folder
+        reasons.append(f"{folder.parent}: {why}")
+        shutil.rmtree(folder, ignore_errors=True)
+    raise BackendError(
+        f"OpenCL can't be used: its compiler needs {ROOM >> 20} MiB on a disk, and there is no room ({'; '.join(reasons)}). {_REMEDY}"
+    )
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -92,16 +162,25 @@ class Program:
         self._workshop, self._entry = workshop, entry
         self._kept: set[str] = set()
         data = entry.read()
-        with suppress(OSError):  # a disk that is full: PoCL will say so
-            if data:
-                with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                    self._kept = set(archive.namelist())
-                    for name in self._kept:
+        if data:
+            workshop.check_room()
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                names, missing = set(archive.namelist()), []
+                try:
+                    for name in names:
                         if not (workshop.folder / name).exists():  # PoCL may run what is there
+                            missing.append(name)
                             archive.extract(name, workshop.folder)
+                except OSError as error:
+                    for name in missing:  # PoCL would take half a file for a whole one
+                        with suppress(OSError):
+                            (workshop.folder / name).unlink()
+                    raise BackendError(f"OpenCL can't load a kernel: {error}. {_REMEDY}") from error
+                self._kept = names
         self._folders = {name.rpartition("/program.bc")[0] for name in self._kept if name.endswith("/program.bc")}
 
     def __enter__(self) -> None:
+        self._workshop.check_room()
         self._before = self._workshop.programs()
 
     def __exit__(self, *exc: object) -> None:

@@ -57,9 +57,10 @@ PARTS: dict[str, tuple[Engine, Callable[[Any], bool]]] = {
 
 
 def engine_names() -> dict[str, Engine]:
-    """The engines by the names of their modules; one in a folder by both names, as ``hopper_planes``, unless they are the same."""
-    places = {engine: str(getattr(engine, "__name__", "")).partition(".engines.")[2].split(".") for engine in registry.ENGINES}
-    return {"_".join(dict.fromkeys(place)): engine for engine, place in places.items()}
+    """The engines by the names of their modules, those in a family's folder behind its name: ``hopper_planes``."""
+    places = {engine: str(getattr(engine, "__name__", "")).split(".")[-2:] for engine in registry.ENGINES}
+    alone = ("engines", "compose")
+    return {stem if folder in (*alone, stem) else f"{folder}_{stem}": engine for engine, (folder, stem) in places.items()}
 
 
 @contextmanager

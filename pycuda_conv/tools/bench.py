@@ -24,7 +24,7 @@ from pycuda_conv.engines import uses_tensor_cores
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime import Device, cuda
+from pycuda_conv.runtime import Device, driver
 from pycuda_conv.runtime.compiler import compiler
 from pycuda_conv.timing import Effort, gpu_times, host_times, operand_sets, wall_times
 from pycuda_conv.tools.floors import floor
@@ -451,10 +451,10 @@ def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> di
     known = versions()
     if device.backend == "cuda":
         gpu: Any = device
-        driver = importlib.import_module("pycuda.driver")
-        handle = driver.Device(gpu.ordinal)
-        made_by = compiler(driver.get_driver_version() // 1000)
-        clock = float(attributes(handle, driver.device_attribute).get("CLOCK_RATE", 0)) * 1e3
+        drv = importlib.import_module("pycuda.driver")
+        handle = drv.Device(gpu.ordinal)
+        made_by = compiler(drv.get_driver_version() // 1000)
+        clock = float(attributes(handle, drv.device_attribute).get("CLOCK_RATE", 0)) * 1e3
         smi = nvidia_smi("driver_version", "clocks.current.sm", "power.limit", pci_bus_id=handle.pci_bus_id())
         properties = torch.cuda.get_device_properties(device.name)
         found |= {
@@ -487,7 +487,7 @@ def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> di
 
 def _device(settings: Settings) -> Device:
     if settings.device is None:
-        missing = cuda.why_not()
+        missing = driver.why_not()
         if missing:
             raise ToolError(f"this needs a GPU, but {missing}. --device opencl measures a few small problems on the CPU")
     device = named_device("cuda" if settings.device is None else settings.device)
@@ -501,7 +501,7 @@ def _device(settings: Settings) -> Device:
 
 def gpu_for(settings: Settings, flag: str) -> Device:
     """The GPU to measure on, or a ToolError; `flag` asks for a benchmark that needs one."""
-    missing = cuda.why_not()
+    missing = driver.why_not()
     if missing:
         raise ToolError(f"{flag} needs a GPU, but {missing}")
     device = named_device("cuda" if settings.device is None else settings.device)

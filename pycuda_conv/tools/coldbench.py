@@ -203,7 +203,7 @@ def measure(case: Case, ours: bool, archive: Path | None) -> Seconds:
 
 def make_archive(file: Path, architecture: str) -> None:
     """The kernels that a wheel for such a GPU ships, in a file as ``make wheel GPU=...`` makes it."""
-    from pycuda_conv.runtime import cuda
+    from pycuda_conv.runtime import driver
     from pycuda_conv.runtime.compiler import compiler
     from pycuda_conv.runtime.target import Target
     from pycuda_conv.tools.warm import compile_all, of_wheel, write_archive
@@ -211,7 +211,7 @@ def make_archive(file: Path, architecture: str) -> None:
     begin = time.monotonic()
     wanted = of_wheel(Target(architecture))
     counted = time.monotonic()
-    made, failed = compile_all(wanted, compiler(cuda.newest()))
+    made, failed = compile_all(wanted, compiler(driver.newest()))
     if failed:
         raise ToolError(failed[0])
     write_archive(file, made)

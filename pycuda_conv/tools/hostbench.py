@@ -20,7 +20,7 @@ from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.execute.pipeline import copy_only, numbers_of_gpus
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime import Device, cuda, device_count, get_device
+from pycuda_conv.runtime import Device, device_count, driver, get_device
 from pycuda_conv.timing import Effort, wall_times
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import options, torch_precision
@@ -296,7 +296,7 @@ def list_problems(settings: bench.Settings) -> int:
 
 def _device(settings: bench.Settings, gpus: Sequence[int] | None) -> Device:
     bench.refuse_suite_options(settings, "--host", "fp32")
-    missing = cuda.why_not()
+    missing = driver.why_not()
     if missing:
         raise ToolError(f"--host needs a GPU, but {missing}")
     device = named_device(settings.device if settings.device is not None else gpus[0] if gpus else "cuda")

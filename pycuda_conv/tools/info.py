@@ -15,7 +15,8 @@ from typing import Any
 
 import pycuda_conv
 from pycuda_conv.errors import BackendError, ConvArgumentError
-from pycuda_conv.runtime import cuda, default_backend, get_device
+from pycuda_conv.runtime import contexts, default_backend, driver, get_device
+from pycuda_conv.runtime import launcher as launchers
 from pycuda_conv.runtime.base import KERNEL_DIR
 from pycuda_conv.runtime.cache import cache_dir
 from pycuda_conv.runtime.compiler import CompileError, Compiler, Nvcc, Nvrtc, nvcc, nvrtc
@@ -56,7 +57,7 @@ def compiler_version(make: type[Compiler], path: str | None) -> str | None:
 def _driver() -> Any:
     """PyCUDA's driver module, or None."""
     try:
-        return cuda.driver()
+        return driver.pycuda()
     except BackendError:
         return None
 
@@ -126,6 +127,29 @@ def gpus() -> list[dict[str, Any]]:
     return found
 
 
+def cuda_contexts(count: int) -> dict[str, Any]:
+    """PyCUDA's current context, of which GPUs a primary context is active, and the memory that our pools have in each context.
+
+    Nothing is made current, and no context is made. In a process of its own, as the command is, there is none before.
+    """
+    if not count:
+        return {"pycuda_current": None, "primary_active": [], "pools": []}
+
+    def description(device: Any) -> dict[str, Any]:
+        own = not isinstance(device.where, int)
+        return {"device": device.name, "kind": "own" if own else "primary", "id": device.where[1] if own else None}
+
+    handle, flags, active = contexts.pycudas_current(), ctypes.c_uint(), ctypes.c_int()
+    current = description(contexts.device_of(handle)) if handle else None
+    states = []
+    for ordinal in range(count):
+        failed = driver.libcuda().cuDevicePrimaryCtxGetState(ordinal, ctypes.byref(flags), ctypes.byref(active))
+        if not failed and active.value:
+            states.append(f"cuda:{ordinal}")
+    pools = [description(one) | {"blocks_in_use": one.pool.in_use, "bytes_held": one.pool.held} for one in contexts.known()]
+    return {"pycuda_current": current, "primary_active": states, "pools": pools}
+
+
 def opencl() -> dict[str, Any]:
     """The OpenCL device that the portable kernels would run on, or why there is none."""
     try:
@@ -146,22 +170,33 @@ def uses(cuda_missing: str | None) -> dict[str, Any]:
         backend, why = None, str(error)
     names = sorted(name for name in os.environ if name.startswith("PYCUDA_CONV_")) + [name for name in ENVIRONMENT if name in os.environ]
     try:
-        launcher = "in C" if cuda.launcher_in_c() else "in Python"
+        launcher = "in C" if launchers.launcher_in_c() else "in Python"
     except (BackendError, ConvArgumentError) as error:
         launcher = str(error)
     return {
         "backend": backend, "device": {"cuda": "cuda:0", "opencl": "opencl"}.get(backend or ""), "why": why,
         "environment": {name: os.environ[name] for name in names}, "cache": str(cache_dir()), "kernels": str(KERNEL_DIR),
-        "launcher": launcher, "copies": "in C" if cuda.copier_in_c() else "in Python",
+        "launcher": launcher, "copies": "in C" if launchers.copier_in_c() else "in Python",
     }
 
 
 def collect() -> dict[str, Any]:
     """Everything that ``pycuda-conv info`` reports, in JSON's types."""
-    missing = cuda.why_not()
+    missing = driver.why_not()
     use = uses(missing)  # before OpenCL is loaded, which sets some of the variables
+    here = cuda_contexts(0 if _driver() is None else _driver().Device.count())  # before free memory is asked for, which takes a context
     found = gpus()
-    return {"versions": versions(), "gpu_count": len(found), "gpus": found, "cuda_missing": missing, "opencl": opencl(), "uses": use}
+    return {
+        "versions": versions(), "gpu_count": len(found), "gpus": found, "cuda_missing": missing, "opencl": opencl(), "uses": use,
+        "contexts": here,
+    }
+
+
+def _context(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "none"
+    words = "the primary one of torch and CuPy" if found["id"] is None else f"one of its own, number {found['id']}"
+    return f"{words}, on {found['device']}"
 
 
 def _bytes(count: int | None) -> str:
@@ -185,6 +220,14 @@ def run(as_json: bool = False) -> int:
         ("launcher for GPUs", use["launcher"]), ("threads that copy host arrays", use["copies"]),
         *use["environment"].items(),
     ]
+    if facts["gpu_count"]:
+        of = facts["contexts"]
+        active = ", ".join(of["primary_active"]) or "none"
+        here += [("PyCUDA's current context", _context(of["pycuda_current"])), ("active primary contexts", active)]
+        here += [
+            (f"pool in {_context(pool)}", f"{pool['blocks_in_use']} blocks in use, {_bytes(pool['bytes_held'])} held")
+            for pool in of["pools"]
+        ]
     out.print(table("What the package uses", ("what", "here"), here, left=("what", "here")))
     for gpu in facts["gpus"]:
         title = f"{gpu['device']}: {gpu['name']}, compute capability {gpu['compute_capability']}, "

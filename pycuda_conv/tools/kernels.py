@@ -14,6 +14,7 @@ from pycuda_conv.behind import launches
 from pycuda_conv.engines import batch_norm, casting, max_pool, registry
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
+from pycuda_conv.runtime.base import shown_file
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.suite import MODES, core, in_mode
 from pycuda_conv.tools.terminal import OK, console, table
@@ -21,6 +22,8 @@ from pycuda_conv.tune import key, shipped_table
 
 ARCHITECTURES = ("sm_90a", "sm_80", "opencl")
 UNLISTED = "lines_sm90"  # an engine with a text for each layer
+#: The most texts that the shipped table of measured choices adds to those of the planner's choices.
+MOST_MEASURED = 40
 
 
 def device_of(architecture: str) -> Any:
@@ -75,7 +78,7 @@ def run(architectures: tuple[str, ...], one_by_one: bool) -> int:
         for family in found:
             for defines in family:
                 (large if defines.get("INDEX_64") else counts)[family.file] += 1
-        rows = [(f"{file}.cu", f"{counts[file]:,}", f"{large[file]:,}" if large[file] else "") for file in sorted(counts)]
+        rows = [(shown_file(file).partition("/")[2], f"{counts[file]:,}", f"{large[file]:,}" if large[file] else "") for file in sorted(counts)]
         rows.append(("all", f"{sum(counts.values()):,}", f"{sum(large.values()):,}"))
         columns = ("kernels", "texts", "for arrays of 2^31 elements")
         console().print(table(f"Kernels for {architecture}", columns, rows, left=("kernels",)))

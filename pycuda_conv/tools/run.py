@@ -1,4 +1,4 @@
-"""Convolve files: arrays in .npy files, also larger than memory, and pictures. :mod:`volumes` convolves files that are stored in chunks.
+"""Convolve files: arrays in .npy files, also larger than memory, and pictures. :mod:`.volumes` convolves files that are stored in chunks.
 
 Arrays are memory-mapped and go through in slices of the batch. Pictures are filtered channel by channel in float32. Their border is
 repeated outwards, so that edges do not darken; values are rounded, and clipped to the picture's range. The output is written under a
@@ -7,8 +7,6 @@ temporary name in its own folder, and renamed when it is complete.
 
 from __future__ import annotations
 
-import difflib
-import errno
 import glob
 import importlib
 import os
@@ -16,71 +14,41 @@ import secrets
 import shutil
 import signal
 import struct
-import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import pycuda_conv
-from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem, integers
 from pycuda_conv.runtime import device_count
-from pycuda_conv.tools.terminal import OK, ToolError, console, named_device, require
-from pycuda_conv.typing import Precision
+from pycuda_conv.tools.files import (
+    FILTERS,
+    Settings,
+    common_dtype,
+    exactly,
+    file_exists,
+    filesystem,
+    filter_file,
+    pairs,
+    progress,
+    read_array,
+    refusals,
+    reserve,
+)
+from pycuda_conv.tools.terminal import OK, ToolError, named_device, require
+from pycuda_conv.tools.volumes.run import convolve
+from pycuda_conv.tools.volumes.target import is_interrupted
 
-#: The named filters of pictures.
-FILTERS = {
-    "sharpen": np.array([[0, -1, 0], [-1, 5, -1], [0, -1, 0]]),
-    "blur": np.outer([1, 4, 6, 4, 1], [1, 4, 6, 4, 1]) / 256,  # a Gaussian, by binomial coefficients
-    "edge": np.array([[-1, -1, -1], [-1, 8, -1], [-1, -1, -1]]),  # the Laplace operator; negative values are clipped
-    "emboss": np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]),
-    "identity": np.array([[0, 0, 0], [0, 1, 0], [0, 0, 0]]),
-}
-#: The dtypes, besides integers, that can be convolved and stored in a .npy file. bfloat16 comes back as two bytes without a meaning.
-FILE_DTYPES = ("float16", "float32", "float64")
 #: Bytes of input or output, whichever is larger, that each GPU takes at a time unless --batch sets the number of images.
 SLICE_BYTES = 256 << 20
 PNG_START = b"\x89PNG\r\n\x1a\n"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The command's arguments; None for one that was not given."""
-
-    filter: str
-    #: a path, or an address that fsspec opens
-    input: Any
-    output: Any
-    bias: Path | None = None
-    stride: Any = None
-    padding: Any = None
-    dilation: Any = None
-    groups: int | None = None
-    transposed: bool = False
-    output_padding: Any = None
-    activation: Any = None
-    precision: Precision = "fp32"
-    device: Any = None
-    devices: Any = None
-    batch: int | None = None
-    force: bool = False
-    axes: str | None = None
-    scheduler: str | None = None
-    resume: bool = False
-
-    @property
-    def where(self) -> dict[str, Any]:
-        """The keyword arguments for the other options, and for where and how to compute."""
-        place = {"device": self.device} if self.devices is None else {"devices": self.devices}
-        return {"activation": self.activation, "precision": self.precision, **place}
 
 
 def run(settings: Settings) -> int:
@@ -88,9 +56,7 @@ def run(settings: Settings) -> int:
     start = time.perf_counter()
     with _stopped_by_signals():
         if _in_chunks(settings):
-            from pycuda_conv.tools import volumes
-
-            what = volumes.convolve(settings)
+            what = convolve(settings)
         elif Path(settings.input).suffix.lower() == ".npy":
             what = _run_array(settings)
         else:
@@ -112,11 +78,9 @@ def run_all(inputs: Sequence[Path | str], settings: Settings) -> int:
     if "://" not in str(folder) and not Path(folder).is_dir():
         why = f"there are {len(found)} inputs" if len(found) > 1 else f"{inputs[0]} may match several files"
         raise ToolError(f"{folder} must be a folder, for {why}")
-    from pycuda_conv.tools import volumes
-
     for one, name in zip(found, names, strict=True):
         output = f"{str(folder).rstrip('/')}/{name}" if "://" in str(folder) else Path(folder) / name
-        if settings.resume and not settings.force and file_exists(output) and not volumes.is_interrupted(output):
+        if settings.resume and not settings.force and file_exists(output) and not is_interrupted(output):
             print(f"{output}: is there already")
         else:
             run(replace(settings, input=one, output=output))
@@ -136,27 +100,6 @@ def _matching(name: Path | str) -> list[Path | str]:
     if not found:
         raise ToolError(f"{text} matches no file")
     return found
-
-
-def file_exists(place: Path | str) -> bool:
-    """Whether there is anything at a path, or at an address that fsspec opens."""
-    if "://" not in str(place):
-        return os.path.lexists(place)
-    files, path = filesystem(str(place))
-    try:
-        return bool(files.exists(path))
-    except Exception as error:  # a store may raise anything
-        raise ToolError(f"{place} can't be reached: {error}") from error
-
-
-@lru_cache(maxsize=32)
-def filesystem(place: str) -> tuple[Any, str]:
-    """fsspec's file system of `place`, and its path there."""
-    try:
-        files, path = require("fsspec.core").url_to_fs(place)
-    except (ImportError, ValueError) as error:  # fsspec does not know the protocol, or lacks a package for it
-        raise ToolError(f"{place} can't be opened: {error}") from error
-    return files, path
 
 
 def _in_chunks(settings: Settings) -> bool:
@@ -203,16 +146,6 @@ def _stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def read_array(path: Path) -> np.ndarray:
-    """The array in a .npy file, memory-mapped."""
-    try:
-        return np.lib.format.open_memmap(path, mode="r")
-    except OSError as error:
-        raise ToolError(f"{path} can't be read: {error.strerror or error}") from error
-    except ValueError as error:
-        raise ToolError(f"{path} is not a whole .npy file of numbers: {error}") from error
-
-
 def _check_output(settings: Settings) -> Path:
     """The file to write, behind any links; refused where something would be lost."""
     output = settings.output
@@ -249,15 +182,6 @@ def _writing(output: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Turn what the library refuses into the one line that the user sees."""
-    try:
-        yield
-    except (ConvArgumentError, TypeError) as error:
-        raise ToolError(str(error)) from error
-
-
 # ---- arrays
 
 
@@ -267,7 +191,10 @@ def _run_array(settings: Settings) -> str:
     if settings.output_padding is not None and not settings.transposed:
         raise ToolError("--output-padding goes with --transposed only")
     if settings.filter in FILTERS:
-        raise ToolError(f"the filter {settings.filter!r} is for pictures; {settings.input} needs a .npy file of shape (K, C/groups, ...)")
+        raise ToolError(
+            f"the filter {settings.filter!r} is for pictures; {settings.input} needs a .npy file of shape (K, C/groups, ...)"
+            + _by_axes(read_array(settings.input), 2)
+        )
     x = read_array(settings.input)
     weight = filter_file(settings.filter)
     bias = None if settings.bias is None else np.array(read_array(settings.bias))
@@ -293,45 +220,21 @@ def _run_array(settings: Settings) -> str:
     return f"{problem}, {nbytes:,} bytes read and written"
 
 
-def filter_file(name: str) -> np.ndarray:
-    """The filter in a .npy file, in memory."""
-    if not name.lower().endswith(".npy"):
-        near = difflib.get_close_matches(name, FILTERS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ToolError(f"--filter must be a .npy file or, for pictures, one of {', '.join(FILTERS)}, got {name!r}{hint}")
-    return np.array(read_array(Path(name)))
-
-
-def common_dtype(settings: Settings, x: Any, weight: np.ndarray, bias: np.ndarray | None) -> str:
-    """The dtype to compute in: that of the files with floats, or else one that holds the input's integers."""
-    named = zip((settings.input, settings.filter, settings.bias), (x, weight, bias), strict=True)
-    given = [(path, array.dtype) for path, array in named if array is not None]
-    for path, dtype in given:
-        if dtype.name not in FILE_DTYPES and dtype.kind not in "biu":
-            raise ToolError(f"{path} holds {dtype.name}; integers, {', '.join(FILE_DTYPES)} can be convolved")
-    floats = [(path, dtype.name) for path, dtype in given if dtype.kind == "f"]
-    for path, name in floats:
-        if name != floats[0][1]:
-            raise ToolError(f"{path} holds {name}, but {floats[0][0]} {floats[0][1]}; all files of floats must have the same type")
-    return floats[0][1] if floats else "float32" if x.dtype.itemsize <= 2 else "float64"
-
-
-def exactly(name: Any, array: np.ndarray, dtype: str) -> np.ndarray:
-    """A filter or a bias in `dtype`; integers that it can't hold are refused."""
-    with np.errstate(over="ignore"):
-        converted = array.astype(dtype)
-    if array.dtype.kind in "biu" and not np.array_equal(converted.astype(object), array.astype(object)):
-        raise ToolError(f"{name} holds integers that {dtype} can't hold exactly; save it as {dtype}")
-    return converted
-
-
 def _problem(
     settings: Settings, dtype: str, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
 ) -> tuple[ConvProblem, dict[str, Any]]:
     """The problem, checked, and the keyword arguments of the function that computes it."""
     if weight.ndim not in (3, 4, 5):
-        raise ToolError(f"{settings.filter} must have 3, 4 or 5 axes (K, C/groups and 1, 2 or 3 more), but its shape is {weight.shape}")
+        raise ToolError(
+            f"{settings.filter} must have 3, 4 or 5 axes (K, C/groups and 1, 2 or 3 more), but its shape is {weight.shape}"
+            + _by_axes(x, weight.ndim)
+        )
     rank = weight.ndim - 2
+    if x.ndim not in (rank + 1, rank + 2):
+        raise ToolError(
+            f"a filter of shape {weight.shape} takes an input of {rank + 1} or {rank + 2} axes, but {settings.input} has the shape "
+            f"{x.shape}{_by_axes(x, rank)}"
+        )
     options: dict[str, Any] = {
         "stride": 1 if settings.stride is None else settings.stride, "padding": pairs(settings.padding, rank),
         "dilation": 1 if settings.dilation is None else settings.dilation, "groups": 1 if settings.groups is None else settings.groups,
@@ -339,19 +242,22 @@ def _problem(
     if settings.transposed:
         options["output_padding"] = 0 if settings.output_padding is None else settings.output_padding
     make = ConvProblem.transposed if settings.transposed else ConvProblem.forward
-    with refusals():
-        shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
-        problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision, activation=settings.activation)
+    shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
+    try:
+        with refusals():
+            problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision, activation=settings.activation)
+    except ToolError as error:  # a filter of three axes may also be one for volumes
+        raise ToolError(f"{error}{_by_axes(x, 3)}" if weight.ndim == 3 and not settings.transposed else str(error)) from error
     return problem, options | settings.where
 
 
-def pairs(padding: Any, rank: int) -> Any:
-    """`padding` as the functions take it; if it has twice as many values as axes, these are pairs (before, after)."""
-    if padding is None:
-        return 0
-    if isinstance(padding, tuple) and len(padding) == 2 * rank:
-        return tuple((padding[2 * i], padding[2 * i + 1]) for i in range(rank))
-    return padding
+def _by_axes(x: np.ndarray, rank: int) -> str:
+    """The end of a message about a call that `--axes` may make work: `x` needs at least `rank` axes for that."""
+    known = "tczyx"
+    if not 1 <= rank <= min(x.ndim, 3):
+        return ""
+    example = f", as --axes {known[-x.ndim :]}" if x.ndim <= len(known) else ""
+    return f"; --axes says what the axes of the input are{example}"
 
 
 def _new_array(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap:
@@ -359,18 +265,6 @@ def _new_array(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap:
     y = np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=shape)
     reserve(path)
     return y
-
-
-def reserve(path: Path) -> None:
-    """Reserve the blocks of a file that will be mapped."""
-    handle = os.open(path, os.O_RDWR)
-    try:
-        os.posix_fallocate(handle, 0, os.fstat(handle).st_size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # some file systems can't reserve
-            raise
-    finally:
-        os.close(handle)
 
 
 def _slices(problem: ConvProblem, settings: Settings) -> list[slice]:
@@ -382,22 +276,6 @@ def _slices(problem: ConvProblem, settings: Settings) -> list[slice]:
     if settings.batch:
         return [slice(first, min(first + images, problem.N)) for first in range(0, problem.N, images)]
     return [slice(problem.N * i // count, problem.N * (i + 1) // count) for i in range(count)]
-
-
-@contextmanager
-def progress(name: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
-    """A progress bar on stderr, if that is a terminal. Gives a function that advances it by a number of bytes."""
-    if not sys.stderr.isatty():
-        yield lambda nbytes: None
-        return
-    progress = require("rich.progress")
-    columns = (
-        progress.TextColumn("{task.description}"), progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task(require("rich.markup").escape(name), total=nbytes)
-        yield lambda nbytes: bar.advance(task, nbytes)
 
 
 # ---- pictures

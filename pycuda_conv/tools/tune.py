@@ -13,7 +13,8 @@ from pycuda_conv import engines, tune
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.measure import Compiler, WrongResultError, trials
 from pycuda_conv.problem import DTYPE_BYTES, PRECISIONS, ConvProblem
-from pycuda_conv.runtime import cuda
+from pycuda_conv.runtime import driver
+from pycuda_conv.runtime.device import CudaDevice
 from pycuda_conv.tools.report import geometric_mean, microseconds, number
 from pycuda_conv.tools.suite import core
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, table, track
@@ -101,9 +102,9 @@ def run(settings: Settings) -> int:
     return FAILED if any(row.verdict == "WRONG" for row in rows) else OK
 
 
-def _device(settings: Settings) -> cuda.CudaDevice:
-    if settings.device is None and cuda.why_not():
-        raise ToolError(f"this needs a GPU, but {cuda.why_not()}")
+def _device(settings: Settings) -> CudaDevice:
+    if settings.device is None and driver.why_not():
+        raise ToolError(f"this needs a GPU, but {driver.why_not()}")
     device: Any = named_device("cuda" if settings.device is None else settings.device)
     if device.backend != "cuda":
         raise ToolError(f"{device.name} can't be tuned, only GPUs can")
@@ -124,14 +125,14 @@ def _target(output: Path | None) -> tune.Table:
     return target
 
 
-def _known(problem: ConvProblem, device: cuda.CudaDevice, target: tune.Table, shipped: bool) -> bool:
+def _known(problem: ConvProblem, device: CudaDevice, target: tune.Table, shipped: bool) -> bool:
     if shipped and tune.lookup(problem, device) is not None:
         return True
     choice = target.get(device.model, tune.key(problem))
     return choice is not None and engines.refusal(problem, choice.config, device) is None
 
 
-def _measure(todo: Sequence[ConvProblem], device: cuda.CudaDevice, until: float | None) -> Iterator[Row]:
+def _measure(todo: Sequence[ConvProblem], device: CudaDevice, until: float | None) -> Iterator[Row]:
     """A row for each problem, until the time `until`."""
     with Compiler(device) as compiler:
         for i, problem in enumerate(track(todo, str)):
@@ -142,7 +143,7 @@ def _measure(todo: Sequence[ConvProblem], device: cuda.CudaDevice, until: float 
             yield _row(problem, device, compiler)
 
 
-def _row(problem: ConvProblem, device: cuda.CudaDevice, compiler: Compiler) -> Row:
+def _row(problem: ConvProblem, device: CudaDevice, compiler: Compiler) -> Row:
     try:
         found = trials(problem, device, compiler)
     except DeviceMemoryError:
@@ -154,7 +155,7 @@ def _row(problem: ConvProblem, device: cuda.CudaDevice, compiler: Compiler) -> R
     return Row(problem, next(choice for choice in found if choice.config == own), tune.best(found, own))
 
 
-def _store(target: tune.Table, device: cuda.CudaDevice, row: Row, strict: bool) -> None:
+def _store(target: tune.Table, device: CudaDevice, row: Row, strict: bool) -> None:
     assert row.after is not None
     if not strict:
         tune.store(row.problem, device, row.after)
@@ -165,7 +166,7 @@ def _store(target: tune.Table, device: cuda.CudaDevice, row: Row, strict: bool) 
         raise ToolError(f"can't write {target.path}: {error}") from error
 
 
-def _print(rows: Sequence[Row], device: cuda.CudaDevice, target: tune.Table, asked: int, todo: int, seconds: float) -> None:
+def _print(rows: Sequence[Row], device: CudaDevice, target: tune.Table, asked: int, todo: int, seconds: float) -> None:
     out = console()
     if rows:
         styles = ["bold red" if row.verdict != "ok" else "green" if (row.gain or 1) > 1.02 else "" for row in rows]

@@ -7,7 +7,8 @@ import importlib
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -160,6 +161,7 @@ class Kind:
     read: Callable[[Any], np.ndarray]
     wait: Callable[[], Any]
     bfloat16: bool = False  # whether there are arrays of bfloat16
+    inside: Callable[[], AbstractContextManager[Any]] = nullcontext  # what arrays are made and calls are run in
 
 
 class Interface:
@@ -212,6 +214,7 @@ def array_kinds(device: Device) -> list[Kind]:
     to_gpu = partial(on_device, gpuarray.to_gpu)
     kinds.append(Kind("GPUArray", lambda a, _: to_gpu(a), lambda a: on_device(a.get), wait))
     kinds.append(Kind("cuda array interface", lambda a, _: Interface(to_gpu(a)), lambda a: on_device(a.array.get), wait))
+    kinds.append(_in_own_context(where, driver, gpuarray))
     if torch is not None and torch.cuda.is_available():
         kinds.append(Kind("torch cuda", partial(tensor, place=device.name), values, wait, True))
     cupy = _importable("cupy")
@@ -223,6 +226,23 @@ def array_kinds(device: Device) -> list[Kind]:
 
         kinds.append(Kind("cupy", to_cupy, lambda a: a.get(), wait))
     return kinds
+
+
+def _in_own_context(device: Any, driver: Any, gpuarray: Any) -> Kind:
+    """GPUArrays in a context that is not the GPU's primary one, as ``pycuda.autoinit`` makes it."""
+    context = driver.Device(device.ordinal).make_context()
+    driver.Context.pop()
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        context.push()
+        try:
+            yield
+        finally:
+            driver.Context.pop()
+
+    wait = driver.Context.synchronize
+    return Kind("GPUArray, own context", lambda a, _: gpuarray.to_gpu(a), lambda a: a.get(), wait, inside=inside)
 
 
 # ---- checking
@@ -322,7 +342,10 @@ def verify(cases: Sequence[Case], device: Device, seed: int) -> list[Result]:
     for case in track(cases, lambda case: case.name):
         x, w, b = data = case.data(seed)
         truth = expected(case, x, w, b, device)
-        results += [check(case, kind, device, data, truth) for kind in kinds if kind.bfloat16 or case.dtype != "bfloat16"]
+        for kind in kinds:
+            if kind.bfloat16 or case.dtype != "bfloat16":
+                with kind.inside():
+                    results.append(check(case, kind, device, data, truth))
     return results
 
 

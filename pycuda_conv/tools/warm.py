@@ -254,12 +254,12 @@ def run(settings: Settings) -> int:
         target = Target(settings.gpu)
         made_by = compiler()
     else:
-        from pycuda_conv.runtime import cuda
+        from pycuda_conv.runtime import driver
 
         device = named_device("cuda")
         target = Target("sm_{}{}".format(*device.capability))
         target.multiprocessors, target.model = device.multiprocessors, device.model
-        made_by = compiler(cuda.newest())
+        made_by = compiler(driver.newest())
     if settings.random:
         wanted = most_used(target, settings.random, RANDOM)
     else:

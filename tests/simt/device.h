@@ -63,6 +63,7 @@ inline float __uint_as_float(unsigned v) { return bits_as<float>(v); }
 inline float __int_as_float(int v) { return bits_as<float>(v); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
+inline double rsqrt(double v) { return 1 / __builtin_sqrt(v); }
 inline float exp(float v) { return __builtin_expf(v); }
 inline float erf(float v) { return __builtin_erff(v); }
 inline float fabs(float v) { return __builtin_fabsf(v); }

@@ -1,0 +1,429 @@
+"""Arrays of any library that speaks DLPack, such as jax: their memory is read through it, and results go back through it.
+
+A call opens its arrays, which reads where each lies, and closes its result, which makes an array of the same library. Between the two, a
+:class:`Lying` stands for each array. Host memory goes the way of numpy arrays, and memory of a GPU that of a ``GPUArray``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from pycuda_conv.arrays.base import Signature, c_strides, is_contiguous, strides_of
+from pycuda_conv.arrays.device import DeviceKind, InterfaceKind, copy_strided, stream_of
+from pycuda_conv.arrays.host import HostKind, Memory
+from pycuda_conv.call import Operands
+from pycuda_conv.errors import ConvArgumentError, no_memory
+from pycuda_conv.problem import DTYPE_BYTES
+from pycuda_conv.runtime import Device, contexts, get_device
+from pycuda_conv.runtime.device import Where
+
+#: DLPack's numbers of memory that the host reads, and of memory that a CUDA GPU reads.
+HOST, PAGE_LOCKED, CUDA, MANAGED = 1, 3, 2, 13
+_READ_ONLY, _COPIED = 1, 2  # flags of a capsule
+_CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}  # DLPack's numbers of types
+_BFLOAT = 4
+#: Results in host memory begin at multiples of this many bytes: jax copies others.
+_ALIGNED = 64
+
+
+class _Tensor(ctypes.Structure):
+    """DLPack's DLTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class _Managed(ctypes.Structure):
+    """DLPack's DLManagedTensorVersioned. Before version 1 there was the tensor alone in front."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64), ("tensor", _Tensor),
+    )  # fmt: skip
+
+
+_name_of = ctypes.pythonapi.PyCapsule_GetName
+_name_of.restype, _name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+def _tensor_of(capsule: Any) -> tuple[_Tensor, int]:
+    """The tensor that a capsule describes, and its flags; a capsule without flags counts as one of memory that must not be written."""
+    name = _name_of(capsule)
+    at = _pointer_of(capsule, name)
+    assert at is not None
+    if name == b"dltensor":
+        return _Tensor.from_address(at), _READ_ONLY
+    managed = _Managed.from_address(at)
+    if name != b"dltensor_versioned" or managed.major != 1:
+        raise BufferError(f"it gives a capsule called {(name or b'').decode()} of version {managed.major}, and 1 is the one known here")
+    return managed.tensor, managed.flags
+
+
+class Lying:
+    """An array of a shape and a dtype that lies somewhere, as the kinds of this module handle it.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : str
+        numpy's name, or "bfloat16".
+    where : int, tuple of (int, int) or None
+        The context, as :data:`pycuda_conv.runtime.device.Where` has it; None in host memory.
+    pointer : int
+    strides : tuple of int
+        In bytes.
+    writeable : bool
+    owner : object
+        What keeps the memory alive. A capsule that is dropped gives the memory back to its library.
+    source : object or None
+        The caller's array; None for one that was made here.
+    """
+
+    __slots__ = ("dtype", "owner", "pointer", "shape", "source", "strides", "where", "writeable")
+
+    def __init__(
+        self, shape: tuple[int, ...], dtype: str, where: Where | None, pointer: int, strides: tuple[int, ...], owner: Any,
+        writeable: bool = True, source: Any = None,
+    ) -> None:
+        self.shape, self.dtype, self.where, self.pointer, self.strides = shape, dtype, where, pointer, strides
+        self.owner, self.writeable, self.source = owner, writeable, source
+
+    def memory(self, owner: Any = None) -> np.ndarray:
+        """A numpy array over the memory, which numpy does not touch by itself: one of bfloat16 is seen as integers."""
+        typestr = "=i2" if self.dtype == "bfloat16" else np.dtype(self.dtype).str
+        return np.asarray(Memory(owner or self.owner, self.pointer, self.shape, self.strides, typestr, not self.writeable))
+
+
+def read(array: Any, name: str) -> Lying:
+    """Where `array`, the argument called `name`, lies.
+
+    Raises
+    ------
+    TypeError
+        Memory, or a type of numbers, of which neither numpy nor CUDA knows.
+    ConvArgumentError
+        The library does not hand the array out: it is sharded over several devices, or was deleted.
+    """
+    try:
+        device, _ = array.__dlpack_device__()
+        if device in (CUDA, MANAGED):
+            capsule = _capsule(array, stream=1)  # 1: the default stream, which the library makes follow its own
+        elif device in (HOST, PAGE_LOCKED):
+            capsule = _capsule(array)
+        else:
+            capsule = None
+    except Exception as error:  # whatever the library raises
+        raise _not_handed_out(array, name, error) from error
+    if capsule is None:
+        raise TypeError(f"{name} lies on a device that DLPack gives the number {int(device)}; pass an array of the host or of a CUDA GPU")
+    tensor, flags = _tensor_of(capsule)
+    if tensor.lanes != 1 or tensor.code not in _CODES:
+        kind = f"{tensor.code}, with {tensor.bits} bits and {tensor.lanes} lanes"
+        raise TypeError(f"{name} has elements of the type that DLPack numbers {kind}; pass float16, bfloat16, float32 or float64")
+    shape, itemsize = tuple(tensor.shape[: tensor.ndim]), tensor.bits // 8
+    steps = tensor.strides[: tensor.ndim] if tensor.strides else None
+    strides = c_strides(shape, itemsize) if steps is None else tuple([itemsize * step for step in steps])
+    pointer = (tensor.data or 0) + tensor.byte_offset
+    if not tensor.data:
+        if 0 not in shape:
+            raise ConvArgumentError(no_memory(name))
+        pointer = 0
+    where = _context_of(pointer, name) if device in (CUDA, MANAGED) else None
+    writeable = not flags & (_READ_ONLY | _COPIED)
+    return Lying(shape, f"{_CODES[tensor.code]}{tensor.bits}", where, pointer, strides, capsule, writeable, array)
+
+
+def _not_handed_out(array: Any, name: str, error: Exception) -> ConvArgumentError:
+    """The error about an array that its library does not hand out."""
+    devices = getattr(getattr(array, "sharding", None), "device_set", ())  # of jax
+    if len(devices) > 1:
+        return ConvArgumentError(
+            f"{name} is sharded over {len(devices)} devices, and a call takes arrays that lie on one: gather it first, as "
+            "jax.device_put(array, jax.devices()[0]) does"
+        )
+    deleted = getattr(array, "is_deleted", None)  # of jax, too
+    if callable(deleted) and deleted():
+        return ConvArgumentError(f"{name} was deleted, or donated to a function that jax compiled: its memory is gone")
+    return ConvArgumentError(f"{name} can't be read: its library says: {error}")
+
+
+def _context_of(pointer: int, name: str) -> Where:
+    try:
+        return InterfaceKind.where(pointer)
+    except contexts.NotCurrent as error:
+        raise contexts.NotCurrent(error.template, name) from None
+
+
+def _capsule(array: Any, **options: Any) -> Any:
+    with suppress(TypeError):  # libraries before version 1 know neither
+        return array.__dlpack__(max_version=(1, 0), copy=False, **options)
+    return array.__dlpack__(**options)
+
+
+# ---- memory for other libraries
+
+
+class _Lent:
+    """Memory of a GPU that other libraries read on streams of theirs. It is given back when they have read it."""
+
+    def __init__(self, owner: Any, device: Any) -> None:
+        self._owner, self._device = owner, device
+        self.streams: set[int] = set()
+
+    def __del__(self) -> None:
+        with suppress(Exception), self._device.current():
+            for stream in self.streams:  # the owner's memory follows the default stream
+                self._device.order(stream, None)
+
+
+class Exporter:
+    """Memory as a library takes it by its ``from_dlpack()``: an object with ``__dlpack__`` and ``__dlpack_device__``.
+
+    Parameters
+    ----------
+    array : Lying
+    """
+
+    def __init__(self, array: Lying) -> None:
+        self._bfloat16, self._where = array.dtype == "bfloat16", array.where
+        self._device: Any = None if array.where is None else contexts.device_at(array.where)
+        self._lent = None if array.where is None else _Lent(array.owner, self._device)
+        # numpy makes the capsule: what it keeps is dropped in the right thread, and never after the interpreter ended
+        self._memory = array.memory(self._lent)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (HOST, 0) if self._where is None else (CUDA, contexts.ordinal_of(self._where))
+
+    def __dlpack__(
+        self, *, stream: int | None = None, max_version: tuple[int, int] | None = None, dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """The capsule. On a GPU, `stream`, a handle or CUDA's number of a default stream, is made to follow the work on ours."""
+        if dl_device is not None and tuple(map(int, dl_device)) != self.__dlpack_device__():
+            raise BufferError(f"the array lies on {self.__dlpack_device__()}, in DLPack's numbers, and is not copied to {dl_device}")
+        if copy and self._lent is not None:
+            raise BufferError("the array is not copied: pass copy=None or copy=False")
+        memory = self._memory.copy() if copy else self._memory
+        if self._lent is not None and stream not in (None, 0, 1, -1):  # -1: the caller sees to the order
+            self._lent.streams.add(stream)
+            with self._device.current():
+                self._device.order(None, stream)
+        try:
+            capsule = memory.__dlpack__(max_version=max_version) if max_version else memory.__dlpack__()
+        except TypeError:  # numpy before 2.1
+            capsule = memory.__dlpack__()
+        tensor, _ = _tensor_of(capsule)
+        if self._bfloat16:
+            tensor.code = _BFLOAT
+        tensor.device_type, tensor.device_id = self.__dlpack_device__()
+        return capsule
+
+
+def dlpack(array: Any) -> Exporter:
+    """A ``GPUArray`` for libraries that take DLPack, which PyCUDA does not speak: ``torch.from_dlpack(pycuda_conv.dlpack(array))``.
+
+    Nothing is copied. The other library's array has the same memory and keeps it alive, and its later work follows what is on the default
+    stream now.
+
+    Parameters
+    ----------
+    array : pycuda.gpuarray.GPUArray
+        Of any strides. Its memory must be that of the GPU's primary context, in which torch, CuPy and jax work:
+        ``import pycuda.autoprimaryctx`` makes that one current.
+
+    Returns
+    -------
+    object with ``__dlpack__`` and ``__dlpack_device__``
+
+    Raises
+    ------
+    TypeError
+        No ``GPUArray``, or one of a dtype that DLPack has no number for.
+    ConvArgumentError
+        The array lies in another context.
+
+    Examples
+    --------
+    >>> import numpy as np, pycuda_conv as pc
+    >>> try:
+    ...     pc.dlpack(np.ones(3))
+    ... except TypeError as error:
+    ...     print(error)
+    array must be a pycuda.gpuarray.GPUArray, but got numpy.ndarray
+    """
+    gpuarray = sys.modules.get("pycuda.gpuarray")
+    if gpuarray is None or not isinstance(array, gpuarray.GPUArray):
+        raise TypeError(f"array must be a pycuda.gpuarray.GPUArray, but got {type(array).__module__}.{type(array).__qualname__}")
+    if array.dtype.name != "bfloat16" and (array.dtype.kind not in "iufc" or not array.dtype.isnative):
+        raise TypeError(f"array has the dtype {array.dtype}, which DLPack has no number for")
+    pointer = int(array.gpudata) if array.gpudata is not None else 0
+    where = _context_of(pointer, "array") if pointer else 0
+    if not isinstance(where, int):
+        raise ConvArgumentError(
+            f"array lies in a CUDA context of its own on cuda:{where[0]}, and other libraries use the primary one: make arrays for them "
+            "after import pycuda.autoprimaryctx"
+        )
+    return Exporter(Lying(array.shape, array.dtype.name, where, pointer, array.strides, array))
+
+
+# ---- the kinds
+
+
+class DLPackKind(InterfaceKind, HostKind):
+    """The arrays of one library, on a GPU or in host memory.
+
+    Parameters
+    ----------
+    library : str
+        The name of its package.
+    from_dlpack : callable or None
+        Makes an array of the library; without one, results are numpy arrays or ``GPUArray``.
+    """
+
+    has_producers = False  # when an array is opened, the default stream is made to follow its library's
+    opens = True
+
+    def __init__(self, library: str, from_dlpack: Callable[[Any], Any] | None) -> None:
+        self.name = f"{library} array"
+        self._from_dlpack = from_dlpack
+        #: what launches may still read or write, each with an event that comes when they are done
+        self._in_use: deque[tuple[Any, Sequence[Any]]] = deque()
+
+    def opened(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
+        named = zip((*names, *Operands._fields[len(names) :]), operands, strict=True)
+        return Operands(*[None if a is None else self._lying(a, name) for name, a in named])
+
+    def closed(self, result: Any, operands: Operands, stream: Any = None) -> Any:
+        made = self._of_library(result) if isinstance(result, Lying) else result  # what was given as out= comes back as it is
+        if operands.input.where is not None:
+            self._keep(contexts.device_at(operands.input.where), (*operands, result), stream)
+        return made
+
+    def _keep(self, device: Any, arrays: Sequence[Any], stream: Any) -> None:
+        """Keep `arrays` until the launches that were made on `stream` are done: other libraries' allocators don't follow our streams."""
+        with device.current():
+            while self._in_use and self._in_use[0][0].query():
+                self._in_use.popleft()
+            self._in_use.append((device.recorded(None if stream is None else stream_of(stream)), arrays))
+
+    def _of_library(self, array: Lying) -> Any:
+        """`array` as one of the library's; where the library takes none, a numpy array or a ``GPUArray``."""
+        if self._from_dlpack is not None:
+            return self._from_dlpack(Exporter(array))
+        if array.where is not None:
+            gpuarray = importlib.import_module("pycuda.gpuarray")
+            return gpuarray.GPUArray(array.shape, _numpy_dtype(array.dtype), gpudata=array.owner, strides=array.strides)
+        memory = array.memory()
+        return memory.view(_numpy_dtype(array.dtype)) if array.dtype == "bfloat16" else memory
+
+    @staticmethod
+    def _lying(array: Any, name: str = "out") -> Lying:
+        return array if isinstance(array, Lying) else read(array, name)
+
+    def signature(self, array: Any) -> Signature:
+        lying = self._lying(array)
+        return lying.shape, lying.dtype, lying.where
+
+    def dtype_name(self, dtype: Any) -> str:
+        return str(dtype)
+
+    def device(self, signature: Signature, device: Any) -> Device:
+        return get_device(device) if signature[2] is None else DeviceKind.device(self, signature, device)
+
+    def on_gpu(self, array: Any) -> bool:
+        return self._lying(array).where is not None
+
+    def pointer(self, array: Any) -> int:
+        return self._lying(array).pointer
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return self._lying(array).strides
+
+    def contiguous(self, array: Any) -> bool:
+        lying = self._lying(array)
+        return is_contiguous(lying.shape, lying.strides, DTYPE_BYTES[lying.dtype])
+
+    def writeable(self, array: Any) -> bool:
+        return self._lying(array).writeable
+
+    # on a GPU
+
+    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Lying:
+        lying = self._lying(array)
+        assert lying.where is not None
+        device, axes = contexts.device_at(lying.where), order or range(len(lying.shape))
+        fresh = self.empty(lying.shape, lying, device, order)
+        shape, strides = [lying.shape[i] for i in axes], [lying.strides[i] for i in axes]
+        copy_strided(device, lying.pointer, shape, strides, lying.dtype, fresh.pointer)
+        return fresh
+
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Lying:
+        dtype, itemsize = like.dtype, DTYPE_BYTES[like.dtype]
+        strides = c_strides(shape, itemsize) if order is None else strides_of(tuple(shape), itemsize, order)
+        if like.where is None:
+            room = self.room(tuple(shape), np.dtype("i2" if dtype == "bfloat16" else dtype))
+            return Lying(tuple(shape), dtype, None, room.__array_interface__["data"][0], strides, room)
+        block = device.allocate(max(math.prod(shape) * itemsize, 1))
+        return Lying(tuple(shape), dtype, like.where, int(block), strides, block)
+
+    # in host memory
+
+    def to_numpy(self, array: Any, name: str) -> np.ndarray:
+        return self._lying(array, name).memory()
+
+    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        nbytes = math.prod(shape) * dtype.itemsize
+        memory = np.empty(nbytes + _ALIGNED, np.uint8)
+        start = -memory.__array_interface__["data"][0] % _ALIGNED
+        return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+    def from_numpy(self, array: np.ndarray, like: Any) -> Lying:
+        return Lying(array.shape, like.dtype, None, array.__array_interface__["data"][0], array.strides, array)
+
+    def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:
+        if array.where is not None:
+            return DeviceKind.as_kernel_input(self, array, order)
+        return array if self.contiguous(array) else self.from_numpy(np.ascontiguousarray(array.memory()), array)
+
+    # pickles
+
+    def to_pickle(self, array: Any) -> Any:
+        return self._of_library(array) if array.source is None else array.source
+
+
+def _numpy_dtype(name: str) -> np.dtype:
+    """numpy's dtype of that name. It knows bfloat16 from the package ml_dtypes, which jax needs, too."""
+    if name == "bfloat16":
+        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    return np.dtype(name)
+
+
+#: The kinds that were asked for, by their libraries.
+_kinds: dict[str, DLPackKind] = {}
+
+
+def speaks_dlpack(array: Any) -> bool:
+    """Whether `array` is of a library that gives arrays by DLPack."""
+    return hasattr(type(array), "__dlpack__") and hasattr(type(array), "__dlpack_device__")
+
+
+def dlpack_kind(array: Any) -> DLPackKind:
+    """The kind of an array that speaks DLPack."""
+    module = sys.modules.get(type(array).__module__.partition(".")[0])
+    namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else module
+    library = getattr(namespace, "__name__", type(array).__module__).partition(".")[0]
+    return _kinds.setdefault(library, DLPackKind(library, getattr(namespace, "from_dlpack", None)))

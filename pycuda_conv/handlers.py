@@ -1,0 +1,28 @@
+"""Modules to which :mod:`pycuda_conv.dispatch` hands calls over. They import large libraries, so the first such call imports them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pycuda_conv import dispatch
+
+
+def _torch() -> Any:
+    from pycuda_conv.nn import autograd
+
+    return autograd
+
+
+def _autocast() -> Any:
+    from pycuda_conv.nn import mixed
+
+    return mixed
+
+
+def _dask() -> Any:
+    from pycuda_conv import dask
+
+    return dask
+
+
+dispatch.handlers.update(torch=_torch, autocast=_autocast, dask=_dask)

@@ -1,0 +1,182 @@
+"""The loop that this package began as, against one launch: a kernel for one channel, launched for every image, output and input channel.
+
+All arrays are GPUArrays and stay on the GPU. The loop is made as people write it, with ``array[n, k]`` for every launch; as a captured
+graph, which costs the host one launch but the GPU all of them; and as one call of :func:`pycuda_conv.conv2d`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+import pycuda_conv
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime import driver
+from pycuda_conv.runtime.compiler import compiler
+from pycuda_conv.runtime.graph import Graph
+from pycuda_conv.tools import bench
+from pycuda_conv.tools.oracle import compare, reference, torch_precision
+from pycuda_conv.tools.report import header_lines, median, microseconds, number, write_json
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, table, track
+
+#: One thread for each pixel of a row, one block for each row: what a first convolution on a GPU looks like. It pads with one zero.
+ONE_CHANNEL = """
+extern "C" __global__ void one_channel(float *y, const float *x, const float *w, int H, int W, int add)
+{
+    __shared__ float taps[9];
+    int q = threadIdx.x + blockIdx.x * blockDim.x, p = blockIdx.y;
+    if (threadIdx.x < 9) taps[threadIdx.x] = w[threadIdx.x];
+    __syncthreads();
+    if (q >= W) return;
+    float sum = add ? y[p * W + q] : 0.f;
+    for (int r = 0; r < 3; r++)
+        for (int s = 0; s < 3; s++) {
+            int h = p + r - 1, v = q + s - 1;
+            if (h >= 0 && h < H && v >= 0 && v < W) sum += taps[3 * r + s] * x[h * W + v];
+        }
+    y[p * W + q] = sum;
+}
+"""
+THREADS = 32
+
+#: Inputs and numbers of filters, all 3 x 3 with one zero around the image: 1, 64, 64 and 4,096 launches.
+LAYERS = ((1, 1, 5, 5), 1), ((2, 4, 5, 5), 8), ((2, 4, 256, 256), 8), ((8, 16, 56, 56), 32)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of one convolution each way, from the first launch until the result is there; several in a row are timed at once."""
+
+    problem: str
+    launches: int
+    loop_us: float
+    graph_us: float
+    one_us: float
+    torch_us: float
+    correct: bool
+
+    @property
+    def ratio(self) -> float:
+        """The loop's time divided by that of one launch."""
+        return self.loop_us / self.one_us
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text."""
+        times = (microseconds(us) for us in (self.loop_us, self.graph_us, self.one_us, self.torch_us))
+        ratios = number(self.ratio, ".0f"), number(self.graph_us / self.one_us, ".1f")
+        return self.problem, f"{self.launches:,}", *times, *ratios, "ok" if self.correct else "WRONG"
+
+
+COLUMNS = ("problem", "launches", "loop us", "graph us", "one launch us", "torch us", "loop / one", "graph / one", "verdict")
+
+
+def problems() -> list[ConvProblem]:
+    """The convolutions to time."""
+    return [ConvProblem.forward(2, shape, (filters, shape[1], 3, 3), padding=1) for shape, filters in LAYERS]
+
+
+class Loop:
+    """The founding loop on GPUArrays. The device's context must be current.
+
+    Parameters
+    ----------
+    module : pycuda.driver.Module
+        Of :data:`ONE_CHANNEL`.
+    x, w, y : GPUArray
+    """
+
+    def __init__(self, module: Any, x: Any, w: Any, y: Any) -> None:
+        self._kernel, self._arrays = module.get_function("one_channel"), (x, w, y)
+
+    def __call__(self, stream: Any = None) -> None:
+        """Launch the kernel for every image, output channel and input channel."""
+        x, w, y = self._arrays
+        (N, C, H, W), K = x.shape, w.shape[0]
+        grid, block = (-(-W // THREADS), H), (THREADS, 1, 1)
+        for n in range(N):
+            for k in range(K):
+                for c in range(C):
+                    self._kernel(
+                        y[n, k], x[n, c], w[k, c], np.int32(H), np.int32(W), np.int32(c > 0), grid=grid, block=block, stream=stream
+                    )
+
+
+def seconds(call: Callable[[], Any], wait: Callable[[], Any], in_a_row: int, rounds: int) -> float:
+    """The median time of a call until the GPU has done it, of `rounds` rounds of `in_a_row` calls."""
+    taken = []
+    for _ in range(rounds + 1):
+        wait()
+        begin = time.perf_counter()
+        for _ in range(in_a_row):
+            call()
+        wait()
+        taken.append((time.perf_counter() - begin) / in_a_row)
+    return median(taken[1:])
+
+
+def measure(problem: ConvProblem, device: Any, module: Any, torch: Any, rounds: int, seed: int) -> Row:
+    """Time one problem each way. The device's context must be current."""
+    import pycuda.driver as drv
+    import pycuda.gpuarray as gpuarray
+
+    rng = np.random.default_rng(seed)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in (problem.input_shape, problem.weight_shape))
+    x_gpu, w_gpu = gpuarray.to_gpu(x), gpuarray.to_gpu(w)
+    by_loop, by_graph, by_one = (gpuarray.to_gpu(np.full(problem.result_shape, np.nan, np.float32)) for _ in range(3))
+    stream, wait = drv.Stream(), drv.Context.synchronize
+    loop, graph, captured = Loop(module, x_gpu, w_gpu, by_loop), Graph(stream), Loop(module, x_gpu, w_gpu, by_graph)
+    with graph.capture():
+        captured(stream)
+    wait()
+
+    def one() -> None:
+        pycuda_conv.conv2d(x_gpu, w_gpu, padding=1, out=by_one)
+
+    x_torch, w_torch = (torch.from_numpy(a).to(device.name) for a in (x, w))
+
+    def theirs() -> None:
+        torch.nn.functional.conv2d(x_torch, w_torch, padding=1)
+
+    launches = problem.N * problem.K * problem.C
+    many = 20
+    times = [
+        seconds(call, wait, in_a_row, rounds)
+        for call, in_a_row in ((loop, max(1, many // launches)), (graph.replay, many), (one, many), (theirs, many))
+    ]
+    truth = reference(problem, x, w, None), reference(problem, abs(x), abs(w), None)
+    correct = all(compare(problem, y.get().astype(np.float64), *truth).correct for y in (by_loop, by_graph, by_one))
+    loop_us, graph_us, one_us, torch_us = (1e6 * taken for taken in times)
+    return Row(bench.label(problem), launches, loop_us, graph_us, one_us, torch_us, correct)
+
+
+def run(settings: bench.Settings) -> int:
+    """Measure, print, and write the JSON that was asked for."""
+    bench.refuse_suite_options(settings, "--loop", "fp32")
+    if settings.pages is not None:
+        raise ToolError("--pages is not for --loop, which writes --json only")
+    device: Any = bench.gpu_for(settings, "--loop")
+    torch = require("torch")
+    bench.check_paths(settings)
+    out, seed = console(), settings.seed or 0
+    chosen = bench.matching(settings.only, problems(), bench.label)
+    torch.cuda.set_device(device.name)
+    with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), torch_precision("fp32") as words, device:
+        machine = bench.describe(torch, device, "fp32", words, seed)
+        for line in header_lines(machine):
+            out.print(line, markup=False)
+        cubin = compiler(driver.newest()).compile(ONE_CHANNEL, device.queue.arch)
+        module = driver.pycuda().module_from_buffer(cubin)
+        rows = [measure(problem, device, module, torch, 9 if settings.quick else 25, seed) for problem in track(chosen, bench.label)]
+    title = "A loop over images and channels against one launch, all arrays on the GPU: microseconds until the result is there"
+    styles = ["" if row.correct else "bold red" for row in rows]
+    out.print(table(title, COLUMNS, [row.cells() for row in rows], left=("problem", "verdict"), styles=styles))
+    if settings.json is not None:
+        try:
+            write_json(settings.json, {"machine": machine, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
+        except OSError as error:
+            raise ToolError(f"can't write the report: {error}") from error
+    return OK if all(row.correct for row in rows) else FAILED

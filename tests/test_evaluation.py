@@ -1,0 +1,316 @@
+"""Layers in evaluation: batch normalisation by given statistics in the epilogue of every engine, the function, and the operator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import simt
+from reference import EPS, SUM_EPS, TINY, Case, activated, assert_close, dgrad, fprop
+
+from pycuda_conv import Plan, engines, execute
+from pycuda_conv.problem import ConvProblem, Norm
+
+torch = pytest.importorskip("torch")
+
+from test_quick import IN_C, warm  # noqa: E402, F401  (a fixture)
+
+from pycuda_conv.arrays.tensors import TORCH  # noqa: E402
+from pycuda_conv.errors import ConvArgumentError  # noqa: E402
+from pycuda_conv.nn import evaluation  # noqa: E402
+from pycuda_conv.nn.evaluation import evaluate, spec_of  # noqa: E402
+from pycuda_conv.runtime import get_device  # noqa: E402
+
+H200 = SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, model="NVIDIA H200", name="fake", constants_pay=True)
+#: Cases for which the planner has candidates of all engines, in their layouts.
+CASES = [
+    *((fprop((2, 32, 9, 8), (24, 32, 3, 3), padding=1), layout) for layout in ("NHWC", "NCHW")),
+    *((fprop((2, 32, 8, 16), (64, 32, 1, 1)), layout) for layout in ("NHWC", "NCHW")),
+    *((fprop((2, 24, 16, 16), (24, 1, 3, 3), padding=1, groups=24), layout) for layout in ("NHWC", "NCHW")),
+    *((fprop((2, 3, 12, 16), (24, 3, 3, 3), padding=1), layout) for layout in ("NHWC", "NCHW")),
+    (fprop((2, 32, 9, 8), (32, 4, 3, 3), padding=1, groups=8), "NHWC"),
+    *((fprop((2, 16, 12, 16), (4, 16, 3, 3), padding=1), layout) for layout in ("NHWC", "NCHW")),
+    *((dgrad((1, 16, 5, 4), (16, 24, 3, 3), padding=1), layout) for layout in ("NHWC", "NCHW")),
+    (fprop((1, 4, 24, 24), (6, 4, 11, 11), padding=5), "NCHW"), (fprop((1, 64, 4, 4), (24, 64, 3, 3), padding=1), "NCHW"), (fprop((2, 32, 8, 16), (64, 32, 3, 3), padding=1, bias=False), "NCHW"),
+]  # fmt: skip
+MODES = ("float16", "fp32"), ("float32", "fp32"), ("float32", "tf32"), ("float64", "fp32"), ("bfloat16", "fp32")
+
+
+def by_engine(device) -> dict[str, list[tuple[Case, ConvProblem, object]]]:
+    """Cases with a problem and a configuration for it, by the engine."""
+    found: dict[str, list[tuple[Case, ConvProblem, object]]] = {}
+    for case, layout in CASES:
+        for dtype, precision in MODES:
+            problem = replace(case.problem(dtype), layout=layout, precision=precision)
+            for config in engines.candidates(problem, device):
+                found.setdefault(type(config).__name__, []).append((case, problem, config))
+    return found
+
+
+class Layer:
+    """A layer's arrays of random numbers, and its result in float64."""
+
+    def __init__(self, case: Case, problem: ConvProblem, wide: bool, whole: bool, seed: int = 0) -> None:
+        rng, dtype, k = np.random.default_rng(seed), problem.dtype, (case.channels,)
+        acc = "float64" if dtype == "float64" else "float32"
+        of_norm = acc if wide else dtype
+        self.eps = 1e-3
+        self.x, self.w, bias = case.normals(dtype, seed)
+        self.bias = bias if whole else None
+        gamma, beta, mean, var = rng.normal(1, 1, k), rng.normal(size=k), rng.normal(size=k), rng.uniform(0.1, 2, k)
+        self.gamma, self.beta, self.mean, self.var = (v.astype(of_norm) for v in (gamma, beta, mean, var))
+        if not whole:
+            self.gamma = self.beta = None
+        self.residual = rng.normal(size=problem.result_shape).astype(dtype) if whole else None
+        self.activation = "relu" if whole else None
+        self.problem = replace(
+            problem, has_bias=self.bias is not None, has_scale=True, has_residual=whole, activation=self.activation, norm=Norm(self.eps, of_norm),
+        )  # fmt: skip
+        self.case = case
+
+    def check(self, got: np.ndarray, what: object) -> None:
+        """Within what an honest sum, scaled and shifted, and some roundings may be off by."""
+        case, dtype = self.case, self.problem.dtype
+
+        def across(v, missing):
+            return (np.full(case.channels, missing) if v is None else v.astype(float)).reshape(-1, *(1,) * case.ndim)
+
+        plain = case.reference(self.x, self.w)
+        s = across(self.gamma, 1.0) / np.sqrt(across(self.var, 1.0) + self.eps)
+        bias, mean, beta = across(self.bias, 0.0), across(self.mean, 0.0), across(self.beta, 0.0)
+        ref = (plain + bias - mean) * s + beta
+        most = (np.abs(plain) + np.abs(bias) + np.abs(mean)) * np.abs(s) + np.abs(beta)
+        if self.residual is not None:
+            ref, most = ref + self.residual.astype(float), most + np.abs(self.residual.astype(float))
+        ref = activated(ref, self.activation)
+        sums = case.bound(self.x, self.w, None, plain)
+        if self.problem.precision == "tf32":
+            sums = sums + 2.0**-9 * case.reference(np.abs(self.x), np.abs(self.w))
+        assert_close(got, ref, sums * np.abs(s) + 8 * SUM_EPS[dtype] * most + EPS[dtype] * np.abs(ref) + TINY[dtype], what)
+
+
+    def launched(self, config: object, place: str) -> np.ndarray:
+        """The result by `config` on a device."""
+        plan = Plan(self.problem, place, config=config)
+
+        def on(array, order=None):
+            made = None if array is None else torch.from_numpy(array).to(place if place != "opencl" else "cpu")
+            return made if made is None else TORCH.as_kernel_input(made, order)
+
+        def launch(buffers, stream):
+            x, w, b, gamma, beta, mean, var, residual, y, scratch = buffers
+            plan.launch((x, w, b, gamma, residual, y, scratch), stream, norm=(beta, mean, var))
+
+        x, w, residual = on(self.x, plan.order), on(self.w, plan.weight_order), on(self.residual, plan.order)
+        y = TORCH.empty(plan.result_shape, x, None, plan.result_order).fill_(float("nan"))
+        inputs = (x, w, on(self.bias), on(self.gamma), on(self.beta), on(self.mean), on(self.var), residual)
+        execute.launch(TORCH, plan.device, launch, inputs, (y,), plan.workspace_bytes)
+        return y.cpu().numpy()
+
+
+#: The engines whose texts read a norm in ``finish.cuh`` or a way of their own. Those of ``epilogue.cuh`` run on OpenCL.
+SIMT = ["DenseNhwc", "ImplicitGemm", "GroupedNhwc", "FewChannels", "Dmma", "Pointwise", "Planes", "GatheredPlanes", "FewPixels", "FewInputs", "Quads", "Lines", "DepthwiseToeplitz", "Gemm"]
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("engine", SIMT)
+def test_the_texts_of_tensor_cores_read_a_norm(engine):
+    found = by_engine(H200)[engine]
+    runs = {problem.dtype: (case, problem, config) for case, problem, config in reversed(found)}
+    for i, (case, problem, config) in enumerate(list(runs.values())[:2]):
+        for wide, whole in ((True, True), (False, False))[i : i + 1]:
+            one = Layer(case, problem, wide, whole)
+            norm = one.beta, one.mean, one.var
+            one.check(simt.computed(one.problem, config, one.x, one.w, one.bias, one.gamma, one.residual, norm=norm), config)
+
+
+FORMS = [(True, True), (False, False), (True, False), (False, True)]  # wide, whole
+
+
+def small(found) -> list:
+    """For each dtype the first candidate and the last one."""
+    by_dtype: dict = {}
+    for run in found:
+        by_dtype.setdefault(run[1].dtype, []).append(run)
+    return [run for runs in by_dtype.values() for run in (runs[0], runs[-1])[: len(runs)] if run[1].dtype != "bfloat16" or run is runs[0]]
+
+
+OF_OPENCL = by_engine(SimpleNamespace(backend="opencl", capability=(0, 0), multiprocessors=2, model="", name="opencl", constants_pay=False))
+
+
+@pytest.mark.parametrize("engine", OF_OPENCL)
+def test_every_engine_of_opencl_reads_a_norm(engine):
+    for i, (case, problem, config) in enumerate(small(OF_OPENCL[engine])):
+        if problem.dtype != "bfloat16":  # numpy has none
+            one = Layer(case, problem, *FORMS[i % 4], seed=i)
+            one.check(one.launched(config, "opencl"), config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", [name for name in engines.registry.config_classes() if "Wgrad" not in name and name != "DepthwiseRing"])
+def test_every_engine_of_gpus_reads_a_norm(engine):
+    found = by_engine(get_device("cuda:0")).get(engine)
+    if not found:
+        pytest.skip("it has no candidates on this GPU")
+    for i, (case, problem, config) in enumerate(small(found)):
+        if problem.dtype != "bfloat16":
+            one = Layer(case, problem, *FORMS[i % 4], seed=i)
+            one.check(one.launched(config, "cuda:0"), config)
+
+
+# ---- the function
+
+
+def arrays(place: str, dtype, of_norm, last: bool = False, transposed: bool = False):
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 9, 7)
+    w = torch.randn(8, 16, 3, 3) if transposed else torch.randn(16, 8, 3, 3)
+    x, w, bias = (a.to(place, dtype) for a in (x, w, torch.randn(16)))
+    if last:
+        x, w = (a.contiguous(memory_format=torch.channels_last) for a in (x, w))
+    gamma, beta, mean, var = (a.to(place, of_norm) for a in (torch.randn(16), torch.randn(16), torch.randn(16), torch.rand(16) + 0.1))
+    return x, w, bias, gamma, beta, mean, var
+
+
+def reference(x, w, bias, gamma, beta, mean, var, eps, residual=None, activation="relu", transposed=False, **options):
+    x, w, bias, gamma, beta, mean, var = (None if a is None else a.detach().double() for a in (x, w, bias, gamma, beta, mean, var))
+    y = (torch.nn.functional.conv_transpose2d if transposed else torch.nn.functional.conv2d)(x, w, bias, **options)
+    y = torch.nn.functional.batch_norm(y, mean, var, gamma, beta, False, 0.0, eps)
+    y = y if residual is None else y + residual.double()
+    return torch.relu(y) if activation else y
+
+
+def close(got, ref, dtype):
+    size = {torch.float32: 2e-5, torch.float64: 1e-13, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    assert got.dtype is dtype and ((got.double() - ref).abs() <= size * (1 + ref.abs())).all()
+
+
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TYPES = [
+    (torch.float32, torch.float32), (torch.float64, torch.float64), (torch.float16, torch.float16), (torch.float16, torch.float32),
+    (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
+@pytest.mark.parametrize(("dtype", "of_norm"), TYPES, ids=str)
+def test_a_layer(place, last, dtype, of_norm):
+    given = arrays(place, dtype, of_norm, last)
+    ref = reference(*given, 1e-3, padding=1)
+    assert ref.abs().max() > 1
+    for call in range(3):  # on a GPU the second one is repeated by the launcher in C
+        got = evaluate(*given, 1e-3, None, "relu", padding=1)
+        close(got, ref, dtype)
+        assert got.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format) and not got.requires_grad
+        for vector in given[3:]:  # whoever writes to them, and how: the next call reads it
+            vector.data.add_(call + 1)
+        ref = reference(*given, 1e-3, padding=1)
+    residual = torch.randn_like(got)
+    close(evaluate(*given, 1e-3, residual, "relu", padding=1), reference(*given, 1e-3, residual, padding=1), dtype)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_all_that_may_be_missing_or_lie_otherwise(place):
+    x, w, bias, gamma, beta, mean, var = arrays(place, torch.float32, torch.float32)
+    for b in (None, bias):
+        for g, t in ((None, None), (gamma, None), (None, beta)):
+            close(evaluate(x, w, b, g, t, mean, var, 1e-5), reference(x, w, b, g, t, mean, var, 1e-5, activation=None), torch.float32)
+    plain = torch.nn.functional.conv2d(x.double(), w.double(), bias.double(), 2)
+    close(evaluate(x, w, bias, stride=2), plain, torch.float32)
+    apart = torch.stack((gamma, mean), 1)[:, 0], beta.double(), mean, var.half()
+    close(evaluate(x, w, None, *apart, 1e-5), reference(x, w, None, *apart, 1e-5, activation=None), torch.float32)
+    turned, wide = x.transpose(2, 3), torch.randn(2, 12, 9, 7, device=place)
+    for one in (turned, wide[:, 2:10], x[:, :1].expand(-1, 8, -1, -1)):
+        close(evaluate(one, w, bias, gamma, beta, mean, var, 1e-5), reference(one, w, bias, gamma, beta, mean, var, 1e-5, activation=None), torch.float32)
+    x.requires_grad_()
+    assert not evaluate(x, w.requires_grad_(), bias, gamma, beta, mean, var).requires_grad
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_transposed_convolution(place):
+    given = arrays(place, torch.float32, torch.float32, transposed=True)
+    how = {"stride": 2, "output_padding": 1, "padding": 1}
+    close(evaluate(*given, 1e-3, None, "relu", transposed=True, **how), reference(*given, 1e-3, transposed=True, **how), torch.float32)
+
+
+def test_a_scale_above_the_largest_float16():
+    """Folded ahead, the scale would be infinite."""
+    x, w, *_ = arrays("cpu", torch.float16, torch.float16)
+    tiny, zero = torch.full((16,), 6e-8, dtype=torch.float16), torch.zeros(16, dtype=torch.float16)
+    x = x * 2.0**-12
+    got, gamma = evaluate(x, w, None, torch.full_like(tiny, 300), zero, zero, tiny, 1e-8), torch.full((16,), 300.0)
+    close(got, reference(x, w, None, gamma, zero, zero, tiny, 1e-8, activation=None), torch.float16)
+    assert got.isfinite().all() and 300 / (tiny[0].item() + 1e-8) ** 0.5 > 65504
+
+
+def test_inside_autocast_it_computes_in_the_type_of_its_operands():
+    given = arrays("cpu", torch.float32, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = evaluate(*given, 1e-3, None, "relu", padding=1)
+        assert torch.is_autocast_enabled("cpu")
+    close(got, reference(*given, 1e-3, padding=1), torch.float32)
+
+
+def test_wrong_operands():
+    x, w, bias, gamma, beta, mean, var = arrays("cpu", torch.float32, torch.float32)
+    with pytest.raises(ConvArgumentError, match="mean and var must both be given"):
+        evaluate(x, w, bias, gamma)
+    with pytest.raises(ConvArgumentError, match=r"var must have one number for each of 16 channels, on cpu, but got \[8\] on cpu"):
+        evaluate(x, w, bias, gamma, beta, mean, var[:8])
+    with pytest.raises(ConvArgumentError, match="residual must have the result's shape"):
+        evaluate(x, w, bias, gamma, beta, mean, var, 1e-5, x)
+    with pytest.raises(ConvArgumentError, match="bias type"):
+        evaluate(x, w, bias.half(), gamma, beta, mean, var)
+
+
+def test_a_plan_of_a_norm_takes_no_calls():
+    """They have no arguments for its vectors."""
+    one = Layer(*CASES[1][:1], CASES[1][0].problem("float32"), True, True)
+    with pytest.raises(ConvArgumentError, match="norm"):
+        Plan(one.problem, "opencl")(one.x, one.w, one.bias, scale=one.gamma, residual=one.residual)
+
+
+@IN_C
+@pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
+@pytest.mark.parametrize(("dtype", "of_norm"), TYPES[:4], ids=str)
+def test_a_layer_is_computed_again_by_the_launcher_in_c(warm, last, dtype, of_norm, monkeypatch):  # noqa: F811
+    given = arrays("cpu", dtype, of_norm, last)
+    evaluation._again.clear()
+    calls = []
+    monkeypatch.setattr(evaluation, "_computed", lambda *args, original=evaluation._computed: (calls.append(args), original(*args))[1])
+    first, second = (made_by(warm, lambda: evaluate(*given, 1e-3, None, "relu", padding=1)) for _ in range(2))
+    assert len(calls) == 1 and first and len(first) == len(second)
+    for vector, other in ((3, given[4]), (5, given[6])):  # other vectors of the same form
+        swapped = [*given[:vector], other, *given[vector + 1 :]]
+        third = made_by(warm, lambda swapped=swapped: evaluate(*swapped, 1e-3, None, "relu", padding=1))
+        assert len(calls) == 1 and other.data_ptr().to_bytes(8, "little").hex(" ") in " ".join(third)
+    evaluate(*given, 1e-2, None, "relu", padding=1)  # another layer
+    evaluate(*given[:3], None, *given[4:], 1e-3, None, "relu", padding=1)
+    assert len(calls) == 3
+
+
+def made_by(warm, call) -> list[str]:  # noqa: F811
+    """What the driver is asked for by a call."""
+    warm.asked()
+    call()
+    return warm.asked()
+
+
+# ---- the operator
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
+def test_the_operator(last):
+    given, spec = arrays("cpu", torch.float32, torch.float32, last), spec_of(2, (3, 3), padding=1, activation=("leaky_relu", 0.25))
+    operator = torch.ops.pycuda_conv.evaluate.default
+    torch.library.opcheck(operator, (*given, None, 1e-3, spec))
+    residual = torch.randn(2, 16, 9, 7)
+    torch.library.opcheck(operator, (*given[:2], *(None,) * 5, residual, 0.0, spec))
+    ref = torch.nn.functional.leaky_relu(reference(*given, 1e-3, residual, None, padding=1), 0.25)
+    close(operator(*given, residual, 1e-3, spec), ref, torch.float32)
+    how = {"stride": 2, "padding": 1, "output_padding": 1}
+    turned = arrays("cpu", torch.float32, torch.float32, last, transposed=True)
+    torch.library.opcheck(operator, (*turned, None, 1e-3, spec_of(2, (3, 3), transposed=True, **how)))
