@@ -182,7 +182,8 @@ class Tree:
 
     def pytest(self, arguments: Sequence[str], seconds: float, **environment: str) -> tuple[int | None, str]:
         """The exit status of pytest in this copy, None if it did not end, and what it said."""
-        own = {"PYTHONPATH": f"{self.folder}:{self.folder / 'tests'}", "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        places = [str(self.folder), str(self.folder / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {"PYTHONPATH": os.pathsep.join(places), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
         env = os.environ | own | environment
         options = "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu"
         command = [sys.executable, "-m", "pytest", *options, *arguments]
