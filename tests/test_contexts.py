@@ -179,7 +179,6 @@ def test_an_array_that_gets_other_memory(fake):
             pc.conv2d(a, w)
             assert launched(fake) == {current_id(fake)}
             fake.drv.Context.pop()
-            del a, x, b, old
 
 
 def test_a_repeated_call_in_another_context(fake):
