@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature, c_strides, is_contiguous, strides_of
-from pycuda_conv.call import Operands
 from pycuda_conv.engines.geometry import divider
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.errors import ConvArgumentError, DeviceMemoryError, brief
@@ -30,8 +29,6 @@ class DeviceKind(ArrayKind):
 
     #: whether :meth:`producer` may give a stream
     has_producers = False
-    #: whether the memory of arrays may lie in any context; that of torch and CuPy lies in the primary one
-    any_context = False
 
     def pointer(self, array: Any) -> int:
         raise NotImplementedError
@@ -173,16 +170,6 @@ class InterfaceKind(DeviceKind):
             )
         return tuple(interface["shape"]), dtype, self.where(interface["data"][0])
 
-    def signatures(self, operands: Operands, names: Sequence[str] = Operands._fields) -> tuple[Signature | None, ...]:
-        found: list[Signature | None] = []
-        try:
-            for array in operands:
-                found.append(None if array is None else self.signature(array))  # the error needs their number
-        except contexts.NotCurrent as error:
-            name = names[len(found)] if len(found) < len(names) else Operands._fields[len(found)]
-            raise contexts.NotCurrent(error.template, name) from None
-        return tuple(found)
-
     def dtype_name(self, dtype: np.dtype) -> str:
         return dtype.name if dtype.isnative else dtype.str
 
@@ -298,7 +285,7 @@ class CupyKind(InterfaceKind):
     conversion = ArrayKind.conversion
 
     def signature(self, array: Any) -> Signature:
-        return array.shape, array.dtype, array.device.id
+        return array.shape, array.dtype, contexts.where_lies(array.device.id, self.pointer(array))
 
     def pointer(self, array: Any) -> int:
         return int(array.data.ptr)
