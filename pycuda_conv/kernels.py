@@ -19,7 +19,7 @@ from pycuda_conv.call import Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
 from pycuda_conv.problem import ConvProblem, integer
 from pycuda_conv.runtime import contexts, get_device
-from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch, source_of
+from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch, LibraryCall, source_of
 from pycuda_conv.runtime.plain import plain
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def of_plan(plan: Plan, operands: Operands, out: Any, workspace: Any) -> list[Ke
         raise BackendError(f"kernels are launched by PyCUDA on a GPU, and this plan is for {device.name}")
     if plan.problem.norm is not None:
         raise ConvArgumentError("a plan of a problem with a norm gives no kernels: its operands are those of a module")
+    if any(isinstance(launch, LibraryCall) for step in plan.schedule.whole for launch in step):
+        raise ConvArgumentError("a plan by a library's transforms has calls between its kernels: plan the problem with algorithm='direct'")
     kind = same_kind(operands, out)
     if not isinstance(kind, DeviceKind) or not all(kind.on_gpu(a) for a in (*operands, out) if a is not None):
         raise TypeError(f"kernels takes arrays in a GPU's memory, but input is a {kind.name} in the host's")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from pycuda_conv.runtime.plain import plain
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import compare, reference, torch_precision
 from pycuda_conv.tools.report import header_lines, median, microseconds, number, write_json
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, Table, ToolError, console, require, table, track
 
 #: One thread for each pixel of a row, one block for each row: what a first convolution on a GPU looks like. It pads with one zero.
 ONE_CHANNEL = """
@@ -203,6 +203,20 @@ def compile_times(problem: ConvProblem, device: Any) -> dict[str, tuple[float, f
     return found
 
 
+def row_table(rows: Sequence[Row]) -> Table:
+    """The rows as a table."""
+    title = "A loop over images and channels against one launch, all arrays on the GPU: microseconds until the result is there"
+    styles = ["" if row.correct else "bold red" for row in rows]
+    return table(title, COLUMNS, [row.cells() for row in rows], left=("problem", "verdict"), styles=styles)
+
+
+def compiler_table(compiled: dict[str, tuple[float, float]]) -> Table:
+    """The times of :func:`compile_times` as a table."""
+    cells = [(name, f"{first:.3f}", f"{again:.5f}") for name, (first, again) in compiled.items()]
+    columns = "compiler", "seconds at first", "again, from its cache"
+    return table("The text of one kernel, compiled and loaded", columns, cells, left=columns[:1])
+
+
 def run(settings: bench.Settings) -> int:
     """Measure, print, and write the JSON that was asked for."""
     bench.refuse_suite_options(settings, "--loop", "fp32")
@@ -222,12 +236,8 @@ def run(settings: bench.Settings) -> int:
         module = driver.pycuda().module_from_buffer(cubin)
         rows = [measure(problem, device, module, torch, 9 if settings.quick else 25, seed) for problem in track(chosen, bench.label)]
         compiled = compile_times(chosen[0], device)
-    title = "A loop over images and channels against one launch, all arrays on the GPU: microseconds until the result is there"
-    styles = ["" if row.correct else "bold red" for row in rows]
-    out.print(table(title, COLUMNS, [row.cells() for row in rows], left=("problem", "verdict"), styles=styles))
-    cells = [(name, f"{first:.3f}", f"{again:.5f}") for name, (first, again) in compiled.items()]
-    columns = "compiler", "seconds at first", "again, from its cache"
-    out.print(table("The text of one kernel, compiled and loaded", columns, cells, left=columns[:1]))
+    out.print(row_table(rows))
+    out.print(compiler_table(compiled))
     if settings.json is not None:
         report = {"machine": machine, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "compilers": compiled}
         try:
