@@ -24,6 +24,7 @@ from test_launch import PROBLEMS, buffers
 
 import pycuda_conv as pc
 from pycuda_conv import engines, kernels
+from pycuda_conv.engines import fft
 from pycuda_conv.engines.direct import Tile
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import KERNEL_DIR
@@ -217,9 +218,9 @@ def cases(device, count, wanted):
     """Problems and configurations that use all kernels between them of which `wanted` is true; with --all-texts in each type of numbers."""
     met, found = set(), []
     waves = pc.ConvProblem.forward(2, (2, 8, 90, 70), (8, 8, 31, 31), padding=15)
-    by_fft = next((c for c in engines.candidates(waves, device) if type(c).__module__.endswith(".fft")), None)
+    by_fft = next(config for config in fft.configs(waves.launched, device) if engines.refusal(waves, config, device) is None)
     some = ((problem, config) for (problem, config, _), _ in covering.pool(device, count, 1))
-    for problem, config in itertools.chain([(waves, by_fft)] if by_fft else [], some):
+    for problem, config in itertools.chain([(waves, by_fft)], some):
         launches = launches_of(problem, config, device)
         number = [one.defines.get("DTYPE", one.defines.get("TYPE", 0)) if reference.all_texts else 0 for one in launches]
         new = {(one.kernel, which) for one, which in zip(launches, number, strict=True) if wanted(one)} - met
