@@ -63,6 +63,9 @@ def pycuda() -> Any:
             drv.init()
         except drv.Error as error:
             raise BackendError(f"the CUDA driver did not start: {error}") from error
+        if not hasattr(drv.Device, "retain_primary_context"):
+            version = getattr(importlib.import_module("pycuda"), "VERSION_TEXT", "here")
+            raise BackendError(f"PyCUDA {version} is too old, it has no primary contexts; install another: pip install -U pycuda")
         _initialised = True
     return drv
 
