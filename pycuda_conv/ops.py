@@ -32,13 +32,27 @@ def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args
     def results() -> Iterator[Any]:
         coming: deque[Future[Any]] = deque()
         with ThreadPoolExecutor(ahead) as pool:
+
+            def begun(one: Any) -> Future[Any]:
+                if isinstance(kind_of("an input", one), NumpyKind) and not bound_to_thread():
+                    return pool.submit(function, one, *args, **options)
+                # launches don't wait, and streams, torch's modes and PyCUDA's contexts are those of the caller's thread
+                made: Future[Any] = Future()
+                made.set_result(function(one, *args, **options))
+                return made
+
+            def calls() -> Iterator[Future[Any]]:
+                try:
+                    for one in inputs:
+                        yield begun(one)
+                except Exception as error:  # it is raised behind the results of the inputs before it
+                    failed: Future[Any] = Future()
+                    failed.set_exception(error)
+                    yield failed
+
             try:
-                for one in inputs:
-                    if isinstance(kind_of("an input", one), NumpyKind) and not bound_to_thread():
-                        coming.append(pool.submit(function, one, *args, **options))
-                    else:  # launches don't wait, and streams, torch's modes and PyCUDA's contexts are those of the caller's thread
-                        coming.append(Future())
-                        coming[-1].set_result(function(one, *args, **options))
+                for call in calls():
+                    coming.append(call)
                     if len(coming) > ahead:
                         yield coming.popleft().result()
                 while coming:
@@ -513,7 +527,8 @@ def conv2d_many(
     Yields
     ------
     array
-        The results, in the order of the inputs. An exception in the iterable or in a call ends the stream.
+        The results, in the order of the inputs. An exception in the iterable or in a call ends the stream, behind the results of the
+        inputs before it.
 
     Examples
     --------

@@ -360,6 +360,9 @@ def test_too_little_memory_is_told_in_one_line(command, opencl, monkeypatch):
     assert names() == ["w.npy", "x.npy"]
 
 
+COMPILING = "stopping: a kernel is still being compiled\n"  # where that takes a while
+
+
 @pytest.mark.parametrize("start, seconds", [
     (("-m", "pycuda_conv"), 0), (("pycuda-conv",), 0), (("pycuda-conv",), 0.05), (("-m", "pycuda_conv"), 0.2), (("pycuda-conv",), 0.5), (("-m", "pycuda_conv"), 1),
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value))
@@ -377,7 +380,7 @@ def test_ctrl_c_at_any_time_is_told_in_one_line_and_leaves_nothing(opencl, fast_
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=400)
     err = err.removeprefix("1 error generated.\n")  # PoCL's own, where Ctrl-C ended its compiler
-    assert (process.returncode, out, err) == (INTERRUPTED, "", "interrupted\n")
+    assert (process.returncode, out, err.removesuffix(COMPILING)) == (INTERRUPTED, "", "interrupted\n")
     assert names() == sorted(["w.npy", "x.npy", *([start[0]] if start[0] != "-m" else [])])
 
 

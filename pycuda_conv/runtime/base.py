@@ -174,13 +174,47 @@ def _joined(file: str, text: str, items: tuple[tuple[str, int], ...]) -> str:
     lines = [f"#define {name} {defines[name]}" for name in first if name in defines]
     lines += ['#include "portable.cuh"'] if first else []
     lines += [f"#define {name} {value}" for name, value in items if name not in first]
-    lines.append(f'#line 1 "cu/{file}.cu"')
+    lines.append(f'#line 1 "{shown_file(file)}"')
     return "\n".join(lines) + "\n" + text
 
 
 @cache
 def _text(file: str) -> str:
-    return (KERNEL_DIR / (file if file.endswith(".cuh") else f"{file}.cu")).read_text()
+    return kernel_file(file).read_text()
+
+
+@lru_cache(maxsize=8)
+def _files(folder: Path) -> dict[str, Path]:
+    """The files of kernels by the names that they have: their stem, and that behind their folder's name. Headers have their file's name."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*.cu*")):
+        if path.suffix == ".cuh":
+            found[path.name] = path
+        else:
+            found[path.stem] = found[f"{path.parent.name}_{path.stem}"] = path
+    return found
+
+
+def kernel_file(name: str) -> Path:
+    """The file of a kernel of this name, or of a header with its ``.cuh``.
+
+    A kernel has the name of its file's stem, or that behind the name of the folder: ``direct_gemm`` lies in ``direct/gemm.cu``.
+
+    Raises
+    ------
+    FileNotFoundError
+    """
+    if name not in _files(KERNEL_DIR):
+        _files.cache_clear()  # it may be new
+    try:
+        return _files(KERNEL_DIR)[name]
+    except KeyError:
+        raise FileNotFoundError(f"there is no kernel {name} in {KERNEL_DIR}") from None
+
+
+def shown_file(name: str) -> str:
+    """The same file as messages show it: ``cu/direct_gemm.cu``."""
+    return f"cu/{kernel_file(name).relative_to(KERNEL_DIR).as_posix()}"
 
 
 #: How kernels spell the type of a 64-bit integer.
@@ -198,7 +232,7 @@ def struct_members(file: str, struct: str) -> tuple[str, ...]:
     TypeError
         There is no such struct, or it has members other than 64-bit integers.
     """
-    name = file if file.endswith(".cuh") else f"{file}.cu"
+    name = kernel_file(file).name
     for where, read in ((name, lambda: _text(file)), ("the headers", headers)):
         text = read()
         found = re.search(rf"\bstruct {struct} {{(.*?)\n}}", text, re.DOTALL)
@@ -229,7 +263,7 @@ def _check_struct(file: str, struct: type) -> None:
 @cache
 def headers() -> str:
     """The text of all headers in ``cu/``, which compiled kernels depend on."""
-    return "\0".join(path.read_text() for path in sorted(KERNEL_DIR.glob("*.cuh")))
+    return "\0".join(path.read_text() for path in sorted(KERNEL_DIR.rglob("*.cuh")))
 
 
 def forked(what: str) -> BackendError:

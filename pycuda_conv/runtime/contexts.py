@@ -397,14 +397,17 @@ def _where_is(pointer: int) -> Where:
     return found
 
 
-def check_reached(device: CudaDevice, named: dict[str, int]) -> None:
-    """Refuse addresses outside of a primary context's memory while a context is current that is no primary one.
+def in_doubt(device: CudaDevice) -> bool:
+    """Whether memory of a library that uses the primary context may lie elsewhere: while a context is current that is no primary one.
 
-    torch's memory may lie there, if that context was current when torch first used the GPU.
+    torch's memory does, if that context was current when torch first used the GPU.
     """
     current = driver.current_context()
-    if not current or current == device.handle or is_primary(current):
-        return
+    return bool(current) and current != device.handle and not is_primary(current)
+
+
+def check_reached(device: CudaDevice, named: dict[str, int]) -> None:
+    """Refuse addresses outside of a primary context's memory."""
     context = ctypes.c_void_p()
     for name, pointer in named.items():
         failed = not pointer or driver.libcuda().cuPointerGetAttribute(ctypes.byref(context), 1, pointer)

@@ -26,7 +26,7 @@ from pycuda_conv.tools.engine_cases import EngineCase, engine_cases
 from pycuda_conv.tools.oracle import compare, reference, torch_function, torch_gradient, torch_precision
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import number
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, print_pairs, table, track
 
 SHARPEN = ((0, -1, 0), (-1, 5, -1), (0, -1, 0))
 
@@ -431,8 +431,7 @@ def verify(cases: Sequence[Case], device: Device, seed: int) -> list[Result]:
 
 def list_cases() -> int:
     """Print the cases' names."""
-    for case in CASES.values():
-        print(f"{case.name:22} {case.problem}{' bias' if case.bias else ''}")
+    print_pairs(((case.name, f"{case.problem}{' bias' if case.bias else ''}") for case in CASES.values()), 22)
     return OK
 
 
