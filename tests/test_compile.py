@@ -768,3 +768,47 @@ def test_parametrizations(part, kind, how):
             for one in (a, b):
                 parametrize.remove_parametrizations(one[part], "weight")
             assert close(f(x), a(x)) and len(chains()) == len(FOUND)
+
+
+# ---- gradients
+
+
+def test_gradients_of_a_block_s_input_meet_in_its_first_layer(monkeypatch):
+    from pycuda_conv.nn import targets
+
+    passed, genuine = [], targets.training_of
+    monkeypatch.setattr(targets, "training_of", lambda *given: (passed.append(given[-1] is True), genuine(*given))[1])
+    for channels_last in (False, True):
+        passed.clear()
+        alike(lambda: nn.Sequential(Basic(), Basic(4, 4), Basic(4, 8, 2)), "light", True, "input", images(channels_last=channels_last))
+        assert passed.count(True) == 2  # not of the caller's own input, whose memory a statistic may share
+
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = conv_bn(4, 4, padding=1)
+
+        def forward(self, x):
+            x = x * 1
+            y = F.relu(self.block(x))
+            x.mul_(1)
+            return x + y
+
+    passed.clear()
+    alike(Written, "light", True, False)
+    assert not any(passed)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_second_derivatives_in_light_mode(train):
+    a = moved(nn.Sequential(Basic(), nn.SiLU())).double().train(train)
+    b, given = copy.deepcopy(a), images(dtype=torch.float64)
+    found = []
+    for m, f in ((a, a), (b, compiled(b))):
+        x = given.clone().requires_grad_()
+        (d,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+        d.square().sum().backward()
+        found.append([x.grad, *(p.grad for p in m.parameters())])
+    assert len(chains()) == 2
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)

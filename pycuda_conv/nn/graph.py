@@ -283,6 +283,10 @@ class Targets:
         """A convolution with gradients."""
         raise NotImplementedError
 
+    def pass_on(self, node: Node) -> bool:
+        """Let a trained layer have its input as a second result, if it can."""
+        return False
+
     def max_pool(self, given: dict[str, Any], gradient: bool) -> Node | None:
         """Max pooling, or None where it stays torch's."""
         return None
@@ -362,6 +366,7 @@ class Rewrite:
         fixed = [n for n in inputs if "_dynamo_static_input_type" in n.meta.get("tensor_dict", {})]
         self.of_callers = memory(n for n in inputs if n not in set(fixed))
         self.of_module = memory(fixed) - self.of_callers
+        self.trained: set[Node] = set()
         self._memory: dict[Node, set[int]] = {}
         self._effects: dict[Node, tuple[bool, set[int], set[int]]] = {}
 
@@ -381,8 +386,29 @@ class Rewrite:
                     if self.raises:
                         raise
                     self.found.left.append((name_of(node), f"{type(error).__name__}: {error}"))
+        self._pass_on()
         self.gm.recompile()
         return self.found
+
+    def _pass_on(self) -> None:
+        """Let trained layers pass their inputs on to the readers after them, so that the gradients of all readers meet in one launch."""
+        for layer in [n for n in self.nodes if n is not None and n in self.trained]:
+            x = layer.args[0]
+            later = [n for n in x.users if n is not layer and n in self.order and self.order[n] > self.order[layer]]
+            if not later or len(later) < len(x.users) - 1 or any(n.op == "output" for n in later):
+                continue
+            its = self._memory_of(x)
+            following = (n for n in self.nodes[self.order[x] + 1 :] if n is not None)
+            if not its or any(is_barrier(n) or its & self._effects_of(n)[1] for n in following) or not self.targets.pass_on(layer):
+                continue
+            with self.graph.inserting_after(layer):
+                passed = self.graph.call_function(operator.getitem, (layer, 1))
+                made = self.graph.call_function(operator.getitem, (layer, 0))
+            made.meta.update(layer.meta)
+            passed.meta["example_value"] = value(x)
+            layer.replace_all_uses_with(made, delete_user_cb=lambda n, own=(made, passed): n not in own)
+            for node in later:
+                node.replace_input_with(x, passed)
 
     # -- rules 1 to 4
 
@@ -664,6 +690,8 @@ class Rewrite:
                     self.graph.erase_node(node)
             raise
         self._replace(chain.nodes, new, [n for n, _ in chain.writes])
+        if training:
+            self.trained.add(new)
         if chain.counter is not None:
             self.nodes[self.order.pop(chain.counter)] = None
             self.graph.erase_node(chain.counter)
