@@ -20,7 +20,7 @@ from pycuda_conv import engines
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.engines.tensor_cores import products
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import VariableError
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.compiler import CompileError
@@ -37,7 +37,7 @@ def enabled() -> bool:
     """Whether kernels are compiled behind calls, and know layers' constants: unless ``PYCUDA_CONV_BACKGROUND`` is ``0``."""
     text = os.environ.get("PYCUDA_CONV_BACKGROUND", "1")
     if text not in ("0", "1"):
-        raise ConvArgumentError(f"PYCUDA_CONV_BACKGROUND must be 0 or 1, got {text!r}")
+        raise VariableError(f"PYCUDA_CONV_BACKGROUND must be 0 or 1, got {text!r}")
     return text == "1"
 
 
@@ -51,7 +51,9 @@ used: dict[engines.Config, None] = {}
 
 #: How many times as long as the better configuration, by prediction, a stand-in may take on a GPU: a captured graph keeps it for good.
 SLOWEST = 3
-#: The same for a configuration that a call waits for because it takes less time to compile.
+#: On OpenCL, where no model predicts times, larger problems have no stand-in: a slow one may take longer than the compiler does.
+MOST_FLOPS = 1e8
+#: How many times as long a configuration may take that a call waits for because it takes less time to compile.
 HARDLY = 1.15
 
 
@@ -66,6 +68,8 @@ def stand_in(
     """
     known: dict[engines.Config, Schedule] = {} if schedules is None else schedules
     coming = []
+    if device.backend == "opencl" and problem.flops > MOST_FLOPS:
+        return None
     for one in chain((config,), _not_slow(problem, config, _alike(problem, config, device), device)):
         if one not in known:
             try:
@@ -316,13 +320,16 @@ class Behind:
     kernels : list of KernelLaunch
     calls : int
         The kernels are compiled after so many calls of the plan; at once if it is 0.
+    tell : callable
+        Called, in any thread, once the kernels are compiled.
     """
 
-    def __init__(self, device: Device, kernels: list[KernelLaunch], calls: int = 0) -> None:
+    def __init__(self, device: Device, kernels: list[KernelLaunch], calls: int = 0, tell: Callable[[], None] = lambda: None) -> None:
         self._device, self._kernels, self._left = device, kernels, calls
         self._lock = threading.Lock()
         self._coming: list[Future[Any]] | None = None
         self._taken = False
+        self._tell = tell
         if not calls:
             self._start()
 
@@ -330,6 +337,19 @@ class Behind:
         with self._lock:
             if self._coming is None:
                 self._coming = self._device.compile_behind(self._kernels)
+        for one in self._coming:
+            one.add_done_callback(lambda _: self._tell() if self.is_done() else None)
+
+    def is_done(self) -> bool:
+        """Whether the kernels are compiled, or their compiler has failed."""
+        return self._coming is not None and all(one.done() for one in self._coming)
+
+    def lend(self) -> int:
+        """Calls that may be made uncounted, which this counts now: all but the last one that is left. -1: no more are to be counted."""
+        if self._coming is not None:
+            return -1
+        lent, self._left = max(self._left - 1, 0), min(self._left, 1)
+        return lent
 
     def ready(self, stream: Any) -> bool:
         """Count a call. True once, to one thread, when the kernels may be taken; never while a stream is being captured.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from functools import _lru_cache_wrapper
@@ -29,9 +29,33 @@ def remember_plans(function: Callable[..., T]) -> _lru_cache_wrapper[T]:
     return remembering
 
 
-def remember_launches(function: Callable[..., T]) -> _lru_cache_wrapper[T]:
+class Remembering(Generic[T]):
+    """A function that remembers what it returned, by its arguments; single results can be forgotten."""
+
+    def __init__(self, function: Callable[..., T]) -> None:
+        self._function, self._made = function, dict[tuple[Any, ...], T]()
+
+    def __call__(self, *args: Any) -> T:
+        found = self._made.get(args)
+        if found is None:
+            found = self._function(*args)
+            if len(self._made) >= MOST:
+                self._made.clear()
+            self._made[args] = found
+        return found
+
+    def forget(self, *args: Any) -> None:
+        """Forget what was returned for these arguments."""
+        self._made.pop(args, None)
+
+    def cache_clear(self) -> None:
+        """Forget everything."""
+        self._made.clear()
+
+
+def remember_launches(function: Callable[..., T]) -> Remembering[T]:
     """Remember what `function` returns, which holds launches of plans, by its arguments."""
-    remembering = lru_cache(maxsize=MOST)(function)
+    remembering = Remembering(function)
     _launches.append(remembering.cache_clear)
     return remembering
 

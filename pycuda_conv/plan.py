@@ -111,6 +111,8 @@ class Plan:
         self.better: Plan | None = None
         self._better_config: engines.Config | None = None
         self._behind: behind.Behind | None = None
+        #: where calls of this plan are remembered: tables, by their identities and keys
+        self._repeated: dict[tuple[int, bytes], quick.Table] = {}
         if behind.has_constants(known):
             self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
@@ -176,7 +178,7 @@ class Plan:
             self._set_up(resort, noted)
         else:
             if serves != config:
-                self._better_config, self._behind = config, behind.Behind(device, missing)
+                self._better_config, self._behind = config, behind.Behind(device, missing, tell=self._forget_repeated)
         behind.used[self.config] = None
         return self
 
@@ -184,7 +186,7 @@ class Plan:
         """Count calls of general kernels; after several, the compiler builds the layer's constants in."""
         if not self.empty and behind.enabled() and self.device.constants_pay and behind.has_constants(self.schedule):
             kernels = behind.launches(behind.with_constants(self.schedule))
-            self._behind = behind.Behind(self.device, kernels, behind.OFTEN)
+            self._behind = behind.Behind(self.device, kernels, behind.OFTEN, self._forget_repeated)
 
     def _improve(self, coming: behind.Behind, stream: Any) -> None:
         """Take the kernels that were compiled behind the calls, if they are ready."""
@@ -198,15 +200,16 @@ class Plan:
         except Exception as error:  # the kernels that serve go on serving
             behind.say(error)
         finally:
-            if done:  # not before: until then no call of this plan may be remembered
+            if done:
                 self._behind = None
+                self._forget_repeated()
 
     def _make_better(self, config: engines.Config) -> None:
         better = type(self).__new__(type(self))
         better.problem, better.device, better.fixed, better.tuned = self.problem, self.device, self.fixed, self.tuned
         better._set_up(config, self.noted)
         self.better = better
-        forget_launches()
+        self._forget_repeated()
 
     def on(self, device: Any) -> Plan:
         """The same plan for another context of the same GPU: its kernels are loaded there, and nothing is planned again."""
@@ -244,6 +247,26 @@ class Plan:
         """Whether later calls will launch the same kernels as the last one did."""
         return not self.empty and self._behind is None and self.better is None
 
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether a call may be repeated as the last one was made: not where better kernels are ready."""
+        return not self.empty and self.better is None and (self._behind is None or not self._behind.is_done())
+
+    def repeat_in(self, table: quick.Table, name: bytes) -> int:
+        """Note where a call of this plan is remembered. Returns how often it may be repeated before Python makes it again; -1: any number.
+
+        Better kernels that are compiled meanwhile end that: then the call is forgotten.
+        """
+        self._repeated[id(table), name] = table
+        coming = self._behind
+        return -1 if coming is None else 0 if coming.is_done() else coming.lend()
+
+    def _forget_repeated(self) -> None:
+        """Forget the calls that are remembered: there are better kernels."""
+        repeated, self._repeated = self._repeated, {}
+        for (_, name), table in repeated.items():
+            table.pop(name, None)
+
     def lays_filter_last(self, kind: Any, out: Any) -> bool:
         """Whether a gradient of a filter is written in :attr:`filter_order`: where the kernels can, unless `out` lies otherwise."""
         return self.writes_filter_last and (out is None or kind.is_laid_out_as(out, self.filter_order))
@@ -271,6 +294,7 @@ class Plan:
         """
         input, weight, bias, scale, residual, result, workspace = buffers
         place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)
+        self.device.check_current()
         self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual, *norm), stream)
         coming = self._behind
         if coming is not None:
@@ -278,6 +302,7 @@ class Plan:
 
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
+        self.device.check_current()
         self._launcher(PACK)((0, weight, 0, 0, 0, packed, *(0,) * 5), stream)
 
     def __call__(

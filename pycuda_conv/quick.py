@@ -3,7 +3,8 @@
 The options of a call of torch's tensors on a GPU, or of PyCUDA's arrays, and the shapes, strides, types and places of the arrays, decide
 what it launches. The launcher in C writes all of that down as a key and looks up what :func:`remember` stored for it. Then it allocates the
 result and launches: nothing is planned or checked again. It leaves unusual calls to :mod:`pycuda_conv.dispatch`: other kinds of arrays,
-modes, transforms, traces, a stream of the caller's, and arrays that have to be copied first. Without a launcher in C all calls go there.
+modes, transforms, traces, and a stream of the caller's. Without a launcher in C all calls go there. Arrays that have to be copied first are
+copied by launches of the same schedule.
 
 Several kernels in a row, such as a pass of a fused layer, are stored in the same way: :func:`row` makes one schedule of the launches,
 which :data:`again` finds and repeats.
@@ -12,14 +13,19 @@ which :data:`again` finds and repeats.
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pycuda_conv.arrays.base import c_strides
+from pycuda_conv.arrays.device import COPY, copying
+from pycuda_conv.engines.schedule import Buffer
 from pycuda_conv.engines.split_sum import reduce_two
 from pycuda_conv.memo import MOST, launches_are_in
+from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime.base import KernelLaunch, TensorMap
 from pycuda_conv.runtime.launcher import LauncherInC
 
@@ -95,13 +101,15 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
     `least` is the lowest number of a GPU; tests take -1, the host's. With `exchange`, torch describes a tensor in a tenth of the time that
     its attributes take, where it has a function for that: DLPack's.
     """
-    if _native is None:
+    from pycuda_conv import torch_internals  # it imports torch
+
+    if _native is None or torch_internals.ASKED_BY_LAUNCHER is None:
         return
-    c, tensor = torch._C, torch.Tensor
-    marked = getattr(c, "_get_tensor_metadata", tensor.is_neg)  # it keeps the GIL, which is_neg() releases
+    tensor = torch.Tensor
+    marked = getattr(torch._C, "_get_tensor_metadata", tensor.is_neg)  # it keeps the GIL, which is_neg() releases
     about = tensor.data_ptr, tensor.stride, tensor.get_device, marked, tensor.is_inference
     autocast = partial(torch.is_autocast_enabled, "cuda")
-    states = c._are_functorch_transforms_active, c._len_torch_dispatch_stack, c._get_tracing_state, autocast
+    states = *torch_internals.ASKED_BY_LAUNCHER, autocast
     announce = torch.autograd.graph.increment_version
     levels = vars(torch.autograd.forward_ad)
     describe = getattr(tensor, "__dlpack_c_exchange_api__", None) if exchange else None
@@ -112,7 +120,7 @@ def remember(
     table: Table, options: tuple[Any, ...], kind: ArrayKind, plan: Plan, operands: Sequence[Any], out: Any, *, layout: str = "",
     packed: Any = None, recorded: list[Callable[..., Any]] | None = None,
 ) -> None:
-    """Put a call that was just made into `table`, unless its plan is still waiting for better kernels.
+    """Put a call that was just made into `table`, unless better kernels for it are ready.
 
     Parameters
     ----------
@@ -134,18 +142,26 @@ def remember(
     """
     if not kind.remembered:
         return
-    name = key(options, *operands, out) if plan.settles else None
+    name = key(options, *operands, out) if plan.may_be_repeated else None
     if name is None or name in table or plan.device.capturing():
         return
     turned = layout not in ("", plan.problem.layout)
-    put(table, name, None if turned else _ready(kind, plan, operands, out, packed, recorded))
+    order = channels_last(len(plan.result_shape), plan.problem.ndim) if turned else None
+    ready = _ready(kind, plan, operands, out, packed, recorded, order)
+    if ready is not NotImplemented:
+        put(table, name, ready, plan)
 
 
-def put(table: Table, name: bytes, ready: Any) -> None:
-    """Store `ready` for the key `name` in a table, which is emptied if it is full."""
+def put(table: Table, name: bytes, ready: Any, *plans: Plan) -> None:
+    """Store `ready`, which launches kernels of `plans`, for the key `name` in a table, which is emptied if it is full."""
     if len(table) >= MOST:
         table.clear()
-    table[name] = ready
+    calls = [often for plan in plans if (often := plan.repeat_in(table, name)) >= 0]
+    if ready is None or not calls:
+        table[name] = ready
+    elif min(calls):
+        _native.limit(ready[0] if isinstance(ready, tuple) else ready, min(calls))
+        table[name] = ready
 
 
 def row(
@@ -239,29 +255,87 @@ def bytes_of_row(first: Plan, first_last: bool, second: Plan, second_last: bool)
 
 def fits(kind: Any, plan: Plan, operands: Sequence[Any], filter_last: bool) -> bool:
     """Whether the plan's kernels can read the operands as they lie."""
-    input, weight, bias, scale, residual = operands
-    return (
-        kind.is_laid_out_as(input, plan.order) and (filter_last or kind.is_laid_out_as(weight, plan.weight_order))
-        and all(a is None or kind.contiguous(a) for a in (bias, scale)) and (residual is None or kind.is_laid_out_as(residual, plan.order))
-        and not any(a is not None and kind.pointer(a) % 16 for a in (input, weight, residual))
-    )
+    return not _strided(kind, plan, operands, filter_last)
 
 
-def _ready(kind: Any, plan: Plan, operands: Sequence[Any], out: Any, packed: Any, recorded: list[Any] | None) -> Any:
-    """The call in the form of the launcher in C; None where an operand has to be copied, or Python makes the launches."""
+def _strided(kind: Any, plan: Plan, operands: Sequence[Any], filter_last: bool) -> dict[Buffer, tuple[Any, tuple[int, ...] | None]]:
+    """The operands that the plan's kernels can't read as they lie, by their buffers, with the order of axes that they read."""
+    filter_order = plan.filter_order if filter_last else plan.weight_order
+    orders = plan.order, filter_order, None, None, plan.order
+    buffers = Buffer.INPUT, Buffer.WEIGHT, Buffer.BIAS, Buffer.SCALE, Buffer.RESIDUAL
+    aligned = Buffer.INPUT, Buffer.WEIGHT, Buffer.RESIDUAL
+    return {
+        buffer: (array, order) for buffer, array, order in zip(buffers, operands, orders, strict=True)
+        if array is not None and (not kind.is_laid_out_as(array, order) or (buffer in aligned and kind.pointer(array) % 16))
+    }  # fmt: skip
+
+
+def _after_copies(
+    kind: Any, plan: Plan, steps: list[list[KernelLaunch]], strided: dict[Buffer, tuple[Any, tuple[int, ...] | None]],
+    turned: tuple[int, ...] | None, nbytes: int,
+) -> tuple[list[list[KernelLaunch]], int]:
+    """`steps` behind launches that copy the `strided` operands to the workspace, and the bytes that it has then; it has `nbytes` before.
+
+    With `turned`, an order of axes, the result is computed in the workspace, and the last launch copies it into that order.
+    """
+    places, problem = {buffer: (int(buffer), 0) for buffer in Buffer}, plan.problem
+    before, after = [], []
+
+    def place(elements: int) -> tuple[int, int]:
+        nonlocal nbytes
+        start = -(-nbytes // 512) * 512
+        nbytes = start + elements * problem.itemsize
+        return int(Buffer.WORKSPACE), start
+
+    for buffer, (array, order) in strided.items():
+        axes, strides = order or range(len(array.shape)), kind.strides(array)
+        places[buffer] = to = place(math.prod(array.shape))
+        before.append([copying([array.shape[i] for i in axes], [strides[i] for i in axes], problem.dtype, (int(buffer), 0), to)])
+    if turned is not None:
+        shape = plan.result_shape
+        places[Buffer.RESULT] = made = place(math.prod(shape))
+        strides = c_strides(shape, problem.itemsize)
+        after.append([copying([shape[i] for i in turned], [strides[i] for i in turned], problem.dtype, made, (int(Buffer.RESULT), 0))])
+    return [*before, *moved(steps, [places[buffer] for buffer in Buffer]), *after], nbytes
+
+
+def _ready(
+    kind: Any, plan: Plan, operands: Sequence[Any], out: Any, packed: Any, recorded: list[Any] | None, turned: tuple[int, ...] | None
+) -> Any:
+    """The call in the form of the launcher in C. Operands that kernels can't read as they lie are copied by its first launches.
+
+    With `turned`, the result lies in that order of axes, and not as the kernels write it. None where Python makes the launches;
+    NotImplemented where the kernel that copies is still being compiled.
+    """
     input, weight, *_ = operands
-    filter_last = packed is None and plan.reads_filter_last and kind.is_laid_out_as(weight, plan.filter_order)
+    lies_last = kind.is_laid_out_as(weight, plan.filter_order) and not kind.pointer(weight) % 16
+    filter_last = packed is None and plan.reads_filter_last and lies_last
     writes_last = plan.lays_filter_last(kind, out)
-    launcher = plan.launcher(packed is not None, filter_last or writes_last)
-    if not fits(kind, plan, operands, filter_last) or not isinstance(launcher, LauncherInC):
-        return None
     device: Any = plan.device
+    launcher = plan.launcher(packed is not None, filter_last or writes_last)
+    if not isinstance(launcher, LauncherInC):
+        return None
     place = 0 if packed is None else packed[1]
     nbytes = plan.schedule.workspace_bytes + (0 if place else plan.filter_bytes)
-    order = plan.filter_order if writes_last else plan.result_order
+    strided, spans = _strided(kind, plan, operands, filter_last), list(plan.operand_bytes)
+    if packed is not None:
+        strided.pop(Buffer.WEIGHT, None)  # it is not read
+    if strided or turned is not None:
+        steps = plan.loaded.steps if packed is not None else _steps(plan, filter_last or writes_last)
+        steps, nbytes = _after_copies(kind, plan, steps, strided, turned, nbytes)
+        copies = [launch for step in steps for launch in step if launch.kernel == COPY]
+        missing = [launch for launch in copies if not device.compiled(launch)]
+        if missing:
+            device.compile_behind(missing)
+            return NotImplemented
+        launcher = device.schedule_launcher(steps)
+        for i, array in enumerate(operands):
+            if array is not None:
+                spans[i] = sum((n - 1) * step for n, step in zip(array.shape, kind.strides(array), strict=True)) + plan.problem.itemsize
+    order = turned or (plan.filter_order if writes_last else plan.result_order)
     stream, number, result, workspace = kind.for_launcher(plan.result_shape, input, device, order, nbytes)
     types = tuple(None if a is None else a.dtype for a in operands)  # the key has their addresses
     return device.ready(
-        launcher, stream, number, 0, (result,), workspace, nbytes, (place, plan.schedule.workspace_bytes), plan.operand_bytes,
+        launcher, stream, number, 0, (result,), workspace, nbytes, (place, plan.schedule.workspace_bytes), tuple(spans),
         plan.result_bytes, recorded, (packed, types),
     )

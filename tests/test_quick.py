@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -28,6 +28,7 @@ torch = pytest.importorskip("torch")
 pnn = pytest.importorskip("pycuda_conv.nn")
 from pycuda_conv.arrays.tensors import TORCH, TorchKind  # noqa: E402
 from pycuda_conv.nn import mixed  # noqa: E402
+from pycuda_conv.nn.evaluation import evaluate  # noqa: E402
 from pycuda_conv.runtime import get_device  # noqa: E402
 
 fused_modules, autograd_module = (sys.modules[f"pycuda_conv.nn.{name}"] for name in ("fused", "autograd"))
@@ -168,8 +169,10 @@ def test_a_torch_that_does_not_describe_its_tensors_is_asked_for_attributes(warm
         warm.again(CALLS[name])
         out = torch.empty_like(CALLS[name]())
         warm.again(partial(CALLS[name], out=out))
-        warm.goes_the_whole_way(UNUSUAL["an address that is not aligned"])
-        warm.goes_the_whole_way(UNUSUAL["a strided filter"])
+        for one in ("an address that is not aligned", "a strided filter"):
+            COPIED[one]()
+            warm.again(COPIED[one])
+        warm.goes_the_whole_way(UNUSUAL["a stream"])
 
 
 def test_where_python_makes_the_launches_it_makes_the_calls_too(warm):
@@ -249,14 +252,57 @@ def misaligned(tensor):
     return torch.empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
 
 
-UNUSUAL = {
+def last(tensor):
+    return tensor.contiguous(memory_format=channels_last)
+
+
+#: Arrays that kernels can't read as they lie; results that have to lie otherwise than kernels write them.
+COPIED = {
     "a strided input": lambda: pc.conv2d(strided(x), w, padding=1),
     "a strided filter": lambda: pc.conv2d(x, strided(w), padding=1),
     "a strided bias": lambda: pc.conv2d(x, w, torch.randn(48)[::2], padding=1),
+    "a strided residual": lambda: pc.conv2d(x, w, padding=1, residual=strided(y), scale=b, activation="relu"),
     "an address that is not aligned": lambda: pc.conv2d(misaligned(x), w, padding=1),
+    "channels of a channels-last array": lambda: pc.conv2d(last(torch.randn(2, 32, 9, 9).half())[:, 8:24], w.half(), padding=1),
+    "C order and a filter in channels last": lambda: pc.conv2d(x, last(w), padding=1),
+    "expanded channels": lambda: pc.conv2d(x[:, :1].expand(-1, 16, -1, -1), w, padding=1),
+    "turned": lambda: pc.conv2d(x.transpose(2, 3), w, padding=1),
+    "input": lambda: pc.conv2d_input(x.shape, w, strided(y), padding=1),
+    "weight": lambda: pc.conv2d_weight(strided(x), w.shape, y, padding=1),
+}
+UNUSUAL = {
     "numbers of numpy's": lambda: pc.conv2d(x, w, padding=np.int64(1)),
     "a stream": lambda: pc.conv2d(x, w, padding=1, stream=0x55),
 }
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_arrays_are_copied_by_the_same_schedule(warm, name):
+    """Where Python makes the call, torch copies them."""
+    with torch.no_grad():
+        warm.asked()
+        COPIED[name]()
+        by_torch = warm.asked()
+        before = warm.whole
+        by_c, again = warm.again(COPIED[name])
+        assert warm.whole == before and len(by_c) == len(again) > len(by_torch)
+        made = [COPIED[name]() for _ in range(2)]
+        assert made[0].stride() == made[1].stride() and made[0].data_ptr() != made[1].data_ptr()
+
+
+def test_a_copied_operand_may_not_overlap_the_result(warm):
+    """It reaches further than its elements do."""
+    with torch.no_grad():
+        memory = torch.randn(2 * 16 * 9 * 18 + 2 * 24 * 9 * 9)
+        images = memory[: 2 * 16 * 9 * 18].view(2, 16, 9, 18)[..., ::2]
+        for _ in range(3):
+            pc.conv2d(images, w, padding=1, out=torch.empty(2, 24, 9, 9))
+        apart = memory[2 * 16 * 9 * 18 :].view(2, 24, 9, 9)
+        pc.conv2d(images, w, padding=1, out=apart)
+        warm.again(lambda: pc.conv2d(images, w, padding=1, out=apart))
+        within = memory[2 * 16 * 9 * 17 :][: apart.numel()].view(apart.shape)
+        with pytest.raises(ConvArgumentError, match="out overlaps input"):
+            pc.conv2d(images, w, padding=1, out=within)
 
 
 @pytest.mark.parametrize("name", UNUSUAL)
@@ -525,7 +571,7 @@ def test_a_mode_sees_a_backward_pass(warm):
 
     with Seeing():
         torch.autograd.grad(made, xs, torch.ones_like(made))
-    assert any("pycuda_conv.conv_input" in name for name in seen)
+    assert any("pycuda_conv.convolve" in name for name in seen)
 
 
 # ---- fused layers
@@ -720,7 +766,7 @@ def test_fused_layers_that_are_unusual_go_the_whole_way(warm, monkeypatch):
 
     with Seeing():
         ways(x)
-    assert {"fused_statistics", "fused_conv_bn_relu", "fused_conv_bn_relu_backward"} <= set(seen)
+    assert {"fused_statistics", "fused_normalised", "fused_conv_bn_relu_backward"} <= set(seen)
     assert ways(x) == []
     layer.bn.half()
     assert [ways(x) for _ in range(2)] == [both, both]
@@ -1110,6 +1156,68 @@ def test_tables_are_bounded(warm, monkeypatch):
     for size in range(3, 13):
         pc.conv2d(torch.zeros(1, 4, size, size), torch.zeros(4, 4, 3, 3))
         assert len(quick.table) <= 4
+
+
+class Compiling:
+    """A device whose compiler is slow."""
+
+    def __init__(self):
+        self.coming, self.asked = Future(), 0
+
+    def compile_behind(self, kernels):
+        self.asked += 1
+        return [self.coming]
+
+    def capturing(self, stream):
+        return False
+
+
+@pytest.mark.parametrize("way", ["function", "plan", "evaluation", "trained", "layer", "autocast"])
+def test_calls_are_repeated_while_better_kernels_are_compiled(warm, monkeypatch, way):
+    """Python makes one call in the beginning, one that asks for the compiler, and one when the kernels are there."""
+    memo.forget_plans()
+    images, vectors = x.clone(), torch.rand(4, 24).unbind()
+    layer = FUSED["plain"]() if way == "layer" else None
+    plans = []
+
+    def set_up(plan, *given, original=Plan._set_up):
+        original(plan, *given)
+        plans.append(plan)
+        plan.compiler = Compiling()
+        plan._behind = behind.Behind(plan.compiler, [], behind.OFTEN, plan._forget_repeated)
+
+    monkeypatch.setattr(Plan, "_set_up", set_up)
+    monkeypatch.setattr(Plan, "_load", lambda plan, schedule, original=Plan._load: original(plan, plan.schedule))
+    launched, launch = [], Plan.launch
+    monkeypatch.setattr(Plan, "launch", lambda plan, *args, **more: (launched.append(plan), launch(plan, *args, **more))[1])
+    plan = Plan(ConvProblem.forward(2, x.shape, w.shape, padding=1), warm.device) if way == "plan" else None
+    calls = {
+        "function": lambda: pc.conv2d(images, w, padding=1), "plan": lambda: plan(images, w),
+        "evaluation": lambda: evaluate(images, w, b, *vectors, padding=1, residual=y, activation="relu"),
+        "trained": lambda: pc.conv2d(images.requires_grad_(), filters, padding=1).backward(y),
+        "layer": lambda: layer(images).backward(y), "autocast": lambda: cast(images.requires_grad_()),
+    }
+    filters = w.clone().requires_grad_()
+
+    def cast(images):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made = pc.conv2d(images, filters, padding=1)
+        made.backward(y.bfloat16())
+
+    def made_by_python(count):
+        launched.clear()
+        with torch.enable_grad() if way in ("trained", "layer", "autocast") else torch.no_grad():
+            for _ in range(count):
+                calls[way]()
+        return len(launched) / max(len(plans), 1)
+
+    few = 4 if way == "autocast" else 2  # it casts by torch first
+    assert made_by_python(behind.OFTEN + few) <= few and all(one.compiler.asked == 1 for one in plans) and plans
+    assert made_by_python(50) == 0
+    for one in plans:
+        one.compiler.coming.set_result(None)
+    assert 1 <= made_by_python(20) <= 2 and all(one.settles for one in plans)
+    assert made_by_python(20) == 0
 
 
 def test_better_kernels_take_over(warm):

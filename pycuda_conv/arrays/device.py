@@ -17,6 +17,7 @@ from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.errors import ConvArgumentError, DeviceMemoryError, brief
 from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES
 from pycuda_conv.runtime import Device, KernelLaunch, contexts, get_device
+from pycuda_conv.runtime.base import Place
 from pycuda_conv.runtime.device import CudaDevice, Where
 from pycuda_conv.runtime.memory import block_class, out_of_memory
 
@@ -92,8 +93,12 @@ class DeviceKind(ArrayKind):
 CopyArguments = kernel_struct("copy_strided", "CopyArguments")
 
 
-def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Sequence[int], dtype: str, target: int) -> None:
-    """Gather a strided device array (strides in bytes) into C order at `target`, on the default stream."""
+#: The kernel of :func:`copying`.
+COPY = "copy_strided"
+
+
+def copying(shape: Sequence[int], strides: Sequence[int], dtype: str, source: Place, target: Place) -> KernelLaunch:
+    """A launch that gathers a strided array (strides in bytes), of at most five axes, into C order at `target`."""
     itemsize, rank = DTYPE_BYTES[dtype], 5
     fill = (1,) * (rank - len(shape))
     size = math.prod(shape)
@@ -103,11 +108,13 @@ def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Seque
     wide = size >= 2**31 - 2**20
     sizes, steps = (*fill, *shape)[1:], (*(0,) * len(fill), *elements)
     arguments = CopyArguments(size, *sizes, *(0 if wide else divider(n) for n in sizes), *steps)
-    step = KernelLaunch(
-        "copy_strided", {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": int(wide), "THREADS": 256}, -(-size // 256), 256, (0, 1), (),
-        arguments=arguments,
-    )
-    device.launcher(step)((pointer, target), None)
+    defines = {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": int(wide), "THREADS": 256}
+    return KernelLaunch(COPY, defines, -(-size // 256), 256, (source, target), (), arguments=arguments)
+
+
+def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Sequence[int], dtype: str, target: int) -> None:
+    """Gather a strided device array (strides in bytes) into C order at `target`, on the default stream."""
+    device.launcher(copying(shape, strides, dtype, 0, 1))((pointer, target), None)
 
 
 def _gpuarray(shape: tuple[int, ...], dtype: np.dtype, allocate: Any, strides: tuple[int, ...] | None) -> Any:

@@ -30,10 +30,9 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
-from pycuda_conv import dispatch, execute, quick
+from pycuda_conv import dispatch, execute, quick, torch_internals
 from pycuda_conv.arrays import Signature
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
@@ -201,7 +200,12 @@ def _forward_launches(
 
 def _forward_of(x: Tensor, weight: Tensor, bias: Tensor | None, momentum: float, eps: float, spec: _LayerSpec) -> _Forward:
     sign, layout = TORCH.signature, _layout(x, spec.settings.ndim)
-    return _forward_launches(sign(x), sign(weight), None if bias is None else sign(bias), layout, bool(_order(weight)), momentum, eps, spec)
+    how = sign(x), sign(weight), None if bias is None else sign(bias), layout, bool(_order(weight)), momentum, eps, spec
+    found = _forward_launches(*how)
+    if found.plan.better is not None:
+        _forward_launches.forget(*how)
+        found = _forward_launches(*how)
+    return found
 
 
 def _statistics(
@@ -331,7 +335,12 @@ def _backward_of(
     x: Tensor, weight: Tensor, y: Tensor, of_x: bool, of_weight: bool, summed: bool, added: bool, spec: _LayerSpec
 ) -> _Backward:
     sign, layouts = TORCH.signature, ("NCHW" if _order(y) is None else "NHWC", _layout(x, spec.settings.ndim))
-    return _backward_launches(sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, added, spec)
+    how = sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, added, spec
+    found = _backward_launches(*how)
+    if any(plan is not None and plan.better is not None for plan in (found.by_x, found.by_weight)):
+        _backward_launches.forget(*how)
+        found = _backward_launches(*how)
+    return found
 
 
 def _backward(
@@ -417,7 +426,7 @@ def _remember_forward(
     x, residual, weight, bias, gamma, beta, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
     found = _forward_of(x, weight, bias, momentum, eps, spec)
-    plan, name = found.plan, quick.key(asked, *operands) if found.plan.settles else None
+    plan, name = found.plan, quick.key(asked, *operands) if found.plan.may_be_repeated else None
     if name is None or name in _again or plan.device.capturing():
         return
     ready = None
@@ -445,7 +454,7 @@ def _remember_forward(
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
         results = y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y
         ready = quick.row(TORCH, plan.device, steps, x, count, results, nbytes)
-    quick.put(_again, name, None if ready is None else (ready, spec))
+    quick.put(_again, name, None if ready is None else (ready, spec), plan)
 
 
 def _asked_forward(conv: Any, bn: Any, activation: batch_norm.Activation, precision: str) -> tuple[Any, ...] | None:
@@ -487,11 +496,7 @@ def _were_written(running: Sequence[Tensor | None], batches: Tensor | None, coun
     gradient, and a module may be called twice.
     """
     written = running if batches is None else (batches,) * counted
-    _increment_version([one for one in written if one is not None])
-
-
-#: torch's ``increment_version`` of several tensors.
-_increment_version = getattr(torch._C, "_increment_version", increment_version)
+    torch_internals.increment_versions([one for one in written if one is not None])
 
 
 class _BackwardAgain(NamedTuple):
@@ -536,7 +541,7 @@ def _remember_backward(
 ) -> None:
     """Put a backward pass into the table. `operands` are those of :func:`_backward`."""
     plans = [plan for plan in (found.by_x, found.by_weight) if plan is not None]
-    name = quick.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.settles for plan in plans) else None
+    name = quick.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.may_be_repeated for plan in plans) else None
     if name is None or name in _again or found.device.capturing():
         return
     dout, x, weight, gamma, beta, y, out, statistics, added = operands
@@ -585,7 +590,8 @@ def _remember_backward(
             results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, found.gradient_order))
         ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
     complete = not needs_dy and (not of_x or _order(x) == order)
-    quick.put(_again, name, None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete))
+    again = None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete)
+    quick.put(_again, name, again, *plans)
 
 
 # ---- the two ways
@@ -595,7 +601,7 @@ def _save(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None,
     statistics: Tensor, spec: _LayerSpec,
 ) -> None:
-    ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and _packing_hooks(True) is None
+    ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and torch_internals.packing_hooks(True) is None
     ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics, None if spec.of_batch else bias)
 
 
@@ -607,7 +613,7 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     twice = torch.is_grad_enabled()
     if twice and not (_traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         return _differentiable_gradients(ctx, dout, added, bias)
-    spent = own_y and not twice and not _keeps_graph()
+    spent = own_y and not twice and not torch_internals.keeps_graph()
     made = None if twice else _backward_again(*given, spec, added, spent)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         if out is not None:
@@ -660,12 +666,6 @@ def _differentiable_gradients(ctx: Any, dout: Tensor, added: Tensor | None, bias
     if dx is not None and added is not None:
         dx = dx + added
     return dx, dweight, dbias, dgamma, dbeta, dout
-
-
-#: Whether the running backward pass may run again, so that saved tensors have to stay; and the hooks that get saved tensors. Where torch's
-#: version does not tell, True stands for both.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-_packing_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
 def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
     known = all(a is None or a.dtype is torch.float32 for a in wide[1:]) and wide[0].dtype in (torch.float32, x.dtype)
     call = Call(*asked).hashable()
     plan = _plan(call, x, weight, bias)
-    if not plan.settles or plan.device.capturing():
+    if not plan.may_be_repeated or plan.device.capturing():
         return
     ready = None
     filter_last = plan.reads_filter_last and TORCH.is_laid_out_as(weight, plan.filter_order)
@@ -130,7 +130,7 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
                 call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False
             )  # fmt: skip
             ready = _Ready(row, call, settings, word, narrows)
-    quick.put(_table, name, ready)
+    quick.put(_table, name, ready, plan)
 
 
 def _plan(call: Call, first: Any, second: Any, bias: Any = None) -> Plan:
@@ -208,7 +208,7 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
     by_first = _plan(Call(*autograd.CONV_INPUT.asked(ready.settings, x_shape)), grad, w16) if by_x else None
     by_second = _plan(Call(*autograd.CONV_WEIGHT.asked(ready.settings, w_shape)), x16, grad) if by_weight else None
     plans = [plan for plan in (by_first, by_second) if plan is not None]
-    if not plans or not all(plan.settles for plan in plans) or plans[0].device.capturing():
+    if not plans or not all(plan.may_be_repeated for plan in plans) or plans[0].device.capturing():
         return
     device, order = plans[0].device, plans[0].order
     fit = all(_fits(plan, grad) and plan.order == order for plan in plans) and TORCH.is_kernel_input(grad, order)
@@ -255,4 +255,4 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
         if narrow_ones:
             steps.append([casting.widen(word, *narrow_ones)])
         row = quick.row(TORCH, device, steps, grad, 3, results, room.used)
-    quick.put(_table, name, row)
+    quick.put(_table, name, row, *plans)

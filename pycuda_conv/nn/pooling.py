@@ -7,13 +7,13 @@ evaluation torch writes the places as well; we write none.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.utils import _pair
 
 from pycuda_conv import execute
 from pycuda_conv.arrays import Signature
@@ -24,6 +24,11 @@ from pycuda_conv.problem import channels_last
 
 #: How the axes of arrays lie in memory.
 ORDERS = {"NCHW": None, "NHWC": channels_last(4, 2)}
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    """What torch's modules make of an argument for two axes: a pair, or one value for both."""
+    return tuple(value) if isinstance(value, Iterable) else (value, value)
 
 
 @lru_cache(maxsize=256)

@@ -497,6 +497,22 @@ static PyObject* drive(PyObject* self, PyObject* args) {
   return Py_BuildValue("");
 }
 
+static PyObject* checked(const char* what, int code) {
+  return code ? PyErr_Format(PyExc_RuntimeError, "%s failed (%d)", what, code) : Py_BuildValue("");
+}
+
+// push(context): make it current
+static PyObject* push(PyObject* self, PyObject* context) {
+  uint64_t handle;
+  return number(context, &handle) ? NULL : checked("cuCtxPushCurrent", cuda.push(address_of(handle)));
+}
+
+// pop(): make the context current that was so before
+static PyObject* pop(PyObject* self, PyObject* nothing) {
+  void* context;
+  return checked("cuCtxPopCurrent", cuda.pop(&context));
+}
+
 // primary(number of a GPU, handle): its primary context
 static PyObject* primary(PyObject* self, PyObject* args) {
   int gpu;
@@ -776,6 +792,7 @@ typedef struct {
   void* context;
   Maker results[MOST_RESULTS], workspace;
   Py_ssize_t operands, result_count;
+  int64_t left;  // calls until Python has to make one, because it counts them or has better kernels; below 0: any number
   int64_t workspace_bytes;
   long place;       // the GPU's number
   uint64_t packed, packed_at;  // the packed filter's address, or its offset in the workspace
@@ -837,7 +854,7 @@ static PyObject* ready(PyObject* self, PyObject* args) {
   for (size_t i = 0; i < sizeof given / sizeof *given; i++) Py_INCREF(given[i]), *places[i] = given[i];
   r->context = address_of(context);
   r->place = place, r->workspace_bytes = workspace_bytes;
-  r->operands = operands, r->result_count = count;
+  r->operands = operands, r->result_count = count, r->left = -1;
   r->packed = packed, r->packed_at = packed_at, r->result_bytes = result_bytes;
   for (int i = 0; i < OPERANDS; i++) r->operand_bytes[i] = bytes[i];
   int wrong = read_maker(workspace, &r->workspace);
@@ -845,6 +862,37 @@ static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject* capsule = wrong ? NULL : PyCapsule_New(r, READY, forget_ready);
   if (!capsule) free_ready(r);
   return capsule;
+}
+
+// limit(what ready() made, calls): after so many calls Python has to make one
+static PyObject* limit(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n != 2) return PyErr_Format(PyExc_TypeError, "limit takes 2 arguments, got %zd", n);
+  Ready* r = PyCapsule_GetPointer(args[0], READY);
+  const long long calls = r ? PyLong_AsLongLong(args[1]) : -1;
+  if (PyErr_Occurred()) return NULL;
+  r->left = calls;
+  return Py_BuildValue("");
+}
+
+// What the table has for the key if the call may be repeated: then it counts the call and returns a new reference. NULL with or without an exception
+// if Python has to make the call. The table loses what may not be repeated again.
+static PyObject* find(PyObject* table, const Key* key) {
+  PyObject* bytes = key_bytes(key);
+  PyObject* found = bytes ? PyDict_GetItemWithError(table, bytes) : NULL;
+  if (found && found != Py_None) {
+    Ready* r = PyCapsule_GetPointer(PyTuple_Check(found) ? PyTuple_GetItem(found, 0) : found, READY);
+    if (!r || !r->left) {
+      if (r) PyDict_DelItem(table, bytes);
+      found = NULL;
+    } else if (r->left > 0) {
+      r->left--;
+    }
+  } else {
+    found = NULL;
+  }
+  Py_XINCREF(found);  // another thread may empty the table
+  Py_XDECREF(bytes);
+  return found;
 }
 
 // Make a tensor on GPU `place`, and get its address. NULL with an exception; or without one, if the tensor was made elsewhere.
@@ -1004,14 +1052,8 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   uint64_t addresses[OPERANDS + 1];
   Key key;
   if (stopped || PyDict_Size(args[0]) <= 0 || put_call(&key, args[1], tensors, OPERANDS + 1, addresses)) goto unusual;
-  PyObject* bytes = key_bytes(&key);
-  if (!bytes) return NULL;
-  found = PyDict_GetItemWithError(args[0], bytes);
-  Py_DECREF(bytes);
-  if (!found || found == Py_None) goto unusual;
+  if (!(found = find(args[0], &key))) goto unusual;
   const Ready* r = PyCapsule_GetPointer(found, READY);
-  if (!r) return NULL;
-  Py_INCREF(found);  // another thread may empty the table
   PyObject* out = tensors[OPERANDS] == Py_None ? NULL : tensors[OPERANDS];
   PyObject* like = is_array(tensors[0]) ? tensors[0] : NULL;
   const int told = args[2] == Py_True || like ? 0 : is_unusual() ? -1 : is_differentiated(tensors, OPERANDS + 1);
@@ -1109,18 +1151,15 @@ static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   uint64_t buffers[BUFFERS] = {0};
   PyObject *results[MOST_RESULTS] = {NULL}, *found = NULL, *all = NULL;
   Key key;
-  if (!stopped && PyDict_Size(args[0]) > 0 && !put_call(&key, args[1], args + 2, n - 2, buffers) && !is_unusual()) {
-    PyObject* bytes = key_bytes(&key);
-    if (!bytes) return NULL;
-    found = PyDict_GetItemWithError(args[0], bytes);
-    Py_DECREF(bytes);
-  }
+  if (!stopped && PyDict_Size(args[0]) > 0 && !put_call(&key, args[1], args + 2, n - 2, buffers) && !is_unusual()) found = find(args[0], &key);
   PyErr_Clear();
-  if (!found || found == Py_None) return Py_BuildValue("");
+  if (!found) return Py_BuildValue("");
   const Ready* r = PyCapsule_GetPointer(PyTuple_Check(found) ? PyTuple_GetItem(found, 0) : found, READY);
-  if (!r) return NULL;
-  if (r->operands != n - 2) return PyErr_Format(PyExc_TypeError, "the row has %zd operands, got %zd", r->operands, n - 2);
-  Py_INCREF(found);  // another thread may empty the table
+  if (r->operands != n - 2) {
+    PyErr_Format(PyExc_TypeError, "the row has %zd operands, got %zd", r->operands, n - 2);
+    Py_DECREF(found);
+    return NULL;
+  }
   if (perform(r, buffers, results, NULL)) {
     Py_DECREF(found);
     return PyErr_Occurred() ? NULL : Py_BuildValue("");
@@ -1197,6 +1236,8 @@ static PyMethodDef methods[] = {
     {"launch", (PyCFunction)(void*)launch, METH_FASTCALL, "launch(schedule, buffers, stream, own): None, or the error and the operation."},
     {"is_current", (PyCFunction)(void*)is_current, METH_FASTCALL, "is_current(cuCtxGetCurrent, context): bool."},
     {"drive", drive, METH_VARARGS, "drive(functions): the driver's, for contexts."},
+    {"push", push, METH_O, "push(context): make it current."},
+    {"pop", pop, METH_NOARGS, "pop(): make the context current that was so before."},
     {"primary", primary, METH_VARARGS, "primary(gpu, handle): a primary context."},
     {"other", other, METH_VARARGS, "other(id): a context that is no primary one."},
     {"has_id", has_id, METH_VARARGS, "has_id(id): whether the current context has it."},
@@ -1207,6 +1248,7 @@ static PyMethodDef methods[] = {
     {"again", (PyCFunction)(void*)again, METH_FASTCALL, "again(table, options, operand, ...): (what was found, result, ...) or None."},
     {"gradients", (PyCFunction)(void*)gradients, METH_FASTCALL, "gradients(ctx, saved, gradient): what the node's backward pass returns, or None."},
     {"ready", ready, METH_VARARGS, "ready(...): what call() finds behind a key."},
+    {"limit", (PyCFunction)(void*)limit, METH_FASTCALL, "limit(ready, calls): after so many calls Python has to make one."},
     {"call", (PyCFunction)(void*)call, METH_FASTCALL, "call(table, options, recorded, input, weight, bias, scale, residual, out): result or None."},
     {"stop", stop, METH_NOARGS, "stop(): call() answers None from now on."},
     {0},
