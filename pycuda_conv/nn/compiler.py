@@ -13,15 +13,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.fx import GraphModule
 
 from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.nn.graph import Found, rewrite
 from pycuda_conv.nn.modules import checked_precision
-from pycuda_conv.nn.targets import Light, Operators
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from pycuda_conv.nn.graph import Found
 
 log = logging.getLogger("pycuda_conv.compile")
 
@@ -98,12 +100,16 @@ def checked_options(mode: Any, options: Any) -> tuple[str, str, dict[str, Any]]:
         raise ConvArgumentError(f"mode must be one of {MODES}, but got mode={brief(mode)}")
     precision = checked_precision(rest.pop("precision", "fp32"))
     if rest and mode == "light":
-        raise ConvArgumentError(f"options in light mode are {OPTIONS}, but got options={brief(options)}: there is no inductor to take them")
+        raise ConvArgumentError(
+            f"options in light mode are {OPTIONS}, but got options={brief(options)}: there is no inductor that would take others"
+        )
     return mode, precision, rest
 
 
 def backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
     """The backend: ``torch.compile(model, backend="pycuda_conv")``. See :func:`pycuda_conv.nn.compile`."""
+    from torch.fx import GraphModule
+
     chosen, precision, rest = checked_options(mode, options)
     nested = any(isinstance(child, GraphModule) for child in gm.children())
     light = chosen == "light"
@@ -122,6 +128,9 @@ def rewritten(
     gm: GraphModule, example_inputs: Sequence[Any], mode: str, precision: str = "fp32", light: bool = False, raises: bool = False
 ) -> list[Found]:
     """Rewrite a graph in place, and note for reports what was done."""
+    from pycuda_conv.nn.graph import rewrite  # these import torch's compiler, which takes a second
+    from pycuda_conv.nn.targets import Light, Operators
+
     started = time.perf_counter()
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     fixed = ["_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) for node in placeholders]
@@ -166,14 +175,13 @@ def _is_named(root: Any, cls: type) -> bool:
 
 def _marks(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward`, with the sizes of its tensors marked: torch compiles one graph for all of them."""
-    mark = torch._dynamo.maybe_mark_dynamic
 
     def marked(tensor: Any) -> None:
         if isinstance(tensor, torch.Tensor):
             if 3 <= tensor.dim() <= 5:
                 for axis in (0, *range(2, tensor.dim())):
                     if tensor.shape[axis] != 1:
-                        mark(tensor, axis)
+                        torch._dynamo.maybe_mark_dynamic(tensor, axis)
         elif isinstance(tensor, (list, tuple)):
             for one in tensor:
                 marked(one)
@@ -198,8 +206,9 @@ def compile(
 ) -> Model:
     """Compile a model with ``torch.compile``, its convolutions by this package, in place.
 
-    It is ``model.compile(backend="pycuda_conv", ...)``, which takes no bare ``nn.Sequential``, for these too. Besides, it tells torch which axes of the inputs have sizes that change. Then one
-    graph serves all numbers of images and all image sizes, and a second one serves single images.
+    It is ``model.compile(backend="pycuda_conv", ...)``, but also takes a bare ``nn.Sequential``, of which torch compiles nothing there. And
+    it tells torch which axes of the inputs have sizes that change: one graph serves all numbers of images and all image sizes, and a second
+    one serves single images.
 
     Parameters
     ----------

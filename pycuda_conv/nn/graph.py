@@ -31,22 +31,22 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
+from pycuda_conv import torch_internals
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.nn.autograd import Settings, _in_numbers, _layout
 from pycuda_conv.problem import SLOPE, checked_activation, integers
+from pycuda_conv.torch_internals import leaves
 
 aten = torch.ops.aten
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 # ---- what the steps of a graph are called, and the names of their arguments
 
-_CONV = tuple(["input", "weight", "bias", "stride", "padding", "dilation", "groups"])
-_TRANSPOSED = tuple(["input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"])
-_EITHER = tuple(["input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"])
-_OURS = tuple(["input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune"])
+_CONV = "input", "weight", "bias", "stride", "padding", "dilation", "groups"
+_TRANSPOSED = "input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"
+_EITHER = "input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"
+_OURS = "input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune"
 #: The number of spatial axes, where the name tells it, and the names of the arguments.
 CONVOLUTIONS: dict[Any, tuple[int | None, tuple[str, ...]]] = {
     torch.convolution: (None, _EITHER), aten.convolution.default: (None, _EITHER),
@@ -59,10 +59,10 @@ for _ndim in (1, 2, 3):
     _packet = getattr(aten, f"conv_transpose{_ndim}d")
     for _function in (getattr(torch, f"conv_transpose{_ndim}d"), next(getattr(_packet, name) for name in _packet.overloads())):
         CONVOLUTIONS[_function] = _ndim, _TRANSPOSED
-_NORM = tuple(["input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"])
-_ATEN_NORM = tuple(["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"])
+_NORM = "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
+_ATEN_NORM = "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"
 NORMS: dict[Any, tuple[str, ...]] = {F.batch_norm: _NORM, torch.batch_norm: _ATEN_NORM, aten.batch_norm.default: _ATEN_NORM}
-_MAX_POOL = tuple(["input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"])
+_MAX_POOL = "input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"
 MAX_POOLS: dict[Any, tuple[str, ...]] = {
     F.max_pool2d: _MAX_POOL, torch.max_pool2d: _MAX_POOL[:-1], aten.max_pool2d.default: _MAX_POOL[:-1],
 }  # fmt: skip
@@ -73,7 +73,7 @@ _SUMS = {operator.add, torch.add, "add", aten.add.Tensor}
 _SUMS_IN_PLACE = {operator.iadd, "add_", "__iadd__", aten.add_.Tensor}
 _PRODUCTS = {operator.mul, torch.mul, "mul", aten.mul.Tensor}
 _PERMUTES = {torch.permute, "permute", aten.permute.default}
-_PADS = {F.pad, torch._C._nn.pad, aten.pad.default}
+_PADS = {F.pad, torch_internals.pad, aten.pad.default}
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_", aten.relu.default, aten.relu_.default}
 _PLAIN_ACTIVATIONS: dict[Any, str] = {
@@ -141,24 +141,22 @@ def name_of(node: Node) -> str:
 
 # ---- memory
 
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside torch.func.vmap, grad and the like
-
-
 def is_plain(node: Any) -> bool:
     """True for the node of a tensor that kernels can read."""
     v = value(node)
     return (
-        isinstance(v, torch.Tensor) and not is_traceable_wrapper_subclass(v) and not _is_wrapped(v) and v.layout is torch.strided
-        and v.dtype in DTYPES and not v.is_neg()
+        isinstance(v, torch.Tensor) and torch_internals.parts(v) is None and not torch_internals.is_wrapped(v)
+        and v.layout is torch.strided and v.dtype in DTYPES and not v.is_neg()
     )  # fmt: skip
 
 
 def _parts(v: Any) -> Iterator[torch.Tensor]:
-    while _is_wrapped(v):
-        v = torch._C._functorch.get_unwrapped(v)
-    if is_traceable_wrapper_subclass(v):
-        for name in v.__tensor_flatten__()[0]:
-            yield from _parts(getattr(v, name))
+    while torch_internals.is_wrapped(v):
+        v = torch_internals.unwrapped(v)
+    inner = torch_internals.parts(v)
+    if inner is not None:
+        for one in inner:
+            yield from _parts(one)
     elif v.layout is torch.strided:
         yield v
 
@@ -167,7 +165,7 @@ def memory(nodes: Iterable[Any]) -> set[int]:
     """The storages of nodes' values."""
     found: set[int] = set()
     for node in nodes:
-        for v in tree_leaves(value(node)):
+        for v in leaves(value(node)):
             if isinstance(v, torch.Tensor):
                 found.update(part.untyped_storage()._cdata for part in _parts(v))
     return found
@@ -184,12 +182,12 @@ def is_barrier(node: Node) -> bool:
         return False
     if "_functorch" in str(getattr(node.target, "__module__", "")):
         return True
-    leaves = tree_leaves(value(node))
-    return not leaves or not all(isinstance(v, _RESULTS) for v in leaves)
+    found = leaves(value(node))
+    return not found or not all(isinstance(v, _RESULTS) for v in found)
 
 
 def _nodes(given: Any) -> list[Node]:
-    return [n for n in tree_leaves(given) if isinstance(n, Node)]
+    return [n for n in leaves(given) if isinstance(n, Node)]
 
 
 def written(node: Node) -> list[Node]:
@@ -377,7 +375,7 @@ class Rewrite:
             for node in list(self.nodes):
                 if node is None or node.op != "call_function" or node not in self.order:
                     continue
-                if node.target is torch._C._set_grad_enabled:
+                if node.target is torch_internals.set_grad_enabled:
                     grad = bool(node.args[0])
                     continue
                 try:
@@ -765,10 +763,10 @@ class Rewrite:
                 following = self._after(chain, following)
         if following is not None and following.target in _SUMS | _SUMS_IN_PLACE and chain.lies_right(following):
             following = self._take_sum(chain, following, False, grad)
-        if following is not None and (activation := activation_of(following)) and self._reaches(chain, following):
-            if chain.lies_right(following):
-                chain.activation = activation
-                chain.nodes.append(following)
+        fits = following is not None and self._reaches(chain, following) and chain.lies_right(following)
+        if fits and (activation := activation_of(following)):
+            chain.activation = activation
+            chain.nodes.append(following)
         with self.graph.inserting_before(chain.last):
             new = self.targets.product(given, scale, chain.residual, chain.activation, chain.moved, gradient)
         if new is not None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from pycuda_conv import dispatch
+from pycuda_conv import dispatch, torch_internals
 from pycuda_conv.nn import evaluation, fused, linear, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.graph import Norm, Options, Targets, value
@@ -180,13 +180,13 @@ class Operators(Targets):
         gamma, beta, mean, var = norm.vectors
         operators, call = torch.ops.pycuda_conv, self.graph.call_function
         if grad:
-            call(torch._C._set_grad_enabled, (False,))
+            call(torch_internals.set_grad_enabled, (False,))
         if norm.of_batch:
             both = call(operators.fused_statistics.default, (x, weight, bias, mean, var, None, norm.momentum, norm.eps, flat))
         else:
             both = call(operators.frozen_statistics.default, (x, weight, bias, mean, var, norm.eps, flat))
         if grad:
-            call(torch._C._set_grad_enabled, (True,))
+            call(torch_internals.set_grad_enabled, (True,))
         y, statistics = (call(operator.getitem, (both, i)) for i in (0, 1))
         return call(operators.fused_conv_bn_relu.default, (x, weight, bias, gamma, beta, y, statistics, flat))
 
