@@ -8,6 +8,8 @@ goes on to inductor, torch's compiler, which takes the rest.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import time
 import weakref
 from collections import deque
@@ -62,8 +64,7 @@ class CompiledGraph:
     left: list[tuple[str, str]]
     others: list[tuple[str, ...]]
     _parameters: Any = field(repr=False, compare=False)
-    _root: Any = field(repr=False, compare=False)
-    _lines: frozenset[str] = field(repr=False, compare=False)
+    _lines: frozenset[tuple[str, int, str]] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         ours = len(self.fused) + len(self.alone)
@@ -118,10 +119,14 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
         return gm.forward
     if light:  # torch's own "eager" fails in the backward pass of a checkpointed batch norm; AOTAutograd without a compiler does not
         return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
+    return _compiled_by_inductor(gm, example_inputs, chosen, rest)
+
+
+def _compiled_by_inductor(gm: GraphModule, example_inputs: Sequence[Any], mode: str, options: dict[str, Any]) -> Any:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs, config_patches={**list_mode_options(chosen), **rest})
+    return compile_fx(gm, example_inputs, config_patches={**list_mode_options(mode), **options})
 
 
 def rewritten(
@@ -137,40 +142,46 @@ def rewritten(
     parameters = [
         weakref.ref(given) for given, is_fixed in zip(example_inputs, fixed, strict=False) if is_fixed and isinstance(given, torch.Tensor)
     ]
-    root, lines = None, set()
-    for node in gm.graph.nodes:
-        if root is None and node.meta.get("nn_module_stack"):
-            root = next(iter(node.meta["nn_module_stack"].values()))[1]
-        lines.update(line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File "))
+    lines = {place for node in gm.graph.nodes for place in _LINE.findall(node.meta.get("stack_trace") or "")}
     found = rewrite(gm, Light if light else Operators, precision, raises)
     fused, alone, left, others = ([one for part in found for one in part[i]] for i in range(4))  # type: ignore[misc]
-    made = CompiledGraph(mode, torch.is_grad_enabled(), fused, alone, left, others, parameters, root, frozenset(lines))
+    made = CompiledGraph(mode, torch.is_grad_enabled(), fused, alone, left, others, parameters, frozenset((file, int(n), name) for file, n, name in lines))
     _graphs.append(made)
     if log.isEnabledFor(logging.INFO):
         log.info("%s\n  rewritten in %.0f ms", made, (time.perf_counter() - started) * 1e3)
     return found
 
 
+_LINE = re.compile(r'File "(.*)", line (\d+), in (\S+)')
+
+
 def graphs_of(compiled: Any) -> list[CompiledGraph]:
     """The graphs made of a module, or of a function that was compiled, oldest first.
 
     A graph belongs to the module whose parameters it got. Torch runs one graph for all modules of a class where it can, so a module whose
-    parameters none got has the graphs of its class.
+    parameters none got has the graphs that its forward is in.
     """
     model = getattr(compiled, "_orig_mod", compiled)
     if isinstance(model, torch.nn.Module):
         tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         own = [graph for graph in _graphs if any((t := ref()) is not None and id(t) in tensors for ref in graph._parameters)]
-        return own or [graph for graph in _graphs if _is_named(graph._root, type(model))]
+        return own or _graphs_in(getattr(type(model).forward, "__code__", None))
     code = getattr(getattr(compiled, "_torchdynamo_orig_callable", compiled), "__code__", None)
     if code is None:
         raise TypeError(f"model must be a torch.nn.Module or a compiled function, got {brief(compiled)}")
-    start, end = f'File "{code.co_filename}", line ', f", in {code.co_name}"
-    return [graph for graph in _graphs if any(line.startswith(start) and line.endswith(end) for line in graph._lines)]
+    return _graphs_in(code)
 
 
-def _is_named(root: Any, cls: type) -> bool:
-    return root is cls or root == f"{cls.__module__}.{cls.__qualname__}"
+def _graphs_in(code: Any) -> list[CompiledGraph]:
+    """The graphs that lines of this code, which is not torch's, are in."""
+    if code is None or _is_torchs(code):
+        return []
+    lines = {(code.co_filename, n, code.co_name) for _, _, n in code.co_lines() if n is not None}
+    return [graph for graph in _graphs if not lines.isdisjoint(graph._lines)]
+
+
+def _is_torchs(code: Any) -> bool:
+    return bool(code.co_filename.startswith(os.path.dirname(torch.__file__)))
 
 
 def _marks(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,9 +267,23 @@ def compile(
         raise TypeError(f"options must be a dict, got {brief(options)}")
     chosen, precision, rest = checked_options(mode, {**(options or {}), "precision": precision})
 
-    def call(*args: Any, **kwargs: Any) -> Any:  # torch compiles no frame of its own files, as nn.Sequential's forward is
-        return model._call_impl(*args, **kwargs)
-
-    compiled = torch.compile(call, backend=backend, options={"mode": chosen, "precision": precision, **rest}, fullgraph=fullgraph)
+    given: Any = {"backend": backend, "options": {"mode": chosen, "precision": precision, **rest}, "fullgraph": fullgraph}
+    compiled = torch.compile(_called(model), **given)
     model._compiled_call_impl = _marks(compiled) if sizes == "any" else compiled  # type: ignore[assignment]
     return model
+
+
+def _called(model: torch.nn.Module) -> Callable[..., Any]:
+    """What to compile: the model's call. Torch compiles no frame of its own files, as nn.Sequential's forward is, so it gets one of ours.
+
+    It counts the graphs of each code object, so each such model gets a copy of the code.
+    """
+    forward = getattr(type(model).forward, "__code__", None)
+    if forward is not None and not _is_torchs(forward):
+        return model._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"call_of_{type(model).__name__}")
+    return call
