@@ -359,11 +359,13 @@ class Again:
     know of in its turn, is computed by an operator.
     """
 
-    def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> None:
+    def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int], order: tuple[int, ...] | None) -> None:
         self.operator = _BY_FUNCTION[call.function]
         self.settings = settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False)
         self.size = call.size
         self.shapes = first_shape, second_shape
+        #: in which the result lies
+        self.order = order
         self.transposed = self.operator is CONV_TRANSPOSE
         #: the key's options of both gradients together
         self.both = call.function, *settings[:-2], call.size
@@ -440,6 +442,14 @@ class Again:
         return self.operator.by_second(self.settings, first, self.shapes[1], grad) if made is None else made
 
 
+def without_gaps(grad: Any, order: tuple[int, ...] | None) -> Any:
+    """A gradient that lies in `order`, as the result does: a copy if its elements lie apart, repeat, or lie in another order.
+
+    The gradient of ``torch.cat`` is a slice of another one, and that of a sum repeats one number.
+    """
+    return grad if TORCH.is_kernel_input(grad, order) else TORCH.copy(grad, order)
+
+
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, again: Again, first: Any, second: Any, bias: Any, made: tuple[Any]) -> Any:
@@ -451,10 +461,14 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         first, second = saved = ctx.saved_tensors  # torch.utils.checkpoint gives them once
-        made = None if _is_followed() else quick.gradients(ctx, saved, grad)
+        again, followed = ctx.again, _is_followed()
+        made = None if followed else quick.gradients(ctx, saved, grad)
+        if made is None and not (followed or torch.is_grad_enabled() or _traced(grad, grad, None) or _is_batched(grad)):
+            dense = without_gaps(grad, again.order)
+            if dense is not grad:
+                grad, made = dense, quick.gradients(ctx, saved, dense)
         if made is not None:
             return made
-        again = ctx.again
         _, by_first, by_second, by_bias, _ = ctx.needs_input_grad
         if by_first and by_second:
             dx, dw = again.gradients(first, second, grad)
@@ -464,12 +478,14 @@ class _Again(torch.autograd.Function):
         return None, dx, dw, _summed(again.settings.ndim, grad) if by_bias else None, None
 
 
-def told_again(call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> Callable[..., Any]:
+def told_again(call: Call, first_shape: Sequence[int], second_shape: Sequence[int], result: Any) -> Callable[..., Any]:
     """(first, second, bias, (result,)) -> the result of a convolution that the launcher in C has just repeated, known to torch.
 
-    It is ``_Again.apply`` without checks that the launcher has already made. They take 3 us.
+    It is ``_Again.apply`` without checks that the launcher has already made. They take 3 us. `result` lies as all results of the call do.
     """
-    return partial(super(torch.autograd.Function, _Again).apply, Again(call, first_shape, second_shape))
+    batched = result.dim() == call.ndim + 2
+    order = channels_last(call.ndim + 2, call.ndim) if batched and _layout(result, call.ndim) == "NHWC" else None
+    return partial(super(torch.autograd.Function, _Again).apply, Again(call, first_shape, second_shape, order))
 
 
 class _Transformed(_Function):
