@@ -1,4 +1,4 @@
-# make verify and make test set up everything they need in .venv and then run.
+# make verify and make test set up what they need in .venv and then run. make verify needs less, so it is soon done on a fresh machine.
 #
 # With an interpreter that already has what is needed (a GPU image without network, say):
 #   make test PYTHON=python3 VENV=
@@ -10,10 +10,12 @@ VENV ?= .venv
 ifeq ($(strip $(VENV)),)
 RUN := $(PYTHON)
 READY :=
+LEAN :=
 LINT := $(shell $(PYTHON) -c "import ruff, mypy; print('lint')" 2>/dev/null)
 else
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
+LEAN := $(VENV)/.ready-to-verify
 LINT := lint
 endif
 
@@ -22,31 +24,37 @@ CLI := $(RUN) -m pycuda_conv
 # Tests start hundreds of processes. Where the environment forbids Python to keep what it compiled, each would compile all packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup launcher verify test lint bench docs wheel clean
+.PHONY: help setup launcher verify test lint bench docs wheel sdist clean
 help:
 	@echo "make verify   compute every kind of convolution here and compare with a float64 reference"
 	@echo "make test     ruff, mypy, pytest"
 	@echo "make bench    measure against torch; the figures go to build/"
 	@echo "make docs     build the documentation in build/docs; a warning is an error"
 	@echo "make wheel    a wheel in dist/; make wheel GPU=sm_90a,sm_80 compiles the most used kernels for those GPUs into it"
+	@echo "make sdist    the sources, with the tests and all that they need, in dist/"
 	@echo "make lint     ruff and mypy only"
 	@echo "make launcher build the launcher in C in place, for a checkout that is not installed; make setup builds it too"
-	@echo "make setup    only make $(or $(VENV),the environment); the others do it when setup.cfg or constraints.txt changed"
+	@echo "make setup    only make $(or $(VENV),the environment), with all that contributors need (some minutes, 2 GB);"
+	@echo "              the others do it when setup.cfg or constraints.txt changed"
 	@echo "make clean    remove $(or $(VENV),build files) and what builds and tests leave behind"
 	@echo "ARGS=...      is passed on to verify, bench and pytest: make test ARGS='-k dgrad'"
 
 setup: $(READY)
 
 ifneq ($(READY),)
-$(READY): setup.cfg setup.py pycuda_conv/runtime/_launch.c pycuda_conv/runtime/_copy.c pyproject.toml constraints.txt scripts/setup_env.sh
-	PYTHON="$(PYTHON)" scripts/setup_env.sh "$(VENV)"
+MADE_OF := setup.cfg setup.py $(wildcard pycuda_conv/runtime/*.c) pyproject.toml constraints.txt scripts/setup_env.sh
+$(READY): $(MADE_OF)
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh "$(VENV)" test
+	@touch $@ $(LEAN)
+$(LEAN): $(MADE_OF)
+	@PYTHON="$(PYTHON)" scripts/setup_env.sh "$(VENV)" verify
 	@touch $@
 endif
 
 launcher: $(READY)
 	$(RUN) setup.py -q build_ext --inplace
 
-verify: $(READY)
+verify: $(LEAN)
 	$(CLI) verify $(ARGS)
 
 bench: $(READY)
@@ -54,6 +62,9 @@ bench: $(READY)
 	$(CLI) bench --json build/bench.json --csv build/bench.csv $(if $(strip $(VENV)),--plots build) $(ARGS)
 
 SHIPPED := pycuda_conv/shipped
+sdist: $(READY)
+	$(RUN) -c "from setuptools.build_meta import build_sdist; print(build_sdist('dist'))"
+
 wheel: $(READY)
 	@rm -rf build/lib $(SHIPPED)
 	$(if $(GPU),PYTHONPATH=. $(RUN) scripts/ship_kernels.py $(GPU) $(ARGS))

@@ -57,7 +57,7 @@
 #define LAUNCH_BOUNDS(threads, blocks) __attribute__((reqd_work_group_size(threads, 1, 1)))
 #define ALIGNED __attribute__((aligned(16)))
 #define LID_0 ((int)get_local_id(0))
-#define GID_0 get_group_id(0)
+#define GID_0 (get_group_id(0) + get_global_offset(0) / get_local_size(0) - 1)  // a launch comes in parts: the first begins at offset 1 block
 #define local_barrier() barrier(CLK_LOCAL_MEM_FENCE)
 #define HIDE(v)
 #define SCALE_AND_ADD(v, factor, summand) { (v) *= (factor); (v) += (summand); }

@@ -20,7 +20,7 @@ from pycuda_conv import engines
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.engines.tensor_cores import products
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import VariableError
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.compiler import CompileError
@@ -37,7 +37,7 @@ def enabled() -> bool:
     """Whether kernels are compiled behind calls, and know layers' constants: unless ``PYCUDA_CONV_BACKGROUND`` is ``0``."""
     text = os.environ.get("PYCUDA_CONV_BACKGROUND", "1")
     if text not in ("0", "1"):
-        raise ConvArgumentError(f"PYCUDA_CONV_BACKGROUND must be 0 or 1, got {text!r}")
+        raise VariableError(f"PYCUDA_CONV_BACKGROUND must be 0 or 1, got {text!r}")
     return text == "1"
 
 
@@ -51,7 +51,9 @@ used: dict[engines.Config, None] = {}
 
 #: How many times as long as the better configuration, by prediction, a stand-in may take on a GPU: a captured graph keeps it for good.
 SLOWEST = 3
-#: The same for a configuration that a call waits for because it takes less time to compile.
+#: On OpenCL, where no model predicts times, larger problems have no stand-in: a slow one may take longer than the compiler does.
+MOST_FLOPS = 1e8
+#: How many times as long a configuration may take that a call waits for because it takes less time to compile.
 HARDLY = 1.15
 
 
@@ -66,6 +68,8 @@ def stand_in(
     """
     known: dict[engines.Config, Schedule] = {} if schedules is None else schedules
     coming = []
+    if device.backend == "opencl" and problem.flops > MOST_FLOPS:
+        return None
     for one in chain((config,), _not_slow(problem, config, _alike(problem, config, device), device)):
         if one not in known:
             try:

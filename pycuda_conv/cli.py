@@ -12,10 +12,11 @@ from typing import Any, NoReturn
 
 import pycuda_conv
 from pycuda_conv import interrupt
-from pycuda_conv.errors import BackendError, ConvArgumentError, did_you_mean
+from pycuda_conv.errors import BackendError, ConvArgumentError, VariableError, did_you_mean
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ACTIVATIONS, PADDINGS, checked_activation
 from pycuda_conv.runtime import named_place
+from pycuda_conv.tools import streams
 from pycuda_conv.tools.suite import KINDS, MODES
 from pycuda_conv.tools.terminal import OK, UNUSABLE, ToolError
 from pycuda_conv.tools.wording import in_options, with_suggestion
@@ -30,6 +31,24 @@ class _Parser(argparse.ArgumentParser):
         """All options of this command and of its subcommands."""
         below = [one for action in self._actions if isinstance(action.choices, dict) for one in action.choices.values()]
         return [option for one in (self, *below) for action in one._actions for option in action.option_strings]
+
+
+class _Help(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """Leave the lines of examples as they are."""
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
+
+
+#: What each command's help shows at its end.
+EXAMPLES = {
+    "run": ("run --filter sharpen photo.jpg sharper.jpg", "run --filter w.npy --padding same scans results"),
+    "info": ("info", "info --json > machine.json"),
+    "verify": ("verify", "verify --device opencl --seed 1"),
+    "bench": ("bench --quick --only 'k3x3 s1'", "bench --device opencl --json cpu.json"),
+    "tune": ("tune --match 64x56x56 --limit 300", "tune --dtype float16 --layout NHWC"),
+    "warm": ("warm --model resnet50 --mode fp16-nhwc --training", "warm --device opencl"),
+    "kernels": ("kernels", "kernels opencl --list"),
+}
 
 
 def _device(text: str) -> Any:
@@ -70,6 +89,12 @@ def _place(text: str) -> Path | str:
     """A path, which may also be written as an address of ``file`` or ``local``; any other address unchanged."""
     protocol, mark, rest = text.partition("://")
     return text if mark and protocol not in ("file", "local") else Path(rest if mark else text)
+
+
+def _output(text: str) -> Path | str:
+    """The same; a folder's name keeps the slash at its end."""
+    place = _place(text)
+    return f"{place}{os.sep}" if isinstance(place, Path) and text.endswith(("/", os.sep)) else place
 
 
 def _axes(text: str) -> str:
@@ -120,9 +145,10 @@ def _devices(text: str) -> Any:
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    top = _Parser(prog="pycuda-conv", description="Check this machine (info, verify), measure speed (bench, tune), convolve files (run).")
+    top = _Parser(prog="pycuda-conv", description="Convolve files (run), check this machine (info, verify), measure speed (bench, tune).")
     top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench,tune,warm,kernels,run}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{run,info,verify,bench,tune,warm,kernels}")
+    _add_run(commands)
 
     info = commands.add_parser("info", help="show versions, GPUs, the default device, and what is missing")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -180,16 +206,24 @@ def parser() -> argparse.ArgumentParser:
     )
     warm.add_argument("--model", metavar="NAME", help="the layers of this network of torchvision's")
     warm.add_argument("--size", type=_sizes, default=(8, 3, 224, 224), metavar="N,C,H,W", help="with --model: the images")
-    warm.add_argument("--mode", nargs="+", choices=(*MODES, "all"), default=["fp32"], metavar="MODE", help="as for bench; by default fp32")
+    warm.add_argument("--mode", nargs="+", choices=(*MODES, "all"), default=[], metavar="MODE", help="as for bench; by default fp32")
     warm.add_argument("--training", action="store_true", help="the gradients too")
     warm.add_argument("--random", type=_count, metavar="N", help="the N kernels that random layers of all families need most often")
     warm.add_argument("--constants", action="store_true", help="kernels that know a layer's constants too")
+    warm.add_argument("--device", type=_device, help="a GPU, or opencl: there, unless layers are asked for, all kernels are compiled")
     warm.add_argument("--gpu", metavar="ARCH", help="for such a GPU, sm_90a for one, which need not be here")
 
     kernels = commands.add_parser("kernels", help="count, or list, all texts of kernels that problems may ask for")
     kernels.add_argument("architectures", nargs="*", metavar="ARCH", help="sm_90a, sm_80, opencl, ...; by default these three")
     kernels.add_argument("--list", action="store_true", help="print every text's defines")
 
+    for name, examples in EXAMPLES.items():
+        command = commands.choices[name]
+        command.epilog, command.formatter_class = "\n  pycuda-conv ".join(("examples:", *examples)), _Help
+    return top
+
+
+def _add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run", help="convolve a .npy file, however large, a zarr array, a TIFF, or a picture",
         description="Convolve a .npy file, however large, a zarr array, a TIFF of several pages, or a picture. Arrays are padded with "
@@ -200,9 +234,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "input", type=_place, nargs="+",
         help="a .npy file of shape (N, C, ...) or (C, ...), a .zarr or OME-Zarr, also at an address that fsspec opens, a TIFF, or a "
-        "picture; several of them, or a pattern with * in quotes",
+        "picture; several of them, patterns with * in quotes, or a folder, for all such files in it and below",
     )
-    run.add_argument("output", type=_place, help="what to write, by its name; for several inputs a folder")
+    run.add_argument("output", type=_output, help="what to write, by its name, or a folder, which is made if there is none")
     run.add_argument(
         "--filter", required=True, metavar="FILE|NAME",
         help="a .npy file of shape (K, C/groups, ...); for pictures (R, S) too, for volumes (T, R, S); or, for both, sharpen, blur, edge, "
@@ -232,7 +266,6 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--resume", action="store_true", help="keep what is complete when interrupted, and go on from there the next time")
     run.add_argument("--batch", type=_count, metavar="N", help="images to convolve at a time; by default as many as fill 256 MiB")
     run.add_argument("--force", action="store_true", help="replace the output if it exists")
-    return top
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -259,7 +292,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
         chosen = {name: value for name, value in vars(arguments).items() if name not in ("command", "mode")}
-        return warm.run(warm.Settings(**chosen, mode=modes))
+        return warm.run(warm.Settings(**chosen, mode=modes or None))
     if arguments.command == "tune":
         from pycuda_conv.tools import tune
 
@@ -320,46 +353,43 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
-    command = "pycuda-conv"
-    try:
-        interrupt.raise_again()
-        arguments = parser().parse_args(argv)
-        command = f"pycuda-conv {arguments.command}"
-        status = _run(arguments)
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        return _interrupted()
-    except BrokenPipeError:  # the reader, such as head, has had enough
-        _finish_output()
-        return OK
-    except OSError as error:  # such as that of a full disk behind stdout
-        _finish_output()
-        what = error.strerror or str(error)
-        print(f"{command}: {what if error.filename is None else f'{error.filename}: {what}'}", file=sys.stderr)
-        return UNUSABLE
-    except (ToolError, BackendError, MemoryError, ConvArgumentError) as error:
-        if isinstance(error, ConvArgumentError) and not str(error).startswith("PYCUDA_CONV_"):  # no variable of the environment
-            raise
-        print(f"{command}: {in_options(' '.join(str(error).split())) or 'too little memory'}", file=sys.stderr)
-        return UNUSABLE
-    except RuntimeError as error:  # Python before 3.12 wraps an error raised while a class tells its attributes their names
-        if not isinstance(error.__cause__, KeyboardInterrupt):
-            raise
-        return _interrupted()
+    with interrupt.raised():
+        try:
+            return _main(argv)
+        except KeyboardInterrupt as error:
+            return _ended(error, INTERRUPTED)
+        except interrupt.Terminated as error:
+            return _ended(error, int(str(error.code)))
+        except RuntimeError as error:  # Python before 3.12 wraps an error raised while a class tells its attributes their names
+            if not isinstance(error.__cause__, KeyboardInterrupt):
+                raise
+            return _ended(error.__cause__, INTERRUPTED)
 
 
-def _interrupted() -> int:
-    print("interrupted", file=sys.stderr)
-    return INTERRUPTED
+def _main(argv: Sequence[str] | None) -> int:
+    with streams.forgiving() as lost:
+        command = "pycuda-conv"
+        try:
+            arguments = parser().parse_args(argv)
+            command = f"pycuda-conv {arguments.command}"
+            status = _run(arguments)
+        except (ToolError, BackendError, MemoryError, VariableError) as error:
+            print(f"{command}: {in_options(' '.join(str(error).split())) or 'too little memory'}", file=sys.stderr)
+            return UNUSABLE
+        except OSError as error:
+            what = error.strerror or str(error)
+            print(f"{command}: {what if error.filename is None else f'{error.filename}: {what}'}", file=sys.stderr)
+            return UNUSABLE
+    if lost:
+        print(f"{command}: {lost[0].strerror}", file=sys.stderr)
+        return status or (OK if arguments.command == "run" else UNUSABLE)  # what `run` makes are files
+    return status
 
 
-def _finish_output() -> None:
-    """Write what stdout still holds. What can't be written is dropped: Python would try again at its end and complain."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _ended(error: BaseException, status: int) -> int:
+    how = getattr(error, "how", "")
+    print(interrupt.word(status) + (how and f"; {how}"), file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

@@ -11,6 +11,10 @@ class ConvArgumentError(ValueError, RuntimeError):
     """A refused argument. Both a ``ValueError``, as numpy users expect, and a ``RuntimeError``, as torch raises."""
 
 
+class VariableError(ConvArgumentError):
+    """A variable of the environment has a value that it can't have."""
+
+
 class BackendError(RuntimeError):
     """A device or its software is missing; the text says what and how to get it."""
 

@@ -1,6 +1,7 @@
-"""Ctrl-C while the command ``pycuda-conv`` still imports modules: the process ends with one line, as later on, without a traceback.
+"""Ctrl-C, SIGTERM and SIGHUP in the command ``pycuda-conv``: it ends with one line and the status 128 + number, without a traceback.
 
-The package's ``__init__`` imports this module before all others, because numpy and the rest take most of a second.
+The package's ``__init__`` imports this module before all others, because numpy and the rest take most of a second. Meanwhile a signal ends
+the process at once; later it raises an exception, so that what is half done is removed.
 """
 
 from __future__ import annotations
@@ -8,8 +9,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-INTERRUPTED = 130  # the exit status of a process that Ctrl-C ended
+INTERRUPTED = 128 + signal.SIGINT  # the exit status of a process that Ctrl-C ended
+_WORDS = {signal.SIGINT: "interrupted"}
+#: Besides Ctrl-C. Windows lacks SIGHUP.
+_OTHERS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class Terminated(SystemExit):
+    """A signal other than Ctrl-C asked the process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
 
 
 def _is_command() -> bool:
@@ -21,17 +35,56 @@ def _is_command() -> bool:
 
 
 def _end(number: int, frame: object) -> None:
-    os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
+    try:
+        os.write(2, f"{word(128 + number)}\n".encode())
+    finally:  # stderr may be closed
+        os._exit(128 + number)
+
+
+def word(status: int) -> str:
+    """The word for what ended a process with that exit status."""
+    return _WORDS.get(signal.Signals(status - 128), "terminated")
 
 
 def end_in_one_line() -> None:
-    """From here on Ctrl-C ends the process at once, if this is the command."""
-    if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    """From here on such a signal ends the process at once, if this is the command."""
+    if not _is_command():
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
+    for number in _OTHERS:
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _end)
 
 
-def raise_again() -> None:
-    """From here on Ctrl-C raises ``KeyboardInterrupt``, so that what was half done can be removed."""
+@contextmanager
+def raised() -> Iterator[None]:
+    """Inside the block Ctrl-C raises ``KeyboardInterrupt``, and the other signals raise :class:`Terminated`."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Terminated(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    before = {number: signal.getsignal(number) for number in _OTHERS}
+    taken = [number for number, handler in before.items() if handler in (signal.SIG_DFL, _end)]
+    try:
+        for number in taken:
+            signal.signal(number, stop)
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, before[number])
+
+
+@contextmanager
+def telling(how: Callable[[], str]) -> Iterator[None]:
+    """Where a signal ends the block, the command's last line tells `how` to go on."""
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as error:
+        error.how = getattr(error, "how", "") or how()  # type: ignore[union-attr]
+        raise

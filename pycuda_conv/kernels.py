@@ -26,6 +26,8 @@ from pycuda_conv.runtime.plain import plain
 if TYPE_CHECKING:
     from pycuda_conv.plan import Plan
 
+#: In the places of a norm's vectors.
+NO_NORM = 0, 0, 0
 #: Where a plan's workspace has to begin.
 WORKSPACE_ALIGNMENT = 256
 
@@ -166,6 +168,8 @@ def of_plan(plan: Plan, operands: Operands, out: Any, workspace: Any) -> list[Ke
     device: Any = plan.device
     if device.backend != "cuda":
         raise BackendError(f"kernels are launched by PyCUDA on a GPU, and this plan is for {device.name}")
+    if plan.problem.norm is not None:
+        raise ConvArgumentError("a plan of a problem with a norm gives no kernels: its operands are those of a module")
     kind = same_kind(operands, out)
     if not isinstance(kind, DeviceKind) or not all(kind.on_gpu(a) for a in (*operands, out) if a is not None):
         raise TypeError(f"kernels takes arrays in a GPU's memory, but input is a {kind.name} in the host's")
@@ -188,7 +192,7 @@ def of_plan(plan: Plan, operands: Operands, out: Any, workspace: Any) -> list[Ke
     *sources, result = addresses
     place = scratch + plan.schedule.workspace_bytes if plan.filter_bytes else 0
     input, weight, bias, scale, residual = sources
-    buffers = input, weight, bias, result, scratch, place, scale, residual
+    buffers = input, weight, bias, result, scratch, place, scale, residual, *NO_NORM
     steps = plan.loaded.filter_last if filter_last else plan.loaded.whole
     assert steps is not None
     return [_kernel(device, launch, buffers, (operands, out, kept)) for launch in device.launches(steps)]

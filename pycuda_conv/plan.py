@@ -294,6 +294,7 @@ class Plan:
         """
         input, weight, bias, scale, residual, result, workspace = buffers
         place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)
+        self.device.check_current()
         self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual, *norm), stream)
         coming = self._behind
         if coming is not None:
@@ -301,6 +302,7 @@ class Plan:
 
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
+        self.device.check_current()
         self._launcher(PACK)((0, weight, 0, 0, 0, packed, *(0,) * 5), stream)
 
     def __call__(

@@ -66,8 +66,6 @@ key: Callable[..., Any] = _nothing if _native is None else _native.key
 again: Callable[..., Any] = _nothing if _native is None else _native.again
 #: (ctx, what it saved, gradient of the result) -> what ``_Again.backward`` of :mod:`pycuda_conv.nn.autograd` returns, or None
 gradients: Callable[..., Any] = _nothing if _native is None else _native.gradients
-#: :data:`pycuda_conv.nn.watch.holds`, or None where Python has to do it
-holds: Callable[..., bool] | None = None if _native is None else _native.holds
 
 
 def possible() -> bool:
@@ -103,13 +101,15 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
     `least` is the lowest number of a GPU; tests take -1, the host's. With `exchange`, torch describes a tensor in a tenth of the time that
     its attributes take, where it has a function for that: DLPack's.
     """
-    if _native is None:
+    from pycuda_conv import torch_internals  # it imports torch
+
+    if _native is None or torch_internals.ASKED_BY_LAUNCHER is None:
         return
-    c, tensor = torch._C, torch.Tensor
-    marked = getattr(c, "_get_tensor_metadata", tensor.is_neg)  # it keeps the GIL, which is_neg() releases
+    tensor = torch.Tensor
+    marked = getattr(torch._C, "_get_tensor_metadata", tensor.is_neg)  # it keeps the GIL, which is_neg() releases
     about = tensor.data_ptr, tensor.stride, tensor.get_device, marked, tensor.is_inference
     autocast = partial(torch.is_autocast_enabled, "cuda")
-    states = c._are_functorch_transforms_active, c._len_torch_dispatch_stack, c._get_tracing_state, autocast
+    states = *torch_internals.ASKED_BY_LAUNCHER, autocast
     announce = torch.autograd.graph.increment_version
     levels = vars(torch.autograd.forward_ad)
     describe = getattr(tensor, "__dlpack_c_exchange_api__", None) if exchange else None

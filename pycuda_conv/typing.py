@@ -34,9 +34,14 @@ class _HasInterface(Protocol):
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 
+class _SpeaksDLPack(Protocol):
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __dlpack_device__(self) -> tuple[Any, Any]: ...
+
+
 #: The arrays of a call and its result, all of one kind. (Of an object that only has a ``__cuda_array_interface__`` the result is
 #: a ``GPUArray``, which types can't say.)
-Array = TypeVar("Array", bound=_HasShape | _HasInterface)
+Array = TypeVar("Array", bound=_HasShape | _HasInterface | _SpeaksDLPack)
 
 #: A dtype of numpy's.
 DType = TypeVar("DType", bound="np.dtype[Any]")

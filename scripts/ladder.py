@@ -1,6 +1,8 @@
 """Time the ladder of kernels on one layer, from one thread a pixel to the tensor cores, and draw it.
 
     python scripts/ladder.py --plot docs/plots/ladder.svg
+
+Without a GPU it has the steps that PoCL can run, on a smaller layer.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ from pathlib import Path
 import torch
 
 import pycuda_conv as pc
+from pycuda_conv import engines
 from pycuda_conv.engines.direct import Batched
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
-from pycuda_conv.timing import Effort, gpu_times
+from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools.plots import OURS, TORCH, save
 from pycuda_conv.tools.report import median
 
 LAYER = pc.ConvProblem.forward(2, (32, 256, 56, 56), (256, 256, 3, 3), padding=1)
+SMALL_LAYER = pc.ConvProblem.forward(2, (1, 64, 28, 28), (64, 64, 3, 3), padding=1)  # for a CPU
 
 #: What a step adds, its configuration, and what of the problem it changes.
 STEPS = (
@@ -38,9 +42,13 @@ STEPS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plot", type=Path, help="write a bar chart there")
-    plot = parser.parse_args().plot
+    parser.add_argument("--device", choices=("cuda", "opencl"), help="by default a GPU, or OpenCL without one")
+    arguments = parser.parse_args()
+    device = pc.runtime.get_device(arguments.device)
+    on_gpu = device.backend == "cuda"
+    layer, place = (LAYER, "cuda") if on_gpu else (SMALL_LAYER, "cpu")
     torch.backends.cudnn.benchmark = True
-    x, w = torch.randn(LAYER.input_shape, device="cuda"), torch.randn(LAYER.weight_shape, device="cuda") / 48
+    x, w = torch.randn(layer.input_shape, device=place), torch.randn(layer.weight_shape, device=place) / 48
     reference = torch.nn.functional.conv2d(x.double(), w.double(), padding=1)
     names, ways, errors = [], [], []
 
@@ -51,17 +59,26 @@ def main() -> None:
         errors.append(float((result - reference).norm() / reference.norm()))
 
     for name, config, changes in STEPS:
-        problem = replace(LAYER, **changes)
-        add(name, _ours(problem, config, x, w))
-    for name, allow, changes in (("cuDNN fp32", False, {}), ("cuDNN TF32", True, {}), ("cuDNN float16, channels last", True, STEPS[-1][2])):
-        add(name, _cudnn(replace(LAYER, **changes), allow, x, w))
-    times, _ = gpu_times(torch, ways, 1, Effort(rounds=5, seconds=0.5))
-    print(f"{LAYER} on {torch.cuda.get_device_name()}, medians")
+        problem = replace(layer, **changes)
+        if engines.refusal(problem, config, device) is None:
+            add(name, _ours(problem, config, x, w, device))
+    if on_gpu:
+        rivals = ("cuDNN fp32", False, {}), ("cuDNN TF32", True, {}), ("cuDNN float16, channels last", True, STEPS[-1][2])
+        for name, allow, changes in rivals:
+            add(name, _cudnn(replace(layer, **changes), allow, x, w))
+        times, _ = gpu_times(torch, ways, 1, Effort(rounds=5, seconds=0.5))
+        where = torch.cuda.get_device_name()
+    else:
+        add("the planner's choice", _ours(layer, None, x, w, device))
+        add(f"torch, {torch.get_num_threads()} threads", lambda _: torch.nn.functional.conv2d(x, w, padding=1))
+        times = wall_times(ways, 1, Effort(rounds=5, seconds=0.5))
+        where = device.device.name.strip()
+    print(f"{layer} on {where}, medians")
     for name, taken, error in zip(names, times, errors, strict=True):
         us = median(taken) * 1e6
-        print(f"{name:50s} {us:9.1f} us {LAYER.flops / us / 1e6:7.1f} TFLOP/s   error {error:.1e}")
-    if plot:
-        draw(names, [LAYER.flops / median(taken) / 1e12 for taken in times], torch.cuda.get_device_name(), plot)
+        print(f"{name:50s} {us:9.1f} us {layer.flops / us / 1e6:9.3g} TFLOP/s   error {error:.1e}")
+    if arguments.plot:
+        draw(names, [layer.flops / median(taken) / 1e12 for taken in times], f"{layer} on {where}", arguments.plot)
 
 
 def _placed(problem, x, w):
@@ -70,9 +87,9 @@ def _placed(problem, x, w):
     return x.to(dtype).contiguous(memory_format=layout), w.to(dtype)
 
 
-def _ours(problem, config, x, w):
+def _ours(problem, config, x, w, device):
     x, w = _placed(problem, x, w)
-    plan = pc.Plan(problem, config=config)
+    plan = pc.Plan(problem, device, config=config)
     return lambda _: plan(x, w)
 
 
@@ -87,21 +104,21 @@ def _cudnn(problem, allow_tf32, x, w):
     return way
 
 
-def draw(names: list[str], rates: list[float], gpu: str, path: Path) -> None:
+def draw(names: list[str], rates: list[float], title: str, path: Path) -> None:
     """A bar for each step; `rates` in TFLOP/s."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.9 + 0.34 * len(names)), layout="constrained", facecolor="white")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.barh(range(len(names)), rates, color=[TORCH if name.startswith("cuDNN") else OURS for name in names])
+    axes.barh(range(len(names)), rates, color=[TORCH if name.startswith(("cuDNN", "torch")) else OURS for name in names])
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
     axes.set_xscale("log")
     for y, rate in enumerate(rates):
-        axes.annotate(f"{rate:.1f}", (rate, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(f"{rate:.3g}", (rate, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_xlabel("TFLOP/s (effective, logarithmic)")
-    axes.set_title(f"{LAYER} on {gpu}", loc="left", fontsize=10)
+    axes.set_title(title, loc="left", fontsize=10)
     save(figure, path)
 
 

@@ -164,6 +164,7 @@ def nothing_behind_calls():
 
 def pytest_addoption(parser):
     parser.addoption("--optimised", action="store_true", help="let PoCL optimise all kernels, not only those of the tests that are about it")
+    parser.addoption("--torch-versions", action="store_true", help="download the oldest and the newest torch that setup.cfg admits, and try them")
     parser.addoption("--minutes", type=float, default=0, help="skip tests that have not begun after so many minutes, and say so (0: never)")
     parser.addoption("--all-texts", action="store_true", help="let nvcc compile every text of a kernel that tests name, and try every text of some kernels: see CONTRIBUTING.md")
 

@@ -164,7 +164,7 @@ def test_arguments_are_byte_for_byte_those_of_our_launches(fake, problem, dtype)
         asked = [line for line in fake.asked(device) if line.startswith("launch")]
         assert len(asked) == len(launches)
         for launch, line in zip(launches, asked, strict=True):
-            kernel = kernels._kernel(device, launch, (input, weight, bias, result, workspace, place, scale, residual), "kept")
+            kernel = kernels._kernel(device, launch, (input, weight, bias, result, workspace, place, scale, residual, *kernels.NO_NORM), "kept")
             assert not kernel.function.launched
             kernel("a stream")
             ((grid, block, shared, stream, packed),) = kernel.function.launched
@@ -411,3 +411,99 @@ def test_pycuda_compiles_all_kernels_if_it_is_chosen(tmp_path):
     """
     more = {"PYCUDA_CONV_COMPILER": "pycuda", "PYCUDA_CONV_CACHE_DIR": str(tmp_path), "PYCUDA_DEFAULT_NVCC_FLAGS": "-lineinfo"}
     assert python(textwrap.dedent(code), os.environ, **more) == "pycuda\n"
+
+
+@pytest.mark.gpu
+@needs_nvcc
+def test_the_founding_program():
+    program = KERNEL_DIR.parent / "examples" / "notebook.py"
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("equal") == 5 and "WRONG" not in done.stdout
+
+
+@pytest.mark.gpu
+def test_by_hand_in_a_context_of_its_own():
+    """With pycuda.autoinit, in a process of its own: kernels in a stream and a graph, all kinds of calls, memory of all kinds, and what is refused."""
+    code = """
+        import ml_dtypes, numpy as np
+        import pycuda.autoinit, pycuda.driver as drv
+        from pycuda import gpuarray
+        import pycuda_conv as pc
+        from pycuda_conv.runtime.graph import Graph
+
+        rng = np.random.default_rng(0)
+        draw = lambda *shape: rng.standard_normal(shape).astype("f")
+        for groups, x, w in ((1, draw(2, 64, 16, 16), draw(64, 64, 3, 3)), (8, draw(2, 8, 16, 32), draw(8, 1, 3, 3))):
+            x_gpu, w_gpu = gpuarray.to_gpu(x), gpuarray.to_gpu(w)
+            plan = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape, padding=1, groups=groups))
+            y = pc.conv2d(x_gpu, w_gpu, padding=1, groups=groups)
+            exact = pc.conv2d(x.astype("d"), w.astype("d"), padding=1, groups=groups)
+            assert abs(y.get() - exact).max() < 1e-4
+            expected, out, stream = plan(x_gpu, w_gpu).get(), gpuarray.zeros_like(y), drv.Stream()
+            kernels = plan.kernels(x_gpu, w_gpu, out=out, workspace=drv.mem_alloc(max(plan.workspace_bytes, 1)))
+            drv.Context.synchronize()
+            for k in kernels:
+                k(stream)
+            stream.synchronize()
+            assert np.array_equal(out.get(), expected)
+            graph = Graph(stream)
+            with graph.capture():
+                for k in kernels:
+                    k(stream)
+            out.fill(0)
+            drv.Context.synchronize()
+            graph.replay()
+            stream.synchronize()
+            assert np.array_equal(out.get(), expected)
+            assert np.array_equal(plan.bind(w_gpu)(x_gpu).get(), expected)
+            assert all(np.array_equal(one.get(), y.get()) for one in pc.conv2d_many([x_gpu] * 3, w_gpu, padding=1, groups=groups))
+            assert pc.conv2d_weight(x_gpu, w.shape, y, padding=1, groups=groups).shape == w.shape
+            assert pc.conv2d_input(x.shape, w_gpu, y, padding=1, groups=groups).shape == x.shape
+            half = pc.conv2d(*(gpuarray.to_gpu(a.astype("bfloat16")) for a in (x, w)), padding=1, groups=groups)
+            assert half.dtype.name == "bfloat16" and abs(half.get().astype("d") - exact).max() < 0.5
+            locked = drv.pagelocked_empty(x.shape, np.float32)
+            managed = drv.managed_empty(x.shape, np.float32, mem_flags=drv.mem_attach_flags.GLOBAL)
+            locked[...] = managed[...] = x
+            drv.Context.synchronize()
+            for host in (locked, managed):
+                assert abs(pc.conv2d(host, w, padding=1, groups=groups) - exact).max() < 1e-4
+        for call, words in (
+            (lambda: pc.dlpack(x_gpu), "lies in a CUDA context of its own"), (lambda: plan.kernels(x, w, out=exact), "in a GPU's memory"),
+        ):
+            try:
+                call()
+            except (TypeError, ValueError) as error:
+                assert words in str(error), error
+            else:
+                raise AssertionError(words)
+        print("as expected")
+    """
+    assert python(textwrap.dedent(code), os.environ) == "as expected\n"
+
+
+@pytest.mark.gpu
+def test_functions_are_made_in_the_context_of_the_arrays():
+    code = """
+        import numpy as np
+        import pycuda.driver as drv
+        from pycuda import gpuarray
+        import pycuda_conv as pc
+        drv.init()
+        primary = drv.Device(0).retain_primary_context()
+        primary.push()
+        x, w, y = (gpuarray.zeros(shape, np.float32) for shape in ((1, 2, 5, 5), (3, 2, 3, 3), (1, 3, 3, 3)))
+        plan = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape))
+        assert plan.kernels(x, w, out=y)
+        other = drv.Device(0).make_context()
+        try:
+            plan.kernels(x, w, out=y)
+        except ValueError as error:
+            assert "functions are made in PyCUDA's current context" in str(error), error
+        else:
+            raise AssertionError
+        other.pop()
+        drv.Context.pop()
+        print("as expected")
+    """
+    assert python(textwrap.dedent(code), os.environ) == "as expected\n"

@@ -285,6 +285,9 @@ def test_a_context_that_is_gone(fake):
                 with pytest.raises(ConvArgumentError, match=r"context.* gone: (bind it again|call context.push\(\))"):
                     call()
             assert pc.conv2d(x, w).shape == Y
+    for call in (lambda: plan.launch([1 << 20] * 7), lambda: plan.pack(1 << 20, 1 << 20)):
+        with pytest.raises(ConvArgumentError, match=r"needs a CUDA context of cuda:0 .*is gone"):
+            call()
     with pytest.raises(ConvArgumentError, match=r"is not one of a GPU's memory, or its CUDA context is gone"):
         pc.conv2d(*kept[:1], *kept[:1])
     del kept

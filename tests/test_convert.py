@@ -3,18 +3,13 @@
 import copy
 import math
 import pickle
-import random
-import sys
+import warnings
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the modules are torch's")
-from torch.nn.utils import prune  # noqa: E402
-
 import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv import memo  # noqa: E402
-from pycuda_conv.nn import chains, routing, watch  # noqa: E402
-from pycuda_conv.nn import fused as fused_layer  # noqa: E402
+from pycuda_conv.nn import modules, routing  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
 
@@ -29,12 +24,12 @@ def where(request):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What this package computes: "plain" or "epilogue" for a module's convolution, "layer" for a fused one in training, "routed"."""
+    """What this package computes: "plain" for a module's convolution, "routed" for one in a forward of its own."""
     made = []
 
     def noted(function, word):
         def call(*args, **options):
-            made.append(word if options.get("scale") is None and options.get("activation") is None else "epilogue")
+            made.append(word)
             return function(*args, **options)
 
         return call
@@ -44,8 +39,6 @@ def calls(monkeypatch):
         monkeypatch.setattr(ours, "function", staticmethod(noted(ours.function, "plain")))
     for theirs, ours in routing._ROUTES.items():
         monkeypatch.setitem(routing._ROUTES, theirs, noted(ours, "routed"))
-    monkeypatch.setattr(chains, "conv_bn_act", noted(chains.conv_bn_act, "layer"))
-    monkeypatch.setattr(chains.quick, "call", lambda *call: None)  # so that none is made again without them
     return made
 
 
@@ -59,12 +52,6 @@ WITHIN = 1e-10
 
 def close(got, expected):
     torch.testing.assert_close(got, expected, rtol=WITHIN, atol=WITHIN)
-
-
-def allow_for_torch(monkeypatch, where, activation):
-    """On a GPU torch multiplies float64's hard swish by float32's nearest number to 1 / 6."""
-    if where == "cuda" and activation == "hardswish":
-        monkeypatch.setattr(sys.modules[__name__], "WITHIN", 1e-6)
 
 
 def ready(model, where="cpu"):
@@ -355,406 +342,11 @@ def residual():
     )  # fmt: skip
 
 
-class Basic(nn.Module):
-    """The block of a ResNet-18, as torchvision has it."""
-
-    def __init__(self, inside, outside, stride=1):
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2, self.bn2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside)
-        self.downsample = None
-        if stride > 1 or inside != outside:
-            self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
-
-    def forward(self, x):
-        identity = x
-        out = self.conv1(x)
-        out = self.bn1(out)
-        out = self.relu(out)
-        out = self.conv2(out)
-        out = self.bn2(out)
-        if self.downsample is not None:
-            identity = self.downsample(x)
-        out += identity
-        out = self.relu(out)
-        return out
-
-
-class Bottleneck(nn.Module):
-    """The block of a ResNet-50, likewise."""
-
-    def __init__(self, inside, outside, stride=1):
-        super().__init__()
-        width = outside // 4
-        self.conv1, self.bn1 = nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv3, self.bn3 = nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = None
-        if stride > 1 or inside != outside:
-            self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
-
-    def forward(self, x):
-        identity = x
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        if self.downsample is not None:
-            identity = self.downsample(x)
-        out += identity
-        out = self.relu(out)
-        return out
-
-
-class SmallResNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
-        self.layer1 = nn.Sequential(Basic(8, 8), Basic(8, 16, 2))
-        self.layer2 = nn.Sequential(Bottleneck(16, 24, 2), Bottleneck(24, 24))
-        self.fc = nn.Linear(24, 5)
-
-    def forward(self, x):
-        x = self.relu(self.bn1(self.conv1(x)))
-        return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
-
-
-@pytest.fixture
-def summed(monkeypatch):
-    """The sums with a residual that the fused layer makes in its own kernels: whether with a ReLU. No call is remembered."""
-    made, normalised = [], fused_layer._normalised
-
-    def noted(y, statistics, gamma, beta, residual, activation):
-        if residual is not None:
-            made.append(activation == "relu")
-        return normalised(y, statistics, gamma, beta, residual, activation)
-
-    monkeypatch.setattr(fused_layer, "_normalised", noted)
-    monkeypatch.setattr(fused_layer.quick, "possible", lambda: False)
-    return made
-
-
-def test_blocks_of_a_resnet_are_trained_as_one_layer_each_sum_with_it(where, calls, summed):
-    theirs = ready(SmallResNet(), where)
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-    assert not pn.report(ours).notes
-    x = numbers(4, 3, 21, 20, where=where)
-    for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert list(model.state_dict()) == list(theirs.state_dict())
-        calls.clear(), summed.clear()
-        model.train()(x).sum().backward()
-        assert calls == ["layer"] * 13 and summed == [True] * 4
-        model.load_state_dict(theirs.state_dict())
-    ours.zero_grad()
-    same(ours, theirs, x)
-    for step in range(3):  # running statistics and parameters move alike
-        for model in (ours, theirs):
-            model.train()
-            model.zero_grad()
-            model(numbers(4, 3, 21, 20, where=where, seed=step)).square().sum().backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= 0.01 * parameter.grad
-    for (name, got), expected in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-7, msg=name)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_resnet_under_autocast_with_channels_last(where, summed, dtype):
-    """No further from float64 than twice torch's own way; parameters and gradients stay in float32."""
-    off = [0.0, 0.0]  # of one network, a few results whose sign rounding decides can put either 5 times as far off as the other
-    for seed in range(4):
-        torch.manual_seed(seed)
-        theirs = ready(SmallResNet(), where)
-        plain = copy.deepcopy(theirs).float().to(memory_format=torch.channels_last)
-        ours = pn.convert(copy.deepcopy(plain), fuse_training=True)
-        x = numbers(6, 3, 33, 32, where=where).float().to(memory_format=torch.channels_last)
-        expected = theirs.train()(x.double())
-        expected.square().sum().backward()
-        summed.clear()
-        for i, model in enumerate((ours.train(), plain.train())):
-            with torch.autocast(where, dtype):
-                made = model(x)
-            made.float().square().sum().backward()
-            pairs = zip(model.parameters(), theirs.parameters(), strict=True)
-            off[i] += sum(((got.grad - ref.grad).norm() / ref.grad.norm()).item() ** 2 for got, ref in pairs)
-            assert all(p.dtype is torch.float32 is p.grad.dtype for p in model.parameters())
-            for got, ref in zip(model.buffers(), theirs.buffers(), strict=True):
-                torch.testing.assert_close(got.double(), ref.double(), rtol=0.02, atol=0.02)
-        assert summed == [True] * 4
-    assert math.sqrt(off[0]) < 2 * math.sqrt(off[1])
-
-
-@pytest.mark.gpu
-def test_a_scaler_meets_gradients_that_overflow():
-    """The scaler skips the first step, in which what overflows is not finite, as in torch's own network; the others train alike."""
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no GPU")
-    scaled_training("cuda")
-
-
-def scaled_training(where):
-    theirs = ready(SmallResNet(), where).float().to(memory_format=torch.channels_last)
-    models = pn.convert(copy.deepcopy(theirs), fuse_training=True).train(), theirs.train()
-    start = copy.deepcopy(theirs.state_dict())
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) for model in models]
-    scalers = [torch.amp.GradScaler(where, init_scale=2.0**30, backoff_factor=2.0**-20) for _ in models]
-    x = numbers(6, 3, 33, 32, where=where).float().to(memory_format=torch.channels_last)
-    for step in range(4):
-        overflown = []
-        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
-            optimizer.zero_grad()
-            with torch.autocast(where, torch.float16):
-                loss = model(x).float().square().mean()
-            scaler.scale(loss).backward()
-            overflown.append([name for name, p in model.named_parameters() if not p.grad.isfinite().all()])
-            scaler.step(optimizer)
-            scaler.update()
-        assert overflown[0] == overflown[1] and bool(overflown[0]) == (step == 0)
-        assert [scaler.get_scale() for scaler in scalers] == [2.0**10] * 2
-        for name, parameter in models[0].named_parameters():
-            assert parameter.isfinite().all() and torch.equal(parameter, start[name]) == (step == 0)
-    for got, expected in zip(models[0].parameters(), theirs.parameters(), strict=True):
-        assert (got - expected).norm() <= 0.01 * expected.norm()
-
-
-@pytest.fixture
-def met(monkeypatch):
-    """The gradients by inputs that two uses have, as far as a layer adds them itself: their shapes. No call is remembered."""
-    made, backward = [], fused_layer._backward
-
-    def noted(*args):
-        *_, added, _ = args
-        if added is not None:
-            made.append(tuple(added.shape))
-        return backward(*args)
-
-    monkeypatch.setattr(fused_layer, "_backward", noted)
-    monkeypatch.setattr(fused_layer.quick, "possible", lambda: False)
-    return made
-
-
-def test_gradients_of_a_block_s_input_meet_in_its_first_layer(where, met):
-    theirs = ready(SmallResNet(), where)
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-    x = numbers(4, 3, 21, 20, where=where)
-    same(ours, theirs, x)
-    assert len(met) == 4
-
-
-class Uses(nn.Module):
-    """A layer whose input something else reads in some way."""
-
-    def __init__(self, way, before=False):
-        super().__init__()
-        self.conv, self.bn, self.way = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), way
-        self.down = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
-        self.active = nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
-        self.conv2, self.bn2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-
-    def layer(self, x):
-        return F.relu(self.bn(self.conv(x)))
-
-    def last(self, x):
-        return self.bn2(self.conv2(x))
-
-    def forward(self, x):
-        return self.way(self, x + 0)
-
-
-def _read_before(m, x):
-    other = m.down(x)
-    return F.relu(m.last(m.layer(x)) + other)
-
-
-#: Ways to use the input, and how many gradients then meet in a layer.
-USES = {
-    "residual": (lambda m, x: F.relu(m.last(m.layer(x)) + x), 1), "another layer": (lambda m, x: m.layer(x) * m.last(x), 1),
-    "a convolution in a container": (lambda m, x: F.relu(m.last(m.layer(x)) + m.down(x)), 1),
-    "read before": (_read_before, 0), "a container of something else": (lambda m, x: F.relu(m.last(m.layer(x)) + m.active(x)), 0),
-    "read by torch": (lambda m, x: m.layer(x) * x.sin(), 0),
-    "handed out": (lambda m, x: (m.layer(x), x)[1] * 1, 0), "its own residual": (lambda m, x: F.relu(m.bn(m.conv(x)) + x), 0),
-    "without gradient": (lambda m, x: m.last(m.layer(x.detach())) + m.down(x.detach()), 0),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", USES)
-def test_ways_to_use_the_input_of_a_layer(where, met, name):
-    way, expected = USES[name]
-    theirs = ready(Uses(way), where)
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-    assert not pn.report(ours).notes
-    check_step(ours, theirs, numbers(3, 4, 6, 5, where=where))
-    assert len(met) == expected
-    if name == "a convolution in a container":  # which is looked at again before each step
-        for model in (ours, theirs):
-            model.down[0] = nn.ReLU()
-        met.clear()
-        check_step(ours, theirs, numbers(3, 4, 6, 5, where=where))
-        assert not met
-
-
-def check_step(ours, theirs, x):
-    """Results and gradients in training agree, of those parameters that are used."""
-    found = []
-    for model in (ours.train(), theirs.train()):
-        given = x.detach().requires_grad_()
-        y = model(given)
-        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
-        grads = torch.autograd.grad((y * weights).sum(), [given, *model.parameters()], allow_unused=True)
-        found.append((y, *(grad for grad in grads if grad is not None)))
-    for got, expected in zip(*found, strict=True):
-        close(got, expected)
-
-
-#: Modules, and what the fused layer applies; None where the activation is torch's.
-ACTIVATIONS = {
-    "relu6": (lambda: nn.ReLU6(inplace=True), "relu6"), "leaky": (lambda: nn.LeakyReLU(0.2), ("leaky_relu", 0.2)),
-    "hardswish": (lambda: nn.Hardswish(inplace=True), "hardswish"), "silu": (nn.SiLU, "silu"), "gelu": (nn.GELU, "gelu"),
-    "tanh": (nn.Tanh, None),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("remembered", [False, True], ids=["planned", "remembered"])
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_in_training(where, monkeypatch, name, remembered):
-    make, expected = ACTIVATIONS[name]
-    allow_for_torch(monkeypatch, where, name)
-    memo.forget_launches()  # those of other tests' layers
-    theirs = ready(nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), make(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4)), where)
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-    applied, normalised = [], fused_layer._normalised
-    monkeypatch.setattr(fused_layer, "_normalised", lambda *args: (applied.append(args[-1]), normalised(*args))[1])
-    if not remembered:
-        monkeypatch.setattr(fused_layer.quick, "possible", lambda: False)
-    x = 4 * numbers(4, 3, 9, 8, where=where)
-    for step in range(3 if remembered else 1):
-        check_step(ours, theirs, x * (1 + step))
-    assert set(applied) == {expected, None}
-    for got, ref in zip(ours.buffers(), theirs.buffers(), strict=True):
-        close(got, ref)
-
-
-class Sums(nn.Module):
-    """A block whose sum is written in some way."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.conv, self.bn, self.way = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), way
-
-    def forward(self, x):
-        return self.way(self.bn(self.conv(x)), x)
-
-
-#: Ways to write the sum, and what the fused layer makes of it: whether with ReLU, or None.
-SUMS = {
-    "from the left": (lambda y, x: F.relu(x + y), True), "method": (lambda y, x: y.add_(x).relu_(), True), "torch.add": (lambda y, x: torch.add(y, x), False),
-    "another activation": (lambda y, x: F.silu(y + x), False), "scaled": (lambda y, x: F.relu(torch.add(y, x, alpha=2)), None),
-    "over the residual": (lambda y, x: F.relu((x + 0).add_(y)), None), "used twice": (lambda y, x: F.relu(y + x) * y, None),
-    "with itself": (lambda y, x: F.relu(y + y), None), "a number": (lambda y, x: F.relu(y + 1), None), "a channel's": (lambda y, x: F.relu(y + x[:, :1]), None),
-    "what reads the input between": (lambda y, x: F.relu(y + x.mul(2)), True),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_ways_to_write_a_sum(where, summed, name):
-    way, expected = SUMS[name]
-    theirs = ready(Sums(way), where)
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-    x = numbers(3, 4, 6, 5, where=where)
-    ours.train()(x).sum().backward()
-    assert summed == ([] if expected is None else [expected])
-    ours.load_state_dict(theirs.state_dict())
-    ours.zero_grad()
-    same(ours, theirs, x)
-
-
-class Written(nn.Module):
-    """A block that writes over arrays while it goes."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.conv, self.bn, self.relu, self.way = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), way
-
-    def forward(self, x):
-        return self.way(self, x * 1)
-
-
-def residual_behind_the_sum(block, x):
-    r = x * 2
-    y = block.bn(block.conv(x)) + r
-    r.add_(1)
-    return F.relu(y) + r
-
-
-def view_of_the_input(block, x):
-    part = x.view(x.shape)[:, :2]
-    y = block.conv(x)
-    part.mul_(2)
-    return F.relu(block.bn(y) + x)
-
-
-def input_by_a_module(block, x):
-    y = block.conv(x)
-    block.relu(x)
-    return F.relu(block.bn(y) + x)
-
-
-def sum_by_another_name(block, x):
-    before = x
-    x += 1
-    y = F.relu(block.bn(block.conv(x)) + before)
-    also = y
-    y *= 2
-    return also
-
-
-def number_by_another_name(block, x):
-    first = after = x.shape[2]
-    after -= 2
-    return F.relu(block.bn(block.conv(x))[:, :, : first - after])
-
-
-#: Ways to write over something, and whether torch trains such a block.
-WRITTEN = {
-    residual_behind_the_sum: True, view_of_the_input: False, input_by_a_module: False, sum_by_another_name: False, number_by_another_name: True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("way", WRITTEN)
-def test_what_is_written_between_is_noticed(where, way, calls):
-    """And its convolution is still fused with what comes before that."""
-    theirs = ready(Written(way), where)
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-    x = numbers(2, 4, 5, 6, where=where)
-    with torch.no_grad():
-        close(ours(x), theirs(x))
-    assert calls == ["epilogue"]
-    if WRITTEN[way]:
-        same(ours.train(), theirs.train(), x)
-
-
-def test_a_batch_normalisation_that_is_called_twice(where):
-    """Its statistics change in the author's order, and torch has kept them for its own gradient."""
-
-    def forward(block, x):
-        y = block.conv(block.bn(x))
-        z = F.relu(block.bn(block.conv(x)))
-        return F.relu(block.bn(y) + z)
-
-    theirs = ready(Written(forward), where).train()
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-    same(ours, theirs, numbers(2, 4, 5, 6, where=where))
-    for got, ref in zip(ours.buffers(), theirs.buffers(), strict=True):
-        close(got, ref)
-
-
-#: How many convolutions there are, how many of them are fused in evaluation and in training, how many keep their own forward; input.
+#: How many convolutions there are, how many chains a compiled graph has in evaluation and in training, how many keep their own forward; input.
 NETWORKS = {
-    "EfficientNet": (EfficientNet, 12, 9, 7, 1, (2, 3, 9, 8)),
+    "EfficientNet": (EfficientNet, 12, 10, 8, 1, (2, 3, 9, 8)),
     "RepVGG": (lambda: nn.Sequential(ConvNormAct(3, 4, 3), RepVGGBlock(4), RepVGGBlock(4)), 5, 5, 5, 0, (2, 3, 7, 8)),
-    "ResNet": (residual, 7, 5, 5, 2, (2, 3, 9, 8)),
+    "ResNet": (residual, 7, 7, 7, 2, (2, 3, 9, 8)),
     "DLA": (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), DLATree(4)), 6, 6, 6, 0, (2, 3, 7, 6)),
     "HRNet": (HRNet, 8, 8, 8, 0, (2, 3, 8, 8)),
     "video": (video, 2, 2, 2, 0, (2, 2, 4, 5, 6)),
@@ -762,13 +354,13 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks_are_converted_and_fused(where, name, calls):
+def test_networks_are_converted(where, name, calls):
     make, count, evaluated, trained, own, shape = NETWORKS[name]
     theirs = ready(make(), where)
     ours = copy.deepcopy(theirs)
-    assert pn.convert(ours, fuse_training=True) is ours
+    assert pn.convert(ours) is ours
     done = pn.report(ours)
-    assert (len(done.converted), sum(bool(one.fused) for one in done.converted)) == (count, evaluated) and not done.notes, str(done)
+    assert len(done.converted) == count and not done.notes and not done.graphs, str(done)
     assert sum(one.by_its_own_forward for one in done.converted) == own
     x = numbers(*shape, where=where)
     assert list(ours.state_dict()) == list(theirs.state_dict()) and repr(ours) == repr(theirs)
@@ -776,602 +368,153 @@ def test_networks_are_converted_and_fused(where, name, calls):
         calls.clear()
         with torch.no_grad():
             close(model(x), theirs(x))
-        assert calls.count("epilogue") == evaluated and calls.count("routed") == own and len(calls) == count
-        calls.clear()
-        model.train()(x)
-        assert calls.count("layer") == trained and calls.count("routed") == own
-        model.load_state_dict(theirs.state_dict())
-        model.eval()
+        assert calls.count("routed") == own and len(calls) == count
     same(ours, theirs, x)
+    torch._dynamo.reset()
+    same(pn.compile(ours, "light"), theirs, x)
+    graphs = pn.report(ours).graphs
+    assert [len(graph.fused) for graph in graphs if graph.gradients][-1] == trained, pn.report(ours)
+    assert [len(graph.fused) for graph in graphs if not graph.gradients] == [evaluated], pn.report(ours)
+    close(pn.revert(ours)(x), theirs(x))
+    assert [type(m) for m in ours.modules()] == [type(m) for m in theirs.modules()] and vars(ours).keys() == vars(theirs).keys()
 
 
 def test_the_report_is_asked_for():
     model = nn.Sequential(SameConv(3, 4, 3, stride=2), nn.Conv2d(4, 4, 1), NormAct(4), nn.Sequential(nn.Identity()))
-    with pytest.raises(ValueError, match=r"model, a Sequential, was not converted: call convert\(model\) first"):
+    with pytest.raises(ValueError, match=r"model, a Sequential, was not converted, and no graph was made of it: call convert\(model\), or compile"):
         pn.report(model)
     assert pn.convert(model) is model
-    assert str(pn.report(model)) == (
-        "2 convolutions converted, 1 of them fused with what follows\n  0 (SameConv), by its own forward\n  1 (Conv2d) + 2 + 2.act"
-    )
-    assert str(pn.report(pn.convert(nn.Conv2d(1, 1, 1)))) == (
-        "1 convolution converted, 0 of them fused with what follows\n  the model (Conv2d)"
-    )
-    for function in (pn.convert, pn.report):
+    assert str(pn.report(model)) == "2 convolutions converted\n  0 (SameConv), by its own forward\n  1 (Conv2d)"
+    assert str(pn.report(pn.convert(nn.Conv2d(1, 1, 1)))) == "1 convolution converted\n  the model (Conv2d)"
+    for function in (pn.convert, pn.revert, pn.compile):
         with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got None"):
             function(None)
 
 
-# ---- activations
-
-MODULES = {
-    "relu": nn.ReLU, "relu6": nn.ReLU6, "silu": nn.SiLU, "hardswish": nn.Hardswish, "gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
-    "leaky_relu": nn.LeakyReLU, "slope": lambda: nn.LeakyReLU(0.2, inplace=True),
-}  # fmt: skip
-CALLS = {
-    "relu": F.relu, "relu6": F.relu6, "silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "leaky_relu": F.leaky_relu, "slope": lambda x: F.leaky_relu(x, 0.2), "slope by name": lambda x: F.leaky_relu(x, negative_slope=0.3, inplace=True),
-    "in place": lambda x: F.leaky_relu_(x, 0.2), "method": lambda x: x.relu_(),
-}  # fmt: skip
-
-
-class ByFunction(nn.Module):
-    """Of no class that is known."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+def test_what_fused_before_tells_what_fuses_now():
+    model = nn.Sequential(nn.Conv2d(1, 1, 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pn.convert(model)
+    for options in ({"fuse": True}, {"fuse": False}, {"fuse_training": True}, {"fuse_training": False}):
+        (name,) = options
+        with pytest.warns(DeprecationWarning, match=rf'{name}= does nothing any more and will go; torch.compile fuses: model.compile\(backend="pycuda_conv"\)') as told:
+            assert type(pn.convert(model, **options)[0]) is pn.Conv2d
+        assert len(told) == 1 and told[0].filename == __file__
+    with pytest.warns(DeprecationWarning):
+        pn.convert(model, "tf32", True)
+    assert model[0].precision == "tf32"
 
 
-class Activated(nn.Module):
-    """An activation after a convolution, after a batch normalisation, and after the sum with a residual, with one and without."""
-
-    def __init__(self, act, function=None):
-        super().__init__()
-        self.conv1, self.conv2, self.bn2 = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-        self.conv3, self.bn3, self.conv4, self.up = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 3, 2, 2)
-        self.act, self.drop = act(), nn.Identity()
-        self.function = function or self.act
-
-    def forward(self, x):
-        x = self.function(self.drop(self.conv1(x)))
-        x = self.act(self.bn2(self.conv2(x)))
-        x = self.function(self.bn3(self.conv3(x)) + x)
-        return self.function(self.up(self.act(x + self.conv4(x))))
+# ---- what torch's own layers bear
 
 
-@pytest.mark.parametrize("act", MODULES)
-def test_activations_that_are_modules(where, act, calls, monkeypatch):
-    allow_for_torch(monkeypatch, where, act)
-    theirs = ready(Activated(MODULES[act]), where)
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-    assert [len(one.fused) for one in pn.report(ours).converted] == [1, 2, 3, 2, 1] and not pn.report(ours).notes
-    x = numbers(2, 2, 5, 4, where=where)
-    with torch.no_grad():
-        for model in (ours, pickle.loads(pickle.dumps(ours))):
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_methods_of_one_layer_are_replaced(kind, calls):
+    x = torch.randn(1, 2, 5, 5)
+    methods = {"forward": lambda self, x: kind.forward(self, x) * 2}
+    if kind is nn.Conv2d:
+        methods["_conv_forward"] = lambda self, x, weight, bias: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), weight, bias)
+    for name, method in methods.items():
+        for when in ("before", "after"):
+            theirs = nn.Sequential(kind(2, 3, 3))
+            ours = copy.deepcopy(theirs)
+            if when == "after":
+                pn.convert(ours)
+            for model in (theirs, ours):
+                setattr(model[0], name, method.__get__(model[0]))
+            if when == "before":
+                pn.convert(ours)
             calls.clear()
-            close(model(x), theirs(x))
-            assert calls == ["epilogue"] * 5
-        for own in (ours, theirs):  # as a search over slopes would
-            if act == "slope":
-                own.act.negative_slope = 0.5
-        calls.clear()
-        close(ours(x), theirs(x))
-        assert calls.count("epilogue") == (0 if act == "slope" else 5)
-    same(ours, theirs, x)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_activations_that_are_functions(where, name, calls, monkeypatch):
-    allow_for_torch(monkeypatch, where, name)
-    theirs = ready(nn.Sequential(Activated(lambda: ByFunction(CALLS[name]), CALLS[name])), where)
-    ours = pn.convert(copy.deepcopy(theirs))
-    x = numbers(2, 2, 5, 4, where=where)
-    with torch.no_grad():
-        close(ours(x), theirs(x))
-    assert calls == ["epilogue"] * 5
-    same(ours, theirs, x)
-
-
-def test_what_only_looks_like_a_known_activation_is_called(calls):
-    """A slope that is an array, or no finite number; a sum that no activation follows and no norm precedes; a result that has two uses."""
-
-    class Odd(nn.Module):
-        def __init__(self, way):
-            super().__init__()
-            self.conv, self.slope, self.way = nn.Conv2d(2, 3, 1), nn.Parameter(torch.full((), 0.2)), way
-
-        def forward(self, x):
-            y = self.conv(x)
-            if self.way == "slope":
-                return F.prelu(y, self.slope[None])
-            if self.way == "sum":
-                return y + x[:, :1]
-            return F.silu(y) * y
-
-    for theirs in (*(Odd(way) for way in ("slope", "sum", "twice")), nn.Sequential(nn.Conv2d(2, 3, 1), nn.LeakyReLU(float("inf")))):
-        theirs = ready(theirs)
-        ours = pn.convert(copy.deepcopy(theirs))
-        assert not pn.report(ours).converted[0].fused and not pn.report(ours).notes
-        x = numbers(2, 2, 3, 3)
-        with torch.no_grad():
-            torch.testing.assert_close(ours(x), theirs(x), equal_nan=True)
-        assert calls == ["plain"]
-        calls.clear()
-
-
-def test_a_convolution_with_a_hook_is_called():
-    theirs = ready(nn.Sequential(nn.Conv2d(2, 3, 1), nn.GELU()))
-    ours, seen = pn.convert(copy.deepcopy(theirs)), []
-    ours[0].register_forward_hook(lambda *_: seen.append(1))
-    x = numbers(1, 2, 3, 3)
-    with torch.no_grad():
-        close(ours(x), theirs(x))
-        close(ours(x[0]), theirs(x[0]))
-    assert len(seen) == 2
-
-
-# ---- what a trace does not hold
-
-
-class OneLayer(nn.Module):
-    """A chain with something more in its forward."""
-
-    def __init__(self, way=None):
-        super().__init__()
-        self.conv, self.bn, self.relu, self.way = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), way
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x, scale=None, *, twice: bool = False, **more):
-        if self.way == "no_grad":
-            with torch.no_grad():
-                total = self.bn(self.conv(x)).sum()
-            x = x + total
-        elif self.way == "autocast":
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                x = x + torch.ones(2, 2).to(x.device).mm(torch.ones(2, 2).to(x.device)).sum()
-        elif self.way == "random":
-            x = x * torch.rand(1).item()
-        elif self.way == "loop":
-            for _ in range(int(x.sum())):
-                x = x + 1
-        elif self.way == "count":
-            self.count.add_(1)
-        y = self.relu(self.bn(self.conv(x)))
-        y = y if scale is None else y * scale
-        return 2 * y if twice else y
-
-
-@pytest.mark.parametrize(
-    ("way", "reason"), [("no_grad", "gradients or autocast"), ("autocast", "gradients or autocast"), ("random", "random"), ("loop", "argument")]
-)
-def test_a_forward_that_a_trace_does_not_hold_is_left(way, reason, calls):
-    theirs = ready(OneLayer(way))
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-    (one,), notes = pn.report(ours).converted, pn.report(ours).notes
-    assert not one.fused and len(notes) == 2 and all(note.startswith("nothing in the model (OneLayer) is fused") for note in notes)
-    assert all(reason in note for note in notes) and "in training" in notes[1]
-    results = []
-    for model in (ours, theirs):
-        torch.manual_seed(0)
-        x = numbers(1, 2, 2, 2, grad=True)
-        results.append((y := model.train()(x.abs()), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))))
-    for got, expected in zip(*results, strict=True):
-        close(got, expected)
-    assert "layer" not in calls
-
-
-def test_arguments_with_defaults(calls):
-    theirs = ready(OneLayer())
-    ours = pn.convert(copy.deepcopy(theirs))
-    x, scale = numbers(1, 2, 3, 3), numbers(1, 3, 3, 3)
-    with torch.no_grad():
-        for args, kwargs, fused in (
-            ((x,), {}, True), ((x, scale), {}, True), ((x,), {"scale": scale}, True), ((), {"x": x}, True), ((x, None), {}, True),
-            ((x,), {"twice": False}, True), ((x,), {"twice": True}, False), ((x, 2.0), {}, False), ((x,), {"other": 1}, False),
-        ):  # fmt: skip
-            calls.clear()
-            close(ours(*args, **kwargs), theirs(*args, **kwargs))
-            assert ("epilogue" in calls) is fused
-        for args, kwargs in (((), {}), ((x, None, True), {}), ((x, None), {"scale": None})):
-            with pytest.raises(TypeError) as expected:
-                theirs(*args, **kwargs)
-            with pytest.raises(TypeError) as got:
-                ours(*args, **kwargs)
-            assert str(got.value) == str(expected.value)
-
-
-def test_buffers_that_a_forward_changes_are_changed_once_a_call():
-    ours = pn.convert(ready(OneLayer("count")))
-    with torch.no_grad():
-        ours(numbers(1, 2, 3, 3)), ours(numbers(1, 2, 3, 3))
-    assert pn.report(ours).converted[0].fused and ours.count == 2
-
-
-# ---- what changes later
-
-
-def test_a_model_that_is_changed_after_its_conversion(calls):
-    theirs = ready(nn.Sequential(RepVGGBlock(2), ResNetBlock(2, 0.5), ConvNormAct(2, 2, 1)))
-    ours = pn.convert(copy.deepcopy(theirs))
-    x = numbers(1, 2, 4, 4)
-
-    def changed(change, fused):
-        for model in (ours, theirs):
-            change(model)
-        calls.clear()
-        with torch.no_grad():
-            close(ours(x), theirs(x))
-        assert calls.count("epilogue") == fused
-
-    seen = []
-    changed(lambda model: None, 5)
-    changed(lambda model: model[1].drop_path.train(), 3)  # as for an estimate of uncertainty: that block runs its own forward
-    changed(lambda model: model[1].drop_path.eval(), 5)
-    handles = []
-    changed(lambda model: handles.append(model[2].bn.act.register_forward_hook(lambda *_: seen.append(1))), 4)
-    changed(lambda model: handles.append(model[2].bn.register_forward_hook(lambda *args: args[2] * 2)), 4)
-    assert len(seen) == 4
-    changed(lambda model: [handle.remove() for handle in handles], 5)
-    changed(lambda model: setattr(model[1], "act2", nn.LeakyReLU(0.5)), 3)
-    changed(lambda model: setattr(model[2].bn, "act", nn.Sigmoid()), 2)
-    changed(lambda model: model[0].reparameterize(), 0)
-    twin = copy.copy(ours[1])
-    with torch.no_grad():
-        close(twin(x), theirs[1](x))
-    pn.convert(ours)
-    changed(lambda model: None, 4)
-    assert type(pn.convert(ours, fuse=False)[1]) is ResNetBlock
-
-
-class Inverted(nn.Module):
-    """As the blocks of MobileNetV2: a sequence of sequences, and the sum outside of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Sequential(*(self.step(kernel) for kernel in (1, 3)), nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2))
-
-    @staticmethod
-    def step(kernel):
-        return nn.Sequential(nn.Conv2d(2, 2, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(2), nn.ReLU6())
-
-    def forward(self, x):
-        return x + self.conv(x)
-
-
-def test_sequences_are_looked_into(calls):
-    """The sum behind them is part of the last chain, until there is something in them that is called apart."""
-    theirs = ready(Inverted())
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-    assert [one.fused for one in pn.report(ours).converted] == [("1", "2"), ("1", "2"), ("3", "sum")] and not pn.report(ours).notes
-    x, summed, fused = numbers(1, 2, 4, 4), [], chains.fused
-
-    def check(model, residuals, epilogues=3):
-        calls.clear(), summed.clear()
-        with torch.no_grad():
-            close(model(x), theirs(x))
-        assert len(summed) == epilogues == calls.count("epilogue") and sum(one is not None for one in summed) == residuals
-
-    def noted(*args):
-        summed.append(args[3])
-        return fused(*args)
-
-    for function in {variant.function for module in ours.modules() if "_fusion" in module.__dict__ for variant in module._fusion.variants.values()}:
-        function.__globals__.update({name: noted for name, value in function.__globals__.items() if value is fused})
-    for model in (ours, copy.deepcopy(ours)):
-        check(model, 1), check(model, 1)
-    seen = []
-    for inner, epilogues in ((ours.conv, 3), (ours.conv[1], 2)):
-        handle = inner.register_forward_hook(lambda *args: seen.append(1))
-        check(ours, 0, epilogues)
-        handle.remove()
-        check(ours, 1)
-    assert len(seen) == 2
-    for model in (ours, theirs):
-        model.conv[0].append(nn.Tanh())
-    check(ours, 0, 1)
-    same(ours, theirs, x)
-
-
-def test_a_sequence_with_a_forward_of_its_own_is_called(calls):
-    class Twice(nn.Sequential):
-        def forward(self, x):
-            return super().forward(super().forward(x))
-
-    theirs = ready(nn.Sequential(Twice(nn.Conv2d(2, 2, 1), nn.ReLU()), nn.BatchNorm2d(2)))
-    ours = pn.convert(copy.deepcopy(theirs))
-    with torch.no_grad():
-        close(ours(numbers(1, 2, 3, 3)), theirs(numbers(1, 2, 3, 3)))
-    assert calls == ["epilogue"] * 2
-
-
-class Permute(nn.Module):
-    def __init__(self, *dims):
-        super().__init__()
-        self.dims = dims
-
-    def forward(self, x):
-        return torch.permute(x, self.dims)
-
-
-class Scaling(nn.Module):
-    """As the blocks of ConvNeXt, with torch's modules."""
-
-    def __init__(self):
-        super().__init__()
-        steps = Permute(0, 2, 3, 1), nn.LayerNorm(4, eps=0.1), nn.Linear(4, 6), nn.GELU(), nn.Dropout(0.5), nn.Linear(6, 4), Permute(0, 3, 1, 2)
-        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), *steps)
-        self.scale = nn.Parameter(torch.linspace(-1, 1, 4).view(4, 1, 1))
-
-    def forward(self, x):
-        y = self.scale * self.block(x)
-        y += x
-        return y
-
-
-def test_modules_that_only_call_functions_are_not_called(monkeypatch):
-    """Until there is something in them that asks for it. Their parameters are always those of the module."""
-    theirs = ready(Scaling())
-    ours = pn.convert(copy.deepcopy(theirs))
-    x, made, call = numbers(1, 4, 5, 5), [], nn.Module._call_impl
-    monkeypatch.setattr(nn.Module, "_call_impl", lambda self, *args, **kwargs: (made.append(self), call(self, *args, **kwargs))[1])
-
-    def called(change=lambda model: None):
-        for model in (ours, theirs):
-            change(model)
-        with torch.no_grad():
-            expected = theirs(x)
-            made.clear()
-            close(ours(x), expected)
-        return len(made)
-
-    seen = []
-    assert called() == called() == 1
-    assert called(lambda model: setattr(model.block[3], "weight", nn.Parameter(model.block[3].weight * 2))) == 1
-    assert called(lambda model: model.block[2].weight.data.add_(1)) == 1
-    assert called(lambda model: setattr(model.block[2], "eps", 0.01)) > 1 and pn.convert(ours) and called() == 1
-    handles = [model.block[6].register_forward_hook(lambda *args: seen.append(1)) for model in (ours, theirs)]
-    assert called() > 1 and len(seen) == 2
-    assert called(lambda model: handles.pop().remove()) == 1
-    torch.manual_seed(0)
-    with torch.no_grad():
-        assert not torch.equal(ours.train()(x), theirs.eval()(x))
-    assert called(lambda model: model.eval()) == 1
-    assert called(lambda model: setattr(model.block, "5", nn.Tanh())) > 1
-    same(ours, theirs, x)
-
-
-@pytest.fixture
-def steps(monkeypatch):
-    """The names of what a forward computes in one step where torch has several, besides convolutions."""
-    made = []
-    for module, name in ((chains, "normalised"), (chains.linear, "in_one"), (chains.pooling, "evaluated")):
-        function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, of=function, name=name, **options: (made.append(name), of(*args, **options))[1])
-    return made
-
-
-class Dense(nn.Module):
-    """As the layers of DenseNet, with max pooling by a module and by a function."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.act, self.conv = nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 3, 3, padding=1, bias=False)
-        self.next, self.pool = nn.BatchNorm2d(7), nn.MaxPool2d(2, ceil_mode=True)
-
-    def forward(self, x):
-        y = self.pool(torch.cat([x, self.conv(self.act(self.norm(x)))], 1))
-        return F.max_pool2d(F.leaky_relu(self.next(y), 0.2), kernel_size=3, stride=1)
-
-
-def test_normalisations_in_front_and_poolings_are_single_steps(where, steps):
-    theirs = ready(Dense(), where)
-    ours, x = pn.convert(copy.deepcopy(theirs)), numbers(2, 4, 9, 8, where=where)
-    for changed in (False, True):
-        if changed:
-            for model in (ours, theirs):
-                model.norm.running_mean.add_(1), model.norm.num_batches_tracked.add_(1), setattr(model.next, "eps", 0.5)
-        steps.clear()
-        with torch.no_grad():
-            close(ours(x), theirs(x))
-        assert steps == ["normalised", "evaluated", "normalised", "evaluated"]
-    same(ours, theirs, x)
-    for model in (ours, theirs):
-        model.norm.register_forward_hook(lambda *args: args[2] * 2)
-    with torch.no_grad():
-        close(ours(x), theirs(x))
-
-
-class Depth(nn.Module):
-    def forward(self, x):
-        return stochastic_depth(x, 0.5, "row", self.training)
-
-
-@torch.fx.wrap
-def stochastic_depth(input, p, mode, training=True):
-    return input * 2 if training else input
-
-
-stochastic_depth.__module__ = "torchvision.ops.stochastic_depth"
-
-
-@pytest.mark.parametrize("drop", [nn.Identity, Depth])
-def test_linear_layers_take_in_what_follows_them(steps, drop):
-    theirs = ready(Scaling())
-    theirs.block.append(drop().eval())
-    theirs.block[5].p = 0.0
-    ours, x = pn.convert(copy.deepcopy(theirs), linear=True), numbers(1, 4, 5, 5)
-    with torch.no_grad():
-        close(ours(x), theirs(x))
-    assert steps == ["in_one", "in_one"]
-    (function,) = [variant.function for variant in ours._fusion.variants.values()]
-    assert function.__code__.co_names.count("mul") + function.__code__.co_names.count("permute") <= 1  # the one in front of the norm
-    same(ours, theirs, x)
-    steps.clear()
-    with torch.no_grad():
-        close(pn.convert(ours)(x), theirs(x))
-    assert not steps
-
-
-# what may change of a convolution and a batch normalisation behind it
-CHANGES = {
-    "statistics": lambda c, n: (n.running_mean.add_(1), n.num_batches_tracked.add_(1)), "in place": lambda c, n: n.bias.detach().add_(1),
-    "data": lambda c, n: setattr(n.weight, "data", n.weight * 2), "another": lambda c, n: setattr(n, "weight", nn.Parameter(n.weight + 1)),
-    "eps": lambda c, n: setattr(n, "eps", 0.5), "stride": lambda c, n: setattr(c, "stride", (2, 2)), "training": lambda c, n: n.train(),
-    "hook": lambda c, n: n.register_forward_hook(lambda *args: args[2] * 2), "class": lambda c, n: setattr(c, "__class__", nn.Conv2d),
-    "hook before": lambda c, n: c.register_forward_pre_hook(lambda module, args: args[0] * 2),
-    "bias": lambda c, n: setattr(c, "bias", nn.Parameter(torch.ones_like(n.bias))), "forward": lambda c, n: setattr(n, "forward", lambda x: x * 2),
-    "nothing": lambda c, n: (n.to(torch.float64), c.register_full_backward_hook(lambda *args: None)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_kept_of_two_modules_holds_until_they_change(change):
-    """In C and in Python alike."""
-    theirs = ready(nn.Sequential(nn.Conv2d(2, 3, 1, bias=False), nn.BatchNorm2d(3))).requires_grad_(False)
-    ours = pn.convert(copy.deepcopy(theirs))
-    x = numbers(2, 2, 4, 4)
+            torch.testing.assert_close(ours(x), theirs(x))
+            assert bool(calls) is ((when == "before" and name == "_conv_forward") or (name == "forward" and kind is nn.Conv2d)), (name, when)
+            assert type(pn.revert(ours)[0]) is kind
+            torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("kind, name", [(nn.Conv2d, "_conv_forward"), (nn.Conv2d, "forward"), (nn.ConvTranspose2d, "forward"), (nn.Linear, "forward")])
+def test_methods_of_a_class_are_replaced(kind, name, monkeypatch):
+    x = torch.randn(2, 3, 6, 6) if kind is not nn.Linear else torch.randn(2, 3)
+    theirs, genuine = nn.Sequential(kind(3, 4, *((3,) if kind is not nn.Linear else ()))), getattr(kind, name)
+    ours = pn.convert(copy.deepcopy(theirs), linear=True)
+    expected = theirs(x)
+    monkeypatch.setattr(kind, name, lambda self, *args: genuine(self, *args) + 1)
+    for model in (ours, pn.convert(copy.deepcopy(theirs), linear=True)):
+        torch.testing.assert_close(model(x), expected + 1)
+    monkeypatch.undo()
+    torch.testing.assert_close(ours(x), expected)
+
+
+def test_a_method_that_was_replaced_before_is_never_taken_for_torch_s():
+    assert modules._torchs(nn.Conv2d, "_conv_forward") is nn.Conv2d._conv_forward
+
+    class Patched(nn.Conv2d):
+        def _conv_forward(self, *args):
+            return super()._conv_forward(*args)
+
+    assert modules._torchs(Patched, "_conv_forward") is modules._torchs(Patched, "forward") is modules._nobodys
+
+
+def test_hooks_are_called():
+    theirs = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ConvTranspose2d(3, 2, 3))
+    for model in (theirs, ours := pn.convert(copy.deepcopy(theirs))):
+        model[0].register_forward_pre_hook(lambda m, given: (given[0] * 2,))
+        model[1].register_forward_hook(lambda m, given, made: made + 1)
+        model[0].register_full_backward_hook(lambda m, by_input, by_output: (by_input[0] * 3,))
+    found = []
+    for model in (theirs, ours):
+        x = torch.ones(1, 2, 5, 5, requires_grad=True)
+        y = model(x)
+        found.append((y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])))
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantizers_are_told_which_classes_they_look_for():
+    quantization = pytest.importorskip("torch.ao.quantization")
+    model = pn.convert(nn.Sequential(quantization.QuantStub(), nn.Conv2d(3, 8, 3), nn.ReLU(), quantization.DeQuantStub()).eval())
+    model.qconfig = quantization.get_default_qconfig("fbgemm")
+    with pytest.warns(UserWarning, match=r"this is a pycuda_conv\.nn\.modules\.Conv2d: it will not be quantized\. Call pycuda_conv\.nn\.revert\(model\) first"):
+        quantization.prepare(model)
+    assert not hasattr(pn.Conv2d(1, 1, 1), "qconfig")
+    del model.qconfig
+    pn.revert(model)
+    model.qconfig = quantization.get_default_qconfig("fbgemm")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*will not be quantized")
+        prepared = quantization.prepare(model)
+    prepared(torch.randn(1, 3, 8, 8))
+    assert type(quantization.convert(prepared)[1]).__module__.endswith("quantized.modules.conv")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_reverted_model_is_torch_s_again():
+    theirs = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), SameConv(3, 3, 3), VideoFrames(), nn.ConvTranspose2d(3, 2, 2)).eval()
+    ours, x = pn.compile(pn.convert(copy.deepcopy(theirs), "tf32", linear=True), "light"), torch.randn(1, 2, 8, 8)
     with torch.no_grad():
         ours(x)
-        kept = ours[1]._folded
-        before = chains._folded(ours[0], ours[1])
-        assert ours[1]._folded is kept and chains._folded(ours[0], ours[1]) is before
-        assert watch._holds(kept.conditions) and watch.holds(kept.conditions)
-        for model in (ours, theirs):
-            CHANGES[change](*model)
-        assert watch._holds(kept.conditions) is watch.holds(kept.conditions) is (change == "nothing")
-        close(ours(x), theirs(x))
-    twin = pickle.loads(pickle.dumps(kept))
-    assert twin is None and copy.deepcopy(kept) is None
+        assert pn.revert(ours) is ours
+        assert [type(m) for m in ours.modules()] == [type(m) for m in theirs.modules()] and all("precision" not in vars(m) for m in ours.modules())
+        torch.testing.assert_close(ours(x), theirs(x))
+        torch.testing.assert_close(torch.jit.trace(ours, x)(x), theirs(x))
+        torch.testing.assert_close(torch.jit.script(ours[:3])(x), theirs[:3](x))
+    assert pickle.dumps(ours).count(b"pycuda_conv") == 0
+    own = nn.Sequential(pn.Conv2d(2, 2, 3, padding=((1, 0), (0, 1))), pn.Conv2d(2, 2, 3))
+    with pytest.raises(ValueError, match=r"0 has padding=.*torch's convolutions pad both sides alike"):
+        pn.revert(own)
+    assert type(own[1]) is pn.Conv2d and type(pn.revert(nn.Sequential(own[1]))[0]) is nn.Conv2d
 
 
-class UncountedNorm(nn.BatchNorm2d):
-    """A batch normalisation with its activation, which does not count batches."""
+class VideoFrames(nn.Module):
+    """One that calls a convolution of another rank."""
 
-    def forward(self, x):
-        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps)
-        return F.relu(y)
-
-
-class ThreeChains(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
-        self.conv2, self.norm2 = nn.Conv2d(3, 3, 1), UncountedNorm(3)
-        self.conv3, self.act = nn.Conv2d(3, 3, 1), nn.SiLU()
+        self.conv = VideoConv(3, 3)
 
     def forward(self, x):
-        y = F.relu(self.norm1(self.conv1(x)) + x)
-        return self.act(self.conv3(self.norm2(self.conv2(y))))
-
-
-def trained_a_step(model):
-    """Batch statistics, gradients and an optimizer's step."""
-    optimizer = torch.optim.SGD(model.requires_grad_().parameters(), 0.1, momentum=0.9)
-    model.train()(numbers(2, 3, 3, 3, seed=5)).square().mean().backward()
-    optimizer.step()
-    model.zero_grad(), model.eval()
-
-
-def hooked_everywhere(model):
-    """Hooks of all modules together, while one more result is made."""
-    doubled = nn.modules.module.register_module_forward_hook(lambda module, args, y: y * 2 if isinstance(module, nn.Conv2d) else y)
-    try:
-        return model(numbers(2, 3, 3, 3))
-    finally:
-        doubled.remove()
-
-
-def called_with_others(model):
-    return torch.func.functional_call(model, {name: p * 2 for name, p in model.named_parameters()}, numbers(2, 3, 3, 3))
-
-
-def loaded(model, **options):
-    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, strict=False, **options)
-
-
-# what may happen to a network; what it returns is compared too
-EVENTS = {
-    "a step": trained_a_step, "statistics alone": lambda m: (m.train()(numbers(2, 3, 3, 3)), m.eval())[0], "hooks": hooked_everywhere,
-    "functional call": called_with_others, "state": loaded, "state, assigned": lambda m: loaded(m, assign=True),
-    "all in place": lambda m: [p.mul_(0.9) for p in m.parameters()][99:], "another filter": lambda m: setattr(m.conv2, "weight", nn.Parameter(m.conv2.weight * 2)),
-    "other numbers": lambda m: setattr(m.norm1.bias, "data", m.norm1.bias + 1), "apply": lambda m: m.apply(lambda one: None) and None,
-    "float and back": lambda m: m.float().double() and None, "no bias": lambda m: setattr(m.conv2, "bias", None),
-    "a bias": lambda m: setattr(m.conv1, "bias", nn.Parameter(torch.ones(3).double())), "no counter": lambda m: setattr(m.norm1, "num_batches_tracked", None),
-    "another mean": lambda m: setattr(m.norm2, "running_mean", m.norm2.running_mean + 1), "reset": lambda m: m.norm2.reset_running_stats(),
-    "mean over batches": lambda m: setattr(m.norm1, "momentum", None), "eps": lambda m: setattr(m.norm2, "eps", 0.1), "act": lambda m: setattr(m, "act", nn.Tanh()),
-    "norm": lambda m: setattr(m, "norm1", nn.BatchNorm2d(3).double().eval()),
-    "a weight norm": lambda m: nn.utils.parametrizations.weight_norm(m.conv1) and None, "an old weight norm": lambda m: nn.utils.weight_norm(m.conv3) and None,
-    "pruned": lambda m: prune.l1_unstructured(m.conv3, "weight", 3) and None, "a hook": lambda m: m.norm1.register_forward_hook(lambda *args: args[2] * 2) and None,
-    "a hook before": lambda m: m.conv3.register_forward_pre_hook(lambda module, args: args[0] * 2) and None, "frozen": lambda m: m.requires_grad_(False) and None,
-    "the first in training": lambda m: m.norm1.train() and None, "evaluated": lambda m: m.eval() and None, "with gradients": lambda m: m(numbers(2, 3, 3, 3)),
-    "forward": lambda m: setattr(m.act, "forward", torch.sigmoid), "channels last": lambda m: m.to(memory_format=torch.channels_last) and None,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("part", range(6))
-def test_whatever_happens_to_a_network_happens_to_its_conversion(part):
-    """Events in any order, with statistics that move in between, and after each of them the results, parameters and buffers are those of the network that was not converted."""
-    theirs = ready(ThreeChains())
-    ours = pn.convert(copy.deepcopy(theirs), fuse_training=part % 2 == 1)
-    assert [len(one.fused) for one in pn.report(ours).converted] == [3, 2, 1]
-    x, order = numbers(2, 3, 3, 3), sorted(EVENTS)
-    random.Random(0).shuffle(order)
-    for name in ["statistics alone", *order[part::6], "statistics alone"]:
-        results = []
-        for model in (ours, theirs):
-            with torch.set_grad_enabled("step" in name or "gradients" in name):
-                made = EVENTS[name](model)
-            with torch.no_grad():
-                results.append([made, model(x), model(x), *model.state_dict().values()])
-        for got, expected in zip(*results, strict=True):
-            if isinstance(expected, torch.Tensor):
-                close(got, expected)
-
-
-@pytest.mark.parametrize("part", ["norm1", "norm2"])
-@pytest.mark.parametrize("grad", [False, True])
-def test_statistics_that_move_while_the_network_is_evaluated(part, grad):
-    """Not every batch normalisation counts the batches that move them, and where one is in training the network's own forward runs."""
-    theirs = ready(ThreeChains())
-    theirs.norm1.num_batches_tracked = None
-    ours, x = pn.convert(copy.deepcopy(theirs)), numbers(2, 3, 3, 3)
-    for model in (ours, theirs):
-        with torch.no_grad():
-            model(x)
-        getattr(model, part).train()
-        with torch.set_grad_enabled(grad):
-            model(x)
-        model.eval()
-    with torch.no_grad():
-        close(ours(x), theirs(x))
-
-
-def test_batch_normalisations_of_other_kinds_are_called():
-    class Split(nn.BatchNorm2d):
-        def forward(self, x):
-            return torch.cat([super(Split, self).forward(half) for half in x.chunk(2)]) if self.training else super().forward(x)
-
-    class Scaled(nn.BatchNorm2d):
-        def forward(self, x):
-            return super().forward(x * 2)
-
-    class Shifted(nn.BatchNorm2d):
-        def forward(self, x):
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps + 1)
-
-    class Cumulative(NormAct):
-        def __init__(self, channels):
-            super().__init__(channels, drop=nn.Dropout(0.0))
-            self.momentum = None
-
-    for norm, fused in ((Split, True), (Scaled, False), (Shifted, False), (Cumulative, True)):
-        theirs = ready(nn.Sequential(nn.Conv2d(2, 3, 1), norm(3), nn.ReLU()))
-        ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
-        assert bool(pn.report(ours).converted[0].fused) is fused and not pn.report(ours).notes
-        same(ours, theirs, numbers(4, 2, 3, 3))
+        return self.conv(x[:, :, None])[:, :, 0]
 
 
 # ---- convolutions of other classes
@@ -1404,7 +547,7 @@ def test_parametrised_convolutions(kind, calls):
     theirs = ready(nn.Sequential(nn.utils.parametrizations.weight_norm(kind(2, 3, 1)), nn.BatchNorm2d(3)))
     ours = pn.convert(copy.deepcopy(theirs))
     same(ours, theirs, numbers(2, 2, 3, 3))
-    assert "plain" in calls or "epilogue" in calls or "routed" in calls
+    assert "plain" in calls or "routed" in calls
     for model in (ours, theirs):
         nn.utils.parametrize.remove_parametrizations(model[0], "weight")
     assert type(ours[0]) is pn.Conv2d or kind is not nn.Conv2d
@@ -1477,14 +620,14 @@ def test_models_of_timm(calls):
     except Exception as error:  # torchvision, which it imports, raises a RuntimeError for another torch
         pytest.skip(f"timm can't be imported: {error}")
     x = numbers(1, 3, 64, 64)
-    for name, fused in (("repvgg_a0", 44), ("tf_efficientnet_b0", 44), ("dla34", 37), ("hrnet_w18_small", 91), ("resnet18", 20)):
+    for name, fused in (("repvgg_a0", 44), ("tf_efficientnet_b0", 64), ("dla34", 37), ("hrnet_w18_small", 91), ("resnet18", 20)):
         torch.manual_seed(0)
         theirs = timm.create_model(name).double().eval()
-        ours = pn.convert(copy.deepcopy(theirs))
-        calls.clear()
+        ours = pn.compile(copy.deepcopy(theirs), "light")
         with torch.no_grad():
             close(ours(x), theirs(x))
-        assert calls.count("epilogue") == fused and not pn.report(ours).notes, name
+        (graph,) = pn.report(ours).graphs
+        assert len(graph.fused) >= fused and not graph.left, (name, str(graph))
 
 
 # ---- TorchScript
@@ -1499,18 +642,7 @@ def test_what_torchscript_computes_is_left_to_it():
         model = nn.Sequential(scripted, nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.ReLU()).eval()
         expected = model(x)
         done = pn.report(pn.convert(model))
-        assert [(one.name, one.fused) for one in done.converted] == [("1", ("2", "3"))]
+        assert [one.name for one in done.converted] == ["1"]
         assert len(done.notes) == 1 and done.notes[0].startswith("0 (torch.jit.") and "TorchScript computes it" in done.notes[0]
         with torch.no_grad():
             torch.testing.assert_close(model(x), expected)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
-def test_a_traced_model_keeps_no_folded_statistics():
-    x = torch.randn(2, 4, 9, 9)
-    model = pn.convert(nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.ReLU()).eval())
-    with torch.no_grad():
-        model(x)
-        traced = torch.jit.trace(model, x)
-        model[1].running_mean.add_(1)
-        torch.testing.assert_close(traced(x), model(x))

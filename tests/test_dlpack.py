@@ -1,5 +1,6 @@
 """Arrays of libraries that speak DLPack: jax and array_api_strict where they are installed, and always a library of the test's own."""
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -254,6 +255,49 @@ def test_room_for_results_is_aligned_as_jax_wants_it():
             room = kind.room(shape, np.dtype(dtype))
             assert room.shape == shape and room.dtype == dtype and room.flags.c_contiguous and room.flags.writeable
             assert room.ctypes.data % 64 == 0 or room.size == 0
+
+
+def test_arrays_are_kept_until_launches_are_done():
+    """Their libraries may use the memory again as soon as a capsule is gone, in streams that do not wait for ours."""
+
+    class Context:
+        def __init__(self):
+            self.events, self.done = [], [0]
+
+        def current(self):
+            return contextlib.nullcontext()
+
+        def recorded(self, stream):
+            self.events.append(stream)
+            number, done = len(self.events), self.done
+            return SimpleNamespace(query=lambda: number <= done[0])
+
+    kind, first, second = module.DLPackKind("a library", None), Context(), Context()
+    alive = []
+
+    def call(context, stream=None):
+        array = draw(3)
+        alive.append(weakref.ref(array))
+        kind._keep(context, [array], stream)
+
+    def living():
+        gc.collect()
+        return [one() is not None for one in alive]
+
+    call(first)
+    call(first, 7)
+    assert living() == [True, True] and first.events == [None, 7]
+    call(second)
+    first.done[0] = 1
+    call(second)  # asks nothing of another context, which may be gone
+    assert living() == [True] * 4
+    call(first)
+    assert living() == [False, True, True, True, True]
+    first.done[0] = 3
+    call(first)
+    assert living() == [False, False, True, True, False, True]
+    del first
+    assert living() == [False, False, True, True, False, False]
 
 
 def test_dlpack_takes_gpuarrays_alone():

@@ -1170,16 +1170,6 @@ def test_programs_end_cleanly(python_env, program):
     assert python(PROGRAMS[program] + "print('right')", python_env, PYTHONWARNINGS="ignore") == "right\n"
 
 
-def test_arrays_of_a_context_that_is_not_the_primary_one_are_refused_or_right(python_env):
-    """import pycuda.autoinit makes such a context; its memory can't be reached from ours."""
-    code = "import pycuda.autoinit\n" + IMPORT + (
-        "from pycuda import gpuarray\nx, w = gpuarray.to_gpu(np.ones((1, 1, 4, 4), 'f')), gpuarray.to_gpu(np.ones((1, 1, 3, 3), 'f'))\n"
-        "try: print((pc.conv2d(x, w).get() == 9).all())\n"
-        "except (pc.ConvArgumentError, pc.BackendError) as error: print('primary context' in str(error) or 'autoprimaryctx' in str(error))\n"
-    )
-    assert python(code, python_env, PYTHONWARNINGS="ignore") == "True\n"
-
-
 def test_a_forked_child_is_told_why_it_cannot(python_env):
     code = IMPORT + USE + """
 import os, sys

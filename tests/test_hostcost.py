@@ -1,5 +1,6 @@
 """What a call costs the host: ``pycuda-conv bench --host-cost``."""
 
+import contextlib
 import itertools
 import json
 import time
@@ -27,13 +28,21 @@ def test_medians_of_rounds_by_turns(monkeypatch):
 
         return made
 
-    case = hostcost.Case("a layer", call("torch", 20), {"first": call("first", 10), "second": call("second", 4, 6)}, calls=2)
+    @contextlib.contextmanager
+    def around():
+        now[0] += 1  # it is not counted
+        order.append("in")
+        yield
+        order.append("out")
+
+    ours = {"first": call("first", 10), "second": call("second", 4, 6)}
+    case = hostcost.Case("a layer", call("torch", 20), ours, calls=2, around=around)
     rows = hostcost.measure(case, lambda: None, 3)
     assert [(row.call, round(row.torch_us, 6), round(row.ours_us, 6), round(row.ratio, 6)) for row in rows] == [
         ("first", 20, 10, 0.5), ("second", 20, 5, 0.25),
     ]  # fmt: skip
-    turn = ["torch"] * 2 + ["first"] * 2 + ["second"] * 2
-    assert order[-18:] == turn * 3
+    turn = ["torch"] * 2 + ["in", *["first"] * 2, "out"] + ["in", *["second"] * 2, "out"]
+    assert order[-30:] == turn * 3
 
 
 def test_it_is_listed_and_refused_where_it_means_nothing(capsys):
@@ -47,9 +56,9 @@ def test_it_is_listed_and_refused_where_it_means_nothing(capsys):
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path, capsys):
     file = tmp_path / "cost.json"
-    assert main(["bench", "--host-cost", "--quick", "--only", "numpy|nn.Conv2d", "--json", str(file)]) == 0
+    assert main(["bench", "--host-cost", "--quick", "--only", "numpy|nn.Conv2d|GPUArray.*4x16", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert [row["call"] for row in rows] == ["nn.Conv2d", "nn.Conv2d", "conv2d"]
+    assert [row["call"] for row in rows] == ["nn.Conv2d", "nn.Conv2d", "conv2d", *["conv2d", "conv2d, out=", "plan, out=", "bound", "bound, out="] * 2]
     assert all(row["ours_us"] > 0 and row["ratio"] == pytest.approx(row["ours_us"] / row["torch_us"]) for row in rows)
     assert "ours / torch" in capsys.readouterr().out
     rates = hostcost.measure_threads(torch, "cuda:0", 1, 0.02)

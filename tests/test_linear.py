@@ -105,20 +105,26 @@ def test_what_follows_a_layer_is_computed_with_it(monkeypatch, rows, moved, bias
     monkeypatch.setattr(linear, "pc", SimpleNamespace(conv1d=convolution(1), conv2d=convolution(2)))
     monkeypatch.setattr(linear, "_is_worth_fusing", lambda *_: True)
     torch.manual_seed(0)
-    module = convert(torch.nn.Linear(4, 3, bias).double(), linear=True)
+    module = torch.nn.Linear(4, 3, bias).double()
+    layer = module.weight, module.bias
     x, scale = torch.randn(*rows, 4, dtype=torch.float64), torch.nn.Parameter(torch.randn(3, 1, 1, dtype=torch.float64))
     y = F.linear(x, module.weight, module.bias)
     y = y.permute(0, 3, 1, 2) if moved else y
     residual = torch.randn_like(y)
     with torch.no_grad():
-        assert torch.allclose(linear._in_one(module, x, None, None, "gelu", moved), F.gelu(y))
-        assert torch.allclose(linear._in_one(module, x, None, residual, None, moved), y + residual)
-        assert linear._in_one(module, x, None, residual[..., :1], None, moved) is None
+        assert torch.allclose(linear._in_one(x, *layer, None, None, "gelu", moved), F.gelu(y))
+        assert torch.allclose(linear._in_one(x, *layer, None, residual, None, moved), y + residual)
+        assert linear._in_one(x, *layer, None, None, None, False) is None  # torch's product is as fast
         for _ in range(3 if moved else 0):
-            assert torch.allclose(linear._in_one(module, x, scale, residual, None, True), y * scale + residual)
-            assert torch.allclose(linear.in_one(module, x, scale, None, "relu", True), F.relu(y * scale))
+            assert torch.allclose(linear._in_one(x, *layer, scale, residual, None, True), y * scale + residual)
+            assert torch.allclose(linear.in_one(x, *layer, scale, None, "relu", True), F.relu(y * scale))
             scale.add_(1)
-        assert not moved or linear._in_one(module, x, torch.ones(1, 1, 1), residual, None, True) is None
+
+
+def test_a_layer_and_what_follows_it_lie_as_a_convolution_s_result():
+    x, weight, scale = torch.randn(2, 3, 5, 4), torch.randn(4, 4), torch.randn(4, 1, 1)
+    made = linear.in_one(x, weight, None, scale, torch.randn(2, 4, 3, 5), None, True)
+    assert made.is_contiguous(memory_format=torch.channels_last) and not made.is_contiguous()
 
 
 def off(found, exact):
@@ -159,12 +165,12 @@ def test_what_follows_a_layer_on_a_gpu(dtype, features, size):
     def blocks(first, second, scale, x, ours):
         with torch.no_grad():
             if ours:
-                return linear._in_one(second, linear._in_one(first, x, None, None, "gelu", False), scale, x.movedim(-1, 1), None, True)
+                y = linear._in_one(x, first.weight, first.bias, None, None, "gelu", False)
+                return linear._in_one(y, second.weight, second.bias, scale, x.movedim(-1, 1), None, True)
             return scale * second(F.gelu(first(x))).movedim(-1, 1) + x.movedim(-1, 1)
 
     exact = blocks(*(copy.deepcopy(one).double() for one in (first, second)), scale.double(), x.double(), False)
     given = [*(copy.deepcopy(one).to(dtype) for one in (first, second)), torch.nn.Parameter(scale.to(dtype)), x.to(dtype)]
     theirs = off(blocks(*given, False), exact)
-    made = [convert(one, linear=True) for one in given[:2]]
-    found = blocks(*made, *given[2:], True)
+    found = blocks(*given, True)
     assert found.is_contiguous(memory_format=torch.channels_last) and off(found, exact) <= max(2 * theirs, 1e-6)

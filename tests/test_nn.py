@@ -376,7 +376,7 @@ def test_paddings_before_and_after_each_axis(where, ndim, mode):
     x = randn(3, 2, *(4, 5, 3)[:ndim], where=where)
     close(ours(x), theirs(x))
     norm = getattr(torch.nn, f"BatchNorm{ndim}d")(3, dtype=torch.float64, device=where)
-    model = pn.convert(torch.nn.Sequential(ours, norm, torch.nn.ReLU()), fuse_training=True)
+    model = pn.convert(torch.nn.Sequential(ours, norm, torch.nn.ReLU()))
     close(model(x), F.relu(F.batch_norm(theirs(x), None, None, training=True)))
     layer = getattr(pn, f"FusedConvBnReLU{ndim}d")
     close(layer.from_modules(ours, norm)(x), F.relu(F.batch_norm(theirs(x), None, None, training=True)))
@@ -473,10 +473,7 @@ def test_a_converted_model_says_what_was_done_and_computes_the_same(where):
     theirs, ours = (network().to(where) for _ in range(2))
     parameters = {name: id(p) for name, p in ours.named_parameters()}
     done = pn.report(pn.convert(ours))
-    assert str(done) == (
-        "4 convolutions converted, 4 of them fused with what follows\n  0.0 (Conv2d) + 1 + 2\n  1.conv1 (Conv2d) + bn1 + relu\n"
-        "  1.conv2 (Conv2d) + bn2 + sum + relu\n  2.0 (ConvTranspose2d) + 1 + 2"
-    )
+    assert str(done) == "4 convolutions converted\n  0.0 (Conv2d)\n  1.conv1 (Conv2d)\n  1.conv2 (Conv2d)\n  2.0 (ConvTranspose2d)"
     assert {name: id(p) for name, p in ours.named_parameters()} == parameters
     assert list(ours.state_dict()) == list(theirs.state_dict()) and type(ours[2][0]) is pn.ConvTranspose2d
     x = randn(2, 3, 6, 6, where=where, grad=False)
@@ -493,16 +490,10 @@ def test_a_converted_model_says_what_was_done_and_computes_the_same(where):
     file.seek(0)
     with torch.no_grad():
         for twin in (ours, *twins, torch.load(file, weights_only=False)):
-            assert is_fused(twin[1]) and str(pn.report(twin)) == str(done)
+            assert str(pn.report(twin)) == str(done)
             assert torch.equal(twin(x), ours(x))
         compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
         close(compiled(x), theirs(x))
-
-
-def is_fused(module):
-    """Whether a fused forward is taken in evaluation."""
-    with torch.no_grad():
-        return "_fusion" in module.__dict__ and module._fusion.chosen(module, (torch.zeros(1),), {}) is not None
 
 
 def same_buffers(ours, theirs):
@@ -510,92 +501,21 @@ def same_buffers(ours, theirs):
         close(got.double(), expected.double())
 
 
-@pytest.fixture
-def layers(monkeypatch):
-    """The convolutions that are computed as fused layers."""
-    module = sys.modules["pycuda_conv.nn.chains"]
-    original, called = module.conv_bn_act, []
-    monkeypatch.setattr(module, "conv_bn_act", lambda conv, *args: (called.append(conv), original(conv, *args))[1])
-    return called
-
-
-def test_a_model_trained_with_fused_layers_is_trained_as_by_torch(where, layers):
+def test_a_model_trained_with_fused_layers_is_trained_as_by_torch(where):
     theirs, ours = (network().to(where) for _ in range(2))
-    assert pn.report(pn.convert(ours, fuse_training=True)).converted[0].fused == ("1", "2")
-    ours = pickle.loads(pickle.dumps(ours))
+    ours = pn.compile(pn.convert(ours), "light")
     x = randn(2, 3, 6, 6, where=where, grad=False)
     for step in range(3):
         same_gradients(ours.train(), theirs.train(), [x])
         same_buffers(ours, theirs)
-        assert layers == [ours[0][0], ours[1].conv1, ours[1].conv2] * (step + 1)  # the transposed convolution is no such layer
         theirs[1].bn2.train(step > 0), ours[1].bn2.train(step > 0)  # one that is frozen
         same_gradients(ours, theirs, [x])
         same_buffers(ours, theirs)
-        layers[-3:] = []
     same_gradients(ours.eval(), theirs.eval(), [x])
     with torch.no_grad():
         close(ours(x), theirs(x))
-    assert len(layers) == 9
-    compiled = torch.compile(ours.train(), backend="aot_eager", fullgraph=True)
-    close(compiled(x), theirs.train()(x))
-
-
-def test_hooks_see_a_model_trained_with_fused_layers(layers):
-    seen = []
-    hooks = {
-        "register_forward_hook": lambda *args: seen.append("forward"), "register_forward_pre_hook": lambda *args: seen.append("before"),
-        "register_full_backward_hook": lambda *args: seen.append("backward"), "register_full_backward_pre_hook": lambda *args: seen.append("gradient"),
-    }  # fmt: skip
-    for name, hook in hooks.items():
-        for part in ("conv1", "bn1"):
-            theirs, ours = (network() for _ in range(2))
-            pn.convert(ours, fuse_training=True)
-            layers.clear(), seen.clear()
-            getattr(ours[1].get_submodule(part), name)(hook)
-            same_gradients(ours, theirs, [randn(2, 3, 6, 6)])
-            assert seen and ours[1].conv1 not in layers and ours[1].conv2 in layers
-
-
-def test_what_fused_training_refuses():
-    model = network()
-    with pytest.raises(ValueError, match="fuse_training=True needs fuse=True, but got fuse=False"):
-        pn.convert(model, fuse=False, fuse_training=True)
-    pn.convert(model, fuse_training=True)
-    x = randn(2, 3, 6, 6)
-    (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        first.sum().backward()
-
-
-def test_a_forward_that_cannot_be_traced_in_training_is_left_there(layers):
-    class Trying(torch.nn.Sequential):
-        def forward(self, x):
-            x = super().forward(x)
-            return x if not self.training or x.sum() > 0 else -x
-
-    theirs = Trying(torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3)).double()
-    ours = copy.deepcopy(theirs)
-    done = pn.report(pn.convert(ours, fuse_training=True))
-    assert done.converted[0].fused == ("1",) and len(done.notes) == 1 and "in training" in done.notes[0] and "control flow" in done.notes[0]
-    same_gradients(ours, theirs, [randn(2, 2, 3, 3)])
-    assert not layers
-
-
-def test_a_forward_that_knows_whether_it_trains():
-    class Knowing(torch.nn.Sequential):
-        def forward(self, x):
-            x = super().forward(x)
-            return x * 2 if self.training else x
-
-    theirs = Knowing(torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3), torch.nn.ReLU()).double()
-    ours = copy.deepcopy(theirs)
-    pn.convert(ours, fuse_training=True)
-    x = randn(2, 2, 3, 3)
-    for training in (True, False, True):
-        same_gradients(ours.train(training), theirs.train(training), [x])
-        with torch.no_grad():
-            close(ours(x), theirs(x))
-    same_buffers(ours, theirs)
+    for graph in pn.report(ours).graphs:  # in training, with a frozen norm, evaluated with gradients, and without
+        assert len(graph.fused) == (3 if graph.gradients else 4) and not graph.left  # the transposed convolution is not trained in one step
 
 
 def test_what_is_changed_after_the_conversion_counts(where):
@@ -617,7 +537,7 @@ def test_what_is_changed_after_the_conversion_counts(where):
     change(lambda model: model[1].bn1.running_mean.add_(1))
     change(lambda model: model[1].conv1.weight.mul_(2))
     change(lambda model: model.load_state_dict({name: t * 1.5 if t.is_floating_point() else t for name, t in model.state_dict().items()}))
-    change(lambda model: (model[1].bn1.running_mean.data.add_(1), pn.convert(model) if model is ours else None))
+    change(lambda model: model[1].bn1.running_mean.data.add_(1))
     change(lambda model: model[1].bn1.register_forward_hook(double))
     change(lambda model: model[1].register_forward_hook(double))
     assert len(seen) == 6  # two of the first change, four of the second
@@ -631,101 +551,13 @@ class Own(torch.nn.Conv2d):
     pass
 
 
-class Odd(torch.nn.Sequential):
-    """Three ways of writing a forward that tracing would get wrong."""
-
-    def __init__(self, way):
-        super().__init__(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1))
-        self.way, self.kept = way, None
-
-
-class Branching(Odd):
-    def forward(self, x):
-        return super().forward(x) if x.sum() > 0 else x
-
-
-class Keeping(Odd):
-    def forward(self, x):
-        self.kept = super().forward(x)
-        return self.kept
-
-
-class Variadic(Odd):
-    def forward(self, *arrays):
-        return super().forward(*arrays)
-
-
-@pytest.mark.parametrize(("kind", "reason"), [(Branching, "control flow"), (Keeping, "sets attributes"), (Variadic, "any number of arguments")])
-def test_a_forward_that_cannot_be_traced_is_left(kind, reason):
-    model = kind(0).eval()
+def test_what_is_converted():
+    model = torch.nn.ModuleList([Own(1, 1, 1), torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1)), torch.nn.Linear(2, 2)])
     done = pn.report(pn.convert(model))
-    assert [one.fused for one in done.converted] == [()] and len(done.notes) == 1 and reason in done.notes[0]
-    assert type(model) is kind and model.kept is None and not model.training
-    assert str(done).endswith(f"  note: {done.notes[0]}")
-    with torch.no_grad():
-        model(torch.zeros(1, 1, 2, 2))
-
-
-def test_a_sum_that_the_epilogue_does_not_take_is_torch_s():
-    class Adding(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3)
-
-        def forward(self, x, other):
-            return self.norm(self.conv(x)) + other
-
-    theirs = Adding().eval()
-    ours = copy.deepcopy(theirs)
-    assert pn.report(pn.convert(ours)).converted[0].fused == ("norm", "sum")
-    x = randn(2, 2, 3, 3, dtype=torch.float32, grad=False)
-    with torch.no_grad():
-        for other in (torch.ones(2, 3, 1, 1), torch.ones(2, 3, 3, 3, dtype=torch.float64), torch.ones(2, 3, 3, 3)):
-            assert ours(x, other).dtype == other.dtype
-            close(ours(x, other), theirs(x, other), torch.float32)
-
-
-class Misleading(torch.nn.Module):
-    """Modules with the names of functions, and what is written over while a convolution could wait."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn, self.relu = torch.nn.Conv2d(2, 2, 1), torch.nn.BatchNorm2d(2), torch.nn.LeakyReLU(0.3, inplace=True)
-
-    def forward(self, x):
-        x = x * 1
-        y = self.bn(self.conv(x))
-        y = y + self.relu(x)
-        z = self.bn(self.conv(x))
-        y = y + (z + z)
-        return self.relu(self.bn(self.conv(y)))
-
-
-def test_chains_are_what_they_seem():
-    theirs = Misleading().eval()
-    ours = copy.deepcopy(theirs)
-    assert pn.report(pn.convert(ours)).converted[0].fused == ("bn", "relu")  # a leaky one
-    x = randn(2, 2, 3, 3, dtype=torch.float32, grad=False)
-    with torch.no_grad():
-        close(ours(x), theirs(x))
-
-
-def test_what_is_not_converted_or_fused():
-    class Shared(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1)
-
-        def forward(self, x):
-            y = self.conv(x)  # used twice
-            return self.norm(y) + y
-
-    done = pn.report(pn.convert(torch.nn.ModuleList([Own(1, 1, 1), Shared(), torch.nn.Linear(2, 2)])))
-    assert [str(one) for one in done.converted] == ["0 (Own)", "1.conv (Conv2d)"] and not done.notes
+    assert [str(one) for one in done.converted] == ["0 (Own)", "1.0 (Conv2d)"] and not done.notes
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1))
-    assert not pn.report(pn.convert(model, fuse=False, precision="tf32")).converted[0].fused and type(model) is torch.nn.Sequential
-    assert model[0].precision == "tf32"
-    assert pn.report(pn.convert(model)).converted[0].fused and model[0].precision == "fp32"  # again, otherwise
+    assert pn.convert(model, precision="tf32")[0].precision == "tf32" and type(model) is torch.nn.Sequential
+    assert pn.convert(model)[0].precision == "fp32"  # again, otherwise
     layer = pn.FusedConvBnReLU2d(1, 1, 1)
     done = pn.report(pn.convert(torch.nn.Sequential(layer), precision="tf32"))
     assert not done.converted and not done.notes and layer.precision == "tf32" and type(layer.conv) is torch.nn.Conv2d
@@ -767,8 +599,6 @@ def test_models_of_torchvision(name, order):
     exact = copy.deepcopy(model).double()
     done = pn.report(pn.convert(model.to(memory_format=order)))
     assert len(done.converted) == count and not done.notes
-    if name.startswith(("resnet", "mobilenet")):
-        assert all(one.fused for one in done.converted)
     x = torch.randn(4, 3, 96, 96, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
 
     def run(model, x):
@@ -778,7 +608,11 @@ def test_models_of_torchvision(name, order):
     with torch.no_grad():
         expected = run(exact, x.double())
         assert error(run(model, x.to(memory_format=order)), expected) < 1e-5
-    assert error(run(model, x.to(memory_format=order)), expected) < 1e-5  # with gradients, so nothing is fused
+        compiled = pn.compile(model, "light")
+        assert error(run(compiled, x.to(memory_format=order)), expected) < 1e-5
+        (graph,) = pn.report(compiled).graphs
+        assert not graph.left and (len(graph.fused) == count or not name.startswith(("resnet", "mobilenet")))
+    assert error(run(pn.revert(pn.convert(model)), x.to(memory_format=order)), expected) < 1e-3  # torch rounds to TF32
 
 
 def losses(model, x, labels, steps=20, lr=0.001):
@@ -799,7 +633,8 @@ def losses(model, x, labels, steps=20, lr=0.001):
 def test_a_resnet_is_trained_as_by_torch(fused):
     ours = torchvision_model("resnet18")
     exact = copy.deepcopy(ours).double()
-    assert not pn.report(pn.convert(ours, fuse_training=fused)).notes
+    assert not pn.report(pn.convert(ours)).notes
+    ours = pn.compile(ours, "light") if fused else ours
     x, labels = randn(16, 3, 64, 64, where="cuda", grad=False), torch.arange(16, device="cuda")
     curve, expected = losses(ours, x.float(), labels), losses(exact, x, labels)
     assert curve[-1] < curve[0] == pytest.approx(expected[0], rel=1e-5)
@@ -835,9 +670,10 @@ def test_a_captured_step_is_a_step():
 
 
 @pytest.mark.gpu
-def test_a_converted_model_is_captured():
+@pytest.mark.parametrize("compiled", [False, True], ids=["converted", "compiled"])
+def test_a_converted_model_is_captured(compiled):
     theirs, ours = (network().cuda().eval() for _ in range(2))
-    pn.convert(ours)
+    ours = pn.compile(pn.convert(ours), "light") if compiled else pn.convert(ours)
     x = randn(2, 3, 6, 6, where="cuda", grad=False)
     with torch.no_grad():
         ours(x)
@@ -886,7 +722,7 @@ def test_tf32_is_for_the_gradients_too():
 
 
 def test_docstring_examples():
-    for module in ("modules", "convert", "routing"):
+    for module in ("modules", "convert", "compiler", "routing"):
         found = doctest.testmod(sys.modules[f"pycuda_conv.nn.{module}"])
         assert found.attempted > 1 and not found.failed
 

@@ -96,28 +96,23 @@ def model():
     return torch.nn.Sequential(*parts)
 
 
-def test_convert_takes_poolings_and_gives_them_back():
+def test_a_graph_calls_ours_for_max_pooling(monkeypatch):
     nn = pytest.importorskip("pycuda_conv.nn")
-    made = nn.convert(model(), fuse_training=True)
-    assert type(made[3]) is not torch.nn.MaxPool2d and isinstance(made[3], torch.nn.MaxPool2d) and str(made[3]) == str(torch.nn.MaxPool2d(3, 2, 1))
-    assert type(copy.deepcopy(made)[3]) is type(made[3])
-    x = torch.randn(2, 8, 9, 9)
-    assert torch.equal(made[3](x), torch.nn.functional.max_pool2d(x, 3, 2, 1))
-    trained, made = type(made[3]), nn.convert(made)
-    assert isinstance(made[3], torch.nn.MaxPool2d) and type(made[3]) not in (trained, torch.nn.MaxPool2d)
-    assert type(copy.deepcopy(made)[3]) is type(made[3]) and type(nn.convert(made, fuse=False)[3]) is torch.nn.MaxPool2d
+    from pycuda_conv.nn import pooling
 
-
-def test_a_pooling_alone_writes_maxima_alone_in_evaluation(monkeypatch):
-    convert = pytest.importorskip("pycuda_conv.nn.convert")
-    calls, x = [], torch.randn(1, 2, 6, 6)
-    monkeypatch.setattr(convert, "evaluated", lambda *windows: (calls.append(windows[1:]), torch.nn.functional.max_pool2d(*windows))[1])
-    for training in (False, True):
-        made = convert.convert(torch.nn.Sequential(torch.nn.MaxPool2d(3, 2, 1, ceil_mode=True)), fuse_training=training)
-        wanted = torch.nn.functional.max_pool2d(x, 3, 2, 1, ceil_mode=True)
-        assert torch.equal(made(x), wanted) and not calls
-        with torch.no_grad():
-            assert torch.equal(made(x), wanted) and calls.pop() == (3, 2, 1, 1, True, False)
+    calls, genuine = [], pooling.max_pool
+    monkeypatch.setattr(pooling, "max_pool", lambda x, *windows: (calls.append(windows), genuine(x, *windows))[1])
+    for ceil_mode in (False, True):
+        theirs, x = torch.nn.Sequential(torch.nn.MaxPool2d((3, 2), 2, 1, ceil_mode=ceil_mode), torch.nn.MaxPool2d(2)), torch.randn(1, 2, 9, 8)
+        ours = nn.compile(copy.deepcopy(theirs), "light")
+        assert torch.equal(ours(x), theirs(x)) and calls == [((3, 2), 2, 1, 1, ceil_mode), (2, 2, 0, 1, False)]
+        calls.clear()
+        given = [x.clone().requires_grad_() for _ in range(2)]
+        for one, images in zip((ours, theirs), given, strict=True):
+            one(images).square().sum().backward()
+        assert torch.equal(given[0].grad, given[1].grad) and len(calls) == 2
+        calls.clear()
+    assert len(theirs(x)) == len(nn.compile(torch.nn.Sequential(torch.nn.MaxPool2d(2, return_indices=True)), "light")(x)[0]) and not calls
 
 
 @pytest.mark.gpu
@@ -129,7 +124,7 @@ def test_on_a_gpu(pool, special):
     x = operands(pool, special)[0].cuda().to(getattr(torch, pool.dtype))
     x = x.contiguous(memory_format=torch.channels_last if pool.layout == "NHWC" else torch.contiguous_format)
     with torch.no_grad():
-        alone = pooling.evaluated(x, pool.taps, pool.stride, pool.padding, pool.dilation, pool.beyond)
+        alone = pooling.max_pool(x, pool.taps, pool.stride, pool.padding, pool.dilation, pool.beyond)
     assert torch.equal(alone.nan_to_num(7), theirs(pool, x).nan_to_num(7))
     if pool.beyond:
         return
@@ -137,7 +132,7 @@ def test_on_a_gpu(pool, special):
     form = torch.channels_last if pool.layout == "NHWC" else torch.contiguous_format
     x, dy = (a.cuda().to(getattr(torch, pool.dtype)).contiguous(memory_format=form) for a in operands(pool, special))
     found = []
-    for function in (lambda x: pooling.pooled(module, x), module):
+    for function in (lambda x: pooling.max_pool(x, pool.taps, pool.stride, pool.padding, pool.dilation), module):
         given = x.clone().requires_grad_()
         y = function(given)
         found.append((y.detach(), *torch.autograd.grad(y, given, dy)))
@@ -154,8 +149,9 @@ def test_a_model_keeps_less_on_a_gpu(monkeypatch, form):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
     base = model().cuda().to(memory_format=form).train()
-    ours, x = nn.convert(copy.deepcopy(base), fuse_training=True), torch.randn(8, 8, 64, 64, device="cuda").contiguous(memory_format=form)
+    ours, x = nn.compile(copy.deepcopy(base), "light"), torch.randn(8, 8, 64, 64, device="cuda").contiguous(memory_format=form)
     kept, results = [], []
+    ours(x)
     for one in (ours, base):
         before = torch.cuda.memory_allocated()
         y = one(x)

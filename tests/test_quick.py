@@ -822,50 +822,6 @@ def test_autocast_is_no_reason_to_go_the_whole_way(warm, monkeypatch, last):
     assert images.grad.dtype is filters.grad.dtype is layer.conv.weight.grad.dtype is torch.float32
 
 
-# ---- chains of modules that were converted
-
-
-def block():
-    steps = torch.nn.Conv2d(16, 16, 3, padding=1, bias=False), torch.nn.BatchNorm2d(16), torch.nn.ReLU()
-    return torch.nn.Sequential(torch.nn.Sequential(*steps), torch.nn.ConvTranspose2d(16, 24, 2, 2), torch.nn.SiLU()).eval()
-
-
-def test_chains_are_made_again(warm):
-    """One call into C each, and one that asks whether the modules have changed."""
-    model = pnn.convert(block())
-    with torch.no_grad():
-        first, second = warm.again(lambda: model(x))
-        assert where_arrays_lie(first) == where_arrays_lie(second)
-        kept = model[0][1]._folded
-        model[0][1].running_mean.add_(1), model[0][1].num_batches_tracked.add_(1)
-        before = warm.whole
-        model(x)
-        assert warm.whole == before and model[0][1]._folded is not kept, "other numbers, but a call like the one before"
-
-
-@pytest.mark.gpu
-def test_chains_that_are_made_again_are_right(on_gpu):
-    theirs = block().cuda()
-    model, images = pnn.convert(copy.deepcopy(theirs)), x.cuda()
-    with torch.no_grad():
-        for step in range(4):
-            torch.testing.assert_close(model(images), theirs(images), rtol=1e-4, atol=1e-4)
-            if step > 1:
-                for one in (model, theirs):
-                    one[0][1].running_var.mul_(2), one[0][1].num_batches_tracked.add_(1)
-
-
-def test_conditions_are_five_rows_of_whole_members():
-    holds = quick.holds
-    own = {"a": 1}
-    assert holds(((), (own, "a", 1), (own, "b"), (own, 1), ())) is True
-    for rows in (((), (own, "a", 2), (), (), ()), ((), (own, "b", 1), (), (), ()), ((), (), (own, "a"), (), ()), ((), (), (), (own, 2), ())):
-        assert holds(rows) is False
-    for wrong in (None, (), ((), (), (), ()), ((), (own, "a"), (), (), ()), ((), [], (), (), ())):
-        with pytest.raises((TypeError, SystemError)):
-            holds(wrong)
-
-
 # ---- threads and memory
 
 

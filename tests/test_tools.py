@@ -23,14 +23,15 @@ from conftest import why_no_cuda, why_no_opencl
 from reference import python, started
 
 import pycuda_conv as pc
-from pycuda_conv import cli, timing
+from pycuda_conv import behind, cli, timing
 from pycuda_conv.engines.direct import Batched
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.pointwise_sm90 import Pointwise
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import bound
-from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime import cache as kernel_cache
+from pycuda_conv.runtime import get_device, launcher, pinned
 from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.timing import Effort
 from pycuda_conv.tools import bench, hostbench, info, report, suite, terminal, training, verify
@@ -864,18 +865,25 @@ def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, argumen
     assert err.count("\n") == 1 and err.endswith("\n") and words in err and err.startswith("pycuda-conv")
 
 
-def test_a_variable_of_the_environment_is_told_in_one_line(command, monkeypatch):
-    def says(text):
-        def run(arguments):
-            raise pc.ConvArgumentError(text)
+@pytest.mark.parametrize("variable, value, call", [
+    ("PYCUDA_CONV_CACHE_LIMIT", "1 GB", kernel_cache.limit), ("PYCUDA_CONV_BACKGROUND", "no", behind.enabled), ("PYCUDA_CONV_PINNED_LIMIT", "much", pinned.default_limit),
+    ("PYCUDA_CONV_LAUNCHER", "rust", launcher.launcher_in_c),
+])  # fmt: skip
+def test_a_variable_of_the_environment_is_told_in_one_line(command, monkeypatch, variable, value, call):
+    def run(arguments):
+        call()
 
-        monkeypatch.setattr(cli, "_run", run)
-        return command("info")
+    monkeypatch.setattr(cli, "_run", run)
+    monkeypatch.setenv(variable, value)
+    status, out, err = command("info")
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and err.startswith(f"pycuda-conv info: {variable} must be") and value in err
 
-    text = "PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got '1 GB'"
-    assert says(text) == (UNUSABLE, "", f"pycuda-conv info: {text}\n")
+    def fault(arguments):
+        raise pc.ConvArgumentError("stride must be below 2^29")
+
+    monkeypatch.setattr(cli, "_run", fault)
     with pytest.raises(pc.ConvArgumentError):  # a fault of the program
-        says("stride must be below 2^29")
+        command("info")
 
 
 def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(command, torch, rich):

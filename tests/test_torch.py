@@ -343,7 +343,7 @@ class Block(torch.nn.Module):
 def test_a_converted_model_is_exported(where, strict, no_grad):
     torch.manual_seed(0)
     model = Block(where).eval()
-    pn.convert(model, fuse_training=True)
+    pn.convert(model)
     x = randn(3, 4, 6, 6, where=where, dtype=torch.float32, grad=False)
     sizes = {"x": {0: torch.export.Dim("images", min=2, max=64)}}
     with torch.set_grad_enabled(not no_grad):

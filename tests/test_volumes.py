@@ -23,7 +23,7 @@ import pycuda_conv as pc
 from pycuda_conv import cli
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.tools import run
-from pycuda_conv.tools.terminal import OK, UNUSABLE
+from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE
 from pycuda_conv.tools.volumes import run as chunked_run
 from pycuda_conv.tools.volumes import source, target, work
 
@@ -273,14 +273,15 @@ def test_several_files_that_were_interrupted_go_on_at_an_address(command, monkey
 
     def failing(self, block, where, index):
         written.append(index)
-        if len(written) == 3:
+        if len(written) >= 3:
             raise OSError(errno.ENOSPC, "No space left on device")
         return store(self, block, where, index)
 
     arguments = "--filter", "edge", "x*.zarr", "memory://many", "--resume"
     with monkeypatch.context() as patch:
         patch.setattr(target.Store, "__call__", failing)
-        assert command(*arguments)[0] == UNUSABLE
+        status, out, err = command(*arguments)
+    assert status == FAILED and err.count("memory://many/x") == 2 and "2 of 2 files failed" in err
     assert fsspec.filesystem("memory").exists("/many/x0.zarr/c")
     status, out, err = command(*arguments)
     assert (status, err, out.count("is there already")) == (OK, "", 0)
@@ -345,7 +346,6 @@ REFUSED = {
     "channels": (("--filter", "w.npy", "plain.zarr", "y.zarr", "--axes", "zyx"), "to have 2 channels"),
     "complex": (("--filter", "k.npy", "complex.zarr", "y.zarr", "--axes", "zyx"), "complex"),
     "exists": (("--filter", "blur", "x.zarr", "old.zarr"), "old.zarr exists already; --force"),
-    "another folder": (("--filter", "blur", "x.zarr", "folder", "--force"), "must end in .zarr"),
     "no zarr": (("--filter", "blur", "x.zarr", "full.zarr", "--force"), "what is there is no zarr"),
     "onto itself": (("--filter", "blur", "x.zarr", "x.zarr", "--force"), "it is the file"),
     "into itself": (("--filter", "blur", "x.zarr", "x.zarr/y.zarr"), "it is the file"),
@@ -363,7 +363,7 @@ REFUSED = {
     "no scheduler": (("--filter", "blur", "x.zarr", "y.zarr", "--scheduler", "tcp://127.0.0.1:9"), "can't be reached"),
     "batch": (("--filter", "blur", "x.zarr", "y.zarr", "--batch", "2"), "--batch is for"),
     "pattern": (("--filter", "blur", "none*.zarr", "folder"), "none*.zarr matches no file"),
-    "pattern of one": (("--filter", "blur", "pl*.zarr", "y.zarr"), "y.zarr must be a folder, for pl*.zarr may match several files"),
+    "pattern of one": (("--filter", "blur", "pl*.zarr", "y.zarr"), "y.zarr must be a folder, for pl*.zarr may stand for several files"),
     "several": (("--filter", "blur", "x.zarr", "plain.zarr", "y.zarr"), "y.zarr must be a folder"),
     "two of a name": (("--filter", "blur", "x.zarr", "full.zarr/x.zarr", "folder"), "2 files called x.zarr"),
     "device": (("--filter", "blur", "x.zarr", "y.zarr", "--device", "tpu"), "'tpu'"),
@@ -477,7 +477,7 @@ def test_a_process_that_is_ended_in_the_middle(command, fast_env, number, resume
         out, err = process.communicate(timeout=400)
     assert out == "" and process.returncode in (INTERRUPTED, -signal.SIGKILL)
     if not resume:
-        assert err == "interrupted\n" and names() == ["x.zarr"]
+        assert err == "interrupted; with --resume, a run keeps what is complete\n" and names() == ["x.zarr"]
         return
     assert names() == [".y.zarr.done", ".y.zarr.part", "x.zarr"]
     complete = {path.name for path in chunks_in(".y.zarr.done")}
@@ -640,7 +640,7 @@ def test_ctrl_c_ends_the_work_of_a_cluster_and_leaves_nothing(on_opencl, cluster
         assert process.poll() is None, process.communicate()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=400)
-    assert (process.returncode, out, err) == (INTERRUPTED, "", "interrupted\n") and names() == ["w.npy", "x.zarr"]
+    assert (process.returncode, out, err.partition(";")[0]) == (INTERRUPTED, "", "interrupted") and names() == ["w.npy", "x.zarr"]
     time.sleep(0.3)
     assert names() == ["w.npy", "x.zarr"]  # nobody goes on writing
 

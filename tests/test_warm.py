@@ -9,17 +9,23 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
+from conftest import why_no_opencl
 
 import pycuda_conv
-from pycuda_conv import ConvProblem
+from pycuda_conv import ConvProblem, behind, engines
 from pycuda_conv.cli import main
 from pycuda_conv.engines import casting, max_pool
 from pycuda_conv.errors import BackendError
-from pycuda_conv.runtime import binaries
+from pycuda_conv.plan import cached_plan
+from pycuda_conv.runtime import binaries, get_device
+from pycuda_conv.runtime import opencl as opencl_module
+from pycuda_conv.runtime.base import source_of
 from pycuda_conv.runtime.compiler import CompileError, Compiler, nvcc, nvrtc
+from pycuda_conv.runtime.pocl_process import compile_elsewhere
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools import warm
+from pycuda_conv.tools import kernels, warm
 from pycuda_conv.tools.families import FAMILIES, draw
 from pycuda_conv.tools.suite import in_mode
 
@@ -272,5 +278,85 @@ def test_without_a_gpu_the_command_asks_for_one(capsys):
 
     if why_not() is None:
         pytest.skip("there is a GPU")
-    assert main(["warm"]) == 2
+    assert main(["warm", "--device", "cuda"]) == 2
     assert "pycuda-conv warm:" in capsys.readouterr().err
+
+
+# ---- on OpenCL
+
+SMALL = ConvProblem.forward(2, (1, 3, 12, 13), (5, 3, 3, 3))
+
+
+@pytest.fixture
+def opencl(monkeypatch, tmp_path, fast_env):
+    """The device, with an empty cache, which other processes have too."""
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    for name in ("PYTHONPATH", "POCL_EXTRA_BUILD_FLAGS"):
+        if name in fast_env:
+            monkeypatch.setenv(name, fast_env[name])
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(opencl_module, "OPTIONS", [option for option in opencl_module.OPTIONS if option != "-cl-opt-disable"])  # as the others have them
+    device = get_device("opencl")
+    for name in ("_kept", "_compiled", "_coming", "_kernels", "_programs"):
+        monkeypatch.setattr(device, name, type(getattr(device, name))())
+    return device
+
+
+def test_on_opencl_the_problems_need_nearly_every_text(opencl):
+    texts = {source_of(family.file, defines) for family in kernels.families("opencl") for defines in family if not defines.get("INDEX_64")}
+    found = {launch.source() for problem, noted in warm.every_kind() for launch in warm.launches_of(problem, opencl, noted=noted)}
+    assert found <= texts and len(found) >= 0.95 * len(texts)
+
+
+def test_on_opencl_what_was_compiled_is_there_the_next_time(opencl, monkeypatch, capsys):
+    monkeypatch.setattr(warm, "every_kind", lambda: [(SMALL, False)])
+    launches = warm.launches_of(SMALL, opencl)
+    assert not any(map(opencl.compiled, launches))
+    assert main(["warm", "--device", "opencl"]) == 0
+    assert f"{len(launches)} kernels for OpenCL: 0 were there, {len(launches)} were compiled" in capsys.readouterr().out
+    assert all(map(opencl.compiled, launches))
+    assert main(["warm", "--device", "opencl"]) == 0
+    assert f"{len(launches)} were there, 0 were compiled" in capsys.readouterr().out
+    before = set(opencl._workshop.programs())
+    x, w = np.ones(SMALL.input_shape, "f"), np.ones(SMALL.weight_shape, "f")
+    assert np.array_equal(pycuda_conv.conv2d(x, w, device="opencl"), np.full(SMALL.result_shape, 27, "f"))
+    assert before <= set(opencl._workshop.programs())
+
+
+@pytest.mark.parametrize("arguments, words", [(("--constants",), "--constants is for GPUs"), (("--model", "no such network"), "nknown model")])
+def test_on_opencl_what_is_refused(opencl, capsys, arguments, words):
+    if "--model" in arguments:
+        pytest.importorskip("torchvision")
+    assert main(["warm", "--device", "opencl", *arguments]) == 2 and words in capsys.readouterr().err
+
+
+def test_on_opencl_a_compiled_kernel_stands_in_while_another_process_compiles(opencl, monkeypatch):
+    """The first call waits for no compiler, a later one has the planner's choice, and the bits are the same."""
+    monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
+    monkeypatch.setattr(behind, "used", {})
+    cached_plan.cache_clear()
+    x, w = (np.random.default_rng(0).standard_normal(shape).astype("f") for shape in ((2, 6, 37, 45), (6, 1, 3, 3)))
+    problem = ConvProblem.forward(2, x.shape, w.shape, groups=6)
+    best = engines.choose(problem, opencl)
+    other = engines.alternatives(problem, best, opencl)[0]
+    for launch in behind.launches(engines.schedule(problem, other, opencl)):
+        opencl.compile(launch)
+    compiled, waited = type(opencl)._compile, []
+    monkeypatch.setattr(type(opencl), "_compile", lambda self, step, *rest: (waited.append(step.source()), compiled(self, step, *rest))[1])
+    first = pycuda_conv.conv2d(x, w, groups=6, device="opencl")
+    plan = cached_plan(problem, opencl)
+    assert plan.config == other != best and not waited and plan._behind is not None
+    for future in opencl._coming.values():
+        future.result(timeout=300)
+    assert opencl._coming and all(map(opencl.compiled, behind.launches(engines.schedule(problem, best, opencl))))
+    for _ in range(3):
+        assert pycuda_conv.conv2d(x, w, groups=6, device="opencl").tobytes() == first.tobytes()
+    assert cached_plan(problem, opencl).better.config == best
+    cached_plan.cache_clear()
+
+
+def test_on_opencl_a_process_that_fails_is_told(opencl, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nothing/there")
+    with pytest.raises(CompileError, match="can't be started"):
+        compile_elsewhere(warm.launches_of(SMALL, opencl)[0])

@@ -6,14 +6,17 @@ A call opens its arrays, which reads where each lies, and closes its result, whi
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import math
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -300,8 +303,10 @@ class DLPackKind(InterfaceKind, HostKind):
     def __init__(self, library: str, from_dlpack: Callable[[Any], Any] | None) -> None:
         self.name = f"{library} array"
         self._from_dlpack = from_dlpack
-        #: what launches may still read or write, each with an event that comes when they are done
-        self._in_use: deque[tuple[Any, Sequence[Any]]] = deque()
+        #: for each context what launches may still read or write there, with events that come when they are done
+        self._in_use: WeakKeyDictionary[Any, deque[tuple[Any, Sequence[Any]]]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        atexit.register(self._in_use.clear)  # while the libraries are still there
 
     def opened(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
         named = zip((*names, *Operands._fields[len(names) :]), operands, strict=True)
@@ -315,10 +320,12 @@ class DLPackKind(InterfaceKind, HostKind):
 
     def _keep(self, device: Any, arrays: Sequence[Any], stream: Any) -> None:
         """Keep `arrays` until the launches that were made on `stream` are done: other libraries' allocators don't follow our streams."""
-        with device.current():
-            while self._in_use and self._in_use[0][0].query():
-                self._in_use.popleft()
-            self._in_use.append((device.recorded(None if stream is None else stream_of(stream)), arrays))
+        with device.current(), self._lock:
+            queue, done = self._in_use.setdefault(device, deque()), []
+            while queue and queue[0][0].query():
+                done.append(queue.popleft())
+            queue.append((device.recorded(None if stream is None else stream_of(stream)), arrays))
+        del done  # outside of the lock: libraries may do anything then
 
     def _of_library(self, array: Lying) -> Any:
         """`array` as one of the library's; where the library takes none, a numpy array or a ``GPUArray``."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycuda_conv import quick
+from pycuda_conv import quick, torch_internals
 from pycuda_conv.arrays.base import Signature, strides_of
 from pycuda_conv.arrays.device import DeviceKind
 from pycuda_conv.arrays.host import HostKind, Memory
@@ -42,11 +42,10 @@ class TorchKind(DeviceKind, HostKind):
         self._typestrs = {torch.float16: "=f2", torch.float32: "=f4", torch.float64: "=f8", torch.bfloat16: "=i2"}
         self._of_typestrs = {np.dtype(typestr): dtype for dtype, typestr in self._typestrs.items()}
         self._plain = {torch.Tensor, torch.nn.Parameter}
-        self._forward_ad = torch.autograd.forward_ad
+        self._levels = torch_internals.levels
         self._increment_version = torch.autograd.graph.increment_version
         self._formats = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
-        # torch.cuda.current_stream() takes 7 us, this 0.2; a build without CUDA has neither
-        self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        self._current_stream: Any = torch_internals.current_stream
 
     def signature(self, array: Any) -> Signature:
         try:
@@ -99,7 +98,7 @@ class TorchKind(DeviceKind, HostKind):
 
     def differentiated(self, first: Any, second: Any, bias: Any, scale: Any, residual: Any) -> bool:
         """Whether torch has to give gradients of a result of these arrays, or may be asked to carry them forward, which it refuses."""
-        return self._forward_ad._current_level >= 0 or (
+        return self._levels._current_level >= 0 or (
             torch.is_grad_enabled() and (
                 first.requires_grad or second.requires_grad or (bias is not None and bias.requires_grad)
                 or (scale is not None and scale.requires_grad) or (residual is not None and residual.requires_grad)
@@ -108,10 +107,10 @@ class TorchKind(DeviceKind, HostKind):
 
     def traced(self, first: Any, second: Any, bias: Any, scale: Any = None, residual: Any = None) -> bool:
         """Whether the call is compiled, traced, transformed or seen by a mode, or one of the tensors is not a plain one with numbers."""
-        c, plain = torch._C, self._plain
+        plain = self._plain
         return (
-            torch.compiler.is_compiling() or c._len_torch_dispatch_stack() or c._are_functorch_transforms_active()
-            or c._get_tracing_state() is not None  # torch.jit.trace
+            torch.compiler.is_compiling() or torch_internals.count_of_modes() > 0 or torch_internals.transforms_are_active()
+            or torch_internals.tracing_state() is not None  # torch.jit.trace
             or type(first) not in plain or type(second) not in plain or (bias is not None and type(bias) not in plain)
             or (scale is not None and type(scale) not in plain) or (residual is not None and type(residual) not in plain) or first.is_meta
         )
@@ -219,8 +218,7 @@ class TorchKind(DeviceKind, HostKind):
         It bypasses torch's dispatcher and keeps the GIL.
         """
         strides = strides_of(shape, 1, order or tuple(range(len(shape))))
-        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-        make = getattr(guards, f"_empty_strided_{device.type}", None)
+        make = torch_internals.empty_strided(device.type)
         if make is None:
             return torch.empty_strided, (shape, strides), {"dtype": dtype, "device": device}
         return make, (shape, strides, dtype), None

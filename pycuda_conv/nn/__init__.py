@@ -7,12 +7,13 @@ Files of ``torch.export.save`` name operators of this package, so import this mo
 
 from pycuda_conv.nn import autograd as autograd  # importing these two defines the operators
 from pycuda_conv.nn import evaluation as evaluation
-from pycuda_conv.nn.convert import Conversion, Converted, convert, report
+from pycuda_conv.nn.compiler import CompiledGraph, backend, compile
+from pycuda_conv.nn.convert import Conversion, Converted, convert, report, revert
 from pycuda_conv.nn.fused import FusedConvBnReLU1d, FusedConvBnReLU2d, FusedConvBnReLU3d
 from pycuda_conv.nn.modules import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 from pycuda_conv.nn.routing import routed
 
 __all__ = [
-    "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Conversion", "Converted", "FusedConvBnReLU1d",
-    "FusedConvBnReLU2d", "FusedConvBnReLU3d", "convert", "report", "routed",
+    "CompiledGraph", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Conversion", "Converted",
+    "FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d", "backend", "compile", "convert", "report", "revert", "routed",
 ]

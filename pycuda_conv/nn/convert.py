@@ -1,37 +1,33 @@
-"""Puts this package's convolutions into an existing model.
+"""Puts this package's convolutions into an existing model, and torch's back.
 
-A converted module changes its class and nothing else: it stays the same object, with its parameters, hooks and names. Five kinds of classes
+A converted module changes its class and nothing else: it stays the same object, with its parameters, hooks and names. Three kinds of classes
 are made:
 
 - a convolution becomes one of :mod:`pycuda_conv.nn`; a subclass that computes what its base does becomes a subclass of both;
-- a subclass of a convolution that computes something of its own gets a forward that runs its own inside :class:`routed`;
-- with `fuse`, ``nn.MaxPool2d`` writes its maxima alone in evaluation, and with `fuse_training` it keeps less for its gradient: see
-  :mod:`pycuda_conv.nn.pooling`;
-- with `linear`, ``nn.Linear`` is a 1x1 convolution: see :mod:`pycuda_conv.nn.linear`;
-- a module whose convolutions can be fused with the steps after them gets a forward that does so: see :mod:`pycuda_conv.nn.chains`. It runs
-  in evaluation without gradients and, if asked for, in training; not in ``torch.compile``. Otherwise the author's forward runs, so a
-  converted model is trained and evaluated as before.
+- a convolution that computes something of its own gets a forward that runs its own inside :class:`routed`;
+- with `linear`, ``nn.Linear`` is a 1x1 convolution: see :mod:`pycuda_conv.nn.linear`.
+
+Steps are fused by ``torch.compile``: see :mod:`pycuda_conv.nn.compiler`.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
-from dataclasses import dataclass, field, replace
+import warnings
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from pycuda_conv.errors import brief
+from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.nn import modules
-from pycuda_conv.nn.chains import KEPT, Fusion, Traces, is_worth_tracing
-from pycuda_conv.nn.classes import is_convolution, origin
+from pycuda_conv.nn.compiler import CompiledGraph, graphs_of
 from pycuda_conv.nn.fused import _FusedConvBnReLU
 from pycuda_conv.nn.linear import linear as linear_of
-from pycuda_conv.nn.modules import checked_precision
-from pycuda_conv.nn.pooling import evaluated, pooled
+from pycuda_conv.nn.modules import checked_precision, in_pairs
 from pycuda_conv.nn.routing import routed
 from pycuda_conv.typing import Precision
 
@@ -39,63 +35,85 @@ _OURS: dict[type, type] = {
     getattr(torch.nn, name): getattr(modules, name)
     for name in ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 }
+_TORCHS = {ours: torchs for torchs, ours in _OURS.items()}
+#: The methods that decide what a convolution computes.
+_METHODS = "forward", "__call__", "_conv_forward", "_output_padding"
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
 class Converted:
-    """One convolution of the model: its `name` there, its class before, and the names of the steps fused with it.
+    """One convolution of the model: its `name` there, and its class before.
 
-    `by_its_own_forward` is True for a subclass that computes something of its own, inside :class:`routed`.
+    `by_its_own_forward` is True for one that computes something of its own, inside :class:`routed`.
     """
 
     name: str
     was: str
-    fused: tuple[str, ...] = ()
     by_its_own_forward: bool = False
 
     def __str__(self) -> str:
-        text = " + ".join((f"{self.name or 'the model'} ({self.was})", *self.fused))
+        text = f"{self.name or 'the model'} ({self.was})"
         return f"{text}, by its own forward" if self.by_its_own_forward else text
 
 
 @dataclass
 class Conversion:
-    """Report of :func:`convert`: the convolutions, and why something was left as it was. Its ``str()`` is meant to be read."""
+    """What :func:`convert` and ``torch.compile`` did to a model; see :func:`report`. Its ``str()`` is meant to be read.
+
+    Attributes
+    ----------
+    converted : list of Converted
+    notes : list of str
+        Why modules were left as they were.
+    graphs : list of CompiledGraph
+        The graphs that ``torch.compile`` made of the model, if its backend was this package's.
+    """
 
     converted: list[Converted] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    graphs: list[CompiledGraph] = field(default_factory=list)
 
     def __str__(self) -> str:
-        count, fused = len(self.converted), sum(bool(one.fused) for one in self.converted)
-        lines = [f"{count} convolution{'' if count == 1 else 's'} converted, {fused} of them fused with what follows"]
-        return "\n".join(lines + [f"  {one}" for one in self.converted] + [f"  note: {note}" for note in self.notes])
+        lines = []
+        if self.converted or self.notes or not self.graphs:
+            count = len(self.converted)
+            lines = [f"{count} convolution{'' if count == 1 else 's'} converted", *(f"  {one}" for one in self.converted)]
+        return "\n".join(lines + [f"  note: {note}" for note in self.notes] + [str(graph) for graph in self.graphs])
 
 
-def report(model: torch.nn.Module) -> Conversion:
-    """The report of what :func:`convert` did to a model, to be printed.
+def report(model: Any) -> Conversion:
+    """What :func:`convert` did to a model, and what was fused in graphs that ``torch.compile`` made of it; to be printed.
+
+    Parameters
+    ----------
+    model : torch.nn.Module or compiled function
+        Converted, or compiled with the backend "pycuda_conv" and called once at least.
 
     Raises
     ------
     TypeError
-        `model` is not a module.
+        `model` is neither.
     ValueError
-        `model` was not converted.
+        `model` was not converted, and no graph was made of it.
 
     Examples
     --------
     >>> import torch, pycuda_conv.nn
-    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU()).eval()
     >>> print(pycuda_conv.nn.report(pycuda_conv.nn.convert(model)))
-    1 convolution converted, 1 of them fused with what follows
-      0 (Conv2d) + 1 + 2
+    1 convolution converted
+      0 (Conv2d)
     """
-    _check_module(model)
-    done = model.__dict__.get("_conversion")
-    if done is None:
-        raise ValueError(f"model, a {type(model).__name__}, was not converted: call convert(model) first")
-    assert isinstance(done, Conversion)
-    return done
+    graphs = graphs_of(model)
+    done = getattr(model, "_orig_mod", model).__dict__.get("_conversion")
+    if done is None and not graphs:
+        raise ValueError(
+            f"model, a {type(model).__name__}, was not converted, and no graph was made of it: call convert(model), or compile the model "
+            'with backend="pycuda_conv" and call it first'
+        )
+    done = Conversion() if done is None else done
+    return Conversion(done.converted, done.notes, graphs)
 
 
 def _check_module(model: Any) -> None:
@@ -104,9 +122,11 @@ def _check_module(model: Any) -> None:
 
 
 def convert(
-    model: Model, precision: Precision = "fp32", fuse: bool = True, fuse_training: bool = False, *, linear: bool = False
+    model: Model, precision: Precision = "fp32", fuse: bool | None = None, fuse_training: bool | None = None, *, linear: bool = False
 ) -> Model:
     """Let this package compute a model's convolutions, in place.
+
+    Only classes change, so the model is trained, copied, saved, hooked and parametrized as before. :func:`revert` undoes it.
 
     Parameters
     ----------
@@ -116,27 +136,12 @@ def convert(
         see :class:`routed`. Parameters, buffers and state dict are what they were.
     precision : {"fp32", "tf32"}
         Arithmetic for float32: see :func:`pycuda_conv.conv2d`.
-    fuse : bool
-        Compute convolution and, where they follow, batch normalisation, the sum with a residual and an activation in one step wherever
-        the model is evaluated without gradients: after ``model.eval()``, inside ``torch.no_grad()`` or ``torch.inference_mode()``.
-        The activations are those of :func:`pycuda_conv.conv2d`, as torch's modules or functions; one of them or a batch normalisation
-        is enough. Batch normalisations that apply an activation themselves are fused too. So are a batch normalisation that follows no
-        convolution and its activation, as DenseNet has them; and max pooling writes no places of maxima. Chains are found by tracing
-        the forward of each module, here and once. A module that cannot be traced is left with a note, and its convolutions are still
-        converted one by one. What changes parameters and statistics later is noticed, but for ``tensor.data`` and for replays of a CUDA
-        graph: convert again after those. A module whose children or attributes change later runs its own forward until it is converted
-        again.
-    fuse_training : bool
-        Compute convolution, batch normalisation, the sum with a residual and the activation in one step in training too, as
-        :class:`FusedConvBnReLU2d` and the like do: in less time and memory, but without second derivatives. After a residual the
-        activation is a ReLU; others are torch's there. Modules with hooks are called as before. ``nn.MaxPool2d`` keeps a byte for each
-        maximum then.
+    fuse, fuse_training : bool, optional
+        They do nothing any more and will go. What they did, ``torch.compile`` does: see :func:`pycuda_conv.nn.compile`.
     linear : bool
         Compute ``nn.Linear`` of float32 arrays as 1x1 convolutions too, with its gradients, where they are large enough. Torch multiplies
         float32 on plain cores, this package on tensor cores with errors as small. Where torch was told to round to TF32
         (``torch.set_float32_matmul_precision``), in autocast and in ``torch.compile``, layers are torch's as before, and so are subclasses.
-        With `fuse` a layer and what follows it are one step in evaluation, of 16-bit types and in TF32 too: an activation; or the sum with
-        a residual, before it a factor for each channel where channels are moved to the second axis, as in the blocks of ConvNeXt.
 
     Returns
     -------
@@ -148,7 +153,12 @@ def convert(
     TypeError
         `model` is not a module.
     ValueError
-        `fuse_training` without `fuse`; a precision that there is not.
+        A precision that there is not.
+
+    Warns
+    -----
+    DeprecationWarning
+        `fuse` or `fuse_training` was given.
 
     Examples
     --------
@@ -161,9 +171,14 @@ def convert(
     """
     _check_module(model)
     checked_precision(precision)
-    if fuse_training and not fuse:
-        raise ValueError(f"fuse_training={fuse_training} needs fuse=True, but got fuse={fuse}")
-    found: dict[torch.nn.Module, Converted] = {}
+    for name, given in (("fuse", fuse), ("fuse_training", fuse_training)):
+        if given is not None:
+            warnings.warn(
+                f'convert: {name}= does nothing any more and will go; torch.compile fuses: model.compile(backend="pycuda_conv"), or '
+                'with mode="light" without a compiler',
+                DeprecationWarning,
+                stacklevel=2,
+            )
     done = Conversion()
     ours = [module for module in model.modules() if isinstance(module, _FusedConvBnReLU)]  # these compute everything themselves
     for layer in ours:
@@ -173,28 +188,71 @@ def convert(
         if isinstance(module, torch.jit.ScriptModule) and module not in owned:
             done.notes.append(f"{name or 'the model'} ({_full_name(type(module))}) was left as it is: TorchScript computes it")
             owned.update(module.modules())
-    rest = [(name, module) for name, module in model.named_modules() if module not in owned]
-    for name, module in rest:
-        module.__class__ = origin(type(module))
-        for kept in KEPT:
-            module.__dict__.pop(kept, None)
+    for name, module in model.named_modules():
+        if module in owned:
+            continue
+        _give_back(module)
         if isinstance(module, tuple(_OURS)):
             try:
-                found[module] = _convert_convolution(name, module, precision)
+                done.converted.append(_convert_convolution(name, module, precision))
             except TypeError as error:
                 done.notes.append(f"{name or 'the model'} ({_full_name(type(module))}) was left as it is: {error}")
-        elif fuse and type(module) is torch.nn.MaxPool2d:
-            _change_class(module, "pooled" if fuse_training else "maxima")
         elif linear and type(module) is torch.nn.Linear:
             _change_class(module, "linear")
-    if fuse:
-        traces = Traces()
-        for name, module in rest:
-            if is_worth_tracing(module):
-                _fuse(name, module, found, done.notes, fuse_training, traces)
-    done.converted.extend(found.values())
     model.__dict__["_conversion"] = done
     return model
+
+
+def revert(model: Model) -> Model:
+    """Give a converted model torch's classes back, in place, and its call back to torch.
+
+    Export to ONNX, TorchScript, eager quantization and files of whole models want torch's own classes. The modules of
+    :mod:`pycuda_conv.nn` become torch's too; ``FusedConvBnReLU2d`` and the like stay, as torch has no such layers. A model that was
+    compiled in place is called without ``torch.compile`` afterwards.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+
+    Returns
+    -------
+    torch.nn.Module
+        `model`.
+
+    Raises
+    ------
+    TypeError
+        `model` is not a module.
+    ValueError
+        A convolution pads by pairs, which torch's can't. Nothing is changed then.
+
+    Examples
+    --------
+    >>> import torch, pycuda_conv.nn
+    >>> model = pycuda_conv.nn.convert(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3)))
+    >>> type(pycuda_conv.nn.revert(model)[0]) is torch.nn.Conv2d
+    True
+    """
+    _check_module(model)
+    for name, module in model.named_modules():
+        if isinstance(module, tuple(_TORCHS)) and in_pairs(module.padding):
+            raise ConvArgumentError(f"{name or 'the model'} has padding={brief(module.padding)}, and torch's convolutions pad both sides alike")
+    for module in model.modules():
+        _give_back(module)
+        if type(module) in _TORCHS:
+            module.__class__ = _TORCHS[type(module)]
+            module.__dict__.pop("precision", None)
+        module.__dict__.pop("_compiled_call_impl", None)
+    model.__dict__.pop("_conversion", None)
+    return model
+
+
+def _give_back(module: torch.nn.Module) -> None:
+    """Give a module the class that it had before it was converted."""
+    cls: Any = type(module)
+    if "_origin" in cls.__dict__:
+        module.__class__ = cls.__dict__["_origin"]
+        module.__dict__.pop("precision", None)
 
 
 def _convert_convolution(name: str, module: torch.nn.Module, precision: str) -> Converted:
@@ -202,42 +260,25 @@ def _convert_convolution(name: str, module: torch.nn.Module, precision: str) -> 
     if isinstance(module, LazyModuleMixin):
         raise TypeError("its parameters have no sizes yet; call the model once, then convert it")
     was: Any = type(module)
-    own = not is_convolution(was) and not is_convolution(_converted_class(was, "ours"))
-    _change_class(module, "routed" if own else "ours")
+    replaced = "_conv_forward" in module.__dict__ and "forward" not in module.__dict__
+    own = replaced or (not _is_ours(was) and not _is_ours(_converted_class(was, "ours")))
+    if own or was not in _TORCHS:
+        _change_class(module, "routed" if own else "ours")
     module.__dict__["precision"] = precision
     return Converted(name, was.__name__, by_its_own_forward=own)
-
-
-def _fuse(
-    name: str, module: torch.nn.Module, found: dict[torch.nn.Module, Converted], notes: list[str], in_training: bool, traces: Traces
-) -> None:
-    """Give `module` a fused forward if its own has chains to fuse; add a note if the search failed."""
-    if not is_worth_tracing(module, in_sequences=False):
-        notes = []  # the sequences are looked at by themselves
-    who = f"nothing in {name or 'the model'} ({type(module).__name__}) is fused"
-    try:
-        if "forward" in module.__dict__:
-            raise TypeError("its forward was replaced")
-        fusion = Fusion(module, in_training, traces)
-    except TypeError as error:
-        notes.append(f"{who}: {error}")
-        return
-    for training, problem in fusion.problems.items():
-        notes.append(f"{who}{' in training' if training else ''}, because its forward can't be traced: {problem}")
-    if not fusion.variants:
-        return
-    _change_class(module, "fused")
-    module.__dict__["_fusion"] = fusion
-    for variant in fusion.variants.values():
-        for target, *followers in variant.chains:
-            convolution, beside = module.get_submodule(target), target.rpartition(".")[0] + "."
-            if len(followers) > len(found[convolution].fused):
-                found[convolution] = replace(found[convolution], fused=tuple(name.removeprefix(beside) for name in followers))
 
 
 # ---- classes
 
 _remembered: Any = functools.lru_cache(maxsize=1024)
+
+
+@_remembered
+def _is_ours(cls: type) -> bool:
+    """True if modules of this class are convolutions computed by this package: none of their methods is somebody else's."""
+    return any(
+        issubclass(cls, base) and all(getattr(cls, name, None) is getattr(base, name, None) for name in _METHODS) for base in _TORCHS
+    )
 
 
 def _full_name(cls: type) -> str:
@@ -278,30 +319,7 @@ class _Routed(_Changed):
         return forward
 
 
-class _Maxima(_Changed):
-    """A pooling that writes its maxima alone in evaluation."""
-
-    _trained = False
-
-    @classmethod
-    def forward_of(mixin, cls: Any) -> Any:
-        @functools.wraps(cls.forward)
-        def forward(self: Any, input: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return cls.forward(self, input)
-            if torch.is_grad_enabled():
-                made = pooled(self, input) if mixin._trained else None
-                return cls.forward(self, input) if made is None else made
-            windows = self.kernel_size, self.stride, self.padding, self.dilation
-            return evaluated(input, *windows, self.ceil_mode, self.return_indices)
-
-        return forward
-
-
-class _Pooled(_Maxima):
-    """A pooling that keeps less in training too."""
-
-    _trained = True
+_LINEAR = torch.nn.Linear.forward
 
 
 class _Linear(_Changed):
@@ -311,40 +329,16 @@ class _Linear(_Changed):
     def forward_of(cls: Any) -> Any:
         @functools.wraps(cls.forward)
         def forward(self: Any, input: Any) -> Any:
+            if torch.compiler.is_compiling() or cls.forward is not _LINEAR:  # or somebody replaced it
+                return cls.forward(self, input)
             return linear_of(input, self.weight, self.bias)
-
-        return forward
-
-
-class _Fused(_Changed):
-    """A module whose convolutions are fused with the steps after them."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        fusion = self.__dict__.get("_fusion")
-        if fusion is not None and "variants" not in fusion.__dict__:  # it comes from a file
-            self.__dict__["_fusion"] = Fusion(self, fusion.in_training, Traces())
-
-    @staticmethod
-    def forward_of(cls: Any) -> Any:
-        @functools.wraps(cls.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                fusion = self.__dict__.get("_fusion")
-                chosen = None if fusion is None else fusion.chosen(self, args, kwargs)
-                if chosen is not None:
-                    function, arrays = chosen
-                    return function(*arrays)
-                if fusion is not None:
-                    fusion.trained = True  # parts of it may be
-            return cls.forward(self, *args, **kwargs)
 
         return forward
 
 
 @_remembered
 def _converted_class(cls: Any, kind: str) -> Any:
-    """The class that modules of class `cls` get: "ours", "routed", "maxima", "pooled", "linear" or "fused"."""
+    """The class that modules of class `cls` get: "ours", "routed" or "linear"."""
     bases: tuple[type, ...]
     members: dict[str, Any]
     if kind == "ours":
@@ -355,7 +349,7 @@ def _converted_class(cls: Any, kind: str) -> Any:
             return ours
         bases, members = (_Changed, cls, ours), {}
     else:
-        mixin: Any = {"routed": _Routed, "fused": _Fused, "maxima": _Maxima, "pooled": _Pooled, "linear": _Linear}[kind]
+        mixin: Any = {"routed": _Routed, "linear": _Linear}[kind]
         bases, members = (mixin, cls), {"forward": mixin.forward_of(cls)}
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass: Any = type(cls)

@@ -30,10 +30,9 @@ from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
-from pycuda_conv import dispatch, execute, quick
+from pycuda_conv import dispatch, execute, quick, torch_internals
 from pycuda_conv.arrays import Signature
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
@@ -497,11 +496,7 @@ def _were_written(running: Sequence[Tensor | None], batches: Tensor | None, coun
     gradient, and a module may be called twice.
     """
     written = running if batches is None else (batches,) * counted
-    _increment_version([one for one in written if one is not None])
-
-
-#: torch's ``increment_version`` of several tensors.
-_increment_version = getattr(torch._C, "_increment_version", increment_version)
+    torch_internals.increment_versions([one for one in written if one is not None])
 
 
 class _BackwardAgain(NamedTuple):
@@ -606,7 +601,7 @@ def _save(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None,
     statistics: Tensor, spec: _LayerSpec,
 ) -> None:
-    ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and _packing_hooks(True) is None
+    ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and torch_internals.packing_hooks(True) is None
     ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics)
 
 
@@ -616,7 +611,7 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
     (spec, bias_dtype, own_y), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
     twice = torch.is_grad_enabled()  # gradients of gradients are refused
-    spent = own_y and not twice and not _keeps_graph()
+    spent = own_y and not twice and not torch_internals.keeps_graph()
     made = None if twice else _backward_again(*given, spec, added, spent)
     if made is None and not (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         dense = without_gaps(dout, _order(y))
@@ -643,12 +638,6 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
         dgamma = _cast_to(gamma, by_gamma) if of_gamma else None
         dbeta = _cast_to(beta, by_beta) if of_beta else None
     return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, dout if masked is None else masked
-
-
-#: Whether the running backward pass may run again, so that saved tensors have to stay; and the hooks that get saved tensors. Where torch's
-#: version does not tell, True stands for both.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-_packing_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
 def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -704,6 +693,18 @@ def _fake_statistics(
     settings = _LayerSpec.of(spec).settings
     y = _empty_like(x, CONV.shape(settings, x.shape, weight.shape, ()), settings.ndim)
     return y, _new_statistics(y)
+
+
+@torch.no_grad()
+def _frozen_statistics(
+    x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float, spec: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """What :func:`_fused_statistics` gives by given statistics. That operator is said to write to them, so a checkpoint would fail."""
+    return _statistics(x, weight, bias, mean, var, None, 0.0, eps, _LayerSpec.of(spec))
+
+
+def _fake_frozen(x: Tensor, weight: Tensor, bias: Any, mean: Tensor, var: Tensor, eps: float, spec: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return _fake_statistics(x, weight, bias, None, None, None, 0.0, eps, spec)
 
 
 @torch.no_grad()
@@ -790,6 +791,10 @@ operators.define(
     _fused_statistics, _fake_statistics,
 )  # fmt: skip
 operators.define(
+    "frozen_statistics(Tensor x, Tensor weight, Tensor? bias, Tensor mean, Tensor var, float eps, int[] spec) -> (Tensor, Tensor)",
+    _frozen_statistics, _fake_frozen,
+)  # fmt: skip
+operators.define(
     "fused_normalised(Tensor y, Tensor statistics, Tensor? gamma, Tensor? beta, int[] spec) -> Tensor", _fused_normalised, _fake_normalised
 )
 operators.define(
@@ -821,6 +826,78 @@ def _backward_flops(
 count_flops(torch.ops.pycuda_conv.fused_statistics, _statistics_flops)
 count_flops(torch.ops.pycuda_conv.fused_inference, _forward_flops)
 count_flops(torch.ops.pycuda_conv.fused_conv_bn_relu_backward, _backward_flops)
+
+
+# ---- a layer as a function of tensors
+
+
+class Layer:
+    """A layer with given options as a function of tensors, which ``torch.compile`` calls in light mode.
+
+    Parameters
+    ----------
+    activation
+        In the form of :func:`pycuda_conv.problem.checked_activation`.
+    of_batch : bool
+        Whether the statistics are the batch's; otherwise they are the running ones.
+    settings : Settings
+        The convolution's, in numbers.
+    momentum, eps : float
+    """
+
+    __name__ = "layer"
+
+    def __init__(self, activation: batch_norm.Activation, of_batch: bool, settings: Settings, momentum: float, eps: float) -> None:
+        self._spec = _LayerSpec(activation, of_batch, settings)
+        self._momentum, self._eps = momentum, eps
+        _, stride, padding, dilation, groups, precision, *_ = settings
+        self._asked = activation, momentum, eps, stride, padding, dilation, groups, precision
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
+        running_var: Tensor | None, batches: Tensor | None, residual: Tensor | None,
+    ) -> Any:
+        """The layer's result. The batch's statistics move the running ones, and `batches` is raised by 1, where they are given."""
+        spec, momentum, eps = self._spec, self._momentum, self._eps
+        remembers, running = spec.of_batch and quick.possible(), (running_mean, running_var)
+        tensors = weight, bias, gamma, beta, running_mean, running_var, batches
+        if remembers:
+            made = _forward_again(self._asked, x, residual, tensors, False)
+            if made is not None:
+                return made
+        named = x, weight, bias, gamma, beta
+        if _traced(*named):
+            return self._by_operators(named, running, batches, residual)
+        counted = None
+        if batches is not None:
+            if _counted_by_kernels(batches, x):
+                counted = batches
+            else:
+                batches.add_(1)
+        with torch.no_grad():
+            y, statistics = _statistics(x, weight, bias, *running, None, momentum, eps, spec, counted)
+            out = _normalised(y, statistics, gamma, beta, residual, spec.activation)
+        if spec.of_batch:
+            _were_written(running, batches, counted is not None)
+        made = _Function.apply(*named, residual, spec, (y, statistics, out), False)
+        if remembers and counted is batches:
+            _remember_forward(self._asked, (x, residual, *tensors), momentum, eps, spec, True, out)
+        return made
+
+    def _by_operators(self, named: Any, running: Any, batches: Tensor | None, residual: Tensor | None) -> Tensor:
+        """The same where torch has to see operators."""
+        if batches is not None:
+            batches.add_(1)
+        ours, spec = torch.ops.pycuda_conv, self._spec
+        added = spec if residual is None else spec._replace(activation=None)
+        flat = added.in_integers()
+        with torch.no_grad():
+            if spec.of_batch:
+                made = ours.fused_statistics(*named[:3], *running, None, self._momentum, self._eps, flat)
+            else:
+                made = ours.frozen_statistics(*named[:3], *running, self._eps, flat)
+        out: Tensor = ours.fused_conv_bn_relu(*named, *made, flat)
+        return out if residual is None else cast(Tensor, activated(out + residual, spec.activation))
 
 
 # ---- the modules

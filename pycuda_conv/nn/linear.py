@@ -4,7 +4,7 @@ All but the last axis of the input count as the pixels of one image whose channe
 the product of a transposed 1x1 convolution whose channels are the rows: its input is x, with `features` pixels, and its filter is dy. As
 packing a filter takes long, torch computes that product where there are many rows.
 
-In a traced forward in evaluation, a layer and the steps after it are one call: see :func:`in_one`.
+In a graph of ``torch.compile`` that runs as it is, a layer in evaluation and the steps after it are one call: see :func:`in_one`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from torch.nn import functional as F
 
 import pycuda_conv as pc
 from pycuda_conv.nn.autograd import _differentiated, _traced, activated
-from pycuda_conv.nn.classes import hooked
-from pycuda_conv.nn.watch import Kept, Watch, holds
 from pycuda_conv.typing import Precision
 
 #: The least products, rows, and features in or out for which our kernels are faster.
@@ -39,39 +37,32 @@ def linear(x: Any, weight: Any, bias: Any) -> Any:
     return F.linear(x, weight, bias)
 
 
-def is_converted(module: Any) -> bool:
-    """True if a module is an ``nn.Linear`` that computes its product by a 1x1 convolution, and nothing else."""
-    own = module.__dict__
-    return type(module).__dict__.get("_kind") == "linear" and "forward" not in own and {"weight", "bias"} <= set(own["_parameters"])
-
-
-def in_one(module: Any, input: Any, scale: Any, residual: Any, activation: Any, moved: bool) -> Any:
+def in_one(x: Any, weight: Any, bias: Any, scale: Any, residual: Any, activation: Any, moved: bool) -> Any:
     """A linear layer, with its last axis moved to the second place if `moved`, times `scale`, plus `residual`, then the activation.
 
-    Each of the last three may be None; `scale` (K, 1, 1) needs `moved`. No gradients are recorded.
+    Each of the last three may be None; `scale` has one number a channel. No gradients are recorded.
     """
-    made = _in_one(module, input, scale, residual, activation, moved)
+    made = _in_one(x, weight, bias, scale, residual, activation, moved)
     if made is not None:
         return made
-    made = module(input)
+    made = linear(x, weight, bias)
     made = made.movedim(-1, 1) if moved else made
     made = made if scale is None else made * scale
-    return activated(made if residual is None else made + residual, activation)
+    made = activated(made if residual is None else made + residual, activation)
+    return made.contiguous(memory_format=torch.channels_last if moved else torch.contiguous_format)  # a residual may lie otherwise
 
 
-def _in_one(module: Any, x: Any, scale: Any, residual: Any, activation: Any, moved: bool) -> Any:
+def _in_one(x: Any, weight: Any, bias: Any, scale: Any, residual: Any, activation: Any, moved: bool) -> Any:
     """The same as :func:`in_one`, by one convolution; None where that does not pay."""
-    weight, bias = module._parameters["weight"], module._parameters["bias"]
-    if hooked(module) or not _is_worth_fusing(x, weight, (bias, scale, residual)) or _traced(x, weight, bias):
+    if scale is residual is activation is None and not moved:
+        return None
+    if not _is_worth_fusing(x, weight, (bias, scale, residual)) or _traced(x, weight, bias):
         return None
     shape = x.shape
-    if scale is not None and scale.shape != (len(weight), 1, 1):
-        return None
-    if residual is not None and residual.shape != ((shape[0], len(weight), *shape[1:-1]) if moved else (*shape[:-1], len(weight))):
-        return None
     precision: Precision = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     if scale is not None:
-        scale, bias = _scaled(module, bias, scale)
+        scale = scale.reshape(-1)
+        bias = None if bias is None else bias * scale
     if len(shape) == 4:
         added = residual if residual is None or moved else residual.movedim(-1, 1)
         made = pc.conv2d(
@@ -82,28 +73,6 @@ def _in_one(module: Any, x: Any, scale: Any, residual: Any, activation: Any, mov
     rows = x.reshape(-1, shape[-1]).t()[None]
     made = pc.conv1d(rows, weight[:, :, None], bias, scale=scale, residual=added, activation=activation, precision=precision)
     return made[0].t().view(*shape[:-1], -1)
-
-
-def _scaled(module: Any, bias: Any, scale: Any) -> tuple[Any, Any]:
-    """The factor of each channel, and the bias times it, kept as long as neither changes."""
-    own = module.__dict__
-    kept = own.get("_folded")
-    if kept is not None and kept.first is bias and kept.second is scale and holds(kept.conditions):
-        found: tuple[Any, Any] = kept.made
-        return found
-    own.pop("_folded", None)
-    factors = scale.detach().reshape(-1)
-    made = factors, None if bias is None else bias.detach() * factors
-    watch = Watch()
-    try:
-        for tensor in (bias, scale):
-            if tensor is not None:
-                watch.tensor(tensor)
-    except RuntimeError:  # tensors of inference mode have no version
-        return made
-    if not (scale.is_cuda and torch.cuda.is_current_stream_capturing()):  # then there are no numbers yet
-        own["_folded"] = Kept(bias, scale, watch.conditions(), made)
-    return made
 
 
 def _is_worth_fusing(x: Any, weight: Any, others: tuple[Any, ...]) -> bool:

@@ -5,6 +5,7 @@ Each class is torch's own with another forward: it has the same arguments, param
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 
 import pycuda_conv as pc
 from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.problem import check_precision, padding_pairs
+from pycuda_conv.nn.autograd import _is_followed, followed
+from pycuda_conv.problem import check_precision, integers, padding_pairs
 from pycuda_conv.typing import Precision
 
 
@@ -26,20 +28,20 @@ def in_pairs(padding: Any) -> bool:
     return isinstance(padding, (tuple, list)) and any(isinstance(v, (tuple, list)) for v in padding)
 
 
-#: The attributes that, besides the parameters, decide what a convolution computes.
-OPTIONS = "stride", "padding", "output_padding", "dilation", "groups", "padding_mode", "kernel_size", "precision"
+def _torchs(cls: type, name: str) -> Any:
+    """A method of a class of torch's; if somebody has replaced it already, a function that is no method."""
+    method = vars(cls).get(name)
+    return method if getattr(getattr(method, "__code__", None), "co_filename", None) == _FILE else _nobodys
 
 
-def parameters_of(module: Any) -> tuple[Any, Any]:
-    """A convolution's weight and bias. Attributes of the module would take longer than a launch, as it looks for them elsewhere first."""
-    own = module.__dict__["_parameters"]
-    try:
-        return own["weight"], own["bias"]
-    except KeyError:  # one is computed, as torch.nn.utils.parametrize does, or it is a replica's
-        return module.weight, module.bias
+def _nobodys() -> None:
+    pass
 
 
-class _Precise:
+_FILE = torch.nn.Conv2d.__init__.__code__.co_filename
+
+
+class _Ours:
     """The base of all the modules, which adds a precision to torch's."""
 
     precision = "fp32"
@@ -48,10 +50,33 @@ class _Precise:
         text: str = super().extra_repr()  # type: ignore[misc]
         return text if self.precision == "fp32" else f"{text}, precision={self.precision}"
 
+    @property
+    def qconfig(self) -> Any:
+        """The configuration that ``torch.ao.quantization`` gives a module."""
+        try:
+            return self.__dict__["qconfig"]
+        except KeyError:
+            raise AttributeError("qconfig") from None
 
-class _Conv(_Precise):
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        self.__dict__["qconfig"] = value
+        if value is not None:
+            warnings.warn(
+                f"torch's eager quantization looks for its own classes, and this is a {type(self).__module__}.{type(self).__name__}: it "
+                "will not be quantized. Call pycuda_conv.nn.revert(model) first",
+                stacklevel=4,
+            )
+
+
+class _Conv(_Ours):
+    """It overrides the one method that convolves, so that a forward that somebody replaced still runs."""
+
     function: Callable[..., Any]
     kernel_size: tuple[int, ...]
+    _base: Any
+    #: torch's method, or :func:`_nobodys`
+    _genuine: Any
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
@@ -65,25 +90,23 @@ class _Conv(_Precise):
             pairs = padding_pairs(padding, len(self.kernel_size))
             self._reversed_padding_repeated_twice = tuple(v for pair in reversed(pairs) for v in pair)
 
-    def forward(self: Any, input: Any) -> Any:
-        return self._conv_forward(input, *parameters_of(self))
-
-    def _conv_forward(self: Any, input: Any, weight: Any, bias: Any, **epilogue: Any) -> Any:
+    def _conv_forward(self: Any, input: Any, weight: Any, bias: Any) -> Any:
+        if self._base._conv_forward is not self._genuine:  # somebody replaced it for all convolutions
+            return self._base._conv_forward(self, input, weight, bias)
         padding = self.padding
         if self.padding_mode != "zeros":
             input = torch.nn.functional.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **epilogue)
-
-    def _asked(self: Any) -> tuple[Any, ...] | None:
-        """The members of a :class:`pycuda_conv.call.Call` without the activation; None if the input's border has to be made first."""
-        if self.padding_mode != "zeros":
-            return None
-        return "conv", len(self.kernel_size), self.stride, self.padding, self.dilation, self.groups, self.precision, 0
+        if _is_followed():
+            return followed("conv", input, weight, bias, (), self.stride, padding, self.dilation, self.groups, self.precision)
+        return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision)
 
 
-class _ConvTranspose(_Precise):
+class _ConvTranspose(_Ours):
     function: Callable[..., Any]
+    _base: Any
+    #: torch's method, or :func:`_nobodys`
+    _genuine: Any
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
@@ -99,25 +122,23 @@ class _ConvTranspose(_Precise):
 
     def forward(self: Any, input: Any, output_size: Any = None) -> Any:
         """The same as torch's. `output_size` is the size of the result, where a stride leaves it open."""
-        return self._conv_forward(input, *parameters_of(self), output_size)
-
-    def _conv_forward(self: Any, input: Any, weight: Any, bias: Any, output_size: Any = None, **epilogue: Any) -> Any:
+        if self._base.forward is not self._genuine:  # somebody replaced it for all convolutions
+            return self._base.forward(self, input, output_size)
         ndim = len(self.kernel_size)
         output_padding = self._output_padding(input, output_size, self.stride, self.padding, self.kernel_size, ndim, self.dilation)
-        return self.function(
-            input, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation, precision=self.precision, **epilogue
-        )
-
-    def _asked(self: Any) -> tuple[Any, ...]:
-        """The same as that of :class:`_Conv`."""
-        options = self.stride, self.padding, self.dilation, self.groups, self.precision, self.output_padding
-        return "conv_transpose", len(self.kernel_size), *options
+        if _is_followed():
+            more = integers("output_padding", output_padding, ndim)
+            options = self.stride, self.padding, self.dilation, self.groups, self.precision
+            return followed("conv_transpose", input, self.weight, self.bias, more, *options)
+        options = self.stride, self.padding, output_padding, self.groups, self.dilation
+        return self.function(input, self.weight, self.bias, *options, precision=self.precision)
 
 
 class Conv1d(_Conv, torch.nn.Conv1d):
     """``torch.nn.Conv1d`` computed by :func:`pycuda_conv.conv1d`: see :class:`Conv2d`."""
 
     function = staticmethod(pc.conv1d)
+    _base, _genuine = torch.nn.Conv1d, staticmethod(_torchs(torch.nn.Conv1d, "_conv_forward"))
 
 
 class Conv2d(_Conv, torch.nn.Conv2d):
@@ -139,18 +160,21 @@ class Conv2d(_Conv, torch.nn.Conv2d):
     """
 
     function = staticmethod(pc.conv2d)
+    _base, _genuine = torch.nn.Conv2d, staticmethod(_torchs(torch.nn.Conv2d, "_conv_forward"))
 
 
 class Conv3d(_Conv, torch.nn.Conv3d):
     """``torch.nn.Conv3d`` computed by :func:`pycuda_conv.conv3d`: see :class:`Conv2d`."""
 
     function = staticmethod(pc.conv3d)
+    _base, _genuine = torch.nn.Conv3d, staticmethod(_torchs(torch.nn.Conv3d, "_conv_forward"))
 
 
 class ConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):
     """``torch.nn.ConvTranspose1d`` computed by :func:`pycuda_conv.conv_transpose1d`: see :class:`ConvTranspose2d`."""
 
     function = staticmethod(pc.conv_transpose1d)
+    _base, _genuine = torch.nn.ConvTranspose1d, staticmethod(_torchs(torch.nn.ConvTranspose1d, "forward"))
 
 
 class ConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
@@ -172,9 +196,11 @@ class ConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
     """
 
     function = staticmethod(pc.conv_transpose2d)
+    _base, _genuine = torch.nn.ConvTranspose2d, staticmethod(_torchs(torch.nn.ConvTranspose2d, "forward"))
 
 
 class ConvTranspose3d(_ConvTranspose, torch.nn.ConvTranspose3d):
     """``torch.nn.ConvTranspose3d`` computed by :func:`pycuda_conv.conv_transpose3d`: see :class:`ConvTranspose2d`."""
 
     function = staticmethod(pc.conv_transpose3d)
+    _base, _genuine = torch.nn.ConvTranspose3d, staticmethod(_torchs(torch.nn.ConvTranspose3d, "forward"))

@@ -1,4 +1,4 @@
-"""Max pooling: ``nn.MaxPool2d`` in training, and torch's function in traced forwards that are evaluated.
+"""Max pooling in graphs of ``torch.compile`` that run as they are.
 
 In training torch keeps the input and, for every maximum, its place in 8 bytes. The number of its tap in the window takes one byte. In
 evaluation torch writes the places as well; we write none.
@@ -7,23 +7,28 @@ evaluation torch writes the places as well; we write none.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules.utils import _pair
 
 from pycuda_conv import execute
 from pycuda_conv.arrays import Signature
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines import max_pool
-from pycuda_conv.nn.autograd import _differentiated, _traced
+from pycuda_conv.nn.autograd import _traced
 from pycuda_conv.problem import channels_last
 
 #: How the axes of arrays lie in memory.
 ORDERS = {"NCHW": None, "NHWC": channels_last(4, 2)}
+
+
+def _pair(value: Any) -> tuple[Any, Any]:
+    """What torch's modules make of an argument for two axes: a pair, or one value for both."""
+    return tuple(value) if isinstance(value, Iterable) else (value, value)
 
 
 @lru_cache(maxsize=256)
@@ -40,19 +45,18 @@ def _layout(x: Any) -> str | None:
     return next((name for name, order in ORDERS.items() if TORCH.is_laid_out_as(x, order)), None)
 
 
-def evaluated(
-    input: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
-    return_indices: bool = False,
+def max_pool(
+    x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
 ) -> Any:
-    """The result of ``torch.nn.functional.max_pool2d`` where no gradients are recorded."""
-    if not return_indices and input.is_cuda and input.dim() == 4 and input.dtype in _TYPES and not _traced(input, input, None):
-        layout = _layout(input)
+    """The result of ``torch.nn.functional.max_pool2d``, with its gradient, for calls in which torch need not see operators."""
+    if x.is_cuda and x.dim() == 4 and x.dtype in _TYPES and not _traced(x, x, None):
+        layout, gradient = _layout(x), torch.is_grad_enabled() and x.requires_grad
         windows = tuple(map(_pair, (kernel_size, kernel_size if stride is None or stride == [] else stride, padding, dilation)))
-        found = None if layout is None else _pool_of(TORCH.signature(input), layout, windows, ceil_mode)
+        found = None if layout is None or (gradient and ceil_mode) else _pool_of(TORCH.signature(x), layout, windows, ceil_mode)
         if found is not None:
-            return _maxima(input, *found)
+            return _Function.apply(x, *found) if gradient else _maxima(x, *found)
     theirs: Any = F.max_pool2d
-    return theirs(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+    return theirs(x, kernel_size, stride, padding, dilation, ceil_mode)
 
 
 def _maxima(x: Any, pool: max_pool.Pool, device: Any, taps: Any = None) -> Any:
@@ -60,18 +64,6 @@ def _maxima(x: Any, pool: max_pool.Pool, device: Any, taps: Any = None) -> Any:
     y = TORCH.empty(pool.result_shape, x, device, ORDERS[pool.layout])
     execute.launch(TORCH, device, max_pool.compiled(pool, device, False), (x,), (y, taps), 0)
     return y
-
-
-def pooled(module: Any, x: Any) -> Any:
-    """The result of a ``nn.MaxPool2d`` for `x`, or None where torch has to compute it."""
-    if module.return_indices or module.ceil_mode or not x.is_cuda or x.dim() != 4 or x.dtype not in _TYPES:
-        return None
-    layout = _layout(x)
-    if layout is None or not _differentiated(x, x, None, None, None) or _traced(x, x, None):
-        return None
-    windows = module.kernel_size, module.stride, module.padding, module.dilation
-    found = _pool_of(TORCH.signature(x), layout, tuple(map(_pair, windows)))
-    return None if found is None else _Function.apply(x, *found)
 
 
 _TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))

@@ -37,11 +37,12 @@ def cuda_device(ordinal: int) -> CudaDevice:
 
 def pycudas_device() -> CudaDevice | None:
     """The device of PyCUDA's current context, where host arrays are convolved unless the caller says otherwise; None if there is none."""
-    if "pycuda.driver" not in sys.modules or default_backend() != "cuda":
+    drv = sys.modules.get("pycuda.driver")
+    if drv is None or drv.Context.get_current() is None or default_backend() != "cuda":
         return None
     from pycuda_conv.runtime import contexts
 
-    return contexts.chosen() if contexts.pycudas_current() else None
+    return contexts.chosen()
 
 
 def bound_to_thread() -> bool:

@@ -10,9 +10,6 @@
 // makes the call, and may remember it for the next time: quick.py. again() does the same for several kernels in a row with one or more results,
 // such as a pass of a fused layer.
 //
-// Conditions. A decision about a module holds while the module stays the same. holds() checks all objects that the decision looked at, in a
-// fraction of the time that Python takes: nn/watch.py writes the conditions down.
-//
 // Threads. A call releases the GIL around all its launches, because those wait where the driver's queue is full, maybe for a callback that
 // needs the GIL. A call releases it once, and threads that make call after call take turns: take_again(). Questions to torch, and memory, go
 // through functions that keep the GIL. Of the objects that a call makes, torch releases the GIL only to free the result.
@@ -500,6 +497,22 @@ static PyObject* drive(PyObject* self, PyObject* args) {
   return Py_BuildValue("");
 }
 
+static PyObject* checked(const char* what, int code) {
+  return code ? PyErr_Format(PyExc_RuntimeError, "%s failed (%d)", what, code) : Py_BuildValue("");
+}
+
+// push(context): make it current
+static PyObject* push(PyObject* self, PyObject* context) {
+  uint64_t handle;
+  return number(context, &handle) ? NULL : checked("cuCtxPushCurrent", cuda.push(address_of(handle)));
+}
+
+// pop(): make the context current that was so before
+static PyObject* pop(PyObject* self, PyObject* nothing) {
+  void* context;
+  return checked("cuCtxPopCurrent", cuda.pop(&context));
+}
+
 // primary(number of a GPU, handle): its primary context
 static PyObject* primary(PyObject* self, PyObject* args) {
   int gpu;
@@ -581,7 +594,7 @@ static struct {
   PyObject *pointer, *strides, *ordinal, *marked, *made_in_inference;            // functions of a tensor; marked: negated on reading, say
   PyObject *differentiates, *announce;                                           // is_grad_enabled(); tells of a write to tensors
   PyObject *states, *levels;                                                     // functions that are true if something is unusual; a dict
-  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version, *name_needs, *name_again, *name_known;
+  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_needs, *name_again, *name_known;
   long least;  // the lowest ordinal of a GPU
   int (*read)(void*, DLTensor*);  // a tensor's description, where torch offers such a function; NULL where it has to be asked piece by piece
   Allocate allocate;              // memory without a Python object, where torch offers that; otherwise NULL
@@ -1163,51 +1176,7 @@ static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   return all;
 }
 
-// ---- conditions
-
-static int object_holds(PyObject* object, PyObject* type, PyObject* attributes) {
-  if ((PyObject*)Py_TYPE(object) != type) return 0;
-  PyObject* found = PyObject_GenericGetDict(object, NULL);
-  Py_XDECREF(found);  // the object keeps it
-  return found == attributes;
-}
-
-static int tensor_holds(PyObject* tensor, PyObject* pointer, PyObject* version) {
-  uint64_t address, expected;
-  long place;
-  if (!torch.tensor || pointer_of(tensor, &address, &place) || number(pointer, &expected) || address != expected) return 0;
-  PyObject* now = PyObject_GetAttr(tensor, torch.name_version);
-  const int same = now && PyLong_AsLongLong(now) == PyLong_AsLongLong(version);
-  Py_XDECREF(now);
-  return same;
-}
-
-static int row_holds(int kind, PyObject* row, Py_ssize_t i) {
-  PyObject *first = PyTuple_GetItem(row, i), *second = PyTuple_GetItem(row, i + 1);
-  if (kind == 0) return object_holds(first, second, PyTuple_GetItem(row, i + 2));
-  if (kind == 1) return PyDict_GetItemWithError(first, second) == PyTuple_GetItem(row, i + 2);
-  if (kind == 2) return !PyDict_GetItemWithError(first, second) && !PyErr_Occurred();
-  if (kind == 3) return PyDict_Size(first) == PyLong_AsSsize_t(second);
-  return tensor_holds(first, second, PyTuple_GetItem(row, i + 2));
-}
-
-// holds((objects, entries, absent, sizes, tensors)) -> whether all conditions hold
-//
-// objects: (object, its type, its attributes, ...). entries: (dict, key, value, ...). absent: (dict, key, ...). sizes: (dict, size, ...).
-// tensors: (tensor, address, version, ...).
-static PyObject* holds(PyObject* self, PyObject* conditions) {
-  static const Py_ssize_t each[] = {3, 3, 2, 2, 3};
-  int true_so_far = 1;
-  if (!PyTuple_Check(conditions) || PyTuple_Size(conditions) != 5) return PyErr_Format(PyExc_TypeError, "holds takes a tuple of five rows");
-  for (int kind = 0; kind < 5; kind++) {
-    PyObject* row = PyTuple_GetItem(conditions, kind);
-    const Py_ssize_t n = PyTuple_Size(row);
-    if (n < 0 || n % each[kind]) return PyErr_Format(PyExc_TypeError, "a row of conditions has %zd members", n);
-    for (Py_ssize_t i = 0; true_so_far && i < n; i += each[kind]) true_so_far = row_holds(kind, row, i);
-  }
-  PyErr_Clear();
-  return PyBool_FromLong(true_so_far);
-}
+// ---- what Python calls first
 
 // learn((Tensor, Parameter), (data_ptr, stride, get_device, marked, is_inference), is_grad_enabled, increment_version, states, levels,
 //       least, exchange)
@@ -1225,7 +1194,7 @@ static PyObject* learn(PyObject* self, PyObject* args) {
   };
   torch.name_shape = PyUnicode_InternFromString("shape"), torch.name_type = PyUnicode_InternFromString("dtype");
   torch.name_requires_grad = PyUnicode_InternFromString("requires_grad"), torch.name_level = PyUnicode_InternFromString("_current_level");
-  torch.name_version = PyUnicode_InternFromString("_version"), torch.name_needs = PyUnicode_InternFromString("needs_input_grad");
+  torch.name_needs = PyUnicode_InternFromString("needs_input_grad");
   torch.name_again = PyUnicode_InternFromString("again"), torch.name_known = PyUnicode_InternFromString("known");
   if (PyErr_Occurred()) return NULL;
   for (int i = 0; i < 11; i++) {
@@ -1267,6 +1236,8 @@ static PyMethodDef methods[] = {
     {"launch", (PyCFunction)(void*)launch, METH_FASTCALL, "launch(schedule, buffers, stream, own): None, or the error and the operation."},
     {"is_current", (PyCFunction)(void*)is_current, METH_FASTCALL, "is_current(cuCtxGetCurrent, context): bool."},
     {"drive", drive, METH_VARARGS, "drive(functions): the driver's, for contexts."},
+    {"push", push, METH_O, "push(context): make it current."},
+    {"pop", pop, METH_NOARGS, "pop(): make the context current that was so before."},
     {"primary", primary, METH_VARARGS, "primary(gpu, handle): a primary context."},
     {"other", other, METH_VARARGS, "other(id): a context that is no primary one."},
     {"has_id", has_id, METH_VARARGS, "has_id(id): whether the current context has it."},
@@ -1279,7 +1250,6 @@ static PyMethodDef methods[] = {
     {"ready", ready, METH_VARARGS, "ready(...): what call() finds behind a key."},
     {"limit", (PyCFunction)(void*)limit, METH_FASTCALL, "limit(ready, calls): after so many calls Python has to make one."},
     {"call", (PyCFunction)(void*)call, METH_FASTCALL, "call(table, options, recorded, input, weight, bias, scale, residual, out): result or None."},
-    {"holds", holds, METH_O, "holds(conditions): whether all that a decision looked at is what it was."},
     {"stop", stop, METH_NOARGS, "stop(): call() answers None from now on."},
     {0},
 };

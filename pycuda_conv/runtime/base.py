@@ -238,6 +238,9 @@ class Device(AbstractContextManager["Device"]):
     #: Whether kernels that know a layer's constants are worth compiling for each layer.
     constants_pay = False
 
+    def check_current(self) -> None:
+        """Refuse to launch where that would need what is gone."""
+
     @abstractmethod
     def launcher(self, step: KernelLaunch) -> Launcher:
         """Compile `step`'s kernel, or find it compiled, and bind all but the buffers and the stream."""

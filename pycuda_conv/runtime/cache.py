@@ -18,7 +18,7 @@ from pathlib import Path
 
 import platformdirs
 
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import VariableError
 
 log = logging.getLogger("pycuda_conv")
 
@@ -61,7 +61,7 @@ def limit() -> int:
     if not text:
         return LIMIT
     if not text.isdecimal():
-        raise ConvArgumentError(f"PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got {text!r}")
+        raise VariableError(f"PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got {text!r}")
     return int(text)
 
 
@@ -136,6 +136,11 @@ class Entry:
                 found = build()
                 self.write(found)
         return found
+
+    def exists(self) -> bool:
+        """Whether there are bytes on disk; they may be damaged."""
+        folder = trusted_folder()
+        return folder is not None and (folder / self._name).exists()
 
     def read(self) -> bytes | None:
         """The bytes on disk; None if there are none, or their checksum is wrong."""

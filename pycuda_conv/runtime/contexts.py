@@ -71,6 +71,8 @@ class PrimaryContext(CudaDevice):
             self.is_current = partial(self._in_c.is_current, driver.address_of("cuCtxGetCurrent"), self.handle)
             _tell(self._in_c)
             self._in_c.primary(ordinal, self.handle)
+            self.push = partial(self._in_c.push, self.handle)  # type: ignore[method-assign]
+            self.pop = self._in_c.pop  # type: ignore[method-assign]
 
     def __enter__(self) -> CudaDevice:
         """Make the context current for PyCUDA as well, so that programs can make arrays in it."""
@@ -153,6 +155,10 @@ class OtherContext(CudaDevice):
                 return True
             driver.pop()
         return False
+
+    def check_current(self) -> None:
+        if not self.is_current():
+            raise ConvArgumentError(GONE.format(self.name))
 
     def is_usable(self) -> bool:
         if driver.current_id() == self.id:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
-from pycuda_conv.errors import BackendError, ConvArgumentError, did_you_mean
+from pycuda_conv.errors import BackendError, VariableError, did_you_mean
 from pycuda_conv.runtime import driver
 from pycuda_conv.runtime.base import KernelLaunch
 
@@ -163,12 +163,12 @@ def launcher_in_c() -> Any:
 
     Raises
     ------
-    ConvArgumentError, BackendError
+    VariableError, BackendError
         ``PYCUDA_CONV_LAUNCHER`` is not a known word, or asks for an extension that is missing.
     """
     wanted = os.environ.get("PYCUDA_CONV_LAUNCHER", "")
     if wanted not in ("", "c", "python"):
-        raise ConvArgumentError(f"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got {wanted!r}{did_you_mean(wanted, ('c', 'python'))}")
+        raise VariableError(f"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got {wanted!r}{did_you_mean(wanted, ('c', 'python'))}")
     if wanted == "python":
         return None
     try:

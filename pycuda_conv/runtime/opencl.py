@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pycuda_conv.errors import BackendError, DeviceMemoryError
-from pycuda_conv.runtime import pocl
+from pycuda_conv.runtime import pocl, waiting
 from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, forked, headers
-from pycuda_conv.runtime.cache import Entry
+from pycuda_conv.runtime.cache import Entry, trusted_folder
+from pycuda_conv.runtime.pocl_process import compile_elsewhere
+from pycuda_conv.runtime.workers import workers
 
 #: Options that every kernel is built with.
 OPTIONS = ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)]
 _HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
+#: Seconds of work that OpenCL has at a time. A signal waits so long: what is begun uses the arrays' memory and can't be stopped.
+PART_SECONDS = 0.2
+#: Work that takes less time is waited for in C, which takes the fewest microseconds.
+BRIEF_SECONDS = 0.05
+#: Work-items of a part. PoCL compiles a kernel once more for launches of 65,535 and more.
+PART_ITEMS = 65534
 _SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 
 
@@ -87,6 +99,21 @@ def opencl_device() -> OpenCLDevice:
         return _made[0]
 
 
+class _Pace:
+    """How long a block of a launch takes, in seconds; None before it was measured."""
+
+    seconds: float | None = None
+
+
+def _done(event: Any) -> bool:
+    return event.command_execution_status <= 0  # below 0 is an error
+
+
+def _numbers(step: KernelLaunch) -> list[Any]:
+    """A kernel's arguments after its buffers. A struct is one argument, and so is an array of structs."""
+    return [*([np.array(step.structs, np.int64)] if step.arguments else []), *(np.int64(v) for v in step.scalars)]
+
+
 class OpenCLDevice(Device):
     """The machine's OpenCL device: that of PoCL if it is installed, else the first one. Made by :func:`opencl_device`."""
 
@@ -104,7 +131,7 @@ class OpenCLDevice(Device):
         platform = self.device.platform
         self._identity = (platform.name, platform.version, self.device.name, self.device.version, self.device.driver_version)
         self.multiprocessors = self.device.max_compute_units
-        self.queue = cl.CommandQueue(self.context)
+        self.queue, self._side_queue = cl.CommandQueue(self.context), cl.CommandQueue(self.context)
         try:
             self._build("kernel void probe(global float* x) { x[0] = 0; }", [])[1].keep()
         except cl.Error as error:
@@ -115,7 +142,23 @@ class OpenCLDevice(Device):
             ) from error
         self._programs: dict[str, tuple[Any, pocl.Program]] = {}
         self._kernels: dict[tuple[str, str], Any] = {}
+        self._building = threading.Lock()
         self._lock = threading.RLock()
+        #: kernels with machine code, and launches that make PoCL compile, with their memory
+        self._compiled: set[Any] = set()
+        #: texts that the cache on disk is known to have, and those that other processes compile
+        self._kept: set[str] = set()
+        self._coming: dict[str, Future[Any]] = {}
+        self._compiling: list[tuple[Any, Any, Any]] = []
+        #: by the launches' paces, the blocks given to OpenCL since :attr:`queue` was empty; since when, and how many seconds they may take
+        self._given: dict[_Pace, int] = {}
+        self._since, self._queued = 0.0, 0.0
+        atexit.register(self._wait_for_compiler, os.getpid())  # before the folder is removed in which it works
+
+    def _wait_for_compiler(self, owner: int) -> None:
+        if os.getpid() == owner:
+            with self._building:
+                self._side_queue.finish()
 
     def __enter__(self) -> OpenCLDevice:
         return self
@@ -124,31 +167,120 @@ class OpenCLDevice(Device):
         pass
 
     def launcher(self, step: KernelLaunch) -> Launcher:
-        kernel, program = self._kernel(step)
-        global_size, local_size = (step.grid * step.block,), (step.block,)
-        # a struct is one argument
-        numbers = [*([np.array(step.structs, np.int64)] if step.arguments else []), *(np.int64(v) for v in step.scalars)]
+        kernel, program = waiting.beside(lambda: self._kernel(step))
+        numbers = _numbers(step)
         whole = [place for place in step.buffers if isinstance(place, int)]
         if len(whole) < len(step.buffers):
             raise ValueError(f"{step.kernel} takes parts of buffers, {step.buffers}, which OpenCL can't; pass whole ones")
-
-        launched = False
+        pace = _Pace()
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
-            nonlocal launched
+            given = [buffers[i] or None for i in whole]
+            if kernel not in self._compiled:
+                self._workshop.check_room()
+                self._compile(step, kernel, [one and one.size for one in given], numbers)
+                program.keep()
+                self._compiled.add(kernel)
             with self._lock:  # a kernel object holds its arguments
-                if not launched:
-                    self._workshop.check_room()
-                kernel(self.queue, global_size, local_size, *[buffers[i] or None for i in whole], *numbers)
-                if not launched:  # PoCL compiles for a size of blocks, and for small grids, when it launches
-                    launched = True
-                    self.queue.finish()
-                    program.keep()
+                self._launch_in_parts(step, kernel, [*given, *numbers], pace)
 
         return launch
 
+    def compile(self, step: KernelLaunch) -> None:
+        """Compile the kernel of `step` for the cache on disk, without the arrays of a call."""
+        kernel, program = self._kernel(step)
+        self._compile(step, kernel, [self.device.max_mem_alloc_size] * len(step.buffers), _numbers(step))
+        program.keep()
+        self._compiled.add(kernel)
+
+    def kept(self, step: KernelLaunch) -> bool:
+        """Whether the cache on disk has the kernel of `step`."""
+        source = step.source()
+        if source not in self._kept and self._entry(source, OPTIONS).exists():
+            self._kept.add(source)
+        return source in self._kept
+
+    def compiled(self, step: KernelLaunch) -> bool:
+        # without a cache no other process can compile for this one: then a call compiles what it needs
+        return self._kernels.get((step.kernel, step.source())) in self._compiled or self.kept(step) or trusted_folder() is None
+
+    def coming(self, step: KernelLaunch) -> bool:
+        future = self._coming.get(step.source())
+        return future is not None and future.running()
+
+    def queued(self, step: KernelLaunch) -> bool:
+        future = self._coming.get(step.source())
+        return future is not None and not (future.running() or future.done())
+
+    def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
+        """Begin to compile the kernels of `steps` in other processes."""
+        found = []
+        with self._building:
+            for step in steps:
+                source = step.source()
+                if source not in self._coming or (self._coming[source].done() and not self.compiled(step)):
+                    self._coming[source] = workers.submit(partial(compile_elsewhere, step))
+                found.append(self._coming[source])
+        return found
+
+    def _compile(self, step: KernelLaunch, kernel: Any, sizes: Sequence[int | None], numbers: Sequence[Any]) -> None:
+        """Make PoCL compile a kernel to machine code, which it does at the first launch.
+
+        That launch is of one block, on other memory that is as large as the arrays, or larger: after Ctrl-C it goes on, and may not touch
+        the caller's arrays.
+        """
+        flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
+        try:
+            room = [np.zeros(size, np.uint8) if size else None for size in sizes]  # zeros that nobody reads take no memory
+            spare = [None if one is None else self._cl.Buffer(self.context, flags, hostbuf=one) for one in room]
+        except (MemoryError, self._cl.MemoryError):  # then the first part of the real launch does it
+            return
+        size = (step.block,)
+        with self._lock:
+            event = kernel(self._side_queue, size, size, *spare, *numbers, global_offset=size)
+            self._side_queue.flush()
+            self._compiling.append((event, room, spare))
+        waiting.until(lambda: _done(event))
+        event.wait()  # or raise its error
+        self._compiling = [one for one in self._compiling if not _done(one[0])]
+
+    def _launch_in_parts(self, step: KernelLaunch, kernel: Any, arguments: Sequence[Any], pace: _Pace) -> None:
+        """Launch all blocks, at most PART_SECONDS of work at a time. In portable.cuh, blocks are numbered from the offset on."""
+        first, block = 0, step.block
+        while first < step.grid:
+            if pace.seconds is None or self._queued >= PART_SECONDS:
+                self._finish()
+            count = self.multiprocessors if pace.seconds is None else int((PART_SECONDS - self._queued) / pace.seconds)
+            count = max(1, min(count, step.grid - first, PART_ITEMS // block))
+            if not self._given:
+                self._since = time.perf_counter()
+            kernel(self.queue, (count * block,), (block,), *arguments, global_offset=((first + 1) * block,))
+            first += count
+            self._given[pace] = self._given.get(pace, 0) + count
+            if pace.seconds is None:
+                self._finish(new=True)
+            else:
+                self._queued += count * pace.seconds
+
+    def _finish(self, new: bool = False) -> None:
+        """Wait for what OpenCL has to do; `new` says that nobody knows how long that takes. Note how long it took."""
+        if not self._given:
+            return
+        if new or self._queued > BRIEF_SECONDS:
+            event = self._cl.enqueue_marker(self.queue)
+            self.queue.flush()
+            waiting.until(lambda: _done(event))
+        self.queue.finish()
+        if len(self._given) == 1:
+            ((pace, count),) = self._given.items()
+            pace.seconds = (time.perf_counter() - self._since) / count
+        self._given, self._queued = {}, 0.0
+
+    def _entry(self, source: str, options: list[str]) -> Entry:
+        return Entry((source, headers(), *options, *self._identity), ".pocl")
+
     def _build(self, source: str, options: list[str]) -> tuple[Any, pocl.Program]:
-        kept = pocl.Program(self._workshop, Entry((source, headers(), *options, *self._identity), ".pocl"))
+        kept = pocl.Program(self._workshop, self._entry(source, options))
         with warnings.catch_warnings(), kept:
             warnings.simplefilter("ignore", self._cl.CompilerWarning)
             return self._cl.Program(self.context, source).build(options=options), kept
@@ -156,7 +288,8 @@ class OpenCLDevice(Device):
     def _kernel(self, step: KernelLaunch) -> tuple[Any, pocl.Program]:
         """The kernel, and PoCL's files of its program."""
         source = step.source()
-        with self._lock:
+        with self._building:
+            waiting.check()
             if source not in self._programs:
                 self._programs[source] = self._build(source, OPTIONS)
             program, kept = self._programs[source]
@@ -190,11 +323,13 @@ class OpenCLDevice(Device):
             with self._lock:
                 try:
                     launch(buffers, None)
+                    self._finish()
                     for array, held in zip(outs, written, strict=True):
                         if held is not None:
                             cl.enqueue_copy(self.queue, array, held)  # blocks; no copy where memory is shared
                 except BaseException:  # Ctrl-C too: the arrays' memory must not be freed while kernels use it
                     self.queue.finish()
+                    self._given, self._queued = {}, 0.0
                     raise
         except (cl.MemoryError, cl.LogicError) as error:
             limit = self.device.max_mem_alloc_size

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import VariableError
 
 #: Blocks are multiples of this many bytes: the pages of the GPU's address translation.
 _PAGE = 1 << 16
@@ -26,7 +26,7 @@ def default_limit() -> int:
     if text is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
     if not text.isdecimal():
-        raise ConvArgumentError(f"PYCUDA_CONV_PINNED_LIMIT must be a number of bytes, got {text!r}")
+        raise VariableError(f"PYCUDA_CONV_PINNED_LIMIT must be a number of bytes, got {text!r}")
     return int(text)
 
 

@@ -25,10 +25,13 @@ class Stream:
         handle = ctypes.c_void_p()
         driver.check(driver.libcuda().cuStreamCreate(ctypes.byref(handle), 1), "cuStreamCreate")
         self.handle = handle.value or 0
+        self._synchronize = driver.libcuda().cuStreamSynchronize
 
     def synchronize(self) -> None:
         """Wait for the stream's present work."""
-        driver.check(driver.libcuda().cuStreamSynchronize(self.handle), "cuStreamSynchronize")
+        code = self._synchronize(self.handle)
+        if code:
+            driver.check(code, "cuStreamSynchronize")
 
     def wait_for_event(self, event: Event) -> None:
         """Let the stream's later work wait for an event."""

@@ -42,6 +42,7 @@ from pycuda_conv.tools.report import (
     markdown,
     median,
     microseconds,
+    notes,
     number,
     row_table,
     spread,
@@ -52,7 +53,7 @@ from pycuda_conv.tools.report import (
     write_json,
 )
 from pycuda_conv.tools.suite import MODES, in_mode, kind_of, mode_words, suite
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, print_pairs, require, table, track
 
 T = TypeVar("T")
 
@@ -131,8 +132,8 @@ def problems(settings: Settings, backend: str) -> list[ConvProblem]:
 
 def list_problems(settings: Settings) -> int:
     """Print the problems' texts."""
-    for problem in problems(settings, "opencl" if settings.device in ("opencl", "cpu") else "cuda"):
-        print(f"{label(problem):60} {problem.flops / 1e9:9.3f} GFLOP {problem.bytes / 1e6:9.2f} MB")
+    chosen = problems(settings, "opencl" if settings.device in ("opencl", "cpu") else "cuda")
+    print_pairs(((label(problem), f"{problem.flops / 1e9:9.3f} GFLOP {problem.bytes / 1e6:9.2f} MB") for problem in chosen), 60)
     return OK
 
 
@@ -272,10 +273,14 @@ def public(problem: ConvProblem) -> Callable[..., Any]:
 def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     problem, config = plan.problem, plan.config
     tensor_cores = uses_tensor_cores(config)
-    least = floor(problem, tensor_cores=tensor_cores, packed=config.packs_images or not tensor_cores)
+    if plan.device.backend == "cuda":  # the bounds are of GPUs
+        least = floor(problem, tensor_cores=tensor_cores, packed=config.packs_images or not tensor_cores)
+        known |= {
+            "floor_pack_us": least.pack, "floor_compute_us": least.compute, "floor_traffic_us": least.traffic, "floor_us": least.us
+        }
     return Row(
-        label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, least.pack, least.compute,
-        least.traffic, least.us, kind=kind_of(problem), **known,
+        label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, kind=kind_of(problem),
+        **known,
     )
 
 
@@ -549,8 +554,8 @@ def run(settings: Settings) -> int:
     out.print()
     for mode in means:
         own = [row for row in rows if row.mode == mode]
-        out.print(row_table(own, f"{mode}: ours against F.conv in torch on the same arrays, {mode_words(mode)}", out.width))
-    for line in (*NOTES, "", *summary_lines(means), "") if rows else ():
+        out.print(row_table(own, f"{mode}: ours against F.conv in torch on the same arrays, {mode_words(mode)}"))
+    for line in (*notes(rows), "", *summary_lines(means), "") if rows else ():
         out.print(line, markup=False, style="" if line in NOTES or line.startswith("  ") else "bold")
     if loops:
         out.print(_loop_table(loops))

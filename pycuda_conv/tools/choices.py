@@ -16,7 +16,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools.families import FAMILIES, draw
 from pycuda_conv.tools.report import geometric_mean, microseconds, number
 from pycuda_conv.tools.suite import MODES
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, Table, ToolError, console, json_text, named_device, table, track
 
 NEAR = 1.1  # a choice is good up to so many times the fastest candidate's time
 AHEAD = 8  # problems whose kernels are compiled while earlier ones are measured
@@ -85,6 +85,11 @@ def _measure(todo: Sequence[tuple[str, ConvProblem]], device: Any) -> Iterator[R
             yield Row(family, problem, tuple(found))
 
 
+def row_table(title: str, rows: Sequence[Row]) -> Table:
+    """The rows as a table."""
+    return table(title, COLUMNS, [row.cells() for row in rows], left=("family", "problem", "chosen", "fastest"))
+
+
 def run(device: Any, modes: Sequence[str], seed: int | None, each: int, json_file: Path | None) -> int:
     """Measure, and print a row for each problem and a summary of the choices."""
     gpu: Any = named_device("cuda" if device is None else device)
@@ -98,7 +103,7 @@ def run(device: Any, modes: Sequence[str], seed: int | None, each: int, json_fil
         if json_file:  # after every row, so that an interrupted run keeps what it has measured
             json_file.write_text(json_text({"gpu": gpu.model, "seed": seed, "rows": [_plain(one) for one in rows]}) + "\n")
     out = console()
-    out.print(table(f"Choices on {gpu.model}, {', '.join(modes)}, seed {seed}", COLUMNS, [row.cells() for row in rows], left=COLUMNS[:3]))
+    out.print(row_table(f"Choices on {gpu.model}, {', '.join(modes)}, seed {seed}", rows))
     if rows:
         good = sum(row.loss <= NEAR for row in rows)
         told = [row.candidates[0].us / row.candidates[0].predicted for row in rows if row.candidates[0].predicted]

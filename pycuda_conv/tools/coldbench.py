@@ -220,6 +220,9 @@ def make_archive(file: Path, architecture: str) -> None:
     )
 
 
+COLUMNS = ("what", "ms", "torch's ms")
+
+
 def run(settings: Settings) -> int:
     """Measure, and print the table."""
     from pycuda_conv.tools import bench  # children need nothing of it
@@ -250,7 +253,7 @@ def run(settings: Settings) -> int:
             if json_file:  # after every case, so that an interrupted run keeps what it has measured
                 json_file.write_text(json_text({"gpu": gpu.model, "rows": measured}) + "\n")
     title = f"First calls on {gpu.model}, each in a fresh process with an empty cache"
-    console().print(table(title, ("what", "ms", "torch's ms"), rows, left=("what",)))
+    console().print(table(title, COLUMNS, rows, left=("what",)))
     return status
 
 

@@ -156,9 +156,45 @@ def reserve(path: Path) -> None:
         os.close(handle)
 
 
+#: The bar by files: a function that advances it by a part of a file; None where there is no such bar.
+_by_files: Callable[[float], Any] | None = None
+
+
+@contextmanager
+def progress_by_files(count: int) -> Iterator[Callable[[str], Any]]:
+    """A progress bar by files on stderr, if that is a terminal. Gives a function to call with the name of each file as it begins."""
+    global _by_files
+    if not sys.stderr.isatty():
+        yield lambda name: None
+        return
+    progress = require("rich.progress")
+    columns = (
+        progress.TextColumn("{task.fields[file]} of {task.total:.0f} files"), progress.BarColumn(), progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.description}"),
+    )
+    begun = 0
+    with progress.Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=count, file=0)
+
+        def begin(name: str) -> None:
+            nonlocal begun
+            bar.update(task, description=require("rich.markup").escape(name), completed=begun, file=begun + 1)
+            begun += 1
+
+        _by_files = lambda part: bar.advance(task, part)  # noqa: E731
+        try:
+            yield begin
+        finally:
+            _by_files = None
+
+
 @contextmanager
 def progress(name: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
-    """A progress bar on stderr, if that is a terminal. Gives a function that advances it by a number of bytes."""
+    """A progress bar on stderr, if that is a terminal. Gives a function that advances it by a number of bytes, or the bar by files."""
+    by_files = _by_files
+    if by_files is not None:
+        yield lambda part: by_files(part / max(nbytes, 1))
+        return
     if not sys.stderr.isatty():
         yield lambda nbytes: None
         return

@@ -34,7 +34,7 @@ from pycuda_conv.tools.report import (
     write_between,
     write_json,
 )
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, print_pairs, require, table, track
 
 BUS_BYTES = 256 << 20  # bytes of a copy that measures the bus
 BUS_ROUNDS = 10  # the best round counts, as it is a ceiling
@@ -289,8 +289,7 @@ def cases(settings: bench.Settings) -> list[HostCase]:
 
 def list_problems(settings: bench.Settings) -> int:
     """Print the problems' texts."""
-    for case in cases(settings):
-        print(f"{case!s:60} {case.problem.bytes / 1e6:9.2f} MB")
+    print_pairs(((str(case), f"{case.problem.bytes / 1e6:9.2f} MB") for case in cases(settings)), 60)
     return OK
 
 

@@ -6,10 +6,12 @@ queue of launches never fills up. Calls on numpy arrays return when the result i
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import torch_precision
 from pycuda_conv.tools.report import header_lines, median, number, write_json
-from pycuda_conv.tools.terminal import OK, ToolError, console, require, table, track
+from pycuda_conv.tools.terminal import OK, Table, ToolError, console, require, table, track
 
 Call = Callable[[], Any]
 
@@ -32,13 +34,14 @@ MOST_WAITING = 20  # seconds, for compilers
 
 @dataclass(frozen=True)
 class Case:
-    """Calls of ours, by name, that do the same as torch's call. All of them are made inside `inside`."""
+    """Calls of ours, by name, that do the same as torch's call. All of them are made inside `inside`, ours inside `around` as well."""
 
     what: str
     torch_call: Call
     ours: dict[str, Call]
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
     calls: int = CALLS
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,54 @@ def mode_cases(torch: Any, place: str) -> Iterator[Case]:
     )
 
 
+def array_cases(torch: Any, device: Any) -> Iterator[Case]:
+    """GPUArrays in the primary context and in one of their own, and CuPy's arrays, beside torch's call on tensors."""
+    drv, gpuarray = (importlib.import_module(f"pycuda.{name}") for name in ("driver", "gpuarray"))
+    own = drv.Device(device.ordinal).make_context()
+    drv.Context.pop()
+
+    @contextmanager
+    def primary() -> Iterator[None]:
+        with device:
+            yield
+
+    @contextmanager
+    def other() -> Iterator[None]:
+        own.push()
+        try:
+            yield
+            drv.Context.synchronize()
+        finally:
+            drv.Context.pop()
+
+    for x_shape, w_shape, dtype, _ in LAYERS:
+        x, w = (torch.randn(shape).to(getattr(torch, dtype)) for shape in (x_shape, w_shape))
+        there = [a.to(device.name) for a in (x, w)]
+
+        def theirs(x: Any = there[0], w: Any = there[1]) -> Any:
+            return torch.nn.functional.conv2d(x, w, padding=1)
+
+        for words, around in (("the primary context", primary), ("a context of its own", other)):
+            with around():
+                ours = _array_calls(device.name, *(gpuarray.to_gpu(a.numpy()) for a in (x, w)))
+            yield Case(f"GPUArray in {words}, {_label(x_shape, w_shape, dtype, False)}", theirs, ours, around=around)
+        if importlib.util.find_spec("cupy"):
+            cupy = importlib.import_module("cupy")
+            with cupy.cuda.Device(device.ordinal):
+                ours = _array_calls(device.name, *(cupy.asarray(a.numpy()) for a in (x, w)))
+            yield Case(f"CuPy, {_label(x_shape, w_shape, dtype, False)}", theirs, ours)
+
+
+def _array_calls(place: str, x: Any, w: Any) -> dict[str, Call]:
+    """A layer of arrays that are not torch's, by each way to call it. The context must be current."""
+    plan = Plan(ConvProblem.forward(2, x.shape, w.shape, padding=1, dtype=str(x.dtype)), place)
+    bound, out = plan.bind(w), plan(x, w)
+    return {
+        "conv2d": lambda: pycuda_conv.conv2d(x, w, padding=1), "conv2d, out=": lambda: pycuda_conv.conv2d(x, w, padding=1, out=out),
+        "plan, out=": lambda: plan(x, w, out=out), "bound": lambda: bound(x), "bound, out=": lambda: bound(x, out=out),
+    }  # fmt: skip
+
+
 def numpy_case(torch: Any, place: str) -> Case:
     """numpy in, numpy out."""
     x, w = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((2, 4, 5, 5), (8, 4, 3, 3)))
@@ -169,13 +220,16 @@ def numpy_case(torch: Any, place: str) -> Case:
     )
 
 
-def warm_up(ways: Sequence[Call], wait: Call, compiled: Callable[[], bool]) -> None:
-    """Make calls until everything that is compiled behind them is there."""
+def warm_up(
+    ways: Sequence[Call], wait: Call, compiled: Callable[[], bool], arounds: Sequence[Callable[[], AbstractContextManager[Any]]]
+) -> None:
+    """Make calls until everything that is compiled behind them is there; each of `ways` inside one of `arounds`."""
     end = time.monotonic() + MOST_WAITING
     for _ in range(3):  # first a better configuration, then constants of the layer, may be compiled behind calls
-        for way in ways:
-            for _ in range(CALLS):
-                way()
+        for way, around in zip(ways, arounds, strict=True):
+            with around():
+                for _ in range(CALLS):
+                    way()
             wait()
         while not compiled() and time.monotonic() < end:
             time.sleep(0.01)
@@ -184,15 +238,17 @@ def warm_up(ways: Sequence[Call], wait: Call, compiled: Callable[[], bool]) -> N
 def measure(case: Case, wait: Call, rounds: int, compiled: Callable[[], bool] = lambda: True) -> list[Row]:
     """Medians over rounds of the time of a call; all calls of a case are measured in turn."""
     ways = [case.torch_call, *case.ours.values()]
+    arounds = [nullcontext, *[case.around] * len(case.ours)]
     taken: list[list[float]] = [[] for _ in ways]
     with case.inside():
-        warm_up(ways, wait, compiled)
+        warm_up(ways, wait, compiled, arounds)
         for _ in range(rounds):
-            for way, times in zip(ways, taken, strict=True):
-                start = time.perf_counter()
-                for _ in range(case.calls):
-                    way()
-                times.append((time.perf_counter() - start) / case.calls * 1e6)
+            for way, around, times in zip(ways, arounds, taken, strict=True):
+                with around():
+                    start = time.perf_counter()
+                    for _ in range(case.calls):
+                        way()
+                    times.append((time.perf_counter() - start) / case.calls * 1e6)
                 wait()
     theirs, *ours = map(median, taken)
     return [Row(case.what, name, theirs, us) for name, us in zip(case.ours, ours, strict=True)]
@@ -245,8 +301,17 @@ def list_cases() -> int:
     for layer in LAYERS:
         print(_label(*layer))
     print("arrays that have to be copied first; numpy; threads")
-    print("and the first of the layers on another stream, in inference mode, as a module, with gradients; a fused layer")
+    print("and the first of the layers on another stream, in inference mode, as a module, with gradients; a fused layer;")
+    print("and all layers as GPUArrays in the primary context and in one of their own, and as CuPy's arrays")
     return OK
+
+
+def tables(rows: Sequence[Row], threads: Sequence[dict[str, float]]) -> Iterator[Table]:
+    """The tables of calls and, where they were measured, of threads."""
+    yield table("Host time of a call, medians of rounds by turns", COLUMNS, [row.cells() for row in rows], left=COLUMNS[:2])
+    if threads:
+        cells = [(str(t["threads"]), f"{t['torch']:,.0f}", f"{t['ours']:,.0f}", number(t["ratio"], ".2f")) for t in threads]
+        yield table("Calls a second, all threads together", ("threads", "torch", "ours", "ours / torch"), cells)
 
 
 def run(settings: bench.Settings) -> int:
@@ -264,14 +329,12 @@ def run(settings: bench.Settings) -> int:
         for line in header_lines(machine):
             out.print(line, markup=False)
         layers = (layer_case(torch, place, *layer) for layer in LAYERS)
-        cases = [*layers, *copied_cases(torch, place), *mode_cases(torch, place), numpy_case(torch, place)]
+        cases = [*layers, *copied_cases(torch, place), *mode_cases(torch, place), numpy_case(torch, place), *array_cases(torch, device)]
         for case in track(bench.matching(settings.only, cases, lambda one: one.what), lambda one: one.what):
             rows += measure(case, torch.cuda.synchronize, rounds, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
         threads = measure_threads(torch, place, 3, 0.05 if settings.quick else 0.2) if settings.only is None else []
-    out.print(table("Host time of a call, medians of rounds by turns", COLUMNS, [row.cells() for row in rows], left=COLUMNS[:2]))
-    if threads:
-        cells = [(str(t["threads"]), f"{t['torch']:,.0f}", f"{t['ours']:,.0f}", number(t["ratio"], ".2f")) for t in threads]
-        out.print(table("Calls a second, all threads together", ("threads", "torch", "ours", "ours / torch"), cells, left=()))
+    for one in tables(rows, threads):
+        out.print(one)
     if settings.json is not None:
         report = {"machine": machine, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "threads": threads}
         try:

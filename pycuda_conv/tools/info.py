@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import warnings
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import distributions
+from importlib.util import find_spec
 from typing import Any
 
 import pycuda_conv
@@ -22,8 +24,13 @@ from pycuda_conv.runtime.cache import cache_dir
 from pycuda_conv.runtime.compiler import CompileError, Compiler, Nvcc, Nvrtc, nvcc, nvrtc
 from pycuda_conv.tools.terminal import console, json_text, table
 
-#: import name -> the name that people know
-PACKAGES = {"numpy": "numpy", "pycuda": "PyCUDA", "torch": "torch", "cupy": "CuPy", "pyopencl": "PyOpenCL"}
+#: By the name that people know, the module, and the beginning of the names under which it is installed, as ``cupy-cuda13x``.
+PACKAGES = {
+    "numpy": ("numpy", "numpy"), "PyCUDA": ("pycuda", "pycuda"), "torch": ("torch", "torch"), "CuPy": ("cupy", "cupy"),
+    "PyOpenCL": ("pyopencl", "pyopencl"), "PoCL of PyOpenCL": ("pyopencl", "pocl-binary-distribution"), "scipy": ("scipy", "scipy"),
+    "Pillow": ("PIL", "pillow"), "dask": ("dask", "dask"), "distributed": ("distributed", "distributed"), "zarr": ("zarr", "zarr"),
+    "tifffile": ("tifffile", "tifffile"), "fsspec": ("fsspec", "fsspec"), "ml_dtypes": ("ml_dtypes", "ml-dtypes"),
+}
 #: Variables of other software that change what is found.
 ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NVIDIA_TF32_OVERRIDE", "OCL_ICD_VENDORS", "POCL_CACHE_DIR")
 
@@ -65,12 +72,13 @@ def _driver() -> Any:
 def versions() -> dict[str, str | None]:
     """Versions of all software that takes part; None for what is missing. It reads metadata and imports nothing large."""
     found: dict[str, str | None] = {"Python": platform.python_version(), "pycuda_conv": pycuda_conv.__version__}
-    names = packages_distributions()
-    for module, shown in PACKAGES.items():
-        try:
-            found[shown] = version(names[module][0])
-        except (KeyError, PackageNotFoundError):
-            found[shown] = None
+    installed: dict[str, str] = {}
+    for one in distributions():  # of two versions the first is imported
+        installed.setdefault(re.sub(r"[-_.]+", "-", one.name or "").lower(), one.version)
+    for shown, (module, name) in PACKAGES.items():
+        names = [one for one in installed if one == name or one.startswith((f"{name}-cuda", f"{name}-rocm"))]
+        there = find_spec(module) is not None
+        found[shown] = installed[names[0]] if there and names else "of unknown version" if there and module == name else None
     drv = _driver()
     number = drv.get_driver_version() if drv else None
     found["CUDA driver supports"] = f"{number // 1000}.{number % 1000 // 10}" if number else None

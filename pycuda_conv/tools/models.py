@@ -38,7 +38,7 @@ from pycuda_conv.tools.report import (
     write_json,
 )
 from pycuda_conv.tools.suite import MODES, in_mode
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, Table, ToolError, console, require, table, track
 
 log = logging.getLogger("pycuda_conv")
 
@@ -590,10 +590,8 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
     for kind in ROWS.values():
         own = [row for row in rows if isinstance(row, kind)]
         if own:
-            styles = ["bold red" if row.verdict != "ok" else "" for row in own]
             out.print()
-            cells, left = [row.cells() for row in own], ("network", "mode", "verdict")
-            out.print(table(kind.TITLE, kind.all_columns(), cells, left=left, styles=styles))
+            out.print(row_table(own))
     for line in mean_lines(rows):
         out.print(line, markup=False)
     for row in rows:
@@ -603,6 +601,12 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
         write_between(settings.pages / RESULTS_PAGE, markdown(machine, rows), "models")
     out.print(f"{time.perf_counter() - began:.0f} s in all")
     return OK if all(row.verdict == "ok" for row in rows) else FAILED
+
+
+def row_table(rows: Sequence[Row]) -> Table:
+    """Rows of one kind as a table."""
+    kind, styles = type(rows[0]), ["bold red" if row.verdict != "ok" else "" for row in rows]
+    return table(kind.TITLE, kind.all_columns(), [row.cells() for row in rows], left=("network", "mode", "verdict"), styles=styles)
 
 
 def _write_report(settings: bench.Settings, machine: dict[str, Any], rows: Sequence[Row]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from pycuda_conv.behind import OFTEN
 from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime import Device
+from pycuda_conv.runtime import Device, waiting
 from pycuda_conv.tools.terminal import track
 
 MOST_WAITING = 120  # seconds to wait for compilers
@@ -23,8 +23,12 @@ def plans(problems: Sequence[ConvProblem], device: Device, noted: bool = False) 
         options = (False, True) if noted else ()  # in the form of calls: the cache distinguishes a default from a given argument
         coming = [pool.submit(lambda problem: cached_plan(problem, device, *options).settled(), problem) for problem in problems]
         return [plan.result() for plan in track(coming, lambda _: "compiling")]
+    except BaseException:
+        waiting.stop()  # after Ctrl-C, plans that are not begun are left
+        raise
     finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C, plans that are not begun are left
+        pool.shutdown(cancel_futures=True)
+        waiting.stop(False)
 
 
 def settle(call: Callable[[], Any], wait: Callable[[], Any], compiled: Callable[[], bool]) -> None:

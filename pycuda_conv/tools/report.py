@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pycuda_conv.tools.suite import mode_words
-from pycuda_conv.tools.terminal import ToolError, json_text, table
+from pycuda_conv.tools.terminal import Table, ToolError, json_text, table
 
 #: The pages of a checkout with results: one with all of them, one with a few rows.
 RESULTS_PAGE, FRONT_PAGE = "docs/results.md", "README.md"
@@ -204,16 +204,21 @@ COLUMNS = (
     "problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "bound us", "of it", "error", "torch's", "timing",
     "verdict",
 )
-SPARE = (8, 12)  # the lower bound and the timing
+SPARE = ("timing", "bound us")
 
 #: Explanations of the columns.
 NOTES = (
     "ours: the call packs the filter; kept: the filter was packed before, as plan.bind does; ratio: torch's time divided by ours; "
-    "TFLOP/s and the lower bound are of the call that packs",
-    "lower bound: the least time on an H200, packing of the images included, at 790 TFLOP/s of 16-bit products (263 where fp32 takes three "
-    "of them), 60 TFLOP/s on the fp32 units where these do the work, and 4.3 TB/s",
+    "TFLOP/s are of the call that packs",
+    "lower bound: the least time of the call that packs on an H200, packing of the images included, at 790 TFLOP/s of 16-bit products (263 "
+    "where fp32 takes three of them), 60 TFLOP/s on the fp32 units where these do the work, and 4.3 TB/s",
     "error: norm(result - float64) / norm(float64), over all pixels; above 20 GFLOP, over 64 channels of the result chosen at random",
 )
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """The explanations of the columns that `rows` have values for."""
+    return [note for note in NOTES if note != NOTES[1] or any(row.floor_us is not None for row in rows)]
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -230,12 +235,13 @@ def style(row: Row) -> str:
     return "bold red" if row.verdict != "ok" else "green" if (row.ratio or 0) >= 1 else ""
 
 
-def row_table(rows: Sequence[Row], title: str, width: int = 200) -> Any:
-    """The suite's table. On a narrow terminal it lacks the two columns that say least."""
-    words = ("problem", "kernel", "timing", "verdict")
-    shown = [i for i in range(len(COLUMNS)) if width >= 150 or i not in SPARE]
-    lines = [[cells(row)[i] for i in shown] for row in rows]
-    return table(title, [COLUMNS[i] for i in shown], lines, left=words, styles=[style(row) for row in rows])
+def row_table(rows: Sequence[Row], title: str) -> Table:
+    """The suite's table. Columns that no row has a value for are left out."""
+    lines = [cells(row) for row in rows]
+    shown = [i for i in range(len(COLUMNS)) if any(line[i] not in ("", "-") for line in lines)]
+    columns, lines = [COLUMNS[i] for i in shown], [tuple(line[i] for i in shown) for line in lines]
+    left, styles = ("problem", "kernel", "timing", "verdict"), [style(row) for row in rows]
+    return table(title, columns, lines, left=left, styles=styles, spare=SPARE)
 
 
 def summary_lines(found: dict[str, Any]) -> list[str]:
@@ -267,10 +273,12 @@ def _part_lines(words: str, part: dict[str, Any], told: dict[str, Any]) -> list[
     def lowest(way: dict[str, Any]) -> str:
         return f"{number(way['lowest'], '.2f')} ({way['lowest_problem']})"
 
+    floor = "" if ours["of_floor"] is None else (
+        f"; the lower bound is {number(ours['of_floor'], '.0%')} of our time, with the filter kept {number(kept['of_floor'], '.0%')}"
+    )
     return [
         f"{words}: geometric mean of the ratio {number(ours['geometric_mean'], '.2f')}, "
-        f"with the filter kept {number(kept['geometric_mean'], '.2f')}; the lower bound is {number(ours['of_floor'], '.0%')} of our time, "
-        f"with the filter kept {number(kept['of_floor'], '.0%')}",
+        f"with the filter kept {number(kept['geometric_mean'], '.2f')}{floor}",
         f"  lowest: {lowest(ours)}, kept {lowest(kept)}",
         f"  below 1: {named(ours['below_one'], told['packed']['below_one'])}, kept {named(kept['below_one'], told['kept']['below_one'])}",
         f"  error above torch's: {named(part['less_exact'], told['less_exact'])}",
@@ -319,7 +327,7 @@ def markdown(
     parts = [measured_by(machine)]
     if rows:
         parts.append(_markdown_summary(means))
-        parts.append("Times in microseconds. " + " ".join(f"{note[0].upper()}{note[1:]}." for note in NOTES))
+        parts.append("Times in microseconds. " + " ".join(f"{note[0].upper()}{note[1:]}." for note in notes(rows)))
     for mode in means:
         lines = _markdown_rows([row for row in rows if row.mode == mode])
         # one table is shown; of several, which have many rows, only the names

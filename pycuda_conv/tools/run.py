@@ -12,9 +12,8 @@ import importlib
 import os
 import secrets
 import shutil
-import signal
 import struct
-import threading
+import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,8 @@ from typing import Any
 import numpy as np
 
 import pycuda_conv
+from pycuda_conv import interrupt
+from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.problem import ConvProblem, integers
 from pycuda_conv.runtime import device_count
 from pycuda_conv.tools.files import (
@@ -38,11 +39,12 @@ from pycuda_conv.tools.files import (
     filter_file,
     pairs,
     progress,
+    progress_by_files,
     read_array,
     refusals,
     reserve,
 )
-from pycuda_conv.tools.terminal import OK, ToolError, named_device, require
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, named_device, require
 from pycuda_conv.tools.volumes.run import convolve
 from pycuda_conv.tools.volumes.target import is_interrupted
 
@@ -54,52 +56,152 @@ PNG_START = b"\x89PNG\r\n\x1a\n"
 def run(settings: Settings) -> int:
     """Convolve one file into another."""
     start = time.perf_counter()
-    with _stopped_by_signals():
-        if _in_chunks(settings):
+    if _in_chunks(settings):
+        kept = "the same command goes on from what is complete" if settings.resume else "with --resume, a run keeps what is complete"
+        with interrupt.telling(lambda: kept):
             what = convolve(settings)
-        elif Path(settings.input).suffix.lower() == ".npy":
-            what = _run_array(settings)
-        else:
-            what = _run_picture(settings)
+    elif Path(settings.input).suffix.lower() == ".npy":
+        what = _run_array(settings)
+    else:
+        what = _run_picture(settings)
     print(f"{settings.output}: {what} in {time.perf_counter() - start:.1f} s")
     return OK
 
 
-def run_all(inputs: Sequence[Path | str], settings: Settings) -> int:
-    """Convolve one file, or several into a folder. Words with * and ? stand for all files that match."""
-    found = [one for name in inputs for one in _matching(name)]
-    if len(found) == 1 and list(inputs) == found:
-        return run(replace(settings, input=found[0]))
-    names = [str(one).rstrip("/").rpartition("/")[2] for one in found]
+def run_all(words: Sequence[Path | str], settings: Settings) -> int:
+    """Convolve one file into another, or files into a folder, as ``cp`` copies them.
+
+    The files are those that `words` name, those that match words with * and ?, and those in folders and below. A folder that is not there
+    is made. A file that can't be convolved does not stop the others.
+    """
+    found = [one for word in words for one in _named_by(word, settings)]
+    single = len(words) == 1 and found == [(words[0], _name(words[0]))]
+    if single and not _is_folder(settings.output):
+        return run(replace(settings, input=words[0]))
+    names = [name for _, name in found]
     for name in names:
         if names.count(name) > 1:
             raise ToolError(f"{settings.output} can't hold the results of {names.count(name)} files called {name}")
-    folder = settings.output
-    if "://" not in str(folder) and not Path(folder).is_dir():
-        why = f"there are {len(found)} inputs" if len(found) > 1 else f"{inputs[0]} may match several files"
-        raise ToolError(f"{folder} must be a folder, for {why}")
-    for one, name in zip(found, names, strict=True):
-        output = f"{str(folder).rstrip('/')}/{name}" if "://" in str(folder) else Path(folder) / name
-        if settings.resume and not settings.force and file_exists(output) and not is_interrupted(output):
-            print(f"{output}: is there already")
-        else:
-            run(replace(settings, input=one, output=output))
-    return OK
+    _check_folder(settings.output, f"there are {len(found)} inputs" if len(found) > 1 else f"{words[0]} may stand for several files")
+    outputs = [_inside(settings.output, name) for name in names]
+    if single:
+        _make_folder_of(outputs[0])
+        return run(replace(settings, input=words[0], output=outputs[0]))
+    _check_filter(settings)
+    return _run_each([replace(settings, input=one, output=output) for (one, _), output in zip(found, outputs, strict=True)])
 
 
-def _matching(name: Path | str) -> list[Path | str]:
-    """The files that a word of the command line stands for."""
-    text = str(name)
-    if not any(mark in text for mark in "*?[") or file_exists(name):
-        return [name]
-    if "://" in text:
-        files, pattern = filesystem(text)
-        found: list[Path | str] = [files.unstrip_protocol(one) for one in sorted(files.glob(pattern))]
-    else:
-        found = [Path(one) for one in sorted(glob.glob(text, recursive=True))]
+def _run_each(jobs: Sequence[Settings]) -> int:
+    """Convolve files one after another; at the end, list those that could not be."""
+    failed, done = [], 0
+
+    def left() -> str:
+        return f"{done} of {len(jobs)} files are done; the same command with --resume does the others"
+
+    with interrupt.telling(left), progress_by_files(len(jobs)) as begin:
+        for job in jobs:
+            begin(str(job.input))
+            if job.resume and not job.force and file_exists(job.output) and not is_interrupted(job.output):
+                print(f"{job.output}: is there already")
+                done += 1
+                continue
+            try:
+                _make_folder_of(job.output)
+                run(replace(job, resume=job.resume and not _is_picture(job.input)))
+                done += 1
+            except (ToolError, DeviceMemoryError, MemoryError, OSError) as error:
+                reason = " ".join(str(error).split()) or "too little memory"
+                failed.append(reason if str(job.input) in reason else f"{job.input}: {reason}")
+    if failed:
+        print(f"pycuda-conv run: {len(failed)} of {len(jobs)} files failed:", *failed, sep="\n  ", file=sys.stderr)
+    return FAILED if failed else OK
+
+
+def _named_by(word: Path | str, settings: Settings) -> list[tuple[Path | str, str]]:
+    """The files that a word of the command line stands for, each with the name of its result in a folder."""
+    if any(mark in str(word) for mark in "*?[") and not file_exists(word):
+        return [pair for one in _matching(str(word)) for pair in _named_by(one, settings)]
+    if "://" in str(word) or not os.path.isdir(word) or _is_zarr(word):
+        return [(word, _name(word))]
+    others = [Path(one).resolve() for one in (settings.output, settings.filter, settings.bias) if one is not None]
+    found: list[tuple[Path | str, str]] = []
+    for folder, folders, files in os.walk(word):
+        arrays = [name for name in folders if _is_zarr(Path(folder, name))]
+        folders[:] = sorted(
+            name for name in folders if name not in arrays and not name.startswith(".") and Path(folder, name).resolve() not in others
+        )
+        for name in sorted([*arrays, *filter(_has_known_suffix, files)]):
+            path = Path(folder, name)
+            if not name.startswith(".") and path.resolve() not in others:
+                found.append((path, str(path.relative_to(word))))
     if not found:
-        raise ToolError(f"{text} matches no file")
+        raise ToolError(f"{word} is a folder without a .npy, .zarr, TIFF or picture in it or below")
     return found
+
+
+def _matching(pattern: str) -> list[Path | str]:
+    if "://" in pattern:
+        files, path = filesystem(pattern)
+        found: list[Path | str] = [files.unstrip_protocol(one) for one in sorted(files.glob(path))]
+    else:
+        found = [Path(one) for one in sorted(glob.glob(pattern, recursive=True))]
+    if not found:
+        raise ToolError(f"{pattern} matches no file")
+    return found
+
+
+def _name(place: Path | str) -> str:
+    return str(place).rstrip("/").rpartition("/")[2]
+
+
+def _inside(folder: Path | str, name: str) -> Path | str:
+    return f"{str(folder).rstrip('/')}/{name}" if "://" in str(folder) else Path(folder) / name
+
+
+def _is_zarr(place: Path | str) -> bool:
+    """Whether a folder is a zarr, by its name or by what is in it."""
+    inside = ("zarr.json", ".zarray", ".zgroup")
+    return str(place).lower().rstrip("/").endswith(".zarr") or any(os.path.exists(os.path.join(place, name)) for name in inside)
+
+
+def _has_known_suffix(name: str) -> bool:
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix in (".npy", ".zarr", ".tif", ".tiff") or suffix in require("PIL.Image").registered_extensions()
+
+
+def _is_picture(place: Path | str) -> bool:
+    """Whether an input is a picture, which is convolved at once, so that there is nothing to resume."""
+    suffix = os.path.splitext(str(place))[1].lower()
+    return suffix not in (".npy", ".zarr") and "://" not in str(place) and _has_known_suffix(str(place)) and not _is_array(place)
+
+
+def _is_folder(output: Path | str) -> bool:
+    """Whether an output is a folder for files: it is one on disk, or its name ends with a slash."""
+    if "://" in str(output) or isinstance(output, str):
+        return str(output).endswith(("/", os.sep))
+    return output.is_dir() and not _is_zarr(output)
+
+
+def _check_folder(output: Path | str, why: str) -> None:
+    """Refuse an output that can't be a folder for files."""
+    if not _is_folder(output) and "://" not in str(output) and (os.path.lexists(output) or _has_known_suffix(str(output))):
+        raise ToolError(f"{output} must be a folder, for {why}")
+
+
+def _make_folder_of(output: Path | str) -> None:
+    if "://" not in str(output):
+        try:
+            Path(output).parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ToolError(f"{Path(output).parent} can't be made: {error.strerror or error}") from error
+
+
+def _check_filter(settings: Settings) -> None:
+    """Refuse a filter or a bias that no file can be convolved with."""
+    if settings.filter not in FILTERS:
+        filter_file(settings.filter)
+    if settings.bias is not None:
+        read_array(settings.bias)
 
 
 def _in_chunks(settings: Settings) -> bool:
@@ -125,25 +227,6 @@ def _is_array(path: Path | str) -> bool:
 
 
 # ---- files
-
-
-@contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the process as Ctrl-C does, by an exception, so that the temporary file is removed."""
-
-    def stop(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _check_output(settings: Settings) -> Path:

@@ -7,20 +7,21 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pycuda_conv.runtime import Device, get_device
-
-LONG_TEXT = 14  # longer texts fold where the terminal is narrow
 
 T = TypeVar("T")
 
 #: Exit statuses.
 OK, FAILED, UNUSABLE = 0, 1, 2
+#: Verdicts that all is well.
+GOOD = ("ok", "pass")
 
-LEAST_WIDTH = 126
-PIPED_WIDTH = 170  # columns where the output is no terminal
+UNLIMITED = 10_000  # columns where the output is no terminal: a line of a file is a line, however long
 
 
 class ToolError(Exception):
@@ -65,30 +66,130 @@ def named_device(device: Any) -> Device:
 
 
 def console(stderr: bool = False) -> Any:
-    """A rich console. It is wide when its output goes to a file, and never so narrow that a table loses columns."""
+    """A rich console as wide as the terminal, or as ``COLUMNS`` says; without limit where the output goes to a file."""
     stream = sys.stderr if stderr else sys.stdout
     # NO_COLOR does not stop rich from bold text
     made = require("rich.console").Console(file=stream, highlight=False, color_system=None if os.environ.get("NO_COLOR") else "auto")
-    if not stderr:
-        known = stream.isatty() or "COLUMNS" in os.environ
-        made.width = max(made.width, LEAST_WIDTH) if known else PIPED_WIDTH
+    if not (stream.isatty() or "COLUMNS" in os.environ):
+        made.width = UNLIMITED
     return made
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text that fits where it is printed. Every cell stands on one line, unless the line would be longer than the terminal.
+
+    Where all columns don't fit, the spare ones go; where that is not enough, each row becomes a record of several lines.
+
+    Attributes
+    ----------
+    title : str
+    columns : sequence of str
+    rows : sequence of sequence of str
+    left : sequence of str
+        The columns that are aligned left; the others hold numbers.
+    styles : sequence of str
+        The style of each row, or nothing. Cells of the column "verdict" are green or red by themselves.
+    spare : sequence of str
+        The columns that say least, the least important first.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: Sequence[str] = ()
+    styles: Sequence[str] = ()
+    spare: Sequence[str] = ()
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """What rich prints: the title, the rows, an empty line."""
+        text = require("rich.text").Text
+        yield text(self.title, style="italic")
+        without = [frozenset(self.spare[:count]) for count in range(len(self.spare) + 1)]
+        tables = (self._table([i for i, column in enumerate(self.columns) if column not in those]) for those in without)
+        room = options.update(max_width=UNLIMITED)
+        fitting = next((one for one in tables if console.measure(one, options=room).maximum <= options.max_width), None)
+        if fitting is not None:
+            yield fitting
+        elif len(self.columns) == 2:
+            yield from self._pairs(options.max_width)
+        else:
+            yield from self._records(options.max_width)
+        yield ""
+
+    def _style(self, row: int) -> str:
+        return self.styles[row] if self.styles else ""
+
+    def _cell(self, column: int, value: str) -> Any:
+        verdict = self.columns[column] == "verdict" and value
+        return require("rich.text").Text(value, style="" if not verdict else "green" if value in GOOD else "bold red")
+
+    def _table(self, shown: Sequence[int]) -> Any:
+        made = require("rich.table").Table(box=require("rich.box").SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for i in shown:
+            made.add_column(self.columns[i], justify="left" if self.columns[i] in self.left else "right", no_wrap=True)
+        for number, row in enumerate(self.rows):
+            made.add_row(*[self._cell(i, row[i]) for i in shown], style=self._style(number))
+        return made
+
+    def _pairs(self, width: int) -> Iterator[Any]:
+        """Rows of a name and a value. A value that is too long stands below its name."""
+        cell_len, text = require("rich.cells").cell_len, require("rich.text").Text
+        side = max(cell_len(name) for name, _ in self.rows) + 2
+        for number, (name, value) in enumerate(self.rows):
+            style = self._style(number)
+            if side + cell_len(value) <= width:
+                yield text(name + " " * (side - cell_len(name)) + value, style=style)
+            else:
+                yield text(name, style=style)
+                yield from _folded([value], width, style)
+
+    def _records(self, width: int) -> Iterator[Any]:
+        """Rows of a line with the first column and the verdict, and of lines with the names and values of the others."""
+        text = require("rich.text").Text
+        verdict = self.columns.index("verdict") if "verdict" in self.columns else None
+        for number, row in enumerate(self.rows):
+            style = self._style(number)
+            first = text(row[0], style=f"bold {style}".strip())
+            if verdict:
+                first += text("  ") + self._cell(verdict, row[verdict])
+            if first.cell_len <= width:
+                yield first
+            else:
+                yield from _folded([row[0], *([row[verdict]] if verdict else [])], width, style, indent=0)
+            others = [f"{self.columns[i]} {value}" for i, value in enumerate(row) if i not in (0, verdict) and value not in ("", "-")]
+            yield from _folded(others, width, style)
+
+
+def _folded(items: Sequence[str], width: int, style: str, indent: int = 2) -> Iterator[Any]:
+    """Lines of `items`, as many on each as fit. An item that is longer than a line is cut, at a space where there is one."""
+    cell_len, text, room = require("rich.cells").cell_len, require("rich.text").Text, max(width - indent, 1)
+    lines: list[str] = []
+    for item in items:
+        if lines and cell_len(lines[-1]) + 3 + cell_len(item) <= room:
+            lines[-1] += " | " + item
+        elif cell_len(item) <= room:
+            lines.append(item)
+        else:
+            lines += textwrap.wrap(item, room, break_on_hyphens=False)
+    for line in lines:
+        yield text(" " * indent + line, style=style, no_wrap=True)
 
 
 def table(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str] = (), styles: Sequence[str] = ()
-) -> Any:
-    """A rich table of text. Columns named in `left` are aligned left; `styles` gives each row's style."""
-    made = require("rich.table").Table(title=title, title_justify="left", box=require("rich.box").SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        longest = max((len(row[i]) for row in rows), default=0)
-        folds = column in left and longest > LONG_TEXT  # numbers never fold
-        side = "left" if column in left else "right"
-        made.add_column(column, justify=side, overflow="fold", no_wrap=not folds, min_width=LONG_TEXT if folds else None)
-    escape = require("rich.markup").escape
-    for i, row in enumerate(rows):
-        made.add_row(*[escape(cell) for cell in row], style=styles[i] if styles else "")
-    return made
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str] = (), styles: Sequence[str] = (),
+    spare: Sequence[str] = (),
+) -> Table:
+    """A :class:`Table`, for rich's ``print``."""
+    return Table(title, columns, rows, left, styles, spare)
+
+
+def print_pairs(pairs: Iterable[tuple[str, str]], side: int) -> None:
+    """Print lines of a text of about `side` characters and of more about it, which stands below where both don't fit."""
+    width = console().width
+    for text, more in pairs:
+        line = f"{text:{side}} {more}"
+        print(line if len(line) <= width else f"{text}\n  {more.strip()}")
 
 
 def track(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:

@@ -30,7 +30,7 @@ from pycuda_conv.tools.report import (
     write_json,
 )
 from pycuda_conv.tools.suite import in_mode
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, print_pairs, require, table, track
 
 #: Input, filter, stride and padding of the convolutions whose gradients are measured.
 CONVOLUTIONS = (
@@ -108,8 +108,7 @@ def _label(problem: ConvProblem | Layer) -> str:
 def list_problems(settings: bench.Settings) -> int:
     """Print the problems to measure: the gradients, then the layers."""
     problems, layers = cases(settings.only)
-    for problem in problems:
-        print(f"{_label(problem):90} {problem.flops / 1e9:9.3f} GFLOP")
+    print_pairs(((_label(problem), f"{problem.flops / 1e9:9.3f} GFLOP") for problem in problems), 90)
     for layer in layers:
         print(_label(layer))
     return OK

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import signal
 import time
 import zipfile
 from collections import Counter
@@ -14,19 +15,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pycuda_conv import behind, engines
+from pycuda_conv import behind, engines, interrupt
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.plan import as_called
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.problem import DTYPE_BYTES, ConvProblem
 from pycuda_conv.runtime import binaries
 from pycuda_conv.runtime.base import Device, KernelLaunch, source_of
+from pycuda_conv.runtime.cache import trusted_folder
 from pycuda_conv.runtime.compiler import CompileError, Compiler, compiler
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.runtime.workers import cores
 from pycuda_conv.tools.families import draw
 from pycuda_conv.tools.kernels import besides
-from pycuda_conv.tools.suite import in_mode, suite
+from pycuda_conv.tools.suite import core, in_mode, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, track
 from pycuda_conv.tune import lookup
 
@@ -45,11 +47,18 @@ class Settings:
 
     model: str | None = None
     size: tuple[int, ...] = (8, 3, 224, 224)
-    mode: tuple[str, ...] = ("fp32",)
+    #: None if none was named
+    mode: tuple[str, ...] | None = None
     training: bool = False
     random: int | None = None
     constants: bool = False
     gpu: str | None = None
+    device: Any = None
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes that were named, or fp32."""
+        return self.mode or ("fp32",)
 
 
 @dataclass(frozen=True)
@@ -241,8 +250,8 @@ def _uses(plain: ConvProblem, training: bool) -> Iterator[tuple[ConvProblem, boo
 def problems(settings: Settings) -> list[tuple[ConvProblem, bool]]:
     """The problems whose kernels have to be compiled."""
     if settings.model:
-        return model_problems(settings.model, settings.size, settings.mode, settings.training)
-    plain = [in_mode(problem, mode) for mode in settings.mode for problem in suite()]
+        return model_problems(settings.model, settings.size, settings.modes, settings.training)
+    plain = [in_mode(problem, mode) for mode in settings.modes for problem in suite()]
     if settings.training:
         return [made for problem in plain for made in _uses(problem, True)]
     return [(problem, False) for problem in plain]
@@ -256,7 +265,9 @@ def run(settings: Settings) -> int:
     else:
         from pycuda_conv.runtime import driver
 
-        device = named_device("cuda")
+        device = named_device(settings.device)
+        if device.backend == "opencl":
+            return _run_on_opencl(settings, device)
         target = Target("sm_{}{}".format(*device.capability))
         target.multiprocessors, target.model = device.multiprocessors, device.model
         made_by = compiler(driver.newest())
@@ -279,3 +290,75 @@ def run(settings: Settings) -> int:
     for reason in failed[:5]:
         out.print(f"failed: {reason}")
     return FAILED if failed else OK
+
+
+# ---- on OpenCL
+
+
+def every_kind() -> Iterator[tuple[ConvProblem, bool]]:
+    """Problems that together need every text that OpenCL's engines have for arrays of fewer than 2^31 elements, or nearly."""
+    plain = ("fp32", "fp16", "bf16", "fp64")
+    for dtype, c, taps, stride in product(DTYPE_BYTES, (24, 26, 27), ((3, 3), (5, 5), (7, 7), (2, 4), (9, 9)), (1, 2)):
+        padding = tuple(n // 2 for n in taps)
+        one = ConvProblem.forward(2, (2, c, 20, 22), (c, 1, *taps), stride=stride, padding=padding, groups=c)
+        yield from _uses(replace(one, dtype=dtype, layout="NHWC"), True)
+    shapes = (
+        ((1, 1, 300, 300), (1, 1, 9, 9)), ((1, 1, 300, 300), (1, 1, 7, 7)), ((1, 1, 4, 70000), (1, 1, 1, 31)), ((2, 3, 7, 7), (5, 3, 3, 3)),
+        ((8, 1, 28, 28), (4, 1, 7, 7)), ((1, 1, 40000), (1, 1, 5)), ((4, 8, 9, 7), (8, 8, 1, 1)), ((2, 4, 20, 20), (4, 4, 5, 5)),
+        ((2, 4, 20, 20), (4, 4, 7, 7)),
+    )  # fmt: skip
+    for dtype, (x, w) in product(DTYPE_BYTES, shapes):
+        one = replace(ConvProblem.forward(len(x) - 2, x, w), dtype=dtype)
+        yield from (*_uses(one, True), *_uses(replace(one, layout="NHWC"), True))
+    for mode, problem in product((*plain, "fp16-nhwc", "bf16-nhwc"), core()[:12]):
+        yield from _uses(in_mode(problem, mode), True)
+    yield from ((in_mode(problem, mode), False) for mode in plain for problem in suite())
+    yield from ((problem, False) for seed in range(2) for problem in draw(seed, 30))
+
+
+def _run_on_opencl(settings: Settings, device: Any) -> int:
+    """The same on OpenCL: by default all kernels, which are few there. Several processes compile, as PoCL compiles one at a time."""
+    if settings.constants:
+        raise ToolError("--constants is for GPUs; on OpenCL every kernel serves many layers")
+    if settings.model or settings.mode or settings.training:
+        chosen = problems(settings)
+    else:
+        chosen = list(every_kind())
+    used: Counter[str] = Counter()
+    found: dict[str, KernelLaunch] = {}
+    for problem, noted in chosen:
+        launches = {launch.source(): launch for launch in launches_of(problem, device, noted=noted)}
+        used.update(dict.fromkeys(launches, 1))
+        found = launches | found
+    wanted = [found[source] for source, _ in used.most_common(settings.random)]
+    missing = [launch for launch in wanted if not device.kept(launch)]
+    begin, failed = time.monotonic(), []
+    if missing and trusted_folder() is None:
+        raise ToolError("the cache is off, or its folder can't be used: compiled kernels would not be kept")
+    processes = max(1, min(cores(), len(missing)))
+    with interrupt.telling(lambda: "the same command compiles the rest"):
+        pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_ignore_ctrl_c)
+        try:
+            coming: dict[Future[None], str] = {pool.submit(_compile_on_opencl, one): one.file or one.kernel for one in missing}
+            for done in track(_Finished(coming), coming.__getitem__):
+                if done.exception() is not None:
+                    failed.append(f"{coming[done]}: {done.exception()}")
+        finally:
+            pool.shutdown(cancel_futures=True)
+    out = console()
+    out.print(
+        f"{len(wanted)} kernels for OpenCL: {len(wanted) - len(missing)} were there, {len(missing) - len(failed)} were compiled in "
+        f"{time.monotonic() - begin:.1f} s by {processes} processes"
+    )
+    for reason in failed[:5]:
+        out.print(f"failed: {reason}", markup=False)
+    return FAILED if failed else OK
+
+
+def _ignore_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group of processes, and the first one ends the others
+
+
+def _compile_on_opencl(launch: KernelLaunch) -> None:
+    device: Any = named_device("opencl")
+    device.compile(launch)

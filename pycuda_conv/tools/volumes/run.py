@@ -7,6 +7,8 @@ import json
 import logging
 import math
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv.runtime import default_backend, device_count
+from pycuda_conv.runtime import default_backend, device_count, waiting
 from pycuda_conv.tools.files import Settings, progress
 from pycuda_conv.tools.terminal import ToolError, named_device, require
 from pycuda_conv.tools.volumes.source import Source, is_url, kind_of, read
@@ -26,6 +28,8 @@ from pycuda_conv.tools.volumes.work import Work, plan_work
 
 #: Seconds that a scheduler may take to answer.
 CONNECT_SECONDS = 10
+#: Seconds that threads may take to end before a line says what they are doing.
+PATIENCE = 0.7
 
 
 def convolve(settings: Settings) -> str:
@@ -153,13 +157,26 @@ def _on_threads(settings: Settings, tasks: list[Any], finished: Callable[[int], 
         if key in wanted:
             finished(result)
 
-    # some threads read and write while others convolve; when the pool ends, it waits for those that still write
-    pool = ThreadPoolExecutor(min(4 * gpus, max(os.cpu_count() or 1, 2)))
+    pool = ThreadPoolExecutor(min(4 * gpus, max(os.cpu_count() or 1, 2)))  # some threads read and write while others convolve
     try:
         with callbacks.Callback(posttask=after):
             dask.compute(*tasks, scheduler="threads", pool=pool, optimize_graph=True)
+    except BaseException:
+        waiting.stop()
+        raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        _end(pool)
+        waiting.stop(False)
+
+
+def _end(pool: ThreadPoolExecutor) -> None:
+    """Wait for the threads that still read or write; say so where that takes long."""
+    ending = threading.Thread(target=pool.shutdown, kwargs={"wait": True, "cancel_futures": True})
+    ending.start()
+    ending.join(PATIENCE)
+    if ending.is_alive():
+        print("stopping: chunks are still being read or written", file=sys.stderr, flush=True)
+        ending.join()
 
 
 def _on_cluster(address: str, tasks: list[Any], finished: Callable[[int], Any]) -> None:

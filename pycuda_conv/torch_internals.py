@@ -1,0 +1,86 @@
+"""What this package uses of torch that torch does not document, with a stand-in for each part that a version of torch lacks.
+
+Results are right with the stand-ins too. Calls take longer where nothing tells that the short way is safe; inside a transform of torch.func
+that nothing tells of, torch raises an error. Other modules use no such part when they are imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+
+
+def _part(path: str, stand_in: Any) -> Any:
+    """The part of ``torch._C`` of that name, or the stand-in."""
+    found: Any = torch._C
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            return stand_in
+    return found
+
+
+def modes() -> list[Any]:
+    """The modes that see the call."""
+    try:
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    except ImportError:
+        return []
+    return list(_get_current_dispatch_mode_stack())
+
+
+# ---- what is unusual about a call
+
+#: whether the call is inside a transform of torch.func
+transforms_are_active: Callable[[], bool] = _part("_are_functorch_transforms_active", lambda: False)
+#: the transform that the call is inside of, or None
+innermost_transform: Callable[[], Any] = _part("_functorch.peek_interpreter_stack", lambda: None)
+#: how many modes see the call
+count_of_modes: Callable[[], int] = _part("_len_torch_dispatch_stack", lambda: len(modes()))
+#: what ``torch.jit.trace`` is making, or None
+tracing_state: Callable[[], Any] = _part("_get_tracing_state", lambda: torch.jit.is_tracing() or None)
+#: whether a gradient stands for several, as in ``torch.autograd.grad(is_grads_batched=True)``
+is_batched: Callable[[Any], bool] = _part("_functorch.is_legacy_batchedtensor", lambda tensor: True)
+#: whether the running backward pass may run again, so that saved tensors have to stay
+keeps_graph: Callable[[], bool] = _part("_autograd._get_current_graph_task_keep_graph", lambda: True)
+#: the hooks that get saved tensors; anything true means that there may be some
+packing_hooks: Callable[[bool], Any] = _part("_autograd._top_saved_tensors_default_hooks", lambda _: True)
+
+
+def is_functionalized(transform: Any) -> bool:
+    """Whether a transform of :func:`innermost_transform` is torch.func.functionalize, which takes no ``torch.autograd.Function``."""
+    kinds = _part("_functorch.TransformType", None)
+    return kinds is not None and bool(transform.key() == kinds.Functionalize)
+
+
+#: its ``_current_level`` is the level of forward differentiation, and below 0 outside of that
+levels: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
+
+# ---- shorter ways to do what torch does
+
+
+def _one_by_one(tensors: Any) -> None:
+    for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
+        increment_version(tensor)
+
+
+#: ``increment_version`` of several tensors
+increment_versions: Callable[[Any], None] = _part("_increment_version", _one_by_one)
+#: the handle of the current stream of a GPU; torch.cuda.current_stream() takes 7 us, this 0.2
+current_stream: Callable[[int], int] = _part("_cuda_getCurrentRawStream", lambda ordinal: torch.cuda.current_stream(ordinal).cuda_stream)
+
+
+def empty_strided(kind: str) -> Any:
+    """The function of code that torch compiles that allocates on a device of that kind: (shape, strides, dtype); None if there is none."""
+    return _part(f"_dynamo.guards._empty_strided_{kind}", None)
+
+
+#: what :func:`pycuda_conv.quick.learn` needs; None if a part is missing
+ASKED_BY_LAUNCHER: tuple[Callable[[], Any], ...] | None = (transforms_are_active, count_of_modes, tracing_state)
+if not all(hasattr(torch._C, name) for name in ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")):
+    ASKED_BY_LAUNCHER = None

@@ -1,0 +1,220 @@
+"""Ctrl-C and SIGTERM while OpenCL compiles and computes, in calls of the library and in the command; and launches in parts."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import why_no_opencl
+from reference import started
+
+import pycuda_conv as pc
+from pycuda_conv.interrupt import INTERRUPTED
+from pycuda_conv.runtime import get_device, opencl, waiting
+
+pytestmark = pytest.mark.skipif(bool(why_no_opencl()), reason=str(why_no_opencl()))
+
+PROBLEMS = {
+    "batched": ("conv2d", (3, 24, 29, 31), (40, 24, 3, 3), {"padding": 1}), "tile": ("conv2d", (2, 1, 90, 70), (1, 1, 5, 5), {}),
+    "depthwise": ("conv2d", (2, 96, 30, 30), (96, 1, 3, 3), {"groups": 96}), "one dimension": ("conv1d", (3, 5, 4000), (7, 5, 9), {"stride": 2}),
+    "transposed": ("conv_transpose2d", (2, 20, 17, 15), (20, 24, 3, 3), {"stride": 2}), "volumes": ("conv3d", (2, 3, 12, 13, 14), (5, 3, 3, 3, 3), {}),
+    "gradient": ("conv2d_weight", (8, 48, 20, 20), (64, 48, 3, 3), {}), "input": ("conv2d_input", (4, 12, 20, 20), (16, 12, 3, 3), {}),
+}  # fmt: skip
+
+
+def a_call(function, x, w, options, dtype):
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype(dtype) for shape in (x, w))
+    if "_weight" in function or "_input" in function:
+        grad = rng.standard_normal(pc.ConvProblem.forward(2, x.shape, w.shape, **options).result_shape).astype(dtype)
+        arguments = (x, w.shape, grad) if "_weight" in function else (x.shape, w, grad)
+    else:
+        arguments = (x, w)
+    return lambda: getattr(pc, function)(*arguments, device="opencl", **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_parts_give_the_same_bits(monkeypatch, problem, dtype):
+    """Parts of a few blocks, whose sizes differ from one another, against as few parts as can be."""
+    call, counts = a_call(*problem, dtype), []
+    monkeypatch.setattr(opencl, "PART_SECONDS", 1e9)
+    whole = call()
+
+    class Pace:
+        seconds = 1.0
+
+        def __setattr__(self, name, value):
+            pass
+
+    enqueue = type(get_device("opencl"))._launch_in_parts
+
+    def counted(self, step, kernel, arguments, pace):
+        def launch(queue, size, local, *rest, global_offset):
+            counts.append((step.grid, size[0] // local[0], global_offset[0] // local[0] - 1))
+            return kernel(queue, size, local, *rest, global_offset=global_offset)
+
+        enqueue(self, step, launch, arguments, Pace())
+
+    monkeypatch.setattr(opencl, "PART_SECONDS", 3.0)
+    monkeypatch.setattr(opencl.OpenCLDevice, "_launch_in_parts", counted)
+    assert np.array_equal(call().view(np.uint8), whole.view(np.uint8))
+    largest = max(grid for grid, _, _ in counts)
+    assert largest > 3 and all(0 < count <= 3 for _, count, _ in counts)
+    assert sum(count for _, count, _ in counts) >= largest and {0} < {first for _, _, first in counts}
+
+
+def test_no_part_makes_pocl_compile_once_more(monkeypatch):
+    """One machine code of a kernel serves small and large grids, and all offsets."""
+    device = get_device("opencl")
+    kernels = set(device._workshop.folder.rglob("*.so"))
+    for n in (1, 40):
+        pc.conv2d(np.ones((n, 3, 211, 97), "f"), np.ones((5, 3, 3, 3), "f"), device="opencl", dilation=2)
+    made = [path.parent.parent for path in device._workshop.folder.rglob("*.so") if path not in kernels]
+    assert len(made) == len(set(made))
+
+
+def test_work_is_cut_by_measured_time(monkeypatch):
+    """No part takes much longer than asked for, once the first blocks were timed."""
+    x, w = np.ones((4, 32, 96, 96), "f"), np.ones((32, 32, 5, 5), "f")
+    call = lambda: pc.conv2d(x, w, device="opencl")  # noqa: E731
+    call()
+    began = time.perf_counter()
+    call()
+    whole = time.perf_counter() - began
+    monkeypatch.setattr(opencl, "PART_SECONDS", whole / 8)
+    device, waits = get_device("opencl"), []
+    finish = opencl.OpenCLDevice._finish
+    monkeypatch.setattr(opencl.OpenCLDevice, "_finish", lambda self, new=False: (waits.append(sum(self._given.values())), finish(self, new))[1])
+    call()
+    assert sum(1 for blocks in waits if blocks) >= 4 and device._queued == 0
+
+
+LIBRARY = """
+import os, resource, signal, sys, threading, time
+import numpy as np
+import pycuda_conv as pc
+from pycuda_conv.runtime import get_device
+
+def interrupted(call, seconds):
+    "Seconds from the signal to the exception."
+    sent = []
+    def send():
+        time.sleep(seconds)
+        sent.append(time.perf_counter())
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=send).start()
+    try:
+        call()
+    except KeyboardInterrupt:
+        return time.perf_counter() - sent[0]
+    sys.exit("the call ended before the signal came")
+
+x, w = np.ones((1, 2, 1000, 1000), "f"), np.ones((48, 2, 3, 3), "f")
+large, y = np.ones((64, 64, 128, 128), "f"), np.full((64, 64, 124, 124), 7, "f")
+wide = np.ones((64, 64, 5, 5), "f")
+device = get_device("opencl")
+print("compiling", interrupted(lambda: pc.conv2d(x, w, device="opencl", dilation=2), 0.1))
+for _ in range(3):
+    print("computing", interrupted(lambda: pc.conv2d(large, wide, out=y, device="opencl"), 4))
+    before = y.copy()
+    time.sleep(0.5)
+    assert np.array_equal(y, before), "something still writes"
+    y[...] = 7
+expected = 18.0 * np.ones((1, 48, 996, 996), "f")
+assert np.array_equal(pc.conv2d(x, w, device="opencl", dilation=2), expected)
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for _ in range(5):
+    interrupted(lambda: pc.conv2d(large, wide, device="opencl"), 0.3)
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 2.5 * y.nbytes / 1024, "memory leaks"
+assert np.array_equal(pc.conv2d(x, w, device="opencl", dilation=2), expected) and device._queued == 0
+"""
+
+
+def test_ctrl_c_in_a_call_comes_soon_and_leaves_everything_usable(fast_env, tmp_path):
+    env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}  # an empty cache: the kernel has to be compiled
+    done = subprocess.run([sys.executable, "-c", LIBRARY], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    took = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(took) == 4 and max(took) < 2  # about a second on a machine that others use too
+
+
+@pytest.mark.parametrize("kind", ["npy", "zarr", "tif"])
+@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")], ids=["ctrl-c", "term"])
+def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
+    """With kernels that would take minutes."""
+    np.save(tmp_path / "x.npy", np.ones((1, 1, 2000, 2000), "f"))
+    np.save(tmp_path / "w.npy", np.ones((1, 1, 301, 301), "f"))
+    if kind != "npy":
+        pytest.importorskip("zarr")
+        pytest.importorskip("tifffile")
+        pytest.importorskip("dask")
+    arguments = ["-m", "pycuda_conv", "run", "--filter", "w.npy", "x.npy", f"y.{kind}", "--device", "opencl", *["--axes", "ncyx"] * (kind != "npy")]
+    with started(*arguments, env=fast_env, text=True, cwd=tmp_path) as process:
+        end = time.monotonic() + 120
+        while not any(path.suffix == ".part" for path in tmp_path.iterdir()):
+            assert process.poll() is None and time.monotonic() < end, process.communicate()
+            time.sleep(0.01)
+        time.sleep(5)  # it computes
+        process.send_signal(number)
+        sent, err = time.monotonic(), process.stderr.readline()
+        took = time.monotonic() - sent
+        out, more = process.communicate(timeout=100)
+        err += more
+    assert (process.returncode, out) == (128 + number, "") and err.splitlines()[-1].partition(";")[0] == word
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["w.npy", "x.npy"] and (took < 4 or "stopping" in err)
+    assert "--resume" in err if kind != "npy" else err == f"{word}\n"
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, INTERRUPTED)])
+def test_verify_ends_soon(fast_env, tmp_path, number, status):
+    with started("-m", "pycuda_conv", "verify", "--device", "opencl", env={**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}, text=True) as process:
+        time.sleep(6)  # it compiles
+        assert process.poll() is None
+        process.send_signal(number)
+        sent = time.monotonic()
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, out, err.count("\n")) == (status, "", 1), err
+    assert time.monotonic() - sent < 10
+
+
+def test_threads_give_up_when_the_process_is_about_to_end(monkeypatch):
+    done = []
+    waiting.stop()
+    try:
+        with pytest.raises(waiting.Stopped):
+            waiting.until(lambda: done)
+    finally:
+        waiting.stop(False)
+    done.append(1)
+    waiting.until(lambda: done)
+
+
+def test_handlers_of_signals_stay_python_s(fast_env, tmp_path):
+    """LLVM puts its own in their place when it compiles: a signal could end the process without a word."""
+    code = """
+import os, signal
+import numpy as np, pycuda_conv as pc
+got = []
+signal.signal(signal.SIGUSR2, lambda *_: got.append("usr2"))
+signal.signal(signal.SIGTERM, lambda *_: got.append("term"))
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+pc.conv2d(np.ones((1, 3, 20, 20), "f"), np.ones((3, 3, 3, 3), "f"), device="opencl")
+for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP):
+    os.kill(os.getpid(), number)
+print(*got)
+"""
+    env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "usr2 term\n"), done.stderr
+
+
+def test_what_another_thread_raises_comes_back():
+    def work():
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        waiting.beside(work)
+    assert waiting.beside(lambda: 3) == 3

@@ -1,0 +1,186 @@
+"""Every table of every command fits where it is printed: in 80, 100 and 200 columns, and in a file."""
+
+import ast
+import io
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from conftest import why_no_opencl
+
+from pycuda_conv import tune as choices_of
+from pycuda_conv.engines.direct import Batched
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.tools import (
+    bench,
+    choices,
+    coldbench,
+    hostbench,
+    hostcost,
+    info,
+    kernels,
+    models,
+    report,
+    suite,
+    terminal,
+    training,
+    tune,
+    verify,
+)
+
+pytest.importorskip("rich", reason="the tables are drawn by rich")
+cell_len = pytest.importorskip("rich.cells").cell_len
+
+LONG = ConvProblem.forward(3, (16, 128, 16, 112, 112), (1152, 128, 3, 5, 7), padding=(1, 2, 3), stride=(1, 2, 2))
+SHORT = ConvProblem.forward(1, (1, 1, 9), (1, 1, 3))
+CONFIG = ImplicitGemm(128, 256, 4)
+
+
+def suite_rows():
+    for verdict in ("ok", "WRONG", "no memory"):
+        numbers = {} if verdict == "no memory" else {"error": 1.2e-7, "torch_error": 1.3e-7, "ours_us": 123456.7, "kept_us": 12.3, "torch_us": 654321.0, "floor_us": 9.9}
+        yield report.Row(bench.label(LONG), "ImplicitGemm", str(CONFIG), LONG.flops, LONG.bytes, 1, timing="graph", verdict=verdict, **numbers)
+        yield report.Row(bench.label(SHORT), "Batched", str(Batched(128, 1, 1)), 10, 10, 1, timing="wall", ours_us=1.0, torch_us=2.0)
+
+
+def of_tune():
+    rows = [
+        tune.Row(LONG, choices_of.Choice(Batched(128, 8, 16), 123456.0), choices_of.Choice(CONFIG, 1234.5)), tune.Row(SHORT, verdict="no memory"),
+    ]  # fmt: skip
+    tune._print(rows, SimpleNamespace(model="NVIDIA H200"), SimpleNamespace(path=Path("/home/someone/.cache/pycuda_conv/tuned.json")), 2, 2, 3.0)
+
+
+def of_info():
+    info.run()
+
+
+def of_info_with_gpus():
+    gpu = {"device": "cuda:0", "name": "NVIDIA H200", "compute_capability": "9.0", "memory_total": 1 << 37, "memory_free": None}
+    gpu["attributes"] = {f"MAXIMUM_SURFACE2D_LAYERED_LAYERS_AND_MORE_{i}": i**9 for i in range(5)}
+    facts = info.collect() | {"gpus": [gpu], "cuda_missing": "PyCUDA is not importable " * 9}
+    collect, info.collect = info.collect, lambda: facts
+    try:
+        info.run()
+    finally:
+        info.collect = collect
+
+
+def of_verify():
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    verify.run(",".join(list(verify.CASES)[:1]), "opencl", 1)
+
+
+def of_bench():
+    out = terminal.console()
+    out.print(report.row_table(list(suite_rows()), "fp32: ours against F.conv in torch on the same arrays, " + suite.mode_words("fp32")))
+    for line in (*report.NOTES, *report.summary_lines(report.summary(list(suite_rows())))):
+        out.print(line, markup=False)
+    out.print(bench._loop_table([{"problem": bench.label(LONG), "calls": 12345, "loop_us": 1e7, "single_us": 1.0, "ratio": 1e7, "verdict": "ok"}]))
+    out.print(terminal.table("Host time of one call", ("call", "us"), [("pycuda_conv.conv2d(x, w, padding=1)", "12.3")], left=("call",)))
+
+
+def of_others():
+    out = terminal.console()
+    out.print(choices.row_table("Choices", [choices.Row("depthwise", one, (choices.Candidate(CONFIG, 12.0, 13.0), choices.Candidate(Batched(128, 8, 16), None, 3.0))) for one in (LONG, SHORT)]))
+    out.print(terminal.table("First calls on NVIDIA H200, each in a fresh process with an empty cache", coldbench.COLUMNS, [("the first call of a layer of resnet50 in float16", "1,234.5", "12.3")]))
+    for one in hostcost.tables([hostcost.Row(str(LONG), "conv2d(x, w)", 123.4, 12.3)], [{"threads": 8, "torch": 1e6, "ours": 2e6, "ratio": 2.0}]):
+        out.print(one)
+    case = models.Case("trained", "efficientnet_v2_s", 128, "bf16-nhwc")
+    for kind in models.ROWS.values():
+        out.print(models.row_table([kind(case), kind(case, "failed: the reason")]))
+    training._print(out, [training.Row("gradient by weight", str(LONG), "fp32", 12345.6, 23456.7, 1.0, 1e-7, 1e-7, str(CONFIG)), training.Row("conv + bn", "x", "tf32", verdict="WRONG")])
+    hostbench._print(out, [hostbench.HostRow(str(LONG), 1, 1, 1e-7, 1.0, 2.0, 3.0, 0.5, 0.6), hostbench.HostRow("x", 1, 1, verdict="WRONG")],
+                     [hostbench.ScalingRow(4, 1e-7, 10**9, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0)], hostbench.CASES[0])  # fmt: skip
+
+
+def of_kernels():
+    kernels.run(("opencl",), False)
+
+
+def of_lists():
+    settings = bench.Settings()
+    bench.list_problems(settings)
+    hostbench.list_problems(settings)
+    training.list_problems(settings)
+
+
+PRINTERS = {f.__name__.removeprefix("of_"): f for f in (of_tune, of_info, of_info_with_gpus, of_verify, of_bench, of_others, of_kernels, of_lists)}
+#: By module, the calls of `table` that the functions above lead to: a new one needs a line there.
+CALLS = {
+    "bench": 2, "choices": 1, "coldbench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "models": 1, "report": 1, "training": 1, "tune": 1, "verify": 1,
+}  # fmt: skip
+
+
+def test_every_table_is_tried_here():
+    found = {}
+    for path in Path(terminal.__file__).parent.rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("table", "Table")]
+        if calls and path.stem != "terminal":
+            found[path.stem] = len(calls)
+    assert found == CALLS
+
+
+def printed(printer, width, monkeypatch, colours=False):
+    """What a command prints on a terminal of that width, or into a file; and the tables in it."""
+    stream, tables, original = io.StringIO(), [], terminal.Table.__rich_console__
+
+    def noted(self, console, options):
+        tables.append(self)
+        return original(self, console, options)
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    if width is not None:
+        monkeypatch.setenv("COLUMNS", str(width))
+        stream.isatty = lambda: colours
+    monkeypatch.setattr(terminal.Table, "__rich_console__", noted)
+    monkeypatch.setattr(sys, "stdout", stream)
+    printer()
+    monkeypatch.undo()
+    return stream.getvalue(), tables
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 200, None])
+@pytest.mark.parametrize("printer", PRINTERS.values(), ids=PRINTERS)
+def test_no_row_is_broken(monkeypatch, printer, width):
+    text, tables = printed(printer, width, monkeypatch)
+    lines = text.splitlines()
+    room = width or terminal.UNLIMITED
+    words = [bench.label(problem) for problem in suite.suite()] if printer is of_lists else []  # a problem's text is one word
+    assert all(cell_len(line.rstrip()) <= max([room, *(len(word) + 26 for word in words)]) for line in lines)
+    assert not re.search(r"\n\s*\n\s*\n\s*\n", text)  # no empty rows
+    for one in tables:
+        blocks = text.split(f"{one.title}\n") if len(one.title) < room else [text]
+        assert (one.rows and len(blocks) >= 2) or len(one.title) >= room
+        for row in one.rows:
+            for cell in filter(None, row):
+                shown = any(cell in line for line in lines)
+                assert shown or cell == "-" or len(cell) > room - 2 - max(map(len, one.columns)) - 1, (cell, width)
+        if width is None:  # a row is a line
+            assert all(any(all(cell in line for cell in row) for line in lines) for row in one.rows)
+
+
+def test_rows_are_lines_where_they_fit_and_records_elsewhere(monkeypatch):
+    rows = [("first", "1.5", "a text", "ok"), ("second one", "22.5", "x" * 50, "WRONG")]
+    show = lambda: terminal.console().print(terminal.table("Title", ("name", "number", "more", "verdict"), rows, left=("name",), spare=("more",)))  # noqa: E731
+    wide = printed(show, 90, monkeypatch)[0].splitlines()
+    assert wide[0] == "Title" and wide[1].split() == ["name", "number", "more", "verdict"] and wide[4].split() == ["second", "one", "22.5", "x" * 50, "WRONG"]
+    assert printed(show, 50, monkeypatch)[0].splitlines()[1].split() == ["name", "number", "verdict"]
+    assert printed(show, 24, monkeypatch)[0].splitlines() == [
+        "Title", "first  ok", "  number 1.5", "  more a text", "second one  WRONG", "  number 22.5", "  more " + "x" * 17, "  " + "x" * 22, "  " + "x" * 11, "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_verdicts_are_green_and_red_where_colours_are_wanted(monkeypatch, width):
+    rows = [("one", "pass"), ("two", "FAIL"), ("three", "ok"), ("four", "no memory")]
+    show = lambda: terminal.console().print(terminal.table("T", ("case", "verdict", "m"), [(*row, "x" * 60) for row in rows]))  # noqa: E731
+    assert "\x1b" not in printed(show, width, monkeypatch)[0]
+    text = printed(show, width, monkeypatch, colours=True)[0]
+    for word, colour in (("pass", 32), ("FAIL", 31), ("ok", 32), ("no memory", 31)):
+        assert re.search(rf"\x1b\[(1;)?{colour}m *{word}\x1b\[0m", text), (word, text)
