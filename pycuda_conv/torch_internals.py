@@ -61,6 +61,27 @@ def is_functionalized(transform: Any) -> bool:
 #: its ``_current_level`` is the level of forward differentiation, and below 0 outside of that
 levels: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
+# ---- what a traced graph holds
+
+#: whether a tensor stands for several inside of a transform of torch.func, and the tensor in it
+is_wrapped: Callable[[Any], bool] = _part("_functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+unwrapped: Callable[[Any], Any] = _part("_functorch.get_unwrapped", lambda tensor: tensor)
+#: what F.pad calls
+pad: Any = _part("_nn.pad", torch.nn.functional.pad)
+
+
+def has_parts(tensor: Any) -> bool:
+    """Whether a tensor is of a class that keeps others: ``__tensor_flatten__`` names them."""
+    return hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The values in nested tuples, lists and dicts."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, (list, tuple)) else [tree]
+
+
 # ---- shorter ways to do what torch does
 
 

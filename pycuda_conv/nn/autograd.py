@@ -59,11 +59,12 @@ class Settings(NamedTuple):
     precision: str
     device: str | None
     tune: bool
+    algorithm: str | None = None
 
 
 _SCHEMA = (
     "(Tensor {}, Tensor {}, Tensor? bias, SymInt[] {}, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, "
-    "str precision, str? device, bool tune) -> Tensor"
+    "str precision, str? device, bool tune, str? algorithm=None) -> Tensor"
 )
 
 
@@ -104,7 +105,8 @@ class Operator:
     def asked(self, settings: Settings, size: Any) -> tuple[Any, ...]:
         """The options, as :func:`pycuda_conv.dispatch.convolve` takes them."""
         ndim, stride, padding, dilation, groups, precision, *_ = settings
-        return self.function, ndim, stride, padding, dilation, groups, precision, size, None
+        asked = self.function, ndim, stride, padding, dilation, groups, precision, size, None
+        return asked if settings.algorithm is None else (*asked, settings.algorithm)
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         """The shape of the result. Sizes may be symbols; the settings are in numbers."""
@@ -223,7 +225,7 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
         x, w, bias, scale, residual = operands
         with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
         return convolve(call, with_channels, device, tune)[0]
-    settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune)
+    settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune, call.algorithm)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size
     operands = Operands(*_cast(*operands))
@@ -374,14 +376,16 @@ class Again:
 
     def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int], order: tuple[int, ...] | None) -> None:
         self.operator = _BY_FUNCTION[call.function]
-        self.settings = settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False)
+        self.settings = settings = Settings(
+            call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False, call.algorithm
+        )
         self.size = call.size
         self.shapes = first_shape, second_shape
         #: in which the result lies
         self.order = order
         self.transposed = self.operator is CONV_TRANSPOSE
         #: the key's options of both gradients together
-        self.both = call.function, *settings[:-2], call.size
+        self.both = call.function, *settings[:6], settings.algorithm, call.size
         #: the keys' options of the gradients; None where they take more than one convolution
         self.by_first: tuple[Any, ...] | None = CONV_INPUT.asked(settings, first_shape)
         self.by_second: tuple[Any, ...] | None = CONV_WEIGHT.asked(settings, second_shape)
@@ -589,7 +593,8 @@ def _check(
         operator.problem(
             settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
             padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(first.dtype),
-            precision=settings.precision, **shapes, **({} if activation is None else {"activation": activation}),
+            precision=settings.precision, algorithm=settings.algorithm, **shapes,
+            **({} if activation is None else {"activation": activation}),
         )
 
 

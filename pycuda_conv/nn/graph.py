@@ -31,9 +31,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
+from pycuda_conv import torch_internals
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.nn.autograd import Settings, _in_numbers, _layout
 from pycuda_conv.problem import SLOPE, checked_activation, integers
@@ -73,7 +72,7 @@ _SUMS = {operator.add, torch.add, "add", aten.add.Tensor}
 _SUMS_IN_PLACE = {operator.iadd, "add_", "__iadd__", aten.add_.Tensor}
 _PRODUCTS = {operator.mul, torch.mul, "mul", aten.mul.Tensor}
 _PERMUTES = {torch.permute, "permute", aten.permute.default}
-_PADS = {F.pad, torch._C._nn.pad, aten.pad.default}
+_PADS = {F.pad, torch_internals.pad, aten.pad.default}
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_", aten.relu.default, aten.relu_.default}
 _PLAIN_ACTIVATIONS: dict[Any, str] = {
@@ -141,22 +140,20 @@ def name_of(node: Node) -> str:
 
 # ---- memory
 
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # inside torch.func.vmap, grad and the like
-
 
 def is_plain(node: Any) -> bool:
     """True for the node of a tensor that kernels can read."""
     v = value(node)
     return (
-        isinstance(v, torch.Tensor) and not is_traceable_wrapper_subclass(v) and not _is_wrapped(v) and v.layout is torch.strided
+        isinstance(v, torch.Tensor) and not torch_internals.has_parts(v) and not torch_internals.is_wrapped(v) and v.layout is torch.strided
         and v.dtype in DTYPES and not v.is_neg()
     )  # fmt: skip
 
 
 def _parts(v: Any) -> Iterator[torch.Tensor]:
-    while _is_wrapped(v):
-        v = torch._C._functorch.get_unwrapped(v)
-    if is_traceable_wrapper_subclass(v):
+    while torch_internals.is_wrapped(v):
+        v = torch_internals.unwrapped(v)
+    if torch_internals.has_parts(v):
         for name in v.__tensor_flatten__()[0]:
             yield from _parts(getattr(v, name))
     elif v.layout is torch.strided:
@@ -167,7 +164,7 @@ def memory(nodes: Iterable[Any]) -> set[int]:
     """The storages of nodes' values."""
     found: set[int] = set()
     for node in nodes:
-        for v in tree_leaves(value(node)):
+        for v in torch_internals.leaves(value(node)):
             if isinstance(v, torch.Tensor):
                 found.update(part.untyped_storage()._cdata for part in _parts(v))
     return found
@@ -184,12 +181,12 @@ def is_barrier(node: Node) -> bool:
         return False
     if "_functorch" in str(getattr(node.target, "__module__", "")):
         return True
-    leaves = tree_leaves(value(node))
+    leaves = torch_internals.leaves(value(node))
     return not leaves or not all(isinstance(v, _RESULTS) for v in leaves)
 
 
 def _nodes(given: Any) -> list[Node]:
-    return [n for n in tree_leaves(given) if isinstance(n, Node)]
+    return [n for n in torch_internals.leaves(given) if isinstance(n, Node)]
 
 
 def written(node: Node) -> list[Node]:
