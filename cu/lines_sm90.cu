@@ -342,7 +342,8 @@ struct Rings {
 };
 
 template <bool halves>
-DEVICE void consume(const LinesProduct& shape, const Flags& flags, BlockStatus* status, int consumer, const Rings& rings, const float* bias, const Scales<float> scale,
+DEVICE void consume(const LinesProduct& shape, const Flags& flags, BlockStatus* status, int consumer, const Rings& rings, const float* bias,
+                    const Scales<float> scale,
                     const float* residual, float* y) {
   const int across = (int)shape.across, each = (int)gridDim.x / across, warp = threadIdx.x / 32 % 4, number = consumer * 4 + warp;
   const uint8_t* const units = rings.x + warp * BOX_BYTES;

@@ -407,7 +407,8 @@ DEVICE int steps_of(const Phase&, const Range& range) { return STEPS * (range.la
 
 // Multiplies and stores a consumer's part of each tile. `ready` is called with the offset of the consumer's rows of x in each stage that arrives.
 template <class Ready>
-DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, [[maybe_unused]] float* sums, [[maybe_unused]] float* staging, const Scales<data_t> scale,
+DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, [[maybe_unused]] float* sums, [[maybe_unused]] float* staging,
+                    const Scales<data_t> scale,
                     const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
   const int consumer = threadIdx.x / 128;
   Ring::Position at;

@@ -22,7 +22,7 @@ from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.engines.tensor_cores import products
 from pycuda_conv.errors import VariableError
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
 from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.runtime.workers import cores
 from pycuda_conv.tune import lookup, measured_configs
@@ -42,8 +42,9 @@ def enabled() -> bool:
 
 
 def launches(schedule: Schedule) -> list[KernelLaunch]:
-    """All launches that a plan of `schedule` may make."""
-    return [launch for step in (*schedule.whole, *(schedule.filter_last or ())) for launch in step]
+    """All launches of kernels that a plan of `schedule` may make."""
+    made = (launch for step in (*schedule.whole, *(schedule.filter_last or ())) for launch in step)
+    return [launch for launch in made if not isinstance(launch, LibraryCall)]
 
 
 #: The configurations that served calls of this process, in that order: their kernels are probably compiled.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pycuda_conv.errors import brief
-from pycuda_conv.problem import PRECISIONS, ConvProblem, checked_activation, checked_shape, integer
+from pycuda_conv.problem import PRECISIONS, ConvProblem, checked_activation, checked_algorithm, checked_shape, integer
 
 
 class Operands(NamedTuple):
@@ -37,6 +37,7 @@ class Call(NamedTuple):
     #: of a transposed convolution the output padding, of a gradient the shape of what it is by
     size: Any = 0
     activation: Any = None
+    algorithm: Any = None
 
     @property
     def name(self) -> str:
@@ -58,12 +59,12 @@ class Call(NamedTuple):
         TypeError
             An option is of a wrong type.
         """
-        function, ndim, stride, padding, dilation, groups, precision, size, activation = self
+        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm = self
         if function in GRADIENT_OPERANDS and not isinstance(size, (list, tuple)):
             raise TypeError(f"{function}_size must be the shape of the convolution's {function}, got {brief(size)}")
         if not isinstance(precision, str):  # torch.compile follows this, and not always a comparison of classes
             raise TypeError(f"precision must be one of {PRECISIONS}, got {brief(precision)}")
-        activation = checked_activation(activation)
+        activation, algorithm = checked_activation(activation), checked_algorithm(algorithm)
         if stride.__class__ is not int:
             stride = _key("stride", stride)
         if padding.__class__ is not int:
@@ -74,14 +75,15 @@ class Call(NamedTuple):
             groups = integer("groups", groups)
         if size.__class__ is not int:
             size = _key("output_padding" if function == "conv_transpose" else f"each size in {function}_size", size)
-        return Call(function, ndim, stride, padding, dilation, groups, precision, size, activation)
+        return Call(function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm)
 
     def problem(self, shapes: Sequence[Any], dtype: str, **more: Any) -> ConvProblem:
         """The problem for operands of these shapes, which it checks; a shape is None where the operand is missing."""
-        function, ndim, stride, padding, dilation, groups, precision, size, activation = self
+        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm = self
         first, second, bias, scale, residual = shapes
         options = {
-            "stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "precision": precision, "dtype": dtype, **more,
+            "stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "precision": precision, "dtype": dtype,
+            "algorithm": algorithm, **more,
         }
         if function in GRADIENT_OPERANDS:
             size = checked_shape(f"{function}_size", size)

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,12 +15,15 @@ import pycuda_conv
 from pycuda_conv import interrupt
 from pycuda_conv.errors import BackendError, ConvArgumentError, VariableError, did_you_mean
 from pycuda_conv.interrupt import INTERRUPTED
-from pycuda_conv.problem import ACTIVATIONS, PADDINGS, checked_activation
+from pycuda_conv.problem import ACTIVATIONS, ALGORITHMS, PADDINGS, checked_activation
 from pycuda_conv.runtime import named_place
 from pycuda_conv.tools import streams
 from pycuda_conv.tools.suite import KINDS, MODES
 from pycuda_conv.tools.terminal import OK, UNUSABLE, ToolError
 from pycuda_conv.tools.wording import in_options, with_suggestion
+
+#: Seconds that a command may take to end before a line says what it waits for.
+PATIENCE = 0.7
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     top = _Parser(prog="pycuda-conv", description="Convolve files (run), check this machine (info, verify), measure speed (bench, tune).")
     top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="{run,info,verify,bench,tune,warm,kernels}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{run,info,verify,bench,tune,warm,kernels,choices}")
     _add_run(commands)
 
     info = commands.add_parser("info", help="show versions, GPUs, the default device, and what is missing")
@@ -217,6 +221,17 @@ def parser() -> argparse.ArgumentParser:
     kernels.add_argument("architectures", nargs="*", metavar="ARCH", help="sm_90a, sm_80, opencl, ...; by default these three")
     kernels.add_argument("--list", action="store_true", help="print every text's defines")
 
+    choices = commands.add_parser(
+        "choices", help="show what an engine is worth, by the models",
+        description="Draw random problems of all families and choose kernels for them with and without an engine, by the engines' models. "
+        "Nothing runs on a GPU.",
+    )
+    choices.add_argument("--without", nargs="+", default=[], metavar="ENGINE", help="engines to leave out; by default each in turn")
+    choices.add_argument("--gpu", default="sm_90a", metavar="ARCH", help="the GPU, which need not be here; by default sm_90a")
+    choices.add_argument("--each", type=_count, default=100, metavar="N", help="problems of every family, by default 100")
+    choices.add_argument("--seed", type=_seed, default=0, help="seed of the problems, by default 0")
+    choices.add_argument("--json", type=Path, metavar="FILE", help="write the problems that the engines win as JSON")
+
     for name, examples in EXAMPLES.items():
         command = commands.choices[name]
         command.epilog, command.formatter_class = "\n  pycuda-conv ".join(("examples:", *examples)), _Help
@@ -254,6 +269,11 @@ def _add_run(commands: Any) -> None:
         help=f"what follows the sums: {', '.join(str(one) for one in ACTIVATIONS[1:])}, or leaky_relu:0.2 for another slope than 0.01",
     )
     run.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="arithmetic for float32 arrays")
+    run.add_argument(
+        "--algorithm", choices=ALGORITHMS,
+        help="direct: sums of products alone; fft: Fourier transforms, whose errors may be relative to norms; by default what is fastest "
+        "with every element right",
+    )
     where = run.add_mutually_exclusive_group()
     where.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the first GPU, or OpenCL without one")
     where.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="share the work among these GPUs")
@@ -283,6 +303,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
         chosen = {name: value for name, value in vars(arguments).items() if name != "command"}
         return run.run_all(arguments.input, run.Settings(**chosen))
+    if arguments.command == "choices":
+        from pycuda_conv.tools import ablation
+
+        return ablation.run(arguments.without, arguments.gpu, arguments.seed, arguments.each, arguments.json)
     if arguments.command == "kernels":
         from pycuda_conv.tools import kernels
 
@@ -388,7 +412,14 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _ended(error: BaseException, status: int) -> int:
     how = getattr(error, "how", "")
-    print(interrupt.word(status) + (how and f"; {how}"), file=sys.stderr)
+    print(interrupt.word(status) + (how and f"; {how}"), file=sys.stderr, flush=True)
+    opencl = sys.modules.get("pycuda_conv.runtime.opencl")
+    end = time.monotonic() + PATIENCE
+    while opencl is not None and opencl.compiling():
+        if time.monotonic() > end:
+            print("stopping: a kernel is still being compiled", file=sys.stderr, flush=True)
+            break
+        time.sleep(0.02)
     return status
 
 

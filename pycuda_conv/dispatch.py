@@ -28,7 +28,9 @@ from pycuda_conv.runtime import cuda_device, device_count, get_device, pycudas_d
 handlers: dict[str, Callable[[], Any]] = {}
 
 
-def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False) -> Any:
+def convolve(
+    asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False, algorithm: Any = None
+) -> Any:
     """A convolution, transposed or not, or a gradient of one.
 
     Parameters
@@ -42,7 +44,11 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         The members of :class:`Place`.
     recorded : bool
         Whether the arrays' library knows of the call.
+    algorithm : optional
+        The last member of the :class:`Call`, where `asked` lacks it.
     """
+    if algorithm is not None:
+        asked = (*asked, algorithm)
     device, devices, stream, tune = place
     repeatable = device is None and devices is None and stream is None and tune is False and quick.may_repeat(operands[0])
     if repeatable:
@@ -100,7 +106,7 @@ def _recorded(call: Call) -> list[Callable[..., Any]]:
     """A function that tells torch of a convolution repeated by the launcher in C, as torch has to give gradients; in a list."""
 
     def first(input: Any, weight: Any, bias: Any, made: Any) -> Any:
-        tell[0] = handlers["torch"]().told_again(call, input.shape, weight.shape)
+        tell[0] = handlers["torch"]().told_again(call, input.shape, weight.shape, made[0])
         return tell[0](input, weight, bias, made)
 
     tell: list[Callable[..., Any]] = [first]
@@ -200,7 +206,7 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
         operands = kind.opened(operands, ("grad_output", "grad_output"))
         grad_output = operands.input
     kind.check_dense(grad_output)
-    signature = kind.signature(grad_output)
+    signature: Any = kind.signatures(operands, ("grad_output", "grad_output"))[0]
     shape, dtype = tuple(signature[0]), kind.dtype_name(signature[1])
     check_summed(ndim, shape, dtype, kind.conversion)
     own, layout = kind.device(signature, device), kind.layout(grad_output, ndim)
@@ -209,8 +215,8 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
     pixels = batch_norm.Pixels(dtype, layout, images, shape[-ndim - 1], math.prod(shape[-ndim:]))
     launch, workspace = batch_norm.compiled(batch_norm.channel_sums, pixels, own)
     with own:
-        sums = kind.empty((pixels.K,), grad_output, own)
-        execute.launch(kind, own, launch, (kind.as_kernel_input(grad_output, order),), (sums,), workspace, stream)
+        sums, summed = kind.empty((pixels.K,), grad_output, own), kind.as_kernel_input(grad_output, order)
+    execute.launch(kind, own, launch, (summed,), (sums,), workspace, stream)
     return kind.closed(sums, operands, stream)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pycuda_conv import engines, tune
-from pycuda_conv.runtime.base import KernelLaunch
+from pycuda_conv.runtime.base import KernelLaunch, LibraryCall, shown_file
 
 if TYPE_CHECKING:
     from pycuda_conv.plan import Plan
@@ -71,9 +71,11 @@ _NAMES = ("registers", "local bytes", "shared bytes", "occupancy")
 
 
 def _row(plan: Plan, step: KernelLaunch) -> tuple[str, ...]:
+    if isinstance(step, LibraryCall):
+        return (step.kernel, "a library", f"{step.grid:,}", "-")
     known = plan.device.describe(step)
     numbers = [f"{known[name]:,}" for name in ("registers", "local", "shared")] + [f"{known['occupancy']:.0%}"] if known else []
-    return (step.kernel, f"cu/{step.file or step.kernel}.cu", f"{step.grid:,}", str(step.block), *numbers)
+    return (step.kernel, shown_file(step.file or step.kernel), f"{step.grid:,}", str(step.block), *numbers)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -5,7 +5,6 @@ The names of files, kernels and defines are no promise: they change with the ker
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,10 +16,10 @@ from pycuda_conv import engines, execute
 from pycuda_conv.arrays import DeviceKind, kind_of, same_kind
 from pycuda_conv.behind import launches
 from pycuda_conv.call import Operands
-from pycuda_conv.errors import BackendError, ConvArgumentError, brief
+from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
 from pycuda_conv.problem import ConvProblem, integer
 from pycuda_conv.runtime import contexts, get_device
-from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch, source_of
+from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch, LibraryCall, source_of
 from pycuda_conv.runtime.plain import plain
 
 if TYPE_CHECKING:
@@ -97,10 +96,8 @@ def source(what: Any, problem: ConvProblem | None = None, *, device: Any = None,
 def _file(name: str, defines: dict[str, Any]) -> str:
     files = sorted(path.stem for path in KERNEL_DIR.glob("*.cu"))
     if name not in files:
-        near = difflib.get_close_matches(name, files, 1)
-        raise ConvArgumentError(
-            f"what must be the name of a file in cu/, got {name!r}" + (f"; did you mean {near[0]!r}?" if near else f": {', '.join(files)}")
-        )
+        hint = did_you_mean(name, files) or f": {', '.join(files)}"
+        raise ConvArgumentError(f"what must be the name of a file in cu/, got {name!r}{hint}")
     return source_of(name, {key: integer(key, value) for key, value in defines.items()})
 
 
@@ -170,6 +167,8 @@ def of_plan(plan: Plan, operands: Operands, out: Any, workspace: Any) -> list[Ke
         raise BackendError(f"kernels are launched by PyCUDA on a GPU, and this plan is for {device.name}")
     if plan.problem.norm is not None:
         raise ConvArgumentError("a plan of a problem with a norm gives no kernels: its operands are those of a module")
+    if any(isinstance(launch, LibraryCall) for step in plan.schedule.whole for launch in step):
+        raise ConvArgumentError("a plan by a library's transforms has calls between its kernels: plan the problem with algorithm='direct'")
     kind = same_kind(operands, out)
     if not isinstance(kind, DeviceKind) or not all(kind.on_gpu(a) for a in (*operands, out) if a is not None):
         raise TypeError(f"kernels takes arrays in a GPU's memory, but input is a {kind.name} in the host's")

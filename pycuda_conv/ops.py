@@ -12,7 +12,7 @@ from pycuda_conv.dispatch import convolve, sum_channels
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.problem import integer
 from pycuda_conv.runtime import bound_to_thread
-from pycuda_conv.typing import Activation, Array, Crop, DType, Padding, Precision, Sizes
+from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, Precision, Sizes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,13 +32,27 @@ def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args
     def results() -> Iterator[Any]:
         coming: deque[Future[Any]] = deque()
         with ThreadPoolExecutor(ahead) as pool:
+
+            def begun(one: Any) -> Future[Any]:
+                if isinstance(kind_of("an input", one), NumpyKind) and not bound_to_thread():
+                    return pool.submit(function, one, *args, **options)
+                # launches don't wait, and streams, torch's modes and PyCUDA's contexts are those of the caller's thread
+                made: Future[Any] = Future()
+                made.set_result(function(one, *args, **options))
+                return made
+
+            def calls() -> Iterator[Future[Any]]:
+                try:
+                    for one in inputs:
+                        yield begun(one)
+                except Exception as error:  # it is raised behind the results of the inputs before it
+                    failed: Future[Any] = Future()
+                    failed.set_exception(error)
+                    yield failed
+
             try:
-                for one in inputs:
-                    if isinstance(kind_of("an input", one), NumpyKind) and not bound_to_thread():
-                        coming.append(pool.submit(function, one, *args, **options))
-                    else:  # launches don't wait, and streams, torch's modes and PyCUDA's contexts are those of the caller's thread
-                        coming.append(Future())
-                        coming[-1].set_result(function(one, *args, **options))
+                for call in calls():
+                    coming.append(call)
                     if len(coming) > ahead:
                         yield coming.popleft().result()
                 while coming:
@@ -54,7 +68,7 @@ def conv2d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False,
+    tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """Convolve with two spatial axes. It is a cross-correlation, as in torch: the filter is not flipped.
 
@@ -98,8 +112,7 @@ def conv2d(
     precision : {"fp32", "tf32"}
         The arithmetic for float32 arrays. ``"fp32"`` is as accurate as fp32 units are, for all numbers; on tensor cores it takes three
         products. ``"tf32"`` permits products of 10-bit mantissas, as TF32 does: one product on tensor cores, and fp32
-        elsewhere. Sums of float16 and bfloat16 arrays are always kept in float32. Filters of a hundred taps and more may be computed by
-        Fourier transforms on a GPU: then errors are relative to the norms of the filter and of the pixels that it meets.
+        elsewhere. Sums of float16 and bfloat16 arrays are always kept in float32.
     device : None, int or str
         Where host arrays are convolved: a GPU (0, ``"cuda:1"``) or ``"opencl"`` (also ``"cpu"``). The default is the first GPU, and
         OpenCL where there is none. Arrays on a GPU are convolved where they lie.
@@ -111,6 +124,11 @@ def conv2d(
         Measure which kernel and tile are the fastest, if the problem has not been measured on such a GPU. This takes seconds. The
         choice is kept for all later calls, of other processes too. It is refused while a stream is being captured. On OpenCL nothing is
         measured. Host arrays that go through a GPU in chunks do not gain.
+    algorithm : {"direct", "fft"} or None
+        By default, whatever takes the least time with elements as right as sums of products: large filters may be computed by Fourier
+        transforms in float64, which are checked. ``"direct"`` is for sums of products alone. ``"fft"`` is for Fourier transforms
+        wherever there are some for the problem. On a GPU these are float32's: errors are relative to the norms of the filter and of
+        the pixels that it meets, not to each element.
 
     Returns
     -------
@@ -140,14 +158,14 @@ def conv2d(
     (64, 64)
     """
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
 
 
 def conv1d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False,
+    tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -156,7 +174,7 @@ def conv1d(
     input : array of shape (N, C, W), (C, W) or (W,)
     weight : array of shape (K, C/groups, S), or (S,) for an input of shape (W,)
     padding : int, (int,), ((left, right),), "same" or "valid"
-    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune
+    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm
         As for :func:`conv2d`.
 
     Returns
@@ -169,14 +187,14 @@ def conv1d(
         As for :func:`conv2d`.
     """
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
 
 
 def conv3d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False,
+    tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -185,7 +203,7 @@ def conv3d(
     input : array of shape (N, C, D, H, W), (C, D, H, W) or (D, H, W)
     weight : array of shape (K, C/groups, T, R, S), or (T, R, S) for an input of shape (D, H, W)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
-    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune
+    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm
         As for :func:`conv2d`.
 
     Returns
@@ -198,14 +216,14 @@ def conv3d(
         As for :func:`conv2d`.
     """
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
 
 
 def conv_transpose2d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
-    stream: Any = None, tune: bool = False,
+    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """The transposed convolution with two spatial axes. It is the gradient of :func:`conv2d` by its input.
 
@@ -223,7 +241,7 @@ def conv_transpose2d(
         Rows and columns that are taken off the result.
     output_padding : int or (int, int)
         Rows and columns that are added at the result's bottom and right. They are fewer than the stride or the dilation.
-    stride, dilation, groups, residual, activation, out, precision, device, devices, stream, tune
+    stride, dilation, groups, residual, activation, out, precision, device, devices, stream, tune, algorithm
         As for :func:`conv2d`.
 
     Returns
@@ -237,14 +255,14 @@ def conv_transpose2d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 2, stride, padding, dilation, groups, precision, output_padding, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
 
 
 def conv_transpose1d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
-    stream: Any = None, tune: bool = False,
+    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """The transposed convolution with one spatial axis: see :func:`conv_transpose2d`.
 
@@ -253,7 +271,7 @@ def conv_transpose1d(
     input : array of shape (N, K, Q) or (K, Q)
     weight : array of shape (K, C/groups, S)
     padding : int, (int,) or ((left, right),)
-    bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune
+    bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -266,14 +284,14 @@ def conv_transpose1d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
 
 
 def conv_transpose3d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
-    stream: Any = None, tune: bool = False,
+    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """The transposed convolution with three spatial axes: see :func:`conv_transpose2d`.
 
@@ -282,7 +300,7 @@ def conv_transpose3d(
     input : array of shape (N, K, O, P, Q) or (K, O, P, Q)
     weight : array of shape (K, C/groups, T, R, S)
     padding : int, three ints or ((front, back), (top, bottom), (left, right))
-    bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune
+    bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -295,13 +313,13 @@ def conv_transpose3d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
 
 
 def conv2d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False,
+    tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """The gradient of :func:`conv2d` by its input, as in ``torch.nn.grad``.
 
@@ -316,7 +334,7 @@ def conv2d_input(
         The gradient by the convolution's result. The gradient that is computed has the same layout.
     stride, padding, dilation, groups
         Those of the convolution.
-    out, precision, device, stream, tune
+    out, precision, device, stream, tune, algorithm
         As for :func:`conv2d`.
 
     Returns
@@ -330,13 +348,13 @@ def conv2d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 2, stride, padding, dilation, groups, precision, input_size, None
-    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune))
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
 
 
 def conv1d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False,
+    tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """The gradient of :func:`conv1d` by its input: see :func:`conv2d_input`.
 
@@ -345,7 +363,7 @@ def conv1d_input(
     input_size : (N, C, W) or (C, W)
     weight : array of shape (K, C/groups, S)
     grad_output : array of shape (N, K, Q) or (K, Q)
-    stride, padding, dilation, groups, out, precision, device, stream, tune
+    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm
         As for :func:`conv2d_input`.
 
     Returns
@@ -358,13 +376,13 @@ def conv1d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 1, stride, padding, dilation, groups, precision, input_size, None
-    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune))
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
 
 
 def conv3d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False,
+    tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """The gradient of :func:`conv3d` by its input: see :func:`conv2d_input`.
 
@@ -373,7 +391,7 @@ def conv3d_input(
     input_size : (N, C, D, H, W) or (C, D, H, W)
     weight : array of shape (K, C/groups, T, R, S)
     grad_output : array of shape (N, K, O, P, Q) or (K, O, P, Q)
-    stride, padding, dilation, groups, out, precision, device, stream, tune
+    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm
         As for :func:`conv2d_input`.
 
     Returns
@@ -386,13 +404,13 @@ def conv3d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 3, stride, padding, dilation, groups, precision, input_size, None
-    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune))
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
 
 
 def conv2d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False,
+    tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """The gradient of :func:`conv2d` by its filter, as in ``torch.nn.grad``.
 
@@ -407,7 +425,7 @@ def conv2d_weight(
         The gradient by the convolution's result.
     stride, padding, dilation, groups
         Those of the convolution.
-    out, precision, device, stream, tune
+    out, precision, device, stream, tune, algorithm
         As for :func:`conv2d`. `out` is C-contiguous, or lies as the result would. Both host arrays must fit the device's memory at the
         same time.
 
@@ -423,13 +441,13 @@ def conv2d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 2, stride, padding, dilation, groups, precision, weight_size, None
-    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune))
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
 
 
 def conv1d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False,
+    tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """The gradient of :func:`conv1d` by its filter: see :func:`conv2d_weight`.
 
@@ -438,7 +456,7 @@ def conv1d_weight(
     input : array of shape (N, C, W) or (C, W)
     weight_size : (K, C/groups, S)
     grad_output : array of shape (N, K, Q) or (K, Q)
-    stride, padding, dilation, groups, out, precision, device, stream, tune
+    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm
         As for :func:`conv2d_weight`.
 
     Returns
@@ -451,13 +469,13 @@ def conv1d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 1, stride, padding, dilation, groups, precision, weight_size, None
-    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune))
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
 
 
 def conv3d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False,
+    tune: bool = False, algorithm: Algorithm | None = None,
 ) -> Array:
     """The gradient of :func:`conv3d` by its filter: see :func:`conv2d_weight`.
 
@@ -466,7 +484,7 @@ def conv3d_weight(
     input : array of shape (N, C, D, H, W) or (C, D, H, W)
     weight_size : (K, C/groups, T, R, S)
     grad_output : array of shape (N, K, O, P, Q) or (K, O, P, Q)
-    stride, padding, dilation, groups, out, precision, device, stream, tune
+    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm
         As for :func:`conv2d_weight`.
 
     Returns
@@ -479,7 +497,7 @@ def conv3d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 3, stride, padding, dilation, groups, precision, weight_size, None
-    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune))
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
 
 
 def conv1d_many(
@@ -509,7 +527,8 @@ def conv2d_many(
     Yields
     ------
     array
-        The results, in the order of the inputs. An exception in the iterable or in a call ends the stream.
+        The results, in the order of the inputs. An exception in the iterable or in a call ends the stream, behind the results of the
+        inputs before it.
 
     Examples
     --------

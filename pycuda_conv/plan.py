@@ -14,15 +14,17 @@ from pycuda_conv.call import Operands
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.explain import explain
-from pycuda_conv.memo import forget_launches, remember_plans
+from pycuda_conv.memo import forget_launches, forget_plans, remember_plans
 from pycuda_conv.problem import ConvProblem, channels_last
-from pycuda_conv.runtime import Device, get_device
+from pycuda_conv.runtime import Device, contexts, get_device
 from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.tune import Choice, lookup, tuned
 from pycuda_conv.typing import Array
 
 if TYPE_CHECKING:
     from pycuda_conv.kernels import Kernel
+
+contexts.when_forgotten.append(forget_plans)
 
 #: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or lying in :attr:`Plan.filter_order`.
 PACK, WITH_PACKED, WHOLE, FILTER_LAST = range(4)

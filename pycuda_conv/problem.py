@@ -18,7 +18,7 @@ from numbers import Real
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
-from pycuda_conv.typing import Activation, Crop, Padding, Precision, Sizes
+from pycuda_conv.typing import Activation, Algorithm, Crop, Padding, Precision, Sizes
 
 #: Three extents, in the order depth, height, width.
 Size3 = tuple[int, int, int]
@@ -27,6 +27,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: DTYPE in ``cu/portable.cuh``.
 DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
 PRECISIONS = ("fp32", "tf32")
+ALGORITHMS = ("direct", "fft")
 LAYOUTS = ("NCHW", "NHWC")  # the layouts of callers' arrays; kernels also see those of :attr:`ConvProblem.launched`
 #: In the order of ``cu/activation.cuh``.
 ACTIVATIONS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
@@ -91,6 +92,16 @@ def checked_activation(value: Any) -> str | tuple[str, float] | None:
     if isinstance(value, (str, tuple, list)):
         word = value if isinstance(value, str) or not value else value[0]
         raise ConvArgumentError(f"{expected}, but got activation={brief(value)}{did_you_mean(word, ACTIVATIONS)}")
+    raise TypeError(f"{expected}, got {brief(value)}")
+
+
+def checked_algorithm(value: Any) -> str | None:
+    """The `algorithm` argument."""
+    if value is None or (isinstance(value, str) and value in ALGORITHMS):
+        return value
+    expected = f"algorithm must be None or one of {ALGORITHMS}"
+    if isinstance(value, str):
+        raise ConvArgumentError(f"{expected}, but got algorithm={brief(value)}{did_you_mean(value, ALGORITHMS)}")
     raise TypeError(f"{expected}, got {brief(value)}")
 
 
@@ -235,6 +246,8 @@ class ConvProblem:
         What is done with the sums: see :func:`pycuda_conv.conv2d`. The residual lies in memory as the result does.
     bare : bool
         True for one image of one channel and one filter, whose arrays have spatial axes alone.
+    algorithm : {"direct", "fft"} or None
+        Whether sums of products, or Fourier transforms, are asked for: see :func:`pycuda_conv.conv2d`.
     """
 
     direction: Literal["fprop", "dgrad", "wgrad"]
@@ -260,6 +273,7 @@ class ConvProblem:
     activation: str | tuple[str, float] | None = None
     bare: bool = False
     norm: Norm | None = None
+    algorithm: str | None = None
 
     def __hash__(self) -> int:
         """Computed once: the planner looks problems up hundreds of times."""
@@ -280,6 +294,7 @@ class ConvProblem:
         stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: SupportsIndex = 1, dtype: str = "float32",
         precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW", scale_shape: Sequence[int] | None = None,
         residual_shape: Sequence[int] | None = None, activation: Activation | None = None, in_chunks: bool = False,
+        algorithm: Algorithm | None = None,
     ) -> ConvProblem:
         """A convolution of rank `ndim` (1, 2 or 3) in the terms of ``torch.nn.functional.conv1d/2d/3d``.
 
@@ -289,7 +304,7 @@ class ConvProblem:
             Or the spatial axes alone, where `weight_shape` has no others either: one image of one channel.
         weight_shape : (K, C/groups, ...)
         bias_shape : (K,) or None
-        stride, padding, dilation, groups, activation
+        stride, padding, dilation, groups, activation, algorithm
             As for :func:`pycuda_conv.conv2d`.
         layout : {"NCHW", "NHWC"}
             How input and result lie in memory; the shapes are the same.
@@ -308,7 +323,7 @@ class ConvProblem:
         ndim = _rank(ndim)
         name = f"conv{ndim}d"
         input_shape, weight_shape = checked_shape("input_shape", input_shape), checked_shape("weight_shape", weight_shape)
-        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout, bare=True)
+        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout, algorithm, bare=True)
         pairs = padding_pairs(padding, ndim)
         k, channels_per_group = (1, 1) if common.bare else weight_shape[:2]
         filter_size = weight_shape[-ndim:]
@@ -356,7 +371,7 @@ class ConvProblem:
         stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0, groups: SupportsIndex = 1, dilation: Sizes = 1,
         dtype: str = "float32", precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW",
         scale_shape: Sequence[int] | None = None, residual_shape: Sequence[int] | None = None, activation: Activation | None = None,
-        in_chunks: bool = False,
+        in_chunks: bool = False, algorithm: Algorithm | None = None,
     ) -> ConvProblem:
         """A transposed convolution of rank `ndim` in the terms of ``torch.nn.functional.conv_transpose1d/2d/3d``.
 
@@ -366,7 +381,7 @@ class ConvProblem:
             The letters are those of the convolution whose gradient this is.
         weight_shape : (K, C/groups, ...)
         bias_shape : (C,) or None
-        stride, padding, output_padding, groups, dilation, activation
+        stride, padding, output_padding, groups, dilation, activation, algorithm
             As for :func:`pycuda_conv.conv_transpose2d`.
         layout, in_chunks
             As for :meth:`forward`.
@@ -381,7 +396,7 @@ class ConvProblem:
         ndim = _rank(ndim)
         name = f"conv_transpose{ndim}d"
         input_shape, weight_shape = checked_shape("input_shape", input_shape), checked_shape("weight_shape", weight_shape)
-        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout)
+        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout, algorithm)
         if isinstance(padding, str):
             raise TypeError(f"{name}(): padding must be integers or pairs of integers, not the string '{padding}'")
         pairs = padding_pairs(padding, ndim)
@@ -429,14 +444,14 @@ class ConvProblem:
         cls, of: str, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], grad_output_shape: Sequence[int], *,
         stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: SupportsIndex = 1, dtype: str = "float32",
         precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW", residual_shape: Sequence[int] | None = None,
-        in_chunks: bool = False,
+        in_chunks: bool = False, algorithm: Algorithm | None = None,
     ) -> ConvProblem:
         """The gradient of a convolution of rank `ndim` by its input or its filter, given that by its result.
 
         Parameters
         ----------
         of : {"input", "weight"}
-        input_shape, weight_shape, stride, padding, dilation, groups, layout, in_chunks
+        input_shape, weight_shape, stride, padding, dilation, groups, layout, in_chunks, algorithm
             Of the convolution, as for :meth:`forward`.
         grad_output_shape : (N, K, ...) or (K, ...)
         residual_shape : sequence of int, optional
@@ -455,7 +470,7 @@ class ConvProblem:
             raise ConvArgumentError(_without_channels(f"conv{ndim}d_{of}", ndim, weight_shape))
         forward = cls.forward(
             ndim, input_shape, weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=dtype,
-            precision=precision, layout=layout, in_chunks=in_chunks,
+            precision=precision, layout=layout, in_chunks=in_chunks, algorithm=algorithm,
         )
         if checked_shape("grad_output_shape", grad_output_shape) != forward.result_shape:
             raise ConvArgumentError(
@@ -697,6 +712,7 @@ class ConvProblem:
             text += f" g{self.groups}"
         text += f" {self.dtype}" + (" tf32" if self.precision == "tf32" else "")
         text += " channels last" if self.layout == "NHWC" else ""
+        text += f" {self.algorithm}" if self.algorithm else ""
         activation = self.activation if isinstance(self.activation, tuple) else (self.activation or "",)
         scaled = "" if not self.has_scale else "scale" if self.norm is None else "norm"
         epilogue = (scaled, "residual" * self.has_residual, *map(str, activation))
@@ -705,7 +721,7 @@ class ConvProblem:
 
 def _common(
     name: str, ndim: int, input_shape: tuple[int, ...], weight_shape: tuple[int, ...], stride: Any, dilation: Any, groups: Any,
-    dtype: str, precision: str, layout: str, bare: bool = False,
+    dtype: str, precision: str, layout: str, algorithm: Any, bare: bool = False,
 ) -> ConvProblem:
     """The checks that both directions share, and the fields that they settle. With `bare`, arrays of spatial axes alone are taken."""
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
@@ -741,7 +757,7 @@ def _common(
         K=1 if bare else weight_shape[0],
         groups=groups, input_size=_pad3(size, 1), filter_size=_pad3(filter_size, 1), output_size=one, stride=_pad3(strides, 1),
         dilation=_pad3(dilations, 1), padding_before=(0, 0, 0), padding_after=(0, 0, 0), has_bias=False, precision=precision,
-        layout="NHWC" if layout == "NHWC" and not bare else "NCHW", bare=bare,
+        layout="NHWC" if layout == "NHWC" and not bare else "NCHW", bare=bare, algorithm=checked_algorithm(algorithm),
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Activation", "Array", "Crop", "DType", "Padding", "Precision", "Sizes"]
+__all__ = ["Activation", "Algorithm", "Array", "Crop", "DType", "Padding", "Precision", "Sizes"]
 
 
 class _HasShape(Protocol):
@@ -56,5 +56,6 @@ Crop = Sizes | Sequence[Sequence[SupportsIndex]]
 Padding = Crop | str
 
 Precision = Literal["fp32", "tf32"]
+Algorithm = Literal["direct", "fft"]
 #: A word, or ``("leaky_relu", slope)``; ``"leaky_relu"`` alone has a slope of 0.01.
 Activation = Literal["relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh"] | tuple[Literal["leaky_relu"], float]

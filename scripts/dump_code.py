@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import covering
 
 from pycuda_conv import engines
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines import batch_norm, registry
 from pycuda_conv.runtime.base import KERNEL_DIR, source_of
 from pycuda_conv.runtime.compiler import Nvcc, nvcc
 from pycuda_conv.tools.kernels import besides, device_of
@@ -62,9 +62,14 @@ class Variant:
     source: str
 
 
-def variants(architecture: str) -> list[Variant]:
-    """The texts that the covering set launches, and some of the kernels that belong to no engine."""
+def variants(architecture: str, whole: str = "") -> list[Variant]:
+    """The texts that the covering set launches, and some of the kernels that belong to no engine. With `whole`: all texts of such files."""
     device, found = device_of(architecture), {}
+    if whole:
+        for family in registry.texts(device):
+            if re.search(whole, family.file):
+                found |= {_named(family.file, family.arch or architecture, one, source_of(family.file, one)): None for one in family}
+        return list(found)
     for problem, config, noted in covering.cases(device):
         for launch in covering.launches(engines.schedule(problem, config, device, noted)):
             file = launch.file or launch.kernel
@@ -129,11 +134,12 @@ def main() -> int:
     parser.add_argument("file", type=Path, help="where to write it")
     parser.add_argument("--arch", nargs="+", default=["sm_90a"], metavar="ARCH", help="targets; by default sm_90a")
     parser.add_argument("--before", type=Path, help="a file of before: its texts are not compiled again; prints what differs")
+    parser.add_argument("--whole", default="", metavar="REGEX", help="all listed texts of such files, instead of the covering set")
     parser.add_argument("--only", default="", metavar="REGEX", help="only variants in whose name it is found")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th of those (default 1)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time; by default as many as cores")
     options = parser.parse_args()
-    wanted = [one for arch in options.arch for one in variants(arch) if re.search(options.only, one.name)][:: options.every]
+    wanted = [one for arch in options.arch for one in variants(arch, options.whole) if re.search(options.only, one.name)][:: options.every]
     before = json.loads(options.before.read_text()) if options.before else {}
     known = {row["text"]: row for row in before.values() if row["machine_code"]}
     rows: dict[str, dict[str, Any]] = {}

@@ -29,7 +29,7 @@ def declared() -> tuple[str, list[str]]:
     header = _header()
     if header is None:
         return "", []
-    named = {word for file in KERNEL_DIR.iterdir() for word in re.findall(r"\w+", file.read_text())}
+    named = {word for file in KERNEL_DIR.rglob("*.cu*") for word in re.findall(r"\w+", file.read_text())}
     text = re.sub(r"/\*.*?\*/|//[^\n]*", "", header.read_text().replace("\\\n", " "), flags=re.S)
     kept = ["#undef _OPENCL_H_"]
     for one in re.findall(r"^[ \t]*#[^\n]*|[^;#]+;", text, re.M):

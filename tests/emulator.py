@@ -448,7 +448,15 @@ def load_im2col(described, memory: Memory, starts: list, loads: list) -> np.ndar
     return memory.load(key, load)
 
 
-# ---- implicit_gemm_sm90.cu
+# ---- implicit_gemm_sm90.cu, implicit_gemm_patch_sm90.cu
+
+#: What is a choice for one of them and a constant of the other's text.
+OF_TEXT = {
+    "implicit_gemm_sm90": {"PATCH_ROWS": 0, "FUSED_SPLIT": 0},
+    "implicit_gemm_patch_sm90": {
+        "LOAD_CHANNELS": 64, "BF16": 0, "OUT": 32, "NHWC": 0, "TENSOR_STORE": 0, "VEC": 4, "DENSE": 1, "PINGPONG": 0, "W_MN_MAJOR": 0, "PHASES": 1, "INTERLEAVE_COLUMNS": 0,
+    },
+}  # fmt: skip
 
 
 def check_pairs(step, shapes) -> None:
@@ -1435,8 +1443,8 @@ def launch(stages, memory: Memory, finite: bool) -> None:
             assert 1 <= step.grid < 2**31
             step = replace(step, buffers=tuple(place for place in step.buffers if place not in NORM))  # no norms are emulated
             memory.loaded, memory.finite = {}, finite
-            if step.kernel == "implicit_gemm_sm90":
-                product(step, memory)
+            if step.kernel in ("implicit_gemm_sm90", "implicit_gemm_patch_sm90"):
+                product(replace(step, defines=OF_TEXT[step.kernel] | step.defines), memory)
             elif step.kernel == "dense_nhwc_sm90":
                 dense_product(step, memory)
             elif step.kernel == "wgrad_nhwc_sm90":

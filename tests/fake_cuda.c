@@ -297,7 +297,7 @@ static int give_back(u64 address) {
 }
 int cuMemFree_v2(u64 address) { return give_back(address); }
 int cuMemFreeHost(void* address) { return give_back((u64)(uintptr_t)address); }
-int cuMemGetInfo_v2(size_t* free, size_t* total) { return *free = fake_total - fake_used, *total = fake_total, current_id() ? 0 : NO_CONTEXT; }
+int cuMemGetInfo_v2(size_t* free, size_t* total) { return *free = fake_total > fake_used ? fake_total - fake_used : 0, *total = fake_total, current_id() ? 0 : NO_CONTEXT; }
 int cuMemHostGetDevicePointer_v2(u64* address, void* host, unsigned flags) { return *address = (u64)(uintptr_t)host, 0; }
 int cuPointerGetAttribute(void* value, int which, u64 address) {
   pthread_mutex_lock(&lock);

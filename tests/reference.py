@@ -24,6 +24,7 @@ import pytest
 from pycuda_conv import ConvProblem
 from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch
 from pycuda_conv.runtime.compiler import Nvcc
+from pycuda_conv.tools.distributions import DISTRIBUTIONS
 
 try:
     import ml_dtypes  # teaches numpy the name bfloat16
@@ -136,6 +137,12 @@ class Case:
     def normals(self, dtype: str, seed: int = 0) -> list:
         rng = np.random.default_rng(seed)
         return self._arrays(lambda shape: rng.standard_normal(shape).astype(dtype))
+
+    def drawn(self, distribution: str, dtype: str = "float32", seed: int = 0) -> list:
+        """Input and weight of a kind of numbers in :data:`DISTRIBUTIONS`, and a bias of zeros."""
+        rng = np.random.default_rng([seed, *distribution.encode()])
+        x, w = DISTRIBUTIONS[distribution](rng, self.input_shape, self.weight_shape, self.ndim)
+        return [x.astype(dtype), w.astype(dtype), np.zeros(self.channels, dtype) if self.bias else None]
 
     def _arrays(self, make) -> list:
         return [make(self.input_shape), make(self.weight_shape), make((self.channels,)) if self.bias else None]

@@ -1,14 +1,20 @@
-"""How well the planner chooses: ``pycuda-conv bench --families``, with times that are made up."""
+"""How well the planner chooses, with times that are made up: ``pycuda-conv bench --families``; what an engine is worth: ``choices``."""
 
+import importlib.util
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pycuda_conv import engines, measure
 from pycuda_conv.cli import main
+from pycuda_conv.engines import registry
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools import choices
+from pycuda_conv.tools import ablation, choices
 from pycuda_conv.tools.families import FAMILIES, draw
 
 
@@ -95,3 +101,135 @@ def test_kernels_are_compiled_as_settled_plans_launch_them(background, monkeypat
     problem = next(draw(7, 1, (("float16", "fp32", "NHWC"),)))
     steps = list(measure._steps(problem, engines.candidates(problem, target), target))
     assert steps and any(step.layer for step in steps) == (background == "0")
+
+
+# ---- what an engine is worth
+
+
+def test_without_an_engine_others_are_chosen():
+    target = Target("sm_90a")
+    known = ablation.engine_names()
+    assert list(known.values()) == list(registry.ENGINES) and "lines_sm90" in known
+    for family, problem, config in ablation.chosen(ablation.problems(target, 3, 3), target):
+        name = next(name for name, engine in known.items() if type(config) in engine.CONFIGS)
+        with ablation.without([name]):
+            other = registry.find(problem, target)
+            assert known[name] not in registry.ENGINES
+        assert list(known.values()) == list(registry.ENGINES), "the engines are back"
+        assert other is None or type(other) not in known[name].CONFIGS, (family, problem)
+        (win,) = ablation.wins([(family, problem, config)], target, [name])
+        assert (win.first, win.second) == (config, other)
+        if win.loss is not None:
+            assert win.loss == registry.predicted(problem, other, target) / registry.predicted(problem, config, target)
+            assert win.loss > 1 / 1.2  # a choice may be of a usual order of sums, which others have compiled
+
+
+def test_work_that_is_handed_on_counts_for_the_engine_that_does_it():
+    config = registry.config_classes()["ViaNhwc"](str(registry.config_classes()["DenseNhwc"]()))
+    assert ablation.belongs(config, "dense_nhwc_sm90") and ablation.belongs(config, "via_nhwc")
+    assert not ablation.belongs(config, "gather_nhwc_sm90")
+
+
+def test_without_a_part_of_an_engine():
+    from pycuda_conv import ConvProblem
+    from pycuda_conv.engines import implicit_gemm_sm90
+
+    problem, target = ConvProblem.forward(2, (64, 64, 56, 56), (64, 64, 3, 3), padding=1), Target("sm_90a")
+    halos = [config for config in implicit_gemm_sm90.configs(problem, target) if config.halo]
+    assert halos and all(ablation.belongs(config, "halo_loaders") for config in halos)
+    with ablation.without(["halo_loaders"]):
+        found = [config for _, config in registry.predictions(problem, target)]
+        assert not set(halos) & set(found) and any(type(config) is implicit_gemm_sm90.ImplicitGemm for config in found)
+        assert registry.choose(problem, target) not in halos
+
+
+@pytest.mark.parametrize(
+    ("won", "only", "stays", "mean", "worst"),
+    [
+        ({("a", "fprop"): [2.0] * 10}, 0, True, 2 ** (10 / 200), 2 ** (10 / 100)),  # 3.5% of all
+        ({("a", "fprop"): [1.5]}, 0, False, 1.5 ** (1 / 200), 1.5 ** (1 / 100)),
+        ({("b", "wgrad"): [1.5] * 2, ("a", "fprop"): [0.5]}, 0, True, (1.5**2 * 0.5) ** (1 / 200), 1.5 ** (2 / 4)),  # much of a part
+        ({}, 1, True, 1.0, 1.0), ({}, 0, False, 1.0, 1.0),
+    ],
+)  # fmt: skip
+def test_the_rule(won, only, stays, mean, worst):
+    counts = {("a", "fprop"): 100, ("b", "fprop"): 96, ("b", "wgrad"): 4}
+    found = ablation.cost(counts, won, only)
+    assert (found.mean, found.worst, found.stays) == (pytest.approx(mean), pytest.approx(worst), stays)
+    assert found.why.startswith("stays" if stays else "goes")
+
+
+def test_the_command_says_what_engines_are_worth(tmp_path, capsys):
+    file = tmp_path / "worth.json"
+    assert main(["choices", "--each", "2", "--seed", "5", "--without", "direct", "implicit_gemm_sm90", "--json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "direct implicit_gemm_sm90" in out and "24 problems, seed 5" in out
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["without"] for row in rows] == [["direct"], ["implicit_gemm_sm90"], ["direct", "implicit_gemm_sm90"]]
+    alone, both = rows[:2], rows[2]
+    assert len(both["wins"]) == sum(len(row["wins"]) for row in alone) > 0
+    assert both["mean"] >= max(row["mean"] for row in alone) > 1
+
+
+def test_the_command_refuses_what_it_does_not_know(capsys):
+    assert main(["choices", "--each", "1", "--without", "nothing"]) == 2
+    assert "there is no engine 'nothing'; there are depthwise_nhwc, " in " ".join(capsys.readouterr().err.split())
+    assert main(["choices", "--each", "1", "--gpu", "sm_1"]) == 2
+    assert "sm_1" in capsys.readouterr().err
+
+
+# ---- scripts/ablate.py, which measures that on a GPU
+
+
+@pytest.fixture
+def ablate(monkeypatch):
+    path = Path(__file__).parents[1] / "scripts" / "ablate.py"
+    spec = importlib.util.spec_from_file_location("ablate", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "ablate", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_was_measured_counts_as_often_as_the_engine_wins(ablate):
+    def win(family, direction):
+        problem = SimpleNamespace(direction=direction)
+        return ablation.Win(family, problem, None, engines.candidates, 1.0, 1.1)
+
+    one = ablate.Measured([win("a", "fprop")] * 4 + [win("b", "fprop")] * 2, [])
+    one.losses["a", "fprop"] += [2.0, 8.0]  # two of the four were measured, and none of the others
+    assert one.factors(True) == {("a", "fprop"): [pytest.approx(4.0)] * 4, ("b", "fprop"): [pytest.approx(4.0)] * 2}
+    one.losses["a", "fprop"] += [0.25]
+    assert one.factors(False)["a", "fprop"] == [pytest.approx(16 ** (1 / 3))] * 4, "what is slower would not be chosen"
+
+
+def test_engines_are_measured_in_turn(ablate, monkeypatch, tmp_path, capsys):
+    target = Target("sm_90a")
+    monkeypatch.setattr(target, "launcher", lambda step: step, raising=False)
+    monkeypatch.setattr(ablate, "get_device", lambda _: target)
+    monkeypatch.setattr(ablate, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+
+    def timed(device, win):
+        if "1d" in str(win.problem):
+            raise MemoryError("too large")
+        return win.first_us or 10.0, 3 * (win.first_us or 10.0)
+
+    monkeypatch.setattr(ablate, "timed", timed)
+    file = tmp_path / "measured.json"
+    assert ablate.main(["direct", "implicit_gemm_sm90", "--each", "8", "--jobs", "1", "--most", "6", "--seconds", "60", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows["direct"]) == len(rows["implicit_gemm_sm90"]) == 6
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("direct ", "implicit_gemm_sm90 "))]
+    assert len(lines) == 2 and all("3.00" in line and line.endswith("of all families") for line in lines)
+
+
+def test_no_network_of_the_suite_is_held_out(ablate):
+    from dataclasses import replace
+
+    from pycuda_conv.tools.suite import suite
+
+    known = {replace(problem, N=1) for problem in suite()}
+    layers = ablate.networks(1, 5000)
+    assert len({str(problem) for problem in layers}) > 1000
+    plain = [problem for problem in layers if (problem.dtype, problem.precision, problem.layout, problem.direction) == ("float32", "fp32", "NCHW", "fprop")]
+    assert plain and not {replace(problem, N=1) for problem in plain} & known

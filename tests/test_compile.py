@@ -27,7 +27,6 @@ import pycuda_conv.nn as pn  # noqa: E402
 from pycuda_conv.nn import compiler  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-logging.getLogger("torch.__trace").disabled = True  # pytest would collect megabytes
 HOWS = "light", "operators"
 #: Converted models too, which reach the rewrite by another operator.
 WAYS = pytest.mark.parametrize("kind, how", [("torch's", "light"), ("torch's", "operators"), ("converted", "light")])
@@ -43,7 +42,8 @@ def where(request):
 
 
 @pytest.fixture(autouse=True)
-def afresh():
+def afresh(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch._dynamo.reset()
     FOUND.clear()
     COARSE.clear()

@@ -315,12 +315,14 @@ def test_an_array_keeps_its_context_alive(fake):
 
 def test_fifty_contexts_leave_nothing(fake, monkeypatch):
     """A context for each test, as PyCUDA's mark_cuda_test makes them: those that are gone are forgotten some time."""
+    from pycuda_conv import plan as plans
+
     monkeypatch.setattr(contexts, "MOST", 8)
     for _ in range(50):
         with context(fake):
             y = pc.conv2d(*arrays(fake, X, W))
             del y
-        assert len(contexts._others) <= 9
+        assert len(contexts._others) <= 9 and plans.cached_plan.cache_info().currsize <= 9
     assert fake.library.fake_living() == 0 and fake.used.value == 0
 
 
@@ -347,6 +349,7 @@ def test_mixed_contexts_are_refused_by_name(fake):
                 (lambda: pc.conv2d(x, z), "input lies in a CUDA context of cuda:0 that is not this thread's current one, and its result"),
                 (lambda: pc.conv2d(theirs[0], z), "input and weight lie in different CUDA contexts of cuda:0, .* the one of torch and CuPy"),
                 (lambda: pc.conv2d_weight(theirs[0], W, x), "grad_output lies in a CUDA context"),
+                (lambda: pc.conv2d_bias(x), "grad_output lies in a CUDA context"),
                 (lambda: pc.conv2d(*theirs, out=y), "out lies in a CUDA context"),
             ]:
                 with pytest.raises(ConvArgumentError, match=text):
@@ -428,8 +431,8 @@ def test_memory_that_kernels_cannot_take_and_memory_that_is_not_there(fake):
         x = arrays(fake, X, allocator=Pool(fake).allocate)[0]
         plain = arrays(fake, X)[0]
         pc.conv2d(x, w)
-        fake.total.value = fake.used.value
-        with pytest.raises(DeviceMemoryError, match=r"cuda:0 is out of memory: [0-9,]+ of .* free; the input's allocator says"):
+        fake.total.value = 0
+        with pytest.raises(DeviceMemoryError, match=r"cuda:0 is out of memory: 0 of .* free; the input's allocator says"):
             pc.conv2d(x, w)
         with pytest.raises(DeviceMemoryError, match=r"cuda:0 is out of memory: [0-9,]+ bytes were asked for, [0-9,]+ of [0-9,]+ are free"):
             pc.conv2d(plain, w)
@@ -519,6 +522,30 @@ def test_a_driver_without_ids(fake, monkeypatch):
         assert pc.conv2d(*arrays(fake, X, W)).shape == Y
 
 
+def test_an_old_pycuda_is_refused_by_name(fake, monkeypatch):
+    """Any version serves that has primary contexts."""
+    monkeypatch.setattr(contexts.driver, "_initialised", False)
+    monkeypatch.delattr(fake.drv.Device, "retain_primary_context")
+    monkeypatch.setitem(sys.modules, "pycuda", type(sys)("pycuda"))
+    sys.modules["pycuda"].VERSION_TEXT = "2016.1"
+    sys.modules["pycuda"].driver = fake.drv
+    with pytest.raises(BackendError, match=r"PyCUDA 2016\.1 is too old, it has no primary contexts; install another"):
+        pc.conv2d(np.ones(X, "f"), np.ones(W, "f"))
+
+
+def test_bfloat16(fake):
+    """That of ml_dtypes is taken; other two bytes are refused by name."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    with context(fake):
+        x, w = arrays(fake, X, W, dtype=ml_dtypes.bfloat16)
+        for _ in range(3):
+            y = pc.conv2d(x, w)
+            assert y.dtype == ml_dtypes.bfloat16 and y.shape == Y and launched(fake) == {current_id(fake)}
+        x, w = (fake.gpuarray.GPUArray(shape, "V2") for shape in (X, W))
+        with pytest.raises(TypeError, match="input has the type void16, but a convolution takes float16, bfloat16"):
+            pc.conv2d(x, w)
+
+
 def test_memory_without_a_context(fake):
     """As stream-ordered memory is: it is used in the current context if that is on the GPU, else in the primary one."""
     def without(shape, gpu=0):
@@ -564,7 +591,23 @@ def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
                 for _ in range(3):
                     with pytest.raises(ConvArgumentError, match=r"input lies in a context of PyCUDA's, .*: import pycuda.autoprimaryctx instead"):
                         pc.conv2d(x, w)
-                assert not launched(fake) and fake.current() == own.handle
+                    with pytest.raises(ConvArgumentError, match=r"array 0 lies in a context of PyCUDA's"):
+                        pc.conv2d_bias(x)
+                own_result = arrays(fake, Y)[0]
+                x, elsewhere = tensor(primary), tensor(own_result)
+                with pytest.raises(ConvArgumentError, match=r"out lies in a context of PyCUDA's"):
+                    pc.conv2d(x, w, out=elsewhere)
+                # torch's allocator may give memory of either context
+                quick.table.clear()
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(TorchKind, "empty", lambda *_: elsewhere)
+                    with pytest.raises(ConvArgumentError, match=r"the result lies in a context of PyCUDA's"):
+                        pc.conv2d(x, w)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(TorchKind, "maker", lambda *_: (lambda: elsewhere, (), None))
+                    for _ in range(3):  # C gives the second one back to Python
+                        assert pc.conv2d(x, w).data_ptr() != elsewhere.data_ptr()
+                assert launched(fake) == {theirs_id(fake, contexts.cuda_device(0))} and fake.current() == own.handle
     finally:
         quick.table.clear()
         quick.learn(torch)

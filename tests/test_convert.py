@@ -363,7 +363,7 @@ def test_networks_are_converted(where, name, calls):
     assert len(done.converted) == count and not done.notes and not done.graphs, str(done)
     assert sum(one.by_its_own_forward for one in done.converted) == own
     x = numbers(*shape, where=where)
-    assert list(ours.state_dict()) == list(theirs.state_dict()) and repr(ours) == repr(theirs)
+    assert list(ours.state_dict()) == list(theirs.state_dict()) and repr(ours).replace(", by pycuda_conv", "") == repr(theirs)
     for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         calls.clear()
         with torch.no_grad():
@@ -528,7 +528,7 @@ def test_subclasses_of_convolutions():
     for theirs, shape in ((VideoConv(2, 3), (1, 2, 3, 4, 4)), (Weighted(2, 3, 2, 2), (1, 2, 3, 3)), (StandardConv(2, 3, 3), (1, 2, 5, 5))):
         theirs = ready(theirs)
         ours = pn.convert(copy.deepcopy(theirs))
-        assert isinstance(ours, type(theirs)) and repr(ours) == repr(theirs) and isinstance(ours, pn.Conv3d) is isinstance(ours, VideoConv)
+        assert isinstance(ours, type(theirs)) and repr(ours).replace(", by pycuda_conv", "") == repr(theirs) and isinstance(ours, pn.Conv3d) is isinstance(ours, VideoConv)
         same(ours, theirs, numbers(*shape))
         if isinstance(ours, VideoConv):
             assert type(ours).get_downsample_stride(2) == (2, 2, 2)

@@ -186,3 +186,15 @@ def test_versions_are_found_without_lists_of_modules(tmp_path, monkeypatch):
     assert found["tifffile"] is not None and {"scipy", "dask", "zarr", "distributed", "fsspec"} <= set(found)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert info.versions()["tifffile"] == "of unknown version" and info.versions()["zarr"] is None
+
+
+@needs_sources
+def test_the_citation_names_this_version_and_licence():
+    told = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {pycuda_conv.__version__}\n" in told and "\nlicense: MIT\n" in told and told.startswith("cff-version: 1.2.0\n")
+
+
+@needs_sources
+def test_no_page_and_no_message_installs_from_an_index_that_lacks_the_package():
+    files = [ROOT / name for name in tracked() if name.endswith((".md", ".py", ".ipynb", ".sh")) and not name.startswith("tests/")]
+    assert not [str(path) for path in files if re.search(r"pip install [^\n`]*'?pycuda_conv\b", path.read_text())]

@@ -61,7 +61,7 @@ def test_it_has_what_the_protocol_names(engine):
 def test_it_imports_none_of_its_peers_and_its_kernels_have_its_name(engine):
     path = Path(engine.__file__)
     assert not imported(path) & {peer.__name__ for peer in registry.ENGINES}
-    assert list(runtime.KERNEL_DIR.glob(f"{path.stem}*.cu")) or engine is toy_engine
+    assert list(runtime.KERNEL_DIR.rglob(f"{path.stem}*.cu")) or (runtime.KERNEL_DIR / path.stem).is_dir() or engine is toy_engine
     assert all(cls.__module__ == engine.__name__ for cls in engine.CONFIGS)
 
 
@@ -131,8 +131,9 @@ CASE = fprop((3, 5, 7, 11), (5, 1, 1, 1), groups=5, bias=False)
 @pytest.fixture
 def registered(tmp_path, monkeypatch):
     """The toy engine before all others, its kernel among theirs."""
-    for header in runtime.KERNEL_DIR.glob("*.cuh"):
-        (tmp_path / header.name).symlink_to(header)
+    for part in runtime.KERNEL_DIR.iterdir():
+        if part.is_dir() or part.suffix == ".cuh":
+            (tmp_path / part.name).symlink_to(part)
     (tmp_path / "toy_engine.cu").symlink_to(Path(toy_engine.__file__).with_suffix(".cu"))
     monkeypatch.setattr(runtime, "KERNEL_DIR", tmp_path)
     runtime.headers.cache_clear()

@@ -399,12 +399,14 @@ LAYERS = [((8, 64, 256, 256), 31, 64), ((1, 1, 4096, 4096), 31, 1), ((8, 16, 256
 
 @pytest.mark.parametrize(("x", "taps", "groups"), LAYERS)
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
-def test_the_planner_takes_it_for_large_filters(x, taps, groups, direction):
+def test_the_planner_takes_it_for_large_filters_if_it_is_asked_for(x, taps, groups, direction):
     make = ConvProblem.forward if direction == "fprop" else ConvProblem.transposed
-    problem = make(2, x, (x[1], x[1] // groups, taps, taps), padding=taps // 2, groups=groups)
+    problem = make(2, x, (x[1], x[1] // groups, taps, taps), padding=taps // 2, groups=groups, algorithm="fft")
     assert isinstance(engines.choose(problem, H200), Fft)
     assert not isinstance(engines.choose(problem, get_device("opencl")), Fft)
     assert sum(isinstance(config, Fft) for config in engines.candidates(problem, H200)) > 1
+    for algorithm in (None, "direct"):
+        assert not any(isinstance(config, Fft) for config in engines.candidates(replace(problem, algorithm=algorithm), H200))
 
 
 @pytest.mark.parametrize("taps", [1, 3, 5, 7, 9])
@@ -415,9 +417,9 @@ def test_the_planner_takes_others_for_small_filters(taps):
 
 
 def test_a_long_line_is_chosen_for():
-    problem = ConvProblem.forward(1, (16, 1, 48000), (1, 1, 4001))
+    problem = ConvProblem.forward(1, (16, 1, 48000), (1, 1, 4001), algorithm="fft")
     assert isinstance(engines.choose(problem, H200), Fft)
-    assert not isinstance(engines.choose(ConvProblem.forward(1, (16, 1, 48000), (1, 1, 31)), H200), Fft)
+    assert not isinstance(engines.choose(replace(problem, algorithm=None), H200), Fft)
 
 
 def test_launches_of_planes_and_of_the_planner_s_lines_are_on_the_closed_list_of_texts():

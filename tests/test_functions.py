@@ -366,7 +366,7 @@ def test_what_was_measured_decides_whether_channels_last_are_read(monkeypatch):
 @pytest.fixture
 def no_driver_to_ask(monkeypatch):
     """A Recorder's arrays lie in no context, so the driver is not asked for it."""
-    for name in ("check_reached", "check_stream"):
+    for name in ("check_reached", "check_stream", "in_doubt"):
         monkeypatch.setattr(contexts, name, lambda *_: None)
 
 

@@ -1839,13 +1839,18 @@ def test_exceptions_of_the_inputs_and_of_a_call_end_the_stream(anywhere):
         yield np.zeros((1, 7, 9, 8), "f")
         yield from inputs(4)
 
-    for source, error in ((broken, ZeroDivisionError), (wrong, ConvArgumentError)):
-        results, got = pc.conv2d_many(source(), w, b, padding=1, ahead=2, device=anywhere), []
-        with pytest.raises(error):
-            got.extend(results)
-            for y in results:
-                got.append(y)
-        assert next(results, None) is None
+    expected = [SMALL.reference(x, w, b) for x in inputs(4)]
+    tensors = torch.from_numpy if torch else np.asarray
+    for as_kind, ahead in itertools.product((np.asarray, tensors), (1, 2, 9)):
+        for source, error in ((broken, ZeroDivisionError), (wrong, ConvArgumentError)):
+            operands = map(as_kind, source())
+            results, got = pc.conv2d_many(operands, *map(as_kind, (w, b)), padding=1, ahead=ahead, device=anywhere), []
+            with pytest.raises(error):
+                for y in results:
+                    got.append(y)
+            assert next(results, None) is None
+            for y, whole in zip(got, expected, strict=True):  # what was computed before comes first
+                assert np.array_equal(np.asarray(y), whole)
     with pytest.raises(TypeError):
         list(pc.conv2d_many([None], w, b, device=anywhere))
     assert list(pc.conv2d_many([], w, b, device=anywhere)) == []

@@ -30,7 +30,7 @@ from pycuda_conv.engines.few_inputs import FewInputs
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.packing import flagged, packing
 from pycuda_conv.runtime import get_device
-from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
+from pycuda_conv.runtime.base import Im2col, kernel_file
 from pycuda_conv.runtime.cache import cache_dir
 from pycuda_conv.tools.suite import core
 
@@ -634,14 +634,14 @@ def test_columns_that_a_stride_meets_repeat_after_it():
 def check_steps(program, kernel: str) -> None:
     """The arguments are those of the kernel's struct, and every define is one that the kernel's file gives a default."""
     for step in (step for stage in (*program.prepare, *program.steps, *program.whole, *(program.filter_last or ())) for step in stage):
-        text = (KERNEL_DIR / f"{step.file or step.kernel}.cu").read_text()
-        defaults = set(re.findall(r"^#define (\w+) -?\d+", text, re.M))
+        text = kernel_file(step.file or step.kernel).read_text()
+        defaults = set(re.findall(r"^#define (\w+) -?\d+", re.split(r"^#endif", text, maxsplit=1, flags=re.M)[0], re.M))
         assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
         if step.kernel == kernel:
             phases = step.defines.get("PHASES", 1)
-            mends = kernel == "implicit_gemm_sm90" and step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
+            mends = kernel == "implicit_gemm_sm90" and step.defines["OUT"] == 32 and not step.defines["BF16"]
             d = step.defines
-            joins = kernel == "implicit_gemm_sm90" and d["OUT"] == 32 and not (d["BF16"] or d["PATCH_ROWS"] or d["PINGPONG"])  # its text may add parts
+            joins = kernel == "implicit_gemm_sm90" and d["OUT"] == 32 and not (d["BF16"] or d["PINGPONG"])  # its text may add parts
             told = phases + (phases > 1 and kernel in ("implicit_gemm_sm90", "dense_nhwc_sm90"))  # and how phases are repeated
             assert len(step.structs) == told + (phases + 1 if mends else 0) + joins and set(step.defines) == defaults and step.source()
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
@@ -998,7 +998,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill():
         if problem.groups == 1 and problem.dtype == "float32" and ig._moments(problem, config):
             programs.append(ig.schedule(problem, config, H200, True))
         for step in (step for program in programs for stage in (*program.whole, *(program.filter_last or ())) for step in stage):
-            if step.kernel in ("implicit_gemm_sm90", "pack"):
+            if step.kernel in ("implicit_gemm_sm90", "implicit_gemm_patch_sm90", "pack"):
                 steps.setdefault(step.source(), (step, f"{problem} {config}"))
     check_compiled(steps, 72)  # some words of a tile's stores, of stages that are put off, or of the arguments of a filter that is packed
 

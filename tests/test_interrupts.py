@@ -117,8 +117,8 @@ large, y = np.ones((64, 64, 128, 128), "f"), np.full((64, 64, 124, 124), 7, "f")
 wide = np.ones((64, 64, 5, 5), "f")
 device = get_device("opencl")
 print("compiling", interrupted(lambda: pc.conv2d(x, w, device="opencl", dilation=2), 0.1))
-for _ in range(3):
-    print("computing", interrupted(lambda: pc.conv2d(large, wide, out=y, device="opencl"), 4))
+for _ in range(2):
+    print("computing", interrupted(lambda: pc.conv2d(large, wide, out=y, device="opencl"), 2))
     before = y.copy()
     time.sleep(0.5)
     assert np.array_equal(y, before), "something still writes"
@@ -138,11 +138,12 @@ def test_ctrl_c_in_a_call_comes_soon_and_leaves_everything_usable(fast_env, tmp_
     done = subprocess.run([sys.executable, "-c", LIBRARY], env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     took = [float(line.split()[1]) for line in done.stdout.splitlines()]
-    assert len(took) == 4 and max(took) < 2  # about a second on a machine that others use too
+    assert len(took) == 3 and max(took) < 2  # about a second on a machine that others use too
 
 
-@pytest.mark.parametrize("kind", ["npy", "zarr", "tif"])
-@pytest.mark.parametrize("number, word", [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")], ids=["ctrl-c", "term"])
+@pytest.mark.parametrize("kind, number, word", [
+    ("npy", signal.SIGTERM, "terminated"), ("zarr", signal.SIGINT, "interrupted"), ("tif", signal.SIGTERM, "terminated"), ("npy", signal.SIGINT, "interrupted"),
+])  # fmt: skip
 def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
     """With kernels that would take minutes."""
     np.save(tmp_path / "x.npy", np.ones((1, 1, 2000, 2000), "f"))
@@ -157,26 +158,27 @@ def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
         while not any(path.suffix == ".part" for path in tmp_path.iterdir()):
             assert process.poll() is None and time.monotonic() < end, process.communicate()
             time.sleep(0.01)
-        time.sleep(5)  # it computes
+        time.sleep(3)  # it computes
         process.send_signal(number)
         sent, err = time.monotonic(), process.stderr.readline()
         took = time.monotonic() - sent
         out, more = process.communicate(timeout=100)
         err += more
-    assert (process.returncode, out) == (128 + number, "") and err.splitlines()[-1].partition(";")[0] == word
+    assert (process.returncode, out) == (128 + number, "") and word in [line.partition(";")[0] for line in err.splitlines()]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["w.npy", "x.npy"] and (took < 4 or "stopping" in err)
-    assert "--resume" in err if kind != "npy" else err == f"{word}\n"
+    assert "--resume" in err if kind != "npy" else err.startswith(f"{word}\n")
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, INTERRUPTED)])
 def test_verify_ends_soon(fast_env, tmp_path, number, status):
     with started("-m", "pycuda_conv", "verify", "--device", "opencl", env={**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}, text=True) as process:
-        time.sleep(6)  # it compiles
+        time.sleep(4)  # it compiles
         assert process.poll() is None
         process.send_signal(number)
         sent = time.monotonic()
         out, err = process.communicate(timeout=100)
-    assert (process.returncode, out, err.count("\n")) == (status, "", 1), err
+    words = ["interrupted" if number == signal.SIGINT else "terminated", *["stopping: a kernel is still being compiled"] * (err.count("\n") - 1)]
+    assert (process.returncode, out, err.splitlines()) == (status, "", words) and len(words) <= 2
     assert time.monotonic() - sent < 10
 
 

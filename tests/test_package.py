@@ -21,7 +21,7 @@ from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import base, cache, get_device
 
 ROOT = Path(pc.__file__).resolve().parent.parent
-KERNELS = sorted(base.KERNEL_DIR.glob("*.cu"))
+KERNELS = sorted(base.KERNEL_DIR.rglob("*.cu"))
 
 
 # ---- importing
@@ -137,7 +137,7 @@ def test_a_plan_is_reusable_and_explains_itself(device):
         assert plan(*arrays, out=out) is out
         assert np.array_equal(out, case.reference(*arrays))
     text = plan.explain()
-    assert str(case.problem()) in text and all(f"cu/{step.kernel}.cu" in text for stage in plan.schedule.steps for step in stage) and device in text
+    assert str(case.problem()) in text and all(base.shown_file(step.file or step.kernel) in text for stage in plan.schedule.steps for step in stage) and device in text
     assert str(case.problem()) in repr(plan)
 
 
@@ -248,7 +248,7 @@ def test_a_kernel_file_opens_with_its_plan(file):
 
 def test_kernels_include_nothing_but_files_of_ours():
     """So that NVRTC compiles them without a toolkit, and nvcc in less time."""
-    for path in base.KERNEL_DIR.glob("*.cu*"):
+    for path in base.KERNEL_DIR.rglob("*.cu*"):
         included = re.findall(r"^ *# *include +(\S+)", path.read_text(), re.M)
         assert not [name for name in included if not (base.KERNEL_DIR / name.strip('"')).is_file()], path.name
 
@@ -265,7 +265,7 @@ def test_the_commands_in_the_kernel_files_compile_them(tmp_path):
     shortest = {}
     for file, commands in BY_HAND.items():
         (command,) = commands
-        assert re.fullmatch(rf"nvcc -cubin (-arch=sm_\d+a? )?cu/{file.name}", command), command
+        assert re.fullmatch(rf"nvcc -cubin (-arch=sm_\d+a? )?(-I cu )?cu/{file.relative_to(base.KERNEL_DIR).as_posix()}", command), command
         *kind, _ = command.split()
         shortest[tuple(kind)] = min(file, shortest.get(tuple(kind), file), key=lambda file: file.stat().st_size)
     if NVCC is None:
@@ -281,13 +281,19 @@ FEW_SPILLS = {"implicit_gemm_sm80": 4, "implicit_gemm_sm90": 44, "depthwise_nhwc
 FEW_SPILLS_OF_16_BITS = {("pack", "sm_100"): 40, ("depthwise_nhwc_strips", "sm_80"): 40, ("depthwise_nhwc_strips", "sm_100"): 4, ("fft_range", "sm_80"): 8}
 
 
+def named(file: Path) -> str:
+    """The name that the kernel of a file has: the file's stem, or that behind the name of its folder."""
+    longer = f"{file.parent.name}_{file.stem}"
+    return longer if re.search(rf"\b{longer}\(", file.read_text()) else file.stem
+
+
 def texts_of(file: Path) -> dict[tuple[str, int], tuple[str, str]]:
     """By GPU and dtype, a kernel file's texts and what each is compiled for: with the values it gives itself."""
     text = file.read_text()
     dtypes = any(re.search(r"\bDTYPE\b", part) for part in with_headers(text).values())
     by_hand = re.findall(r"^// By hand: nvcc .*-arch=(\S+)", text, re.M)
     variants = [(arch, 32) for arch in by_hand or ["sm_75"] * all_texts]
-    if not file.stem.endswith("_sm90"):
+    if not any(arch.startswith("sm_90") for arch in by_hand):
         turns = VARIANTS_BESIDE if by_hand else VARIANTS
         variants += [*itertools.chain(*turns), *MORE_VARIANTS] if all_texts else turns[KERNELS.index(file) % len(turns)]
     return {(arch, dtype): (f"#define DTYPE {dtype}\n{text}" if dtypes else text, arch) for arch, dtype in variants}
@@ -297,7 +303,7 @@ def texts_of(file: Path) -> dict[tuple[str, int], tuple[str, str]]:
 @pytest.mark.parametrize("first", range(0, len(KERNELS), 14), ids=lambda first: KERNELS[first].name)
 def test_kernel_files_compile_by_hand_and_do_not_spill(first):
     """With the values they give themselves. Between them, for every dtype, and for the oldest and newest GPUs that this nvcc knows. Together, which takes less time."""
-    texts = {(file.stem, *variant): text for file in KERNELS[first : first + 14] for variant, text in texts_of(file).items()}
+    texts = {(named(file), *variant): text for file in KERNELS[first : first + 14] for variant, text in texts_of(file).items()}
     for (name, arch, dtype), result in zip(texts, nvcc_of(list(texts.values())), strict=True):
         what = f"{name}, {arch}, DTYPE={dtype}:\n{result.stderr}"
         assert result.returncode == 0 and "warning" not in result.stderr, what
@@ -318,4 +324,4 @@ def test_the_planner_s_matrix_products_do_not_spill():
 
 
 def test_the_kernels_lie_where_the_package_looks():
-    assert {p.stem for p in KERNELS} >= {"copy_strided", "direct_batched", "direct_dgrad", "direct_gemm", "direct_reduce", "direct_single", "direct_tile", "direct_wgrad"}
+    assert {named(p) for p in KERNELS} >= {"copy_strided", "direct_batched", "direct_dgrad", "direct_gemm", "direct_reduce", "direct_single", "direct_tile", "direct_wgrad"}

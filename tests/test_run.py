@@ -77,6 +77,8 @@ def names():
     ((5, 3, 17, 13), (4, 3, 3, 3), "--padding valid --stride 2,3 --dilation 2 --batch 9", F.conv2d, {"stride": (2, 3), "dilation": 2}),
     ((5, 4, 17, 13), (6, 2, 3, 3), "--groups 2 --padding 1,2 --batch 1 --bias b.npy", F.conv2d, {"groups": 2, "padding": (1, 2)}),
     ((3, 17, 13), (4, 3, 3, 3), "--padding 1 --precision tf32", F.conv2d, {"padding": 1}),
+    ((3, 37, 43), (4, 3, 9, 9), "--padding 4 --algorithm fft", F.conv2d, {"padding": 4}),
+    ((3, 37, 43), (4, 3, 9, 9), "--padding 4 --algorithm direct", F.conv2d, {"padding": 4}),
     ((5, 3, 29), (4, 3, 5), "--padding 2 --stride 2 --batch 3", F.conv1d, {"padding": 2, "stride": 2}),
     ((5, 3, 29), (4, 3, 5), "--activation gelu --bias b.npy --batch 3", lambda *given: F.gelu(F.conv1d(*given)), {}),
     ((3, 9, 9), (4, 3, 3, 3), "--activation leaky_relu:0.2", lambda *given: F.leaky_relu(F.conv2d(*given), 0.2), {}),
@@ -358,6 +360,9 @@ def test_too_little_memory_is_told_in_one_line(command, opencl, monkeypatch):
     assert names() == ["w.npy", "x.npy"]
 
 
+COMPILING = "stopping: a kernel is still being compiled\n"  # where that takes a while
+
+
 @pytest.mark.parametrize("start, seconds", [
     (("-m", "pycuda_conv"), 0), (("pycuda-conv",), 0), (("pycuda-conv",), 0.05), (("-m", "pycuda_conv"), 0.2), (("pycuda-conv",), 0.5), (("-m", "pycuda_conv"), 1),
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value))
@@ -375,7 +380,7 @@ def test_ctrl_c_at_any_time_is_told_in_one_line_and_leaves_nothing(opencl, fast_
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=400)
     err = err.removeprefix("1 error generated.\n")  # PoCL's own, where Ctrl-C ended its compiler
-    assert (process.returncode, out, err) == (INTERRUPTED, "", "interrupted\n")
+    assert (process.returncode, out, err.removesuffix(COMPILING)) == (INTERRUPTED, "", "interrupted\n")
     assert names() == sorted(["w.npy", "x.npy", *([start[0]] if start[0] != "-m" else [])])
 
 

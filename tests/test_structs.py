@@ -40,8 +40,9 @@ class Toy(NamedTuple):
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
     """Makes a kernel's file of a text, where @ is the kernel's name, which is returned."""
-    for header in base.KERNEL_DIR.glob("*.cuh"):
-        (tmp_path / header.name).symlink_to(header)
+    for part in base.KERNEL_DIR.iterdir():
+        if part.is_dir() or part.suffix == ".cuh":
+            (tmp_path / part.name).symlink_to(part)
     monkeypatch.setattr(base, "KERNEL_DIR", tmp_path)
     base.headers.cache_clear()
     names = []
@@ -152,3 +153,15 @@ def test_no_struct_is_typed_twice():
     classes = {value for module, value in own if value.__module__ == module.__name__}
     assert len(classes) >= 40
     assert [value for value in classes if not value.__doc__.startswith(f"struct {value.__name__} of ")] == []
+
+
+def test_a_kernel_is_found_by_its_stem_or_behind_its_folder(kernel, tmp_path):
+    (tmp_path / "family").mkdir()
+    (tmp_path / "family" / "toy.cu").write_text("text")
+    (tmp_path / "family" / "deep.cuh").write_text("header")
+    assert base.kernel_file("toy") == base.kernel_file("family_toy") == tmp_path / "family" / "toy.cu"
+    assert base.shown_file("family_toy") == "cu/family/toy.cu" and base.kernel_file("deep.cuh").read_text() == "header"
+    flat = kernel(TEXT)
+    assert base.shown_file(flat) == f"cu/{flat}.cu"
+    with pytest.raises(FileNotFoundError, match="there is no kernel family_tor in"):
+        base.kernel_file("family_tor")

@@ -22,6 +22,7 @@ from pycuda_conv.tools import (
     hostcost,
     info,
     kernels,
+    loopbench,
     models,
     report,
     suite,
@@ -89,6 +90,7 @@ def of_others():
     out.print(terminal.table("First calls on NVIDIA H200, each in a fresh process with an empty cache", coldbench.COLUMNS, [("the first call of a layer of resnet50 in float16", "1,234.5", "12.3")]))
     for one in hostcost.tables([hostcost.Row(str(LONG), "conv2d(x, w)", 123.4, 12.3)], [{"threads": 8, "torch": 1e6, "ours": 2e6, "ratio": 2.0}]):
         out.print(one)
+    out.print(loopbench.row_table([loopbench.Row(bench.label(LONG), 123456, 1e6, 1e5, 1e3, 1e3, True), loopbench.Row(bench.label(SHORT), 1, 1.0, 1.0, 1.0, 1.0, False)]))
     case = models.Case("trained", "efficientnet_v2_s", 128, "bf16-nhwc")
     for kind in models.ROWS.values():
         out.print(models.row_table([kind(case), kind(case, "failed: the reason")]))
@@ -106,12 +108,13 @@ def of_lists():
     bench.list_problems(settings)
     hostbench.list_problems(settings)
     training.list_problems(settings)
+    verify.list_cases()
 
 
 PRINTERS = {f.__name__.removeprefix("of_"): f for f in (of_tune, of_info, of_info_with_gpus, of_verify, of_bench, of_others, of_kernels, of_lists)}
 #: By module, the calls of `table` that the functions above lead to: a new one needs a line there.
 CALLS = {
-    "bench": 2, "choices": 1, "coldbench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "models": 1, "report": 1, "training": 1, "tune": 1, "verify": 1,
+    "bench": 2, "choices": 1, "coldbench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "loopbench": 1, "models": 1, "report": 1, "training": 1, "tune": 1, "verify": 1,
 }  # fmt: skip
 
 
@@ -151,7 +154,7 @@ def test_no_row_is_broken(monkeypatch, printer, width):
     text, tables = printed(printer, width, monkeypatch)
     lines = text.splitlines()
     room = width or terminal.UNLIMITED
-    words = [bench.label(problem) for problem in suite.suite()] if printer is of_lists else []  # a problem's text is one word
+    words = [bench.label(problem) for problem in suite.suite()] + [str(case.problem) for case in verify.CASES.values()] if printer is of_lists else []  # a problem's text is one word
     assert all(cell_len(line.rstrip()) <= max([room, *(len(word) + 26 for word in words)]) for line in lines)
     assert not re.search(r"\n\s*\n\s*\n\s*\n", text)  # no empty rows
     for one in tables:

@@ -25,8 +25,10 @@ LISTS = {
     "implicit_gemm_sm90": {
         "BLOCK_M": {64, 128}, "BLOCK_N": PIXELS, "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "LOAD_CHANNELS": {16, 32, 64},
         "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
-        "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "FUSED_SPLIT": FLAG, "INTERLEAVE_COLUMNS": FLAG,
-        "PATCH_ROWS": {n // m for n in PIXELS for m in (8, 16)} | {0},
+        "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "INTERLEAVE_COLUMNS": FLAG,
+    },
+    "implicit_gemm_patch_sm90": {
+        "BLOCK_M": {64}, "BLOCK_N": {224}, "WGMMA_N": {112}, "STAGES": {3, 4, 5, 6}, "PRODUCTS": {1, 3}, "PATCH_ROWS": {14}, "FUSED_SPLIT": FLAG,
     },
     "implicit_gemm_sm80": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {64, 128, 256}, "STAGES": {3, 4}, "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "VEC": {1, 4}, "DENSE": FLAG,

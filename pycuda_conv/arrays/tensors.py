@@ -19,10 +19,9 @@ from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import Device, get_device
 
 
-def _memory(tensor: Any, typestr: str) -> Memory:
+def _memory(tensor: Any, pointer: int, typestr: str, size: int) -> Memory:
     """The memory of a tensor, for numpy: ``tensor.numpy()`` and ``torch.from_numpy()`` would forbid torch to resize it from then on."""
-    size = tensor.element_size()
-    return Memory(tensor, tensor.data_ptr(), tuple(tensor.shape), tuple([size * step for step in tensor.stride()]), typestr)
+    return Memory(tensor, pointer, tensor.shape, tuple([size * step for step in tensor.stride()]), typestr)
 
 
 class TorchKind(DeviceKind, HostKind):
@@ -38,9 +37,9 @@ class TorchKind(DeviceKind, HostKind):
         self._dtypes = {
             torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
         }
-        # a bfloat16 is seen as an integer
-        self._typestrs = {torch.float16: "=f2", torch.float32: "=f4", torch.float64: "=f8", torch.bfloat16: "=i2"}
-        self._of_typestrs = {np.dtype(typestr): dtype for dtype, typestr in self._typestrs.items()}
+        #: numpy's words for the elements, and their bytes; a bfloat16 is seen as an integer
+        self._typestrs = {torch.float16: ("=f2", 2), torch.float32: ("=f4", 4), torch.float64: ("=f8", 8), torch.bfloat16: ("=i2", 2)}
+        self._of_typestrs = {np.dtype(typestr): dtype for dtype, (typestr, _) in self._typestrs.items()}
         self._plain = {torch.Tensor, torch.nn.Parameter}
         self._levels = torch_internals.levels
         self._increment_version = torch.autograd.graph.increment_version
@@ -159,18 +158,20 @@ class TorchKind(DeviceKind, HostKind):
     # host tensors
 
     def to_numpy(self, array: Any, name: str) -> np.ndarray:
-        typestr = self._typestrs.get(array.dtype)
-        if typestr is None or array.layout is not torch.strided or not array.is_cpu:
+        elements = self._typestrs.get(array.dtype)
+        if elements is None or array.layout is not torch.strided or not array.is_cpu:
             seen: np.ndarray = array.detach().numpy()  # torch says what is wrong
             return seen
         if array.is_neg():
             array = array.detach().resolve_neg()
-        if not array.data_ptr() and array.numel():  # numpy would take memory of its own for it
+        pointer = array.data_ptr()
+        if not pointer and array.numel():  # numpy would take memory of its own for it
             raise ConvArgumentError(no_memory(name))
-        return np.asarray(_memory(array, typestr))
+        return np.asarray(_memory(array, pointer, *elements))
 
     def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        return np.asarray(_memory(torch.empty(shape, dtype=self._of_typestrs[dtype]), dtype.str))
+        tensor = torch.empty(shape, dtype=self._of_typestrs[dtype])
+        return np.asarray(_memory(tensor, tensor.data_ptr(), dtype.str, dtype.itemsize))
 
     def from_numpy(self, array: np.ndarray, like: Any) -> Any:
         memory: Any = array.base

@@ -1,4 +1,4 @@
-"""Launches of ``cu/cast.cu``: float32 arrays rounded to 16 bits, and 16-bit arrays in float32, beside a convolution of the other type."""
+"""Launches of ``cu/cast.cu``: float32 arrays rounded to 16 bits, and 16-bit arrays in float32, beside another type's convolution."""
 
 from __future__ import annotations
 

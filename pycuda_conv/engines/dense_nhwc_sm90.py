@@ -414,7 +414,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
                 yield config
 
 
-# Fitted to 221 times of 70 problems, 16 bits and TF32, on an H200: root mean square of the error 14%. hopper.py has the shared constants.
+# Fitted to 221 times of 70 problems, 16 bits and TF32, on an H200: root mean square of the error 14%.
+# hopper.py has the shared constants.
 # SINCE: 66 later times of 48 random layers, relative to the model.
 SINCE = 0.9
 MULTIPLIED = 1.52  # relative time of products beside loads, of the tensor cores' peak

@@ -340,7 +340,7 @@ def time(problem: ConvProblem, config: Fft, device: Device) -> float:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
     """The configurations worth comparing for `problem`: every tile that fits the device, for filters of many taps."""
-    if device.backend != "cuda" or math.prod(problem.filter_size) < LEAST_TAPS:
+    if device.backend != "cuda" or (math.prod(problem.filter_size) < LEAST_TAPS and problem.algorithm != "fft"):
         return
     most = shared_limit(device)
     for tile in (LINE,) if _is_line(problem) else _tiles(problem.dtype):

@@ -21,8 +21,8 @@ CLOCK = 1850.0  # cycles a microsecond
 ROW_CYCLES = 3.1  # cycles of a tensor load for each row
 FILLED_CYCLES, ODD_CYCLES = 4.7, 9.0  # the same for shorter rows: of a multiple of 32 bytes, and others
 MEMORY = 3.5e6  # bytes a microsecond
-#: For tiles that cu/pixel_tiles.cuh stores, a microsecond and multiprocessor: bytes of the result, from registers; sums through shared
-#: memory, whatever their type; elements of a residual that are added.
+#: For tiles that cu/pixel_tiles.cuh stores, a microsecond and multiprocessor: bytes of the result, from registers; sums through
+#: shared memory, whatever their type; elements of a residual that are added.
 FINISHED, STAGED, JOINED = 22e3, 5.4e3, 4.5e3
 BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads; of each further round of blocks that are not persistent
 ADDED = 17.7e3  # bytes of sums that a multiprocessor of a cluster adds in a microsecond

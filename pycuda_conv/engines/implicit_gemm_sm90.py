@@ -1,4 +1,6 @@
-"""The implicit GEMM engine for Hopper: convolutions on tensor cores fed by TMA (``cu/implicit_gemm_sm90.cu``).
+"""The implicit GEMM engine for Hopper: convolutions on tensor cores fed by TMA.
+
+The kernels are ``cu/implicit_gemm_sm90.cu``, and ``cu/implicit_gemm_patch_sm90.cu`` for the halo loaders.
 
 :mod:`pycuda_conv.engines.packing` says how operands are packed and how phases walk them. This module has the tiles, the tensor maps and
 the launch of a phase. :func:`choose` picks a tile by a short model of time.
@@ -46,6 +48,7 @@ from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
 
+KERNEL, PATCH_KERNEL = "implicit_gemm_sm90", "implicit_gemm_patch_sm90"
 JOINED_BYTES = 512 << 10  # the most bytes of parts of one tile that a block of the product adds itself
 CONVERTERS = 7  # warps that split float32 images for the halo_split loader
 KEPT_PIECE = 1024  # bytes of staging a warp needs beside the sums it keeps of the first of two paired phases
@@ -86,7 +89,7 @@ LOADERS, PIPELINES = get_args(Loader), get_args(Pipeline)
 
 @dataclass(frozen=True)
 class ImplicitGemm(Config):
-    """One tile of ``implicit_gemm_sm90.cu``.
+    """One tile of ``implicit_gemm_sm90.cu``, or of ``implicit_gemm_patch_sm90.cu``.
 
     BLOCK_M output channels, BLOCK_N pixels, the STAGES of its ring, SPLIT parts of gemm k, how its pixels are loaded, and how its two
     consumers share the work. A tile of a halo loader is 8 columns wide.
@@ -520,7 +523,6 @@ def _product(
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)),
         "W_MN_MAJOR": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.takes_turns),
         "PHASES": 1, "INTERLEAVE_COLUMNS": int(paired(problem)),
-        "PATCH_ROWS": _consumer_pixels(config) // 8 if config.halo else 0, "FUSED_SPLIT": int(config.splits_images),
     }
     if not defines["DENSE"]:
         defines["PHASES"] = PHASES
@@ -544,7 +546,7 @@ def _product(
         structs += (repeat_arguments(problem, packed, len(walks), _alike(problem)[1], filter_last),)
     if _may_mend(problem, config):
         structs += mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
-    if _may_note(defines):
+    if not config.halo and _may_note(defines):
         buffers += (layout.parts if noted else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
     else:
         buffers += flagged
@@ -555,11 +557,21 @@ def _product(
     if not config.splits_images:
         buffers += (operands.x_tiles,) if defines["PHASES"] > 1 else (operands.x_tiles, operands.w_tiles)
     return KernelLaunch(
-        "implicit_gemm_sm90", defines, _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
+        PATCH_KERNEL if config.halo else KERNEL, _patch_defines(config, products(problem)) if config.halo else defines,
+        _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
         buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
         arguments=structs,
         layer={} if tickets else finish_constants(phases[0]) | {"NOTED": int(noted)},  # the epilogue runs on whole sums, not on a part
     )
+
+
+def _patch_defines(config: ImplicitGemm, products_each: int) -> dict[str, int]:
+    """The defines of the kernel for patches."""
+    consumer = _consumer_pixels(config)
+    return {
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "PRODUCTS": products_each, "WGMMA_N": consumer,
+        "PATCH_ROWS": consumer // 8, "FUSED_SPLIT": int(config.splits_images),
+    }  # fmt: skip
 
 
 def _grid(problem: ConvProblem, walks: Sequence[PhaseAddressing], tiles: int, multiprocessors: int) -> int:
@@ -580,9 +592,9 @@ def _at_once(problem: ConvProblem) -> int:
     return 2 if paired(problem) else 1
 
 
-GemmPhase = kernel_struct("implicit_gemm_sm90", "GemmPhase")
+GemmPhase = kernel_struct("gemm_tiles.cuh", "GemmPhase")
 #: The arguments of a split sum that the product adds.
-JoinArguments = kernel_struct("implicit_gemm_sm90", "JoinArguments")
+JoinArguments = kernel_struct(KERNEL, "JoinArguments")
 
 
 def _arguments(
@@ -672,7 +684,7 @@ def _common(defines: Mapping[str, int]) -> bool:
 def _may_note(defines: Mapping[str, int]) -> bool:
     """Whether the kernel with these defines can note moments: its NOTES."""
     parts, few = defines["BF16"] and defines["OUT"] == FLOAT, defines["PRODUCTS"] == 1 or defines["WGMMA_N"] <= 128
-    return bool(defines["DENSE"] and _common(defines) and few and not (defines["PATCH_ROWS"] or defines["W_MN_MAJOR"] or parts))
+    return bool(defines["DENSE"] and _common(defines) and few and not (defines["W_MN_MAJOR"] or parts))
 
 
 def _defines_of(problem: ConvProblem) -> dict[str, int]:
@@ -702,49 +714,41 @@ def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile and its loads, the arithmetic, and how the result lies."""
     kinds = product(range(len(PINGPONG_PIXELS)), (False, True), (False, True))
     tiles = dict.fromkeys(tile for kind in kinds for tile in _ordinary_tiles(*kind))
-    for tile, one in product((*tiles, *_SPECIAL_TILES), ARITHMETICS):
-        consumer = _consumer_pixels(tile)
-        own = one | _ORDINARY | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (consumer,)}
-        for special in _SPECIAL[tile.loader]:
+    for tile, one in product(tiles, ARITHMETICS):
+        own = one | _ORDINARY | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (_consumer_pixels(tile),)}
+        for special in ({}, _STORED, _PAIRED):
             choices = own | special | {"PINGPONG": (int(tile.takes_turns),)}
-            if tile.halo:
-                choices |= {"PATCH_ROWS": (consumer // 8,), "FUSED_SPLIT": (int(tile.splits_images),)}
-            else:
-                stored = (4 if one["OUT"] == (FLOAT,) else 2) if choices["TENSOR_STORE"] == (1,) else 0
-                ring = _ring_of(tile, 2 if one["PRODUCTS"] == (3,) else 1, stored, choices["INTERLEAVE_COLUMNS"] == (1,))
-                choices["STAGES"] = (ring.deepest(_depths(tile)),)
-            yield TextFamily("implicit_gemm_sm90", choices, _made, "sm_90a")
+            stored = (4 if one["OUT"] == (FLOAT,) else 2) if choices["TENSOR_STORE"] == (1,) else 0
+            ring = _ring_of(tile, 2 if one["PRODUCTS"] == (3,) else 1, stored, choices["INTERLEAVE_COLUMNS"] == (1,))
+            choices["STAGES"] = (ring.deepest(_depths(tile)),)
+            yield TextFamily(KERNEL, choices, _made, "sm_90a")
+    for tile in _SPECIAL_TILES:
+        of_tile = {name: (value,) for name, value in _patch_defines(tile, 3).items()}
+        stages = _depths(tile) if tile.splits_images else _DEPTHS["halo"]
+        yield TextFamily(PATCH_KERNEL, of_tile | {"PRODUCTS": (3,) if tile.splits_images else (3, 1), "STAGES": stages}, arch="sm_90a")
 
 
 #: Defines of the im2col loader whose results are stored pixel by pixel; STAGES is filled in.
 _ORDINARY: dict[str, tuple[int, ...]] = {
     "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": (1, PHASES),
-    "INTERLEAVE_COLUMNS": (0,), "PATCH_ROWS": (0,), "FUSED_SPLIT": (0,), "STAGES": (0,),
+    "INTERLEAVE_COLUMNS": (0,), "STAGES": (0,),
 }  # fmt: skip
 _STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
 _PAIRED: dict[str, tuple[int, ...]] = {
     "INTERLEAVE_COLUMNS": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": (1, PHASES), "W_MN_MAJOR": (0,),
 }  # fmt: skip
-_HALO: dict[str, tuple[int, ...]] = {
-    "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "LOAD_CHANNELS": (64,), "PHASES": (1,), "W_MN_MAJOR": (0,), "STAGES": (6, 5, 4, 3),
-}
-#: For each loader, the defines that differ from :data:`_ORDINARY`.
-_SPECIAL: dict[Loader, tuple[dict[str, tuple[int, ...]], ...]] = {
-    "im2col": ({}, _STORED, _PAIRED), "halo": (_HALO,), "halo_split": (_HALO | {"STAGES": (4, 3)},),
-}  # fmt: skip
 
 
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever launched."""
-    consumer, three, of_float32 = d["WGMMA_N"], d["PRODUCTS"] == 3, d["OUT"] == FLOAT and not d["BF16"]
+    consumer, three = d["WGMMA_N"], d["PRODUCTS"] == 3
     parts = d["OUT"] == FLOAT and d["BF16"]
     if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
         return False
     seldom = _seldom(d)
-    if not d["PATCH_ROWS"]:
-        tile = ImplicitGemm(d["BLOCK_M"], d["BLOCK_N"], schedule=PIPELINES[d["PINGPONG"]])
-        if tile not in _ordinary_tiles(seldom, three, bool(d["DENSE"])):
-            return False
+    tile = ImplicitGemm(d["BLOCK_M"], d["BLOCK_N"], schedule=PIPELINES[d["PINGPONG"]])
+    if tile not in _ordinary_tiles(seldom, three, bool(d["DENSE"])):
+        return False
     if consumer > (256 if not three else 136):
         return False
     stores = d["NHWC"] and d["DENSE"] and consumer % 32 == 0 and d["VEC"] == 4
@@ -762,9 +766,6 @@ def _made(d: Mapping[str, int]) -> bool:
         return False
     if d["PINGPONG"]:
         return not three and d["BLOCK_M"] == 128 and not (d["NHWC"] and d["BLOCK_N"] % 32)
-    if d["PATCH_ROWS"]:
-        most = 112 if d["FUSED_SPLIT"] else 128
-        return bool(of_float32 and consumer <= most and (not d["FUSED_SPLIT"] or (three and d["BLOCK_M"] == 64)))
     return True
 
 

@@ -21,6 +21,10 @@ from pycuda_conv.runtime.base import Device
 #: All engines; :mod:`pycuda_conv.engines.peers` lists them here. Among equal predictions that of the first engine wins.
 ENGINES: tuple[Engine, ...] = ()
 
+#: Those that transform, and those of them whose error is relative to norms alone: they have to be asked for.
+TRANSFORMS: tuple[Engine, ...] = ()
+NORMWISE: tuple[Engine, ...] = ()
+
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
 PASS_LAUNCH = 2.0  # microseconds that one more launch takes
 BEST = 2  # configurations of each engine to measure at any prediction, since a model may be wrong
@@ -84,7 +88,7 @@ MOST_FOUND = 1024
 
 def find(problem: ConvProblem, device: Device) -> Config | None:
     """:func:`choose`, but None if no engine can run it, as most channels-last wgrad problems."""
-    key = problem, device.backend, device.capability, device.multiprocessors, ENGINES
+    key = problem, device.backend, device.capability, device.multiprocessors, type(device), ENGINES
     try:
         return _found[key]
     except KeyError:
@@ -198,10 +202,21 @@ def filter_key(problem: ConvProblem, config: Config) -> Hashable:
     return engine_of(config).filter_key(problem.launched, config)
 
 
+def _worthwhile(engine: Any, launched: ConvProblem, device: Device) -> bool:
+    """False if the engine says so, before it is asked whether it can run on `device`: that may mean to import a library."""
+    says = getattr(engine, "worthwhile", None)
+    return says is None or bool(says(launched, device))
+
+
 def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
-    """The engines that may run `problem`."""
-    layout = problem.launched.layout
-    return [engine for engine in ENGINES if layout in engine.LAYOUTS and engine.unsupported(device) is None]
+    """The engines that may run `problem`: of those that its algorithm names, or of all if none of these can."""
+    launched = problem.launched
+    asked = [engine for engine in ENGINES if launched.layout in engine.LAYOUTS and _worthwhile(engine, launched, device)]
+    found = [engine for engine in asked if engine.unsupported(device) is None]
+    if problem.algorithm == "fft":
+        transform = [engine for engine in found if engine in TRANSFORMS and any(True for _ in engine.configs(launched, device))]
+        return transform or [engine for engine in found if engine not in TRANSFORMS]
+    return [engine for engine in found if engine not in (NORMWISE if problem.algorithm is None else TRANSFORMS)]
 
 
 def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, Config]]:

@@ -6,7 +6,7 @@ import sys
 from collections import namedtuple
 from typing import Any
 
-from pycuda_conv.runtime.base import struct_members
+from pycuda_conv.runtime.base import shown_file, struct_members
 
 
 def kernel_struct(file: str, name: str) -> Any:
@@ -25,6 +25,6 @@ def kernel_struct(file: str, name: str) -> Any:
         There is no such struct, or it has other members.
     """
     made: Any = namedtuple(name, struct_members(file, name))  # type: ignore[misc]
-    made.__doc__ = f"struct {name} of cu/{file}.cu"
+    made.__doc__ = f"struct {name} of {shown_file(file)}"
     made.__module__ = sys._getframe(1).f_globals.get("__name__", __name__)  # so that it can be pickled
     return made

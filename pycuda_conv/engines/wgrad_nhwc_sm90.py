@@ -5,8 +5,8 @@ The arrays are float16, bfloat16 and float32. float32 takes three products of TF
 positions are cut into runs, and a second launch adds the sums of several runs: ``cu/wgrad_nhwc_reduce.cu`` if the gradient's taps are
 fastest in memory and the runs are few, ``cu/wgrad_nhwc_add.cu`` otherwise.
 
-An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind its channels (``cu/fold_channels.cu``). If x has few
-channels, the copy also folds taps into channels: one row of taps, or all. Loading taps of few channels one by one would take longer.
+An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind its channels (``cu/fold_channels.cu``). If x has
+few channels, the copy also folds taps into channels: one row of taps, or all. Loading taps of few channels one by one would take longer.
 
 If dy has few channels, a tile would have few rows. Without strides the same sums may then run over the pixels of x, with x and dy
 exchanged: flipped tiles.

@@ -24,19 +24,19 @@ def convolve(
     """Run `plan` on arrays that fit it. `packed` is the filter as :func:`pack` made it."""
     device: Any = plan.device
     pushed = not device.is_current()
+    doubtful = pushed and not kind.any_context and contexts.in_doubt(device)
     if pushed:
-        if not kind.any_context:
-            _check_reached(kind, device, operands, out)
         device.push()
     try:
         addresses = [0 if array is None else kind.pointer(array) for array in operands]
+        if doubtful:
+            written = 0 if out is None else kind.pointer(out)
+            contexts.check_reached(device, dict(zip((*Operands._fields, "out"), (*addresses, written), strict=True)))
         home = kind.current_stream(device)
         on = home if stream is None else _stream_of(stream, device)
         if kind.has_producers:
             for array in (*operands, out):
-                producer = None if array is None else kind.producer(array)
-                if producer is not None:
-                    device.order(producer, home)
+                _follow(kind, device, array, home)
         w, weight = addresses[1], operands.weight
         filter_last = plan.reads_filter_last and packed is None and not w % ALIGNMENT and kind.is_laid_out_as(weight, plan.filter_order)
         copies = _unreadable(kind, plan, operands, addresses, filter_last)
@@ -60,6 +60,8 @@ def convolve(
             nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.schedule.workspace_bytes, packed[1])
             workspace, scratch = kind.workspace(nbytes, operands.input, device) if nbytes else (None, 0)
             buffers = (*addresses, kind.pointer(result), scratch)
+            if doubtful:
+                contexts.check_reached(device, {"the result": buffers[-2], "the workspace": scratch})
             if stream is None:
                 plan.launch(buffers, on, at, filter_last)
             else:  # memory of the current stream is used on another: the writes before come first, and it is given back after the use
@@ -84,10 +86,12 @@ def _stream_of(stream: Any, device: Any) -> Any:
     return on
 
 
-def _check_reached(kind: DeviceKind, device: Any, operands: Sequence[Any], out: Any) -> None:
-    """Refuse arrays that lie in a program's own context, although their library uses the primary one."""
-    named = zip((*Operands._fields, "out"), (*operands, out), strict=True)
-    contexts.check_reached(device, {name: kind.pointer(array) for name, array in named if array is not None})
+def _follow(kind: DeviceKind, device: Any, array: Any, home: Any) -> None:
+    """Let the stream `home` wait for the one that writes an array, or None, if that may be another."""
+    producer = None if array is None else kind.producer(array)
+    if producer is not None:
+        contexts.check_stream(device, producer)
+        device.order(producer, home)
 
 
 def addresses_as_they_lie(kind: DeviceKind, plan: Plan, operands: Operands, out: Any) -> tuple[list[int], bool]:
@@ -172,13 +176,15 @@ def pack(kind: DeviceKind, plan: Plan, weight: Any) -> tuple[Any, tuple[Any, int
     Every stream may use them.
     """
     device: Any = plan.device
+    doubtful, given = not kind.any_context and contexts.in_doubt(device), kind.pointer(weight)
     with device.current():
         home, own = kind.current_stream(device), device.pipeline_streams()[1]
-        producer = kind.producer(weight) if kind.has_producers else None
-        if producer is not None:
-            device.order(producer, home)
+        if kind.has_producers:
+            _follow(kind, device, weight, home)
         weight = kind.copy(weight)
         packed, at = kind.workspace(plan.filter_bytes, weight, device)
+        if doubtful:
+            contexts.check_reached(device, {"weight": given, "the copy of weight": kind.pointer(weight), "the packed filter": at})
         device.order(home, own)
         try:
             plan.pack(kind.pointer(weight), at, own)
@@ -191,15 +197,16 @@ def launch(
     kind: DeviceKind, device: Any, launcher: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any
 ) -> None:
     """Call `launcher` with buffers (inputs, outs, workspace). The arrays have no gaps; any but the first may be None."""
+    doubtful = not kind.any_context and contexts.in_doubt(device)
     with device.current():
         home = kind.current_stream(device)
         for array in inputs if kind.has_producers else ():
-            producer = None if array is None else kind.producer(array)
-            if producer is not None:
-                device.order(producer, home)
+            _follow(kind, device, array, home)
         buffers = [0 if array is None else kind.pointer(array) for array in (*inputs, *outs)]
         _scratch, at = kind.workspace(workspace, inputs[0], device) if workspace else (None, 0)  # dropped after the launches
         buffers.append(at)
+        if doubtful:
+            contexts.check_reached(device, {f"array {i}": pointer for i, pointer in enumerate(buffers)})
         on = home if stream is None else _stream_of(stream, device)
         if stream is not None:  # memory of the current stream is used on another
             device.order(home, on)

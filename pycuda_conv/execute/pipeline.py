@@ -28,7 +28,8 @@ import numpy as np
 from pycuda_conv import engines
 from pycuda_conv.execute import staging
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime import contexts
+from pycuda_conv.runtime import contexts, transforms
+from pycuda_conv.runtime.base import LibraryCall
 from pycuda_conv.tune import lookup
 
 if TYPE_CHECKING:
@@ -594,7 +595,8 @@ def _convolve(
                 residual = residual.copy()  # OpenCL's buffers must not overlap
             arrays = (x, *filters.arrays, residual)
             ready = [None if a is None else np.ascontiguousarray(a, dtype=problem.storage) for a in arrays]
-            device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
+            if stream is not None or not _by_library(plan, ready, y):
+                device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
         return y
     gpu: Any = device
     with gpu.current():
@@ -620,6 +622,15 @@ def _convolve(
     if len(devices) > 1:
         took(time.perf_counter() - began)
     return y
+
+
+def _by_library(plan: Plan, arrays: Sequence[Any], y: np.ndarray) -> bool:
+    """Whether a library has computed `y`: where nothing but a bias follows its transforms, and few sums may be off."""
+    call, problem = plan.schedule.whole[0][0], plan.problem
+    x, weight, bias, *others = arrays
+    if not isinstance(call, LibraryCall) or problem.itemsize < 4 or problem.activation or any(one is not None for one in others):
+        return False
+    return transforms.convolve(call.told[0], x, weight, bias, y)
 
 
 def _chunk_bytes(x: np.ndarray, y: np.ndarray) -> int:

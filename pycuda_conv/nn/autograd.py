@@ -59,11 +59,12 @@ class Settings(NamedTuple):
     precision: str
     device: str | None
     tune: bool
+    algorithm: str | None = None
 
 
 _SCHEMA = (
     "(Tensor {}, Tensor {}, Tensor? bias, SymInt[] {}, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, "
-    "str precision, str? device, bool tune) -> Tensor"
+    "str precision, str? device, bool tune, str? algorithm=None) -> Tensor"
 )
 
 
@@ -104,7 +105,8 @@ class Operator:
     def asked(self, settings: Settings, size: Any) -> tuple[Any, ...]:
         """The options, as :func:`pycuda_conv.dispatch.convolve` takes them."""
         ndim, stride, padding, dilation, groups, precision, *_ = settings
-        return self.function, ndim, stride, padding, dilation, groups, precision, size, None
+        asked = self.function, ndim, stride, padding, dilation, groups, precision, size, None
+        return asked if settings.algorithm is None else (*asked, settings.algorithm)
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         """The shape of the result. Sizes may be symbols; the settings are in numbers."""
@@ -223,7 +225,7 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
         x, w, bias, scale, residual = operands
         with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
         return convolve(call, with_channels, device, tune)[0]
-    settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune)
+    settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune, call.algorithm)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size
     operands = Operands(*_cast(*operands))
@@ -372,14 +374,18 @@ class Again:
     know of in its turn, is computed by an operator.
     """
 
-    def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> None:
+    def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int], order: tuple[int, ...] | None) -> None:
         self.operator = _BY_FUNCTION[call.function]
-        self.settings = settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False)
+        self.settings = settings = Settings(
+            call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False, call.algorithm
+        )
         self.size = call.size
         self.shapes = first_shape, second_shape
+        #: in which the result lies
+        self.order = order
         self.transposed = self.operator is CONV_TRANSPOSE
         #: the key's options of both gradients together
-        self.both = call.function, *settings[:-2], call.size
+        self.both = call.function, *settings[:6], settings.algorithm, call.size
         #: the keys' options of the gradients; None where they take more than one convolution
         self.by_first: tuple[Any, ...] | None = CONV_INPUT.asked(settings, first_shape)
         self.by_second: tuple[Any, ...] | None = CONV_WEIGHT.asked(settings, second_shape)
@@ -453,6 +459,14 @@ class Again:
         return self.operator.by_second(self.settings, first, self.shapes[1], grad) if made is None else made
 
 
+def without_gaps(grad: Any, order: tuple[int, ...] | None) -> Any:
+    """A gradient that lies in `order`, as the result does: a copy if its elements lie apart, repeat, or lie in another order.
+
+    The gradient of ``torch.cat`` is a slice of another one, and that of a sum repeats one number.
+    """
+    return grad if TORCH.is_kernel_input(grad, order) else TORCH.copy(grad, order)
+
+
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, again: Again, first: Any, second: Any, bias: Any, made: tuple[Any]) -> Any:
@@ -464,10 +478,14 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         first, second = saved = ctx.saved_tensors  # torch.utils.checkpoint gives them once
-        made = None if _is_followed() else quick.gradients(ctx, saved, grad)
+        again, followed = ctx.again, _is_followed()
+        made = None if followed else quick.gradients(ctx, saved, grad)
+        if made is None and not (followed or torch.is_grad_enabled() or _traced(grad, grad, None) or _is_batched(grad)):
+            dense = without_gaps(grad, again.order)
+            if dense is not grad:
+                grad, made = dense, quick.gradients(ctx, saved, dense)
         if made is not None:
             return made
-        again = ctx.again
         _, by_first, by_second, by_bias, _ = ctx.needs_input_grad
         if by_first and by_second:
             dx, dw = again.gradients(first, second, grad)
@@ -477,12 +495,14 @@ class _Again(torch.autograd.Function):
         return None, dx, dw, _summed(again.settings.ndim, grad) if by_bias else None, None
 
 
-def told_again(call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> Callable[..., Any]:
+def told_again(call: Call, first_shape: Sequence[int], second_shape: Sequence[int], result: Any) -> Callable[..., Any]:
     """(first, second, bias, (result,)) -> the result of a convolution that the launcher in C has just repeated, known to torch.
 
-    It is ``_Again.apply`` without checks that the launcher has already made. They take 3 us.
+    It is ``_Again.apply`` without checks that the launcher has already made. They take 3 us. `result` lies as all results of the call do.
     """
-    return partial(super(torch.autograd.Function, _Again).apply, Again(call, first_shape, second_shape))
+    batched = result.dim() == call.ndim + 2
+    order = channels_last(call.ndim + 2, call.ndim) if batched and _layout(result, call.ndim) == "NHWC" else None
+    return partial(super(torch.autograd.Function, _Again).apply, Again(call, first_shape, second_shape, order))
 
 
 class _Transformed(_Function):
@@ -573,7 +593,8 @@ def _check(
         operator.problem(
             settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
             padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(first.dtype),
-            precision=settings.precision, **shapes, **({} if activation is None else {"activation": activation}),
+            precision=settings.precision, algorithm=settings.algorithm, **shapes,
+            **({} if activation is None else {"activation": activation}),
         )
 
 

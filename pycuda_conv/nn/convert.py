@@ -27,7 +27,7 @@ from pycuda_conv.nn import modules
 from pycuda_conv.nn.compiler import CompiledGraph, graphs_of
 from pycuda_conv.nn.fused import _FusedConvBnReLU
 from pycuda_conv.nn.linear import linear as linear_of
-from pycuda_conv.nn.modules import checked_precision, in_pairs
+from pycuda_conv.nn.modules import checked_precision, in_pairs, marked
 from pycuda_conv.nn.routing import routed
 from pycuda_conv.typing import Precision
 
@@ -292,6 +292,9 @@ class _Changed:
 
     _kind: str
     _origin: type
+
+    def extra_repr(self) -> str:
+        return marked(super().extra_repr())  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         parts: Any = super().__reduce_ex__(max(int(protocol), 2))

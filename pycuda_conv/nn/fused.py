@@ -58,6 +58,7 @@ from pycuda_conv.nn.autograd import (
     count_flops,
     flops,
     without_autocast,
+    without_gaps,
 )
 from pycuda_conv.nn.modules import in_pairs
 from pycuda_conv.plan import Plan
@@ -615,6 +616,11 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
         return _differentiable_gradients(ctx, dout, added, bias)
     spent = own_y and not twice and not torch_internals.keeps_graph()
     made = None if twice else _backward_again(*given, spec, added, spent)
+    if made is None and not (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
+        dense = without_gaps(dout, _order(y))
+        if dense is not dout:
+            dout, given = dense, (dense, *given[1:])
+            made = _backward_again(*given, spec, added, spent)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         if out is not None:
             dout, spec = dout.masked_fill(out <= 0, 0), spec._replace(activation=None)

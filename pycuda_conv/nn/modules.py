@@ -1,6 +1,7 @@
 """torch's convolution modules, computed by this package.
 
-Each class is torch's own with another forward: it has the same arguments, parameters, initialisation, state_dict and printed form.
+Each class is torch's own with another forward: it has the same arguments, parameters, initialisation and state_dict. What it prints ends
+with ``by pycuda_conv``.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ def _nobodys() -> None:
     pass
 
 
+def marked(text: str) -> str:
+    """The `extra_repr` of a module that this package computes, by which a printed model shows what was converted."""
+    mark = "by pycuda_conv"
+    return text if mark in text else f"{text}, {mark}" if text else mark
+
+
 _FILE = torch.nn.Conv2d.__init__.__code__.co_filename
 
 
@@ -48,7 +55,7 @@ class _Ours:
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
-        return text if self.precision == "fp32" else f"{text}, precision={self.precision}"
+        return marked(text if self.precision == "fp32" else f"{text}, precision={self.precision}")
 
     @property
     def qconfig(self) -> Any:

@@ -143,6 +143,24 @@ class KernelLaunch:
         return source_of(file, self.defines)
 
 
+@dataclass(frozen=True)
+class LibraryCall(KernelLaunch):
+    """A call of a library in the place of a launch.
+
+    :attr:`~KernelLaunch.kernel` is the library's name, and there is no text to compile. Launchers of schedules make the call in its turn.
+
+    Attributes
+    ----------
+    told : (Transforms, int, int)
+        What to make of the input and the weight, and the bytes from the workspace's start to the sums and to their limits.
+    """
+
+    told: tuple[Any, int, int] = (None, 0, 0)
+
+    def source(self) -> str:
+        return ""
+
+
 def source_of(file: str, defines: Mapping[str, int]) -> str:
     """The text of a kernel file behind a prelude of defines, in any order. Equal arguments give the same string: it is hashed once."""
     return _joined(file, _text(file), tuple(sorted(defines.items())))
@@ -156,13 +174,47 @@ def _joined(file: str, text: str, items: tuple[tuple[str, int], ...]) -> str:
     lines = [f"#define {name} {defines[name]}" for name in first if name in defines]
     lines += ['#include "portable.cuh"'] if first else []
     lines += [f"#define {name} {value}" for name, value in items if name not in first]
-    lines.append(f'#line 1 "cu/{file}.cu"')
+    lines.append(f'#line 1 "{shown_file(file)}"')
     return "\n".join(lines) + "\n" + text
 
 
 @cache
 def _text(file: str) -> str:
-    return (KERNEL_DIR / (file if file.endswith(".cuh") else f"{file}.cu")).read_text()
+    return kernel_file(file).read_text()
+
+
+@lru_cache(maxsize=8)
+def _files(folder: Path) -> dict[str, Path]:
+    """The files of kernels by the names that they have: their stem, and that behind their folder's name. Headers have their file's name."""
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*.cu*")):
+        if path.suffix == ".cuh":
+            found[path.name] = path
+        else:
+            found[path.stem] = found[f"{path.parent.name}_{path.stem}"] = path
+    return found
+
+
+def kernel_file(name: str) -> Path:
+    """The file of a kernel of this name, or of a header with its ``.cuh``.
+
+    A kernel has the name of its file's stem, or that behind the name of the folder: ``direct_gemm`` lies in ``direct/gemm.cu``.
+
+    Raises
+    ------
+    FileNotFoundError
+    """
+    if name not in _files(KERNEL_DIR):
+        _files.cache_clear()  # it may be new
+    try:
+        return _files(KERNEL_DIR)[name]
+    except KeyError:
+        raise FileNotFoundError(f"there is no kernel {name} in {KERNEL_DIR}") from None
+
+
+def shown_file(name: str) -> str:
+    """The same file as messages show it: ``cu/direct_gemm.cu``."""
+    return f"cu/{kernel_file(name).relative_to(KERNEL_DIR).as_posix()}"
 
 
 #: How kernels spell the type of a 64-bit integer.
@@ -180,7 +232,7 @@ def struct_members(file: str, struct: str) -> tuple[str, ...]:
     TypeError
         There is no such struct, or it has members other than 64-bit integers.
     """
-    name = file if file.endswith(".cuh") else f"{file}.cu"
+    name = kernel_file(file).name
     for where, read in ((name, lambda: _text(file)), ("the headers", headers)):
         text = read()
         found = re.search(rf"\bstruct {struct} {{(.*?)\n}}", text, re.DOTALL)
@@ -211,7 +263,7 @@ def _check_struct(file: str, struct: type) -> None:
 @cache
 def headers() -> str:
     """The text of all headers in ``cu/``, which compiled kernels depend on."""
-    return "\0".join(path.read_text() for path in sorted(KERNEL_DIR.glob("*.cuh")))
+    return "\0".join(path.read_text() for path in sorted(KERNEL_DIR.rglob("*.cuh")))
 
 
 def forked(what: str) -> BackendError:
@@ -237,6 +289,11 @@ class Device(AbstractContextManager["Device"]):
     model: str = ""
     #: Whether kernels that know a layer's constants are worth compiling for each layer.
     constants_pay = False
+
+    @property
+    def transforms(self) -> str:
+        """The library of Fourier transforms that serves the device, or ""."""
+        return ""
 
     def check_current(self) -> None:
         """Refuse to launch where that would need what is gone."""

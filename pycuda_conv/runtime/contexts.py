@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.runtime import driver
+from pycuda_conv.runtime import driver, transforms
 from pycuda_conv.runtime.device import CudaDevice, Where
 from pycuda_conv.runtime.gpu import Gpu, gpu
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
@@ -73,6 +73,11 @@ class PrimaryContext(CudaDevice):
             self._in_c.primary(ordinal, self.handle)
             self.push = partial(self._in_c.push, self.handle)  # type: ignore[method-assign]
             self.pop = self._in_c.pop  # type: ignore[method-assign]
+
+    @property
+    def transforms(self) -> str:
+        """The library of Fourier transforms that serves the device, or "". It is imported, which takes seconds."""
+        return transforms.gpu_library()
 
     def __enter__(self) -> CudaDevice:
         """Make the context current for PyCUDA as well, so that programs can make arrays in it."""
@@ -392,14 +397,17 @@ def _where_is(pointer: int) -> Where:
     return found
 
 
-def check_reached(device: CudaDevice, named: dict[str, int]) -> None:
-    """Refuse addresses outside of a primary context's memory while a context is current that is no primary one.
+def in_doubt(device: CudaDevice) -> bool:
+    """Whether memory of a library that uses the primary context may lie elsewhere: while a context is current that is no primary one.
 
-    torch's memory may lie there, if that context was current when torch first used the GPU.
+    torch's memory does, if that context was current when torch first used the GPU.
     """
     current = driver.current_context()
-    if not current or current == device.handle or is_primary(current):
-        return
+    return bool(current) and current != device.handle and not is_primary(current)
+
+
+def check_reached(device: CudaDevice, named: dict[str, int]) -> None:
+    """Refuse addresses outside of a primary context's memory."""
     context = ctypes.c_void_p()
     for name, pointer in named.items():
         failed = not pointer or driver.libcuda().cuPointerGetAttribute(ctypes.byref(context), 1, pointer)

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pycuda_conv.runtime import copies, driver, tensor_map
-from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
+from pycuda_conv.runtime import copies, driver, tensor_map, transforms
+from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, LibraryCall
 from pycuda_conv.runtime.gpu import Gpu
 from pycuda_conv.runtime.launcher import (
     Launch,
@@ -145,7 +145,8 @@ class CudaDevice(Device):
     # ---- kernels
 
     def compile_all(self, steps: Sequence[KernelLaunch]) -> None:
-        missing = {step.source(): step for step in steps if (step.kernel, step.source()) not in self._functions}
+        kernels = (step for step in steps if not isinstance(step, LibraryCall))
+        missing = {step.source(): step for step in kernels if (step.kernel, step.source()) not in self._functions}
         if len(missing) > 1:
             with ThreadPoolExecutor(min(len(missing), cores())) as pool:
                 list(pool.map(lambda step: self.queue.cubin(step.source(), step.arch).result(), missing.values()))
@@ -157,9 +158,30 @@ class CudaDevice(Device):
 
     def schedule_launcher(self, steps: Sequence[Sequence[KernelLaunch]]) -> Launcher:
         """Launches of one step run side by side, unless each alone fills the GPU: then they run in turn, which costs the host less."""
+        if any(isinstance(launch, LibraryCall) for step in steps for launch in step):
+            return self._with_library(steps)
         operations = list(self._operations(steps))
         forks = any(isinstance(one, StreamWait) for one in operations)
         return (self._by_python if self._in_c is None else self._by_c)(operations, forks)
+
+    def _with_library(self, steps: Sequence[Sequence[KernelLaunch]]) -> Launcher:
+        """A launcher that makes launches and a library's calls one after the other."""
+        parts = [
+            partial(self._call_library, launch) if isinstance(launch, LibraryCall) else self.schedule_launcher([[launch]])
+            for step in steps for launch in step
+        ]
+
+        def launch(buffers: Sequence[Any], stream: Any) -> None:
+            for part in parts:
+                part(buffers, stream)
+
+        return launch
+
+    def _call_library(self, call: LibraryCall, buffers: Sequence[Any], stream: Any) -> None:
+        driver.check_not_forked()
+        told, sums, limits = call.told
+        x, w, _, _, workspace, *_ = map(int, buffers)
+        transforms.fill_on_gpu(told, call.kernel, self.ordinal, (x, w, workspace + sums, workspace + limits), driver.handle_of(stream))
 
     def launches(self, steps: Sequence[Sequence[KernelLaunch]]) -> list[Launch]:
         """The launches of `steps`, one behind the other, each with its compiled kernel."""

@@ -44,7 +44,7 @@ def check_version(version: tuple[int, ...]) -> None:
     """Refuse a PyCUDA that is too old."""
     if tuple(version[: len(OLDEST)]) < OLDEST:
         found, wanted = (".".join(map(str, one)) for one in (version, OLDEST))
-        raise BackendError(f"PyCUDA {found} is too old, and {wanted} or a newer one is needed: pip install --upgrade 'pycuda_conv[cuda]'")
+        raise BackendError(f"PyCUDA {found} is too old, and {wanted} or a newer one is needed: pip install --upgrade pycuda")
 
 
 def pycuda() -> Any:
@@ -56,13 +56,16 @@ def pycuda() -> Any:
     except ImportError as error:
         if not has_gpu():
             raise BackendError("no NVIDIA GPU was found") from error
-        raise BackendError(f"PyCUDA is not importable ({error}); install it with: pip install 'pycuda_conv[cuda]'") from error
+        raise BackendError(f"PyCUDA is not importable ({error}); install it with: pip install pycuda nvidia-cuda-nvrtc") from error
     if not _initialised:
         check_version(getattr(sys.modules.get("pycuda"), "VERSION", OLDEST))
         try:
             drv.init()
         except drv.Error as error:
             raise BackendError(f"the CUDA driver did not start: {error}") from error
+        if not hasattr(drv.Device, "retain_primary_context"):
+            version = getattr(importlib.import_module("pycuda"), "VERSION_TEXT", "here")
+            raise BackendError(f"PyCUDA {version} is too old, it has no primary contexts; install another: pip install -U pycuda")
         _initialised = True
     return drv
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import math
 import os
 import threading
 import time
@@ -17,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import BackendError, DeviceMemoryError
-from pycuda_conv.runtime import pocl, waiting
-from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, forked, headers
+from pycuda_conv.runtime import pocl, transforms, waiting
+from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, LibraryCall, forked, headers
 from pycuda_conv.runtime.cache import Entry, trusted_folder
 from pycuda_conv.runtime.pocl_process import compile_elsewhere
 from pycuda_conv.runtime.workers import workers
 
 #: Options that every kernel is built with.
 OPTIONS = ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)]
-_HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
+_HOW = "install PoCL with: pip install 'pyopencl[pocl]'"
 #: Seconds of work that OpenCL has at a time. A signal waits so long: what is begun uses the arrays' memory and can't be stopped.
 PART_SECONDS = 0.2
 #: Work that takes less time is waited for in C, which takes the fewest microseconds.
@@ -99,6 +100,11 @@ def opencl_device() -> OpenCLDevice:
         return _made[0]
 
 
+def compiling() -> bool:
+    """Whether PoCL compiles something at the moment. It can't be stopped, and a process that ends waits for it."""
+    return any(device.compiling() for device in _made)
+
+
 class _Pace:
     """How long a block of a launch takes, in seconds; None before it was measured."""
 
@@ -155,10 +161,18 @@ class OpenCLDevice(Device):
         self._since, self._queued = 0.0, 0.0
         atexit.register(self._wait_for_compiler, os.getpid())  # before the folder is removed in which it works
 
+    def compiling(self) -> bool:
+        """Whether PoCL compiles something at the moment."""
+        return self._building.locked() or not all(_done(event) for event, *_ in self._compiling)
+
     def _wait_for_compiler(self, owner: int) -> None:
         if os.getpid() == owner:
             with self._building:
                 self._side_queue.finish()
+
+    @property
+    def transforms(self) -> str:
+        return transforms.host_library()
 
     def __enter__(self) -> OpenCLDevice:
         return self
@@ -167,7 +181,10 @@ class OpenCLDevice(Device):
         pass
 
     def launcher(self, step: KernelLaunch) -> Launcher:
-        kernel, program = waiting.beside(lambda: self._kernel(step))
+        if isinstance(step, LibraryCall):
+            return self._by_library(step)
+        found = self._kernels.get((step.kernel, source := step.source()))
+        kernel, program = (found, self._programs[source][1]) if found else waiting.beside(lambda: self._kernel(step))
         numbers = _numbers(step)
         whole = [place for place in step.buffers if isinstance(place, int)]
         if len(whole) < len(step.buffers):
@@ -177,12 +194,35 @@ class OpenCLDevice(Device):
         def launch(buffers: Sequence[Any], stream: Any) -> None:
             given = [buffers[i] or None for i in whole]
             if kernel not in self._compiled:
-                self._workshop.check_room()
                 self._compile(step, kernel, [one and one.size for one in given], numbers)
                 program.keep()
                 self._compiled.add(kernel)
             with self._lock:  # a kernel object holds its arguments
                 self._launch_in_parts(step, kernel, [*given, *numbers], pace)
+
+        return launch
+
+    def _by_library(self, step: LibraryCall) -> Launcher:
+        """A launcher that lets a library work on the buffers' memory, which is the host's."""
+        told, sums_at, limits_at = step.told
+
+        def launch(buffers: Sequence[Any], stream: Any) -> None:
+            flags = self._cl.map_flags
+            mapped = [
+                self._cl.enqueue_map_buffer(self.queue, buffers[i], access, 0, (buffers[i].size,), np.uint8)[0]
+                for i, access in ((0, flags.READ), (1, flags.READ), (4, flags.WRITE))
+            ]
+            x, w, workspace = mapped
+            sums, limits = (
+                workspace[at : at + 8 * math.prod(shape)].view(np.float64).reshape(shape)
+                for at, shape in ((sums_at, told.sums_shape), (limits_at, told.limits_shape))
+            )
+            dtype = np.dtype(told.storage)
+            try:
+                transforms.fill(told, x.view(dtype), w.view(dtype), sums, limits)
+            finally:
+                for one in mapped:
+                    one.base.release(self.queue)
 
         return launch
 
@@ -229,6 +269,7 @@ class OpenCLDevice(Device):
         That launch is of one block, on other memory that is as large as the arrays, or larger: after Ctrl-C it goes on, and may not touch
         the caller's arrays.
         """
+        self._workshop.check_room()
         flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
         try:
             room = [np.zeros(size, np.uint8) if size else None for size in sizes]  # zeros that nobody reads take no memory
@@ -323,10 +364,14 @@ class OpenCLDevice(Device):
             with self._lock:
                 try:
                     launch(buffers, None)
-                    self._finish()
+                    if self._queued > BRIEF_SECONDS:
+                        self._finish()
                     for array, held in zip(outs, written, strict=True):
                         if held is not None:
                             cl.enqueue_copy(self.queue, array, held)  # blocks; no copy where memory is shared
+                    if not any(written):  # nothing was waited for
+                        self.queue.finish()
+                    self._given, self._queued = {}, 0.0
                 except BaseException:  # Ctrl-C too: the arrays' memory must not be freed while kernels use it
                     self.queue.finish()
                     self._given, self._queued = {}, 0.0

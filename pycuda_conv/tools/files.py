@@ -17,7 +17,7 @@ import numpy as np
 
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.tools.terminal import ToolError, console, require
-from pycuda_conv.typing import Precision
+from pycuda_conv.typing import Algorithm, Precision
 
 #: The named filters of pictures.
 FILTERS = {
@@ -48,6 +48,7 @@ class Settings:
     output_padding: Any = None
     activation: Any = None
     precision: Precision = "fp32"
+    algorithm: Algorithm | None = None
     device: Any = None
     devices: Any = None
     batch: int | None = None
@@ -60,7 +61,7 @@ class Settings:
     def where(self) -> dict[str, Any]:
         """The keyword arguments for the other options, and for where and how to compute."""
         place = {"device": self.device} if self.devices is None else {"devices": self.devices}
-        return {"activation": self.activation, "precision": self.precision, **place}
+        return {"activation": self.activation, "precision": self.precision, "algorithm": self.algorithm, **place}
 
 
 def file_exists(place: Path | str) -> bool:

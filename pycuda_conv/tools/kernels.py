@@ -14,6 +14,7 @@ from pycuda_conv.behind import launches
 from pycuda_conv.engines import batch_norm, casting, max_pool, registry
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
+from pycuda_conv.runtime.base import shown_file
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.suite import MODES, core, in_mode
 from pycuda_conv.tools.terminal import OK, console, table
@@ -77,7 +78,8 @@ def run(architectures: tuple[str, ...], one_by_one: bool) -> int:
         for family in found:
             for defines in family:
                 (large if defines.get("INDEX_64") else counts)[family.file] += 1
-        rows = [(f"{file}.cu", f"{counts[file]:,}", f"{large[file]:,}" if large[file] else "") for file in sorted(counts)]
+        names = {file: shown_file(file).partition("/")[2] for file in sorted(counts)}
+        rows = [(name, f"{counts[file]:,}", f"{large[file]:,}" if large[file] else "") for file, name in names.items()]
         rows.append(("all", f"{sum(counts.values()):,}", f"{sum(large.values()):,}"))
         columns = ("kernels", "texts", "for arrays of 2^31 elements")
         console().print(table(f"Kernels for {architecture}", columns, rows, left=("kernels",)))

@@ -7,7 +7,7 @@ graph, which costs the host one launch but the GPU all of them; and as one call 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from pycuda_conv.runtime.graph import Graph
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import compare, reference, torch_precision
 from pycuda_conv.tools.report import header_lines, median, microseconds, number, write_json
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, Table, ToolError, console, require, table, track
 
 #: One thread for each pixel of a row, one block for each row: what a first convolution on a GPU looks like. It pads with one zero.
 ONE_CHANNEL = """
@@ -153,6 +153,13 @@ def measure(problem: ConvProblem, device: Any, module: Any, torch: Any, rounds: 
     return Row(bench.label(problem), launches, loop_us, graph_us, one_us, torch_us, correct)
 
 
+def row_table(rows: Sequence[Row]) -> Table:
+    """The rows as a table."""
+    title = "A loop over images and channels against one launch, all arrays on the GPU: microseconds until the result is there"
+    styles = ["" if row.correct else "bold red" for row in rows]
+    return table(title, COLUMNS, [row.cells() for row in rows], left=("problem", "verdict"), styles=styles)
+
+
 def run(settings: bench.Settings) -> int:
     """Measure, print, and write the JSON that was asked for."""
     bench.refuse_suite_options(settings, "--loop", "fp32")
@@ -171,9 +178,7 @@ def run(settings: bench.Settings) -> int:
         cubin = compiler(driver.newest()).compile(ONE_CHANNEL, device.queue.arch)
         module = driver.pycuda().module_from_buffer(cubin)
         rows = [measure(problem, device, module, torch, 9 if settings.quick else 25, seed) for problem in track(chosen, bench.label)]
-    title = "A loop over images and channels against one launch, all arrays on the GPU: microseconds until the result is there"
-    styles = ["" if row.correct else "bold red" for row in rows]
-    out.print(table(title, COLUMNS, [row.cells() for row in rows], left=("problem", "verdict"), styles=styles))
+    out.print(row_table(rows))
     if settings.json is not None:
         try:
             write_json(settings.json, {"machine": machine, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -153,6 +153,21 @@ def torch_for(problem: ConvProblem) -> Callable[..., Any]:
     """torch's own convolution for `problem`: (input, weight, bias=None) -> output."""
     name = f"conv{problem.ndim}d" if problem.direction == "fprop" else f"conv_transpose{problem.ndim}d"
     return torch_function(name, **options(problem))
+
+
+def torch_gradient(problem: ConvProblem) -> Callable[..., Any]:
+    """torch's result for `problem`, which may be a gradient by the filter: (first, second) -> output."""
+    if problem.direction != "wgrad":
+        return torch_for(problem)
+    told = options(replace(problem, direction="fprop"))
+    size = problem.result_shape
+
+    def gradient(x: Any, dy: Any) -> Any:
+        if isinstance(told["padding"][0], tuple):
+            x, told["padding"] = require("torch.nn.functional").pad(x, [v for pair in reversed(told["padding"]) for v in pair]), 0
+        return getattr(require("torch").nn.grad, f"conv{problem.ndim}d_weight")(x, size, dy, **told)
+
+    return gradient
 
 
 @contextmanager

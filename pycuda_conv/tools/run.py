@@ -328,7 +328,10 @@ def _problem(
     shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
     try:
         with refusals():
-            problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision, activation=settings.activation)
+            problem = make(
+                rank, *shapes, **options, dtype=dtype, precision=settings.precision, algorithm=settings.algorithm,
+                activation=settings.activation,
+            )
     except ToolError as error:  # a filter of three axes may also be one for volumes
         raise ToolError(f"{error}{_by_axes(x, 3)}" if weight.ndim == 3 and not settings.transposed else str(error)) from error
     return problem, options | settings.where

@@ -28,10 +28,8 @@ class ToolError(Exception):
     """A wrong argument, or something missing; the message is the one line that the user sees."""
 
 
-#: Packages of an extra of this package; the others that the tools use are always installed with it.
-EXTRAS = {
-    "torch": "bench", "matplotlib": "bench", "dask": "dask", "distributed": "dask", "zarr": "zarr", "tifffile": "zarr", "fsspec": "zarr",
-}
+#: What pip installs for a module, where that has another name.
+INSTALLED_BY = {"PIL": "pillow", "dask": "'dask[array]'"}
 
 
 def require(module: str) -> Any:
@@ -40,8 +38,8 @@ def require(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        wanted = f"'pycuda_conv[{EXTRAS[name]}]'" if name in EXTRAS else {"PIL": "pillow"}.get(name, name)
-        raise ToolError(f"{name} is needed for this and can't be imported ({error}); install it with: pip install {wanted}") from error
+        how = f"pip install {INSTALLED_BY.get(name, name)}"
+        raise ToolError(f"{name} is needed for this and can't be imported ({error}); install it with: {how}") from error
 
 
 def json_text(value: Any) -> str:

@@ -8,6 +8,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,14 +17,16 @@ from typing import Any
 import numpy as np
 
 import pycuda_conv
-from pycuda_conv.plan import cached_plan
+from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.rounding import relative_limit
+from pycuda_conv.rounding import BESIDE, beside_limit, relative_limit
 from pycuda_conv.runtime import Device
-from pycuda_conv.tools.oracle import compare, reference, torch_function, torch_precision
+from pycuda_conv.tools.distributions import DISTRIBUTIONS
+from pycuda_conv.tools.engine_cases import EngineCase, engine_cases
+from pycuda_conv.tools.oracle import compare, reference, torch_function, torch_gradient, torch_precision
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import number
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, print_pairs, table, track
 
 SHARPEN = ((0, -1, 0), (-1, 5, -1), (0, -1, 0))
 
@@ -79,16 +82,20 @@ class Case:
         problem = self.problem
 
         def draw(shape: Sequence[int]) -> np.ndarray:
-            values = rng.standard_normal(shape)
-            if self.dtype != "bfloat16":
-                return values.astype(self.dtype)
-            upper = np.uint32(0xFFFF0000)  # the bits of a float32 that bfloat16 keeps
-            return (values.astype(np.float32).view(np.uint32) & upper).view(np.float32)
+            return _rounded(rng.standard_normal(shape), self.dtype)
 
         x, w = draw(problem.input_shape), draw(problem.weight_shape)
         if self.filter is not None:
             w[...] = np.array(self.filter)
         return x, w, None if problem.bias_shape is None else draw(problem.bias_shape)
+
+
+def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """`values` in `dtype`; for bfloat16, float32 arrays with values of bfloat16."""
+    if dtype != "bfloat16":
+        return values.astype(dtype)
+    upper = np.uint32(0xFFFF0000)  # the bits of a float32 that bfloat16 keeps
+    return (values.astype(np.float32).view(np.uint32) & upper).view(np.float32)
 
 
 def _precision(name: str, r: int, stride: int, padding: int) -> Case:
@@ -250,7 +257,10 @@ def _in_own_context(device: Any, driver: Any, gpuarray: Any) -> Kind:
 
 @dataclass(frozen=True)
 class Result:
-    """A line of the table. Errors are against float64; `torch_relative` is torch's own in the same dtype, where torch is installed."""
+    """A line of the table. Errors are against float64; `torch_relative` and `torch_of_bound` are torch's own, where torch is installed.
+
+    `beside` is the second verdict: the largest error, divided by the bound, is not clearly above torch's.
+    """
 
     case: str
     array: str
@@ -265,6 +275,8 @@ class Result:
     milliseconds: float
     passed: bool
     detail: str = ""
+    torch_of_bound: float | None = None
+    beside: bool = True
 
 
 @dataclass(frozen=True)
@@ -314,17 +326,85 @@ def check(case: Case, kind: Kind, device: Device, data: tuple[np.ndarray, np.nda
     call()
     kind.wait()
     elapsed = time.perf_counter() - start
+    detail = "" if returned is out else "the call did not return the out= that it was given"
+    kernel = type(cached_plan(problem, device).config).__name__
+    return judged(case.name, kind.name, problem, kernel, result, truth, elapsed, detail)
+
+
+def judged(
+    name: str, array: str, problem: ConvProblem, kernel: str, result: np.ndarray, truth: Expected, seconds: float, detail: str = ""
+) -> Result:
+    """The line of a result, with both verdicts; `detail` is what was found wrong before."""
     errors = compare(problem, result, truth.reference, truth.magnitude)
-    detail = "" if errors.correct else _worst(result, truth.reference)
-    if returned is not out:
-        detail = "the call did not return the out= that it was given"
+    theirs = None if truth.torch is None else compare(problem, truth.torch, truth.reference, truth.magnitude)
+    # in float64 the reference has an error of the same size itself
+    beside = theirs is None or problem.dtype == "float64" or not errors.of_bound > beside_limit(problem, theirs.of_bound)
+    if not errors.correct:
+        detail = _worst(result, truth.reference)
+    elif not beside and theirs is not None and not detail:
+        detail = f"its largest error is {errors.of_bound:.2g} of the bound, torch's {theirs.of_bound:.2g}"
     return Result(
-        case=case.name, array=kind.name, problem=str(problem), kernel=type(cached_plan(problem, device).config).__name__,
-        max_error=errors.largest, mean_error=errors.mean, relative_error=errors.relative, of_bound=errors.of_bound,
-        relative_limit=relative_limit(problem),
-        torch_relative=None if truth.torch is None else compare(problem, truth.torch, truth.reference, truth.magnitude).relative,
-        milliseconds=elapsed * 1e3, passed=not detail, detail=detail,
+        case=name, array=array, problem=str(problem), kernel=kernel, max_error=errors.largest, mean_error=errors.mean,
+        relative_error=errors.relative, of_bound=errors.of_bound, relative_limit=relative_limit(problem),
+        torch_relative=None if theirs is None else theirs.relative, milliseconds=seconds * 1e3, passed=not detail, detail=detail,
+        torch_of_bound=None if theirs is None else theirs.of_bound, beside=beside,
     )
+
+
+# ---- every engine
+
+
+def verify_engines(device: Device, seed: int) -> list[Result]:
+    """Check every engine that the device has, on problems of its kind and on all kinds of numbers."""
+    cases = engine_cases(device)
+    pool = ThreadPoolExecutor()
+    try:
+        found = list(dict.fromkeys((case.problem, case.config) for case in cases))
+        coming = [pool.submit(Plan, problem, device, config=config) for problem, config in found]
+        made = dict(zip(found, [plan.result() for plan in track(coming, lambda _: "compiling")], strict=True))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [_of_engine(case, made[case.problem, case.config], seed) for case in track(cases, lambda case: case.name)]
+
+
+def _of_engine(case: EngineCase, plan: Plan, seed: int) -> Result:
+    problem, device = case.problem, plan.device
+    rng = np.random.default_rng([seed, *case.name.encode()])
+    drawn = DISTRIBUTIONS[case.distribution](rng, problem.input_shape, problem.weight_shape, problem.ndim)
+    x, w = (_rounded(values, problem.dtype) for values in drawn)
+    torch, on_gpu = _importable("torch"), device.backend == "cuda"
+    place = device.name if on_gpu and torch is not None and torch.cuda.is_available() else "cpu"
+    theirs = None
+    if torch is not None:
+        given = [torch.from_numpy(a).to(place, getattr(torch, problem.dtype)) for a in (x, w)]
+        with torch.no_grad(), torch_precision(problem.precision):
+            theirs = torch_gradient(problem)(*given).double().cpu().numpy()
+    truth = Expected(reference(problem, x, w), reference(problem, np.abs(x), np.abs(w)), theirs)
+    if torch is not None and (place != "cpu" or problem.dtype == "bfloat16"):
+        arrays = [_laid_out(tensor, order) for tensor, order in zip(given, (problem.order, problem.weight_order), strict=True)]
+        kind = f"torch {'cuda' if place != 'cpu' else 'cpu'}"
+    elif problem.dtype == "bfloat16" and _importable("ml_dtypes") is None:
+        return judged(case.name, "none", problem, str(case.config), truth.reference, truth, 0.0)
+    else:
+        arrays, kind = [a.astype(problem.dtype) for a in (x, w)], "numpy"
+
+    def wait() -> None:
+        if place != "cpu":
+            torch.cuda.synchronize()
+
+    made = plan(*arrays)
+    wait()
+    start = time.perf_counter()
+    made = plan(*arrays)
+    wait()
+    elapsed = time.perf_counter() - start
+    result = (made if kind == "numpy" else made.double().cpu().numpy()).astype(np.float64)
+    return judged(case.name, kind, problem, type(case.config).__name__, result, truth, elapsed)
+
+
+def _laid_out(tensor: Any, order: tuple[int, ...] | None) -> Any:
+    """The tensor with its axes in `order` in memory, outermost first."""
+    return tensor if order is None else tensor.permute(order).contiguous().permute([order.index(axis) for axis in range(len(order))])
 
 
 def _worst(result: np.ndarray, reference: np.ndarray) -> str:
@@ -351,8 +431,7 @@ def verify(cases: Sequence[Case], device: Device, seed: int) -> list[Result]:
 
 def list_cases() -> int:
     """Print the cases' names."""
-    for case in CASES.values():
-        print(f"{case.name:22} {case.problem}{' bias' if case.bias else ''}")
+    print_pairs(((case.name, f"{case.problem}{' bias' if case.bias else ''}") for case in CASES.values()), 22)
     return OK
 
 
@@ -366,6 +445,8 @@ def run(cases: str | None = None, device: Any = None, seed: int | None = None, a
         out = console()
     start = time.perf_counter()
     results = verify(chosen, where, seed)
+    if cases is None:
+        results += verify_engines(where, seed)
     elapsed = time.perf_counter() - start
     failed = [r for r in results if not r.passed]
     if as_json:
@@ -374,19 +455,22 @@ def run(cases: str | None = None, device: Any = None, seed: int | None = None, a
         return FAILED if failed else OK
     beside = any(r.torch_relative is not None for r in results)
     columns = (
-        "case", "array", "kernel", "max error", "mean error", "relative error", *["torch's"] * beside, "of bound", "ms", "verdict",
+        "case", "array", "kernel", "max error", "mean error", "relative error", *["torch's"] * beside, "of bound", *["torch's"] * beside,
+        "ms", "verdict",
     )
     rows = [
         (
             r.case, r.array, r.kernel, f"{r.max_error:.1e}", f"{r.mean_error:.1e}", f"{r.relative_error:.1e}",
-            *[number(r.torch_relative, ".1e")] * beside, f"{r.of_bound:.3f}", f"{r.milliseconds:.2f}", "pass" if r.passed else "FAIL",
+            *[number(r.torch_relative, ".1e")] * beside, f"{r.of_bound:.3f}", *[number(r.torch_of_bound, ".3f")] * beside,
+            f"{r.milliseconds:.2f}", "pass" if r.passed else "FAIL",
         )
         for r in results
     ]
     styles = ["" if r.passed else "bold red" for r in results]
     out.print(table(f"Errors against float64 on {where.name}, seed {seed}", columns, rows, left=columns[:3], styles=styles))
     out.print(
-        "of bound: the largest error, divided by what rounding explains; more than 1 fails" + "; torch's: its relative error" * beside,
+        "of bound: the largest error, divided by what rounding explains; more than 1 fails"
+        + f"; torch's: the same of its result; {BESIDE} times as much fails too, unless it is half of one rounding" * beside,
         markup=False,
     )
     for r in failed:

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from pycuda_conv.errors import did_you_mean
 
 #: Arguments of the library that are options of the command, as ``--output-padding``.
-_ARGUMENTS = ("device", "devices", "stride", "padding", "output_padding", "dilation", "groups", "precision", "activation", "tune")
+_ARGUMENTS = (
+    "device", "devices", "stride", "padding", "output_padding", "dilation", "groups", "precision", "algorithm", "activation", "tune",
+)  # fmt: skip
 _VALUE = r"""'(?P<word>[^']*)'|[\[(](?P<several>[^\])]*)[\])]|(?P<number>-?\w[\w.:]*)"""
 _GIVEN = re.compile(rf"\b(?P<name>{'|'.join(_ARGUMENTS)})=(?:{_VALUE})")
 

@@ -143,7 +143,7 @@ def text_with(step: KernelLaunch, part: str) -> str:
     return INCLUDE.sub(header, step.source())
 
 
-INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.M)
+INCLUDE = re.compile(r'^#include "([\w/]+\.cuh)"$', re.M)
 
 
 def launch(step: KernelLaunch, kernel: int, memory: Any, addresses: Sequence[int], seed: int) -> None:

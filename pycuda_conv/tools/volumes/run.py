@@ -74,8 +74,8 @@ def _fingerprint(settings: Settings, source: Source, y: Any) -> dict[str, Any]:
         "input": source.place, "shape": source.shape, "dtype": source.dtype.str, "axes": source.axes, "filter": content(settings.filter),
         "bias": None if settings.bias is None else content(settings.bias), "stride": settings.stride, "padding": settings.padding,
         "dilation": settings.dilation, "groups": settings.groups, "transposed": settings.transposed,
-        "output_padding": settings.output_padding, "precision": settings.precision, "chunks": y.chunks,
-        "activation": settings.activation,
+        "output_padding": settings.output_padding, "precision": settings.precision, "algorithm": settings.algorithm,
+        "chunks": y.chunks, "activation": settings.activation,
     }
 
 

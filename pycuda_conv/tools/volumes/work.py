@@ -117,7 +117,8 @@ def _graph(
     with refusals():
         shapes = shape, weight.shape, None if bias is None else bias.shape
         problem = make(
-            rank, *shapes, **options, dtype=dtype, precision=settings.precision, activation=settings.activation, in_chunks=True
+            rank, *shapes, **options, dtype=dtype, precision=settings.precision, algorithm=settings.algorithm,
+            activation=settings.activation, in_chunks=True,
         )
         y = chunked.graph(problem, x, weight, {"bias": bias}, chunked.ChunkPlace(*_where(settings)), lead, repeated)
     if not channels and y.shape[lead] == 1:

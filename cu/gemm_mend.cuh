@@ -1,0 +1,42 @@
+// gemm_mend.cuh: blocks compute their flagged results once more in plain fp32, where a number did not fit its limbs (mend.cuh).
+//
+// The consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way. If any is set, they go through
+// the block's tiles once more after its last tile. Behind the definition of Tile, whose pixel_at counts the tile's pixels.
+#pragma once
+
+// Whether this thread of the consumers finds a flagged image or channel.
+DEVICE bool any_of_flags(const GemmPhase& shape, const int* __restrict__ x_flags, const int* __restrict__ w_flags) {
+  const int images = divided((int)shape.pixels, shape.by_plane), rows = (int)shape.rows;
+  int found = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x - 128; i < max(images, rows); i += 128 * CONSUMERS) found |= x_flags[min(i, images - 1)] | w_flags[min(i, rows - 1)];
+  return found != 0;
+}
+
+// Computes a tile that the block stored once more where its limbs did not fit. The consumers' warps share it.
+__device__ __noinline__ void mend_tile(const Shapes& shapes, int tile, const MendFinish& what, const Mends& mends, MendOperands operands,
+                                       [[maybe_unused]] int* redone, out_t* y) {
+  const int phase = phase_of(shapes, tile);
+  const GemmPhase& shape = shapes.of[phase];
+  const Tile of(shape, inside_phase(shapes, tile));
+  const auto apart = y_apart(shapes, tile);
+  y += apart;
+  operands.residual += apart;
+  operands.w += w_apart(shapes, tile);
+  const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+#pragma unroll 1  // results are seldom computed again, and unrolled code would lengthen every compilation
+  for (int strip = warp; strip < BLOCK_M / MENDED * ((BLOCK_N + 31) / 32); strip += 4 * CONSUMERS) {
+    const int m = of.m + strip % (BLOCK_M / MENDED) * MENDED, inside = strip / (BLOCK_M / MENDED) * 32 + lane;
+    if (m >= (int)shape.rows_group) continue;
+    const int pixel = of.pixel_at(shape, inside);
+    const int mended = inside < BLOCK_N && pixel < of.end ? pixel : -1;
+    [[maybe_unused]] const bool again = mend<NHWC, DENSE>(shape, what, mends.arrays, mends.of[phase], operands, y, of.group, m, mended);
+    if (NOTES && redone && again && lane == 0) redone[blockIdx.x] = 1;
+  }
+}
+
+__device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends, const MendOperands& operands, int* redone, out_t* y) {
+  for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
+    mend_tile(shapes, tile, MendFinish(shapes.of[phase_of(shapes, tile)]), mends, operands, redone, y);
+  }
+}

@@ -1,0 +1,340 @@
+#!/usr/bin/env python3
+"""Break kernels, one place at a time, and see whether a test notices.
+
+    python scripts/break_kernels.py                          # 40 places of every file of cu/: hours
+    python scripts/break_kernels.py planes_sm90 ring.cuh --places 10 --jobs 2 --seconds 600
+    python scripts/break_kernels.py --report
+
+A place is a line of code, and what is broken there: a statement is left out, a number is one larger, an operator is another one. The places
+of a file are drawn by a seed, so they are the same as long as the file is. Each broken file is held against tests until the first one
+fails, without a GPU: the machine of tests/simt runs the tensor-core kernels, PoCL the portable ones. Which tests run a kernel is found out
+by running them once. What was noticed is written to tests/data/broken.json after every place, and what is there is not tried again. So it
+shows after a change of kernels or tests whether they still notice as much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Queue
+from threading import Lock
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "cu"
+SEED, PLACES = 45, 40
+TESTS_SECONDS = 30.0  # of the tests that a broken kernel is held against, as long as they took when it was whole
+FEWEST_LINES = 12  # of code: smaller files are not broken
+
+
+# ---- places
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a file, by its number and text, and what stands there instead."""
+
+    number: int
+    was: str
+    now: str
+
+
+OPERATORS = {
+    " < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == ", " && ": " || ", " || ": " && ",
+    " + ": " - ", " - ": " + ", " * ": " + ", " / ": " * ", " % ": " / ", " += ": " -= ", " & ": " | ", " ^ ": " | ",
+    "min(": "max(", "max(": "min(",
+}  # fmt: skip
+#: A call or an assignment that stands alone: no declaration, whose absence the compiler would notice.
+STATEMENT = re.compile(
+    r"\s*(?!return\b|break\b|continue\b|goto\b|typedef\b|using\b|else\b|case\b)[\w*+(][\w.\->\[\]():,*+ ]*(\(.*\)|=.*|\+\+|--);"
+)
+DECLARATION = re.compile(r"\s*(const |constexpr |static |extern |unsigned |struct |auto |\[\[)|\s*[\w:]+(<.*>)?[ *&]+\w+\s*(=|;|\(|\[|,)")
+ROOM = re.compile(r"\s*[\w ]+\[[\w ]+\](\[[\w ]+\])*;")  # an array without values: larger ones are as good
+NUMBER = re.compile(r"(?<![\w.])(\d+)(?![\w.])")
+
+
+def places(file: Path) -> list[Place]:
+    """All places of a file that may be broken."""
+    found, comment = [], False
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        code = line.split("//")[0].rstrip()
+        comment = (comment or code.lstrip().startswith("/*")) and "*/" not in code
+        if comment or not code.strip() or code.lstrip().startswith(("#", "*", "static_assert")) or '"' in code or ROOM.fullmatch(code):
+            continue
+        rest = line[len(code) :]
+        broken = [code.replace(was, now, 1) for was, now in OPERATORS.items() if was in code]
+        broken += [code[: one.start(1)] + str(int(one[1]) + 1) + code[one.end(1) :] for one in NUMBER.finditer(code)]
+        if STATEMENT.fullmatch(code) and not DECLARATION.match(code):
+            broken.append(re.match(r"\s*", code)[0] + ";")  # type: ignore[index]
+        found += [Place(number, line, one + rest) for one in dict.fromkeys(broken)]
+    return found
+
+
+def drawn(file: Path, count: int) -> list[Place]:
+    """So many of them by the seed, each in a line of its own as long as there are lines. More begin with the same ones."""
+    r, by_line = random.Random(f"{SEED} {file.name}"), {}  # type: ignore[var-annotated]
+    for place in places(file):
+        by_line.setdefault(place.number, []).append(place)
+    lines = sorted(by_line)
+    r.shuffle(lines)
+    return [r.choice(by_line[number]) for number in lines][:count]
+
+
+def included(file: Path) -> set[str]:
+    """The names of a file and of the headers that it includes, directly or not."""
+    found, todo = {file.name}, [file]
+    while todo:
+        for name in re.findall(r'^ *# *include +"(.+)"', todo.pop().read_text(), re.M):
+            if Path(name).name not in found:
+                found.add(Path(name).name)
+                todo += KERNELS.rglob(Path(name).name)
+    return found
+
+
+def targets() -> dict[str, Path]:
+    """All files that may be broken, by name: kernels without .cu, headers with .cuh."""
+    files = [path for path in sorted(KERNELS.rglob("*.cu*")) if len({place.number for place in places(path)}) >= FEWEST_LINES]
+    return {path.stem if path.suffix == ".cu" else path.name: path for path in files}
+
+
+# ---- tests
+
+#: A plugin of pytest: writes a line for each test that passed, with its seconds and the kernels that it ran.
+RECORDER = '''
+import json, os, time
+import pytest
+from pycuda_conv.runtime import base
+
+ran = set()
+source, text = base.KernelLaunch.source, base.source_of
+
+def recorded(step):
+    ran.add(step.file or step.kernel)
+    return source(step)
+
+base.KernelLaunch.source = recorded
+try:
+    import simt
+except ImportError:
+    simt = None
+if simt is not None:
+    launch = simt.launch
+    def launched(step, *rest):
+        ran.add(step.file or step.kernel)
+        return launch(step, *rest)
+    simt.launch = launched
+from pycuda_conv.runtime import opencl
+for name in ("OpenCLDevice", "OpenClDevice"):
+    if hasattr(opencl, name):
+        kind = getattr(opencl, name)
+        def launcher(self, step, launcher=kind.launcher):
+            ran.add(step.file or step.kernel)
+            return launcher(self, step)
+        kind.launcher = launcher
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    ran.clear()
+    began = time.time()
+    yield
+    if ran and not item.session.testsfailed:
+        with open(os.environ["RECORD"], "a") as file:
+            file.write(json.dumps([item.nodeid, time.time() - began, sorted(ran)]) + "\\n")
+'''
+
+
+def mentioning(names: Sequence[str]) -> list[str]:
+    """The test files that mention kernels, or the configurations of engines that launch them."""
+    from pycuda_conv.engines import registry
+    from pycuda_conv.tools.kernels import device_of, families
+
+    words = set(names)
+    for engine in registry.ENGINES:
+        for architecture in ("sm_90a", "sm_80", "opencl"):
+            device = device_of(architecture)
+            if engine.unsupported(device) is None and {family.file for family in engine.texts(device)} & set(names):
+                words |= {cls.__name__ for cls in engine.CONFIGS}
+    if {family.file for family in families("opencl")} & set(names):
+        words.add("device")  # tests of a device run the planner's choice
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, sorted(words)))})\b")
+    return [path.name for path in sorted((ROOT / "tests").glob("test_*.py")) if pattern.search(path.read_text())]
+
+
+class Tree:
+    """A copy of the checkout, whose kernels may be broken."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        skipped = shutil.ignore_patterns(".git", "build", ".venv", "plots", "__pycache__", ".*_cache", ".hypothesis")
+        shutil.copytree(ROOT, folder, ignore=skipped, dirs_exist_ok=True)
+
+    def pytest(self, arguments: Sequence[str], seconds: float, **environment: str) -> tuple[int | None, str]:
+        """The exit status of pytest in this copy, None if it did not end, and what it said."""
+        places = [str(self.folder), str(self.folder / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        own = {"PYTHONPATH": os.pathsep.join(places), "PYTHONDONTWRITEBYTECODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+        env = os.environ | own | environment
+        options = "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", "not gpu"
+        command = [sys.executable, "-m", "pytest", *options, *arguments]
+        with subprocess.Popen(
+            command, cwd=self.folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as process:
+            try:
+                said, _ = process.communicate(timeout=seconds)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                return None, process.communicate()[0]
+        return process.returncode, said
+
+
+Record = list[tuple[str, float, list[str]]]
+
+
+def recorded(tree: Tree, test_file: str, seconds: float) -> Record:
+    """The tests of a file that pass within so many seconds, with their times and the kernels that they run."""
+    (tree.folder / "recorder.py").write_text(RECORDER)
+    record = tree.folder / f"{test_file}.jsonl"
+    tree.pytest(["-p", "recorder", f"tests/{test_file}"], seconds, RECORD=str(record))
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [tuple(json.loads(line)) for line in lines]  # type: ignore[misc]
+
+
+def held_against(record: Record, kernels: set[str], seconds: float) -> list[str]:
+    """The quickest tests that run one of the kernels, until they take so long together."""
+    chosen, total = [], 0.0
+    for name, took, ran in sorted(record, key=lambda one: one[1]):
+        if kernels & set(ran):
+            total += took
+            if total > seconds and chosen:
+                break
+            chosen.append(name)
+    return chosen
+
+
+def tried(tree: Tree, file: Path, place: Place, tests: Sequence[str]) -> str | None:
+    """The test that notices what is broken; None if none does."""
+    broken = tree.folder / file.relative_to(ROOT)
+    lines = file.read_text().splitlines(keepends=True)
+    ending = lines[place.number - 1][len(place.was) :]
+    lines[place.number - 1] = place.now + ending
+    asked = tree.folder / "asked.txt"
+    asked.write_text("\n".join(tests))
+    broken.write_text("".join(lines))
+    try:
+        status, said = tree.pytest([f"@{asked}"], 30 + 4 * TESTS_SECONDS)
+    finally:
+        broken.write_text(file.read_text())
+    if status == 0:
+        return None
+    if status is None:
+        return "tests that do not end"
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.M)
+    return failed[1] if failed else f"pytest ended with {status}"
+
+
+# ---- the work
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Break kernels, one place at a time, and see whether a test notices.")
+    parser.add_argument("files", nargs="*", help="kernels without .cu, headers with .cuh; by default all")
+    parser.add_argument("--places", type=int, default=PLACES, help=f"of each file (default {PLACES})")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests side by side; by default as many as cores")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no place after so many seconds")
+    parser.add_argument("--record-seconds", type=float, default=600, help="for finding out what the tests of a file run")
+    parser.add_argument("--json", type=Path, default=ROOT / "tests" / "data" / "broken.json", help="where what was noticed is kept")
+    parser.add_argument("--report", action="store_true", help="print what is there and stop")
+    options = parser.parse_args()
+    known = json.loads(options.json.read_text()) if options.json.exists() else {}
+    if options.report:
+        return report(known)
+    all_files = targets()
+    for name in options.files:
+        if name not in all_files:
+            parser.error(f"there is no file {name} to break; there are {', '.join(all_files)}")
+    files = {name: all_files[name] for name in options.files or all_files}
+    kernels = {path.stem: included(path) for path in sorted(KERNELS.rglob("*.cu"))}
+    runs = {name: {stem for stem, names in kernels.items() if path.name in names} for name, path in files.items()}
+    sys.path.insert(0, str(ROOT))
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="broken-") as folder, ThreadPoolExecutor(options.jobs) as pool:
+        trees: Queue[Tree] = Queue()
+        for tree in pool.map(lambda i: Tree(Path(folder, str(i))), range(options.jobs)):
+            trees.put(tree)
+
+        def with_tree(work: Any) -> Any:
+            tree = trees.get()
+            try:
+                return work(tree)
+            finally:
+                trees.put(tree)
+
+        test_files = mentioning(sorted(set().union(*runs.values())))
+        records = pool.map(lambda one: with_tree(lambda tree: recorded(tree, one, options.record_seconds)), test_files)
+        record = [test for found in records for test in found]
+        print(f"{len(record)} tests of {len(test_files)} files recorded in {time.monotonic() - began:.0f} s", flush=True)
+        todo = list(work_of(files, runs, record, known, options.places))
+        lock = Lock()
+
+        def one(item: tuple[str, Path, Place, list[str]]) -> None:
+            name, path, place, tests = item
+            if time.monotonic() - began > options.seconds:
+                return
+            noticed = with_tree(lambda tree: tried(tree, path, place, tests))
+            with lock:
+                known.setdefault(name, []).append({**asdict(place), "noticed": noticed, "tests": len(tests)})
+                options.json.parent.mkdir(exist_ok=True)
+                options.json.write_text(written(known))
+
+        list(pool.map(one, todo))
+    return report(known)
+
+
+def work_of(files: dict[str, Path], runs: dict[str, set[str]], record: Record, known: dict[str, Any], count: int) -> Iterator[Any]:
+    """The first place of every file, then the second ones, and so on, but for those that are known and for files that no test runs."""
+    tests = {name: held_against(record, runs[name], TESTS_SECONDS) for name in files}
+    for name in files:
+        if not tests[name]:
+            print(f"no test runs {name} here")
+    tried_before = {name: {(row["was"], row["now"]) for row in rows} for name, rows in known.items()}
+    of = {name: drawn(path, count) for name, path in files.items() if tests[name]}
+    for i in range(count):
+        for name, found in of.items():
+            if i < len(found) and (found[i].was, found[i].now) not in tried_before.get(name, ()):
+                yield name, files[name], found[i], tests[name]
+
+
+def written(known: dict[str, Any]) -> str:
+    """A line for each place."""
+    parts = []
+    for name, rows in sorted(known.items()):
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in sorted(rows, key=lambda row: (row["number"], row["now"])))
+        parts.append(f"{json.dumps(name)}: [\n{lines}\n]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def report(known: dict[str, Any]) -> int:
+    """Print how many places of each file were noticed."""
+    for name, rows in sorted(known.items()):
+        missed = [row for row in rows if row["noticed"] is None]
+        print(f"{name:32}{len(rows):5} places{len(rows) - len(missed):5} noticed")
+        for row in missed:
+            print(f"    line {row['number']}: {row['was'].strip()}   ->   {row['now'].strip()}")
+    count, missed = sum(map(len, known.values())), sum(row["noticed"] is None for rows in known.values() for row in rows)
+    print(f"{count} places of {len(known)} files, {count - missed} noticed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

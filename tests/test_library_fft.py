@@ -1,0 +1,362 @@
+"""Large filters by a library's transforms: elements are as right as sums of products, whatever the numbers; and what `algorithm` asks for."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import test_epilogue as epilogue
+from reference import DISTRIBUTIONS, DTYPES, TINY, assert_close, assert_exact, check, dgrad, fprop, run
+
+import pycuda_conv as pc
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines
+from pycuda_conv.engines import LibraryFft, library_fft
+from pycuda_conv.engines.fft import Fft
+from pycuda_conv.runtime import get_device, transforms
+from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools import oracle
+
+CONFIG = LibraryFft()
+#: Strides, dilation, groups, several channels, one to three axes, both directions, filters larger than the image, uneven padding.
+CASES = [
+    fprop((3, 3, 70, 90), (3, 1, 15, 15), groups=3, padding=7), fprop((2, 6, 50, 41), (8, 3, 9, 11), groups=2, bias=False),
+    fprop((2, 4, 40, 50), (6, 2, 11, 13), groups=2, padding=5, stride=(2, 3), dilation=(1, 2)),
+    dgrad((2, 4, 20, 25), (4, 3, 11, 13), groups=2, padding=5, stride=(2, 3), dilation=(1, 2), output_padding=(1, 0)),
+    dgrad((2, 6, 33, 40), (6, 3, 9, 11), groups=2), fprop((2, 2, 10, 12), (6, 1, 21, 25), groups=2, padding=((15, 20), (13, 30))),
+    fprop((1, 1, 3000), (1, 1, 2001), padding=3), dgrad((1, 3, 5001), (3, 2, 150), padding=149),
+    fprop((1, 2, 20, 25, 30), (2, 1, 7, 8, 9), groups=2, padding=3), fprop((1, 13, 90), (1, 13, 80), padding=((30, 7),)),
+    dgrad((1, 2, 9, 10, 11), (2, 1, 5, 6, 7), stride=2, padding=1), fprop((4, 9, 11), (5, 4, 9, 11)),
+]  # fmt: skip
+SMALL = CASES[0]
+
+
+@pytest.fixture(autouse=True)
+def library(device):
+    if not get_device(device).transforms:
+        pytest.skip("neither CuPy nor torch transforms on this GPU")
+
+
+def plan(case, device, dtype="float32", **more):
+    return Plan(case.problem(dtype, **more), device, config=CONFIG)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_integers_are_exact(device, case):
+    arrays = case.integers("float32")
+    assert_exact(run(plan(case, device), *arrays), case.reference(*arrays))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_are_rounded_once(device, case):
+    """Closer to float64 than any sum in float32: half a rounding of the result, and of the sum of magnitudes."""
+    x, w, b = case.normals("float32")
+    ref = case.reference(x, w, b)
+    magnitude = case.reference(abs(x), abs(w), None if b is None else abs(b))
+    assert_close(run(plan(case, device), x, w, b), ref, 2.0**-23 * magnitude)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[3], CASES[7]], ids=str)
+def test_every_type(device, case, dtype):
+    if dtype == "bfloat16" and get_device(device).backend == "cuda":
+        pytest.skip("PyCUDA has no arrays of bfloat16")
+    arrays = case.normals(dtype)
+    check(case, run(plan(case, device, dtype), *arrays), *arrays)
+
+
+def test_a_filter_of_100001_taps(device):
+    rng = np.random.default_rng(2)
+    x, w = rng.standard_normal(120000).astype("f"), rng.standard_normal(100001).astype("f")
+    got = pc.conv1d(x[None, None], w[None, None], device=device)[0, 0]
+    ref = np.correlate(x.astype("d"), w.astype("d"), "valid")
+    assert abs(got - ref).max() <= 1e-7 * abs(ref).max()
+
+
+LARGE = fprop((1, 1, 150, 170), (1, 1, 31, 31), padding=15)
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("case", [LARGE, CASES[1], CASES[3], CASES[9]], ids=str)
+def test_elements_are_right_for_all_kinds_of_numbers(device, case, kind):
+    x, w, b = case.drawn(kind)
+    ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
+    assert_close(run(plan(case, device), x, w, b), ref, 2.0**-23 * magnitude + TINY["float32"], kind)
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+def test_float64_holds_the_bound_of_sums_for_all_kinds_of_numbers(device, kind):
+    """The reference in float64 is off by as much itself."""
+    x, w, b = LARGE.drawn(kind, "float64")
+    ref = LARGE.reference(x, w, b)
+    assert_close(run(plan(LARGE, device, "float64"), x, w, b), ref, 2 * LARGE.bound(x, w, b, ref), kind)
+
+
+def test_a_sky_with_stars_through_a_gaussian(device):
+    """The relative error of an element of transforms in float32 is 1e-4 here."""
+    rng = np.random.default_rng(1)
+    x = (1e-4 * rng.random((1, 1, 256, 256))).astype("f")
+    x[..., ::40, ::40] = 1
+    at = np.arange(31) - 15
+    w = np.exp(-(at[:, None] ** 2 + at**2) / 8)
+    w = (w / w.sum()).astype("f")[None, None]
+    case = fprop(x.shape, w.shape, padding=15, bias=False)
+    ref = case.reference(x, w)
+    for y in (run(plan(case, device), x, w), pc.conv2d(x, w, padding=15, device=device), run(Plan(case.problem(), device), x, w)):
+        assert (abs(y - ref) <= 6e-7 * ref).all()
+
+
+@pytest.mark.parametrize("kind", ["black", "half", "one star", "tails"])
+def test_zeros_stay_zeros(device, kind):
+    case = fprop((2, 2, 90, 100), (2, 1, 21, 17), groups=2, padding=8)
+    x, w, b = case.normals("float32")
+    b[:] = 0
+    if kind == "tails":  # of a Gaussian around one pixel: 1e-30 of its largest value
+        at = np.arange(21)[:, None] - 10, np.arange(17) - 8
+        w[:] = np.exp(-(at[0] ** 2 + at[1] ** 2) / 2.0)
+    x[..., : {"black": 100, "half": 50, "one star": 100, "tails": 100}[kind]] = 0
+    if kind in ("one star", "tails"):
+        x[0, 1, 44, 51] = 3
+    ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
+    got = run(plan(case, device), x, w, b)
+    assert (ref == 0).any() and (got[magnitude == 0] == 0).all() and not np.signbit(got[magnitude == 0]).any()
+    assert_close(got, ref, 2.0**-23 * magnitude + TINY["float32"])
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38])
+@pytest.mark.parametrize("where", ["image", "filter"])
+def test_inf_and_nan_reach_what_they_reach_in_a_sum(device, value, where):
+    x, w, b = SMALL.normals("float32")
+    if where == "image":
+        x[1, 1, 30, 40] = value
+    else:
+        x[..., :30] = 0  # times Inf is NaN
+        w[1, 0, 3, 5] = value
+    inner = ..., slice(7, -7), slice(7, -7)  # the reference multiplies by padding too
+    ref, magnitude = SMALL.reference(x, w, b)[inner], SMALL.reference(abs(x), abs(w), abs(b))[inner]
+    got = run(plan(SMALL, device), x, w, b)[inner]
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = ref.astype("f")
+        lost = ~np.isfinite(expected)
+        assert np.array_equal(got[lost], expected[lost], equal_nan=True) and lost.any() == (value != 3e38 or np.isinf(expected).any())
+        assert (abs(got - ref)[~lost] <= 2.0**-22 * magnitude[~lost]).all()
+
+
+@pytest.mark.parametrize("parts", epilogue.PARTS)
+@pytest.mark.parametrize(("case", "dtype"), [(CASES[0], "float32"), (CASES[2], "float16"), (CASES[3], "float32")], ids=str)
+def test_what_follows_the_sums(device, case, dtype, parts):
+    made = Plan(epilogue.finishing(case.problem(dtype), parts), device, config=CONFIG)
+    epilogue.check(made, case, parts, run)
+
+
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("by", ["input", "weight"])
+def test_gradients(device, by, stride, groups):
+    rng = np.random.default_rng(3)
+    x, w = (3, 4, 31, 33), (8, 4 // groups, 11, 9)
+    forward = ConvProblem.forward(2, x, w, padding=4, stride=stride, groups=groups)
+    problem = ConvProblem.gradient(by, 2, x, w, forward.result_shape, padding=4, stride=stride, groups=groups)
+    first, second = (rng.standard_normal(shape).astype("f") for shape in (problem.input_shape, problem.weight_shape))
+    ref, magnitude = oracle.reference(problem, first, second), oracle.reference(problem, abs(first), abs(second))
+    assert_close(run(Plan(problem, device, config=CONFIG), first, second), ref, 2.0**-23 * magnitude)
+
+
+def test_many_doubtful_results_are_left_to_the_kernel(device, monkeypatch):
+    """Python sums a few; both ways give the same bits."""
+    if get_device(device).backend == "cuda":
+        pytest.skip("Python sums none on a GPU")
+    x, w, b = LARGE.drawn("sparse")
+    by_python = run(plan(LARGE, device), x, w, b)
+    monkeypatch.setattr(transforms, "MOST_MENDED", -1)
+    assert np.array_equal(run(plan(LARGE, device), x, w, b), by_python)
+
+
+def test_a_worse_transform_is_noticed(device, monkeypatch):
+    """The tests above can fail: with limits of nothing, zeros are not zeros."""
+    if get_device(device).backend == "cuda":
+        pytest.skip("the limits are made on the GPU")
+    monkeypatch.setattr(transforms, "ERROR", 0.0)
+    x, w, b = LARGE.normals("float32")
+    b[:] = 0
+    x[..., :90] = 0
+    assert (run(plan(LARGE, device), x, w, b)[LARGE.reference(x, w, b) == 0] != 0).any()
+
+
+def test_numpy_serves_without_scipy(device, monkeypatch):
+    if get_device(device).backend == "cuda":
+        pytest.skip("of the host's memory")
+    monkeypatch.setattr(transforms, "_library", lambda: np.fft)
+    for case in (CASES[2], CASES[8], CASES[6]):
+        arrays = case.integers("float32")
+        assert_exact(run(plan(case, device), *arrays), case.reference(*arrays))
+
+
+def test_buffers_of_opencl(device):
+    """The launches of a plan, as callers with buffers of their own make them."""
+    if get_device(device).backend == "cuda":
+        pytest.skip("of OpenCL")
+    on, made = get_device(device), plan(SMALL, device)
+    x, w, b = SMALL.normals("float32")
+    y = np.full(made.result_shape, np.nan, "f")
+    on.run_on_host_arrays(made.launch, (x, w, b, None, None), y, made.workspace_bytes, None)
+    assert np.array_equal(y, run(made, x, w, b))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_torch_s_functions_make_the_same(dtype):
+    """What a GPU computes, by torch on the CPU."""
+    torch = pytest.importorskip("torch")
+    for case in (CASES[2], CASES[3], CASES[8], LARGE):
+        told = library_fft.transforms(case.problem(dtype).launched)
+        x, w, _ = case.normals(dtype)
+        sums, limits = np.full(told.sums_shape, np.nan), np.full(told.limits_shape, np.nan)
+        ours = torch.full_like(torch.from_numpy(sums), torch.nan), torch.full_like(torch.from_numpy(limits), torch.nan)
+        transforms.fill_by(told, transforms._Torch("cpu", False), *(torch.from_numpy(a).flatten() for a in (x, w)), *ours)
+        expected = case.reference(x.astype("d"), w.astype("d"))
+        got = ours[0].numpy().reshape(expected.shape)
+        known = ~np.isnan(got)
+        assert known.all() or dtype == "float64"
+        assert np.allclose(got[known], expected[known], rtol=0, atol=1e-12 * abs(expected).max())
+        assert (ours[1] >= 0).all()
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_on_a_gpu():
+    torch = pytest.importorskip("torch")
+    x, w, b = (torch.from_numpy(a).cuda() for a in SMALL.normals("float32"))
+    made = plan(SMALL, "cuda:0")
+    expected = made(x, w, b)
+    check(SMALL, expected.cpu().numpy(), *SMALL.normals("float32"))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        assert torch.equal(made(x, w, b), expected)
+    side.synchronize()
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(expected)
+    with torch.cuda.graph(graph):
+        made(x, w, b, out=out)
+    out.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+# ---- what is asked for, and what is chosen
+
+
+def test_words():
+    x, w = np.ones((1, 1, 9, 9), "f"), np.ones((1, 1, 3, 3), "f")
+    for wrong in ("FFT", "auto", ""):
+        with pytest.raises(ConvArgumentError, match=r"algorithm must be None or one of \('direct', 'fft'\), but got algorithm="):
+            pc.conv2d(x, w, algorithm=wrong)
+        with pytest.raises(ConvArgumentError, match="algorithm must be"):
+            ConvProblem.forward(2, x.shape, w.shape, algorithm=wrong)
+    for wrong in (1, True, ["fft"]):
+        with pytest.raises(TypeError, match=r"algorithm must be None or one of \('direct', 'fft'\), got"):
+            pc.conv2d(x, w, algorithm=wrong)
+
+
+def test_it_is_part_of_what_a_plan_is_known_by(device):
+    from pycuda_conv import tune
+    from pycuda_conv.plan import cached_plan
+
+    one = ConvProblem.forward(2, (1, 1, 64, 64), (1, 1, 15, 15))
+    problems = [replace(one, algorithm=algorithm) for algorithm in (None, "direct", "fft")]
+    assert len({cached_plan(p, get_device(device)) for p in problems}) == len({tune.key(p) for p in problems}) == 3
+    for p in problems:
+        made = Plan(p, device)
+        again = pickle.loads(pickle.dumps(made))
+        assert again.problem == p and again.config == made.config
+        assert str(p) in made.explain() and made.explain().splitlines()[0].endswith(p.algorithm or "float32")
+
+
+def test_each_word_is_followed():
+    on, x, w = get_device("opencl"), (1, 1, 200, 200), (1, 1, 15, 15)
+
+    def chosen(where, algorithm, w=w, **more):
+        return type(engines.choose(ConvProblem.forward(2, x, w, algorithm=algorithm, **more), where)).__name__
+
+    assert [chosen(on, algorithm) for algorithm in (None, "direct", "fft")] == ["LibraryFft", "Tile", "LibraryFft"]
+    assert [chosen(on, algorithm, (1, 1, 3, 3)) for algorithm in (None, "fft")] == ["Tile", "LibraryFft"]
+    h200 = Target("sm_90a")  # without a library
+    assert chosen(h200, "fft") == "Fft" and {chosen(h200, None), chosen(h200, "direct")} & {"Fft", "LibraryFft"} == set()
+    assert chosen(h200, "fft", (1, 1, 101, 101), stride=2) == chosen(h200, "direct", (1, 1, 101, 101), stride=2)  # there is no transform
+
+
+@pytest.mark.parametrize("function", [pc.conv2d, pc.conv_transpose2d])
+def test_functions_take_it(device, function):
+    rng = np.random.default_rng(5)
+    x, w = rng.standard_normal((1, 1, 200, 200)).astype("f"), rng.standard_normal((1, 1, 15, 15)).astype("f")
+    made = [function(x, w, padding=7, algorithm=algorithm, device=device) for algorithm in (None, "direct", "fft")]
+    assert np.allclose(made[0], made[1], atol=1e-3) and np.allclose(made[0], made[2], atol=1e-3)
+    assert get_device(device).backend == "cuda" or not np.array_equal(made[0], made[1])
+
+
+def test_gradients_of_torch_go_the_same_way(monkeypatch):
+    torch = pytest.importorskip("torch")
+    seen = []
+    made = engines.registry._fastest
+    monkeypatch.setattr(engines.registry, "_fastest", lambda problem, device: seen.append(problem) or made(problem, device))
+    x = torch.randn(1, 2, 41, 43, requires_grad=True)
+    w = torch.randn(2, 1, 11, 13, requires_grad=True)
+    pc.conv2d(x, w, padding=5, groups=2, algorithm="fft").square().sum().backward()
+    assert {(p.direction, p.algorithm) for p in seen if p.input_size == (1, 41, 43)} == {(d, "fft") for d in ("fprop", "dgrad", "wgrad")}
+    ours = x.grad.clone(), w.grad.clone()
+    x.grad = w.grad = None
+    torch.nn.functional.conv2d(x, w, padding=5, groups=2).square().sum().backward()
+    assert torch.allclose(ours[0], x.grad, rtol=1e-4, atol=1e-2) and torch.allclose(ours[1], w.grad, rtol=1e-4, atol=1e-1)
+
+
+def test_dask_passes_it_on():
+    da = pytest.importorskip("dask.array")
+    rng = np.random.default_rng(6)
+    x, w = rng.standard_normal((1, 1, 90, 80)).astype("f"), rng.standard_normal((1, 1, 11, 11)).astype("f")
+    lazy = da.from_array(x, chunks=(1, 1, 45, 80))
+    for algorithm in (None, "direct", "fft"):
+        got = pc.conv2d(lazy, w, padding=5, algorithm=algorithm).compute()
+        assert np.allclose(got, pc.conv2d(x, w, padding=5, algorithm="direct"), atol=1e-3)
+    with pytest.raises(ConvArgumentError, match="algorithm must be"):
+        pc.conv2d(lazy, w, algorithm="dft")
+
+
+@pytest.mark.parametrize(
+    ("problem", "fft"),
+    [
+        (ConvProblem.forward(2, (1, 1, 256, 256), (1, 1, 3, 3)), False), (ConvProblem.forward(2, (1, 1, 256, 256), (1, 1, 7, 7)), False),
+        (ConvProblem.forward(2, (1, 1, 256, 256), (1, 1, 11, 11)), True), (ConvProblem.forward(2, (1, 1, 300, 200), (1, 1, 1001, 1001), padding=500), True),
+        (ConvProblem.forward(2, (8, 16, 64, 64), (16, 16, 3, 3), padding=1), False), (ConvProblem.forward(1, (1, 1, 400000), (1, 1, 100000)), True),
+        (ConvProblem.forward(3, (1, 1, 64, 64, 64), (1, 1, 11, 11, 11)), True), (ConvProblem.forward(2, (1, 1, 2048, 2048), (1, 1, 31, 31), stride=16), False),
+        (ConvProblem.gradient("weight", 2, (1, 1, 256, 256), (1, 1, 127, 127), (1, 1, 130, 130)), True),
+        (ConvProblem.forward(2, (1, 1, 256, 256), (1, 1, 31, 31), dilation=3), True),
+        (ConvProblem.forward(2, (1, 1, 256, 256), (1, 1, 11, 11), dtype="float64"), False), (ConvProblem.forward(2, (1, 1, 512, 512), (1, 1, 101, 101), dtype="float64"), True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_it_is_chosen_on_a_host_where_it_takes_less_time(problem, fft):
+    assert isinstance(engines.choose(problem, get_device("opencl")), LibraryFft) == fft
+
+
+def test_lengths_have_small_factors_and_hold_the_filter():
+    for n in (1, 2, 17, 100, 1001, 4097, 100003):
+        length = transforms.good_length(n)
+        rest = length
+        for factor in (2, 3, 5):
+            while rest % factor == 0:
+                rest //= factor
+        assert rest == 1 and n <= length <= 1.15 * n + 1
+    for case in CASES:
+        told = library_fft.transforms(case.problem().launched)
+        assert all(u + r - 1 <= n and u % s == 0 for u, r, n, s in zip(told.used, told.reach, told.length, told.stride, strict=True))
+
+
+@pytest.mark.parametrize(("problem", "message"), [(ConvProblem.forward(2, (0, 1, 90, 90), (1, 1, 9, 9)), "nothing to transform"), (ConvProblem.forward(2, (1, 2048, 512, 512), (2048, 2048, 31, 31)), "at most")])
+def test_refusals(problem, message):
+    assert message in engines.refusal(problem, CONFIG, get_device("opencl"))
+    assert "no library" in engines.refusal(problem, CONFIG, Target("sm_90a"))
+    assert not isinstance(engines.choose(problem, get_device("opencl")), LibraryFft)
+
+
+def test_tiles_of_float32_are_asked_for_or_not_taken():
+    """Their error is of the norm: see the design."""
+    for algorithm in (None, "direct"):
+        problem = ConvProblem.forward(2, (8, 64, 256, 256), (64, 1, 31, 31), groups=64, algorithm=algorithm)
+        assert not any(isinstance(config, Fft) for config in engines.candidates(problem, Target("sm_90a")))
+
+

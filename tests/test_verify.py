@@ -1,0 +1,115 @@
+"""`verify` on every engine: cases from the registry, both verdicts, and results that are worse than claimed."""
+
+import json
+
+import numpy as np
+import pytest
+from reference import DISTRIBUTIONS
+from test_engines import registered  # noqa: F401
+
+from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.cli import main
+from pycuda_conv.engines import registry
+from pycuda_conv.rounding import RELATIVE_LIMIT, beside_limit
+from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools import verify
+from pycuda_conv.tools.engine_cases import engine_cases
+
+H100 = Target("sm_90a")
+
+
+def device_of(name):
+    if name == "opencl":
+        pytest.importorskip("pyopencl")
+        return get_device("opencl")
+    return Target(name)
+
+
+@pytest.mark.parametrize("name", ["sm_90a", "sm_80", "sm_75", "opencl"])
+def test_every_engine_of_the_device_has_cases(name):
+    """All that has something worth comparing for some problem; every arithmetic and layout; every kind of numbers."""
+    device = device_of(name)
+    cases = engine_cases(device)
+    tried = {case.engine for case in cases}
+    for engine in registry.ENGINES:
+        if engine.unsupported(device) is None and engine.__name__.rpartition(".")[2] not in tried:  # then nothing of it is worth comparing
+            others = {case.problem.launched for case in cases if case.problem.launched.layout in engine.LAYOUTS}
+            assert not any([*engine.configs(problem, device)] or engine.choose(problem, device) for problem in others), engine
+    for case in cases:
+        assert registry.refusal(case.problem, case.config, device) is None
+    kinds = {(case.problem.dtype, case.problem.precision) for case in cases}
+    assert kinds >= {("float32", "fp32"), ("float16", "fp32"), ("bfloat16", "fp32"), ("float64", "fp32")}
+    assert name == "opencl" or ("float32", "tf32") in kinds
+    assert {case.problem.layout for case in cases} == {"NCHW", "NHWC"} and {case.problem.direction for case in cases} == {"fprop", "dgrad", "wgrad"}
+    assert sum(case.chosen for case in cases) > len(cases) / 3
+    normwise = {engine.__name__.rpartition(".")[2] for engine in registry.NORMWISE}
+    for engine in tried - normwise:
+        assert {case.distribution for case in cases if case.engine == engine} == set(DISTRIBUTIONS)
+    classes = {type(case.config) for case in cases}
+    assert name != "opencl" or {engines.Single, engines.Tile, engines.Batched, engines.Dgrad, engines.Wgrad, engines.Gemm} <= classes
+
+
+def test_a_new_engine_is_in(registered):  # noqa: F811
+    assert "toy_engine" in {case.engine for case in engine_cases(H100)}
+
+
+PROBLEM = ConvProblem.forward(2, (2, 8, 12, 12), (8, 8, 3, 3), padding=1)
+
+
+def judged(factor: float, dtype: str = "float32", theirs: float = 1.0, problem=PROBLEM):
+    """The verdict on a result that has `factor` times the error in norm that is claimed, and torch's `theirs` times as much."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal(problem.input_shape), rng.standard_normal(problem.weight_shape)
+    ref, magnitude = verify.reference(problem, x, w), verify.reference(problem, abs(x), abs(w))
+    claimed = {"float32": 1.1e-7, "float64": 2.8e-16}[dtype]
+    noise = claimed * ref.std() * rng.standard_normal(ref.shape)
+    truth = verify.Expected(ref, magnitude, None if theirs is None else ref + theirs * noise)
+    return verify.judged("case", "numpy", problem, "Kernel", ref + factor * noise, truth, 0.0)
+
+
+def test_a_kernel_ten_times_less_exact_than_claimed_fails():
+    """It is far inside of the bound on elements, and fails by its norm, with torch or without."""
+    good, bad = judged(1.0), judged(10.0, theirs=None)
+    assert good.passed and not bad.passed
+    assert bad.of_bound < 1 and bad.relative_error > bad.relative_limit == RELATIVE_LIMIT["float32"]
+    assert not judged(10.0, theirs=10.0).passed
+
+
+def test_twice_torch_s_error_fails():
+    fine, twice = judged(1.4, theirs=1.0), judged(2.0, theirs=1.0)
+    assert fine.passed and fine.beside
+    assert not twice.passed and not twice.beside and twice.of_bound < 1 and "torch's" in twice.detail
+    assert judged(2.0, theirs=None).passed
+    # half of a rounding is no error, however exact torch is
+    assert beside_limit(PROBLEM, 0.0) == pytest.approx(1 / (8 * 72**0.5))
+
+
+def test_a_worsened_engine_is_found(monkeypatch, capsys):
+    """The whole command, with one engine's results a little off: of the norm, and of a single element."""
+    opencl = device_of("opencl")
+    cases = [case for case in engine_cases(opencl) if case.engine == "direct" and case.problem.dtype == "float32"][:1]
+    monkeypatch.setattr(verify, "engine_cases", lambda device: cases)
+    monkeypatch.setattr(verify, "_cases", list)
+    monkeypatch.setattr(verify, "CASES", {})
+    assert main(["verify", "--device", "opencl", "--seed", "3", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert [r["case"].startswith("direct fp32") for r in facts["results"]] == [True]
+    assert facts["results"][0]["torch_of_bound"] is None or facts["results"][0]["of_bound"] <= 1.5 * facts["results"][0]["torch_of_bound"]
+    call = Plan.__call__
+    rng = np.random.default_rng(1)
+    for worsen in (lambda y: y * (1 + 1e-6 * rng.standard_normal(y.shape)), lambda y: y + np.where(np.arange(y.size) == 7, 1e-4, 0).reshape(y.shape)):
+
+        def worse(self, *arrays, **options):
+            y = call(self, *arrays, **options)
+            return worsen(y).astype(y.dtype)  # noqa: B023
+
+        monkeypatch.setattr(Plan, "__call__", worse)
+        assert main(["verify", "--device", "opencl", "--seed", "3", "--json"]) == 1
+        assert not json.loads(capsys.readouterr().out)["passed"]
+
+
+@pytest.mark.gpu
+def test_every_engine_of_a_gpu_passes():
+    results = verify.verify_engines(get_device("cuda:0"), 1)
+    assert len(results) > 100 and not [(r.case, r.detail) for r in results if not r.passed]
