@@ -34,6 +34,7 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import launches_are_in
 from pycuda_conv.nn import operators
 from pycuda_conv.problem import (
+    ALGORITHMS,
     PRECISIONS,
     SLOPE,
     ConvProblem,
@@ -624,15 +625,19 @@ def _vmap(
 # ---- the operators
 
 
+_ALGORITHMS = None, *ALGORITHMS
+
+
 def _spec(operator: Operator, settings: Settings) -> list[int]:
     """An operator and its settings in numbers as one list of ints.
 
-    They are: number of the operator, number of the precision, device (-2: that of the tensors, -1: OpenCL, else the number of a GPU), tune,
-    groups; then for each axis stride, padding before, padding after, dilation.
+    They are: number of the operator, of the precision and of the algorithm, device (-2: that of the tensors, -1: OpenCL, else the number of a
+    GPU), tune, groups; then for each axis stride, padding before, padding after, dilation.
     """
     device = settings.device
     place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])
-    spec = [OPERATORS.index(operator), PRECISIONS.index(settings.precision), place, int(settings.tune), settings.groups]
+    how = PRECISIONS.index(settings.precision), _ALGORITHMS.index(settings.algorithm)
+    spec = [OPERATORS.index(operator), *how, place, int(settings.tune), settings.groups]
     for step, pair, spread in zip(settings.stride, settings.padding, settings.dilation, strict=True):
         spec += step, *pair, spread
     return spec
@@ -641,11 +646,12 @@ def _spec(operator: Operator, settings: Settings) -> list[int]:
 @lru_cache(maxsize=4096)
 def _from_spec(spec: tuple[int, ...]) -> tuple[Operator, Settings]:
     """The operator and its settings from the list of :func:`_spec`."""
-    number, precision, place, tune, groups, *axes = spec
+    number, precision, algorithm, place, tune, groups, *axes = spec
     stride, before, after, dilation = (tuple(axes[i::4]) for i in range(4))
     device = None if place == -2 else "opencl" if place == -1 else f"cuda:{place}"
     padding = tuple(zip(before, after, strict=True))
-    return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], device, bool(tune))
+    how = PRECISIONS[precision], device, bool(tune), _ALGORITHMS[algorithm]
+    return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, *how)
 
 
 def _convolve(first: Any, second: Any, bias: Any, size: Sequence[int], spec: Sequence[int]) -> Any:
