@@ -160,7 +160,9 @@ def _pycuda(library):
 
         @staticmethod
         def get_device():
-            return stack()[-1]._gpu
+            found = ctypes.c_int()
+            _checked(library.cuCtxGetDevice(ctypes.byref(found)))
+            return Device(found.value)
 
         def detach(self):
             if stack() and stack()[-1] is self:
@@ -270,6 +272,7 @@ def _gpuarray(drv):
             self.nbytes = self.size * self.dtype.itemsize
             self.gpudata = allocator(self.nbytes) if gpudata is None and self.size else gpudata
             self._grid, self._block = (1, 1), (1, 1, 1)
+            drv.Context.get_device()  # as PyCUDA's constructor does
 
         @property
         def flags(self):

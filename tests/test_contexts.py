@@ -578,7 +578,8 @@ def test_memory_without_a_context(fake):
         assert fake.library.fake_alloc(ctypes.byref(address), ctypes.c_size_t(4 * int(np.prod(shape))), ctypes.c_uint64(0), gpu, 0) == 0
         return fake.gpuarray.GPUArray(shape, "f", gpudata=address.value)
 
-    x, w, z = without(X), without(W), without(X, 1)
+    with contexts.cuda_device(0).current():
+        x, w, z = without(X), without(W), without(X, 1)
     pc.conv2d(x, w)
     assert launched(fake) == {theirs_id(fake, contexts.cuda_device(0))}
     with context(fake):

@@ -254,7 +254,8 @@ class GPUArrayKind(InterfaceKind):
         # GPUArray's constructor takes 8 us, mostly for what depends on the shape alone: it is called once, and its attributes are copied
         strides = None if order is None else strides_of(shape, like.dtype.itemsize, order)
         gpuarray = importlib.import_module("pycuda.gpuarray").GPUArray
-        pattern = vars(gpuarray(shape, like.dtype, allocator=device.allocate, gpudata=0, strides=strides))
+        with device.current():  # the constructor asks for the current one's GPU
+            pattern = vars(gpuarray(shape, like.dtype, allocator=device.allocate, gpudata=0, strides=strides))
         number = contexts.number_of(device.where)
         plain, block, new, pool, result_bytes = device._drv.mem_alloc, block_class(), gpuarray.__new__, device.pool, pattern["nbytes"]
 
