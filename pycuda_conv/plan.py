@@ -417,7 +417,6 @@ class BoundPlan:
     """
 
     def __init__(self, plan: Plan, weight: Any, bias: Any = None, scale: Any = None) -> None:
-        self.plan = plan
         given = Operands(weight, weight, bias, scale)
         self._kind = kind = same_kind(given, names=("weight", "weight"))
         kind.check_dense(weight, bias, scale)
@@ -426,6 +425,7 @@ class BoundPlan:
         _, weight, bias, scale, _ = given
         _, of_weight, *_ = signatures = kind.signatures(given)
         assert of_weight is not None
+        self.plan = plan = execute.in_context_of(plan, of_weight)
         #: of weight, bias and scale
         self._signatures = signatures[1:4]
         input, *_, residual = (None if shape is None else (shape, *of_weight[1:]) for shape in plan.problem.operand_shapes)

@@ -145,6 +145,9 @@ def remember(
     name = key(options, *operands, out) if plan.may_be_repeated else None
     if name is None or name in table or plan.device.capturing():
         return
+    device: Any = plan.device
+    if not kind.any_context and device.where != device.ordinal:  # C does not look where tensors lie
+        return
     turned = layout not in ("", plan.problem.layout)
     order = channels_last(len(plan.result_shape), plan.problem.ndim) if turned else None
     ready = _ready(kind, plan, operands, out, packed, recorded, order)

@@ -24,7 +24,7 @@ def convolve(
     """Run `plan` on arrays that fit it. `packed` is the filter as :func:`pack` made it."""
     device: Any = plan.device
     pushed = not device.is_current()
-    doubtful = pushed and not kind.any_context and contexts.in_doubt(device)
+    doubtful = not kind.any_context and contexts.in_doubt(device)
     if pushed:
         device.push()
     try:
