@@ -7,6 +7,7 @@ Files of ``torch.export.save`` name operators of this package, so import this mo
 
 from pycuda_conv.nn import autograd as autograd  # importing these two defines the operators
 from pycuda_conv.nn import evaluation as evaluation
+from pycuda_conv.nn import folding as folding
 from pycuda_conv.nn.compiler import CompiledGraph, backend, compile
 from pycuda_conv.nn.convert import Conversion, Converted, convert, report, revert
 from pycuda_conv.nn.fused import FusedConvBnReLU1d, FusedConvBnReLU2d, FusedConvBnReLU3d

@@ -34,6 +34,7 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import launches_are_in
 from pycuda_conv.nn import operators
 from pycuda_conv.problem import (
+    ALGORITHMS,
     PRECISIONS,
     SLOPE,
     ConvProblem,
@@ -326,7 +327,7 @@ def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *opti
     return getattr(torch.ops.pycuda_conv, operator.name).default(first, second, bias, size, *flat)
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant
 def _flat_options(sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str) -> tuple[Any, ...]:
     return _flat(_in_numbers(Settings(len(sizes), stride, padding, dilation, groups, precision, None, False), sizes))
 
@@ -374,13 +375,15 @@ class Again:
     know of in its turn, is computed by an operator.
     """
 
-    def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> None:
+    def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int], order: tuple[int, ...] | None) -> None:
         self.operator = _BY_FUNCTION[call.function]
         self.settings = settings = Settings(
             call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False, call.algorithm
         )
         self.size = call.size
         self.shapes = first_shape, second_shape
+        #: in which the result lies
+        self.order = order
         self.transposed = self.operator is CONV_TRANSPOSE
         #: the key's options of both gradients together
         self.both = call.function, *settings[:6], settings.algorithm, call.size
@@ -457,6 +460,14 @@ class Again:
         return self.operator.by_second(self.settings, first, self.shapes[1], grad) if made is None else made
 
 
+def without_gaps(grad: Any, order: tuple[int, ...] | None) -> Any:
+    """A gradient that lies in `order`, as the result does: a copy if its elements lie apart, repeat, or lie in another order.
+
+    The gradient of ``torch.cat`` is a slice of another one, and that of a sum repeats one number.
+    """
+    return grad if TORCH.is_kernel_input(grad, order) else TORCH.copy(grad, order)
+
+
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, again: Again, first: Any, second: Any, bias: Any, made: tuple[Any]) -> Any:
@@ -468,10 +479,14 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         first, second = saved = ctx.saved_tensors  # torch.utils.checkpoint gives them once
-        made = None if _is_followed() else quick.gradients(ctx, saved, grad)
+        again, followed = ctx.again, _is_followed()
+        made = None if followed else quick.gradients(ctx, saved, grad)
+        if made is None and not (followed or torch.is_grad_enabled() or _traced(grad, grad, None) or _is_batched(grad)):
+            dense = without_gaps(grad, again.order)
+            if dense is not grad:
+                grad, made = dense, quick.gradients(ctx, saved, dense)
         if made is not None:
             return made
-        again = ctx.again
         _, by_first, by_second, by_bias, _ = ctx.needs_input_grad
         if by_first and by_second:
             dx, dw = again.gradients(first, second, grad)
@@ -481,12 +496,14 @@ class _Again(torch.autograd.Function):
         return None, dx, dw, _summed(again.settings.ndim, grad) if by_bias else None, None
 
 
-def told_again(call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> Callable[..., Any]:
+def told_again(call: Call, first_shape: Sequence[int], second_shape: Sequence[int], result: Any) -> Callable[..., Any]:
     """(first, second, bias, (result,)) -> the result of a convolution that the launcher in C has just repeated, known to torch.
 
-    It is ``_Again.apply`` without checks that the launcher has already made. They take 3 us.
+    It is ``_Again.apply`` without checks that the launcher has already made. They take 3 us. `result` lies as all results of the call do.
     """
-    return partial(super(torch.autograd.Function, _Again).apply, Again(call, first_shape, second_shape))
+    batched = result.dim() == call.ndim + 2
+    order = channels_last(call.ndim + 2, call.ndim) if batched and _layout(result, call.ndim) == "NHWC" else None
+    return partial(super(torch.autograd.Function, _Again).apply, Again(call, first_shape, second_shape, order))
 
 
 class _Transformed(_Function):
@@ -608,15 +625,19 @@ def _vmap(
 # ---- the operators
 
 
+_ALGORITHMS = None, *ALGORITHMS
+
+
 def _spec(operator: Operator, settings: Settings) -> list[int]:
     """An operator and its settings in numbers as one list of ints.
 
-    They are: number of the operator, number of the precision, device (-2: that of the tensors, -1: OpenCL, else the number of a GPU), tune,
-    groups; then for each axis stride, padding before, padding after, dilation.
+    They are: number of the operator, of the precision and of the algorithm, device (-2: that of the tensors, -1: OpenCL, else the number of a
+    GPU), tune, groups; then for each axis stride, padding before, padding after, dilation.
     """
     device = settings.device
     place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])
-    spec = [OPERATORS.index(operator), PRECISIONS.index(settings.precision), place, int(settings.tune), settings.groups]
+    how = PRECISIONS.index(settings.precision), _ALGORITHMS.index(settings.algorithm)
+    spec = [OPERATORS.index(operator), *how, place, int(settings.tune), settings.groups]
     for step, pair, spread in zip(settings.stride, settings.padding, settings.dilation, strict=True):
         spec += step, *pair, spread
     return spec
@@ -625,11 +646,12 @@ def _spec(operator: Operator, settings: Settings) -> list[int]:
 @lru_cache(maxsize=4096)
 def _from_spec(spec: tuple[int, ...]) -> tuple[Operator, Settings]:
     """The operator and its settings from the list of :func:`_spec`."""
-    number, precision, place, tune, groups, *axes = spec
+    number, precision, algorithm, place, tune, groups, *axes = spec
     stride, before, after, dilation = (tuple(axes[i::4]) for i in range(4))
     device = None if place == -2 else "opencl" if place == -1 else f"cuda:{place}"
     padding = tuple(zip(before, after, strict=True))
-    return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], device, bool(tune))
+    how = PRECISIONS[precision], device, bool(tune), _ALGORITHMS[algorithm]
+    return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, *how)
 
 
 def _convolve(first: Any, second: Any, bias: Any, size: Sequence[int], spec: Sequence[int]) -> Any:

@@ -43,6 +43,8 @@ class _Ready(NamedTuple):
     dtype: str
     #: whether the input is float32 and has to be rounded
     narrows: bool
+    #: the order of axes in which the result lies
+    order: Any
 
 
 class _Room:
@@ -129,7 +131,7 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
             settings = autograd.Settings(
                 call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False
             )  # fmt: skip
-            ready = _Ready(row, call, settings, word, narrows)
+            ready = _Ready(row, call, settings, word, narrows, plan.order)
     quick.put(_table, name, ready, plan)
 
 
@@ -165,7 +167,13 @@ class _Function(torch.autograd.Function):
         ready, again = ctx.ready, of_w16 is None and of_x16 is None and not torch.is_grad_enabled()
         found: list[Any] = [None, None, None]
         if grad is not None:
-            made = _gradients(ctx, grad, x16, w16) if again and quick.possible() else None
+            made = None
+            if again and quick.possible() and not autograd._traced(grad, grad, None) and not autograd._is_batched(grad):
+                made = _gradients(ctx, grad, x16, w16)
+                if made is None:
+                    dense = autograd.without_gaps(grad, ready.order)
+                    if dense is not grad:
+                        grad, made = dense, _gradients(ctx, dense, x16, w16)
             if made is not None:
                 found = made
             else:
