@@ -333,7 +333,8 @@ class DLPackKind(InterfaceKind, HostKind):
             return self._from_dlpack(Exporter(array))
         if array.where is not None:
             gpuarray = importlib.import_module("pycuda.gpuarray")
-            return gpuarray.GPUArray(array.shape, _numpy_dtype(array.dtype), gpudata=array.owner, strides=array.strides)
+            with contexts.device_at(array.where).current():  # PyCUDA asks for the current context's device
+                return gpuarray.GPUArray(array.shape, _numpy_dtype(array.dtype), gpudata=array.owner, strides=array.strides)
         memory = array.memory()
         return memory.view(_numpy_dtype(array.dtype)) if array.dtype == "bfloat16" else memory
 
