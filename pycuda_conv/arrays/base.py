@@ -27,15 +27,15 @@ class ArrayKind:
     any_context = False
     #: how a caller converts an array to another dtype, with gaps for the array's name and for the dtype
     conversion = "{}.astype('{}')"
-    #: whether the arrays of a call have to be opened, and its result closed
-    opens = False
+    #: whether the arrays of a call have to be imported from their library, and its result exported
+    imports = False
 
-    def opened(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
-        """What stands for the arrays of a call between its beginning and its end; `names` are what the operands are called."""
+    def imported(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
+        """What stands for the arrays of a call until its end; `names` are what the operands are called."""
         return operands
 
-    def closed(self, result: Any, operands: Operands, stream: Any = None) -> Any:
-        """The array for the caller from the result of a call of `operands`, opened ones, on the caller's `stream`."""
+    def exported(self, result: Any, operands: Operands, stream: Any = None) -> Any:
+        """The array for the caller from the result of a call of imported `operands` on the caller's `stream`."""
         return result
 
     def signature(self, array: Any) -> Signature:

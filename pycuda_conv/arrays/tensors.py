@@ -170,7 +170,7 @@ class TorchKind(DeviceKind, HostKind):
             raise ConvArgumentError(no_memory(name))
         return np.asarray(_memory(array, pointer, *elements))
 
-    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         tensor = torch.empty(shape, dtype=self._of_typestrs[dtype])
         return np.asarray(_memory(tensor, tensor.data_ptr(), dtype.str, dtype.itemsize))
 
