@@ -58,7 +58,7 @@ typedef struct FftArguments {
   long_t f_group, f_written, f_read, r, s, flipped;
   // acc_t from the start of a buffer: spectra that are read and written, flags of tiles and their maps, flags of filters
   long_t read_at, written_at, flags_at, maps_at, filter_flags_at;
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;  // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } FftArguments;
 
 WITHIN_KERNEL complex_t times(complex_t a, complex_t b) { return COMPLEX(a.x * b.x - a.y * b.y, a.x * b.y + a.y * b.x); }

@@ -104,7 +104,7 @@ WITHIN_KERNEL int frequency_at(int i, const int count) {
 #define ALL(number) for (int at = LID_0; at < (number); at += THREADS)
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                                                const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+                                                const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                                                 const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y, const GLOBAL_MEM acc_t* spectra,
                                                 GLOBAL_MEM acc_t* written, const GLOBAL_MEM acc_t* flags, const GLOBAL_MEM acc_t* filter_flags,
                                                 const FftArguments arg) {
