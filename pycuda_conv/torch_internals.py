@@ -61,27 +61,6 @@ def is_functionalized(transform: Any) -> bool:
 #: its ``_current_level`` is the level of forward differentiation, and below 0 outside of that
 levels: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=-1)
 
-# ---- what a traced graph holds
-
-#: whether a tensor stands for several inside of a transform of torch.func, and the tensor in it
-is_wrapped: Callable[[Any], bool] = _part("_functorch.is_functorch_wrapped_tensor", lambda tensor: False)
-unwrapped: Callable[[Any], Any] = _part("_functorch.get_unwrapped", lambda tensor: tensor)
-#: what F.pad calls
-pad: Any = _part("_nn.pad", torch.nn.functional.pad)
-
-
-def has_parts(tensor: Any) -> bool:
-    """Whether a tensor is of a class that keeps others: ``__tensor_flatten__`` names them."""
-    return hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")
-
-
-def leaves(tree: Any) -> list[Any]:
-    """The values in nested tuples, lists and dicts."""
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    return [leaf for part in tree for leaf in leaves(part)] if isinstance(tree, (list, tuple)) else [tree]
-
-
 # ---- shorter ways to do what torch does
 
 
@@ -105,3 +84,37 @@ def empty_strided(kind: str) -> Any:
 ASKED_BY_LAUNCHER: tuple[Callable[[], Any], ...] | None = (transforms_are_active, count_of_modes, tracing_state)
 if not all(hasattr(torch._C, name) for name in ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")):
     ASKED_BY_LAUNCHER = None
+
+
+# ---- graphs of torch.compile
+
+#: ``torch.nn.functional.pad`` as graphs name it
+pad: Any = _part("_nn.pad", torch.nn.functional.pad)
+#: the function that switches gradients on or off in a graph
+set_grad_enabled: Any = _part("_set_grad_enabled", None)
+#: whether a tensor stands for one inside a transform of torch.func; and the tensor that it stands for
+is_wrapped: Callable[[Any], bool] = _part("_functorch.is_functorch_wrapped_tensor", lambda tensor: False)
+unwrapped: Callable[[Any], Any] = _part("_functorch.get_unwrapped", lambda tensor: tensor)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """All that lists, tuples and dicts in one another hold in the end."""
+    from torch.utils import _pytree
+
+    found: list[Any] = _pytree.tree_leaves(tree)
+    return found
+
+
+def parts(tensor: Any) -> list[Any] | None:
+    """The tensors that a tensor of a subclass is made of, as DTensor; None for others."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+
+
+def constant(function: Any) -> Any:
+    """`function`, which torch.compile calls while it traces instead of following it. torch's decorator would import its compiler."""
+    function._dynamo_marked_constant = True
+    return function

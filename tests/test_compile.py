@@ -27,7 +27,6 @@ import pycuda_conv.nn as pn  # noqa: E402
 from pycuda_conv.nn import compiler  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-logging.getLogger("torch.__trace").disabled = True  # pytest would collect megabytes
 HOWS = "light", "operators"
 #: Converted models too, which reach the rewrite by another operator.
 WAYS = pytest.mark.parametrize("kind, how", [("torch's", "light"), ("torch's", "operators"), ("converted", "light")])
@@ -43,10 +42,12 @@ def where(request):
 
 
 @pytest.fixture(autouse=True)
-def afresh():
+def afresh(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch._dynamo.reset()
     FOUND.clear()
     COARSE.clear()
+    compiler._graphs.clear()
     yield
     torch._dynamo.reset()
 
@@ -59,8 +60,11 @@ def backend(how, gm, example_inputs):
     return gm.forward if light else torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
 
 
+BACKENDS = {how: functools.partial(backend, how) for how in HOWS}  # torch shares the graphs of one backend
+
+
 def compiled(model, how="light", **more):
-    return torch.compile(model, backend=functools.partial(backend, how), **more)
+    return torch.compile(model, backend=BACKENDS[how], **more)
 
 
 def chains():
@@ -768,3 +772,568 @@ def test_parametrizations(part, kind, how):
             for one in (a, b):
                 parametrize.remove_parametrizations(one[part], "weight")
             assert close(f(x), a(x)) and len(chains()) == len(FOUND)
+
+
+# ---- gradients
+
+
+def test_gradients_of_a_block_s_input_meet_in_its_first_layer(monkeypatch):
+    from pycuda_conv.nn import targets
+
+    passed, genuine = [], targets.training_of
+    monkeypatch.setattr(targets, "training_of", lambda *given: (passed.append(given[-1] is True), genuine(*given))[1])
+    for channels_last in (False, True):
+        passed.clear()
+        alike(lambda: nn.Sequential(Basic(), Basic(4, 4), Basic(4, 8, 2)), "light", True, "input", images(channels_last=channels_last))
+        assert passed.count(True) == 2  # not of the caller's own input, whose memory a statistic may share
+
+    class Written(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = conv_bn(4, 4, padding=1)
+
+        def forward(self, x):
+            x = x * 1
+            y = F.relu(self.block(x))
+            x.mul_(1)
+            return x + y
+
+    passed.clear()
+    alike(Written, "light", True, False)
+    assert not any(passed)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_second_derivatives_in_light_mode(train):
+    a = moved(nn.Sequential(Basic(), nn.SiLU())).double().train(train)
+    b, given = copy.deepcopy(a), images(dtype=torch.float64)
+    found = []
+    for m, f in ((a, a), (b, compiled(b))):
+        x = given.clone().requires_grad_()
+        (d,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+        d.square().sum().backward()
+        found.append([x.grad, *(p.grad for p in m.parameters())])
+    assert len(chains()) == 2
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+
+
+# ---- random graphs
+
+
+class Random(nn.Module):
+    """Random pieces of chains with random writers and readers between. Chains draw on the same parameters more than once."""
+
+    def __init__(self, seed, writes):
+        super().__init__()
+        self.seed, self.writes = seed, writes
+        self.convs = nn.ModuleList([nn.Conv2d(4, 4, 3, padding=1, bias=i % 2 == 0) for i in range(3)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(4) for _ in range(3)])
+        moved(self)
+
+    def forward(self, x):
+        draw, values = random.Random(self.seed), [x]
+        for _ in range(14):
+            step, y = draw.randrange(10 if self.writes else 8), draw.choice(values[-3:])
+            if step < 3:
+                y = draw.choice(self.convs)(y)
+                for _ in range(draw.randrange(3)):  # what stands between a convolution and its norm
+                    other = draw.choice(values)
+                    kind = draw.randrange(4 if self.writes else 2)
+                    if kind == 0:
+                        values.append(other + 1)
+                    elif kind == 1:
+                        values.append(draw.choice(self.norms).running_mean.view(1, -1, 1, 1) + other)
+                    elif kind == 2:
+                        other.mul_(0.9)
+                    else:
+                        draw.choice(self.norms).running_mean.detach().mul_(1.01)
+                if draw.random() < 0.8:
+                    y = draw.choice(self.norms)(y)
+                if draw.random() < 0.4:
+                    other = draw.choice(values)
+                    y = y + other if draw.random() < 0.5 else other + y
+                if draw.random() < 0.6:
+                    y = draw.choice([F.relu, F.silu, lambda y: F.relu(y, inplace=True), F.relu6, F.gelu])(y)
+                values.append(y)
+            elif step < 4:
+                values.append(F.avg_pool2d(y, 3, 1, 1))
+            elif step < 5:
+                values.append(y.clone())
+            elif step < 6:
+                values.append(y * draw.choice(values))
+            elif step < 7:
+                values.append(y.flip(0) if draw.random() < 0.5 else y.roll(1, 2))
+            elif step < 8:
+                with torch.no_grad():
+                    values.append(draw.choice(self.convs)(y))
+            elif step < 9:
+                y.add_(0.1)
+            else:
+                y[:, 0] = 0.5
+        return sum(v.mean((2, 3)) for v in values[-4:]) / 10
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_graphs(seed, how):
+    random.seed(seed)
+    writes = seed % 2 == 0
+    channels_last = seed % 4 > 1
+    alike(lambda: Random(seed, writes), how, False, False, images(channels_last=channels_last))
+    if not writes:  # torch refuses most writes to what a gradient needs
+        alike(lambda: Random(seed, False), how, True, True, images(channels_last=channels_last))
+
+
+# ---- where results lie
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_results_lie_as_torch_s(ndim, transposed, where):
+    kind = getattr(nn, f"Conv{'Transpose' if transposed else ''}{ndim}d")
+    last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(ndim)
+    forms = [torch.contiguous_format, *([last] if last else [])]
+    norm = getattr(nn, f"BatchNorm{ndim}d")
+    for of_x in forms:
+        for of_weight in forms:
+            x = torch.randn(2, 4, *(5, 6, 7)[:ndim], device=where).to(memory_format=of_x)
+            for how in HOWS:
+                for tail in ([], [norm(8), nn.ReLU()]):
+                    torch._dynamo.reset()
+                    m = nn.Sequential(kind(4, 8, 3), *tail).eval().to(where).to(memory_format=of_weight)
+                    with torch.no_grad():
+                        f = compiled(lambda x, m=m: m(x).transpose(0, 1), how)
+                        got, expected = f(x), m(x).transpose(0, 1)
+                        assert got.stride() == expected.stride() and close(got, expected)
+
+
+# ---- sizes
+
+
+SIZES = (2, 8, 8), (3, 8, 8), (5, 8, 8), (5, 16, 16), (4, 12, 20), (7, 20, 12), (1, 9, 9), (6, 33, 31)
+
+
+@pytest.mark.parametrize("mode", ["light", "default"])
+@pytest.mark.parametrize("train", [False, True])
+def test_number_of_graphs(train, mode, monkeypatch):
+    """Eight sizes make at most four graphs by themselves, and two where the axes are marked: one, and another for single images."""
+    if mode == "default":
+        monkeypatch.setattr(compiler, "_compiled_by_inductor", lambda gm, inputs, mode, options: torch._dynamo.lookup_backend("aot_eager")(gm, inputs))
+    base = moved(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, 2, 1), nn.SiLU())).train(train)
+    for most, compile_ in ((4, lambda m: torch.compile(m, backend=pn.backend, mode=mode)), (2, lambda m: pn.compile(m, mode))):
+        torch._dynamo.reset()
+        compiler._graphs.clear()
+        theirs = copy.deepcopy(base)
+        ours = copy.deepcopy(base)
+        f = compile_(ours)
+        with torch.set_grad_enabled(train):
+            for size in SIZES:
+                x = torch.randn(size[0], 3, *size[1:])
+                assert close(f(x), theirs(x))
+        graphs = pn.report(ours).graphs
+        assert len(graphs) <= most and all(len(graph.fused) == (1 if train else 2) for graph in graphs), [str(g) for g in graphs]
+
+
+def test_one_graph_serves_all_models_of_a_class():
+    made = [moved(nn.Sequential(conv_bn(4, 4), nn.ReLU())).eval() for _ in range(4)]
+    with torch.no_grad():
+        for model in made:
+            x = images()
+            assert close(compiled(model)(x), model(x))
+    assert len(FOUND) == 1
+    compiler._graphs.clear()
+    with torch.no_grad():
+        for _ in range(4):
+            theirs = moved(Basic()).eval()
+            ours, x = pn.compile(copy.deepcopy(theirs), "light"), images()
+            assert close(ours(x), theirs(x)) and len(pn.report(ours).graphs) == 1
+    assert len(compiler._graphs) == 1
+
+
+def test_sequences_do_not_share_the_recompile_limit():
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for n in range(1, 5):
+            theirs = nn.Sequential(*[nn.Conv2d(4, 4, n) for _ in range(2)])
+            ours, x = pn.compile(copy.deepcopy(theirs), "light"), images()
+            assert close(ours(x), theirs(x)) and len(pn.report(ours).graphs) == 1
+
+
+def test_beyond_the_recompile_limit_the_model_runs_as_it_is():
+    m = moved(nn.Sequential(conv_bn(4, 4), nn.ReLU())).eval()
+    with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False), torch.no_grad():
+        f = compiled(m)
+        for n in range(6, 11):
+            x = images(2, 4, n, n)
+            assert close(f(x), m(x))
+    assert len(FOUND) == 2
+
+
+# ---- the rest of torch
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant, how):
+    from torch.utils.checkpoint import checkpoint
+
+    def call(s, x):
+        return checkpoint(lambda z: F.relu(s.b1(s.c1(z))), F.relu(s.b2(s.c2(x))), use_reentrant=reentrant)
+
+    a = Of(call)
+    b, x = copy.deepcopy(a), images()
+    y, z = a(x), compiled(b, how)(x)
+    assert close(y, z)
+    y.square().sum().backward(), z.square().sum().backward()
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert close(p.grad, q.grad)
+    assert len(chains()) >= 1
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_branches_of_torch_cond(how):
+    def call(s, x):
+        return torch.cond(x.sum() > 0, lambda x: F.relu(s.b1(s.c1(x))), lambda x: F.relu(s.b2(s.c2(x))), (x,))
+
+    m = Of(call).eval()
+    with torch.no_grad():
+        f = compiled(m, how)
+        for x in (torch.ones(2, 4, 6, 6), -torch.ones(2, 4, 6, 6)):
+            assert close(f(x), m(x))
+    assert len(chains()) == 2
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_training_in_autocast_with_a_scaler(how, where):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if where == "cpu" else torch.float16
+    a = nn.Sequential(Basic(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1)).to(where)
+    b, x = copy.deepcopy(a), images(where=where)
+    curves = []
+    for m, f in ((a, a), (b, compiled(b, how))):
+        optimizer, scaler = torch.optim.SGD(m.parameters(), 0.05), torch.amp.GradScaler(where, enabled=where == "cuda")
+        curves.append([])
+        for _ in range(4):
+            optimizer.zero_grad()
+            with torch.autocast(where, dtype):
+                loss = f(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            curves[-1].append(loss.item())
+    assert curves[1] == pytest.approx(curves[0], rel=0.05)
+    assert all(p.dtype is torch.float32 and p.grad.dtype is torch.float32 for p in b.parameters()) and len(chains()) == 2
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_transforms_of_torch_func(how):
+    m = moved(nn.Sequential(conv_bn(4, 4), nn.ReLU(), nn.Conv2d(4, 4, 1))).eval()
+    x = images()
+    with torch.no_grad():
+        f = compiled(lambda p, z: torch.func.functional_call(m, p, (z,)), how)
+        assert close(f(dict(m.named_parameters()), x), m(x)) and len(chains()) == 1
+        f = compiled(torch.func.vmap(lambda z: m(z[None])[0]), how)
+        assert close(f(x), m(x))
+    torch._dynamo.reset()
+    f = compiled(torch.func.grad(lambda z: m(z).square().sum()), how)
+    assert close(f(x), torch.func.grad(lambda z: m(z).square().sum())(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_export():
+    m, x = moved(nn.Sequential(conv_bn(4, 4), nn.ReLU(), nn.Conv2d(4, 4, 1))).eval(), images()
+    ours = pn.compile(copy.deepcopy(m), "light")
+    with torch.no_grad():
+        ours(x)
+        exported = torch.export.export(m, (x,))
+        for how in HOWS:
+            FOUND.clear()
+            assert close(compiled(exported.module(), how)(x), m(x)) and len(chains()) == 1
+            torch._dynamo.reset()
+
+
+def test_inference_mode():
+    m, x = moved(nn.Sequential(conv_bn(4, 4), nn.ReLU())).eval(), images()
+    f = compiled(m)
+    with torch.inference_mode():
+        assert close(f(x), m(x)) and close(f(x), m(x))
+    assert chains()
+
+
+@pytest.fixture
+def process_group():
+    dist = pytest.importorskip("torch.distributed")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist
+    dist.destroy_process_group()
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(conv_bn(4, 64, bias=False), nn.ReLU(), conv_bn(64, 256, bias=False), nn.ReLU(), conv_bn(256, 256, bias=False), nn.ReLU())
+
+    def forward(self, x):
+        return self.body(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", HOWS)
+def test_ddp_with_two_buckets(process_group, how):
+    a, x = Body(), images()
+    b = copy.deepcopy(a)
+    f = compiled(nn.parallel.DistributedDataParallel(b, bucket_cap_mb=2), how)
+    a(x).square().mean().backward(), f(x).square().mean().backward()
+    assert len(FOUND) > 1 and len(chains()) == 3
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert close(p.grad, q.grad)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind, how", [("torch's", "light"), ("torch's", "operators"), ("converted", "light"), ("converted", "eager")])
+def test_fsdp2(process_group, kind, how):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    a, x = Body(), images()
+    b = prepared(kind, copy.deepcopy(a))
+    fully_shard(b, mesh=init_device_mesh("cpu", (1,)))
+    f = b if how == "eager" else compiled(b, how)
+    y, z = a(x), f(x)
+    assert close(y, z)
+    y.square().mean().backward(), z.square().mean().backward()
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        assert close(p.grad, q.grad.to_local())
+    assert how == "eager" or len(chains()) == 3
+
+
+def test_compiled_twice_reset_and_other_backends():
+    theirs, x = moved(nn.Sequential(conv_bn(4, 4), nn.ReLU(), nn.Conv2d(4, 4, 1))).eval(), images()
+    ours = pn.compile(pn.compile(copy.deepcopy(theirs), "light"), "light", precision="tf32")
+    with torch.no_grad():
+        assert close(ours(x), theirs(x)) and len(pn.report(ours).graphs) == 1
+        twice = torch.compile(ours, backend=pn.backend, mode="light")  # what is compiled is not compiled again
+        assert close(twice(x), theirs(x))
+        torch.compiler.reset()
+        assert close(ours(x), theirs(x)) and len(pn.report(ours).graphs) >= 2
+        outer = torch.compile(ours, backend="eager")
+        assert close(outer(x), theirs(x))
+        copied = copy.deepcopy(ours)  # a copy is not compiled, as torch has it
+        assert close(copied(x), theirs(x)) and "_compiled_call_impl" not in vars(copied)
+
+
+def test_threads():
+    m, x = moved(nn.Sequential(conv_bn(4, 4), nn.ReLU(), nn.Conv2d(4, 4, 1))).eval(), images()
+    expected, found = m(x).detach(), []
+    f = pn.compile(copy.deepcopy(m), "light")
+
+    def work():
+        with torch.no_grad():
+            found.extend(close(f(x), expected) for _ in range(5))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 20
+
+
+def test_precision_of_layers_and_of_the_backend(monkeypatch):
+    from pycuda_conv.nn import evaluation
+
+    asked, genuine = [], evaluation._evaluate
+    monkeypatch.setattr(evaluation, "_evaluate", lambda options, *rest: (asked.append(options[5]), genuine(options, *rest))[1])
+    m, x = nn.Sequential(nn.Conv2d(4, 4, 1)), images()
+    with torch.no_grad():
+        pn.compile(copy.deepcopy(m), "light")(x)
+        pn.compile(copy.deepcopy(m), "light", precision="tf32")(x)
+        pn.compile(pn.convert(copy.deepcopy(m), "tf32"), "light")(x)
+        torch.compile(copy.deepcopy(m), backend=pn.backend, options={"mode": "light", "precision": "tf32"})(x)
+    assert asked == ["fp32", "tf32", "tf32", "tf32"]
+
+
+# ---- options, reports, faults of ours
+
+
+def test_options_are_checked():
+    model = nn.Sequential(nn.Conv2d(1, 1, 1))
+    for options, error, words in (
+        ({"mode": "fast"}, ValueError, r"mode must be one of \('default', 'light', .*but got mode='fast'"), ({"precision": "fp8"}, ValueError, "precision must be one of"),
+        ({"options": 3}, TypeError, "options must be a dict, got 3"), ({"mode": "light", "options": {"max_autotune": True}}, ValueError, "options in light mode are"),
+        ({"sizes": "some"}, ValueError, "sizes must be 'any' or 'fixed', but got sizes='some'"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            pn.compile(model, **options)
+    assert "_compiled_call_impl" not in vars(model)
+    with pytest.raises(Exception, match="ask for two modes"):
+        torch.compile(model, backend=functools.partial(pn.backend, mode="light"), options={"mode": "default"})(torch.ones(1, 1, 1, 1))
+    with pytest.raises(TypeError, match="must be a torch.nn.Module or a compiled function, got 3"):
+        pn.report(3)
+
+
+def test_reports(caplog):
+    theirs = nn.Sequential(conv_bn(4, 4, bias=False), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(64 * 4, 3)).eval()
+    model = pn.compile(copy.deepcopy(theirs), "light")
+    with pytest.raises(ValueError, match="no graph was made of it"):
+        pn.report(model)
+    with caplog.at_level(logging.INFO, "pycuda_conv.compile"), torch.no_grad():
+        model(images(2, 4, 10, 10))
+    text = str(pn.report(model))
+    assert text == (
+        "graph, mode 'light', gradients not recorded: 2 convolutions computed by pycuda_conv, 1 of them fused\n  0.0 + 0.1 + 1\n  4\n"
+        "  2 alone: nothing that can be fused follows"
+    )
+    assert text.splitlines()[0] in caplog.text and "rewritten in" in caplog.text
+
+    def function(x):
+        return F.relu(F.conv2d(x, weight))
+
+    weight = torch.randn(3, 4, 1, 1)
+    f = torch.compile(function, backend=pn.backend, mode="light")
+    f(images())
+    assert len(pn.report(f).graphs) == 1 and len(pn.report(f).graphs[0].fused) == 1
+    other = torch.compile(theirs, backend=pn.backend, mode="light")
+    other(images())
+    assert pn.report(other).graphs[-1].gradients and "no batch normalisation follows" not in str(pn.report(other).graphs[-1].fused)
+
+
+def test_a_fault_of_the_rewrite_leaves_torch_s_result_and_a_note(monkeypatch):
+    from pycuda_conv.nn import targets
+
+    def broken(self, options, operands, *rest):
+        self.graph.call_function(torch.neg, (operands[0],))
+        raise RuntimeError("oh")
+
+    monkeypatch.setattr(targets.Light, "evaluate", broken)
+    theirs, x = nn.Sequential(conv_bn(4, 4), nn.ReLU()).eval(), images()
+    ours = pn.compile(copy.deepcopy(theirs), "light")
+    with torch.no_grad():
+        assert torch.equal(ours(x), theirs(x))
+    (graph,) = pn.report(ours).graphs
+    assert graph.left == [("0.0", "RuntimeError: oh")] and not graph.fused
+
+
+def test_what_stays_torch_s():
+    class Kinds(nn.Module):
+        def forward(self, x):
+            a = F.conv2d(x.to(torch.complex64), torch.ones(1, 4, 1, 1, dtype=torch.complex64))
+            return a.real, F.conv2d(x[0], torch.ones(1, 4, 1, 1))
+
+    ours, x = pn.compile(Kinds(), "light"), images()
+    assert close(ours(x), Kinds()(x))
+    (graph,) = pn.report(ours).graphs
+    assert [why for _, why in graph.left] == ["its tensors are of a kind that kernels do not read", "its input has no batch axis"]
+
+
+# ---- operators, and inductor
+
+
+def test_operators_are_checked_by_torch():
+    x, w, vectors = images(), torch.randn(6, 4, 3, 3), [torch.rand(6) for _ in range(4)]
+    from pycuda_conv.nn import evaluation, fused
+    from pycuda_conv.nn.autograd import Settings
+
+    spec = evaluation.spec_of(2, (3, 3), padding=1, activation="relu")
+    flat = fused._LayerSpec("relu", False, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
+    for of_x in (torch.contiguous_format, torch.channels_last):
+        given = x.to(memory_format=of_x), w.to(memory_format=of_x)
+        torch.library.opcheck(torch.ops.pycuda_conv.evaluate.default, (*given, None, *vectors, None, 1e-5, spec))
+        torch.library.opcheck(torch.ops.pycuda_conv.frozen_statistics.default, (*given, None, *vectors[2:], 1e-5, flat))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_inductor_puts_nothing_in_front_of_our_operators(where, tmp_path, monkeypatch):
+    """One graph by inductor itself: the code around our operators has no copies, and the numbers are torch's. It takes a compiler of C++."""
+    import shutil
+
+    if where == "cpu" and not shutil.which("g++"):
+        pytest.skip("no g++")
+    from torch._inductor.utils import run_and_get_code
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c1, self.b1, self.c2, self.g, self.c3 = nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, 2), nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1)
+
+        def forward(self, x):
+            return self.c3(F.silu(self.g(self.c2(F.relu(self.b1(self.c1(x))))))) + 1
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    m = moved(Net()).eval().to(where).to(memory_format=torch.channels_last)
+    x = images(channels_last=True, where=where)
+    with torch.no_grad():
+        y, (code, *_) = run_and_get_code(torch.compile(m, backend=pn.backend), x)
+        assert close(y, m(x)) and y.stride() == m(x).stride()
+    body = code[code.index("def call") :]
+    assert body.count("torch.ops.pycuda_conv.evaluate.default(") == 3
+    assert not [line for line in body.splitlines() if "aten.copy" in line or ".clone(" in line or "aten.clone" in line]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor_on_a_gpu(mode):
+    """Evaluated and trained, with statistics that move, in CUDA graphs too."""
+    torch.manual_seed(0)
+    a = nn.Sequential(Basic(4, 8, 2), Basic(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten()).cuda()
+    b, x = copy.deepcopy(a), images(4, 4, 16, 16, where="cuda")
+    f = pn.compile(b, mode, sizes="fixed")
+    for step in range(5):
+        for one, call in ((a, a), (b, f)):
+            one.train()
+            torch.compiler.cudagraph_mark_step_begin()
+            call(x).square().mean().backward()
+            with torch.no_grad():
+                for p in one.parameters():
+                    p.sub_(p.grad * 0.1)
+                    p.grad = None
+        for p, q in zip((*a.parameters(), *a.buffers()), (*b.parameters(), *b.buffers()), strict=True):
+            assert close(p, q, 5e-3), step
+        with torch.no_grad():
+            a.eval(), b.eval()
+            torch.compiler.cudagraph_mark_step_begin()
+            assert close(f(x).clone(), a(x), 5e-3)
+
+
+@pytest.mark.gpu
+def test_a_call_in_light_mode_is_captured():
+    m = moved(nn.Sequential(Basic(), Basic(4, 8, 2))).eval().cuda()
+    f, x = pn.compile(copy.deepcopy(m), "light"), images(where="cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            f(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = f(x)
+        for _ in range(2):
+            x.copy_(images(where="cuda"))
+            for (_, p), (_, q) in zip(m.named_buffers(), f.named_buffers(), strict=True):
+                if p.is_floating_point():
+                    p.add_(0.1), q.add_(0.1)
+            graph.replay()
+            assert close(y, m(x))
+
+
+def test_the_entry_point(tmp_path):
+    """torch.compile(model, backend="pycuda_conv"), as an installed package has it."""
+    import configparser
+    from pathlib import Path
+
+    root = Path(__file__).parents[1]
+    config = configparser.ConfigParser()
+    config.read(root / "setup.cfg")
+    text = config["options.entry_points"]["torch_dynamo_backends"].strip()
+    info = tmp_path / "pycuda_conv_entry-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pycuda_conv_entry\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{text}\n")
+    code = (
+        "import torch; m = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.ReLU()); x = torch.ones(1, 1, 2, 2)\n"
+        "f = torch.compile(m, backend='pycuda_conv', mode='light')\n"
+        "assert torch.equal(f(x), m(x)) or (f(x) - m(x)).abs().max() < 1e-5\n"
+        "import pycuda_conv.nn as pn; print(pn.report(f).graphs[0].alone)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)]), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=250, check=False)
+    assert "its gradient is recorded" in done.stdout, done.stdout + done.stderr

@@ -725,12 +725,28 @@ def test_an_empty_batch(place):
             assert torch.equal(got, ref)
 
 
-def test_second_derivatives_are_refused(place):
-    x = LAYERS["general"].input("float32", place)
-    fused, _ = LAYERS["general"].pair("float32", place)
-    (gradient,) = torch.autograd.grad(fused(x).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        gradient.sum().backward()
+def second_derivatives(model, x, *more):
+    """Those of a penalty for the gradients of the layer's result."""
+    given = [x, *more, *model.parameters()]
+    first = torch.autograd.grad(model(x, *more).sin().sum(), given, create_graph=True, allow_unused=True)
+    return torch.autograd.grad(sum(one.square().sum() for one in first if one is not None), given, allow_unused=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_second_derivatives(place, training, summed, bias):
+    torch.manual_seed(0)
+    fused = CLASSES[2](3, 4, 3, bias=bias, dtype=torch.float64, device=place)
+    torch.nn.init.uniform_(fused.bn.weight, 0.5, 1.5), torch.nn.init.normal_(fused.bn.bias), fused.bn.running_mean.normal_()
+    fused.train(training)
+    theirs = copy.deepcopy(fused)
+    theirs.forward = lambda x, *more: torch.relu(sum(more, theirs.bn(theirs.conv(x))))
+    x = torch.randn(2, 3, 6, 5, dtype=torch.float64, device=place, requires_grad=True)
+    more = [torch.randn(2, 4, 4, 3, dtype=torch.float64, device=place, requires_grad=True)] * summed
+    for got, expected in zip(second_derivatives(fused, x, *more), second_derivatives(theirs, x, *more), strict=True):
+        got, expected = (torch.zeros(()) if one is None else one for one in (got, expected))
+        torch.testing.assert_close(got.expand_as(expected) if got.dim() == 0 else got, expected, rtol=1e-7, atol=1e-9, check_dtype=False, check_device=False)
 
 
 def test_what_is_kept_for_the_backward_pass(place):
@@ -919,16 +935,6 @@ def test_a_residual_where_torch_sees_operators(place, monkeypatch, evaluated):
                 found.append([out.detach(), x.grad, residual.grad, *(p.grad for p in fused.parameters()), *fused.buffers(), fused(x, residual)])
     for one, other in zip(*found, strict=True):
         near(one, other, TOLERANCE["float32"])
-
-
-def test_second_derivatives_of_a_sum_are_refused(place):
-    fused, _ = LAYERS["general"].pair("float32", place)
-    x = LAYERS["general"].input("float32", place)
-    residual = residual_for(fused(x).detach())
-    by_x, by_residual = torch.autograd.grad(fused(x, residual).square().sum(), (x, residual), create_graph=True)
-    assert by_residual.isfinite().all()
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        by_x.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

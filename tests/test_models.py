@@ -13,8 +13,8 @@ from conftest import why_no_opencl
 
 from pycuda_conv.cli import main
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, models, report
-from pycuda_conv.tools.models import Case, Curve, Evaluated, Trained
+from pycuda_conv.tools import bench, models, networks, report
+from pycuda_conv.tools.models import COMPILED, EAGER, INDUCTOR, LIGHT, OURS_REDUCED, REDUCED, Case, Curve, Evaluated, Side, Trained
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
 
 torch = pytest.importorskip("torch")
@@ -37,9 +37,10 @@ def small(name, **_):
 @pytest.fixture
 def stand_in(monkeypatch):
     """Small networks of few, small images."""
-    monkeypatch.setattr(models, "_torchvision", lambda: SimpleNamespace(get_model=small))
+    monkeypatch.setattr(networks, "torchvision", lambda: SimpleNamespace(get_model=small))
+    monkeypatch.setattr(networks, "PHOTOGRAPH", (3, 8, 8))
     for name, value in {
-        "EVALUATED": ("broken", "net"), "BATCHES": (2,), "TRAINED": {"net": (4,)}, "IMAGE": 8, "CURVE_IMAGES": 4, "CURVE_SIZE": 8, "CURVE_STEPS": 4, "CURVE_RUNS": 3,
+        "EVALUATED": ("broken", "net"), "BATCHES": (2,), "TRAINED": {"net": (4,)}, "CURVE_IMAGES": 4, "CURVE_SIZE": 8, "CURVE_STEPS": 4, "CURVE_RUNS": 3,
     }.items():  # fmt: skip
         monkeypatch.setattr(models, name, value)
     models._evaluated.cache_clear()
@@ -69,7 +70,7 @@ def cpu(monkeypatch, stand_in):
 
 def test_what_is_measured():
     texts = [str(case) for case in models.cases((), True, False)]
-    assert len(texts) == len(set(texts)) == 4 * 3 * 2 + 7 + 6
+    assert len(texts) == len(set(texts)) == 7 * 3 * 2 + 7 + 6 and "vae_decoder, 2 images, fp32, evaluated" in texts
     assert {"resnet50, 1 image, fp32, evaluated", "resnet50, 256 images, bf16-nhwc, trained", "mobilenet_v2, 16 images, fp32, loss curve"} < set(texts)
     assert "resnet50, 256 images, fp32, trained" not in texts
     assert {case.what for case in models.cases((), True, True)} == {"evaluated", "trained"}
@@ -78,12 +79,12 @@ def test_what_is_measured():
 
 
 def test_cases_are_listed(capsys):
-    assert main(["bench", "--models", "--training", "--list", "--only", "deeplab.* 32 .*(fp32|16)|256"]) == OK
+    assert main(["bench", "--models", "--training", "--list", "--only", "dense.* 32 .*(fp32|16)|256"]) == OK
     assert capsys.readouterr().out.splitlines() == [
-        "deeplabv3_resnet50, 32 images, fp32, evaluated", "deeplabv3_resnet50, 32 images, fp16-nhwc, evaluated", "resnet50, 256 images, bf16-nhwc, trained",
-    ]  # fmt: skip
+        "densenet121, 32 images, fp32, evaluated", "densenet121, 32 images, fp16-nhwc, evaluated", "resnet50, 256 images, bf16-nhwc, trained",
+    ]
     assert main(["bench", "--models", "--list", "--mode", "tf32", "bf16"]) == OK
-    assert capsys.readouterr().out.count("\n") == 4 * 2 * 2
+    assert capsys.readouterr().out.count("\n") == 7 * 2 * 2
     assert main(["bench", "--models", "vgg11", "resnet50", "--training", "--quick", "--list", "--mode", "bf16"]) == OK
     trained = [line for line in capsys.readouterr().out.splitlines() if line.endswith("trained")]
     assert trained == ["vgg11, 32 images, bf16, trained", "resnet50, 64 images, bf16, trained", "resnet50, 256 images, bf16, trained"]
@@ -102,21 +103,34 @@ def test_what_cannot_be_measured_is_told_in_one_line(capsys, arguments, words):
 def test_torchvision_that_is_missing_or_does_not_fit(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
     with pytest.raises(ToolError, match=r"torchvision is needed.*pip install torchvision"):
-        models._torchvision()
-    monkeypatch.setattr(models, "require", lambda name: (_ for _ in ()).throw(RuntimeError("operator torchvision::nms does not exist")))
+        networks.torchvision()
+    monkeypatch.setattr(networks, "require", lambda name: (_ for _ in ()).throw(RuntimeError("operator torchvision::nms does not exist")))
     with pytest.raises(ToolError, match=r"a torchvision that fits torch.*nms does not exist"):
-        models._torchvision()
+        networks.torchvision()
+
+
+def test_sides_are_known_by_name():
+    def names(*given):
+        return [side.name for side in models.sides(*given)]
+
+    assert names("fp16-nhwc", True) == [LIGHT, EAGER]
+    assert names("fp16-nhwc", False) == [LIGHT, EAGER, INDUCTOR, COMPILED, OURS_REDUCED, REDUCED]
+    assert names("bf16", False, True)[-1] == models.AUTOTUNED
+    assert names("fp32", True) == [LIGHT, EAGER, models.EAGER_TF32] and names("fp32-nhwc", False)[-2:] == [models.EAGER_TF32, models.COMPILED_TF32]
+    assert all(side.captures == ("reduce" in side.name or "autotune" in side.name) for side in models.sides("fp32", False, True))
 
 
 def test_the_arithmetic_of_rows():
-    evaluated = Evaluated(CASE, "ok", 2.0, 3.0, 1.0, 4.0, 1e-7, 2e-7)
-    assert evaluated.cells() == ("resnet50", "32", "fp32", "2.00", "3.00", "1.50", "1.00", "4.00", "4.00", "1.0e-07", "2.0e-07", "ok")
-    assert evaluated.record() == {
-        "what": "evaluated", "network": "resnet50", "images": 32, "mode": "fp32", "verdict": "ok", "eager_ms": 2.0, "torch_eager_ms": 3.0, "graph_ms": 1.0, "torch_graph_ms": 4.0,
-        "error": 1e-7, "torch_error": 2e-7, "eager_ratio": 1.5, "graph_ratio": 4.0,
-    }  # fmt: skip
-    trained = Trained(TRAINED, "ok", 20.0, 40.0, 25.0, 3e9, 4e9, 1e-3)
-    assert trained.cells()[3:] == ("3200", "1600", "2.00", "2560", "1.25", "3.00", "4.00", "0.75", "1.0e-03", "ok")
+    times = {LIGHT: 2.0, EAGER: 3.0, REDUCED: 1.5, OURS_REDUCED: 1.2}
+    evaluated = Evaluated(CASE, "ok", times, {LIGHT: 1.0, INDUCTOR: 0.8, EAGER: 4.0, COMPILED: 1.2}, {LIGHT: 1e-7, INDUCTOR: 3e-7, EAGER: 2e-7}, {}, 53)
+    assert evaluated.cells()[:13] == ("resnet50", "32", "fp32", "53", "1.00", "0.80", "4.00", "1.20", "1.20", "1.50", "2.00", "3.00", "1.50")
+    assert evaluated.cells()[13:] == ("1.20", "1.50", "1.25", "-", "-", "-", "3.0e-07", "2.0e-07", "-", "ok")
+    record = evaluated.record()
+    assert record["network"] == "resnet50" and record["graph_ms"][COMPILED] == 1.2 and record["errors"][EAGER] == 2e-7
+    assert [record[name] for name in Evaluated.COMPUTED] == pytest.approx([1.2, 1.5, 1.25, 1.5])
+    assert Evaluated(CASE, "ok", times, {LIGHT: 1.0, EAGER: 4.0}).light_ratio == 4.0  # nothing was compiled
+    trained = Trained(TRAINED, "ok", {LIGHT: 20.0, EAGER: 40.0, COMPILED: 25.0, INDUCTOR: 16.0}, {LIGHT: 1e-3, INDUCTOR: 2e-3}, {}, 3e9, 4e9)
+    assert trained.cells()[3:] == ("3200", "4000", "1600", "2560", "-", "-", "2.00", "1.25", "1.56", "3.00", "4.00", "0.75", "2.0e-03", "ok")
     curve = Curve(CASE, "WRONG", (1.0, 2.0, 6.0), (3.0,), (), (), 7.0, 0.25)
     assert curve.figures() == ("7.00 to 0.25", "2.0e+00 / 6.0e+00", "3.0e+00 / 3.0e+00", "-", "-")
     for row in (evaluated, trained, curve):
@@ -125,10 +139,15 @@ def test_the_arithmetic_of_rows():
 
 
 def test_means_are_of_what_is_right():
-    rows = [Evaluated(CASE, "ok", 1.0, 2.0, 1.0, 4.0), Evaluated(CASE, "ok", 1.0, 8.0, 1.0, 4.0), Evaluated(CASE, "failed: why"), Trained(TRAINED, "ok", 1.0, 3.0), Trained(TRAINED, "WRONG", 1.0, 9.0)]
-    assert models.mean_lines(rows) == ["evaluated, fp32, 32 images: geometric means eager 4.00, graph 4.00", "trained, fp32: geometric mean 3.00"]
+    rows = [
+        Evaluated(CASE, "ok", {}, {LIGHT: 1.0, COMPILED: 2.0}), Evaluated(CASE, "ok", {LIGHT: 1.0, EAGER: 4.0}, {LIGHT: 1.0, COMPILED: 8.0}), Evaluated(CASE, "failed: why"),
+        Trained(TRAINED, "ok", {LIGHT: 1.0, EAGER: 3.0}), Trained(TRAINED, "WRONG", {LIGHT: 1.0, EAGER: 9.0}),
+    ]  # fmt: skip
+    assert models.mean_lines(rows) == [
+        "evaluated, fp32, 32 images: geometric means light 4.00, calls in light mode 4.00", "trained, fp32: geometric means light 3.00"
+    ]  # fmt: skip
     text = models.markdown({"command": "c", "date": "2026-01-01T", "GPU": "g, x", "torch": "2", "method": "m"}, rows)
-    assert "| resnet50 | 32 | fp32 | 1.00 | 2.00 | 2.00 | 1.00 | 4.00 | 4.00 | - | - | ok |" in text.splitlines() and "nan" not in text
+    assert "| resnet50 | 32 | fp32 | - | 1.00 | - | - | 2.00 | 2.00 |" in text and "nan" not in text
 
 
 def test_rounds_by_turns(monkeypatch):
@@ -183,8 +202,8 @@ def test_arithmetic_is_set_and_put_back():
 @pytest.mark.parametrize("mode, weights, inside", [("bf16-nhwc", torch.float32, torch.bfloat16), ("fp32", torch.float32, torch.float32), ("fp64", torch.float64, torch.float64)])
 def test_a_step_is_of_its_mode(stand_in, mode, weights, inside):
     case = Case("trained", "net", 2, mode)
-    images, labels = models._data(torch, case, "cpu", 8)
-    model = models._in_training(torch, models.network(torch, "net", "cpu", 0), mode, False)
+    images, labels = models._data(torch, case, "cpu", (3, 8, 8))
+    model = models._in_training(torch, models.network(torch, "net", "cpu", 0), mode, Side(EAGER))
     assert images.is_contiguous(memory_format=torch.channels_last) == (mode == "bf16-nhwc") and model.training
     seen, before = [], copy.deepcopy(model.state_dict())
     model[0][3].register_forward_hook(lambda module, given, result: seen.append(result.dtype))
@@ -217,12 +236,12 @@ def test_a_loss_curve_like_torch_s_is_right_and_another_is_wrong(cpu, monkeypatc
     assert max(found.exact) < (1e-5 if mode == "fp32" else 0.05) and found.first_loss > found.last_loss > 0
     right = models._in_training
 
-    def wrong(torch, base, mode, ours):
-        made = right(torch, base, mode, ours)
-        if ours:
+    def wrong(torch, base, mode, side):
+        base = copy.deepcopy(base)
+        if side.ours:
             with torch.no_grad():
-                made[0][3].weight[0] *= 3
-        return made
+                base[0][3].weight[0] *= 3
+        return right(torch, base, mode, side)
 
     monkeypatch.setattr(models, "_in_training", wrong)
     assert models.measure_curve(torch, case, "cpu", 3, runs=3, size=8).verdict == "WRONG"
@@ -242,14 +261,14 @@ def test_all_of_it_on_a_device_that_counts_as_a_gpu(cpu, capsys, tmp_path):
     ]  # fmt: skip
     assert [row["verdict"] for row in rows] == ["failed: ValueError: there is no network 'broken'"] * 2 + ["ok"] * 4
     for row in rows[2:4]:
-        assert row["eager_ratio"] == pytest.approx(row["torch_eager_ms"] / row["eager_ms"]) and row["graph_ms"] > 0
-        assert row["error"] < (1e-6 if row["mode"] == "fp32" else 0.05)
+        assert row["call_ratio"] == pytest.approx(row["wall_ms"][EAGER] / row["wall_ms"][LIGHT]) and row["graph_ms"][LIGHT] > 0 and row["fused"] == 2
+        assert row["errors"][LIGHT] < (1e-6 if row["mode"] == "fp32" else 0.05)
     for row in rows[4:]:
-        assert (row["peak"], row["torch_peak"], row["compiled_step_ms"]) == (2e9, 2e9, None) and row["rate"] > 0 and row["loss_apart"] < 0.01
+        assert (row["peak"], row["torch_peak"]) == (2e9, 2e9) and row["light_ratio"] > 0 and row["apart"][LIGHT] < 0.01
     out, err = capsys.readouterr()
-    assert "Evaluation: ratio" in out and "Training, images per second" in out and "Loss curves" not in out
+    assert "Evaluation, ms" in out and "Training, images per second" in out and "Loss curves" not in out
     assert out.count("\nbroken, 2 images, fp32, evaluated: failed: ValueError: there is no network 'broken'\n") == 1
-    assert err.count("\n") == len(rows) and "net, 4 images, bf16-nhwc, trained: ours " in err
+    assert err.count("\n") == len(rows) and "net, 4 images, bf16-nhwc, trained: light " in err
     text = page.read_text()
     assert text.startswith("before\n<!-- models:begin -->\nMeasured by `pycuda-conv bench --models --training --mode fp32 bf16-nhwc --quick`") and "| net | 4 | fp32 |" in text
 
@@ -259,38 +278,53 @@ def test_what_is_wrong_is_told(cpu, monkeypatch, what):
     case, effort = Case(what, "net", 4, "fp32"), Effort(rounds=1, seconds=0)
 
     def measure():
-        if what == "evaluated":
-            return models.measure_evaluation(torch, case, cpu, effort, 1)
-        return models.measure_training(torch, case, cpu, effort, 1, compile_too=False)
+        return (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1)
 
     assert measure().verdict == "ok"
-    models._evaluated.cache_clear()
-    from pycuda_conv import nn
+    right = models.made
 
-    right = nn.convert
+    def wrong(torch, model, side, mode):
+        model = copy.deepcopy(model)
+        if side.ours:
+            with torch.no_grad():
+                model[4].weight.mul_(30)
+        return right(torch, model, side, mode)
 
-    def wrong(model, **options):
-        with torch.no_grad():
-            model[4].weight.mul_(30)
-        return right(model, **options)
-
-    monkeypatch.setattr(nn, "convert", wrong)
+    monkeypatch.setattr(models, "made", wrong)
     assert measure().verdict == "WRONG"
 
 
 def test_what_is_not_captured_has_no_time_of_a_graph(cpu, monkeypatch):
-    monkeypatch.setattr(models, "gpu_times", lambda *_, **__: ([[1.0], [1.0]], "events"))
+    monkeypatch.setattr(models, "gpu_times", lambda *_, **__: ([[1.0], [1.0], [1.0]], "events"))
     row = models.measure_evaluation(torch, Case("evaluated", "net", 1, "fp32"), cpu, Effort(rounds=1, seconds=0), 1)
-    assert row.verdict == "ok, not captured" and math.isnan(row.graph_ms) and row.eager_ms > 0
+    assert row.verdict == "ok, not captured" and not row.graph_ms and row.wall_ms[LIGHT] > 0
 
 
-def test_torch_compile_is_for_comparison_only(cpu, monkeypatch):
-    case, effort = Case("trained", "net", 2, "fp32"), Effort(rounds=1, seconds=0)
-    monkeypatch.setattr(torch, "compile", lambda model: model)
-    assert models.measure_training(torch, case, cpu, effort, 1, compile_too=True).compiled_step_ms > 0
-    monkeypatch.setattr(torch, "compile", lambda model: model.register_forward_pre_hook(lambda *_: 1 / 0) and model)
-    row = models.measure_training(torch, case, cpu, effort, 1, compile_too=True)
-    assert row.verdict == "ok" and math.isnan(row.compiled_step_ms) and row.step_ms > 0
+@pytest.mark.parametrize("what", ["evaluated", "trained"])
+def test_a_rival_that_fails_is_left_out(cpu, monkeypatch, what):
+    case, effort, right = Case(what, "net", 2, "bf16"), Effort(rounds=1, seconds=0), models.made
+
+    def half(torch, model, side, mode):
+        if side.compiled not in (None, "light"):
+            if side.name == COMPILED:
+                raise ValueError("compiler fails")
+            return copy.deepcopy(model)
+        return right(torch, model, side, mode)
+
+    monkeypatch.setattr(models, "made", half)
+    row = (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1, quick=False)
+    assert row.verdict == "ok" and row.failed == {COMPILED: "ValueError: compiler fails"}
+    times = row.wall_ms if what == "evaluated" else row.step_ms
+    assert COMPILED not in times and set(times) >= {LIGHT, EAGER, INDUCTOR, REDUCED} and math.isnan(row.inductor_ratio)
+
+
+def test_networks_that_are_written_here():
+    with torch.device("meta"):
+        unet, decoder = networks.small_unet(torch), networks.vae_decoder(torch)
+        assert unet(torch.empty(4, 4, 64, 64)).shape == (4, 4, 64, 64) and decoder(torch.empty(2, 4, 64, 64)).shape == (2, 3, 512, 512)
+    for model, count in ((unet, 20), (decoder, 35)):
+        assert sum(isinstance(module, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for module in model.modules()) == count
+    assert networks.drawn(3) == networks.drawn(3) != networks.drawn(4) and len(set(networks.drawn(1))) == 6
 
 
 @pytest.mark.gpu
@@ -301,4 +335,4 @@ def test_on_a_gpu(stand_in, capsys, tmp_path, monkeypatch):
     rows = json.loads(file.read_text())["rows"]
     assert [row["what"] for row in rows] == ["evaluated"] * 3 + ["trained"] * 2 + ["loss curve"] * 2
     for row in rows:
-        assert {None} != {row.get(name, 1) for name in ("eager_ms", "graph_ms", "step_ms")} and row["verdict"] == "ok"
+        assert row["verdict"] == "ok" and (row["what"] == "loss curve" or row["step_ms" if row["what"] == "trained" else "graph_ms"][LIGHT] > 0)

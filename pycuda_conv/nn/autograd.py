@@ -327,7 +327,7 @@ def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *opti
     return getattr(torch.ops.pycuda_conv, operator.name).default(first, second, bias, size, *flat)
 
 
-@torch.compiler.assume_constant_result
+@torch_internals.constant
 def _flat_options(sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str) -> tuple[Any, ...]:
     return _flat(_in_numbers(Settings(len(sizes), stride, padding, dilation, groups, precision, None, False), sizes))
 

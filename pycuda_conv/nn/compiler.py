@@ -8,20 +8,24 @@ goes on to inductor, torch's compiler, which takes the rest.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.fx import GraphModule
 
 from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.nn.graph import Found, rewrite
 from pycuda_conv.nn.modules import checked_precision
-from pycuda_conv.nn.targets import Light, Operators
+
+if TYPE_CHECKING:
+    from torch.fx import GraphModule
+
+    from pycuda_conv.nn.graph import Found
 
 log = logging.getLogger("pycuda_conv.compile")
 
@@ -60,8 +64,7 @@ class CompiledGraph:
     left: list[tuple[str, str]]
     others: list[tuple[str, ...]]
     _parameters: Any = field(repr=False, compare=False)
-    _root: Any = field(repr=False, compare=False)
-    _lines: frozenset[str] = field(repr=False, compare=False)
+    _lines: frozenset[tuple[str, int, str]] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         ours = len(self.fused) + len(self.alone)
@@ -98,12 +101,16 @@ def checked_options(mode: Any, options: Any) -> tuple[str, str, dict[str, Any]]:
         raise ConvArgumentError(f"mode must be one of {MODES}, but got mode={brief(mode)}")
     precision = checked_precision(rest.pop("precision", "fp32"))
     if rest and mode == "light":
-        raise ConvArgumentError(f"options in light mode are {OPTIONS}, but got options={brief(options)}: there is no inductor to take them")
+        raise ConvArgumentError(
+            f"options in light mode are {OPTIONS}, but got options={brief(options)}: there is no inductor that would take others"
+        )
     return mode, precision, rest
 
 
 def backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
     """The backend: ``torch.compile(model, backend="pycuda_conv")``. See :func:`pycuda_conv.nn.compile`."""
+    from torch.fx import GraphModule
+
     chosen, precision, rest = checked_options(mode, options)
     nested = any(isinstance(child, GraphModule) for child in gm.children())
     light = chosen == "light"
@@ -112,68 +119,80 @@ def backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
         return gm.forward
     if light:  # torch's own "eager" fails in the backward pass of a checkpointed batch norm; AOTAutograd without a compiler does not
         return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
+    return _compiled_by_inductor(gm, example_inputs, chosen, rest)
+
+
+def _compiled_by_inductor(gm: GraphModule, example_inputs: Sequence[Any], mode: str, options: dict[str, Any]) -> Any:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs, config_patches={**list_mode_options(chosen), **rest})
+    return compile_fx(gm, example_inputs, config_patches={**list_mode_options(mode), **options})
 
 
 def rewritten(
     gm: GraphModule, example_inputs: Sequence[Any], mode: str, precision: str = "fp32", light: bool = False, raises: bool = False
 ) -> list[Found]:
     """Rewrite a graph in place, and note for reports what was done."""
+    from pycuda_conv.nn.graph import rewrite  # these import torch's compiler, which takes a second
+    from pycuda_conv.nn.targets import Light, Operators
+
     started = time.perf_counter()
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     fixed = ["_dynamo_static_input_type" in node.meta.get("tensor_dict", {}) for node in placeholders]
     parameters = [
         weakref.ref(given) for given, is_fixed in zip(example_inputs, fixed, strict=False) if is_fixed and isinstance(given, torch.Tensor)
     ]
-    root, lines = None, set()
-    for node in gm.graph.nodes:
-        if root is None and node.meta.get("nn_module_stack"):
-            root = next(iter(node.meta["nn_module_stack"].values()))[1]
-        lines.update(line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip().startswith("File "))
+    lines = {place for node in gm.graph.nodes for place in _LINE.findall(node.meta.get("stack_trace") or "")}
     found = rewrite(gm, Light if light else Operators, precision, raises)
     fused, alone, left, others = ([one for part in found for one in part[i]] for i in range(4))  # type: ignore[misc]
-    made = CompiledGraph(mode, torch.is_grad_enabled(), fused, alone, left, others, parameters, root, frozenset(lines))
+    made = CompiledGraph(mode, torch.is_grad_enabled(), fused, alone, left, others, parameters, frozenset((file, int(n), name) for file, n, name in lines))
     _graphs.append(made)
     if log.isEnabledFor(logging.INFO):
         log.info("%s\n  rewritten in %.0f ms", made, (time.perf_counter() - started) * 1e3)
     return found
 
 
+_LINE = re.compile(r'File "(.*)", line (\d+), in (\S+)')
+
+
 def graphs_of(compiled: Any) -> list[CompiledGraph]:
     """The graphs made of a module, or of a function that was compiled, oldest first.
 
     A graph belongs to the module whose parameters it got. Torch runs one graph for all modules of a class where it can, so a module whose
-    parameters none got has the graphs of its class.
+    parameters none got has the graphs that its forward is in.
     """
     model = getattr(compiled, "_orig_mod", compiled)
     if isinstance(model, torch.nn.Module):
         tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         own = [graph for graph in _graphs if any((t := ref()) is not None and id(t) in tensors for ref in graph._parameters)]
-        return own or [graph for graph in _graphs if _is_named(graph._root, type(model))]
+        return own or _graphs_in(getattr(type(model).forward, "__code__", None))
     code = getattr(getattr(compiled, "_torchdynamo_orig_callable", compiled), "__code__", None)
     if code is None:
         raise TypeError(f"model must be a torch.nn.Module or a compiled function, got {brief(compiled)}")
-    start, end = f'File "{code.co_filename}", line ', f", in {code.co_name}"
-    return [graph for graph in _graphs if any(line.startswith(start) and line.endswith(end) for line in graph._lines)]
+    return _graphs_in(code)
 
 
-def _is_named(root: Any, cls: type) -> bool:
-    return root is cls or root == f"{cls.__module__}.{cls.__qualname__}"
+def _graphs_in(code: Any) -> list[CompiledGraph]:
+    """The graphs that lines of this code, which is not torch's, are in."""
+    if code is None or _is_torchs(code):
+        return []
+    lines = {(code.co_filename, n, code.co_name) for _, _, n in code.co_lines() if n is not None}
+    return [graph for graph in _graphs if not lines.isdisjoint(graph._lines)]
+
+
+def _is_torchs(code: Any) -> bool:
+    return bool(code.co_filename.startswith(os.path.dirname(torch.__file__)))
 
 
 def _marks(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward`, with the sizes of its tensors marked: torch compiles one graph for all of them."""
-    mark = torch._dynamo.maybe_mark_dynamic
 
     def marked(tensor: Any) -> None:
         if isinstance(tensor, torch.Tensor):
             if 3 <= tensor.dim() <= 5:
                 for axis in (0, *range(2, tensor.dim())):
                     if tensor.shape[axis] != 1:
-                        mark(tensor, axis)
+                        torch._dynamo.maybe_mark_dynamic(tensor, axis)
         elif isinstance(tensor, (list, tuple)):
             for one in tensor:
                 marked(one)
@@ -198,8 +217,9 @@ def compile(
 ) -> Model:
     """Compile a model with ``torch.compile``, its convolutions by this package, in place.
 
-    It is ``model.compile(backend="pycuda_conv", ...)``, which takes no bare ``nn.Sequential``, for these too. Besides, it tells torch which axes of the inputs have sizes that change. Then one
-    graph serves all numbers of images and all image sizes, and a second one serves single images.
+    It is ``model.compile(backend="pycuda_conv", ...)``, but also takes a bare ``nn.Sequential``, of which torch compiles nothing there. And
+    it tells torch which axes of the inputs have sizes that change: one graph serves all numbers of images and all image sizes, and a second
+    one serves single images.
 
     Parameters
     ----------
@@ -247,9 +267,23 @@ def compile(
         raise TypeError(f"options must be a dict, got {brief(options)}")
     chosen, precision, rest = checked_options(mode, {**(options or {}), "precision": precision})
 
-    def call(*args: Any, **kwargs: Any) -> Any:  # torch compiles no frame of its own files, as nn.Sequential's forward is
-        return model._call_impl(*args, **kwargs)
-
-    compiled = torch.compile(call, backend=backend, options={"mode": chosen, "precision": precision, **rest}, fullgraph=fullgraph)
+    given: Any = {"backend": backend, "options": {"mode": chosen, "precision": precision, **rest}, "fullgraph": fullgraph}
+    compiled = torch.compile(_called(model), **given)
     model._compiled_call_impl = _marks(compiled) if sizes == "any" else compiled  # type: ignore[assignment]
     return model
+
+
+def _called(model: torch.nn.Module) -> Callable[..., Any]:
+    """What to compile: the model's call. Torch compiles no frame of its own files, as nn.Sequential's forward is, so it gets one of ours.
+
+    It counts the graphs of each code object, so each such model gets a copy of the code.
+    """
+    forward = getattr(type(model).forward, "__code__", None)
+    if forward is not None and not _is_torchs(forward):
+        return model._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace(co_name=f"call_of_{type(model).__name__}")
+    return call

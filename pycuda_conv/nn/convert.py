@@ -1,7 +1,7 @@
 """Puts this package's convolutions into an existing model, and torch's back.
 
-A converted module changes its class and nothing else: it stays the same object, with its parameters, hooks and names. Three kinds of classes
-are made:
+A converted module changes its class and nothing else: it stays the same object, with its parameters, hooks and names. Three kinds of
+classes are made:
 
 - a convolution becomes one of :mod:`pycuda_conv.nn`; a subclass that computes what its base does becomes a subclass of both;
 - a convolution that computes something of its own gets a forward that runs its own inside :class:`routed`;
@@ -236,7 +236,9 @@ def revert(model: Model) -> Model:
     _check_module(model)
     for name, module in model.named_modules():
         if isinstance(module, tuple(_TORCHS)) and in_pairs(module.padding):
-            raise ConvArgumentError(f"{name or 'the model'} has padding={brief(module.padding)}, and torch's convolutions pad both sides alike")
+            raise ConvArgumentError(
+                f"{name or 'the model'} has padding={brief(module.padding)}, and torch's convolutions pad both sides alike"
+            )
     for module in model.modules():
         _give_back(module)
         if type(module) in _TORCHS:

@@ -54,6 +54,7 @@ from pycuda_conv.nn.autograd import (
     _layout,
     _traced,
     activated,
+    call_operator,
     count_flops,
     flops,
     without_autocast,
@@ -602,15 +603,17 @@ def _save(
     statistics: Tensor, spec: _LayerSpec,
 ) -> None:
     ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and torch_internals.packing_hooks(True) is None
-    ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics)
+    ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics, None if spec.of_batch else bias)
 
 
 def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """The gradients by x, weight, bias, gamma, beta and a residual, whether there is one or not. `added` is added to the first."""
-    x, weight, gamma, beta, y, out, statistics = ctx.saved_tensors
+    x, weight, gamma, beta, y, out, statistics, bias = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
     (spec, bias_dtype, own_y), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
-    twice = torch.is_grad_enabled()  # gradients of gradients are refused
+    twice = torch.is_grad_enabled()
+    if twice and not (_traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
+        return _differentiable_gradients(ctx, dout, added, bias)
     spent = own_y and not twice and not torch_internals.keeps_graph()
     made = None if twice else _backward_again(*given, spec, added, spent)
     if made is None and not (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
@@ -638,6 +641,37 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
         dgamma = _cast_to(gamma, by_gamma) if of_gamma else None
         dbeta = _cast_to(beta, by_beta) if of_beta else None
     return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, dout if masked is None else masked
+
+
+def _differentiable_gradients(ctx: Any, dout: Tensor, added: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same as :func:`_gradients`, in operations that torch differentiates in their turn."""
+    x, weight, gamma, beta, _, out, (mean, invstd), _ = ctx.saved_tensors
+    (spec, bias_dtype, _), needed = ctx.layer, ctx.needs_input_grad
+    shape, activation = (-1, *(1,) * spec.settings.ndim), spec.activation
+    if out is not None:  # a sum with a residual, and a ReLU
+        dout, activation = dout.masked_fill(out <= 0, 0), None
+    y = call_operator(CONV, spec.settings, x, weight, bias, ()).to(mean.dtype)
+    if spec.of_batch:  # the numbers are those of the forward pass, and the derivatives those of mean and variance
+        axes = [axis for axis in range(y.dim()) if axis != 1]
+        y = y - y.mean(axes, keepdim=True)
+        variance = y.square().mean(axes)
+        invstd = (invstd**-2 + (variance - variance.detach())) ** -0.5
+    else:
+        y = y - mean.view(shape)
+    factor = invstd if gamma is None else invstd * gamma.to(mean.dtype)
+    z = y * factor.view(shape)
+    z = z if beta is None else z + beta.to(mean.dtype).view(shape)
+    z = activated(z.to(dout.dtype), activation)
+    of_bias = needed[2] and not spec.of_batch
+    asked = needed[0], needed[1], of_bias, needed[3], needed[4]
+    wanted = [one for one, is_asked in zip((x, weight, bias, gamma, beta), asked, strict=True) if is_asked]
+    found = iter(torch.autograd.grad(z, wanted, dout, create_graph=True) if wanted else ())
+    dx, dweight, dbias, dgamma, dbeta = (next(found) if is_asked else None for is_asked in asked)
+    if needed[2] and spec.of_batch:  # the batch's mean removes a bias
+        dbias = torch.zeros_like(mean, dtype=bias_dtype)
+    if dx is not None and added is not None:
+        dx = dx + added
+    return dx, dweight, dbias, dgamma, dbeta, dout
 
 
 def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -761,7 +795,7 @@ class _FirstDerivatives(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         raise NotImplementedError(
-            "the fused layer has no second derivatives; where they are needed use its parts: nn.Sequential(*fused.to_modules(), nn.ReLU())"
+            "the fused layer's operators have no second derivatives; outside of torch.compile and torch.func it has them"
         )
 
 
@@ -855,19 +889,24 @@ class Layer:
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
-        running_var: Tensor | None, batches: Tensor | None, residual: Tensor | None,
+        running_var: Tensor | None, batches: Tensor | None, residual: Tensor | None, passes_on: bool = False,
     ) -> Any:
-        """The layer's result. The batch's statistics move the running ones, and `batches` is raised by 1, where they are given."""
+        """The layer's result. The batch's statistics move the running ones, and `batches` is raised by 1, where they are given.
+
+        If it `passes_on` the input, that is a second result, for other readers of the input: then the launch that convolves the layer's own
+        gradient adds theirs.
+        """
         spec, momentum, eps = self._spec, self._momentum, self._eps
         remembers, running = spec.of_batch and quick.possible(), (running_mean, running_var)
         tensors = weight, bias, gamma, beta, running_mean, running_var, batches
         if remembers:
-            made = _forward_again(self._asked, x, residual, tensors, False)
+            made = _forward_again(self._asked, x, residual, tensors, passes_on)
             if made is not None:
                 return made
         named = x, weight, bias, gamma, beta
         if _traced(*named):
-            return self._by_operators(named, running, batches, residual)
+            made = self._by_operators(named, running, batches, residual)
+            return (made, x) if passes_on else made
         counted = None
         if batches is not None:
             if _counted_by_kernels(batches, x):
@@ -879,7 +918,7 @@ class Layer:
             out = _normalised(y, statistics, gamma, beta, residual, spec.activation)
         if spec.of_batch:
             _were_written(running, batches, counted is not None)
-        made = _Function.apply(*named, residual, spec, (y, statistics, out), False)
+        made = _Function.apply(*named, residual, spec, (y, statistics, out), passes_on)
         if remembers and counted is batches:
             _remember_forward(self._asked, (x, residual, *tensors), momentum, eps, spec, True, out)
         return made
@@ -1116,7 +1155,7 @@ class FusedConvBnReLU2d(_FusedConvBnReLU):
     do, and keeps its own result for the mask. Evaluated without gradients, the layer is one convolution, whose kernel reads the norm's
     four vectors.
 
-    There are no second derivatives, and no statistics over several processes: a ``SyncBatchNorm`` is refused.
+    Second derivatives are torch's. There are no statistics over several processes: a ``SyncBatchNorm`` is refused.
 
     Parameters
     ----------

@@ -36,16 +36,17 @@ from pycuda_conv import torch_internals
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.nn.autograd import Settings, _in_numbers, _layout
 from pycuda_conv.problem import SLOPE, checked_activation, integers
+from pycuda_conv.torch_internals import leaves
 
 aten = torch.ops.aten
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 # ---- what the steps of a graph are called, and the names of their arguments
 
-_CONV = tuple(["input", "weight", "bias", "stride", "padding", "dilation", "groups"])
-_TRANSPOSED = tuple(["input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"])
-_EITHER = tuple(["input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"])
-_OURS = tuple(["input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune"])
+_CONV = "input", "weight", "bias", "stride", "padding", "dilation", "groups"
+_TRANSPOSED = "input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"
+_EITHER = "input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"
+_OURS = "input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune"
 #: The number of spatial axes, where the name tells it, and the names of the arguments.
 CONVOLUTIONS: dict[Any, tuple[int | None, tuple[str, ...]]] = {
     torch.convolution: (None, _EITHER), aten.convolution.default: (None, _EITHER),
@@ -58,10 +59,10 @@ for _ndim in (1, 2, 3):
     _packet = getattr(aten, f"conv_transpose{_ndim}d")
     for _function in (getattr(torch, f"conv_transpose{_ndim}d"), next(getattr(_packet, name) for name in _packet.overloads())):
         CONVOLUTIONS[_function] = _ndim, _TRANSPOSED
-_NORM = tuple(["input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"])
-_ATEN_NORM = tuple(["input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"])
+_NORM = "input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
+_ATEN_NORM = "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled"
 NORMS: dict[Any, tuple[str, ...]] = {F.batch_norm: _NORM, torch.batch_norm: _ATEN_NORM, aten.batch_norm.default: _ATEN_NORM}
-_MAX_POOL = tuple(["input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"])
+_MAX_POOL = "input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"
 MAX_POOLS: dict[Any, tuple[str, ...]] = {
     F.max_pool2d: _MAX_POOL, torch.max_pool2d: _MAX_POOL[:-1], aten.max_pool2d.default: _MAX_POOL[:-1],
 }  # fmt: skip
@@ -140,22 +141,22 @@ def name_of(node: Node) -> str:
 
 # ---- memory
 
-
 def is_plain(node: Any) -> bool:
     """True for the node of a tensor that kernels can read."""
     v = value(node)
     return (
-        isinstance(v, torch.Tensor) and not torch_internals.has_parts(v) and not torch_internals.is_wrapped(v) and v.layout is torch.strided
-        and v.dtype in DTYPES and not v.is_neg()
+        isinstance(v, torch.Tensor) and torch_internals.parts(v) is None and not torch_internals.is_wrapped(v)
+        and v.layout is torch.strided and v.dtype in DTYPES and not v.is_neg()
     )  # fmt: skip
 
 
 def _parts(v: Any) -> Iterator[torch.Tensor]:
     while torch_internals.is_wrapped(v):
         v = torch_internals.unwrapped(v)
-    if torch_internals.has_parts(v):
-        for name in v.__tensor_flatten__()[0]:
-            yield from _parts(getattr(v, name))
+    inner = torch_internals.parts(v)
+    if inner is not None:
+        for one in inner:
+            yield from _parts(one)
     elif v.layout is torch.strided:
         yield v
 
@@ -164,7 +165,7 @@ def memory(nodes: Iterable[Any]) -> set[int]:
     """The storages of nodes' values."""
     found: set[int] = set()
     for node in nodes:
-        for v in torch_internals.leaves(value(node)):
+        for v in leaves(value(node)):
             if isinstance(v, torch.Tensor):
                 found.update(part.untyped_storage()._cdata for part in _parts(v))
     return found
@@ -181,12 +182,12 @@ def is_barrier(node: Node) -> bool:
         return False
     if "_functorch" in str(getattr(node.target, "__module__", "")):
         return True
-    leaves = torch_internals.leaves(value(node))
-    return not leaves or not all(isinstance(v, _RESULTS) for v in leaves)
+    found = leaves(value(node))
+    return not found or not all(isinstance(v, _RESULTS) for v in found)
 
 
 def _nodes(given: Any) -> list[Node]:
-    return [n for n in torch_internals.leaves(given) if isinstance(n, Node)]
+    return [n for n in leaves(given) if isinstance(n, Node)]
 
 
 def written(node: Node) -> list[Node]:
@@ -280,6 +281,10 @@ class Targets:
         """A convolution with gradients."""
         raise NotImplementedError
 
+    def pass_on(self, node: Node) -> bool:
+        """Let a trained layer have its input as a second result, if it can."""
+        return False
+
     def max_pool(self, given: dict[str, Any], gradient: bool) -> Node | None:
         """Max pooling, or None where it stays torch's."""
         return None
@@ -359,6 +364,7 @@ class Rewrite:
         fixed = [n for n in inputs if "_dynamo_static_input_type" in n.meta.get("tensor_dict", {})]
         self.of_callers = memory(n for n in inputs if n not in set(fixed))
         self.of_module = memory(fixed) - self.of_callers
+        self.trained: set[Node] = set()
         self._memory: dict[Node, set[int]] = {}
         self._effects: dict[Node, tuple[bool, set[int], set[int]]] = {}
 
@@ -369,7 +375,7 @@ class Rewrite:
             for node in list(self.nodes):
                 if node is None or node.op != "call_function" or node not in self.order:
                     continue
-                if node.target is torch._C._set_grad_enabled:
+                if node.target is torch_internals.set_grad_enabled:
                     grad = bool(node.args[0])
                     continue
                 try:
@@ -378,8 +384,29 @@ class Rewrite:
                     if self.raises:
                         raise
                     self.found.left.append((name_of(node), f"{type(error).__name__}: {error}"))
+        self._pass_on()
         self.gm.recompile()
         return self.found
+
+    def _pass_on(self) -> None:
+        """Let trained layers pass their inputs on to the readers after them, so that the gradients of all readers meet in one launch."""
+        for layer in [n for n in self.nodes if n is not None and n in self.trained]:
+            x = layer.args[0]
+            later = [n for n in x.users if n is not layer and n in self.order and self.order[n] > self.order[layer]]
+            if not later or len(later) < len(x.users) - 1 or any(n.op == "output" for n in later):
+                continue
+            its = self._memory_of(x)
+            following = (n for n in self.nodes[self.order[x] + 1 :] if n is not None)
+            if not its or any(is_barrier(n) or its & self._effects_of(n)[1] for n in following) or not self.targets.pass_on(layer):
+                continue
+            with self.graph.inserting_after(layer):
+                passed = self.graph.call_function(operator.getitem, (layer, 1))
+                made = self.graph.call_function(operator.getitem, (layer, 0))
+            made.meta.update(layer.meta)
+            passed.meta["example_value"] = value(x)
+            layer.replace_all_uses_with(made, delete_user_cb=lambda n, own=(made, passed): n not in own)
+            for node in later:
+                node.replace_input_with(x, passed)
 
     # -- rules 1 to 4
 
@@ -661,6 +688,8 @@ class Rewrite:
                     self.graph.erase_node(node)
             raise
         self._replace(chain.nodes, new, [n for n, _ in chain.writes])
+        if training:
+            self.trained.add(new)
         if chain.counter is not None:
             self.nodes[self.order.pop(chain.counter)] = None
             self.graph.erase_node(chain.counter)
@@ -734,10 +763,10 @@ class Rewrite:
                 following = self._after(chain, following)
         if following is not None and following.target in _SUMS | _SUMS_IN_PLACE and chain.lies_right(following):
             following = self._take_sum(chain, following, False, grad)
-        if following is not None and (activation := activation_of(following)) and self._reaches(chain, following):
-            if chain.lies_right(following):
-                chain.activation = activation
-                chain.nodes.append(following)
+        fits = following is not None and self._reaches(chain, following) and chain.lies_right(following)
+        if fits and (activation := activation_of(following)):
+            chain.activation = activation
+            chain.nodes.append(following)
         with self.graph.inserting_before(chain.last):
             new = self.targets.product(given, scale, chain.residual, chain.activation, chain.moved, gradient)
         if new is not None:

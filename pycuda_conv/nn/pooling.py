@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pycuda_conv import execute
 from pycuda_conv.arrays import Signature
 from pycuda_conv.arrays.tensors import TORCH
-from pycuda_conv.engines import max_pool
+from pycuda_conv.engines import max_pool as engine
 from pycuda_conv.nn.autograd import _traced
 from pycuda_conv.problem import channels_last
 
@@ -32,12 +32,12 @@ def _pair(value: Any) -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=256)
-def _pool_of(like: Signature, layout: str, windows: tuple[Any, ...], beyond: bool = False) -> tuple[max_pool.Pool, Any] | None:
+def _pool_of(like: Signature, layout: str, windows: tuple[Any, ...], beyond: bool = False) -> tuple[engine.Pool, Any] | None:
     """A pooling of arrays like `like`, and the device; None if the kernels can't compute it."""
     shape, dtype, _ = like
     n, c, h, w = shape
     taps, stride, padding, dilation = windows
-    pool = max_pool.Pool(TORCH.dtype_name(dtype), (n, c, h, w), taps, stride, padding, dilation, layout, beyond)
+    pool = engine.Pool(TORCH.dtype_name(dtype), (n, c, h, w), taps, stride, padding, dilation, layout, beyond)
     return (pool, TORCH.device(like, None)) if pool.fits else None
 
 
@@ -59,10 +59,10 @@ def max_pool(
     return theirs(x, kernel_size, stride, padding, dilation, ceil_mode)
 
 
-def _maxima(x: Any, pool: max_pool.Pool, device: Any, taps: Any = None) -> Any:
+def _maxima(x: Any, pool: engine.Pool, device: Any, taps: Any = None) -> Any:
     """The maxima. `taps`, if given, gets the number of each maximum's tap."""
     y = TORCH.empty(pool.result_shape, x, device, ORDERS[pool.layout])
-    execute.launch(TORCH, device, max_pool.compiled(pool, device, False), (x,), (y, taps), 0)
+    execute.launch(TORCH, device, engine.compiled(pool, device, False), (x,), (y, taps), 0)
     return y
 
 
@@ -73,7 +73,7 @@ class _Function(torch.autograd.Function):
     """Maxima with a gradient, for calls in which torch need not see operators."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, pool: max_pool.Pool, device: Any) -> Any:
+    def forward(ctx: Any, x: Any, pool: engine.Pool, device: Any) -> Any:
         taps = torch.empty(math.prod(pool.result_shape), dtype=torch.uint8, device=x.device)
         y = _maxima(x, pool, device, taps)
         ctx.save_for_backward(taps)
@@ -86,5 +86,5 @@ class _Function(torch.autograd.Function):
         (taps,), (pool, device) = ctx.saved_tensors, ctx.how
         dy = TORCH.as_kernel_input(dy, ORDERS[pool.layout])
         dx = TORCH.empty(pool.shape, dy, device, ORDERS[pool.layout])
-        execute.launch(TORCH, device, max_pool.compiled(pool, device, True), (dy, taps), (dx,), 0)
+        execute.launch(TORCH, device, engine.compiled(pool, device, True), (dy, taps), (dx,), 0)
         return dx, None, None

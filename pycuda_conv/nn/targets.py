@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from pycuda_conv import dispatch
+from pycuda_conv import dispatch, torch_internals
 from pycuda_conv.nn import evaluation, fused, linear, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
-from pycuda_conv.nn.graph import Norm, Options, Targets
+from pycuda_conv.nn.graph import Norm, Options, Targets, value
 
 _ANYWHERE = None, None, None, False
 
@@ -29,6 +29,11 @@ class Light(Targets):
 
     sums_in_training = counts = True
 
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        #: the layers that can pass their input on, and their options
+        self._passing: dict[Node, Any] = {}
+
     def evaluate(self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)
         vectors = (None,) * 4 if norm is None else norm.vectors
@@ -38,9 +43,19 @@ class Light(Targets):
     def train(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
     ) -> Node:
-        call = training_of(options, norm.of_batch, norm.momentum, norm.eps, dtype)
+        given = options, norm.of_batch, norm.momentum, norm.eps, dtype
         counted = None if norm.counts is None else norm.counts[1]
-        return self.graph.call_function(call, (*operands, *norm.vectors, counted, residual))
+        made = self.graph.call_function(training_of(*given), (*operands, *norm.vectors, counted, residual))
+        if grad and value(operands[0]).dtype is dtype and value(operands[0]).requires_grad:
+            self._passing[made] = given
+        return made
+
+    def pass_on(self, node: Node) -> bool:
+        given = self._passing.get(node)
+        if given is None:
+            return False
+        node.target = training_of(*given, True)
+        return True
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
         return self.graph.call_function(convolution_of(options), tuple(operands))
@@ -87,8 +102,13 @@ def evaluation_of(options: Options, eps: float) -> Callable[..., Any]:
     return evaluate
 
 
-def training_of(options: Options, of_batch: bool, momentum: float, eps: float, dtype: torch.dtype) -> Callable[..., Any]:
-    """(x, weight, bias, gamma, beta, mean, var, count, residual) -> a chain with batch normalisation, with its own backward pass."""
+def training_of(
+    options: Options, of_batch: bool, momentum: float, eps: float, dtype: torch.dtype, passes_on: bool = False
+) -> Callable[..., Any]:
+    """(x, weight, bias, gamma, beta, mean, var, count, residual) -> a chain with batch normalisation, with its own backward pass.
+
+    If it `passes_on` the input, that is a second result, for other readers of it.
+    """
     layer, is_cast = fused.Layer(options.activation, of_batch, options.settings, momentum, eps), torch.is_autocast_enabled
 
     def train(x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, mean: Any, var: Any, count: Any, residual: Any) -> Any:
@@ -97,8 +117,8 @@ def training_of(options: Options, of_batch: bool, momentum: float, eps: float, d
         bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
         if is_cast("cuda" if x.is_cuda else "cpu"):
             with without_autocast(x):
-                return layer(x, weight, bias, gamma, beta, mean, var, count, residual)
-        return layer(x, weight, bias, gamma, beta, mean, var, count, residual)
+                return layer(x, weight, bias, gamma, beta, mean, var, count, residual, passes_on)
+        return layer(x, weight, bias, gamma, beta, mean, var, count, residual, passes_on)
 
     return train
 
@@ -160,13 +180,13 @@ class Operators(Targets):
         gamma, beta, mean, var = norm.vectors
         operators, call = torch.ops.pycuda_conv, self.graph.call_function
         if grad:
-            call(torch._C._set_grad_enabled, (False,))
+            call(torch_internals.set_grad_enabled, (False,))
         if norm.of_batch:
             both = call(operators.fused_statistics.default, (x, weight, bias, mean, var, None, norm.momentum, norm.eps, flat))
         else:
             both = call(operators.frozen_statistics.default, (x, weight, bias, mean, var, norm.eps, flat))
         if grad:
-            call(torch._C._set_grad_enabled, (True,))
+            call(torch_internals.set_grad_enabled, (True,))
         y, statistics = (call(operator.getitem, (both, i)) for i in (0, 1))
         return call(operators.fused_conv_bn_relu.default, (x, weight, bias, gamma, beta, y, statistics, flat))
 

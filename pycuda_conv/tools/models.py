@@ -1,6 +1,7 @@
-"""Times of whole networks of torchvision's, converted, beside torch's own: evaluated, and trained.
+"""Times of whole networks beside torch's: evaluated, and trained.
 
-Both sides get the same weights and images, and are timed in turn. A failure is reported in its row, and the other rows are still measured.
+The sides are torch's network as it is, in ``torch.compile``, and in ``torch.compile`` with this package's backend: :func:`sides`. All get
+the same weights and images, and are timed in turn. A failure is reported in its row, and the other rows are still measured.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device
 from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import bench
+from pycuda_conv.tools.networks import FEWER, input_shape, network, output
 from pycuda_conv.tools.oracle import torch_precision
 from pycuda_conv.tools.plans import plans, settle
 from pycuda_conv.tools.report import (
@@ -43,14 +45,12 @@ from pycuda_conv.tools.terminal import FAILED, OK, Table, ToolError, console, re
 log = logging.getLogger("pycuda_conv")
 
 #: Without names after --models: networks to evaluate, each with these numbers of images, and networks to train, name -> images.
-EVALUATED, BATCHES = ("resnet50", "mobilenet_v2", "convnext_tiny", "deeplabv3_resnet50"), (1, 32)
+EVALUATED, BATCHES = ("resnet50", "mobilenet_v2", "efficientnet_b0", "convnext_tiny", "densenet121", "vae_decoder", "small_unet"), (1, 32)
 EVALUATION_MODES = ("fp32", "tf32", "fp16-nhwc")
 TRAINED = {"resnet50": (64, 256), "convnext_tiny": (32,), "mobilenet_v2": (64,)}
 TRAINING_MODES = ("bf16-nhwc", "fp32")
 IMAGES = (32,)  # numbers of images with which other networks are trained
 MOST_IMAGES = {"fp32": 64}  # most images of a training step, by mode
-IMAGE = 224  # pixels wide and high
-CALIBRATION_IMAGES = 4  # batch normalisations get the statistics of so many images
 #: Loss curves: images, their width and height, steps, and runs of each side, all but the first from perturbed inputs.
 CURVE_IMAGES, CURVE_SIZE, CURVE_STEPS, CURVE_RUNS = 16, 96, 50, 5
 
@@ -115,79 +115,144 @@ def _figure(value: float, form: str) -> str:
 
 
 @dataclass(frozen=True)
+class Side:
+    """One way to run a network: its name, whether it is ours, the mode of ``torch.compile``, and whether torch may round to TF32."""
+
+    name: str
+    ours: bool = False
+    compiled: str | None = None
+    tf32: bool = False
+
+    @property
+    def captures(self) -> bool:
+        """Whether it makes CUDA graphs itself, so that none can be captured of its calls."""
+        return self.compiled in ("reduce-overhead", "max-autotune")
+
+
+LIGHT, INDUCTOR, EAGER, COMPILED = "light", "inductor", "torch", "torch.compile"
+OURS_REDUCED, REDUCED, AUTOTUNED = "ours, reduce-overhead", "torch.compile, reduce-overhead", "torch.compile, max-autotune"
+EAGER_TF32, COMPILED_TF32 = "torch, TF32", "torch.compile, TF32"
+
+
+def sides(mode: str, quick: bool, named: bool = False) -> list[Side]:
+    """The sides of a case: ours in light mode and in inductor's, torch eager, and torch.compile's modes.
+
+    Torch rounds float32 convolutions to TF32 unless it is told otherwise, so in fp32 its default is a rival too. `quick` leaves out what
+    inductor compiles. "max-autotune", which takes minutes, is for networks that were `named`.
+    """
+    found = [Side(LIGHT, True, "light"), Side(EAGER)]
+    if not quick:
+        found += [Side(INDUCTOR, True, "default"), Side(COMPILED, compiled="default")]
+        found += [Side(OURS_REDUCED, True, "reduce-overhead"), Side(REDUCED, compiled="reduce-overhead")]
+        found += [Side(AUTOTUNED, compiled="max-autotune")] if named else []
+    if mode.startswith("fp32"):
+        found += [Side(EAGER_TF32, tf32=True)]
+        found += [] if quick else [Side(COMPILED_TF32, compiled="default", tf32=True)]
+    return found
+
+
+def _ratio(times: dict[str, float], theirs: str, ours: str) -> float:
+    return times.get(theirs, math.nan) / times.get(ours, math.nan)
+
+
+@dataclass(frozen=True)
 class Evaluated(Row):
-    """Milliseconds of a call: eager by the host's clock, and replayed from a CUDA graph by the GPU's. Errors are against float64."""
+    """By the sides' names: milliseconds of a call by the host's clock, and of a replayed CUDA graph by the GPU's; errors to float64."""
 
-    eager_ms: float = math.nan
-    torch_eager_ms: float = math.nan
-    graph_ms: float = math.nan
-    torch_graph_ms: float = math.nan
-    error: float = math.nan
-    torch_error: float = math.nan
+    wall_ms: dict[str, float] = field(default_factory=dict)
+    graph_ms: dict[str, float] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    fused: int = 0
 
-    TITLE = "Evaluation: ratio = torch's time / ours, above 1 ours is faster"
-    COLUMNS = ("eager ms", "torch", "ratio", "graph ms", "torch", "ratio", "error", "torch's")
-    COMPUTED = ("eager_ratio", "graph_ratio")
-
-    @property
-    def eager_ratio(self) -> float:
-        """torch's time divided by ours, by the host's clock."""
-        return self.torch_eager_ms / self.eager_ms
+    TITLE = "Evaluation, ms. Graphs by the GPU's clock, calls by the host's. Ratios are torch's time / ours"
+    COLUMNS = (
+        "fused", "graph: light", "inductor", "torch", "torch.compile", "/ light", "/ inductor", "call: light", "torch", "/ light",
+        "ours reduced", "torch.compile", "/ ours", "autotuned", "TF32: torch", "torch.compile", "error", "torch's", "TF32's",
+    )
+    COMPUTED = ("light_ratio", "inductor_ratio", "reduced_ratio", "call_ratio")
 
     @property
-    def graph_ratio(self) -> float:
-        """torch's time divided by ours, of graphs."""
-        return self.torch_graph_ms / self.graph_ms
+    def light_ratio(self) -> float:
+        """The time of torch.compile divided by ours in light mode, of graphs; torch eager's where nothing was compiled."""
+        return _ratio(self.graph_ms, COMPILED if COMPILED in self.graph_ms else EAGER, LIGHT)
+
+    @property
+    def inductor_ratio(self) -> float:
+        """The time of torch.compile divided by ours with inductor, of graphs."""
+        return _ratio(self.graph_ms, COMPILED, INDUCTOR)
+
+    @property
+    def reduced_ratio(self) -> float:
+        """The same with ``mode="reduce-overhead"`` on both sides, by the host's clock."""
+        return _ratio(self.wall_ms, REDUCED, OURS_REDUCED)
+
+    @property
+    def call_ratio(self) -> float:
+        """Torch eager's time divided by ours in light mode, by the host's clock."""
+        return _ratio(self.wall_ms, EAGER, LIGHT)
 
     def figures(self) -> tuple[str, ...]:
-        times = (self.eager_ms, self.torch_eager_ms, self.eager_ratio, self.graph_ms, self.torch_graph_ms, self.graph_ratio)
-        return *(_figure(value, ".2f") for value in times), _figure(self.error, ".1e"), _figure(self.torch_error, ".1e")
+        def time_of(times: dict[str, float], name: str) -> str:
+            return _figure(times.get(name, math.nan), ".2f")
+
+        graph, wall = self.graph_ms, self.wall_ms
+        ours = max((self.errors.get(name, math.nan) for name in (LIGHT, INDUCTOR) if name in self.errors), default=math.nan)
+        return (
+            str(self.fused) if self.wall_ms else "-", *(time_of(graph, name) for name in (LIGHT, INDUCTOR, EAGER, COMPILED)),
+            _figure(self.light_ratio, ".2f"), _figure(self.inductor_ratio, ".2f"), time_of(wall, LIGHT), time_of(wall, EAGER),
+            _figure(self.call_ratio, ".2f"), time_of(wall, OURS_REDUCED), time_of(wall, REDUCED), _figure(self.reduced_ratio, ".2f"),
+            time_of(wall, AUTOTUNED), time_of(graph, EAGER_TF32), time_of(graph, COMPILED_TF32), _figure(ours, ".1e"),
+            _figure(self.errors.get(EAGER, math.nan), ".1e"), _figure(self.errors.get(EAGER_TF32, math.nan), ".1e"),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Trained(Row):
-    """Times of a step (forward, loss, backward and SGD) by the host's clock, beside those of torch in ``torch.compile``.
+    """By the sides' names: milliseconds of a step (forward, loss, backward and SGD) by the host's clock.
 
-    `peak` and `torch_peak` are the bytes that a step needs at most beyond weights and images. `loss_apart` is the relative difference of
-    the losses of the first steps.
+    `peak` and `torch_peak` are the bytes that a step in light mode and torch eager's need at most beyond weights and images. `apart` has
+    the relative differences of the losses of the first steps from torch eager's.
     """
 
-    step_ms: float = math.nan
-    torch_step_ms: float = math.nan
-    compiled_step_ms: float = math.nan
+    step_ms: dict[str, float] = field(default_factory=dict)
+    apart: dict[str, float] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
     peak: float = math.nan
     torch_peak: float = math.nan
-    loss_apart: float = math.nan
 
-    TITLE = "Training, images per second: ratio = ours / torch's"
-    COLUMNS = ("ours", "torch", "ratio", "compiled", "ours / it", "peak GB", "torch's", "of it", "loss apart")
-    COMPUTED = ("rate", "torch_rate", "compiled_rate", "ratio")
-
-    @property
-    def rate(self) -> float:
-        """Images per second, ours."""
-        return self.case.images / self.step_ms * 1e3
+    TITLE = "Training, images per second by the host's clock. Ratios are ours / torch's"
+    COLUMNS = (
+        "light", "inductor", "torch", "torch.compile", "reduced", "autotuned", "light / torch", "light / compiled", "inductor / compiled",
+        "peak GB", "torch's", "of it", "loss apart",
+    )
+    COMPUTED = ("light_ratio", "light_compiled_ratio", "inductor_ratio")
 
     @property
-    def torch_rate(self) -> float:
-        """Images per second, torch's."""
-        return self.case.images / self.torch_step_ms * 1e3
+    def light_ratio(self) -> float:
+        """Torch eager's time divided by ours in light mode."""
+        return _ratio(self.step_ms, EAGER, LIGHT)
 
     @property
-    def compiled_rate(self) -> float:
-        """Images per second, torch's compiled."""
-        return self.case.images / self.compiled_step_ms * 1e3
+    def light_compiled_ratio(self) -> float:
+        """The time of torch.compile divided by ours in light mode."""
+        return _ratio(self.step_ms, COMPILED, LIGHT)
 
     @property
-    def ratio(self) -> float:
-        """torch's time divided by ours."""
-        return self.torch_step_ms / self.step_ms
+    def inductor_ratio(self) -> float:
+        """The time of torch.compile divided by ours with inductor."""
+        return _ratio(self.step_ms, COMPILED, INDUCTOR)
+
+    def rate(self, side: str) -> float:
+        """Images per second."""
+        return self.case.images / self.step_ms.get(side, math.nan) * 1e3
 
     def figures(self) -> tuple[str, ...]:
         return (
-            _figure(self.rate, ".0f"), _figure(self.torch_rate, ".0f"), _figure(self.ratio, ".2f"), _figure(self.compiled_rate, ".0f"),
-            _figure(self.compiled_step_ms / self.step_ms, ".2f"), _figure(self.peak / 1e9, ".2f"), _figure(self.torch_peak / 1e9, ".2f"),
-            _figure(self.peak / self.torch_peak, ".2f"), _figure(self.loss_apart, ".1e"),
+            *(_figure(self.rate(name), ".0f") for name in (LIGHT, INDUCTOR, EAGER, COMPILED, REDUCED, AUTOTUNED)),
+            *(_figure(getattr(self, name), ".2f") for name in self.COMPUTED), _figure(self.peak / 1e9, ".2f"),
+            _figure(self.torch_peak / 1e9, ".2f"), _figure(self.peak / self.torch_peak, ".2f"),
+            _figure(max(self.apart.values(), default=math.nan), ".1e"),
         )  # fmt: skip
 
 
@@ -222,7 +287,10 @@ ROWS: dict[str, type[Row]] = {"evaluated": Evaluated, "trained": Trained, "loss 
 
 def cases(modes: Sequence[str], training: bool, quick: bool, networks: Sequence[str] = ()) -> list[Case]:
     """The cases to measure. By default each kind is measured in the modes that it is used in, on some of torchvision's networks."""
-    found = [Case("evaluated", name, n, mode) for name in networks or EVALUATED for mode in modes or EVALUATION_MODES for n in BATCHES]
+    found = []
+    for name in networks or EVALUATED:
+        batches = dict.fromkeys(min(n, FEWER.get(name, n)) for n in BATCHES)
+        found += [Case("evaluated", name, n, mode) for mode in modes or EVALUATION_MODES for n in batches]
     trained = {name: TRAINED.get(name, IMAGES) for name in networks or TRAINED}
     if training:
         for name, batches in trained.items():
@@ -241,43 +309,6 @@ def list_cases(settings: bench.Settings, modes: Sequence[str], training: bool, n
 
 
 # ---- a network and its mode
-
-
-def _torchvision() -> Any:
-    try:
-        return require("torchvision.models")
-    except RuntimeError as error:  # one that was built for another torch
-        raise ToolError(f"--models needs a torchvision that fits torch, but this one can't be imported: {error}") from error
-
-
-#: Arguments of networks whose names begin with one of these; without them weights would be loaded, or take seconds to draw.
-_MORE: dict[tuple[str, ...], dict[str, Any]] = {
-    ("deeplab", "fcn", "lraspp"): {"weights_backbone": None}, ("googlenet", "inception"): {"init_weights": False},
-}  # fmt: skip
-
-
-def network(torch: Any, name: str, place: str, seed: int) -> Any:
-    """A network of torchvision's with random weights, without dropout, so that nothing is random in training.
-
-    Its statistics are those of random images. With other statistics the results of many layers get ever smaller, until float16 underflows.
-    """
-    torch.manual_seed(seed)
-    with torch.device(place):
-        model = _torchvision().get_model(name, weights=None, **next((more for names, more in _MORE.items() if name.startswith(names)), {}))
-        images = torch.randn(CALIBRATION_IMAGES, 3, IMAGE, IMAGE)
-    for module in model.modules():
-        if isinstance(getattr(module, "p", None), float):  # Dropout and StochasticDepth
-            module.p = 0.0
-        if hasattr(module, "layer_scale"):  # it begins at 1e-6, at which the block would have no effect
-            torch.nn.init.ones_(module.layer_scale)
-    norms = [(module, module.momentum) for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
-    for norm, _ in norms:
-        norm.momentum = 1.0  # the statistics become the batch's
-    with torch.no_grad():
-        model.train()(images)
-    for norm, momentum in norms:
-        norm.momentum = momentum
-    return model
 
 
 def _dtype(mode: str) -> str:
@@ -302,11 +333,6 @@ def arithmetic(torch: Any, mode: str) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _output(found: Any) -> Any:
-    """The output of a network; networks for segmentation return a dictionary."""
-    return found["out"] if isinstance(found, dict) else found
 
 
 def _relative(found: Any, reference: Any) -> float:
@@ -334,34 +360,46 @@ def _once(call: Callable[[], Any]) -> Callable[[int], Any]:
 
 
 @cache
-def _evaluated(torch: Any, name: str, mode: str, place: str, seed: int) -> tuple[Any, Any, Any]:
-    """A network in float32, and ours and torch's in `mode`; made once for all numbers of images."""
-    from pycuda_conv.nn import convert
-
+def _evaluated(torch: Any, name: str, mode: str, place: str, seed: int) -> tuple[Any, Any]:
+    """A network in float32, and in `mode`; made once for all numbers of images."""
     base = network(torch, name, place, seed).eval()
-    theirs = copy.deepcopy(base).to(getattr(torch, _dtype(mode))).to(memory_format=_format(torch, mode))
-    return base, convert(copy.deepcopy(theirs), precision=_precision(mode), linear=True), theirs
+    return base, copy.deepcopy(base).to(getattr(torch, _dtype(mode))).to(memory_format=_format(torch, mode))
 
 
 def _images(torch: Any, case: Case, place: str, seed: int) -> tuple[Any, Any]:
     """Random images, and the same images in the case's mode."""
-    images = torch.randn(case.images, 3, IMAGE, IMAGE, device=place, generator=torch.Generator(place).manual_seed(seed))
+    shape = case.images, *input_shape(case.network)
+    images = torch.randn(shape, device=place, generator=torch.Generator(place).manual_seed(seed))
     return images, images.to(getattr(torch, _dtype(case.mode))).contiguous(memory_format=_format(torch, case.mode))
 
 
+def made(torch: Any, model: Any, side: Side, mode: str) -> Any:
+    """A copy of the network as the side runs it."""
+    model = copy.deepcopy(model)
+    if side.ours:
+        from pycuda_conv.nn import backend
+
+        return torch.compile(model, backend=backend, options={"mode": side.compiled, "precision": _precision(mode)})
+    if side.compiled:
+        return torch.compile(model, mode=None if side.compiled == "default" else side.compiled)
+    return model
+
+
 def compile_ahead(torch: Any, chosen: Sequence[Case], place: str, seed: int) -> None:
-    """Make the first calls of all networks to evaluate at once. Each waits for compilers, which so work side by side.
+    """Make the first calls of all networks to evaluate at once. Each waits for compilers of kernels, which so work side by side.
 
     A case itself reports its failure.
     """
+    from pycuda_conv.nn import convert
 
     def first_call(case: Case) -> None:
-        _, ours, _ = _evaluated(torch, case.network, case.mode, place, seed)
         with torch.no_grad():
-            ours(_images(torch, case, place, seed)[1])
+            convert(copy.deepcopy(_evaluated(torch, case.network, case.mode, place, seed)[1]), _precision(case.mode))(
+                _images(torch, case, place, seed)[1]
+            )
 
     evaluated = [case for case in chosen if case.what == "evaluated"]
-    for case in evaluated:  # one after the other: convert traces, which threads can't do side by side
+    for case in evaluated:
         with suppress(Exception):
             _evaluated(torch, case.network, case.mode, place, seed)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -369,22 +407,70 @@ def compile_ahead(torch: Any, chosen: Sequence[Case], place: str, seed: int) -> 
             one.exception()
 
 
-def measure_evaluation(torch: Any, case: Case, device: Device, effort: Effort, seed: int) -> Evaluated:
+def _in_tf32(torch: Any, call: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        with arithmetic(torch, "tf32"):
+            return call()
+
+    return made
+
+
+def _begun(
+    torch: Any, chosen: Sequence[Side], step_of: Callable[[Side], Callable[[], Any]], device: Device
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """The sides' calls, each made often enough to be settled; and why others failed. A rival that fails is left out."""
+    calls: dict[str, Callable[[], Any]] = {}
+    failed: dict[str, str] = {}
+    for side in chosen:
+        try:
+            call = step_of(side)
+            call = _in_tf32(torch, call) if side.tf32 else call
+            call()
+            if side.ours:
+                settle(call, torch.cuda.synchronize, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
+            else:
+                for _ in range(FIRST_STEPS):
+                    call()
+        except Exception as error:  # compilers may raise anything
+            if side.name in (LIGHT, EAGER):
+                raise
+            failed[side.name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            log.warning("%s failed, so it is left out: %s", side.name, error)
+            continue
+        calls[side.name] = call
+    return calls, failed
+
+
+def measure_evaluation(
+    torch: Any, case: Case, device: Device, effort: Effort, seed: int, quick: bool = True, named: bool = False
+) -> Evaluated:
     """Compare the outputs with float64's, then time calls and graphs."""
-    base, ours, theirs = _evaluated(torch, case.network, case.mode, device.name, seed)
+    from pycuda_conv.nn.compiler import graphs_of
+
+    base, model = _evaluated(torch, case.network, case.mode, device.name, seed)
     images, given = _images(torch, case, device.name, seed)
-    ways = [lambda: _output(ours(given)), lambda: _output(theirs(given))]
+    chosen = sides(case.mode, quick, named)
+    torch.compiler.reset()  # torch compiles few graphs of a function, and those of the case before count
+    models: dict[str, Any] = {}
+
+    def step_of(side: Side) -> Callable[[], Any]:
+        own = models[side.name] = made(torch, model, side, case.mode)
+        return lambda: output(own(given))
+
     with torch.no_grad(), arithmetic(torch, case.mode):
         with bench.cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
-            reference = _output(copy.deepcopy(base).double()(images.double()))
-        settle(ways[0], torch.cuda.synchronize, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
-        error, torch_error = (_relative(way(), reference) for way in ways)
-        eager = _host_times(ways, torch.cuda.synchronize, effort)
-        graphs, how = gpu_times(torch, [_once(way) for way in ways], 1, effort, captured=math.inf)
-    graph = [median(taken) * 1e3 for taken in graphs] if how == "graph" else [math.nan] * 2
-    verdict = "ok" if error <= WRONG * max(torch_error, LEAST_ERROR) else "WRONG"
+            reference = output(copy.deepcopy(base).double()(images.double()))
+        ways, failed = _begun(torch, chosen, step_of, device)
+        errors = {name: _relative(way(), reference) for name, way in ways.items()}
+        wall = dict(zip(ways, _host_times(list(ways.values()), torch.cuda.synchronize, effort), strict=True))
+        captured = [side.name for side in chosen if side.name in ways and not side.captures]
+        graphs, how = gpu_times(torch, [_once(ways[name]) for name in captured], 1, effort, captured=math.inf)
+    graph = {name: median(taken) * 1e3 for name, taken in zip(captured, graphs, strict=True)} if how == "graph" else {}
+    ours = [errors[side.name] for side in chosen if side.ours and side.name in errors]
+    verdict = "ok" if max(ours) <= WRONG * max(errors[EAGER], LEAST_ERROR) else "WRONG"
     verdict = verdict if how == "graph" else f"{verdict}, not captured"
-    return Evaluated(case, verdict, eager[0], eager[1], graph[0], graph[1], error, torch_error)
+    fused = max((len(one.fused) for one in graphs_of(models[LIGHT])), default=0)
+    return Evaluated(case, verdict, wall, graph, errors, failed, fused)
 
 
 # ---- training
@@ -418,7 +504,7 @@ def stepper(torch: Any, model: Any, images: Any, labels: Any, mode: str, rate: f
     def step() -> Any:
         optimizer.zero_grad()
         with torch.autocast(images.device.type, dtype, enabled=dtype.itemsize == 2):
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            loss = torch.nn.functional.cross_entropy(output(model(images)), labels)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -426,18 +512,16 @@ def stepper(torch: Any, model: Any, images: Any, labels: Any, mode: str, rate: f
     return step
 
 
-def _in_training(torch: Any, base: Any, mode: str, ours: bool) -> Any:
+def _in_training(torch: Any, base: Any, mode: str, side: Side) -> Any:
     """A copy of the network to train; its weights are float32 in 16-bit modes too."""
-    from pycuda_conv.nn import convert
-
     dtype = getattr(torch, _dtype(mode))
     model = copy.deepcopy(base).to(torch.float32 if dtype.itemsize == 2 else dtype).to(memory_format=_format(torch, mode)).train()
-    return convert(model, precision=_precision(mode), fuse_training=True, linear=True) if ours else model
+    return made(torch, model, side, mode)
 
 
-def _data(torch: Any, case: Case, place: str, size: int) -> tuple[Any, Any]:
+def _data(torch: Any, case: Case, place: str, shape: Sequence[int]) -> tuple[Any, Any]:
     """Random images and labels."""
-    images = torch.randn(case.images, 3, size, size, device=place).contiguous(memory_format=_format(torch, case.mode))
+    images = torch.randn(case.images, *shape, device=place).contiguous(memory_format=_format(torch, case.mode))
     return images.double() if _dtype(case.mode) == "float64" else images, torch.randint(0, CLASSES, (case.images,), device=place)
 
 
@@ -452,39 +536,34 @@ def _peak(torch: Any, model: Any, step: Callable[[], Any]) -> float:
     return float(torch.cuda.max_memory_allocated() - before)
 
 
-def _compiled_step(torch: Any, base: Any, images: Any, labels: Any, mode: str) -> list[Callable[[], Any]]:
-    """The step of torch's network in ``torch.compile``, or nothing if that fails: it is only a comparison."""
-    torch.compiler.reset()
-    step = stepper(torch, torch.compile(_in_training(torch, base, mode, False)), images, labels, mode)
-    try:
-        for _ in range(FIRST_STEPS):
-            step()
-    except Exception as error:  # its compilers may raise anything
-        log.warning("torch.compile failed, so it is left out: %s", error)
-        return []
-    return [step]
-
-
-def measure_training(torch: Any, case: Case, device: Device, effort: Effort, seed: int, compile_too: bool) -> Trained:
+def measure_training(
+    torch: Any, case: Case, device: Device, effort: Effort, seed: int, quick: bool = True, named: bool = False
+) -> Trained:
     """Compare the first losses, then memory and times of a step."""
     place, wait = device.name, torch.cuda.synchronize
     base = network(torch, case.network, place, seed)
-    images, labels = _data(torch, case, place, IMAGE)
-    models = [_in_training(torch, base, case.mode, ours) for ours in (True, False)]
+    images, labels = _data(torch, case, place, input_shape(case.network))
+    chosen = [side for side in sides(case.mode, quick, named) if not side.tf32 and side.name != OURS_REDUCED]
+    torch.compiler.reset()
+    losses: dict[str, float] = {}
+
+    def step_of(side: Side) -> Callable[[], Any]:
+        models[side.name] = model = _in_training(torch, base, case.mode, side)
+        step = stepper(torch, model, images, labels, case.mode)
+        losses[side.name] = [float(step()) for _ in range(FIRST_STEPS)][-1]
+        return step
+
+    models: dict[str, Any] = {}
     with arithmetic(torch, case.mode):
         asked = convolutions(torch, copy.deepcopy(base).to("meta"), images.to("meta"), case.mode)  # compiled several at a time
         plans(asked, device)
         plans([problem for problem in asked if problem.direction == "fprop" and not problem.has_bias], device, noted=True)
-        steps = [stepper(torch, model, images, labels, case.mode) for model in models]
-        losses = [[float(step()) for _ in range(FIRST_STEPS)] for step in steps]
-        apart = abs(losses[0][-1] / losses[1][-1] - 1)
-        settle(steps[0], wait, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
-        peaks = [_peak(torch, model, step) for model, step in zip(models, steps, strict=True)]
-        if compile_too:
-            steps += _compiled_step(torch, base, images, labels, case.mode)
-        times = _host_times(steps, wait, effort)
-    verdict = "ok" if apart <= LOSS_LIMITS[_dtype(case.mode)] else "WRONG"  # NaN is wrong
-    return Trained(case, verdict, times[0], times[1], times[2] if len(times) > 2 else math.nan, peaks[0], peaks[1], apart)
+        steps, failed = _begun(torch, chosen, step_of, device)
+        apart = {name: abs(losses[name] / losses[EAGER] - 1) for name in steps if name in (LIGHT, INDUCTOR)}
+        peaks = [_peak(torch, models[name], steps[name]) for name in (LIGHT, EAGER)]
+        times = dict(zip(steps, _host_times(list(steps.values()), wait, effort), strict=True))
+    verdict = "ok" if all(one <= LOSS_LIMITS[_dtype(case.mode)] for one in apart.values()) else "WRONG"  # NaN is wrong
+    return Trained(case, verdict, times, apart, failed, *peaks)
 
 
 # ---- loss curves
@@ -512,13 +591,15 @@ def measure_curve(torch: Any, case: Case, place: str, seed: int, runs: int = CUR
     its curves are further from torch's first than any of torch's others.
     """
     base = network(torch, case.network, place, seed)
-    images, labels = _data(torch, case, place, size)
+    images, labels = _data(torch, case, place, (3, size, size))
     coarse = _precision(case.mode) == "tf32" or getattr(torch, _dtype(case.mode)).itemsize == 2
     unit = TF32_UNIT if _precision(case.mode) == "tf32" else torch.finfo(getattr(torch, _dtype(case.mode))).eps / 2
 
     def curve(ours: bool, mode: str, run: int) -> list[float]:
         given = perturbed(torch, images, unit, run)
-        step = stepper(torch, _in_training(torch, base, mode, ours), given.double() if mode == "fp64" else given, labels, mode, CURVE_RATE)
+        torch.compiler.reset()
+        side = Side(LIGHT, True, "light") if ours else Side(EAGER)
+        step = stepper(torch, _in_training(torch, base, mode, side), given.double() if mode == "fp64" else given, labels, mode, CURVE_RATE)
         return [float(loss) for loss in [step() for _ in range(CURVE_STEPS)]]
 
     exact = curve(False, "fp64", 0)
@@ -537,14 +618,14 @@ def measure_curve(torch: Any, case: Case, place: str, seed: int, runs: int = CUR
 # ---- the command
 
 
-def _measured(torch: Any, case: Case, device: Device, settings: bench.Settings, seed: int) -> Row:
+def _measured(torch: Any, case: Case, device: Device, settings: bench.Settings, seed: int, named: bool) -> Row:
     """The case's row; a failure is the row's verdict."""
     effort = Effort(rounds=3, seconds=0.3) if settings.quick else Effort(rounds=7, seconds=1.5)
     try:
         if case.what == "evaluated":
-            return measure_evaluation(torch, case, device, effort, seed)
+            return measure_evaluation(torch, case, device, effort, seed, settings.quick, named)
         if case.what == "trained":
-            return measure_training(torch, case, device, effort, seed, compile_too=not settings.quick)
+            return measure_training(torch, case, device, effort, seed, settings.quick, named)
         return measure_curve(torch, case, device.name, seed)
     except Exception as error:  # the other cases are still measured
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -559,7 +640,6 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
     device = bench.gpu_for(settings, "--models")
     bench.check_paths(settings, "models")
     torch = require("torch")
-    _torchvision()
     seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
     torch.cuda.set_device(device.name)
     out = console()
@@ -581,7 +661,7 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
             started = time.perf_counter()
             if case.what != "evaluated":
                 _evaluated.cache_clear()
-            rows.append(_measured(torch, case, device, settings, seed))
+            rows.append(_measured(torch, case, device, settings, seed, bool(networks)))
             _say(rows[-1], time.perf_counter() - started)
             gc.collect()
             torch.cuda.empty_cache()
@@ -624,18 +704,31 @@ def _say(row: Row, seconds: float) -> None:
         print(f"{row.case}: {told or '-'}; {row.verdict}; {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
+_WORDS = {
+    "light_ratio": "light", "inductor_ratio": "inductor", "reduced_ratio": "reduce-overhead", "call_ratio": "calls in light mode",
+    "light_compiled_ratio": "light over torch.compile",
+}  # fmt: skip
+
+
+def _means(rows: Sequence[Row], ratios: Sequence[str]) -> str:
+    words = []
+    for name in ratios:
+        known = [value for value in (getattr(row, name) for row in rows) if not math.isnan(value)]
+        words += [f"{_WORDS[name]} {number(geometric_mean(known), '.2f')}"] if known else []
+    return ", ".join(words)
+
+
 def mean_lines(rows: Sequence[Row]) -> list[str]:
     """The geometric means of the ratios of all correct rows, by mode and number of images."""
     lines = []
     evaluated = [row for row in rows if isinstance(row, Evaluated) and row.verdict == "ok"]
     for mode, images in dict.fromkeys((row.case.mode, row.case.images) for row in evaluated):
         own = [row for row in evaluated if (row.case.mode, row.case.images) == (mode, images)]
-        eager, graph = (geometric_mean(getattr(row, name) for row in own) for name in Evaluated.COMPUTED)
-        lines.append(f"evaluated, {mode}, {images} images: geometric means eager {number(eager, '.2f')}, graph {number(graph, '.2f')}")
+        lines.append(f"evaluated, {mode}, {images} images: geometric means {_means(own, Evaluated.COMPUTED)}")
     trained = [row for row in rows if isinstance(row, Trained) and row.verdict == "ok"]
     for mode in dict.fromkeys(row.case.mode for row in trained):
-        mean = geometric_mean(row.ratio for row in trained if row.case.mode == mode)
-        lines.append(f"trained, {mode}: geometric mean {number(mean, '.2f')}")
+        own_ones = [row for row in trained if row.case.mode == mode]
+        lines.append(f"trained, {mode}: geometric means {_means(own_ones, Trained.COMPUTED)}")
     return lines
 
 

@@ -19,11 +19,13 @@ PHOTOGRAPH = 3, 224, 224
 FEWER = {"segformer_b0": 8, "vae_decoder": 2, "small_unet": 4}
 #: Families of timm's from which :func:`drawn` draws: most of their time are convolutions.
 FAMILIES = (
-    "resnet26d", "resnet34", "resnext50_32x4d", "seresnet50", "ecaresnet26t", "skresnet18", "res2net50_26w_4s", "resnest26d", "dla34", "hrnet_w18_small",
-    "dpn68b", "regnetx_008", "regnety_016", "regnetz_b16", "efficientnet_b1", "efficientnet_lite0", "tf_efficientnetv2_b0", "efficientnetv2_rw_t", "mnasnet_100",
-    "mobilenetv3_large_100", "mobilenetv4_conv_small", "fbnetc_100", "spnasnet_100", "ghostnet_100", "tinynet_a", "hardcorenas_a", "mixnet_s", "lcnet_100",
-    "convnextv2_atto", "convnext_nano", "inception_next_tiny", "repvgg_a2", "vgg11_bn", "darknet53", "cspresnet50", "cspdarknet53", "vovnet39a", "ese_vovnet19b_dw",
-    "densenet121", "xception41", "inception_v3", "nf_resnet50", "resnetv2_50", "selecsls42b", "repghostnet_100", "rexnet_100", "semnasnet_100", "gernet_m",
+    "resnet26d", "resnet34", "resnext50_32x4d", "seresnet50", "ecaresnet26t", "skresnet18", "res2net50_26w_4s", "resnest26d", "dla34",
+    "hrnet_w18_small", "dpn68b", "regnetx_008", "regnety_016", "regnetz_b16", "efficientnet_b1", "efficientnet_lite0",
+    "tf_efficientnetv2_b0", "efficientnetv2_rw_t", "mnasnet_100", "mobilenetv3_large_100", "mobilenetv4_conv_small", "fbnetc_100",
+    "spnasnet_100", "ghostnet_100", "tinynet_a", "hardcorenas_a", "mixnet_s", "lcnet_100", "convnextv2_atto", "convnext_nano",
+    "inception_next_tiny", "repvgg_a2", "vgg11_bn", "darknet53", "cspresnet50", "cspdarknet53", "vovnet39a", "ese_vovnet19b_dw",
+    "densenet121", "xception41", "inception_v3", "nf_resnet50", "resnetv2_50", "selecsls42b", "repghostnet_100", "rexnet_100",
+    "semnasnet_100", "gernet_m",
 )  # fmt: skip
 
 
