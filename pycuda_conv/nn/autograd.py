@@ -34,6 +34,7 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import launches_are_in
 from pycuda_conv.nn import operators
 from pycuda_conv.problem import (
+    ALGORITHMS,
     PRECISIONS,
     SLOPE,
     ConvProblem,
@@ -62,6 +63,8 @@ class Settings(NamedTuple):
     algorithm: str | None = None
 
 
+#: Of an operator's list of options.
+_ALGORITHMS = (None, *ALGORITHMS)
 _SCHEMA = (
     "(Tensor {}, Tensor {}, Tensor? bias, SymInt[] {}, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, "
     "str precision, str? device, bool tune, str? algorithm=None) -> Tensor"
@@ -616,7 +619,8 @@ def _spec(operator: Operator, settings: Settings) -> list[int]:
     """
     device = settings.device
     place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])
-    spec = [OPERATORS.index(operator), PRECISIONS.index(settings.precision), place, int(settings.tune), settings.groups]
+    algorithm = _ALGORITHMS.index(settings.algorithm)
+    spec = [OPERATORS.index(operator), PRECISIONS.index(settings.precision), place, int(settings.tune), algorithm, settings.groups]
     for step, pair, spread in zip(settings.stride, settings.padding, settings.dilation, strict=True):
         spec += step, *pair, spread
     return spec
@@ -625,11 +629,12 @@ def _spec(operator: Operator, settings: Settings) -> list[int]:
 @lru_cache(maxsize=4096)
 def _from_spec(spec: tuple[int, ...]) -> tuple[Operator, Settings]:
     """The operator and its settings from the list of :func:`_spec`."""
-    number, precision, place, tune, groups, *axes = spec
+    number, precision, place, tune, algorithm, groups, *axes = spec
     stride, before, after, dilation = (tuple(axes[i::4]) for i in range(4))
     device = None if place == -2 else "opencl" if place == -1 else f"cuda:{place}"
     padding = tuple(zip(before, after, strict=True))
-    return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], device, bool(tune))
+    how = PRECISIONS[precision], device, bool(tune), _ALGORITHMS[algorithm]
+    return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, *how)
 
 
 def _convolve(first: Any, second: Any, bias: Any, size: Sequence[int], spec: Sequence[int]) -> Any:

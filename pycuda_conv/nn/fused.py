@@ -174,7 +174,7 @@ class _Forward(NamedTuple):
 def _forward_launches(
     x: Signature, weight: Signature, bias: Signature | None, layout: str, filter_last: bool, momentum: float, eps: float, spec: _LayerSpec
 ) -> _Forward:
-    *_, device, tune = spec.settings
+    device, tune = spec.settings.device, spec.settings.tune
     call = Call(*CONV.asked(spec.settings, ()))
     pixels = _pixels(CONV.shape(spec.settings, x[0], weight[0], ()), TORCH.dtype_name(x[1]), layout)
     noted = spec.of_batch and not (0 not in x[0] and pixels.whole)
@@ -300,7 +300,7 @@ def _backward_launches(
     y: Signature, x: Signature, weight: Signature, layout: str, layout_x: str, filter_last: bool, of_x: bool, of_weight: bool,
     summed: bool, added: bool, spec: _LayerSpec,
 ) -> _Backward:
-    *_, device, tune = spec.settings
+    device, tune = spec.settings.device, spec.settings.tune
     own = TORCH.device(y, None)
     pixels = _pixels(y[0], TORCH.dtype_name(y[1]), layout)
     normalised, workspace = batch_norm.compiled(batch_norm.backward, pixels, own, spec.activation, spec.of_batch, summed)

@@ -269,17 +269,19 @@ class _Numpy:
         pixels = "ijk"[:axes]
         return np.einsum(f"gc...{pixels},gc...{pixels}->g...", array, array)
 
-    def rfft(self, array: Any, n: int) -> Any:
-        return self._fft.rfft(array, n, axis=-1, **self._more)
+    def forward(self, numbers: Any, length: tuple[int, ...]) -> Any:
+        """Axis after axis: zeros that follow along one are not transformed along another."""
+        made = self._fft.rfft(numbers, length[-1], axis=-1, **self._more)
+        for axis in range(-2, -len(length) - 1, -1):
+            made = self._fft.fft(made, length[axis], axis=axis, **self._more, **self._in_place(made.shape[axis] == length[axis]))
+        return made
 
-    def irfft(self, array: Any, n: int) -> Any:
-        return self._fft.irfft(array, n, axis=-1, **self._more)
-
-    def fft(self, array: Any, n: int, axis: int) -> Any:
-        return self._fft.fft(array, n, axis=axis, **self._more, **self._in_place(array.shape[axis] == n))
-
-    def ifft(self, array: Any, axis: int) -> Any:
-        return self._fft.ifft(array, axis=axis, **self._more, **self._in_place(True))
+    def back(self, spectrum: Any, length: tuple[int, ...], taken: tuple[slice, ...]) -> Any:
+        """Axis after axis, without what is not taken along those before."""
+        for axis in range(-len(length), -1):
+            spectrum = self._fft.ifft(spectrum, axis=axis, **self._more, **self._in_place(True))
+            spectrum = spectrum[_at(..., taken[axis], *(slice(None),) * (-axis - 1))]
+        return self._fft.irfft(spectrum, length[-1], axis=-1, **self._more)[..., taken[-1]]
 
     def _in_place(self, possible: bool) -> dict[str, bool]:
         return {"overwrite_x": True} if possible and self._scipy else {}
@@ -307,19 +309,11 @@ class _Work:
 
     def _forward(self, numbers: Any) -> Any:
         """The spectrum of real numbers, followed by zeros up to the transforms' length along each of the last axes."""
-        length = self.told.length
-        made = self.library.rfft(numbers, length[-1])
-        for axis in range(-2, -len(length) - 1, -1):
-            made = self.library.fft(made, length[axis], axis)
-        return made
+        return self.library.forward(numbers, self.told.length)
 
     def _back(self, spectrum: Any) -> Any:
         """The results that are taken of each block, from its spectrum."""
-        length, axes = self.told.length, len(self.told.length)
-        for axis in range(-axes, -1):
-            spectrum = self.library.ifft(spectrum, axis)
-            spectrum = spectrum[_at(..., self._taken[axis], *(slice(None),) * (-axis - 1))]
-        return self.library.irfft(spectrum, length[-1])[..., self._taken[-1]]
+        return self.library.back(spectrum, self.told.length, self._taken)
 
     def some(self, image: int, where: tuple[slice, ...]) -> tuple[Any, Any, Any]:
         """The sums of some blocks of an image, (group, written, blocks..., results...), their limits, and the blocks."""
@@ -334,8 +328,7 @@ class _Work:
             (*steps[:2], *(step * used for step, used in zip(steps[2:], told.used, strict=True)), *steps[2:]),
         )
         summed = self._product(block, self._spectra[0])
-        norms = library.sum_squares(block, ndim) ** 0.5
-        limit = told.error * norms[:, None] * self._norms[_at(..., *(None,) * ndim)]
+        limit = told.error * self._norms_of(image, block)[:, None] * self._norms[_at(..., *(None,) * ndim)]
         if not told.magnitudes:
             return summed, limit / told.accuracy, block
         error = limit[_at(..., *(None,) * ndim)]
@@ -343,6 +336,10 @@ class _Work:
         right = (error <= told.accuracy * least) & (abs(summed) > error)
         summed[~right & (error != 0)] = math.nan
         return summed, limit * 0, block
+
+    def _norms_of(self, image: int, block: Any) -> Any:
+        """The norm of each block, over the channels of a group, or a larger one."""
+        return self.library.sum_squares(block, len(self.told.length)) ** 0.5
 
     def _product(self, block: Any, spectrum: Any) -> Any:
         told, ndim = self.told, len(self.told.length)
@@ -488,20 +485,13 @@ class _Torch:
         return array.as_strided(shape, strides)
 
     def sum_squares(self, array: Any, axes: int) -> Any:
-        flat = array.flatten(-axes)
-        return self.torch.linalg.vector_norm(flat.double(), dim=-1).square().sum(1)
+        return self.torch.linalg.vector_norm(array, dim=(1, *range(-axes, 0)), dtype=self.torch.float64).square()
 
-    def rfft(self, array: Any, n: int) -> Any:
-        return self.torch.fft.rfft(array, n)
+    def forward(self, numbers: Any, length: tuple[int, ...]) -> Any:
+        return self.torch.fft.rfftn(numbers, length, tuple(range(-len(length), 0)))
 
-    def irfft(self, array: Any, n: int) -> Any:
-        return self.torch.fft.irfft(array, n)
-
-    def fft(self, array: Any, n: int, axis: int) -> Any:
-        return self.torch.fft.fft(array, n, axis)
-
-    def ifft(self, array: Any, axis: int) -> Any:
-        return self.torch.fft.ifft(array, dim=axis)
+    def back(self, spectrum: Any, length: tuple[int, ...], taken: tuple[slice, ...]) -> Any:
+        return self.torch.fft.irfftn(spectrum, length, tuple(range(-len(length), 0)))[_at(..., *taken)]
 
     def at(self, address: int, shape: tuple[int, ...], storage: str) -> Any:
         """The array at an address."""
@@ -541,17 +531,11 @@ class _CuPy:
         flat = array.astype(np.float64).reshape(*array.shape[:-axes], -1)
         return (flat * flat).sum(-1).sum(1)
 
-    def rfft(self, array: Any, n: int) -> Any:
-        return self.cupy.fft.rfft(array, n)
+    def forward(self, numbers: Any, length: tuple[int, ...]) -> Any:
+        return self.cupy.fft.rfftn(numbers, length, tuple(range(-len(length), 0)))
 
-    def irfft(self, array: Any, n: int) -> Any:
-        return self.cupy.fft.irfft(array, n)
-
-    def fft(self, array: Any, n: int, axis: int) -> Any:
-        return self.cupy.fft.fft(array, n, axis)
-
-    def ifft(self, array: Any, axis: int) -> Any:
-        return self.cupy.fft.ifft(array, axis=axis)
+    def back(self, spectrum: Any, length: tuple[int, ...], taken: tuple[slice, ...]) -> Any:
+        return self.cupy.fft.irfftn(spectrum, length, tuple(range(-len(length), 0)))[_at(..., *taken)]
 
     def at(self, address: int, shape: tuple[int, ...], storage: str) -> Any:
         memory = self.cupy.cuda.MemoryPointer(self.cupy.cuda.UnownedMemory(address, 0, None), 0)
@@ -572,9 +556,18 @@ def fill_on_gpu(told: Transforms, name: str, ordinal: int, addresses: tuple[int,
         fill_by(told, library, x, w, library.at(sums_at, told.sums_shape, "float64"), library.at(limits_at, told.limits_shape, "float64"))
 
 
+class _OnGpu(_Work):
+    """The transforms of one call on a GPU, where each pass over an array counts: a block's norm is taken to be that of the image."""
+
+    def _norms_of(self, image: int, block: Any) -> Any:
+        ndim = len(self.told.length)
+        norms = self.library.sum_squares(self.x[image], ndim) ** 0.5
+        return norms[_at(slice(None), *(None,) * ndim)]
+
+
 def fill_by(told: Transforms, library: Any, x: Any, w: Any, sums: Any, limits: Any) -> None:
     """:func:`fill` by arrays of a library, in the launches' order."""
-    work, ndim = _Work(told, x, w, library), len(told.length)
+    work, ndim = _OnGpu(told, x, w, library), len(told.length)
     for image in range(told.images):
         for where in _cuts(told, AT_ONCE_ON_GPU):
             summed, limit, _ = work.some(image, where)
