@@ -179,7 +179,7 @@ def fill(told: Transforms, x: np.ndarray, w: np.ndarray, sums: np.ndarray, limit
     `x` and `w` are C-contiguous, of :attr:`Transforms.storage`.
     """
 
-    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray) -> None:
+    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray, known: np.ndarray | None) -> None:
         limits[_at(image, ..., *where)] = limit
         for number, to, kept in _places(told, where):
             sums[_at(image, ..., *to)] = summed[_at(slice(None), slice(None), *number, *kept)]
@@ -206,9 +206,11 @@ def convolve(told: Transforms, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
     doubtful: list[tuple[int, ...]] = []
     values: list[tuple[float, float]] = []
 
-    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray) -> None:
+    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray, known: np.ndarray | None) -> None:
         of_pixels = limit[_at(..., *(None,) * len(told.length))]
         right = (abs(summed) >= of_pixels) | ((summed == 0) & np.signbit(summed))
+        if known is not None:
+            right |= known
         summed += 0.0  # no -0
         fine = bool(right.all())
         for number, to, kept in _places(told, where):
@@ -317,25 +319,34 @@ class _Work:
 
     def some(self, image: int, where: tuple[slice, ...]) -> tuple[Any, Any, Any]:
         """The sums of some blocks of an image, (group, written, blocks..., results...), their limits, and the blocks."""
+        block = self._blocks(image, where)
+        return *self._judged(image, block), block
+
+    def _blocks(self, image: int, where: tuple[slice, ...]) -> Any:
+        """Some blocks of an image: (group, read, blocks..., pixels...)."""
         told, library, ndim = self.told, self.library, len(self.told.length)
         parts, places, sizes = told.placed(where)
         region = library.zeros((told.groups, told.read, *sizes))
         region[_at(..., *places)] = self.x[_at(image, ..., *parts)]
         steps = [math.prod((told.groups, told.read, *sizes)[axis + 1 :]) for axis in range(2 + ndim)]
         counts = tuple(cut.stop - cut.start for cut in where)
-        block = library.windows(
+        return library.windows(
             region, (told.groups, told.read, *counts, *told.length),
             (*steps[:2], *(step * used for step, used in zip(steps[2:], told.used, strict=True)), *steps[2:]),
         )
+
+    def _judged(self, image: int, block: Any) -> tuple[Any, Any]:
+        """The sums of blocks and their limits."""
+        told, ndim = self.told, len(self.told.length)
         summed = self._product(block, self._spectra[0])
         limit = told.error * self._norms_of(image, block)[:, None] * self._norms[_at(..., *(None,) * ndim)]
         if not told.magnitudes:
-            return summed, limit / told.accuracy, block
+            return summed, limit / told.accuracy
         error = limit[_at(..., *(None,) * ndim)]
         least = self._product(abs(block), self._spectra[1]) - error  # of the sum of magnitudes
         right = (error <= told.accuracy * least) & (abs(summed) > error)
         summed[~right & (error != 0)] = math.nan
-        return summed, limit * 0, block
+        return summed, limit * 0
 
     def _norms_of(self, image: int, block: Any) -> Any:
         """The norm of each block, over the channels of a group, or a larger one."""
@@ -366,15 +377,25 @@ class _OnHost(_Work):
         with np.errstate(all="ignore"):
             super().__init__(told, _values(x, told.storage), _values(w, told.storage), _Numpy(self.alone))
 
-    def run(self, keep: Callable[[int, tuple[slice, ...], np.ndarray, np.ndarray], None]) -> None:
-        """Call `keep` with an image's number, a box of its blocks, their sums and limits, for all of them, in several threads."""
+    def run(self, keep: Callable[[int, tuple[slice, ...], np.ndarray, np.ndarray, np.ndarray | None], None]) -> None:
+        """Call `keep` with an image's number, a box of its blocks, their sums and limits, for all of them, in several threads.
+
+        The last argument says which results are known to be NaN, if some are.
+        """
         tasks = [(image, where) for image in range(self.told.images) for where in _cuts(self.told, AT_ONCE)]
 
         def done(task: tuple[int, tuple[slice, ...]]) -> None:
             with np.errstate(all="ignore"):
                 summed, limit, block = self.some(*task)
+                known = None
+                if not np.isfinite(limit).all():
+                    lost = ~np.isfinite(block)
+                    if lost.any():
+                        clean = np.where(lost, 0, block)
+                        summed, limit = self._judged(task[0], clean)
+                        known = self._mark_lost(summed, block, lost)
                 self._mark_zeros(summed, limit, block)
-                keep(*task, summed, limit)
+                keep(*task, summed, limit, known)
 
         if len(tasks) == 1:
             done(tasks[0])
@@ -382,18 +403,30 @@ class _OnHost(_Work):
             for _ in _threads().map(done, tasks):
                 pass
 
-    def _mark_zeros(self, summed: np.ndarray, limit: np.ndarray, block: np.ndarray) -> None:
-        """Put -0 where a window has nothing but zeros, if results of these blocks may be off: they need no other look."""
+    def _near(self, there: np.ndarray) -> np.ndarray:
+        """Of each result, whether a pixel of its window is `there`: (group, blocks..., pixels...) in, results out."""
         told, ndim = self.told, len(self.told.length)
-        of_pixels = limit[_at(..., *(None,) * ndim)]
-        if np.count_nonzero(~(abs(summed) >= of_pixels)) < FEW_DOUBTS:
-            return
-        there = (block != 0).any(1)  # (group, blocks..., pixels...)
         for axis, (reach, used, stride) in enumerate(zip(told.reach, told.used, told.stride, strict=True), there.ndim - ndim):
             counts = np.cumsum(there, axis, np.int32)
             ends = [np.take(counts, np.arange(first, first + used, stride), axis) for first in (0, reach - 1)]
             there = (ends[1] > ends[0]) | np.take(there, np.arange(0, used, stride), axis)
-        nothing = ~there[:, None] & np.isfinite(of_pixels)  # a filter's Inf times 0 is NaN
+        return there
+
+    def _mark_lost(self, summed: np.ndarray, block: np.ndarray, lost: np.ndarray) -> np.ndarray | None:
+        """Put NaN where a window has Inf or NaN: such results are summed. If all are known to be NaN, this gives their mask."""
+        told = self.told
+        near = np.broadcast_to(self._near(np.any(lost, 1))[:, None], summed.shape)
+        summed[near] = np.nan
+        all_met = max(told.dilation) == max(told.apart) == 1  # each pixel of the window is multiplied, and NaN times 0 is NaN
+        return near if all_met and not np.isinf(block).any() else None
+
+    def _mark_zeros(self, summed: np.ndarray, limit: np.ndarray, block: np.ndarray) -> None:
+        """Put -0 where a window has nothing but zeros, if results of these blocks may be off: they need no other look."""
+        ndim = len(self.told.length)
+        of_pixels = limit[_at(..., *(None,) * ndim)]
+        if np.count_nonzero(~(abs(summed) >= of_pixels)) < FEW_DOUBTS:
+            return
+        nothing = ~self._near(np.any(block != 0, 1))[:, None] & np.isfinite(of_pixels)  # a filter's Inf times 0 is NaN
         summed[np.broadcast_to(nothing, summed.shape)] = -0.0
 
     def mended(self, at: tuple[int, ...], value: float, limit: float) -> float:
