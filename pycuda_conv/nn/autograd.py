@@ -28,11 +28,12 @@ from torch.nn import functional as _F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from pycuda_conv import dispatch, quick
+from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import launches_are_in
-from pycuda_conv.nn import operators, torch_internals
+from pycuda_conv.nn import operators
 from pycuda_conv.problem import (
     ALGORITHMS,
     PRECISIONS,
