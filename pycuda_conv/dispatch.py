@@ -98,7 +98,10 @@ def convolve(
 
 def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:
     """The layout of the call's input. For the gradient of a filter by a single channel, which lies in either, the other array decides."""
-    single = call.function == "weight" and len(arrays.input.shape) > call.ndim and arrays.input.shape[-call.ndim - 1] == 1
+    if call.function != "weight":
+        return kind.layout(arrays.input, call.ndim)
+    shape = kind.signature(arrays.input)[0]
+    single = len(shape) > call.ndim and shape[-call.ndim - 1] == 1
     return kind.layout(arrays.weight if single else arrays.input, call.ndim)
 
 
