@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycuda_conv import quick, torch_internals
+from pycuda_conv import quick
+from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.base import Signature, strides_of
 from pycuda_conv.arrays.device import DeviceKind
 from pycuda_conv.arrays.host import HostKind, Memory
