@@ -66,7 +66,7 @@ ACCURACY = {"float16": 2.0**-24, "bfloat16": 2.0**-24, "float32": 2.0**-24, "flo
 
 def unsupported(device: Device) -> str | None:
     """Why there is no library for `device`, or None."""
-    there = device.backend == "opencl" or getattr(device, "transforms", "")  # a host has numpy's
+    there = device.backend == "opencl" or bool(getattr(device, "transforms", ""))  # a host has numpy's
     return None if there else f"no library of Fourier transforms serves {device.name}"
 
 
