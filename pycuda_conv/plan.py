@@ -283,21 +283,18 @@ class Plan:
             launchers[way] = self._ways[way]()
         return launchers[way]
 
-    def launch(
-        self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False, norm: Sequence[Any] = (0, 0, 0)
-    ) -> None:
+    def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False) -> None:
         """Launch the kernels on (input, weight, bias, scale, residual, result, workspace): addresses, 0 for none, or OpenCL buffers.
 
         The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
         a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. With
         `filter_last`, for plans of :attr:`reads_filter_last` or :attr:`writes_filter_last`, the filter, or its gradient, lies in
-        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that. With a
-        :attr:`ConvProblem.norm`, `norm` are its beta, mean and variance, and its gamma is in the place of the scale.
+        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
         input, weight, bias, scale, residual, result, workspace = buffers
         place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)
         self.device.check_current()
-        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual, *norm), stream)
+        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual), stream)
         coming = self._behind
         if coming is not None:
             self._improve(coming, stream)
@@ -305,7 +302,7 @@ class Plan:
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
         self.device.check_current()
-        self._launcher(PACK)((0, weight, 0, 0, 0, packed, *(0,) * 5), stream)
+        self._launcher(PACK)((0, weight, 0, 0, 0, packed, 0, 0), stream)
 
     def __call__(
         self, input: Array, weight: Array, bias: Array | None = None, *, scale: Array | None = None, residual: Array | None = None,
@@ -417,15 +414,15 @@ class BoundPlan:
     """
 
     def __init__(self, plan: Plan, weight: Any, bias: Any = None, scale: Any = None) -> None:
-        self.plan = plan
         given = Operands(weight, weight, bias, scale)
         self._kind = kind = same_kind(given, names=("weight", "weight"))
         kind.check_dense(weight, bias, scale)
         kind.check_not_recorded(given)
-        given = kind.opened(given, ("weight", "weight"))
+        given = kind.imported(given, ("weight", "weight"))
         _, weight, bias, scale, _ = given
         _, of_weight, *_ = signatures = kind.signatures(given)
         assert of_weight is not None
+        self.plan = plan = execute.in_context_of(plan, of_weight)
         #: of weight, bias and scale
         self._signatures = signatures[1:4]
         input, *_, residual = (None if shape is None else (shape, *of_weight[1:]) for shape in plan.problem.operand_shapes)
@@ -452,14 +449,14 @@ class BoundPlan:
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
         kind.check_not_recorded(given)
-        given = kind.opened(given, ("input", "input"))
+        given = kind.imported(given, ("input", "input"))
         of_input, *_, of_residual = kind.signatures(given)
         execute.check_fit(self.plan, kind, (of_input, *self._signatures, of_residual))
         operands = Operands(given.input, *filter, given.residual)
         result: Array = execute.run(kind, self.plan, operands, out, stream, kept=self._kept)
         if stream is None:
             quick.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
-        return kind.closed(result, operands, stream)
+        return kind.exported(result, operands, stream)
 
 
 def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:

@@ -63,6 +63,8 @@ class Settings(NamedTuple):
     algorithm: str | None = None
 
 
+#: Of an operator's list of options.
+_ALGORITHMS = (None, *ALGORITHMS)
 _SCHEMA = (
     "(Tensor {}, Tensor {}, Tensor? bias, SymInt[] {}, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, "
     "str precision, str? device, bool tune, str? algorithm=None) -> Tensor"
