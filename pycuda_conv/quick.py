@@ -103,7 +103,7 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
     `least` is the lowest number of a GPU; tests take -1, the host's. With `exchange`, torch describes a tensor in a tenth of the time that
     its attributes take, where it has a function for that: DLPack's.
     """
-    from pycuda_conv import torch_internals  # it imports torch
+    from pycuda_conv.arrays import torch_internals  # it imports torch
 
     if _native is None or torch_internals.ASKED_BY_LAUNCHER is None:
         return

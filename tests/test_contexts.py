@@ -603,7 +603,7 @@ def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
 
     monkeypatch.setattr(TORCH, "_current_stream", lambda ordinal: 0)
     monkeypatch.setattr(TORCH, "on_gpu", lambda array: True)
-    monkeypatch.setattr(TorchKind, "signature", lambda self, array: (array.shape, array.dtype, contexts.where_lies(0, array.data_ptr())))
+    monkeypatch.setattr(TorchKind, "signature", lambda self, array: (array.shape, array.dtype, contexts.where_lies(0, array.data_ptr)))
     quick.table.clear()
     quick.learn(torch, -1, exchange=False)
     try:

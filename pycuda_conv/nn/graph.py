@@ -32,11 +32,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
-from pycuda_conv import torch_internals
+from pycuda_conv.arrays import torch_internals
+from pycuda_conv.arrays.torch_internals import leaves
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.nn.autograd import Settings, _in_numbers, _layout
 from pycuda_conv.problem import SLOPE, checked_activation, integers
-from pycuda_conv.torch_internals import leaves
 
 aten = torch.ops.aten
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))

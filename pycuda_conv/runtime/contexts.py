@@ -425,20 +425,20 @@ def _doubtful() -> bool:
 doubtful: Callable[[], bool] = _doubtful
 
 
-def where_lies(ordinal: int, pointer: int) -> Where:
-    """The context of an array of such a library, which says that it lies on that GPU.
+def where_lies(ordinal: int, pointer: Callable[[], int]) -> Where:
+    """The context of an array of such a library, which says that it lies on that GPU; its address is asked for only in doubt.
 
     Raises
     ------
     ConvArgumentError
         It lies elsewhere than in the current context, where such a library launches its own kernels: nothing would order ours with them.
     """
-    if not pointer or not doubtful():
+    if not doubtful() or not pointer():
         return ordinal
     here = device_of(driver.current_context())
     if here.where == here.ordinal:  # a primary one that was not known yet
         return ordinal
-    if where_is(pointer) != here.where:
+    if where_is(pointer()) != here.where:
         raise NotCurrent(ELSEWHERE.format(ordinal))
     return here.where
 
