@@ -9,8 +9,7 @@ all norms of a network at once). Nothing is kept between calls, so whoever write
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,54 +17,14 @@ from torch import Tensor
 from pycuda_conv import quick
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines import folding
-from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import launches_are_in
+from pycuda_conv.nn import folding as norm_folding
 from pycuda_conv.nn import operators
-from pycuda_conv.nn.autograd import CONV, CONV_TRANSPOSE, Settings, _empty_like, _in_numbers, without_autocast
-from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, checked_activation, integers
+from pycuda_conv.nn.autograd import without_autocast
+from pycuda_conv.nn.options import asked_of, fake_result, spec_of
 
 __all__ = ["evaluate", "spec_of"]
-
-
-class _Options(NamedTuple):
-    """The options of a layer, in numbers."""
-
-    transposed: bool
-    #: precision, device and tune are those of any call
-    settings: Settings
-    output_padding: tuple[int, ...]
-    activation: str | tuple[str, float] | None
-
-    @classmethod
-    @lru_cache(maxsize=4096)
-    def of(cls, spec: tuple[int, ...]) -> _Options:
-        """The options from the list of :func:`spec_of`."""
-        transposed, number, slope, precision, groups, *axes = spec
-        word = ACTIVATIONS[number]
-        activation = checked_activation((word, from_bits(slope, 8)) if word == "leaky_relu" else word)
-        stride, before, after, dilation, more = (tuple(axes[i::5]) for i in range(5))
-        padding = tuple(zip(before, after, strict=True))
-        settings = Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], None, False)
-        return cls(bool(transposed), settings, more, activation)
-
-
-def spec_of(
-    ndim: int, filter_size: Sequence[int], *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-    precision: str = "fp32", activation: Any = None, transposed: bool = False, output_padding: Any = 0,
-) -> list[int]:
-    """The options of a layer as a flat list of ints, which ``torch.ops.pycuda_conv.evaluate`` takes: arguments cost a dispatcher time.
-
-    They are: whether the convolution is transposed, number and slope of the activation, number of the precision, groups; then for each axis
-    stride, padding before, padding after, dilation, output padding. The slope is the bits of a float64.
-    """
-    settings = _in_numbers(Settings(ndim, stride, padding, dilation, groups, precision, None, False), filter_size)
-    number, slope = activation_and_slope(checked_activation(activation))
-    spec = [int(transposed), number, bits(slope, 8), PRECISIONS.index(precision), groups]
-    more = integers("output_padding", output_padding, ndim)
-    for step, pair, spread, extra in zip(settings.stride, settings.padding, settings.dilation, more, strict=True):
-        spec += step, *pair, spread, extra
-    return spec
 
 
 def evaluate(
@@ -113,19 +72,17 @@ def _evaluate(
 
 def _computed(asked: tuple[Any, ...], operands: tuple[Tensor | None, ...]) -> Tensor:
     """The layer in a call that is not repeated."""
-    from pycuda_conv.nn import folding as norms  # it imports this module
-
     x, weight, bias, gamma, beta, mean, var, residual = (None if one is None else one.detach() for one in operands)
     assert x is not None and weight is not None
     wide, eps = x.dtype is torch.float64, asked[-1]
     if mean is None or var is None:
         if any(one is not None for one in (gamma, beta, mean, var)):
             raise ConvArgumentError("mean and var must both be given where gamma, beta, mean or var is")
-        ways, of_channel = norms.ways_of(asked, x, weight, bias, residual, False), (None, bias)
+        ways, of_channel = norm_folding.ways_of(asked, x, weight, bias, residual, False), (None, bias)
         if bias is not None:
             of_channel = None, TORCH.as_kernel_input(bias, None)
     else:
-        ways = norms.ways_of(asked, x, weight, None, residual, True)
+        ways = norm_folding.ways_of(asked, x, weight, None, residual, True)
         channels = ways.plan.problem.result_channels
         for name, one in zip(("bias", "gamma", "beta", "mean", "var"), (bias, gamma, beta, mean, var), strict=True):
             if one is not None and (tuple(one.shape) != (channels,) or one.device != x.device):
@@ -133,9 +90,9 @@ def _computed(asked: tuple[Any, ...], operands: tuple[Tensor | None, ...]) -> Te
                 raise ConvArgumentError(f"{name} must have one number for each of {channels} channels, on {x.device}, but got {given}")
         if bias is not None and bias.dtype is not x.dtype:
             raise ConvArgumentError(f"bias type ({bias.dtype}) must be that of x ({x.dtype})")
-        folded = norms.fold_norms((gamma, beta, mean, var, bias), (eps,), wide)
+        folded = norm_folding.fold_norms((gamma, beta, mean, var, bias), (eps,), wide)
         of_channel = folded[:channels], folded[channels : 2 * channels]
-    y = norms.result(ways, x, weight, *of_channel, residual)
+    y = norm_folding.result(ways, x, weight, *of_channel, residual)
     if TORCH.layout(x, ways.plan.problem.ndim) == ways.plan.problem.layout:
         _remember(asked, operands, ways, y)
     return y
@@ -179,26 +136,11 @@ def _operator(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, var: Tensor | None,
     residual: Tensor | None, eps: float, spec: Sequence[int],
 ) -> Tensor:
-    return _evaluate(_asked(tuple(spec), eps), x, weight, bias, gamma, beta, mean, var, residual)
-
-
-@lru_cache(maxsize=4096)
-def _asked(spec: tuple[int, ...], eps: float) -> tuple[Any, ...]:
-    """The options as :func:`_evaluate` takes them."""
-    options = _Options.of(spec)
-    _, stride, padding, dilation, groups, precision, *_ = options.settings
-    function = "conv_transpose" if options.transposed else "conv"
-    return function, stride, padding, dilation, groups, precision, options.output_padding, options.activation, eps
-
-
-def _fake(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, mean: Any, var: Any, residual: Any, eps: float, spec: Any) -> Any:
-    options = _Options.of(tuple(spec))
-    operator = CONV_TRANSPOSE if options.transposed else CONV
-    return _empty_like(x, operator.shape(options.settings, x.shape, weight.shape, options.output_padding), options.settings.ndim)
+    return _evaluate(asked_of(tuple(spec), eps), x, weight, bias, gamma, beta, mean, var, residual)
 
 
 operators.define(
     "evaluate(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor? mean, Tensor? var, Tensor? residual, float eps, "
     "int[] spec) -> Tensor",
-    _operator, _fake,
+    _operator, fake_result,
 )  # fmt: skip

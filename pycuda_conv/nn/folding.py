@@ -25,7 +25,8 @@ from pycuda_conv.engines import folding
 from pycuda_conv.engines.folding import VECTORS, starts_of
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import launches_are_in, remember_launches
-from pycuda_conv.nn import evaluation, operators
+from pycuda_conv.nn import operators
+from pycuda_conv.nn.options import asked_of, fake_result
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime.base import Launcher
@@ -241,11 +242,11 @@ def _fake_folded(vectors: Sequence[Tensor | None], eps: Sequence[float], wide: b
 
 
 def _scaled(x: Tensor, weight: Tensor, folded: Tensor, residual: Tensor | None, start: int, spec: Sequence[int]) -> Tensor:
-    return scaled(evaluation._asked(tuple(spec), 0.0), start, x, weight, folded, residual)
+    return scaled(asked_of(tuple(spec), 0.0), start, x, weight, folded, residual)
 
 
 def _fake_scaled(x: Tensor, weight: Tensor, folded: Tensor, residual: Any, start: int, spec: Sequence[int]) -> Any:
-    return evaluation._fake(x, weight, None, None, None, None, None, residual, 0.0, spec)
+    return fake_result(x, weight, None, None, None, None, None, residual, 0.0, spec)
 
 
 operators.define("fold_norms(Tensor?[] vectors, float[] eps, bool wide) -> Tensor", fold_norms, _fake_folded)

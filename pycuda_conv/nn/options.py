@@ -1,0 +1,71 @@
+"""The options of a layer in evaluation, as operators take them: a flat list of ints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from pycuda_conv.engines.geometry import bits, from_bits
+from pycuda_conv.nn.autograd import CONV, CONV_TRANSPOSE, Settings, _empty_like, _in_numbers
+from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, checked_activation, integers
+
+
+class _Options(NamedTuple):
+    """The options of a layer, in numbers."""
+
+    transposed: bool
+    #: precision, device and tune are those of any call
+    settings: Settings
+    output_padding: tuple[int, ...]
+    activation: str | tuple[str, float] | None
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def of(cls, spec: tuple[int, ...]) -> _Options:
+        """The options from the list of :func:`spec_of`."""
+        transposed, number, slope, precision, groups, *axes = spec
+        word = ACTIVATIONS[number]
+        activation = checked_activation((word, from_bits(slope, 8)) if word == "leaky_relu" else word)
+        stride, before, after, dilation, more = (tuple(axes[i::5]) for i in range(5))
+        padding = tuple(zip(before, after, strict=True))
+        settings = Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], None, False)
+        return cls(bool(transposed), settings, more, activation)
+
+
+def spec_of(
+    ndim: int, filter_size: Sequence[int], *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    precision: str = "fp32", activation: Any = None, transposed: bool = False, output_padding: Any = 0,
+) -> list[int]:
+    """The options of a layer as a flat list of ints, which ``torch.ops.pycuda_conv.evaluate`` takes: arguments cost a dispatcher time.
+
+    They are: whether the convolution is transposed, number and slope of the activation, number of the precision, groups; then for each axis
+    stride, padding before, padding after, dilation, output padding. The slope is the bits of a float64.
+    """
+    settings = _in_numbers(Settings(ndim, stride, padding, dilation, groups, precision, None, False), filter_size)
+    number, slope = activation_and_slope(checked_activation(activation))
+    spec = [int(transposed), number, bits(slope, 8), PRECISIONS.index(precision), groups]
+    more = integers("output_padding", output_padding, ndim)
+    for step, pair, spread, extra in zip(settings.stride, settings.padding, settings.dilation, more, strict=True):
+        spec += step, *pair, spread, extra
+    return spec
+
+
+@lru_cache(maxsize=4096)
+def asked_of(spec: tuple[int, ...], eps: float) -> tuple[Any, ...]:
+    """The options as ``nn.evaluation._evaluate`` takes them."""
+    options = _Options.of(spec)
+    _, stride, padding, dilation, groups, precision, *_ = options.settings
+    function = "conv_transpose" if options.transposed else "conv"
+    return function, stride, padding, dilation, groups, precision, options.output_padding, options.activation, eps
+
+
+def fake_result(
+    x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, mean: Any, var: Any, residual: Any, eps: float, spec: Any
+) -> Any:
+    """A result of the shape and order that the layer of these operands has, for tracers."""
+    options = _Options.of(tuple(spec))
+    operator = CONV_TRANSPOSE if options.transposed else CONV
+    return _empty_like(x, operator.shape(options.settings, x.shape, weight.shape, options.output_padding), options.settings.ndim)
