@@ -31,6 +31,7 @@ HOWS = "light", "operators"
 #: Converted models too, which reach the rewrite by another operator.
 WAYS = pytest.mark.parametrize("kind, how", [("torch's", "light"), ("torch's", "operators"), ("converted", "light")])
 COARSE = []  # not empty in a test whose values are rounded to 16 bits
+GRAPHS = []
 FOUND = []  # what the rewrite did to each graph since the last reset
 
 
@@ -47,6 +48,7 @@ def afresh(monkeypatch):
     torch._dynamo.reset()
     FOUND.clear()
     COARSE.clear()
+    GRAPHS.clear()
     compiler._graphs.clear()
     yield
     torch._dynamo.reset()
@@ -57,6 +59,7 @@ def backend(how, gm, example_inputs):
     nested = any(isinstance(child, torch.fx.GraphModule) for child in gm.children())
     light = how == "light" and not nested
     FOUND.append(compiler.rewritten(gm, example_inputs, how, light=light, raises=True))
+    GRAPHS.append(gm)
     return gm.forward if light else torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs)
 
 
@@ -1267,7 +1270,8 @@ def test_inductor_puts_nothing_in_front_of_our_operators(where, tmp_path, monkey
         y, (code, *_) = run_and_get_code(torch.compile(m, backend=pn.backend), x)
         assert close(y, m(x)) and y.stride() == m(x).stride()
     body = code[code.index("def call") :]
-    assert body.count("torch.ops.pycuda_conv.evaluate.default(") == 3
+    assert body.count("torch.ops.pycuda_conv.fold_norms.default(") == body.count("torch.ops.pycuda_conv.scaled.default(") == 1
+    assert body.count("torch.ops.pycuda_conv.evaluate.default(") == 2
     assert not [line for line in body.splitlines() if "aten.copy" in line or ".clone(" in line or "aten.clone" in line]
 
 
@@ -1337,3 +1341,44 @@ def test_the_entry_point(tmp_path):
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root)]), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=250, check=False)
     assert "its gradient is recorded" in done.stdout, done.stdout + done.stderr
+
+
+# ---- norms that one call at the start folds
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_all_norms_of_a_graph_are_folded_by_one_call_where_nothing_writes_to_them(how, monkeypatch):
+    from torch.nn.utils import parametrize
+
+    from pycuda_conv.nn import folding
+
+    norms, genuine = [], folding.fold_norms
+    monkeypatch.setattr(folding, "fold_norms", lambda vectors, eps, wide: (norms.append(len(eps)), genuine(vectors, eps, wide))[1])
+
+    def counted(call, change=None):
+        norms.clear()
+        alike(lambda: Of(call, change), how, False, False, steps=1)
+        return list(norms) if how == "light" else sum(node.target is torch.ops.pycuda_conv.fold_norms.default for node in GRAPHS[-1].graph.nodes)
+
+    def both(s, x):
+        return F.relu(s.b2(s.c2(F.relu(s.b1(s.c1(x)) + x))))
+
+    def written_before(s, x):
+        s.b2.running_var.mul_(2.0)
+        return both(s, x)
+
+    def written_after(s, x):
+        y = both(s, x)
+        s.b2.running_var.mul_(2.0)
+        return y
+
+    def written_between(s, x):
+        y = F.relu(s.b1(s.c1(x)) + x)
+        s.b2.weight.data.mul_(2.0)
+        return F.relu(s.b2(s.c2(y)))
+
+    assert counted(both) == ([2] if how == "light" else 1)
+    for call in (written_before, written_between):
+        assert counted(call) == ([1] if how == "light" else 1)
+    assert counted(written_after) == ([2] if how == "light" else 1)
+    assert counted(both, lambda s: parametrize.register_parametrization(s.b1, "weight", Twice())) == ([1] if how == "light" else 1)

@@ -46,7 +46,7 @@ DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CONV = "input", "weight", "bias", "stride", "padding", "dilation", "groups"
 _TRANSPOSED = "input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"
 _EITHER = "input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"
-_OURS = "input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune"
+_OURS = "input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune", "algorithm"
 #: The number of spatial axes, where the name tells it, and the names of the arguments.
 CONVOLUTIONS: dict[Any, tuple[int | None, tuple[str, ...]]] = {
     torch.convolution: (None, _EITHER), aten.convolution.default: (None, _EITHER),
@@ -267,9 +267,17 @@ class Targets:
         made.meta["example_value"] = value(node)
         return made
 
-    def evaluate(self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any) -> Node:
-        """A chain without gradients; `operands` are input, filter and bias, to be cast to `dtype`."""
+    def evaluate(
+        self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any, early: bool
+    ) -> Node:
+        """A chain without gradients; `operands` are input, filter and bias, to be cast to `dtype`.
+
+        If it is `early`, the norm's vectors and the bias can be read at the graph's start.
+        """
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Write the nodes that serve several chains."""
 
     def train(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
@@ -385,6 +393,7 @@ class Rewrite:
                         raise
                     self.found.left.append((name_of(node), f"{type(error).__name__}: {error}"))
         self._pass_on()
+        self.targets.finish()
         self.gm.recompile()
         return self.found
 
@@ -487,8 +496,8 @@ class Rewrite:
             transposed = node.target is torch.ops.pycuda_conv.conv_transpose.default
             more, precision = given["size"] if transposed else None, given["precision"]
             padding = tuple(zip(padding[::2], padding[1::2], strict=True))
-            if given["device"] is not None or given["tune"]:
-                return "it asks for a device or to be tuned"
+            if given["device"] is not None or given["tune"] or given["algorithm"] is not None:
+                return "it asks for a device, for an algorithm or to be tuned"
         elif names is _EITHER:
             transposed = bool(given["transposed"])
         try:
@@ -681,7 +690,8 @@ class Rewrite:
                 elif gradient:
                     new = self.targets.convolve(options, operands, dtype)
                 else:
-                    new = self.targets.evaluate(options, operands, dtype, chain.norm, chain.residual)
+                    early = chain.norm is not None and self._is_known_at_start(chain)
+                    new = self.targets.evaluate(options, operands, dtype, chain.norm, chain.residual, early)
         except Exception:
             for node in reversed(list(self.graph.nodes)):
                 if node not in before:
@@ -693,6 +703,16 @@ class Rewrite:
         if chain.counter is not None:
             self.nodes[self.order.pop(chain.counter)] = None
             self.graph.erase_node(chain.counter)
+
+    def _is_known_at_start(self, chain: _Chain) -> bool:
+        """Whether a norm's vectors and the convolution's bias are inputs that no step before the chain's end writes to."""
+        assert chain.norm is not None
+        read = [n for n in (*chain.norm.vectors, chain.operands[2]) if n is not None]
+        if not all(n.op == "placeholder" for n in read):
+            return False
+        its = set().union(*map(self._memory_of, read))
+        before = (n for n in self.nodes[: self.order[chain.last]] if n is not None)
+        return not any(its & self._effects_of(n)[1] for n in before)
 
     def _replace(self, nodes: Sequence[Node], new: Node, writes: Sequence[Node] = ()) -> None:
         """Let `new` take the place of the last of `nodes`, and delete them all. The other nodes keep their numbers in the order."""

@@ -14,31 +14,86 @@ import torch
 from torch.fx import Graph, Node
 
 from pycuda_conv import dispatch, torch_internals
-from pycuda_conv.nn import evaluation, fused, linear, pooling
+from pycuda_conv.nn import evaluation, folding, fused, linear, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.graph import Norm, Options, Targets, value
 
 _ANYWHERE = None, None, None, False
 
 
+class _Folding(Targets):
+    """Norms of chains in evaluation become factors and summands, by one call at the graph's start for all of them, in each call anew."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self._folded: list[tuple[Node, Options, Norm, Any, torch.dtype]] = []
+
+    def evaluate(
+        self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any, early: bool
+    ) -> Node:
+        x, weight = (self.cast(n, dtype) for n in operands[:2])
+        if norm is not None and early:
+            made = self.graph.call_function(_unfinished, (x, weight, residual))
+            self._folded.append((made, options, norm, operands[2], dtype))
+            return made
+        return self.evaluate_alone(options, x, weight, self.cast(operands[2], dtype), norm, residual)
+
+    def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
+        """A chain whose norm is folded where it stands."""
+        raise NotImplementedError
+
+    def fold(self, vectors: list[Any], eps: list[float], wide: bool) -> Node:
+        """The call that folds norms."""
+        raise NotImplementedError
+
+    def scale(self, node: Node, options: Options, start: int, folded: Node) -> None:
+        """Let a chain's call read its norm, which lies at `start`."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        groups: dict[Any, list[tuple[Node, Options, Norm, Any, torch.dtype]]] = {}
+        for one in self._folded:
+            mean = one[2].vectors[2]
+            groups.setdefault((value(mean).device, one[4] is torch.float64), []).append(one)
+        first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        for (_, wide), members in groups.items():
+            vectors = [v for _, _, norm, bias, _ in members for v in (*norm.vectors, bias)]
+            starts = folding.starts_of([value(norm.vectors[2]).shape[0] for _, _, norm, _, _ in members])
+            with self.graph.inserting_before(first):
+                folded = self.fold(vectors, [norm.eps for _, _, norm, _, _ in members], wide)
+            for (node, options, *_), start in zip(members, starts, strict=False):
+                self.scale(node, options, start, folded)
+
+
+def _unfinished(x: Any, weight: Any, residual: Any) -> Any:
+    """Stands in a graph until it is known where the norm lies."""
+    raise NotImplementedError
+
+
 # ---- light mode
 
 
-class Light(Targets):
+class Light(_Folding):
     """Functions for graphs that run as they are."""
 
     sums_in_training = counts = True
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
-        #: the layers that can pass their input on, and their options
+        #: the trained layers that can pass their input on, and their options
         self._passing: dict[Node, Any] = {}
 
-    def evaluate(self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any) -> Node:
-        x, weight, bias = (self.cast(n, dtype) for n in operands)
+    def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         vectors = (None,) * 4 if norm is None else norm.vectors
         call = evaluation_of(options, 0.0 if norm is None else norm.eps)
         return self.graph.call_function(call, (x, weight, bias, *vectors, residual))
+
+    def fold(self, vectors: list[Any], eps: list[float], wide: bool) -> Node:
+        return self.graph.call_function(folding.fold_norms, (vectors, eps, wide))
+
+    def scale(self, node: Node, options: Options, start: int, folded: Node) -> None:
+        x, weight, residual = node.args
+        node.target, node.args = scaled_of(options, start), (x, weight, folded, residual)
 
     def train(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
@@ -102,6 +157,20 @@ def evaluation_of(options: Options, eps: float) -> Callable[..., Any]:
     return evaluate
 
 
+def scaled_of(options: Options, start: int) -> Callable[..., Any]:
+    """(x, weight, folded, residual) -> a chain without gradients, whose norm lies at `start` in `folded`."""
+    function, _, *others, size = _asked(options)
+    asked, compute, is_cast = (function, *others, size, options.activation, 0.0), folding.scaled, torch.is_autocast_enabled
+
+    def scaled(x: Any, weight: Any, folded: Any, residual: Any) -> Any:
+        if is_cast("cuda" if x.is_cuda else "cpu"):
+            with without_autocast(x):
+                return compute(asked, start, x, weight, folded, residual)
+        return compute(asked, start, x, weight, folded, residual)
+
+    return scaled
+
+
 def training_of(
     options: Options, of_batch: bool, momentum: float, eps: float, dtype: torch.dtype, passes_on: bool = False
 ) -> Callable[..., Any]:
@@ -163,14 +232,20 @@ def _spec(options: Options) -> list[int]:
     )
 
 
-class Operators(Targets):
+class Operators(_Folding):
     """Operators for graphs that torch's compilers take apart."""
 
-    def evaluate(self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any) -> Node:
-        x, weight, bias = (self.cast(n, dtype) for n in operands)
+    def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         vectors, eps = ((None,) * 4, 0.0) if norm is None else (norm.vectors, norm.eps)
         call = torch.ops.pycuda_conv.evaluate.default
         return self.graph.call_function(call, (x, weight, bias, *vectors, residual, eps, _spec(options)))
+
+    def fold(self, vectors: list[Any], eps: list[float], wide: bool) -> Node:
+        return self.graph.call_function(torch.ops.pycuda_conv.fold_norms.default, (vectors, eps, wide))
+
+    def scale(self, node: Node, options: Options, start: int, folded: Node) -> None:
+        x, weight, residual = node.args
+        node.target, node.args = torch.ops.pycuda_conv.scaled.default, (x, weight, folded, residual, start, _spec(options))
 
     def train(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
