@@ -518,7 +518,7 @@ class Rewrite:
         given = bound(pad, ("input", "pad", "mode", "value"))
         if given is None or given["mode"] not in (None, "constant") or given["value"] or not is_plain(given["input"]):
             return options
-        sides = list(given["pad"]) if isinstance(given["pad"], (list, tuple)) else [-1]
+        sides: list[Any] = list(given["pad"]) if isinstance(given["pad"], (list, tuple)) else [-1]
         ndim, x = options.settings.ndim, given["input"]
         if not all(isinstance(n, int) and n >= 0 for n in sides) or len(sides) > 2 * ndim or len(sides) % 2:
             return options
