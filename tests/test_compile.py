@@ -4,7 +4,6 @@ Every case runs in light mode and under AOTAutograd, which is all of inductor's 
 and the inputs are compared with those of the model that is not compiled.
 """
 
-import contextlib
 import copy
 import functools
 import logging
@@ -22,7 +21,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-import pycuda_conv as pc  # noqa: E402
 import pycuda_conv.nn as pn  # noqa: E402
 from pycuda_conv.nn import compiler  # noqa: E402
 
@@ -1172,7 +1170,7 @@ def test_options_are_checked():
     assert "_compiled_call_impl" not in vars(model)
     with pytest.raises(Exception, match="ask for two modes"):
         torch.compile(model, backend=functools.partial(pn.backend, mode="light"), options={"mode": "default"})(torch.ones(1, 1, 1, 1))
-    with pytest.raises(TypeError, match="must be a torch.nn.Module or a compiled function, got 3"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module or a compiled function, got 3"):
         pn.report(3)
 
 
@@ -1244,6 +1242,11 @@ def test_operators_are_checked_by_torch():
         given = x.to(memory_format=of_x), w.to(memory_format=of_x)
         torch.library.opcheck(torch.ops.pycuda_conv.evaluate.default, (*given, None, *vectors, None, 1e-5, spec))
         torch.library.opcheck(torch.ops.pycuda_conv.frozen_statistics.default, (*given, None, *vectors[2:], 1e-5, flat))
+        trained = fused._LayerSpec("relu", True, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
+        moved_ones = [one.clone() for one in vectors[2:]]
+        torch.library.opcheck(torch.ops.pycuda_conv.fused_forward.default, (*given, None, *vectors[:2], *moved_ones, None, 0.1, 1e-5, trained))
+        torch.library.opcheck(torch.ops.pycuda_conv.scaled.default, (*given, torch.rand(12), None, 0, spec))
+    torch.library.opcheck(torch.ops.pycuda_conv.fold_norms.default, ([*vectors, None, None, None, *vectors[2:], vectors[0]], [1e-5, 1e-3], False))
 
 
 @pytest.mark.filterwarnings("ignore")

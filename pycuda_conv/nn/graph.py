@@ -491,7 +491,7 @@ class Rewrite:
         if not all(isinstance(n, int) for n in sizes):
             return "the size of its filter is not a constant"
         transposed, more, precision = names is _TRANSPOSED, given.get("output_padding"), self.precision
-        padding = 0 if given["padding"] is None else given["padding"]
+        padding: Any = 0 if given["padding"] is None else given["padding"]
         if names is _OURS:
             transposed = node.target is torch.ops.pycuda_conv.conv_transpose.default
             more, precision = given["size"] if transposed else None, given["precision"]

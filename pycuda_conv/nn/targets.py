@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class Light(_Folding):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         #: the trained layers that can pass their input on, and their options
-        self._passing: dict[Node, Any] = {}
+        self._passing: dict[Node, Callable[..., Any]] = {}
 
     def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         vectors = (None,) * 4 if norm is None else norm.vectors
@@ -98,18 +99,18 @@ class Light(_Folding):
     def train(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
     ) -> Node:
-        given = options, norm.of_batch, norm.momentum, norm.eps, dtype
+        call = partial(training_of, options, norm.of_batch, norm.momentum, norm.eps, dtype)
         counted = None if norm.counts is None else norm.counts[1]
-        made = self.graph.call_function(training_of(*given), (*operands, *norm.vectors, counted, residual))
+        made = self.graph.call_function(call(), (*operands, *norm.vectors, counted, residual))
         if grad and value(operands[0]).dtype is dtype and value(operands[0]).requires_grad:
-            self._passing[made] = given
+            self._passing[made] = call
         return made
 
     def pass_on(self, node: Node) -> bool:
-        given = self._passing.get(node)
-        if given is None:
+        call = self._passing.get(node)
+        if call is None:
             return False
-        node.target = training_of(*given, True)
+        node.target = call(True)
         return True
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
@@ -202,11 +203,13 @@ def convolution_of(options: Options) -> Callable[..., Any]:
     return convolve
 
 
-def pooling_of(windows: tuple[Any, ...], ceil_mode: bool) -> Callable[..., Any]:
+def pooling_of(windows: Any, ceil_mode: bool) -> Callable[..., Any]:
     """(x) -> its maxima."""
 
+    size, stride, padding, dilation = windows
+
     def max_pool(x: Any) -> Any:
-        return pooling.max_pool(x, *windows, ceil_mode)
+        return pooling.max_pool(x, size, stride, padding, dilation, ceil_mode)
 
     return max_pool
 
@@ -235,6 +238,8 @@ def _spec(options: Options) -> list[int]:
 class Operators(_Folding):
     """Operators for graphs that torch's compilers take apart."""
 
+    sums_in_training = True
+
     def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         vectors, eps = ((None,) * 4, 0.0) if norm is None else (norm.vectors, norm.eps)
         call = torch.ops.pycuda_conv.evaluate.default
@@ -251,19 +256,24 @@ class Operators(_Folding):
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
     ) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)
-        flat = fused._LayerSpec(options.activation, norm.of_batch, options.settings).in_integers()
+        ours, call = torch.ops.pycuda_conv, self.graph.call_function
+        layer = fused._LayerSpec(options.activation, norm.of_batch, options.settings)
+        if norm.of_batch:
+            given = (x, weight, bias, *norm.vectors, residual, norm.momentum, norm.eps, layer.in_integers())
+            return call(ours.fused_layer.default, given)
         gamma, beta, mean, var = norm.vectors
-        operators, call = torch.ops.pycuda_conv, self.graph.call_function
+        flat = (layer if residual is None else layer._replace(activation=None)).in_integers()
         if grad:
             call(torch_internals.set_grad_enabled, (False,))
-        if norm.of_batch:
-            both = call(operators.fused_statistics.default, (x, weight, bias, mean, var, None, norm.momentum, norm.eps, flat))
-        else:
-            both = call(operators.frozen_statistics.default, (x, weight, bias, mean, var, norm.eps, flat))
+        both = call(ours.frozen_statistics.default, (x, weight, bias, mean, var, norm.eps, flat))
         if grad:
             call(torch_internals.set_grad_enabled, (True,))
         y, statistics = (call(operator.getitem, (both, i)) for i in (0, 1))
-        return call(operators.fused_conv_bn_relu.default, (x, weight, bias, gamma, beta, y, statistics, flat))
+        made = call(ours.fused_conv_bn_relu.default, (x, weight, bias, gamma, beta, y, statistics, flat))
+        if residual is not None:
+            made = call(operator.add, (made, residual))
+            made = made if options.activation is None else call(torch.relu, (made,))
+        return made
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)
