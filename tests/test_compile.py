@@ -1385,3 +1385,29 @@ def test_all_norms_of_a_graph_are_folded_by_one_call_where_nothing_writes_to_the
         assert counted(call) == ([1] if how == "light" else 1)
     assert counted(written_after) == ([2] if how == "light" else 1)
     assert counted(both, lambda s: parametrize.register_parametrization(s.b1, "weight", Twice())) == ([1] if how == "light" else 1)
+
+
+class Dense(nn.Module):
+    """A layer of DenseNet, and one whose norm is read in between."""
+
+    def __init__(self, peeks=False):
+        super().__init__()
+        self.norm1, self.conv1, self.norm2, self.conv2, self.peeks = nn.BatchNorm2d(4), nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3, padding=1), peeks
+
+    def forward(self, x):
+        y = self.norm1(x)
+        seen = self.norm1.running_mean.sum() + self.norm1.num_batches_tracked if self.peeks else 0
+        y = self.conv1(F.relu(y)) + 0 * seen
+        return torch.cat([x, self.conv2(F.relu(self.norm2(y), inplace=True))], 1)
+
+
+@pytest.mark.parametrize("peeks", [False, True])
+def test_norms_in_front_of_convolutions_are_trained_in_one_step(peeks, where, monkeypatch):
+    from pycuda_conv.nn import norms
+
+    calls, genuine = [], norms.norm_act
+    monkeypatch.setattr(norms, "norm_act", lambda *given: (calls.append(given[5] is not None), genuine(*given))[1])
+    for channels_last in (False, True):
+        alike(lambda: moved(Dense(peeks)), "light", True, "input", images(channels_last=channels_last, where=where))
+    assert calls == ([] if peeks else [True] * 4)
+    assert any("norm1" in steps for graph in FOUND for found in graph for steps in found.others) is not peeks

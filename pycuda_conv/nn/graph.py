@@ -304,7 +304,7 @@ class Targets:
         return None
 
     def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:
-        """A batch normalisation by running statistics without a convolution in front, or None where it stays torch's."""
+        """A batch normalisation without a convolution in front, and an activation, or None where it stays torch's."""
         return None
 
 
@@ -612,7 +612,7 @@ class Rewrite:
         at = self.order[node]
         reads = [(v, at) for v in vectors if v is not None]
         writes = [(v, at) for v in vectors[2:] if v is not None] if of_batch else []
-        counted = self._counter(chain, node) if of_batch and self.targets.counts else None
+        counted = self._counter(node, self.order[chain.nodes[0]]) if of_batch and self.targets.counts else None
         if not self._reaches(chain, node, reads, writes):
             chain.why = "before its batch norm a mode changes, or an array that it reads is written"
             return None
@@ -626,10 +626,10 @@ class Rewrite:
         chain.writes += writes
         return self._after(chain, node)
 
-    def _counter(self, chain: _Chain, norm: Node) -> tuple[Node, Node] | None:
-        """The step that counts a norm's batches, between the chain's begin and the norm, and the count."""
+    def _counter(self, norm: Node, after: int) -> tuple[Node, Node] | None:
+        """The step that counts a norm's batches, between the step of that number and the norm, and the count."""
         stack = norm.meta.get("nn_module_stack")
-        for at in range(self.order[norm] - 1, self.order[chain.nodes[0]], -1):
+        for at in range(self.order[norm] - 1, after, -1):
             node = self.nodes[at]
             if node is None or node.target not in _SUMS_IN_PLACE or tuple(node.args[1:]) != (1,) or node.kwargs or node.users:
                 continue
@@ -700,6 +700,9 @@ class Rewrite:
         self._replace(chain.nodes, new, [n for n, _ in chain.writes])
         if training:
             self.trained.add(new)
+        self._drop_counter(chain)
+
+    def _drop_counter(self, chain: _Chain) -> None:
         if chain.counter is not None:
             self.nodes[self.order.pop(chain.counter)] = None
             self.graph.erase_node(chain.counter)
@@ -795,25 +798,35 @@ class Rewrite:
             self.found.others.append(steps)
 
     def _take_lone_norm(self, node: Node, grad: bool) -> None:
+        """A batch normalisation by the batch's statistics that stands in front of a convolution, and its activation."""
         given = bound(node, NORMS[node.target])
-        if given is None or given["training"] is not False or not isinstance(given["eps"], (int, float)):
+        if given is None or given["training"] is not True:
             return
-        vectors = tuple(given[name] for name in ("weight", "bias", "running_mean", "running_var"))
-        x = given["input"]
-        if not is_plain(x) or not all(v is None or is_plain(v) for v in vectors) or None in vectors[2:]:
+        momentum, eps = (given[name] if given[name] is not None else default for name, default in (("momentum", 0.1), ("eps", 1e-5)))
+        x, vectors = given["input"], tuple(given[name] for name in ("weight", "bias", "running_mean", "running_var"))
+        if not (is_plain(x) and isinstance(momentum, (int, float)) and isinstance(eps, (int, float))) or value(x).dim() < 3:
             return
-        if self._needs_gradient(grad, x, *vectors[:2]) or value(x).dim() < 3:
+        if not all(v is None or is_plain(v) for v in vectors):
             return
-        chain = _Chain(node, self.order[node], [x, *vectors])
+        chain, at = _Chain(node, self.order[node], [x, *vectors]), self.order[node]
+        chain.writes = [(v, at) for v in vectors[2:] if v is not None]
         following = self._after(chain, node)
-        if following is not None and (activation := activation_of(following)) and self._reaches(chain, following):
-            chain.activation = activation
-            chain.nodes.append(following)
+        if following is None or not (activation := activation_of(following, True)) or not self._reaches(chain, following):
+            return
+        chain.activation = activation
+        chain.nodes.append(following)
+        counts, start = self._counter(node, max(0, at - 8)), at
+        if counts is not None:
+            start = self.order[counts[0]]
+            trial = _Chain(counts[0], start, [])
+            chain.counter = counts[0] if self._reaches(trial, following, writes=[(counts[1], start)], own=chain.nodes) else None
+        norm = Norm(vectors, True, momentum, float(eps), counts if chain.counter is not None else None)
         with self.graph.inserting_before(chain.last):
-            new = self.targets.normalise(x, Norm(vectors, False, 0.0, float(given["eps"])), chain.activation)
+            new = self.targets.normalise(x, norm, chain.activation)
         if new is not None:
             steps = tuple(dict.fromkeys(name_of(n) for n in chain.nodes))
-            self._replace(chain.nodes, new)
+            self._replace(chain.nodes, new, [n for n, _ in chain.writes] + ([counts[1]] if chain.counter is not None and counts else []))
+            self._drop_counter(chain)
             self.found.others.append(steps)
 
 

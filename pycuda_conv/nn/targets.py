@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from pycuda_conv import dispatch, torch_internals
-from pycuda_conv.nn import evaluation, folding, fused, linear, pooling
+from pycuda_conv.nn import evaluation, folding, fused, linear, norms, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.graph import Norm, Options, Targets, value
 
@@ -130,6 +130,12 @@ class Light(_Folding):
         return self.graph.call_function(call, (given["input"], given["weight"], given["bias"], *more))
 
 
+    def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:
+        counted = None if norm.counts is None else norm.counts[1]
+        call = normalisation_of(norm.momentum, norm.eps, activation)
+        return self.graph.call_function(call, (x, *norm.vectors, counted))
+
+
 def _is_constant(option: Any) -> bool:
     if isinstance(option, (list, tuple)):
         return all(_is_constant(one) for one in option)
@@ -201,6 +207,15 @@ def convolution_of(options: Options) -> Callable[..., Any]:
         return convolve_(asked, (x, weight, bias, None, None), None, _ANYWHERE)
 
     return convolve
+
+
+def normalisation_of(momentum: float, eps: float, activation: Any) -> Callable[..., Any]:
+    """(x, gamma, beta, mean, var, count) -> a batch normalisation by the batch's statistics, and an activation."""
+
+    def normalise(x: Any, gamma: Any, beta: Any, mean: Any, var: Any, count: Any) -> Any:
+        return norms.norm_act(x, gamma, beta, mean, var, count, momentum, eps, activation)
+
+    return normalise
 
 
 def pooling_of(windows: Any, ceil_mode: bool) -> Callable[..., Any]:
