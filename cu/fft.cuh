@@ -12,15 +12,25 @@
 // Frequencies stay in the order that the forward transform leaves, which the inverse transform expects.
 #pragma once
 
-#if DTYPE == 64
+// With WIDE, transforms are double whatever the arrays are, and each result is checked: see fft_tiles.cu.
+#ifndef WIDE
+#define WIDE 0
+#endif
+#define CHECKED (WIDE && DTYPE != 64)
+#if WIDE || DTYPE == 64
+#ifdef __OPENCL_VERSION__
+#pragma OPENCL EXTENSION cl_khr_fp64 : enable
+#endif
 typedef double2 complex_t;
+typedef double wide_t;
 #else
 typedef float2 complex_t;
+typedef acc_t wide_t;
 #endif
 #ifdef __OPENCL_VERSION__
 #define COMPLEX(re, im) ((complex_t)(re, im))
 #define TURN(angle, s, c) { s = sinpi(angle); c = cospi(angle); }
-#elif DTYPE == 64
+#elif WIDE || DTYPE == 64
 #define COMPLEX(re, im) make_double2(re, im)
 #define TURN(angle, s, c) sincospi(angle, &s, &c);
 #else
@@ -35,10 +45,19 @@ typedef float2 complex_t;
 #define ZERO 2
 #define NOTHING_THERE 4
 // a value as transforms take it: values that are not usable would spoil more results than those they reach
-#if DTYPE == 64
-#define FITTING(v) (fabs(v) <= (acc_t)1e95 ? (v) : (acc_t)0)
+#if WIDE || DTYPE == 64
+#define FITTING(v) (fabs((wide_t)(v)) <= (wide_t)1e95 ? (wide_t)(v) : (wide_t)0)
 #else
 #define FITTING(v) (fabs(v) <= (acc_t)1e16f ? (v) : (acc_t)0)
+#endif
+#if WIDE || DTYPE == 64
+#ifdef __OPENCL_VERSION__
+#define BITS_TO_WIDE(bits) as_double(bits)
+#else
+#define BITS_TO_WIDE(bits) __longlong_as_double(bits)
+#endif
+#else
+#define BITS_TO_WIDE(bits) BITS_TO_ACC(bits)
 #endif
 
 typedef struct FftArguments {
@@ -46,7 +65,7 @@ typedef struct FftArguments {
   // begins; elements from a plane's start to its first pixel, and from one row and column to the next: filters may be read backwards
   long_t image_stride, group_stride, channel_stride, channels, by_channels;
   long_t h, w, first_h, first_w, start, row_step, column_step;
-  long_t gain;  // an acc_t's bits: factor of what is read
+  long_t gain;  // a wide_t's bits: factor of what is read
   // tiles of a plane, in rows of tiles_w; of all images; 2 where they are paired, 1 where each is alone; pairs of a channel;
   // results of a tile in each direction, so that tiles begin so far apart
   long_t tiles, by_tiles, tiles_w, by_tiles_w, all_tiles, at_once, pairs, by_pairs, used_h, used_w;
@@ -56,8 +75,9 @@ typedef struct FftArguments {
   long_t k, per_group, by_per_group, p, q;
   // the filter: elements from one group, result channel and read channel to the next; taps; whether windows take the last one first
   long_t f_group, f_written, f_read, r, s, flipped;
-  // acc_t from the start of a buffer: spectra that are read and written, flags of tiles and their maps, flags of filters
-  long_t read_at, written_at, flags_at, maps_at, filter_flags_at;
+  // wide_t from the start of a buffer: spectra that are read and written, flags of tiles and their maps, flags of filters; norms of pairs and of filters
+  long_t read_at, written_at, flags_at, maps_at, filter_flags_at, norms_at, filter_norms_at;
+  long_t least;  // where CHECKED, a wide_t's bits: a result of at least so many times both norms is right
   long_t has_scale, has_bias, has_residual, activation, slope, eps;  // the epilogue; slope, eps: an acc_t's bits
 } FftArguments;
 

@@ -16,7 +16,7 @@
 
 #include "fft.cuh"
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_product(const GLOBAL_MEM acc_t* x, const GLOBAL_MEM acc_t* filters, GLOBAL_MEM acc_t* y,
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_product(const GLOBAL_MEM wide_t* x, const GLOBAL_MEM wide_t* filters, GLOBAL_MEM wide_t* y,
                                                   const FftArguments arg) {
   AFTER_LAST_LAUNCH
   const int slices = FREQUENCIES / THREADS, columns = (int)arg.pairs, channels = (int)arg.channels;

@@ -21,7 +21,7 @@
 // what a part, or a box of parts, holds
 #define SOMETHING 1
 #define LOST 2
-#if DTYPE == 64
+#if WIDE || DTYPE == 64
 #define LEAST 1e-200
 #define MOST 1e200
 #define SMALL 1e-300
@@ -40,17 +40,17 @@ WITHIN_KERNEL int whole_part(int v, int size, int first, int most, int last) {
   return ((v < least ? least : v > greatest ? greatest : v) + size - 1) / size;
 }
 
-KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM acc_t* flags, const FftArguments arg) {
+KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM wide_t* flags, const FftArguments arg) {
   AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t squares[2][PARTS];
-  LOCAL_MEM acc_t rows[PARTS];
+  LOCAL_MEM wide_t squares[2][PARTS];
+  LOCAL_MEM wide_t rows[PARTS];
   LOCAL_MEM unsigned char has[2][PARTS], some[PARTS];
   LOCAL_MEM int spoilt[2];
   const int group = divided((int)GID_0, arg.by_pairs), first = ((int)GID_0 - group * (int)arg.pairs) * (int)arg.at_once;
   const int parts_w = (int)arg.parts_w, parts_h = PARTS / parts_w, a = divided(LID_0, arg.by_parts_w), b = LID_0 - a * parts_w;
   const int part_h = (int)arg.part_h, part_w = (int)arg.part_w, pixels = part_h * part_w;
   for (int i = 0; i < 2; ++i) {
-    acc_t sum = 0;
+    wide_t sum = 0;
     int found = 0;
     if (i < (int)arg.at_once && first + i < (int)arg.all_tiles) {
       const Tile tile = tile_of(&arg, first + i);
@@ -62,8 +62,8 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
         for (int j = 0; j < MOST_PIXELS; ++j) {  // the compiler has to know the count, so that all loads are under way at once
           const int down = divided(j, arg.by_part_w);
           const acc_t v = element(channel, &arg, j < pixels, row0 + down, column0 + j - down * part_w);
-          const acc_t fitting = FITTING(v);
-          sum += fitting * fitting + (fitting != 0 ? (acc_t)SMALL : 0);  // so that only zeros add up to 0
+          const wide_t fitting = FITTING(v);
+          sum += fitting * fitting + (fitting != 0 ? (wide_t)SMALL : 0);  // so that only zeros add up to 0
           found |= (v == 0 ? 0 : SOMETHING) | (fitting == v ? 0 : LOST);
         }
       }
@@ -78,8 +78,8 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
     if (LID_0 < count) rows[LID_0] += rows[LID_0 + count];
   }
   local_barrier();
-  const acc_t total = rows[0];
-  const int no_norm = total != 0 && !(total >= (acc_t)LEAST && total <= (acc_t)MOST);
+  const wide_t total = rows[0];
+  const int no_norm = total != 0 && !(total >= (wide_t)LEAST && total <= (wide_t)MOST);
   const int touched_h = (part_h + (int)arg.r - 2) / part_h + 1, touched_w = (part_w + (int)arg.s - 2) / part_w + 1;
   if (LID_0 < 2) spoilt[LID_0] = no_norm && !arg.box_h;
   for (int i = 0; i < (int)arg.at_once && first + i < (int)arg.all_tiles; ++i) {
@@ -89,7 +89,7 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
       continue;
     }
     // boxes of parts, first along rows: those that lie in every window, and those that any window touches
-    acc_t sum = 0;
+    wide_t sum = 0;
     int found = 0;
     for (int j = 0; j < (int)arg.box_w && b + j < parts_w; ++j) sum += squares[i][LID_0 + j];
     for (int j = 0; j < touched_w && b + j < parts_w; ++j) found |= has[i][LID_0 + j];
@@ -100,7 +100,7 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
     found = 0;
     for (int j = 0; j < (int)arg.box_h && a + j < parts_h; ++j) sum += rows[LID_0 + j * parts_w];
     for (int j = 0; j < touched_h && a + j < parts_h; ++j) found |= some[LID_0 + j * parts_w];
-    const int too_small = no_norm || !(sum * ((acc_t)RANGE * RANGE) >= total);
+    const int too_small = no_norm || !(sum * ((wide_t)RANGE * RANGE) >= total);
     local_barrier();
     some[LID_0] = (unsigned char)too_small;
     local_barrier();
@@ -122,6 +122,10 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
     if (spoilt[i]) ((GLOBAL_MEM unsigned char*)(flags + arg.maps_at))[map] = (unsigned char)verdict;
   }
   local_barrier();
-  if (LID_0 < (int)arg.at_once && first + LID_0 < (int)arg.all_tiles)
+  if (LID_0 < (int)arg.at_once && first + LID_0 < (int)arg.all_tiles) {
     flags[arg.flags_at + group * (index_t)arg.all_tiles + first + LID_0] = spoilt[LID_0];
+#if CHECKED
+    flags[arg.norms_at + group * (index_t)arg.all_tiles + first + LID_0] = sqrt(total);
+#endif
+  }
 }

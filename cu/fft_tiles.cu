@@ -4,6 +4,9 @@
 //   BACKWARD  y = epilogue(inverse transform of spectrum[k][pair])
 //   WHOLE    y = epilogue(inverse transform of (transform of the tiles * spectrum of filter k)), if a group has one channel of x
 //
+// Where CHECKED, transforms are double and results are not. The error of a transform is at most u * log2(FREQUENCIES) times the norms of the pair and of the
+// filter, with u = 2^-53. A result that is at least 2^24 times as large is right to half of a float's rounding. Others are listed and summed.
+//
 // Results that fft_range.cu's map names, and all results of a filter that it has flagged, are not taken from the transform. They are listed in shared
 // memory, and the block's threads compute one each: 0, or a sum of products, without the parts of the tile that are zeros.
 //
@@ -54,7 +57,7 @@
 #endif
 
 // cos and sin of pi * i / 8
-#define COS_8(i) ((acc_t)((i) == 1 ? 0.92387953251128675613 : (i) == 2 ? 0.70710678118654752440 : (i) == 3 ? 0.38268343236508977173 : \
+#define COS_8(i) ((wide_t)((i) == 1 ? 0.92387953251128675613 : (i) == 2 ? 0.70710678118654752440 : (i) == 3 ? 0.38268343236508977173 : \
     (i) == 5 ? -0.38268343236508977173 : (i) == 6 ? -0.70710678118654752440 : -0.92387953251128675613))
 #define SIN_8(i) COS_8((i) < 4 ? 4 - (i) : (i) - 4)
 
@@ -103,10 +106,19 @@ WITHIN_KERNEL int frequency_at(int i, const int count) {
 #define EACH_OF_PART(l) _Pragma("unroll") for (int l = part_w; l < part_w + PART_W; ++l)
 #define ALL(number) for (int at = LID_0; at < (number); at += THREADS)
 
+#if CHECKED
+#define FEW 1024  // results of a pair that are listed; where there are more that may be off, all are summed
+// Puts a place on the list; the value is 1.
+WITHIN_KERNEL int few_at(int number, LOCAL_MEM_POINTER int* few, int place) {
+  if (number < FEW) few[number] = place;
+  return 1;
+}
+#endif
+
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                                                 const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
-                                                const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y, const GLOBAL_MEM acc_t* spectra,
-                                                GLOBAL_MEM acc_t* written, const GLOBAL_MEM acc_t* flags, const GLOBAL_MEM acc_t* filter_flags,
+                                                const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y, const GLOBAL_MEM wide_t* spectra,
+                                                GLOBAL_MEM wide_t* written, const GLOBAL_MEM wide_t* flags, const GLOBAL_MEM wide_t* filter_flags,
                                                 const FftArguments arg) {
   AFTER_LAST_LAUNCH
 #ifdef __OPENCL_VERSION__
@@ -119,12 +131,16 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
 #define NEXT(count) atomicAdd(&(count), 1)
 #endif
   LOCAL_MEM int listed_count;
+#if CHECKED && MODE != FORWARD
+  LOCAL_MEM int few[FEW], few_count;
+  if (LID_0 == 0) few_count = 0;
+#endif
   LOCAL_MEM complex_t turns[LONGEST];  // e^(-2 pi i at / LONGEST)
 #define TURN_H(at) turns[(at) * (LONGEST / TILE_H)]
 #define TURN_W(at) turns[(at) * (LONGEST / TILE_W)]
   ALL(LONGEST) {
-    acc_t s, c;
-    TURN(at * ((acc_t)2 / LONGEST), s, c)
+    wide_t s, c;
+    TURN(at * ((wide_t)2 / LONGEST), s, c)
     turns[at] = COMPLEX(c, -s);
   }
   const int channel = divided((int)GID_0, arg.by_pairs), pair = (int)GID_0 - channel * (int)arg.pairs;
@@ -141,7 +157,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
 
 #if MODE != BACKWARD
   {  // columns, from global memory
-    const acc_t gain = BITS_TO_ACC(arg.gain);
+    const wide_t gain = BITS_TO_WIDE(arg.gain);
     const int row0 = (int)(arg.first_h + tile0.row * arg.used_h), column0 = (int)(arg.first_w + tile0.column * arg.used_w);
     const int row1 = (int)(arg.first_h + tile1.row * arg.used_h), column1 = (int)(arg.first_w + tile1.column * arg.used_w);
     ALL(REST_H * TILE_W) {
@@ -170,8 +186,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
     TRANSFORM(v, REST_H)
     EACH(REST_H) {
 #if LINEAR
-      acc_t s, c;
-      TURN((column * (frequency_at(j, RADIX_H) + RADIX_H * frequency_at(i, REST_H))) * ((acc_t)2 / FREQUENCIES), s, c)
+      wide_t s, c;
+      TURN((column * (frequency_at(j, RADIX_H) + RADIX_H * frequency_at(i, REST_H))) * ((wide_t)2 / FREQUENCIES), s, c)
       v[i] = times(v[i], COMPLEX(c, -s));
 #endif
       z[(j * REST_H + i) * PITCH + column] = v[i];
@@ -233,8 +249,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
     EACH(REST_H) {
       v[i] = z[(j * REST_H + i) * PITCH + column];
 #if LINEAR
-      acc_t s, c;
-      TURN((column * (frequency_at(j, RADIX_H) + RADIX_H * frequency_at(i, REST_H))) * ((acc_t)2 / FREQUENCIES), s, c)
+      wide_t s, c;
+      TURN((column * (frequency_at(j, RADIX_H) + RADIX_H * frequency_at(i, REST_H))) * ((wide_t)2 / FREQUENCIES), s, c)
       v[i] = times(v[i], COMPLEX(c, s));
 #endif
     }
@@ -254,10 +270,18 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
   const int rows1 = alone ? 0 : SMALLER(used_h, p - tile1.row * used_h), columns1 = SMALLER(used_w, q - tile1.column * used_w);
   // the maps' entries count only for tiles with a flag
   const index_t in_flags = group * (index_t)arg.all_tiles;
-  const GLOBAL_MEM acc_t* flag = flags + arg.flags_at + in_flags;
+  const GLOBAL_MEM wide_t* flag = flags + arg.flags_at + in_flags;
   const GLOBAL_MEM unsigned char* map0 = (const GLOBAL_MEM unsigned char*)(flags + arg.maps_at) + (in_flags + number0) * PARTS;
   const GLOBAL_MEM unsigned char* map1 = map0 + (number1 - number0) * PARTS;
   const int asked0 = flag[number0] != 0 ? BY_SUM | ZERO : 0, asked1 = flag[number1] != 0 ? BY_SUM | ZERO : 0;
+#if CHECKED
+  const wide_t least = BITS_TO_WIDE(arg.least) * filter_flags[arg.filter_norms_at + channel];
+  const wide_t least0 = least * flags[arg.norms_at + in_flags + number0], least1 = least * flags[arg.norms_at + in_flags + number1];
+#define MAY_BE_OFF(v, least, h, in_w, second)                                                                                    \
+  (!(fabs(v) >= (least)) && few_at(NEXT(few_count), few, (second)*FREQUENCIES + (LINEAR ? (in_w) : (h)*TILE_W + (in_w))))
+#else
+#define MAY_BE_OFF(v, least, h, in_w, second) 0
+#endif
 #define IN_MAP(h, w) ((h) / PART_H * PARTS_W + (w) / PART_W)
   const index_t corner0 = result0 + (tile0.row * used_h * q + tile0.column * used_w), corner1 = result1 + (tile1.row * used_h * q + tile1.column * used_w);
   ALL(REST_H * TILE_W) {
@@ -273,11 +297,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
       const int h = j + i * REST_H - (r - 1), in_w = column - (s - 1);
 #endif
       const int stored0 = fits && (unsigned)h < (unsigned)rows0 && (unsigned)in_w < (unsigned)columns0 &&
-                          !(asked0 && map0[IN_MAP(h, in_w)] & asked0);
+                          !(asked0 && map0[IN_MAP(h, in_w)] & asked0) && !MAY_BE_OFF(v[i].x, least0, h, in_w, 0);
       const int stored1 = fits && (unsigned)h < (unsigned)rows1 && (unsigned)in_w < (unsigned)columns1 &&
-                          !(asked1 && map1[IN_MAP(h, in_w)] & asked1);
+                          !(asked1 && map1[IN_MAP(h, in_w)] & asked1) && !MAY_BE_OFF(v[i].y, least1, h, in_w, 1);
       const index_t at0 = corner0 + (h * q + in_w), at1 = corner1 + (h * q + in_w);
-      acc_t both[2] = {v[i].x, v[i].y};
+      acc_t both[2] = {(acc_t)v[i].x, (acc_t)v[i].y};
       FINISH(both[0], factor, summand, RESIDUAL_IF(stored0, at0))
       FINISH(both[1], factor, summand, RESIDUAL_IF(stored1, at1))
       ACTIVATE(both, 2)
@@ -286,16 +310,25 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
     }
   }
 
-  if (fits && !asked0 && !asked1) return;
+#if CHECKED
+  local_barrier();
+  const int count = few_count, all = count > FEW;
+#else
+  const int count = 0, all = 0;
+#endif
+  if (fits && !asked0 && !asked1 && !count) return;
   // lists a result's place in its tile, and whether that is the second tile
   local_barrier();
-  if (LID_0 == 0) listed_count = 0;
+  if (LID_0 == 0) listed_count = all ? 0 : count;
+#if CHECKED
+  if (!all) ALL(count) listed[at] = few[at];
+#endif
   local_barrier();
   ALL(2 * FREQUENCIES) {
     const int second = at / FREQUENCIES, in_tile = at % FREQUENCIES, h = LINEAR ? 0 : in_tile / TILE_W, in_w = LINEAR ? in_tile : in_tile % TILE_W;
     const int asked = second ? asked1 : asked0;
     if (h < (second ? rows1 : rows0) && in_w < (second ? columns1 : columns0) &&
-        (!fits || (asked && (second ? map1 : map0)[IN_MAP(h, in_w)] & asked)))
+        (!fits || all || (asked && (second ? map1 : map0)[IN_MAP(h, in_w)] & asked)))
       listed[NEXT(listed_count)] = at;
   }
   local_barrier();
@@ -312,23 +345,24 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
     // pixels of the tile that lie in the window and in the image
     const int top = h < -first_h ? -first_h : h, left = in_w < -first_w ? -first_w : in_w;
     const int bottom = SMALLER(h + r, (int)arg.h - first_h), right = SMALLER(in_w + s, (int)arg.w - first_w);
-    acc_t sum = 0;
+    wide_t total = 0;
     for (int part_h = top / PART_H * PART_H; part_h < bottom; part_h += PART_H)
       for (int part_w = left / PART_W * PART_W; part_w < right; part_w += PART_W) {
         if (mapped && map[IN_MAP(part_h, part_w)] & NOTHING_THERE) continue;
         const int end_h = SMALLER(part_h + PART_H, bottom);
-        acc_t part = 0;
+        wide_t part = 0;
         for (int c = 0; c < (int)arg.channels; ++c) {
           const GLOBAL_MEM data_t* image = from + c * (index_t)arg.channel_stride;
           const GLOBAL_MEM data_t* taps = filter + c * (index_t)arg.f_read;
           for (int i = part_h < top ? top : part_h; i < end_h; ++i)
             EACH_OF_PART(l) {
               const int tap = (i - h) * s + l - in_w;
-              if (l >= left && l < right) part += LOAD(image, (first_h + i) * (int)arg.w + first_w + l) * LOAD(taps, arg.flipped ? r * s - 1 - tap : tap);
+              if (l >= left && l < right) part += (wide_t)LOAD(image, (first_h + i) * (int)arg.w + first_w + l) * LOAD(taps, arg.flipped ? r * s - 1 - tap : tap);
             }
         }
-        sum += part;
+        total += part;
       }
+    acc_t sum = (acc_t)total;
     const index_t to = (second ? corner1 : corner0) + (h * q + in_w);
     FINISH(sum, factor, summand, RESIDUAL_AT(to))
     ACTIVATE(&sum, 1)

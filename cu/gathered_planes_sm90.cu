@@ -24,7 +24,7 @@
 #define STAGES 6
 #define TYPE 17     // of the arrays: 32 float, 16 half, 17 bfloat16
 #define W_TURNED 0  // output channels of w are neighbours
-#define CLUSTER 1   // the output channels of w are neighbours
+#define CLUSTER 1   // blocks that share the sums of a tile
 #define GROUPS 2    // of producer warps
 #endif
 #if TYPE == 32

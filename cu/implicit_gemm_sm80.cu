@@ -13,7 +13,6 @@
 //          Loads: thread -> chunk % 4 of every step, of the rows thread / 4 + 64 * i of the w tile and of the x tile.
 //          A pixel's offset in x is found once; each step adds its tap and checks whether that lies in the image.
 // Memory   shared: STAGES stages of 32 of k; a stage holds, for each limb, BLOCK_M rows of w, then BLOCK_N rows of x, of 4 chunks
-//          (64 bytes) each. Chunk c of row r lies at c ^ (r / 2 % 4): 8 rows of one chunk, what ldmatrix reads at once, touch
 //          (64 bytes) each. Chunk c of row r lies at c ^ (r / 2 % 4): 8 rows of one chunk, which ldmatrix reads at once, use
 //          every bank once. cp.async fills stages ahead of their use, with zeros for padding and past the end.
 //          In the end the stages' bytes transpose sums into rows of y: for each warp 16 rows of channels of a pixel, or the reverse.

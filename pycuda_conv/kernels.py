@@ -129,7 +129,8 @@ class Kernel:
     function : pycuda.driver.Function
         The kernel in the context that was current.
     args : tuple
-        Tensor maps as ``numpy.void`` of 128 bytes, addresses as ``numpy.uintp``, and numbers as ``numpy.int64``.
+        The kernel's parameters, in order: tensor maps as ``numpy.void`` of 128 bytes, addresses as ``numpy.uintp``, structs of 64-bit
+        integers as ``numpy.void``, and ``numpy.int64``. Before tensor maps come the bytes that align them.
     grid, block : (int, int, int)
     shared : int
         Bytes of dynamic shared memory.
@@ -230,6 +231,7 @@ def _kernel(device: Any, launch: Any, buffers: Sequence[int], kept: Any) -> Kern
     args: list[Any] = [np.void(bytes(launch.first))] if launch.first else []  # where the first parameter lies, a tensor map
     args += [np.void(encode(buffers[i] + offset)) for i, offset, encode in launch.maps]
     args += [np.uintp(buffers[i] + offset) for i, offset in launch.places]
-    args += [np.int64(number) for number in step.numbers]
+    args += [np.void(np.array(struct, np.int64).tobytes()) for struct in step.structs]
+    args += [np.int64(number) for number in step.scalars]
     arch = step.arch or device.queue.arch
     return Kernel(function, tuple(args), (step.grid, 1, 1), (step.block, 1, 1), step.shared, step.kernel, arch, step, kept)

@@ -64,7 +64,7 @@ PY
 # what takes pip long: downloads of a megabyte and more, builds, and the copying at the end
 progress() {
   awk '/(Downloading|Using cached) .*\((|[0-9.]+ )[0-9.]+ *[MG]B/ { sub(/^ */, ""); sub(/ -> .*/, ""); print "setup:   " $0 }
-       /Processing .*\.whl/ { sub(/.*\//, ""); print "setup:   " $0 }
+       /Processing .*\.whl/ { sub(/.*\//, ""); sub(/ \(.*/, ""); print "setup:   " $0 }
        /^ *Building (wheel|editable)/ { sub(/^ */, ""); print "setup:   " $0 }
        /^Installing collected packages/ { print "setup:   Installing " NF - 3 " packages" }
        { fflush() }' >&2
@@ -89,7 +89,9 @@ else
   long="without a GPU and nvcc the kernels run on the CPU"
 fi
 say "2 of 3: installing into $venv what 'make $what' needs ($long)"
-"$venv/bin/python" -m pip --disable-pip-version-check install --progress-bar off -c constraints.txt -e ".[$backend,$extras]" | progress
+compile=()
+[ "$what" = test ] || compile=(--no-compile)  # torch alone has 2,000 modules, and a run compiles the few that it imports
+"$venv/bin/python" -m pip --disable-pip-version-check install --progress-bar off ${compile[@]+"${compile[@]}"} -c constraints.txt -e ".[$backend,$extras]" | progress
 
 say "3 of 3: trying a convolution's device"
 why_not() {

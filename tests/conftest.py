@@ -239,7 +239,8 @@ def python_env():
 
     root = os.path.dirname(os.path.dirname(os.path.abspath(pycuda_conv.__file__)))
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "default"}
+    others = {name: value for name, value in os.environ.items() if name != "COLUMNS"}  # which xdist sets
+    return {**others, "PYTHONPATH": path, "PYTHONWARNINGS": "default"}
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from test_launch import PROBLEMS, buffers
 
 import pycuda_conv as pc
 from pycuda_conv import engines, kernels
+from pycuda_conv.engines import fft
 from pycuda_conv.engines.direct import Tile
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import KERNEL_DIR
@@ -80,6 +81,15 @@ def test_errors_in_a_flat_text_are_reported_where_the_file_has_them():
         for i, line in enumerate((KERNEL_DIR / file).read_text().split("\n"), 1):
             if line.strip() and not line.startswith(("#include", "#pragma once")):
                 assert found[f"cu/{file}", i] == line
+
+
+def test_what_is_listed_fits_a_block():
+    """A text whose arrays in shared memory are larger than a block's could not be compiled."""
+    for family in families("sm_90a"):
+        for d in family:
+            if family.file == "direct_wgrad":
+                accumulator = 8 if d["DTYPE"] == 64 else 4
+                assert d["TAPS"] * ((d["THREADS"] + 8) * accumulator + 32) <= 48 << 10, d
 
 
 def test_what_source_takes():
@@ -205,14 +215,15 @@ def launches_of(problem, config, device):
 
 
 def cases(device, count, wanted):
-    """Problems and configurations that use all kernels between them of which `wanted` is true, in each type of numbers."""
+    """Problems and configurations that use all kernels between them of which `wanted` is true; with --all-texts in each type of numbers."""
     met, found = set(), []
     waves = pc.ConvProblem.forward(2, (2, 8, 90, 70), (8, 8, 31, 31), padding=15)
-    by_fft = next((c for c in engines.candidates(waves, device) if type(c).__module__.endswith(".fft")), None)
+    by_fft = next(config for config in fft.configs(waves.launched, device) if engines.refusal(waves, config, device) is None)
     some = ((problem, config) for (problem, config, _), _ in covering.pool(device, count, 1))
-    for problem, config in itertools.chain([(waves, by_fft)] if by_fft else [], some):
+    for problem, config in itertools.chain([(waves, by_fft)], some):
         launches = launches_of(problem, config, device)
-        new = {(one.kernel, one.defines.get("DTYPE", one.defines.get("TYPE"))) for one in launches if wanted(one)} - met
+        number = [one.defines.get("DTYPE", one.defines.get("TYPE", 0)) if reference.all_texts else 0 for one in launches]
+        new = {(one.kernel, which) for one, which in zip(launches, number, strict=True) if wanted(one)} - met
         if new and 0 not in problem.result_shape:
             met |= new
             found.append((problem, config))
@@ -298,9 +309,10 @@ def test_every_portable_kernel_by_source_module(tmp_path):
         files = {k.launch.file or k.name for k in texts.values()}
         rest = {}
         for family in families("sm_90a"):  # kernels that no plan launches, or none as small as these
-            first = next(iter(family))
-            if "INDEX_64" in first and (reference.all_texts or family.file not in files):
-                rest |= {plain(text, flat=True): family.file for text in (family.sources() if reference.all_texts else [next(iter(family.sources()))])}
+            some = [text for text, defines in zip(family.sources(), family, strict=True) if "INDEX_64" in defines]
+            if not reference.all_texts:
+                some = some[: family.file not in files and family.file not in rest.values()]
+            rest |= {plain(text, flat=True): family.file for text in some}
         plain_arch = device.queue.arch
         compiled_by_pycuda([*texts, *((text, plain_arch) for text in rest)], tmp_path)
         modules = {

@@ -156,6 +156,31 @@ def test_python_has_no_part_in_calls_that_are_made_again(fake, counted):
             assert counted[0] == before + 1
 
 
+def test_an_array_that_gets_other_memory(fake):
+    """The launcher in C remembers in which context an array lies, for as long as the array has the same memory."""
+    with context(fake) as first:
+        x, w = arrays(fake, X, W)
+        for _ in range(3):
+            pc.conv2d(x, w)
+        old = x.gpudata
+        with context(fake):
+            a, b = arrays(fake, X, W)
+            for _ in range(3):
+                pc.conv2d(a, b)
+            x.gpudata, a.gpudata = a.gpudata, x.gpudata
+            fake.asked()
+            pc.conv2d(x, b)
+            assert launched(fake) == {current_id(fake)}
+            for call in (lambda: pc.conv2d(a, b), lambda: pc.conv2d(x, w)):
+                with pytest.raises(ConvArgumentError, match="not this thread's current one"):
+                    call()
+            first.push()
+            assert a.gpudata is old
+            pc.conv2d(a, w)
+            assert launched(fake) == {current_id(fake)}
+            fake.drv.Context.pop()
+
+
 def test_a_repeated_call_in_another_context(fake):
     """Contexts of one handle have other ids; a primary one that is not current is pushed."""
     seen = set()

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import pytest
 import test_epilogue as epilogue
-from reference import DTYPES, TINY, _pairs, assert_close, assert_exact, check, dgrad, fprop, reference, run
+from reference import DISTRIBUTIONS, DTYPES, TINY, _pairs, assert_close, assert_exact, check, dgrad, fprop, reference, run
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
@@ -66,7 +66,7 @@ def bound(case, x, w, b, ref, config) -> np.ndarray:
 def checked(case, x, config) -> tuple:
     """What ``fft_range.cu`` writes on OpenCL: flags of tiles, and their maps, which are 255 where there is none."""
     pytest.importorskip("pyopencl")
-    problem, on = case.problem(x.dtype.name), get_device("opencl")
+    problem, on = case.problem(x.dtype.name, algorithm="fft"), get_device("opencl")
     schedule = engines.schedule(problem, config, on)
     launch = [one for step in schedule.steps for one in step if one.kernel == "fft_range"][-1]
     told, numbers = launch.arguments, np.dtype("float64" if x.dtype == np.float64 else "float32")
@@ -104,7 +104,7 @@ def normals(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_integers_are_exact_once_they_are_rounded(device, case):
     arrays = case.integers("float32")
-    got = run(Plan(case.problem(), device, config=config_of(case)), *arrays)
+    got = run(Plan(case.problem(algorithm="fft"), device, config=config_of(case)), *arrays)
     assert_exact(np.rint(got), case.reference(*arrays))
 
 
@@ -116,7 +116,7 @@ TYPED = [(case, dtype) for i, case in enumerate(CASES) for dtype in DTYPES if dt
 def test_random_data_of_every_type(device, case, dtype):
     """Normal numbers meet the bound on sums of products, too; each run gives the same bits."""
     config, arrays = config_of(case, dtype), case.normals(dtype)
-    plan = Plan(case.problem(dtype), device, config=config)
+    plan = Plan(case.problem(dtype, algorithm="fft"), device, config=config)
     got = run(plan, *arrays)
     check(case, got, *arrays, config)
     assert np.array_equal(got, run(plan, *arrays))
@@ -129,7 +129,7 @@ def test_random_data_of_every_type(device, case, dtype):
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[6]], ids=str)
 def test_every_tile(device, case, tile):
     arrays = normals(case)
-    got = run(Plan(case.problem(), device, config=Fft(*tile)), *arrays)
+    got = run(Plan(case.problem(algorithm="fft"), device, config=Fft(*tile)), *arrays)
     check(case, got, *arrays, tile)
 
 
@@ -144,7 +144,7 @@ def test_normal_numbers_are_transformed(case):
 def test_epilogue(device, case, parts):
     """In results of transforms, and in those of plain sums."""
     config = config_of(case)
-    plan = Plan(epilogue.finishing(case.problem(), parts), device, config=config)
+    plan = Plan(epilogue.finishing(case.problem(algorithm="fft"), parts), device, config=config)
     given = epilogue.arrays(case, "float32", parts, integers=False)
     given[0][0, :, :30] *= 1e-6  # some tiles are flagged
     assert 0 < flags(case, given[0], config).mean() < 1
@@ -156,7 +156,7 @@ def test_epilogue(device, case, parts):
 
 def test_a_residual_may_be_the_result_s_memory(device):
     case, config = PLAIN, Fft()
-    problem = replace(case.problem(), has_residual=True)
+    problem = replace(case.problem(algorithm="fft"), has_residual=True)
     x, w, b = case.normals("float32")
     x[0, 0, :30] = 0
     residual = np.random.default_rng(1).standard_normal(problem.result_shape).astype("f")
@@ -197,7 +197,7 @@ def test_the_documented_bound_is_held(device, kind, tile):
     if kind not in ("a wide range", "images apart"):  # whose windows all have something large; which share no pair, mostly
         assert flags(ALONE, x, config).any()
     ref = ALONE.reference(x, w, b)
-    assert_close(run(Plan(ALONE.problem(), device, config=config), x, w, b), ref, bound(ALONE, x, w, b, ref, config), kind)
+    assert_close(run(Plan(ALONE.problem(algorithm="fft"), device, config=config), x, w, b), ref, bound(ALONE, x, w, b, ref, config), kind)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -210,7 +210,7 @@ def test_the_documented_bound_is_held_on_a_line(device, tile):
     found = flags(LARGE_LINE, x, config)
     assert found[0, 0].any() and found[1, 1].any() and not found[0, 1].any() and not found[1, 0].any()
     ref = LARGE_LINE.reference(x, w, b)
-    assert_close(run(Plan(LARGE_LINE.problem(), device, config=config), x, w, b), ref, bound(LARGE_LINE, x, w, b, ref, config))
+    assert_close(run(Plan(LARGE_LINE.problem(algorithm="fft"), device, config=config), x, w, b), ref, bound(LARGE_LINE, x, w, b, ref, config))
 
 
 def test_a_transform_alone_would_not_hold_it(device, monkeypatch):
@@ -218,10 +218,10 @@ def test_a_transform_alone_would_not_hold_it(device, monkeypatch):
     x, w, b = ALONE.normals("float32")
     SPOILT["a bright pixel"](x)
     b[:] = 0
-    config, good = Fft(128, 128), Plan(ALONE.problem(), device, config=Fft(128, 128))
+    config, good = Fft(128, 128), Plan(ALONE.problem(algorithm="fft"), device, config=Fft(128, 128))
     made = fft._arguments
     monkeypatch.setattr(fft, "_arguments", lambda *all: made(*all)._replace(box_h=0))
-    bad = Plan(ALONE.problem(), device, config=config)
+    bad = Plan(ALONE.problem(algorithm="fft"), device, config=config)
     ref = ALONE.reference(x, w, b)
     allowed = bound(ALONE, x, w, b, ref, config)
     assert (np.abs(run(good, x, w, b) - ref) <= allowed).all() and not (np.abs(run(bad, x, w, b) - ref) <= allowed).all()
@@ -233,7 +233,7 @@ def test_inf_and_nan_spoil_what_they_reach_and_nothing_else(device, case, value)
     x, w, b = (None if a is None else a.copy() for a in normals(case))
     clean = case.reference(x, w, b)
     x[(0, 0, *(n // 2 for n in x.shape[2:]))] = value
-    got, ref = run(Plan(case.problem(), device, config=config), x, w, b), case.reference(x, w, b)
+    got, ref = run(Plan(case.problem(algorithm="fft"), device, config=config), x, w, b), case.reference(x, w, b)
     lost = ~np.isfinite(ref)
     assert lost.any() and not lost.all()
     assert np.array_equal(got[lost], ref[lost].astype("f"), equal_nan=True)
@@ -247,7 +247,7 @@ def test_a_filter_that_does_not_fit_spoils_no_other(device, case, value):
     config = Fft(64, 64)
     clean = case.reference(x, w, b)
     w[1] = w[1] * value
-    got, ref = run(Plan(case.problem(), device, config=config), x, w, b), case.reference(x, w, b)
+    got, ref = run(Plan(case.problem(algorithm="fft"), device, config=config), x, w, b), case.reference(x, w, b)
     with np.errstate(invalid="ignore"):
         assert np.array_equal(got[:, 1], ref[:, 1].astype("f"), equal_nan=True) if not np.isfinite(value) else (
             np.abs(got - ref) <= case.bound(x, w, b, ref) + TINY["float32"]
@@ -260,7 +260,7 @@ def test_a_plane_of_zeros_is_zero_and_costs_nothing(device):
     x, w, b = LARGE.normals("float32")
     x[:, 1] = 0
     assert not flags(LARGE, x, Fft(128, 128)).any()
-    got = run(Plan(LARGE.problem(), device, config=Fft(128, 128)), x, w, b)
+    got = run(Plan(LARGE.problem(algorithm="fft"), device, config=Fft(128, 128)), x, w, b)
     assert (got[:, 1] == b[1]).all()
 
 
@@ -292,9 +292,9 @@ def test_zeros_cost_few_sums_and_give_exact_zeros(device, case, tile, kind):
     if device == "opencl":  # where buffers are the host's
         assert share(case, x, Fft(*tile), BY_SUM) <= most_sums
         assert share(case, x, Fft(*tile), ZERO) > 0 or not has_zeros  # transforms give those of pairs of nothing but zeros
-    got, ref = run(Plan(case.problem(), device, config=Fft(*tile)), x, w, b), case.reference(x, w, b)
+    got, ref = run(Plan(case.problem(algorithm="fft"), device, config=Fft(*tile)), x, w, b), case.reference(x, w, b)
     empty = (case.reference((x != 0).astype("f"), np.ones_like(w), np.zeros_like(b)) == 0) & np.isfinite(ref)
-    parts = fft._Tiles.of(case.problem(), Fft(*tile)).part
+    parts = fft._Tiles.of(case.problem(algorithm="fft"), Fft(*tile)).part
     deep = empty.copy()  # the windows around it are empty too, so that parts are
     for axis, size in zip(range(2, x.ndim), parts[-case.ndim :], strict=True):
         for by in range(-2 * size, 2 * size + 1):
@@ -313,7 +313,7 @@ def test_zeros_times_a_filter_s_inf_are_nan(device, value):
     x, w, b = WIDE.normals("float32")
     x[..., :150] = 0
     w[1, 0, 7, 7] = value
-    got = run(Plan(WIDE.problem(), device, config=Fft()), x, w, b)
+    got = run(Plan(WIDE.problem(algorithm="fft"), device, config=Fft()), x, w, b)
     assert np.isnan(got[:, 1, :, :140]).all() and (got[:, 0, :, :130] == b[0]).all()
 
 
@@ -323,7 +323,7 @@ def test_zeros_times_a_filter_s_inf_are_nan(device, value):
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[6]], ids=str)
 def test_a_gpu_s_launches_with_a_packed_filter(case):
     """What a GPU launches, on OpenCL: the filter's spectrum is made once, in a buffer of its own."""
-    on, config, problem = get_device("opencl"), config_of(case), case.problem()
+    on, config, problem = get_device("opencl"), config_of(case), case.problem(algorithm="fft")
     schedule = engines.schedule(problem, config, H200)
     x, w, b = normals(case)
     y = np.full(problem.result_shape, np.nan, "f")
@@ -351,7 +351,7 @@ def test_filters_are_packed_alike_for_all_sizes_of_images():
 def test_a_kept_filter_and_a_captured_graph_on_a_gpu(case):
     torch = pytest.importorskip("torch")
     x, w, b = (None if a is None else torch.from_numpy(a).cuda() for a in normals(case))
-    plan = Plan(case.problem(), "cuda:0", config=config_of(case))
+    plan = Plan(case.problem(algorithm="fft"), "cuda:0", config=config_of(case))
     expected = plan(x, w, b)
     check(case, expected.cpu().numpy(), *normals(case))
     assert torch.equal(plan.bind(w, b)(x), expected)
@@ -361,6 +361,63 @@ def test_a_kept_filter_and_a_captured_graph_on_a_gpu(case):
     out.fill_(math.nan)
     graph.replay()
     assert torch.equal(out, expected)
+
+
+# ---- transforms in float64 of other arrays, which are checked
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if min(case.weight_shape[2:]) < 63], ids=str)
+def test_integers_are_exact_by_default(device, case):
+    arrays = case.integers("float32")
+    for tile in ((64, 64), (64, 128)):
+        assert_exact(run(Plan(case.problem(), device, config=Fft(*tile)), *arrays), case.reference(*arrays))
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3], CASES[6]], ids=str)
+def test_elements_are_right_by_default(device, case, kind):
+    """Closer to float64 than a sum in float32: half a rounding of the result, and of the sum of magnitudes."""
+    x, w, b = case.drawn(kind)
+    ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
+    got = run(Plan(case.problem(), device, config=Fft(64, 128)), x, w, b)
+    assert_close(got, ref, 2.0**-23 * magnitude + TINY["float32"], kind)
+
+
+@pytest.mark.parametrize("kind", ["one star", "tails", "all small"])
+def test_results_that_may_be_off_are_summed(device, kind):
+    """Few of them, from a list, and so many that there is no list."""
+    x, w, b = ALONE.normals("float32")
+    b[:] = 0
+    x[:] = 1e-3 * x if kind == "all small" else 0
+    x[0, 0, 44, 51] = 1e12
+    if kind == "tails":
+        at = np.arange(15)[:, None] - 7, np.arange(15) - 7
+        w[:] = np.exp(-(at[0] ** 2 + at[1] ** 2) / 2.0)
+    ref, magnitude = ALONE.reference(x, w, b), ALONE.reference(abs(x), abs(w), b)
+    got = run(Plan(ALONE.problem(), device, config=Fft(64, 128)), x, w, b)
+    assert (got[magnitude == 0] == 0).all()
+    assert_close(got, ref, 2.0**-23 * magnitude + TINY["float32"], kind)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_inf_and_nan_by_default(device, value):
+    x, w, b = LARGE.normals("float32")
+    x[0, 0, 30, 40] = value
+    got, ref = run(Plan(LARGE.problem(), device, config=Fft(64, 128)), x, w, b), LARGE.reference(x, w, b)
+    lost = ~np.isfinite(ref)
+    assert lost.any() and not lost.all() and np.array_equal(got[lost], ref[lost].astype("f"), equal_nan=True)
+    x[~np.isfinite(x)] = 0
+    ref, magnitude = LARGE.reference(x, w, b), LARGE.reference(abs(x), abs(w), abs(b))
+    assert (abs(got - ref) <= 2.0**-23 * magnitude)[~lost].all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2] + DTYPES[3:])
+def test_other_types_and_what_follows_the_sums_by_default(device, dtype):
+    if dtype == "bfloat16" and get_device(device).backend == "cuda":
+        pytest.skip("PyCUDA has no arrays of bfloat16")
+    for parts in ("all", "relu"):
+        plan = Plan(epilogue.finishing(CASES[1].problem(dtype), parts), device, config=Fft())
+        epilogue.check(plan, CASES[1], parts, run)
 
 
 # ---- what runs, and what is chosen
@@ -376,22 +433,22 @@ def test_a_kept_filter_and_a_captured_graph_on_a_gpu(case):
     ],
 )  # fmt: skip
 def test_refusals(case, config, message):
-    assert message in engines.refusal(case.problem(), config, H200)
+    assert message in engines.refusal(case.problem(algorithm="fft"), config, H200)
 
 
 def test_other_refusals():
-    assert "shared memory" in engines.refusal(PLAIN.problem("float64"), Fft(128, 128), H200)
-    assert "layouts" in engines.refusal(PLAIN.problem(layout="NHWC"), Fft(), H200)
+    assert "shared memory" in engines.refusal(PLAIN.problem("float64", algorithm="fft"), Fft(128, 128), H200)
+    assert "layouts" in engines.refusal(PLAIN.problem(layout="NHWC", algorithm="fft"), Fft(), H200)
     gradient = ConvProblem.gradient("weight", 2, (1, 1, 90, 90), (1, 1, 15, 15), (1, 1, 76, 76))
     assert "layouts" in engines.refusal(gradient, Fft(), H200)
     with pytest.raises(ValueError, match="shared memory"):  # of a smaller GPU
-        engines.schedule(PLAIN.problem(), Fft(128, 128), Target("sm_86"))
-    assert Fft(128, 128) not in fft.configs(PLAIN.problem(), Target("sm_86"))
-    assert Fft(64, 128) in fft.configs(PLAIN.problem(), Target("sm_70"))
+        engines.schedule(PLAIN.problem(algorithm="fft"), Fft(128, 128), Target("sm_86"))
+    assert Fft(128, 128) not in fft.configs(PLAIN.problem(algorithm="fft"), Target("sm_86"))
+    assert Fft(64, 128) in fft.configs(PLAIN.problem(algorithm="fft"), Target("sm_70"))
     for arch in ("sm_61", "sm_75"):  # 48 and 64 KiB
         with pytest.raises(ValueError, match="shared memory"):
-            engines.schedule(PLAIN.problem(), Fft(64, 128), Target(arch))
-        assert Fft(64, 128) not in fft.configs(PLAIN.problem(), Target(arch))
+            engines.schedule(PLAIN.problem(algorithm="fft"), Fft(64, 128), Target(arch))
+        assert Fft(64, 128) not in fft.configs(PLAIN.problem(algorithm="fft"), Target(arch))
 
 
 LAYERS = [((8, 64, 256, 256), 31, 64), ((1, 1, 4096, 4096), 31, 1), ((8, 16, 256, 256), 31, 1), ((2, 3, 1080, 1920), 63, 3)]
@@ -405,8 +462,10 @@ def test_the_planner_takes_it_for_large_filters_if_it_is_asked_for(x, taps, grou
     assert isinstance(engines.choose(problem, H200), Fft)
     assert not isinstance(engines.choose(problem, get_device("opencl")), Fft)
     assert sum(isinstance(config, Fft) for config in engines.candidates(problem, H200)) > 1
-    for algorithm in (None, "direct"):
-        assert not any(isinstance(config, Fft) for config in engines.candidates(replace(problem, algorithm=algorithm), H200))
+    assert not any(isinstance(config, Fft) for config in engines.candidates(replace(problem, algorithm="direct"), H200))
+    default = replace(problem, algorithm=None)  # in float64, whose tiles are smaller
+    assert Fft(128, 128) not in engines.candidates(default, H200)
+    assert not any(isinstance(config, Fft) for config in engines.candidates(replace(default, dtype="float64"), H200))
 
 
 @pytest.mark.parametrize("taps", [1, 3, 5, 7, 9])
@@ -419,16 +478,16 @@ def test_the_planner_takes_others_for_small_filters(taps):
 def test_a_long_line_is_chosen_for():
     problem = ConvProblem.forward(1, (16, 1, 48000), (1, 1, 4001), algorithm="fft")
     assert isinstance(engines.choose(problem, H200), Fft)
-    assert not isinstance(engines.choose(replace(problem, algorithm=None), H200), Fft)
+    assert not isinstance(engines.choose(replace(problem, algorithm="direct"), H200), Fft)
 
 
 def test_launches_of_planes_and_of_the_planner_s_lines_are_on_the_closed_list_of_texts():
     texts = registry.texts(H200)
     for case in CASES:
         for dtype in DTYPES:
-            for tile in fft._tiles(dtype):
+            for tile in fft._tiles(case.problem(dtype, algorithm="fft")):
                 for residual in (False, True):
-                    problem = replace(case.problem(dtype), has_residual=residual)
+                    problem = replace(case.problem(dtype, algorithm="fft"), has_residual=residual)
                     if engines.refusal(problem, Fft(*tile), H200) is None and (tile == fft.LINE or not fft._is_line(problem)):
                         for launch in (one for step in engines.schedule(problem, Fft(*tile), H200).whole for one in step):
                             assert any(launch in family for family in texts), launch
@@ -440,7 +499,7 @@ def test_64_bit_offsets_are_exact(device, monkeypatch):
     monkeypatch.setattr(fft, "needs_64_bits", lambda *_: True)
     for case in (CASES[0], CASES[4]):
         arrays = case.integers("float32")
-        plan = Plan(case.problem(), device, config=config_of(case))
+        plan = Plan(case.problem(algorithm="fft"), device, config=config_of(case))
         assert plan.schedule.whole[0][0].defines["INDEX_64"] == 1
         assert_exact(np.rint(run(plan, *arrays)), case.reference(*arrays))
 
@@ -448,7 +507,7 @@ def test_64_bit_offsets_are_exact(device, monkeypatch):
 def test_public_functions_take_it(device):
     """Through the calls that a user makes, with a configuration of the plan's."""
     x, w, b = normals(PLAIN)
-    plan = Plan(PLAIN.problem(), device, config=Fft())
+    plan = Plan(PLAIN.problem(algorithm="fft"), device, config=Fft())
     assert np.allclose(plan(x, w, b), pc.conv2d(x, w, b, padding=7, groups=3, device=device), atol=1e-4)
     assert "fft_tiles.cu" in plan.explain()
 

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,11 +36,10 @@ def a_call(function, x, w, options, dtype):
     return lambda: getattr(pc, function)(*arguments, device="opencl", **options)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
-def test_parts_give_the_same_bits(monkeypatch, problem, dtype):
+@pytest.mark.parametrize("name, dtype", [*((name, "float32") for name in PROBLEMS), ("batched", "float64"), ("tile", "float16"), ("gradient", "float64")])
+def test_parts_give_the_same_bits(monkeypatch, name, dtype):
     """Parts of a few blocks, whose sizes differ from one another, against as few parts as can be."""
-    call, counts = a_call(*problem, dtype), []
+    call, counts = a_call(*PROBLEMS[name], dtype), []
     monkeypatch.setattr(opencl, "PART_SECONDS", 1e9)
     whole = call()
 
@@ -77,19 +77,23 @@ def test_no_part_makes_pocl_compile_once_more(monkeypatch):
 
 
 def test_work_is_cut_by_measured_time(monkeypatch):
-    """No part takes much longer than asked for, once the first blocks were timed."""
+    """The first blocks of a launch are timed; after that, OpenCL never has more blocks than take PART_SECONDS."""
     x, w = np.ones((4, 32, 96, 96), "f"), np.ones((32, 32, 5, 5), "f")
-    call = lambda: pc.conv2d(x, w, device="opencl")  # noqa: E731
-    call()
-    began = time.perf_counter()
-    call()
-    whole = time.perf_counter() - began
-    monkeypatch.setattr(opencl, "PART_SECONDS", whole / 8)
-    device, waits = get_device("opencl"), []
-    finish = opencl.OpenCLDevice._finish
+    device, paces, waits = get_device("opencl"), [], []
+    in_parts, finish = opencl.OpenCLDevice._launch_in_parts, opencl.OpenCLDevice._finish
+    monkeypatch.setattr(opencl.OpenCLDevice, "_launch_in_parts", lambda *given: (paces.append((given[-1], given[1].grid)), in_parts(*given))[1])
     monkeypatch.setattr(opencl.OpenCLDevice, "_finish", lambda self, new=False: (waits.append(sum(self._given.values())), finish(self, new))[1])
-    call()
-    assert sum(1 for blocks in waits if blocks) >= 4 and device._queued == 0
+    pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape), device)(x, w)
+    ((pace, grid),) = paces
+    first = next(blocks for blocks in waits if blocks)
+    assert first == min(device.multiprocessors, grid) and 0 < pace.seconds < 10
+    pace.seconds = 0.01  # as if a block took so long: two parts of 20 blocks are as much as OpenCL may have
+    waits.clear()
+    finish = lambda self, new: (self._given.clear(), self.queue.finish(), setattr(self, "_queued", 0.0))  # noqa: E731  (which measures nothing)
+    with device._lock:
+        device._launch_in_parts(SimpleNamespace(grid=64, block=64), lambda *_, **__: None, (), pace)
+    assert [blocks for blocks in waits if blocks] == [20, 20, 20] and sum(device._given.values()) == 4
+    device._given, device._queued = {}, 0.0
 
 
 LIBRARY = """

@@ -90,7 +90,9 @@ def of_others():
     out.print(terminal.table("First calls on NVIDIA H200, each in a fresh process with an empty cache", coldbench.COLUMNS, [("the first call of a layer of resnet50 in float16", "1,234.5", "12.3")]))
     for one in hostcost.tables([hostcost.Row(str(LONG), "conv2d(x, w)", 123.4, 12.3)], [{"threads": 8, "torch": 1e6, "ours": 2e6, "ratio": 2.0}]):
         out.print(one)
-    out.print(loopbench.row_table([loopbench.Row(bench.label(LONG), 123456, 1e6, 1e5, 1e3, 1e3, True), loopbench.Row(bench.label(SHORT), 1, 1.0, 1.0, 1.0, 1.0, False)]))
+    rows = loopbench.Row(bench.label(LONG), 123456, 1e6, 1e5, 1e3, 1e3, 1e3, True), loopbench.Row(bench.label(SHORT), 1, 1.0, 1.0, 1.0, 1.0, 1.0, False)
+    out.print(loopbench.row_table(rows))
+    out.print(loopbench.compiler_table({"SourceModule, flat text": (1.5, 0.0002), "ours, by nvrtc": (0.6, 0.0002)}))
     case = models.Case("trained", "efficientnet_v2_s", 128, "bf16-nhwc")
     for kind in models.ROWS.values():
         out.print(models.row_table([kind(case), kind(case, "failed: the reason")]))
@@ -114,7 +116,7 @@ def of_lists():
 PRINTERS = {f.__name__.removeprefix("of_"): f for f in (of_tune, of_info, of_info_with_gpus, of_verify, of_bench, of_others, of_kernels, of_lists)}
 #: By module, the calls of `table` that the functions above lead to: a new one needs a line there.
 CALLS = {
-    "bench": 2, "choices": 1, "coldbench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "loopbench": 1, "models": 1, "report": 1, "training": 1, "tune": 1, "verify": 1,
+    "bench": 2, "choices": 1, "coldbench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "loopbench": 2, "models": 1, "report": 1, "training": 1, "tune": 1, "verify": 1,
 }  # fmt: skip
 
 

@@ -273,8 +273,9 @@ def test_images_that_are_multiplied_as_they_lie_are_read_once():
 def test_a_row_carries_the_floor_of_what_ran(words, config, expected):
     mode = "fp16-nhwc" if words is THIN else "fp32" if isinstance(config, Pointwise) else "fp16"
     problem = _layer(words, mode)
-    found = bench._blank(SimpleNamespace(problem=problem, config=config), mode)
+    found, on_cpu = (bench._blank(SimpleNamespace(problem=problem, config=config, device=SimpleNamespace(backend=backend)), mode) for backend in ("cuda", "opencl"))
     least = expected(problem)
+    assert on_cpu.floor_us is None  # the bounds are of GPUs
     assert (found.floor_pack_us, found.floor_compute_us, found.floor_traffic_us, found.floor_us) == (least.pack, least.compute, least.traffic, least.us)
     assert (found.mode, found.kernel) == (mode, type(config).__name__)
 
@@ -528,7 +529,7 @@ def test_what_the_host_s_path_measured_as_markdown():
 @pytest.fixture
 def command(capsys, monkeypatch):
     """Run the command in this process: (exit status, stdout, stderr)."""
-    for name in ("NO_COLOR", "FORCE_COLOR"):
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):  # xdist sets COLUMNS
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments):
@@ -630,7 +631,7 @@ def test_info_names_a_context(found, words):
 def test_verify_passes_and_says_so(command, device, torch, rich):
     status, out, err = command("verify", "--cases", "notebook-single, k1s1p0", "--device", device, "--seed", 7)
     assert (status, err) == (OK, "") and "FAIL" not in out and "torch's" in out
-    assert out.count(" pass ") >= 4 and "passed in" in out and "--seed 7 repeats this" in out
+    assert len(re.findall(r" pass *$", out, re.M)) >= 4 and "passed in" in out and "--seed 7 repeats this" in out
     assert ("GPUArray, own context" in out) == device.startswith("cuda")
 
 
@@ -674,7 +675,7 @@ def test_the_reference_is_torch_s_float64_convolution(case, torch):
 def test_verify_fails_when_a_kernel_is_wrong(command, wrong_kernel, torch, rich):
     arguments = ("verify", "--cases", "k1s1p0,notebook-single", "--device", "opencl")
     status, out, _ = command(*arguments)
-    assert status == FAILED and out.count(" FAIL ") == 4 and "0 of 4 passed" in out
+    assert status == FAILED and len(re.findall(r" FAIL *$", out, re.M)) == 4 and "0 of 4 passed" in out
     assert "worst at [3, 31, 31, 31]" in out and "worst at [0, 0, 2, 2]" in out  # the element, by its index
     assert ("1 of 131072 elements are NaN" in out) == bool(wrong_kernel)
     status, out, _ = command(*arguments, "--json")
@@ -719,15 +720,19 @@ def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, 
     front, results = empty_pages(tmp_path)
     files = ("--json", tmp_path / "b.json", "--csv", tmp_path / "b.csv", "--plots", tmp_path / "new" / "plots", "--pages", tmp_path)
     status, out, _ = command("bench", "--device", device, "--quick", "--only", ONLY_SMALLEST, "--seed", 1, *files)
-    assert status == OK and "fp32: 2 of 2 rows timed; 0 wrong" in out
+    assert status == OK and "fp32: 2 of 2 rows timed; 0 wrong" in out and ("H200" in out) == (device != "opencl")
 
     facts = json.loads((tmp_path / "b.json").read_text())
     assert sorted(facts) == ["host_calls", "loop", "machine", "rows", "summary"] and facts["machine"]["seed"] == 1
     assert tuple(r["problem"] for r in facts["rows"]) == SMALLEST
     for r in facts["rows"]:
         assert r["verdict"] == "ok" and r["ratio"] == pytest.approx(r["torch_us"] / r["ours_us"]) and 0 <= r["error"] < 1e-6 and r["of_bound"] <= 1
-        assert r["kept_ratio"] == pytest.approx(r["torch_us"] / r["kept_us"]) and r["of_floor"] == pytest.approx(r["floor_us"] / r["ours_us"])
-        assert r["floor_us"] == r["floor_pack_us"] + max(r["floor_compute_us"], r["floor_traffic_us"]) and r["mode"] == "fp32"
+        assert r["kept_ratio"] == pytest.approx(r["torch_us"] / r["kept_us"]) and r["mode"] == "fp32"
+        if device == "opencl":
+            assert {r[name] for name in ("floor_us", "floor_pack_us", "floor_compute_us", "floor_traffic_us", "of_floor")} == {None}
+            continue
+        assert r["of_floor"] == pytest.approx(r["floor_us"] / r["ours_us"])
+        assert r["floor_us"] == r["floor_pack_us"] + max(r["floor_compute_us"], r["floor_traffic_us"])
     with (tmp_path / "b.csv").open(newline="") as file:
         assert [(r["problem"], float(r["ours_us"])) for r in csv.DictReader(file)] == [(r["problem"], r["ours_us"]) for r in facts["rows"]]
     for name in ("ratios.svg", "roofline.svg"):

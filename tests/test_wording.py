@@ -7,6 +7,7 @@ import pytest
 from conftest import why_no_opencl
 
 from pycuda_conv import cli
+from pycuda_conv.tools import verify
 from pycuda_conv.tools.wording import in_options
 
 
@@ -57,3 +58,15 @@ def test_axes_are_named_where_they_make_a_call_work(image, filter, tmp_path, mon
     found = re.search(r"--axes says what the axes of the input are, as (--axes) (\w+)", capsys.readouterr().err)
     assert cli.main([*arguments, *found.groups()]) == 0
     assert np.load("y.npy").ndim == x.ndim
+
+
+def test_verify_names_its_oracle_where_torch_is_missing(monkeypatch, capsys):
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    find = verify._importable
+    for there in (True, False):
+        monkeypatch.setattr(verify, "_importable", lambda name, there=there: find(name) if there or name != "torch" else None)
+        assert cli.main(["verify", "--device", "opencl", "--cases", "float64"]) == 0
+        told = " ".join(capsys.readouterr().out.split())
+        if find("torch") is not None or not there:
+            assert ("judged by numpy alone" in told) != there and ("torch's" in told) == there

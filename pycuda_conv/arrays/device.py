@@ -268,6 +268,7 @@ class GPUArrayKind(InterfaceKind):
         strides = None if order is None else strides_of(shape, like.dtype.itemsize, order)
         gpuarray = importlib.import_module("pycuda.gpuarray").GPUArray
         pattern = vars(gpuarray(shape, like.dtype, allocator=device.allocate, gpudata=0, strides=strides))
+        number = contexts.number_of(device.where)
         plain, block, new, pool, result_bytes = device._drv.mem_alloc, block_class(), gpuarray.__new__, device.pool, pattern["nbytes"]
 
         def make(like: Any) -> Any:
@@ -276,6 +277,7 @@ class GPUArrayKind(InterfaceKind):
                 made = new(gpuarray)
                 made.__dict__.update(pattern)
                 made.gpudata = memory = block(pool, result_bytes)
+                made._pycuda_conv_context = memory, number  # the launcher in C need not ask the driver for it
                 memory.context = device.keep_alive()
                 return made
             return _made(device, allocator, lambda allocate: _gpuarray(shape, like.dtype, allocate, strides))

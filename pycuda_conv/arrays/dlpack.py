@@ -348,6 +348,10 @@ class DLPackKind(InterfaceKind, HostKind):
     def dtype_name(self, dtype: Any) -> str:
         return str(dtype)
 
+    def type_name(self, signature: Signature) -> str:
+        where = "in host memory" if signature[2] is None else f"on cuda:{contexts.ordinal_of(signature[2])}"
+        return f"{self.name} {signature[1]} {where}"
+
     def device(self, signature: Signature, device: Any) -> Device:
         return get_device(device) if signature[2] is None else DeviceKind.device(self, signature, device)
 

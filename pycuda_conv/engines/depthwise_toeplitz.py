@@ -45,7 +45,7 @@ ROWS, EIGHT = 16, 8  # rows of a task; columns of a tile
 MOST_COLUMNS, MOST_BANDS = 80, 4  # NHWC: most columns of a block, most sixteens of rows
 CHANNELS, PIXEL, ROW_PAD = 16, 24, 4  # NHWC: channels of a block; elements in shared memory of a pixel, and those that pad a row
 WORD = 4
-SHARED_KIB = 227  # of a multiprocessor of Hopper
+SHARED_KIB = 227  # of shared memory that the model counts on, of a multiprocessor of Hopper, which has 228
 #: By the stride: eights of columns that a task computes, and how many steps of 16 input columns an eight may meet.
 TILES = {1: 5, 2: 3}
 STEPS = {1: (1, 2), 2: (2,)}

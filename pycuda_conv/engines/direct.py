@@ -142,7 +142,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
     elif isinstance(config, (Batched, Dgrad)):
         shared = config.BLOCK_K * config.BLOCK_C * taps * acc
     elif isinstance(config, Wgrad):
-        shared = config.TAPS * ((config.THREADS + 8) * acc + 32)  # 8 sums between two taps' rows; 32 bytes for the offsets of a tap
+        shared = _wgrad_shared(config.TAPS, config.THREADS, acc)
     if shared > STATIC_SHARED_BYTES:
         return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
     return grid_refusal(_grid(problem, config))
@@ -421,8 +421,13 @@ def texts(device: Device) -> Iterator[TextFamily]:
             wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": (filters,)}
             yield TextFamily("direct_wgrad", wgrad | {"TAPS": taps_at_once})
             for q in SQUARE:
-                if _few_sums(filters, q**2):
+                if _few_sums(filters, q**2) and _wgrad_shared(q**2, 128, acc) <= STATIC_SHARED_BYTES:
                     yield TextFamily("direct_wgrad", wgrad | {"TAPS": (q**2,), "Q": (q,)})
+
+
+def _wgrad_shared(taps: int, threads: int, acc: int) -> int:
+    """Bytes of shared memory of a block of ``direct_wgrad.cu`` with sums of `acc` bytes."""
+    return taps * ((threads + 8) * acc + 32)  # 8 sums between two taps' rows; 32 bytes for the offsets of a tap
 
 
 def _made_unrolled(d: Mapping[str, int]) -> bool:

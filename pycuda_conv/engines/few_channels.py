@@ -41,8 +41,8 @@ TILES = {1: (6, 2), 2: (3, 2), 3: (4, 1), 6: (2, 1)}
 #: Warps side by side in a row, and parts of the channels; the other warps have rows of their own.
 SHAPES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
 #: Shared memory of a multiprocessor, in KiB.
-SHARED_KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
-OTHER_SHARED_KIB = 100
+MULTIPROCESSOR_KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
+OTHER_MULTIPROCESSOR_KIB = 100
 #: The most channels of the result: more would fill half a tile of other engines.
 MOST_CHANNELS = 32
 
@@ -182,7 +182,7 @@ def _tile(problem: ConvProblem, config: FewChannels) -> _Tile:
 
 def _resident(problem: ConvProblem, tile: _Tile, device: Device) -> int:
     """Blocks that fit a multiprocessor."""
-    shared = SHARED_KIB.get(device.capability, OTHER_SHARED_KIB) * 1024
+    shared = MULTIPROCESSOR_KIB.get(device.capability, OTHER_MULTIPROCESSOR_KIB) * 1024
     return max(1, min(4 if _wide_loads(problem) and products(problem) == 1 else 3, shared // (tile.shared + 1024)))
 
 

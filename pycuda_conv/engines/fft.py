@@ -1,6 +1,8 @@
 """Large filters by Fourier transforms of tiles in shared memory: ``cu/fft_tiles.cu``, ``cu/fft_range.cu``, ``cu/fft_product.cu``.
 
-The error of a transform is relative to the norm of the pair of tiles that it takes at once, not to each product. A result's window is
+By default transforms are float64, whatever the arrays are, and each result is checked, so that every element is right (WIDE). With
+``algorithm="fft"`` they are of the type of sums. Then this is said of their error: it
+is relative to the norm of the pair of tiles that is transformed at once, not to each product. A result's window is
 the pixels that it is computed from. A result is taken from a transform only if the pair's norm is at most :data:`RANGE` times that of its
 window; other results are sums of products, or 0 where a window has nothing but zeros. ``docs/design.md`` says what follows for the error.
 """
@@ -8,8 +10,9 @@ window; other results are sums of products, or 0 where a window has nothing but 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pycuda_conv.engines.base import BY_RULE, Config, fastest
@@ -50,11 +53,12 @@ FftArguments = kernel_struct("fft.cuh", "FftArguments")
 CONFIGS = (Fft,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 48}
+MOST_TEXTS = {"cuda": 96}
 #: Threads of a block by its tile; and by a tile that is a line, of which the planner has one.
 TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
 LINES = TILES | {(128, 128): 512}
 LINE = (64, 128)
+TILES_OF_FLOAT64, TILES_OF_FLOATS = ((64, 64), (64, 128)), ((64, 128), (128, 128))
 FORWARD, BACKWARD, WHOLE = range(3)  # fft_tiles.cu's MODE
 #: PARTS of fft_range.cu: parts of a tile, and of the side of a square tile.
 PARTS, SIDE = 1024, 32
@@ -62,6 +66,8 @@ PARTS, SIDE = 1024, 32
 RANGE = 256
 #: Threads of fft_product.cu, and channels and pairs of tiles of each thread.
 THREADS, ROWS, COLUMNS = 128, 4, 4
+#: FEW of fft_tiles.cu.
+FEW = 1024
 MOST_SHARED_BYTES = 227 << 10
 MOST_WORKSPACE = 4 << 30
 #: Filters of fewer taps are left to other engines, unless a configuration is given.
@@ -76,14 +82,25 @@ def unsupported(device: Device) -> str | None:
     return None
 
 
+def _wide(problem: ConvProblem) -> bool:
+    """Whether transforms are float64 for arrays of another type, and results are checked."""
+    return problem.dtype != "float64" and problem.algorithm != "fft"
+
+
+def _number_bytes(problem: ConvProblem) -> int:
+    """Bytes of a transform's real or imaginary part."""
+    return 8 if _wide(problem) else accumulator_bytes(problem)
+
+
 def _is_line(problem: ConvProblem) -> bool:
     """Whether the problem is 1-d along the last axis, so that a tile is a piece of a line."""
     return problem.input_size[1] == problem.output_size[1] == problem.filter_size[1] == 1
 
 
 def _shared_bytes(problem: ConvProblem, config: Fft) -> int:
-    """Bytes of shared memory of a block of ``fft_tiles.cu``, with its table of rotations."""
-    return (config.TILE_H * (config.TILE_W + 1) + max(config.TILE_H, config.TILE_W)) * 2 * accumulator_bytes(problem)
+    """Bytes of shared memory of a block of ``fft_tiles.cu``, with its table of rotations and its list."""
+    numbers = config.TILE_H * (config.TILE_W + 1) + max(config.TILE_H, config.TILE_W)
+    return numbers * 2 * _number_bytes(problem) + (4 * FEW + 16 if _wide(problem) else 0)
 
 
 def refusal(problem: ConvProblem, config: Fft) -> str | None:
@@ -154,7 +171,7 @@ def _dense(problem: ConvProblem) -> bool:
 def _workspace_bytes(problem: ConvProblem, tiles: _Tiles) -> int:
     """Bytes of the filters' spectra, and of the tiles' if they are stored."""
     spectra = (problem.operand_channels + problem.result_channels) * tiles.pairs if _dense(problem) else 0
-    return (spectra + _filters(problem)) * tiles.frequencies * 2 * accumulator_bytes(problem)
+    return (spectra + _filters(problem)) * tiles.frequencies * 2 * _number_bytes(problem)
 
 
 def _largest_grid(problem: ConvProblem, tiles: _Tiles) -> int:
@@ -182,26 +199,29 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = Fa
     On a GPU the filter's spectrum is its packed form. OpenCL launches take whole buffers, so there it lies in the workspace.
     """
     check_shared(problem, config, device, _shared_bytes(problem, config))
-    tiles, size = _Tiles.of(problem, config), accumulator_bytes(problem)
+    tiles, size = _Tiles.of(problem, config), _number_bytes(problem)
     groups, written = problem.groups, problem.result_channels // problem.groups
     spectrum, filters = 2 * tiles.frequencies * size, _filters(problem)
     scratch = Arena(WORKSPACE)
     packed = Arena(PACKED) if device.backend == "cuda" else scratch
     (_, filter_spectra), (_, filter_flags) = packed.take(filters * spectrum), packed.take(groups * written * size)
+    (_, filter_norms) = packed.take(groups * written * size)
     all_tiles = problem.N * groups * math.prod(tiles.count)
-    (_, flags), (_, maps) = scratch.take(all_tiles * size), scratch.take(all_tiles * PARTS)
+    (_, flags), (_, norms), (_, maps) = scratch.take(all_tiles * size), scratch.take(all_tiles * size), scratch.take(all_tiles * PARTS)
     kept = tiles.pairs if _dense(problem) else 0
     (_, spectra), (_, sums) = (scratch.take(channels * kept * spectrum) for channels in (problem.operand_channels, problem.result_channels))
 
-    types = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem))}
+    types = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "WIDE": int(_wide(problem))}
+    least = bits(2.0**24 * 2.0**-53 * math.log2(tiles.frequencies), 8) if _wide(problem) else 0
     tile = {"TILE_H": config.TILE_H, "TILE_W": config.TILE_W}
     line, threads = {"LINEAR": int(_is_line(problem))}, (LINES if _is_line(problem) else TILES)[config.TILE_H, config.TILE_W]
     of_filter = _arguments(problem, tiles, True)._replace(
         written_at=filter_spectra // size, flags_at=filter_flags // size, gain=bits(1 / tiles.frequencies, size),
+        norms_at=filter_norms // size,
     )
     of_image = _arguments(problem, tiles, False)._replace(
         read_at=filter_spectra // size, flags_at=flags // size, maps_at=maps // size, filter_flags_at=filter_flags // size,
-        gain=bits(1.0, size),
+        gain=bits(1.0, size), norms_at=norms // size, filter_norms_at=filter_norms // size, least=least,
     )
 
     def ranges(told: Any, x: int, into: int) -> KernelLaunch:
@@ -262,44 +282,51 @@ def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> Any:
         FftArguments, **what, channels=read, gain=0, used_h=tiles.used[0], used_w=tiles.used[1],
         parts_w=PARTS if _is_line(problem) else SIDE, part_h=tiles.part[0], part_w=tiles.part[1], k=groups * written, per_group=written,
         p=p, q=q, f_group=f_group, f_written=f_written, f_read=f_read, r=r, s=s, flipped=int(not forward),
-        read_at=0, written_at=0, flags_at=0, maps_at=0, filter_flags_at=0, **finish(problem),
+        read_at=0, written_at=0, flags_at=0, maps_at=0, filter_flags_at=0, norms_at=0, filter_norms_at=0, least=0,
+        **finish(problem),
     )  # fmt: skip
 
 
 def filter_key(problem: ConvProblem, config: Fft) -> Hashable:
     """Equal for problems with the same tile and kind of line, on which the filter's spectrum depends."""
     return (
-        Fft, config, problem.dtype, problem.direction, _is_line(problem), problem.K, problem.C // problem.groups, problem.groups,
+        Fft, config, problem.dtype, _wide(problem), problem.direction, _is_line(problem),
+        problem.K, problem.C // problem.groups, problem.groups,
         problem.filter_size,
     )  # fmt: skip
 
 
 def sum_order(problem: ConvProblem, config: Fft) -> Hashable:
-    """The tile: it decides all bits."""
-    return config
+    """The tile, and the type of transforms: they decide all bits."""
+    return config, _wide(problem)
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for each tile and type, for planes and lines, and for each mode; only on GPUs, where the planner chooses them."""
     if device.backend != "cuda":
         return
-    all_types = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
-    yield TextFamily("fft_range", all_types)
+    all_types = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "WIDE": FLAG}
+
+    def goes(tiles: Sequence[tuple[int, int]], defines: Mapping[str, int]) -> bool:
+        """Transforms of float64 arrays are float64 as they are; small tiles are for float64, large ones for floats."""
+        double, wide = defines["DTYPE"] == DTYPE_CODES["float64"], defines["WIDE"]
+        return not (double and wide) and not set(tiles).isdisjoint(TILES_OF_FLOAT64 if double or wide else TILES_OF_FLOATS)
+
+    yield TextFamily("fft_range", all_types, partial(goes, tuple(TILES)))
     for tile, threads in TILES.items():
-        types = all_types | {"DTYPE": tuple(code for dtype, code in DTYPE_CODES.items() if tile in _tiles(dtype))}
         product = {"FREQUENCIES": (math.prod(tile),), "THREADS": (THREADS,), "ROWS": (ROWS,), "COLUMNS": (COLUMNS,)}
-        yield TextFamily("fft_product", types | product)
+        yield TextFamily("fft_product", all_types | product, partial(goes, (tile,)))
         for linear, of_block in ((0, threads), (1, LINES[tile]))[: 1 + (tile == LINE)]:
             shape = {"TILE_H": tile[:1], "TILE_W": tile[1:], "THREADS": (of_block,), "LINEAR": (linear,)}
-            yield TextFamily("fft_tiles", types | shape | {"MODE": (FORWARD, BACKWARD, WHOLE)})
+            yield TextFamily("fft_tiles", all_types | shape | {"MODE": (FORWARD, BACKWARD, WHOLE)}, partial(goes, (tile,)))
 
 
 # ---- the choice
 
 
-def _tiles(dtype: str) -> tuple[tuple[int, int], ...]:
+def _tiles(problem: ConvProblem) -> tuple[tuple[int, int], ...]:
     """The tiles to choose from. Small ones are for float64 on devices where large ones don't fit; elsewhere they are no faster."""
-    return tuple(TILES)[:2] if dtype == "float64" else tuple(TILES)[1:]
+    return TILES_OF_FLOAT64 if _number_bytes(problem) == 8 else TILES_OF_FLOATS
 
 
 #: Microseconds of a multiprocessor of an H200 for a pair of tiles, both ways, divided by its numbers times their log2; the same with
@@ -314,7 +341,7 @@ CLEARLY = 1.2
 
 def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     """Microseconds that `config` should take: launches, transforms, and spectra that go through memory."""
-    tiles, size = _Tiles.of(problem, config), accumulator_bytes(problem)
+    tiles, size = _Tiles.of(problem, config), _number_bytes(problem)
     alone = 2 * _shared_bytes(problem, config) > shared_limit(device)
     pair = tiles.frequencies * math.log2(tiles.frequencies) * (STAGE if alone else TOGETHER) * (size // 4) ** 2
     read, written = (channels * tiles.pairs for channels in (problem.operand_channels, problem.result_channels))
@@ -340,10 +367,14 @@ def time(problem: ConvProblem, config: Fft, device: Device) -> float:
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
     """The configurations worth comparing for `problem`: every tile that fits the device, for filters of many taps."""
-    if device.backend != "cuda" or (math.prod(problem.filter_size) < LEAST_TAPS and problem.algorithm != "fft"):
+    if device.backend != "cuda":
+        return
+    if problem.algorithm != "fft" and (
+        math.prod(problem.filter_size) < LEAST_TAPS or problem.dtype == "float64"  # whose transforms are right by norms alone
+    ):
         return
     most = shared_limit(device)
-    for tile in (LINE,) if _is_line(problem) else _tiles(problem.dtype):
+    for tile in (LINE,) if _is_line(problem) else _tiles(problem):
         config = Fft(*tile)
         if refusal(problem, config) is None and _shared_bytes(problem, config) <= most:
             yield config

@@ -41,4 +41,4 @@ registry.ENGINES = (
     gather_nhwc_sm90, wgrad_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80, planes_sm90,
     gathered_planes_sm90, via_nhwc, columns,
 )  # fmt: skip
-registry.TRANSFORMS, registry.NORMWISE = (library_fft, fft), (fft,)
+registry.TRANSFORMS = library_fft, fft

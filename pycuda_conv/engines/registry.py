@@ -21,9 +21,8 @@ from pycuda_conv.runtime.base import Device
 #: All engines; :mod:`pycuda_conv.engines.peers` lists them here. Among equal predictions that of the first engine wins.
 ENGINES: tuple[Engine, ...] = ()
 
-#: Those that transform, and those of them whose error is relative to norms alone: they have to be asked for.
+#: Those that transform.
 TRANSFORMS: tuple[Engine, ...] = ()
-NORMWISE: tuple[Engine, ...] = ()
 
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
 PASS_LAUNCH = 2.0  # microseconds that one more launch takes
@@ -216,7 +215,7 @@ def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
     if problem.algorithm == "fft":
         transform = [engine for engine in found if engine in TRANSFORMS and any(True for _ in engine.configs(launched, device))]
         return transform or [engine for engine in found if engine not in TRANSFORMS]
-    return [engine for engine in found if engine not in (NORMWISE if problem.algorithm is None else TRANSFORMS)]
+    return [engine for engine in found if problem.algorithm is None or engine not in TRANSFORMS]
 
 
 def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, Config]]:

@@ -725,29 +725,54 @@ static int put_tensor(Key* key, PyObject* tensor, uint64_t* address) {
 
 // The class of PyCUDA's arrays, and the names of what is read of them, set once by learn_arrays().
 static struct {
-  PyObject *type, *name_memory, *name_shape, *name_strides, *name_type;
+  PyObject *type, *name_memory, *name_shape, *name_strides, *name_type, *name_known;
 } arrays;
 
 static int is_array(PyObject* object) { return arrays.type && (PyObject*)Py_TYPE(object) == arrays.type; }
 
 // The address of an array's memory, which is an integer or an object that stands for one. -1 for an array without memory.
-static int memory_of(PyObject* array, uint64_t* address) {
-  PyObject* memory = PyObject_GetAttr(array, arrays.name_memory);
+static int address_in(PyObject* memory, uint64_t* address) {
   PyObject* number = memory && memory != Py_None ? PyNumber_Long(memory) : NULL;
   *address = number ? PyLong_AsUnsignedLongLongMask(number) : 0;
-  Py_XDECREF(memory), Py_XDECREF(number);
+  Py_XDECREF(number);
   return *address && !PyErr_Occurred() ? 0 : -1;
+}
+
+// The number that stands for a context in keys: that of the GPU for its primary one, or one made of the id of the current one. -1 if it is neither.
+static int64_t context_number(void* context) {
+  uint64_t id;
+  long gpu;
+  return tell_context(context, &gpu, &id) ? -1 : gpu >= 0 ? gpu : (int64_t)(GPUS + id);
+}
+
+// The number of the context in which an array's memory lies. To ask the driver takes more than a microsecond. So the array keeps the answer,
+// together with the object of its memory: the answer holds for as long as that is the array's.
+static int64_t context_of(PyObject* array, PyObject* memory, uint64_t address) {
+  PyObject* known = PyObject_GetAttr(array, arrays.name_known);
+  int64_t number = -1;
+  PyErr_Clear();
+  if (known && PyTuple_Check(known) && PyTuple_Size(known) == 2 && PyTuple_GetItem(known, 0) == memory) {
+    number = PyLong_AsLongLong(PyTuple_GetItem(known, 1));
+  } else if ((number = context_number(owner_of(address))) >= 0) {
+    PyObject* answer = Py_BuildValue("(OL)", memory, (long long)number);
+    if (answer) PyObject_SetAttr(array, arrays.name_known, answer);
+    Py_XDECREF(answer);
+    PyErr_Clear();
+  }
+  Py_XDECREF(known);
+  return number;
 }
 
 // Write one of PyCUDA's arrays, or None, to the key: shape, strides, type and whether it is aligned; and its address and context. -1 if it is
 // anything else, or lies in another context than the arrays before.
-static int put_array(Key* key, PyObject* array, uint64_t* address, void** context) {
+static int put_array(Key* key, PyObject* array, uint64_t* address, int64_t* context) {
   *address = 0;
   if (array == Py_None) return put(key, 'N');
-  if (!is_array(array) || memory_of(array, address)) return -1;
-  void* owner = owner_of(*address);
-  if (!owner || (*context && owner != *context)) return -1;
-  *context = owner;
+  PyObject* memory = is_array(array) ? PyObject_GetAttr(array, arrays.name_memory) : NULL;
+  const int64_t number = memory && !address_in(memory, address) ? context_of(array, memory, *address) : -1;
+  Py_XDECREF(memory);
+  if (number < 0 || (*context >= 0 && number != *context)) return -1;
+  *context = number;
   PyObject* found = PyObject_GetAttr(array, arrays.name_type);
   int code = found && !put(key, 'G') && !put(key, (uint64_t)(uintptr_t)found) && !put(key, *address % 16) ? 0 : -1;
   Py_XDECREF(found);  // what stands behind the key keeps the type
@@ -761,12 +786,11 @@ static int put_array(Key* key, PyObject* array, uint64_t* address, void** contex
 }
 
 static int put_arrays(Key* key, PyObject* const* given, Py_ssize_t n, uint64_t* addresses) {
-  void* context = NULL;
-  uint64_t id;
-  long gpu;
+  int64_t context = -1;
   for (Py_ssize_t i = 0; i < n; i++)
     if (put_array(key, given[i], &addresses[i], &context)) return -1;
-  return tell_context(context, &gpu, &id) || put(key, (uint64_t)gpu) || put(key, id) ? -1 : 0;
+  if (context >= GPUS && (uint64_t)context != GPUS + current_id()) return -1;  // it is gone, or not current
+  return put(key, (uint64_t)context);
 }
 
 // Write the key of a call with these tensors, and their addresses.
@@ -906,7 +930,9 @@ static PyObject* make(const Maker* maker, long place, uint64_t* address) {
 // Make one of PyCUDA's arrays by a function of one that is like it, and get its address. NULL with an exception.
 static PyObject* make_array(const Maker* maker, PyObject* like, uint64_t* address) {
   PyObject* made = PyObject_CallFunctionObjArgs(maker->function, like, NULL);
-  if (made && memory_of(made, address)) Py_CLEAR(made);
+  PyObject* memory = made ? PyObject_GetAttr(made, arrays.name_memory) : NULL;
+  if (made && address_in(memory, address)) Py_CLEAR(made);
+  Py_XDECREF(memory);
   return made;
 }
 
@@ -1217,6 +1243,7 @@ static PyObject* learn(PyObject* self, PyObject* args) {
 static PyObject* learn_arrays(PyObject* self, PyObject* type) {
   arrays.name_memory = PyUnicode_InternFromString("gpudata"), arrays.name_shape = PyUnicode_InternFromString("shape");
   arrays.name_strides = PyUnicode_InternFromString("strides"), arrays.name_type = PyUnicode_InternFromString("dtype");
+  arrays.name_known = PyUnicode_InternFromString("_pycuda_conv_context");
   if (PyErr_Occurred()) return NULL;
   PyObject* before = arrays.type;
   Py_INCREF(type);

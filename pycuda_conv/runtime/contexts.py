@@ -30,6 +30,9 @@ from pycuda_conv.runtime.device import CudaDevice, Where
 from pycuda_conv.runtime.gpu import Gpu, gpu
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
+#: As in ``_launch.c``.
+GPUS = 64
+
 #: The most contexts, besides primary ones, that are remembered. Beyond that, the half is forgotten that was not used for the longest time.
 MOST = 64
 
@@ -423,6 +426,11 @@ def check_stream(device: CudaDevice, stream: Any) -> None:
     handle, context = driver.handle_of(stream), ctypes.c_void_p()
     if handle > 2 and not driver.libcuda().cuStreamGetCtx(handle, ctypes.byref(context)) and context.value not in (None, device.handle):
         raise ConvArgumentError(f"stream belongs to another CUDA context than the arrays, which lie in one of {device.name}")
+
+
+def number_of(where: Where) -> int:
+    """The number that stands for a context in the keys of the launcher in C: see ``context_number`` in ``_launch.c``."""
+    return where if isinstance(where, int) else GPUS + where[1]
 
 
 def ordinal_of(where: Where) -> int:

@@ -148,7 +148,7 @@ class OpenCLDevice(Device):
             ) from error
         self._programs: dict[str, tuple[Any, pocl.Program]] = {}
         self._kernels: dict[tuple[str, str], Any] = {}
-        self._building = threading.Lock()
+        self._building, self._asking = threading.Lock(), threading.Lock()
         self._lock = threading.RLock()
         #: kernels with machine code, and launches that make PoCL compile, with their memory
         self._compiled: set[Any] = set()
@@ -255,7 +255,7 @@ class OpenCLDevice(Device):
     def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
         """Begin to compile the kernels of `steps` in other processes."""
         found = []
-        with self._building:
+        with self._asking:
             for step in steps:
                 source = step.source()
                 if source not in self._coming or (self._coming[source].done() and not self.compiled(step)):
@@ -281,7 +281,7 @@ class OpenCLDevice(Device):
             event = kernel(self._side_queue, size, size, *spare, *numbers, global_offset=size)
             self._side_queue.flush()
             self._compiling.append((event, room, spare))
-        waiting.until(lambda: _done(event))
+        waiting.until(lambda: _done(event), compiling=True)
         event.wait()  # or raise its error
         self._compiling = [one for one in self._compiling if not _done(one[0])]
 

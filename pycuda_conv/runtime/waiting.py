@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,22 +39,22 @@ def check() -> None:
         raise Stopped("the process is about to end")
 
 
-def until(done: Callable[[], Any]) -> None:
-    """Wait until `done()` is true.
+def until(done: Callable[[], Any], compiling: bool = False) -> None:
+    """Wait until `done()` is true; `compiling` says that LLVM works meanwhile.
 
     Raises
     ------
     Stopped
         :func:`stop` was called meanwhile.
     """
-    pause, main = FIRST_PAUSE, threading.current_thread() is threading.main_thread()
+    pause, guard = FIRST_PAUSE, compiling and threading.current_thread() is threading.main_thread()
     while not done():
         check()
-        if main:
+        if guard:
             _put_handlers_back()
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
-    if main:
+    if guard:
         _put_handlers_back()
 
 
@@ -61,8 +62,9 @@ def _put_handlers_back() -> None:
     """Make Python's handlers of signals those of the process, too. LLVM's would remove its files, and could end the process."""
     for number in _TAKEN:
         handler = signal.getsignal(number)
-        if handler is not None:
-            signal.signal(number, handler)
+        if handler is not None:  # it is one of Python's
+            with suppress(ValueError):  # in a subinterpreter
+                signal.signal(number, handler)
 
 
 def beside(work: Callable[[], T]) -> T:
@@ -81,5 +83,5 @@ def beside(work: Callable[[], T]) -> T:
             future.set_exception(error)
 
     threading.Thread(target=run, name="pycuda_conv-beside", daemon=True).start()
-    until(future.done)
+    until(future.done, compiling=True)
     return future.result()

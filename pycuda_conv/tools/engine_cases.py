@@ -37,7 +37,8 @@ class EngineCase:
         problem = self.problem
         kind = problem.precision if problem.dtype == "float32" else problem.dtype
         last = " last" if problem.layout == "NHWC" else ""
-        return f"{self.engine} {kind}{last} {problem.direction}, {self.distribution}"
+        asked = f" {problem.algorithm}" if problem.algorithm else ""
+        return f"{self.engine}{asked} {kind}{last} {problem.direction}, {self.distribution}"
 
 
 def _shapes() -> Iterator[ConvProblem]:
@@ -78,10 +79,8 @@ def engine_cases(device: Device) -> list[EngineCase]:
 
 
 def _of_engine(engine: Engine, pool: list[ConvProblem], device: Device) -> Iterator[EngineCase]:
-    normwise = engine in registry.NORMWISE  # whose error is not of each element: they are asked for by name
     possible: list[tuple[bool, ConvProblem, engines.Config]] = []
-    for shape in pool:
-        problem = replace(shape, algorithm="fft") if normwise else shape
+    for problem in [*pool, *(replace(one, algorithm="fft") for one in pool if engine in registry.TRANSFORMS)]:
         launched = problem.launched
         if launched.layout not in engine.LAYOUTS or (device.backend != "cuda" and problem.precision == "tf32"):
             continue
@@ -94,13 +93,14 @@ def _of_engine(engine: Engine, pool: list[ConvProblem], device: Device) -> Itera
     most = (MOST_ON_GPU if device.backend == "cuda" else MOST_ON_HOST) + len(engine.CONFIGS) - 1
     met: set[tuple[str, ...]] = set()
     taken: dict[tuple[ConvProblem, engines.Config], bool] = {}
-    for size in (1, 3, 5):  # first each class of configurations, then each arithmetic, then each pass and layout
+    for size in (2, 4, 6):  # first each class of configurations and algorithm, then each arithmetic, then each pass and layout
         for chosen, problem, config in possible:
-            what = type(config).__name__, problem.dtype, problem.precision, problem.direction, problem.layout
+            what = type(config).__name__, str(problem.algorithm), problem.dtype, problem.precision, problem.direction, problem.layout
             if what[:size] not in met and len(taken) < most:
-                met |= {what[:1], what[:3], what}
+                met |= {what[:2], what[:4], what}
                 taken[problem, config] = chosen
     for number, ((problem, config), chosen) in enumerate(taken.items()):
-        kinds = ORDINARY if normwise else DISTRIBUTIONS if number == 0 else ORDINARY[:1]
+        # transforms that were asked for are right by norms alone
+        kinds = ORDINARY if problem.algorithm else DISTRIBUTIONS if number == 0 else ORDINARY[:1]
         for distribution in kinds:
             yield EngineCase(name, problem, config, distribution, chosen)

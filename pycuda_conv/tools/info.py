@@ -69,6 +69,14 @@ def _driver() -> Any:
         return None
 
 
+def _importable(module: str) -> bool:
+    """Whether a module is there; it is not imported."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):  # a finder refuses it, or it was made by hand
+        return False
+
+
 def versions() -> dict[str, str | None]:
     """Versions of all software that takes part; None for what is missing. It reads metadata and imports nothing large."""
     found: dict[str, str | None] = {"Python": platform.python_version(), "pycuda_conv": pycuda_conv.__version__}
@@ -77,7 +85,7 @@ def versions() -> dict[str, str | None]:
         installed.setdefault(re.sub(r"[-_.]+", "-", one.name or "").lower(), one.version)
     for shown, (module, name) in PACKAGES.items():
         names = [one for one in installed if one == name or one.startswith((f"{name}-cuda", f"{name}-rocm"))]
-        there = find_spec(module) is not None
+        there = _importable(module)
         found[shown] = installed[names[0]] if there and names else "of unknown version" if there and module == name else None
     drv = _driver()
     number = drv.get_driver_version() if drv else None

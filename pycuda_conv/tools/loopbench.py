@@ -1,23 +1,31 @@
 """The loop that this package began as, against one launch: a kernel for one channel, launched for every image, output and input channel.
 
 All arrays are GPUArrays and stay on the GPU. The loop is made as people write it, with ``array[n, k]`` for every launch; as a captured
-graph, which costs the host one launch but the GPU all of them; and as one call of :func:`pycuda_conv.conv2d`.
+graph, which costs the host one launch but the GPU all of them; and as one call of :func:`pycuda_conv.conv2d`. The call's kernels are also
+launched by hand, as :meth:`Plan.kernels` gives them.
+
+A second table has the times of compilers for the text of one kernel: PyCUDA's ``SourceModule`` and ours, at first and from their caches.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import pycuda_conv
+from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime import driver
-from pycuda_conv.runtime.compiler import compiler
+from pycuda_conv.runtime import binaries, driver
+from pycuda_conv.runtime.base import KERNEL_DIR
+from pycuda_conv.runtime.compiler import Nvcc, Nvrtc, compiler, nvcc, nvrtc
 from pycuda_conv.runtime.graph import Graph
+from pycuda_conv.runtime.plain import plain
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import compare, reference, torch_precision
 from pycuda_conv.tools.report import header_lines, median, microseconds, number, write_json
@@ -56,6 +64,7 @@ class Row:
     loop_us: float
     graph_us: float
     one_us: float
+    hand_us: float
     torch_us: float
     correct: bool
 
@@ -66,12 +75,14 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
-        times = (microseconds(us) for us in (self.loop_us, self.graph_us, self.one_us, self.torch_us))
+        times = (microseconds(us) for us in (self.loop_us, self.graph_us, self.one_us, self.hand_us, self.torch_us))
         ratios = number(self.ratio, ".0f"), number(self.graph_us / self.one_us, ".1f")
         return self.problem, f"{self.launches:,}", *times, *ratios, "ok" if self.correct else "WRONG"
 
 
-COLUMNS = ("problem", "launches", "loop us", "graph us", "one launch us", "torch us", "loop / one", "graph / one", "verdict")
+COLUMNS = (
+    "problem", "launches", "loop us", "graph us", "one call us", "by hand us", "torch us", "loop / one", "graph / one", "verdict",
+)  # fmt: skip
 
 
 def problems() -> list[ConvProblem]:
@@ -126,7 +137,9 @@ def measure(problem: ConvProblem, device: Any, module: Any, torch: Any, rounds: 
     rng = np.random.default_rng(seed)
     x, w = (rng.standard_normal(shape).astype(np.float32) for shape in (problem.input_shape, problem.weight_shape))
     x_gpu, w_gpu = gpuarray.to_gpu(x), gpuarray.to_gpu(w)
-    by_loop, by_graph, by_one = (gpuarray.to_gpu(np.full(problem.result_shape, np.nan, np.float32)) for _ in range(3))
+    results = [gpuarray.to_gpu(np.full(problem.result_shape, np.nan, np.float32)) for _ in range(4)]
+    by_loop, by_graph, by_one, by_hand = results
+    kernels = Plan(problem, device).kernels(x_gpu, w_gpu, out=by_hand)
     stream, wait = drv.Stream(), drv.Context.synchronize
     loop, graph, captured = Loop(module, x_gpu, w_gpu, by_loop), Graph(stream), Loop(module, x_gpu, w_gpu, by_graph)
     with graph.capture():
@@ -136,6 +149,10 @@ def measure(problem: ConvProblem, device: Any, module: Any, torch: Any, rounds: 
     def one() -> None:
         pycuda_conv.conv2d(x_gpu, w_gpu, padding=1, out=by_one)
 
+    def hand() -> None:
+        for kernel in kernels:
+            kernel()
+
     x_torch, w_torch = (torch.from_numpy(a).to(device.name) for a in (x, w))
 
     def theirs() -> None:
@@ -143,14 +160,47 @@ def measure(problem: ConvProblem, device: Any, module: Any, torch: Any, rounds: 
 
     launches = problem.N * problem.K * problem.C
     many = 20
-    times = [
-        seconds(call, wait, in_a_row, rounds)
-        for call, in_a_row in ((loop, max(1, many // launches)), (graph.replay, many), (one, many), (theirs, many))
-    ]
+    times = [seconds(loop, wait, max(1, many // launches), rounds)]
+    times += [seconds(call, wait, many, rounds) for call in (graph.replay, one, hand, theirs)]
     truth = reference(problem, x, w, None), reference(problem, abs(x), abs(w), None)
-    correct = all(compare(problem, y.get().astype(np.float64), *truth).correct for y in (by_loop, by_graph, by_one))
-    loop_us, graph_us, one_us, torch_us = (1e6 * taken for taken in times)
-    return Row(bench.label(problem), launches, loop_us, graph_us, one_us, torch_us, correct)
+    correct = all(compare(problem, y.get().astype(np.float64), *truth).correct for y in results)
+    loop_us, graph_us, one_us, hand_us, torch_us = (1e6 * taken for taken in times)
+    return Row(bench.label(problem), launches, loop_us, graph_us, one_us, hand_us, torch_us, correct)
+
+
+def compile_times(problem: ConvProblem, device: Any) -> dict[str, tuple[float, float]]:
+    """Seconds that compilers take for the text of a problem's first kernel, loading included: at first, and from their caches.
+
+    The device's context must be current. Compilers that are not installed are left out.
+    """
+    import pycuda.driver as drv
+    from pycuda.compiler import SourceModule
+
+    launch = Plan(problem, device).loaded.whole[0][0]
+    text, arch = launch.source(), launch.arch or device.queue.arch
+    found = {}
+
+    def measure_both(name: str, first: Callable[[], Any], again: Callable[[], Any]) -> None:
+        taken = []
+        for call in (first, again, again, again):
+            begin = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begin)
+        found[name] = taken[0], median(taken[1:])
+
+    program, library = nvcc(), nvrtc(driver.newest())
+    for flat in (False, True) if program else ():
+        with tempfile.TemporaryDirectory(prefix="pycuda_conv-") as folder:
+            options = {"options": ["-std=c++17", "-w"], "arch": arch, "cache_dir": folder, "include_dirs": [str(KERNEL_DIR)]}
+            module = partial(SourceModule, plain(text, flat), **options)
+            measure_both("SourceModule, flat text" if flat else "SourceModule", module, module)
+    for made_by in (*([Nvcc(program)] if program else ()), *([Nvrtc(library)] if library else ())):
+        made = partial(binaries.make, text, arch, made_by)
+        measure_both(
+            f"ours, by {made_by.name}", lambda made=made: drv.module_from_buffer(made(fresh=True)),  # type: ignore[misc]
+            lambda made=made: drv.module_from_buffer(made()),  # type: ignore[misc]
+        )
+    return found
 
 
 def row_table(rows: Sequence[Row]) -> Table:
@@ -158,6 +208,13 @@ def row_table(rows: Sequence[Row]) -> Table:
     title = "A loop over images and channels against one launch, all arrays on the GPU: microseconds until the result is there"
     styles = ["" if row.correct else "bold red" for row in rows]
     return table(title, COLUMNS, [row.cells() for row in rows], left=("problem", "verdict"), styles=styles)
+
+
+def compiler_table(compiled: dict[str, tuple[float, float]]) -> Table:
+    """The times of :func:`compile_times` as a table."""
+    cells = [(name, f"{first:.3f}", f"{again:.5f}") for name, (first, again) in compiled.items()]
+    columns = "compiler", "seconds at first", "again, from its cache"
+    return table("The text of one kernel, compiled and loaded", columns, cells, left=columns[:1])
 
 
 def run(settings: bench.Settings) -> int:
@@ -178,10 +235,13 @@ def run(settings: bench.Settings) -> int:
         cubin = compiler(driver.newest()).compile(ONE_CHANNEL, device.queue.arch)
         module = driver.pycuda().module_from_buffer(cubin)
         rows = [measure(problem, device, module, torch, 9 if settings.quick else 25, seed) for problem in track(chosen, bench.label)]
+        compiled = compile_times(chosen[0], device)
     out.print(row_table(rows))
+    out.print(compiler_table(compiled))
     if settings.json is not None:
+        report = {"machine": machine, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "compilers": compiled}
         try:
-            write_json(settings.json, {"machine": machine, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
+            write_json(settings.json, report)
         except OSError as error:
             raise ToolError(f"can't write the report: {error}") from error
     return OK if all(row.correct for row in rows) else FAILED

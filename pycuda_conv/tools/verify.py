@@ -478,6 +478,11 @@ def run(cases: str | None = None, device: Any = None, seed: int | None = None, a
     missing = [case.name for case in chosen if case.name not in {r.case for r in results}]
     if missing:
         out.print(f"left out: {', '.join(missing)}; numpy has no bfloat16 without the package ml_dtypes", markup=False)
+    if not beside:
+        out.print(
+            "torch is not installed, so the errors of its F.conv2d and the like are left out; the results are judged by numpy alone, which "
+            "sums in float64, one filter tap after the other", markup=False,
+        )  # fmt: skip
     passed = f"{len(results) - len(failed)} of {len(results)} passed in {elapsed:.1f} s"
     out.print(f"{passed} on {where.name}; --seed {seed} repeats this", style="bold")
     return FAILED if failed else OK
