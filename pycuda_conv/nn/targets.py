@@ -47,8 +47,8 @@ class _Folding(Targets):
         """The call that folds norms."""
         raise NotImplementedError
 
-    def scale(self, node: Node, options: Options, start: int, folded: Node) -> None:
-        """Let a chain's call read its norm, which lies at `start`."""
+    def scale(self, node: Node, options: Options, start: int, folded: Node, place: str) -> None:
+        """Let a chain's call read its norm, which lies at `start`; `place` is the kind of the tensors' device."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -57,13 +57,13 @@ class _Folding(Targets):
             mean = one[2].vectors[2]
             groups.setdefault((value(mean).device, one[4] is torch.float64), []).append(one)
         first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
-        for (_, wide), members in groups.items():
+        for (device, wide), members in groups.items():
             vectors = [v for _, _, norm, bias, _ in members for v in (*norm.vectors, bias)]
             starts = folding.starts_of([value(norm.vectors[2]).shape[0] for _, _, norm, _, _ in members])
             with self.graph.inserting_before(first):
                 folded = self.fold(vectors, [norm.eps for _, _, norm, _, _ in members], wide)
             for (node, options, *_), start in zip(members, starts, strict=False):
-                self.scale(node, options, start, folded)
+                self.scale(node, options, start, folded, device.type)
 
 
 def _unfinished(x: Any, weight: Any, residual: Any) -> Any:
@@ -86,20 +86,20 @@ class Light(_Folding):
 
     def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         vectors = (None,) * 4 if norm is None else norm.vectors
-        call = evaluation_of(options, 0.0 if norm is None else norm.eps)
+        call = evaluation_of(options, 0.0 if norm is None else norm.eps, value(x).device.type)
         return self.graph.call_function(call, (x, weight, bias, *vectors, residual))
 
     def fold(self, vectors: list[Any], eps: list[float], wide: bool) -> Node:
         return self.graph.call_function(folding.fold_norms, (vectors, eps, wide))
 
-    def scale(self, node: Node, options: Options, start: int, folded: Node) -> None:
+    def scale(self, node: Node, options: Options, start: int, folded: Node, place: str) -> None:
         x, weight, residual = node.args
-        node.target, node.args = scaled_of(options, start), (x, weight, folded, residual)
+        node.target, node.args = scaled_of(options, start, place), (x, weight, folded, residual)
 
     def train(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
     ) -> Node:
-        call = partial(training_of, options, norm.of_batch, norm.momentum, norm.eps, dtype)
+        call = partial(training_of, options, norm.of_batch, norm.momentum, norm.eps, dtype, value(operands[0]).device.type)
         counted = None if norm.counts is None else norm.counts[1]
         made = self.graph.call_function(call(), (*operands, *norm.vectors, counted, residual))
         if grad and value(operands[0]).dtype is dtype and value(operands[0]).requires_grad:
@@ -149,14 +149,14 @@ def _asked(options: Options) -> tuple[Any, ...]:
     return function, ndim, stride, padding, dilation, groups, precision, size
 
 
-def evaluation_of(options: Options, eps: float) -> Callable[..., Any]:
+def evaluation_of(options: Options, eps: float, place: str) -> Callable[..., Any]:
     """(x, weight, bias, gamma, beta, mean, var, residual) -> a chain without gradients."""
     function, _, *others, size = _asked(options)
     asked = function, *others, size, options.activation, eps
     compute, is_cast = evaluation._evaluate, torch.is_autocast_enabled
 
     def evaluate(x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, mean: Any, var: Any, residual: Any) -> Any:
-        if is_cast("cuda" if x.is_cuda else "cpu"):
+        if is_cast(place):
             with without_autocast(x):
                 return compute(asked, x, weight, bias, gamma, beta, mean, var, residual)
         return compute(asked, x, weight, bias, gamma, beta, mean, var, residual)
@@ -164,13 +164,13 @@ def evaluation_of(options: Options, eps: float) -> Callable[..., Any]:
     return evaluate
 
 
-def scaled_of(options: Options, start: int) -> Callable[..., Any]:
+def scaled_of(options: Options, start: int, place: str) -> Callable[..., Any]:
     """(x, weight, folded, residual) -> a chain without gradients, whose norm lies at `start` in `folded`."""
     function, _, *others, size = _asked(options)
     asked, compute, is_cast = (function, *others, size, options.activation, 0.0), folding.scaled, torch.is_autocast_enabled
 
     def scaled(x: Any, weight: Any, folded: Any, residual: Any) -> Any:
-        if is_cast("cuda" if x.is_cuda else "cpu"):
+        if is_cast(place):
             with without_autocast(x):
                 return compute(asked, start, x, weight, folded, residual)
         return compute(asked, start, x, weight, folded, residual)
@@ -179,7 +179,7 @@ def scaled_of(options: Options, start: int) -> Callable[..., Any]:
 
 
 def training_of(
-    options: Options, of_batch: bool, momentum: float, eps: float, dtype: torch.dtype, passes_on: bool = False
+    options: Options, of_batch: bool, momentum: float, eps: float, dtype: torch.dtype, place: str, passes_on: bool = False
 ) -> Callable[..., Any]:
     """(x, weight, bias, gamma, beta, mean, var, count, residual) -> a chain with batch normalisation, with its own backward pass.
 
@@ -191,7 +191,7 @@ def training_of(
         x = x if x.dtype is dtype else x.to(dtype)
         weight = weight if weight.dtype is dtype else weight.to(dtype)
         bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
-        if is_cast("cuda" if x.is_cuda else "cpu"):
+        if is_cast(place):
             with without_autocast(x):
                 return layer(x, weight, bias, gamma, beta, mean, var, count, residual, passes_on)
         return layer(x, weight, bias, gamma, beta, mean, var, count, residual, passes_on)
@@ -263,7 +263,7 @@ class Operators(_Folding):
     def fold(self, vectors: list[Any], eps: list[float], wide: bool) -> Node:
         return self.graph.call_function(torch.ops.pycuda_conv.fold_norms.default, (vectors, eps, wide))
 
-    def scale(self, node: Node, options: Options, start: int, folded: Node) -> None:
+    def scale(self, node: Node, options: Options, start: int, folded: Node, place: str) -> None:
         x, weight, residual = node.args
         node.target, node.args = torch.ops.pycuda_conv.scaled.default, (x, weight, folded, residual, start, _spec(options))
 
