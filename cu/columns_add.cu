@@ -27,7 +27,7 @@ typedef struct ColumnsArguments {
   long_t every_d, every_h, every_w;                                        // taps from one that a pixel meets to the next
   long_t back_d, back_h, back_w;                                           // pixels of y between these
   long_t pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;             // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;             // the epilogue; slope: an acc_t's bits
 } ColumnsArguments;
 
 // Of an axis: the first tap that a pixel meets, and the pixel of y that this tap reads. `at` is the pixel's place with the padding.
@@ -48,7 +48,7 @@ WITHIN_KERNEL Met met(int at, int stride, long_t by_stride, int dil, int every) 
 }
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void columns_add(const GLOBAL_MEM data_t* RESTRICT columns, const GLOBAL_MEM data_t* RESTRICT bias,
-                                                  SCALES, const GLOBAL_MEM data_t* residual,
+                                                  const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual,
                                                   GLOBAL_MEM data_t* RESTRICT x, const ColumnsArguments arg) {
   AFTER_LAST_LAUNCH
   EPILOGUE_FLAGS

@@ -56,7 +56,7 @@ struct DensePhase {
   long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first pixel of the phase, and from one to the next
   long long wide;                                             // how channels of y are written: Wide
   long long noted;                                            // whether moments are written, where NOTES
-  long long has_bias, has_scale, has_residual, activation, slope, eps;           // what finishes a sum; slope, eps: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
 };
 typedef DensePhase Phase;
 #define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can note moments: forward, of whole sums
@@ -181,7 +181,7 @@ DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     dense_nhwc_sm90(const __grid_constant__ Maps maps_x, const __grid_constant__ FilterMaps maps_w, const data_t* __restrict__ bias,
-                    const Scales<data_t> scale, const data_t* residual, data_t* __restrict__ y,
+                    const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y,
 #if NOTES
                     float* __restrict__ moments,
 #endif

@@ -44,7 +44,7 @@ typedef struct DepthwiseArguments {
   long_t n, c, k, multiplier, by_multiplier;                                 // images; channels of x and y; channels of y for each of x
   long_t h, w, p, q;                                             // sizes of a plane of x and y
   long_t r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, dil_w, flip;
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;                 // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;                 // the epilogue; slope: an acc_t's bits
 } DepthwiseArguments;
 
 #ifdef R
@@ -74,7 +74,7 @@ typedef struct DepthwiseArguments {
 #endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                        const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+                        const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const DepthwiseArguments arg) {
   AFTER_LAST_LAUNCH
   const int c_all = (int)arg.c, k_all = (int)arg.k, h_end = (int)arg.h, w_end = (int)arg.w, p_end = (int)arg.p, q_end = (int)arg.q;

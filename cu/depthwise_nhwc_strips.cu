@@ -49,7 +49,7 @@ typedef struct DepthwiseStripsArguments {
   long_t n, c, k, multiplier, by_multiplier;                                     // images; channels of x and y; channels of y for each of x
   long_t h, w, p, q;                                                             // sizes of a plane of x and y
   long_t pad_h, pad_w, flip;
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;                                 // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;                                 // the epilogue; slope: an acc_t's bits
 } DepthwiseStripsArguments;
 
 // Loads row i of the strip's rows of x; zeros outside the image or below the strip.
@@ -61,7 +61,7 @@ typedef struct DepthwiseStripsArguments {
   }
 
 KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_MEM data_t* RESTRICT x,
-                        const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+                        const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const DepthwiseStripsArguments arg) {
   AFTER_LAST_LAUNCH
   const int c_all = (int)arg.c, k_all = (int)arg.k, w_end = (int)arg.w, p_end = (int)arg.p, q_end = (int)arg.q;

@@ -34,7 +34,7 @@ typedef struct DepthwisePlanesArguments {
   long_t flipped;                             // whether the filter's last tap comes first
   long_t filters, y_room;                     // numbers of shared memory
   long_t x_size;                              // elements of x
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;  // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } DepthwisePlanesArguments;
 
 #define THREADS 128
@@ -57,7 +57,7 @@ typedef struct DepthwisePlanesArguments {
 #endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, RESIDENT) void depthwise_planes(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                        const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+                        const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const DepthwisePlanesArguments arg) {
   AFTER_LAST_LAUNCH
 

@@ -77,7 +77,7 @@ struct DepthwiseToeplitzArguments {
   long long x_rows, by_x_rows;                    // rows of x of a plane of a unit
   long long taps_pitch, by_taps_pitch;            // words of a row of taps
   long long y_at, x_at, x_size;                   // offsets in shared memory in bytes; elements of x
-  long long has_bias, has_scale, has_residual, activation, slope, eps;
+  long long has_bias, has_scale, has_residual, activation, slope;
 };
 
 DEVICE uint32_t load_word(uint32_t from) {
@@ -119,7 +119,7 @@ DEVICE uint4 eight_of(const uint32_t (&words)[5], int from, int count, const dat
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    depthwise_toeplitz(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const Scales<data_t> scale,
+    depthwise_toeplitz(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const data_t* __restrict__ scale,
                        const data_t* residual, data_t* __restrict__ y, const __grid_constant__ DepthwiseToeplitzArguments arg) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) uint4 dynamic[];

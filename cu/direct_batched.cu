@@ -34,7 +34,7 @@ typedef struct BatchedArguments {
   long_t split, by_split, run, part_size;               // parts of the sum over channels; channels and elements of each
   long_t d, h, w, t, r, s;
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;        // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;        // the epilogue; slope: an acc_t's bits
 } BatchedArguments;
 
 #ifdef R
@@ -85,7 +85,7 @@ typedef struct BatchedArguments {
 #endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                           const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+                           const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                            const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const BatchedArguments arg) {
   AFTER_LAST_LAUNCH
   LOCAL_ROOM(filter);

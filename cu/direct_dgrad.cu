@@ -42,7 +42,7 @@ typedef struct DgradArguments {
   long_t every_d, every_h, every_w;                     // taps from one that a pixel meets to the next: stride / gcd(stride, dil)
   long_t back_d, back_h, back_w;                        // outputs between these: dil / gcd(stride, dil)
   long_t pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;        // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;        // the epilogue; slope: an acc_t's bits
 } DgradArguments;
 
 #ifndef R
@@ -85,7 +85,7 @@ typedef struct DgradArguments {
 #define FIRST(at, stride, dil, every) ((every) == 1 && (stride) == 1 ? 0 : first_tap(at, stride, dil, every))
 
 KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_dgrad(const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT w,
-                         const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+                         const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                          const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT x, const DgradArguments arg) {
   AFTER_LAST_LAUNCH
   LOCAL_ROOM(filter);

@@ -83,7 +83,7 @@ typedef struct GemmArguments {
   long_t w_base, w_g, w_m, w_c, w_t, w_r, w_s;
   long_t y_base, y_image, y_group, y_channel, y_d, y_h, y_w;
   long_t out_vec;                                  // whether four neighbouring pixels may be written at once
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;   // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;   // the epilogue; slope: an acc_t's bits
   // where FIXUP:
   long_t n_blocks;                                 // tiles to check
   long_t units, unit_group, unit_image;            // units; units from one group and image to the next
@@ -215,7 +215,7 @@ typedef struct ALIGNED Tap {
 
 KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
-    SCALES, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y,
+    const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y,
 #if FIXUP
     const int* unit_flags, const int* filter_flags, const float* unit_scales, const float* filter_scales, int* redone,
     const GemmArguments arg) {

@@ -46,7 +46,7 @@ struct DirectQuadsArguments {
   long long depth, height, width, p, q;                    // sizes of x and of y
   long long stride_d, stride_h, low_d, low_h, low_w, dilation_d, dilation_h;
   long long wide;                                          // whether rows of y begin at multiples of four elements
-  long long has_bias, has_scale, has_residual, activation, slope, eps;
+  long long has_bias, has_scale, has_residual, activation, slope;
 };
 
 // A block's tile.
@@ -97,7 +97,7 @@ DEVICE void start(const DirectQuadsArguments& arg, const Place& tile, const floa
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, QUADS == 1 ? 5 : 4)
-    direct_quads(const float* __restrict__ x, const float* __restrict__ w, const float* __restrict__ bias, const Scales<float> scale,
+    direct_quads(const float* __restrict__ x, const float* __restrict__ w, const float* __restrict__ bias, const float* __restrict__ scale,
                  const float* residual, float* __restrict__ y, const __grid_constant__ DirectQuadsArguments arg) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) float dynamic[];

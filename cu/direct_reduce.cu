@@ -17,14 +17,14 @@ typedef struct ReduceArguments {
   long_t size, split, width, run;  // elements of y; parts; log2 of the elements of a block; parts of a lane, fewer in the last one
   long_t plane, by_plane;          // neighbours of one channel in y; by_: as a prepared divisor, see division.cuh
   long_t channels, by_channels;    // of y
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;  // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } ReduceArguments;
 
 typedef struct ReduceTwo {
   ReduceArguments of[2];
 } ReduceTwo;
 
-WITHIN_KERNEL void reduce(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+WITHIN_KERNEL void reduce(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                           const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const ReduceArguments arg, const index_t block,
                           LOCAL_MEM_POINTER acc_t* sums) {
   EPILOGUE_FLAGS
@@ -48,11 +48,11 @@ WITHIN_KERNEL void reduce(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_M
 }
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_MEM data_t* RESTRICT bias,
-                                                    SCALES, const GLOBAL_MEM data_t* residual,
+                                                    const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual,
                                                     GLOBAL_MEM data_t* RESTRICT y, const ReduceArguments arg) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[THREADS];
-  reduce(parts, bias, SAME_SCALES, residual, y, arg, (index_t)GID_0, sums);
+  reduce(parts, bias, scale, residual, y, arg, (index_t)GID_0, sums);
 }
 
 // Two such sums without an epilogue in one launch: the first has `blocks` blocks.
@@ -62,5 +62,5 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce_two(const GLOBAL_MEM acc_t* 
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[THREADS];
   const bool other = (index_t)GID_0 >= (index_t)blocks;
-  reduce(other ? other_parts : parts, 0, NO_SCALES, 0, other ? other_y : y, arg.of[other], (index_t)GID_0 - (other ? (index_t)blocks : 0), sums);
+  reduce(other ? other_parts : parts, 0, 0, 0, other ? other_y : y, arg.of[other], (index_t)GID_0 - (other ? (index_t)blocks : 0), sums);
 }

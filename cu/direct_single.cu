@@ -26,7 +26,7 @@ typedef struct SingleArguments {
   long_t c, k, by_k, by_multiplier;             // channels of x and y
   long_t h, w, r, s, p, q, by_q;                // sizes of a plane of x, of the filter, and of a plane of y
   long_t stride_h, stride_w, pad_h, pad_w, dil_h, dil_w;
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;  // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } SingleArguments;
 
 #if !defined(LAYER)
@@ -41,7 +41,7 @@ typedef struct SingleArguments {
 #endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_single(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                          const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+                          const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                           const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const SingleArguments arg) {
   AFTER_LAST_LAUNCH
   EPILOGUE_FLAGS

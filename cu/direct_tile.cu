@@ -32,7 +32,7 @@ typedef struct TileArguments {
   long_t r, s, stride_h, stride_w, dil_h, dil_w, by_halo_w;
   long_t flipped;                                   // whether the filter's taps are reversed
   long_t apart_h, apart_w;                          // log2 of the distance of x's pixels
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;    // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
 } TileArguments;
 
 #ifdef R
@@ -68,7 +68,7 @@ typedef struct TileArguments {
 #define HALO_W ((TILE_Q - 1) * STRIDE_W + (S - 1) * DIL_W + 1)
 
 KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                        const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+                        const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const TileArguments arg) {
   AFTER_LAST_LAUNCH
 

@@ -70,7 +70,7 @@ struct DmmaArguments {
   long_t phase_d, phase_h, phase_w;             // elements of y from one phase to the next
   long_t size;                                  // elements of y, and of a part of a split sum
   long_t pairs;                                 // whether two neighbouring columns are neighbours in y too, at multiples of 16 bytes
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;  // what finishes a sum; slope, eps: a double's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // what finishes a sum; slope: a double's bits
 };
 
 constexpr int BLOCK_K = 8 * SLICES, WARPS_M = BLOCK_M / WARP_M, WARPS_N = BLOCK_N / WARP_N, THREADS = 32 * WARPS_M * WARPS_N;
@@ -145,7 +145,7 @@ DEVICE void tabulate(const DmmaArguments& p, int k, int end, int4& of_x, int& of
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    dmma(const double* __restrict__ x, const double* __restrict__ w, const double* __restrict__ bias, const Scales<double> scale,
+    dmma(const double* __restrict__ x, const double* __restrict__ w, const double* __restrict__ bias, const double* __restrict__ scale,
          const double* residual, double* y, const __grid_constant__ DmmaArguments p) {
   extern __shared__ __align__(128) uint8_t ring_memory[];
   __shared__ Tables tables;
@@ -391,10 +391,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   // A lane has row `group` of each block of 8 rows, and columns 2 c and 2 c + 1 of each fragment: neighbours of a row of pixels.
   y += split * p.size;
   const int channels = divided((int)p.rows, p.by_phases);
-  struct OfChannel {
-    double scale, bias;
-  };
-  auto store = [&](auto of_channel, auto finish) {
+  auto store = [&](auto finish) {
 #pragma unroll
     for (int i = 0; i < 2 * FRAGMENTS_M; ++i) {
       const int m = m0 + warp_m + i * 8 + group;
@@ -403,13 +400,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int of_d = divided(phase, p.by_phases_hw), hw = phase - of_d * (int)p.phases_hw, of_h = divided(hw, p.by_phases_w);
       const int channel = g * channels + of_group;
       const int of_row = of_group * (int)p.y_channel + of_d * (int)p.phase_d + of_h * (int)p.phase_h + (hw - of_h * (int)p.phases_w) * (int)p.phase_w;
-      const OfChannel own = of_channel(channel);
 #pragma unroll
       for (int j = 0; j < FRAGMENTS_N; ++j) {
         const int2 at = *(const int2*)&tables.y[warp_n + j * 8 + 2 * c];
         double2 v = make_double2(total[i / 2][j][i % 2 * 2], total[i / 2][j][i % 2 * 2 + 1]);
-        if (at.x >= 0) finish(v.x, own, at.x + of_row);
-        if (at.y >= 0) finish(v.y, own, at.y + of_row);
+        if (at.x >= 0) finish(v.x, channel, at.x + of_row);
+        if (at.y >= 0) finish(v.y, channel, at.y + of_row);
         if (p.pairs) {
           if (at.x >= 0) *(double2*)(y + at.x + of_row) = v;
         } else {
@@ -420,22 +416,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   };
   if (!(p.has_scale || p.has_bias || p.has_residual || p.activation)) {
-    store([](int) { return OfChannel(); }, [](double&, const OfChannel&, int) {});
+    store([](double&, int, int) {});
   } else {
-    auto of_channel = [&](int channel) {
-      if (p.has_scale > 1) {  // a norm: see epilogue.cuh
-        auto of = [&](const void* vector, double missing) { return vector ? ((const double*)vector)[channel] : missing; };
-        const double s = of(scale.scale, 1) * rsqrt(of(scale.var, 0) + __longlong_as_double(p.eps));
-        return OfChannel{s, fma(of(bias, 0) - of(scale.mean, 0), s, of(scale.beta, 0))};
-      }
-      return OfChannel{p.has_scale ? scale.scale[channel] : 1, p.has_bias ? bias[channel] : -0.};
-    };
-    auto finish = [&](double& v, const OfChannel& own, int at) {
-      v = fma(v, own.scale, own.bias);
+    store([&](double& v, int channel, int at) {
+      if (p.has_scale) v *= scale[channel];
+      if (p.has_bias) v += bias[channel];
       if (p.has_residual) v += residual[at];
       ACTIVATE_SOME((int)p.activation, __longlong_as_double(p.slope), &v, 1)
-    };
-    store(of_channel, finish);
+    });
   }
 }
 

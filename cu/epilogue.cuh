@@ -6,34 +6,21 @@
 // are rounded together; the first is the bias, or without one the residual. The code spells that out. Left to the compiler, it would depend on how
 // the branches on the arguments are compiled, and a text with LAYER would give other bits.
 //
-// Instead of a scale there may be batch normalisation by given statistics, (y - mean[k]) / sqrt(var[k] + eps) * gamma[k] + beta[k] of the convolution y with
-// its bias. It is a scale and a bias that the kernel computes of a channel's four numbers: s = gamma / sqrt(var + eps) and (bias - mean) * s + beta.
-// has_scale says what there is:
-//   0  no scale
-//   1  a scale, of the arrays' type
-//   2  a norm, whose vectors have the sums' type; its gamma is where a scale would be
-//   3  a norm, whose vectors have the arrays' type
-// With a norm has_bias is set. Its gamma, its beta and the convolution's bias may be missing: then their addresses are 0.
+// Scale and bias have the arrays' type. With a has_scale of 2 both have that of the sums.
 #pragma once
-
-// parameters of a kernel, and arguments for them
-#define SCALES                                                                                                         \
-  const GLOBAL_MEM data_t *RESTRICT scale, const GLOBAL_MEM data_t *RESTRICT beta, const GLOBAL_MEM data_t *RESTRICT mean, \
-      const GLOBAL_MEM data_t *RESTRICT var
-#define SAME_SCALES scale, beta, mean, var
-#define NO_SCALES 0, 0, 0, 0
 
 #define EPILOGUE_FLAGS                                                                                            \
   const int has_scale = OF_LAYER(HAS_SCALE, has_scale), has_bias = OF_LAYER(HAS_BIAS, has_bias);                  \
   const int has_residual = OF_LAYER(HAS_RESIDUAL, has_residual), activation = OF_LAYER(ACTIVATION, activation);   \
   const acc_t slope = BITS_TO_ACC(arg.slope);
 #define NOTHING ((acc_t)-0.0f)
-#define OF_NORM(vector, channel) (has_scale == 3 ? LOAD(vector, channel) : ((const GLOBAL_MEM acc_t*)(vector))[channel])
-#define NORM_SCALE(channel) ((scale ? OF_NORM(scale, channel) : (acc_t)1) * INVERSE_ROOT(OF_NORM(var, channel) + BITS_TO_ACC(arg.eps)))
-#define NORM_BIAS(channel)                                                                                                     \
-  MULTIPLY_ADD((bias ? LOAD(bias, channel) : (acc_t)0) - OF_NORM(mean, channel), NORM_SCALE(channel), beta ? OF_NORM(beta, channel) : (acc_t)0)
-#define SCALE_OF(channel) (has_scale > 1 ? NORM_SCALE(channel) : has_scale ? LOAD(scale, channel) : (acc_t)1)
-#define BIAS_OF(channel) (has_scale > 1 ? NORM_BIAS(channel) : has_bias ? LOAD(bias, channel) : NOTHING)
+#if DTYPE == 16 || DTYPE == 17
+#define OF_CHANNEL(vector, channel) (has_scale == 2 ? ((const GLOBAL_MEM acc_t*)(vector))[channel] : LOAD(vector, channel))
+#else
+#define OF_CHANNEL(vector, channel) LOAD(vector, channel)
+#endif
+#define SCALE_OF(channel) (has_scale ? OF_CHANNEL(scale, channel) : (acc_t)1)
+#define BIAS_OF(channel) (has_bias ? OF_CHANNEL(bias, channel) : NOTHING)
 #define RESIDUAL_AT(at) (has_residual ? LOAD(residual, at) : NOTHING)
 // all but the activation
 #define FINISH(v, scale_, bias_, residual_)                    \

@@ -61,7 +61,7 @@ struct FewChannelsArguments {
   long long w_k, w_c, w_tap;                     // elements of the filter from one k, c and tap to the next
   long long x_image, x_row, x_pixel, x_channel, y_image, y_pixel, y_channel, channels_last;
   long long u_at, table_at;                      // offsets in shared memory in bytes
-  long long has_bias, has_scale, has_residual, activation, slope, eps;
+  long long has_bias, has_scale, has_residual, activation, slope;
 };
 
 // The taps of an axis that a row or a column of y meets: `first`, and those a fixed number further each; the first one reads `at`.
@@ -212,7 +212,7 @@ static __device__ __noinline__ float exact(const FewChannelsArguments& arg, cons
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOADS ? 4 : 3)
-    few_channels(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const Scales<data_t> scale,
+    few_channels(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const data_t* __restrict__ scale,
                  const data_t* residual, data_t* __restrict__ y, const __grid_constant__ FewChannelsArguments arg) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) uint4 dynamic[];

@@ -90,7 +90,7 @@ struct FewInputsArguments {
   long long table_at, places_at, patch_at, copy_at;     // offsets in shared memory in bytes; copy_at: from the patch to its copy, or 0
   long long wide, turned_at;                            // wide: whether pixels of y begin at multiples of what a lane writes at once; with PLANES the elements of
                                                         // that; turned_at: the offset of the sums that are transposed if these are few
-  long long has_bias, has_scale, has_residual, activation, slope, eps;
+  long long has_bias, has_scale, has_residual, activation, slope;
 };
 
 // The order of a filter's axes in memory, outermost first.
@@ -217,7 +217,7 @@ DEVICE int place_of(const FewInputsArguments& arg, const Corner& corner, int pix
 }
 
 // Stores a tile's results. A lane has runs of neighbouring pixels of every eighth channel.
-DEVICE void store_planes(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], const data_t* bias, const Scales<data_t> scale,
+DEVICE void store_planes(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], const data_t* bias, const data_t* scale,
                          const data_t* residual, data_t* y, const Corner& corner, int group, int first_k) {
   struct alignas(16) Run {
     data_t v[RUN_PIXELS];
@@ -256,7 +256,7 @@ DEVICE void store_planes(const FewInputsArguments& arg, float (&sum)[COLUMN_TILE
 // neighbouring runs of RUN pixels of a channel.
 template <int RUN>
 DEVICE void store_turned(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], float* turned, const data_t* bias,
-                         const Scales<data_t> scale, const data_t* residual, data_t* y, const Corner& corner, int group, int first_k) {
+                         const data_t* scale, const data_t* residual, data_t* y, const Corner& corner, int group, int first_k) {
   constexpr int RUNS = 32 / RUN, SOME = 4 / RUN;  // runs of a channel; runs that a lane finishes together
   struct alignas(RUN * sizeof(data_t)) Run {
     data_t v[RUN];
@@ -311,7 +311,7 @@ DEVICE void store_turned(const FewInputsArguments& arg, float (&sum)[COLUMN_TILE
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    few_inputs(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const Scales<data_t> scale,
+    few_inputs(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const data_t* __restrict__ scale,
                const data_t* residual, data_t* __restrict__ y, const __grid_constant__ FewInputsArguments arg) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) uint4 dynamic[];

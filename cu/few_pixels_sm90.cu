@@ -69,7 +69,7 @@ struct FewPixelsPhase {
   long long slot, by_slot, width, by_width, pitch;             // positions of an image, of a row; from one pair of words to the next
   long long ring_at, slot_bytes, x_at;                         // bytes of shared memory: before the ring; of a slot; before x in a slot
   long long y_image, y_channel, out_base, out_h, out_w;
-  long long has_bias, has_scale, has_residual, activation, slope, eps;
+  long long has_bias, has_scale, has_residual, activation, slope;
 };
 
 struct Shapes {
@@ -366,7 +366,7 @@ constexpr float LOST = 0.47e-7f * 16 / 15;
 #endif
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, PRODUCTS == 3 ? 1 : 2)
-    few_pixels_sm90(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const Scales<data_t> scale,
+    few_pixels_sm90(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const data_t* __restrict__ scale,
                     const data_t* residual, data_t* __restrict__ y, const __grid_constant__ Shapes shapes) {
   extern __shared__ __align__(16) uint8_t dynamic[];
   __shared__ Tables tables;

@@ -78,7 +78,7 @@ typedef struct FftArguments {
   // wide_t from the start of a buffer: spectra that are read and written, flags of tiles and their maps, flags of filters; norms of pairs and of filters
   long_t read_at, written_at, flags_at, maps_at, filter_flags_at, norms_at, filter_norms_at;
   long_t least;  // where CHECKED, a wide_t's bits: a result of at least so many times both norms is right
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;  // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } FftArguments;
 
 WITHIN_KERNEL complex_t times(complex_t a, complex_t b) { return COMPLEX(a.x * b.x - a.y * b.y, a.x * b.y + a.y * b.x); }

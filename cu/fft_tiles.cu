@@ -116,7 +116,7 @@ WITHIN_KERNEL int few_at(int number, LOCAL_MEM_POINTER int* few, int place) {
 #endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                                                const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+                                                const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                                                 const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y, const GLOBAL_MEM wide_t* spectra,
                                                 GLOBAL_MEM wide_t* written, const GLOBAL_MEM wide_t* flags, const GLOBAL_MEM wide_t* filter_flags,
                                                 const FftArguments arg) {

@@ -3,7 +3,7 @@
 // The launch's arguments say which of scale, bias, residual and activation there are, so one text serves all layers. With LAYER they are
 // constants of the text, which takes far fewer instructions. A missing one is neutral: a scale of 1, a bias or a residual of -0, which
 // changes no sum, not even one of -0. The compiler may join a product and a sum to one rounding where it likes. So those that are joined are
-// written as fmaf, and both texts give the same bits. A norm in place of a scale becomes a scale and a bias when they are read.
+// written as fmaf, and both texts give the same bits. Scale and bias of a channel are of the layer's type, or both float: has_scale is 2 then.
 #pragma once
 #include "packed.cuh"
 
@@ -41,26 +41,20 @@ template <class Arguments> DEVICE const Plain<Arguments>& as_plain(const Argumen
   return static_cast<const Plain<Arguments>&>(arguments);
 }
 
+// Whether scale and bias are float where the layer's type is not.
+template <class T, class Arguments> DEVICE bool of_floats(const Arguments& arguments) { return sizeof(T) < 4 && has_scale(arguments) == 2; }
+
 // Scale and bias of an output channel; neutral ones if the layer has none.
 struct ScaleAndBias {
   float scale, bias;
   ScaleAndBias() = default;
   DEVICE ScaleAndBias(float scale, float bias) : scale(scale), bias(bias) {}
   template <class Arguments, class T>
-  DEVICE ScaleAndBias(const Arguments& arguments, const Scales<T>& scales, const T* biases, int k) {
-    const int kind = has_scale(arguments);
-    if (kind > 1) {
-      auto of = [&](const void* vector, float missing) { return !vector ? missing : kind == 3 ? to_float(((const T*)vector)[k]) : ((const float*)vector)[k]; };
-      const float gamma = of(scales.scale, 1), beta = of(scales.beta, 0), mean = of(scales.mean, 0), var = of(scales.var, 0);
-      scale = gamma * rsqrtf(var + __int_as_float((int)arguments.eps));
-      bias = fmaf((biases ? to_float(biases[k]) : 0) - mean, scale, beta);
-    } else {
-      scale = kind ? to_float(scales.scale[k]) : 1;
-      bias = has_bias(arguments) ? to_float(biases[k]) : -0.f;
-    }
-  }
+  DEVICE ScaleAndBias(const Arguments& arguments, const T* scales, const T* biases, int k)
+      : scale(of_floats<T>(arguments) ? ((const float*)scales)[k] : has_scale(arguments) ? to_float(scales[k]) : 1),
+        bias(!has_bias(arguments) ? -0.f : of_floats<T>(arguments) ? ((const float*)biases)[k] : to_float(biases[k])) {}
   template <class Arguments, class T>  // tests whether there is a bias
-  DEVICE ScaleAndBias(const Plain<Arguments>& arguments, const Scales<T>& scales, const T* biases, int k)
+  DEVICE ScaleAndBias(const Plain<Arguments>& arguments, const T* scales, const T* biases, int k)
       : ScaleAndBias(static_cast<const Arguments&>(arguments), scales, biases, k) {}
 };
 

@@ -42,7 +42,7 @@ struct GatherPhase {
   long long plane, by_plane, pq, by_pq, q, by_q;            // the same, as y is written
   long long out_size, out_base, out_d, out_h, out_w;        // pixels of an image of y, the first pixel, and from one to the next
   long long wide;                                           // how channels of y are written: Wide
-  long long has_bias, has_scale, has_residual, activation, slope, eps;         // what finishes a sum; slope, eps: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;         // what finishes a sum; slope: a float's bits
 };
 typedef GatherPhase Phase;
 #include "async_copy.cuh"
@@ -173,7 +173,7 @@ DEVICE void take_over(uint8_t* rows) {
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     gather_nhwc_sm90(const __grid_constant__ CUtensorMap map_w, const data_t* __restrict__ x, const data_t* __restrict__ bias,
-                     const Scales<data_t> scale, const data_t* residual, data_t* __restrict__ y, const __grid_constant__ Shapes shapes) {
+                     const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y, const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const Ring ring(dynamic, barriers);

@@ -70,7 +70,7 @@ struct GatheredPlanesProduct {
   long long y_image, y_channel;
   long long wide;   // whether pixels 2 i and 2 i + 1, and likewise rows of the filter, are neighbours in x and in w, at multiples of two
   long long pairs;  // whether pixels 2 i and 2 i + 1 are neighbours in y, at multiples of two
-  long long has_bias, has_scale, has_residual, activation, slope, eps;  // what finishes a sum; slope, eps: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
 typedef StageRing<STAGES, W_BYTES + X_BYTES> Ring;
@@ -236,7 +236,7 @@ DEVICE void consume(const Ring& ring, float* sums, int steps) {
 // ---- from sums to y
 
 // Stores the block's rows of sums from number `first` on. A thread has the same `wide` neighbouring pixels of some of them.
-template <int wide> DEVICE void store(const GatheredPlanesProduct& arg, const float* sums, const int* places, int channel, int first, const Scales<data_t> scale,
+template <int wide> DEVICE void store(const GatheredPlanesProduct& arg, const float* sums, const int* places, int channel, int first, const data_t* scale,
                                       const data_t* bias, const data_t* residual, data_t* y) {
   constexpr int ACROSS = BLOCK_N / wide, DOWN = THREADS / ACROSS;
   static_assert(THREADS % ACROSS == 0, "whole rows");
@@ -268,7 +268,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
 #else
                          const __grid_constant__ CUtensorMap map_w,
 #endif
-                         const data_t* __restrict__ x, const data_t* __restrict__ bias, const Scales<data_t> scale, const data_t* residual,
+                         const data_t* __restrict__ x, const data_t* __restrict__ bias, const data_t* __restrict__ scale, const data_t* residual,
                          data_t* __restrict__ y, const __grid_constant__ GatheredPlanesProduct arg) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];

@@ -9,7 +9,7 @@ constexpr bool OVERLAP = PRODUCTS == 3 && !TENSOR_STORE;  // one product's sums 
 constexpr int EARLY = 2;  // stages of the next tile that three products multiply while a tile is stored
 
 DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[maybe_unused]] uint8_t* staging, float* scales,
-                    [[maybe_unused]] long long* output_offsets, const float* scale_n, const float* scale_k, const out_t* bias, const Scales<out_t> scale,
+                    [[maybe_unused]] long long* output_offsets, const float* scale_n, const float* scale_k, const out_t* bias, const out_t* scale,
                     const out_t* residual, const CUtensorMap* map_y, [[maybe_unused]] float* moments, out_t* y) {
   // where a consumer's share of w and x begins; an MN-major block of 64 channels takes as many bytes as 64 rows
   const uint32_t a0 = rings.stages + (BLOCK_M == 128 ? SUB_TILES * A_SUB * consumer : 0);

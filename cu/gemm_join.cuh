@@ -6,7 +6,7 @@
 
 // Adds and finishes the parts of a tile. A thread takes VEC neighbours at a time, and RUNS such vectors at once: their loads wait for memory
 // together.
-DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const out_t* bias, const Scales<out_t> scale,
+DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const out_t* bias, const out_t* scale,
                       const float* residual, float* y) {
   constexpr int ACROSS = (NHWC ? BLOCK_M : BLOCK_N) / VEC, ALL = BLOCK_M * BLOCK_N / VEC, APART = 128 * CONSUMERS, RUNS = VEC == 4 ? 4 : 8;
   struct alignas(VEC * 4) Vector {
@@ -63,9 +63,7 @@ DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const T
 struct JoinOperands {
   const float* parts;
   unsigned* tickets;
-  const void* bias;
-  Scales<out_t> scale;
-  const void* residual;
+  const void *bias, *scale, *residual;
   void* y;
 };
 
@@ -90,7 +88,7 @@ __device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArgument
     if (mine) {
       __threadfence();
       const auto apart = y_apart(shapes, tile);
-      add_parts(shape, join, of, operands.parts + apart, (const out_t*)operands.bias, operands.scale, (const out_t*)operands.residual + apart,
+      add_parts(shape, join, of, operands.parts + apart, (const out_t*)operands.bias, (const out_t*)operands.scale, (const out_t*)operands.residual + apart,
                 (out_t*)operands.y + apart);
     }
     named_barrier(STORED, 128 * CONSUMERS);

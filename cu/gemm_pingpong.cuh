@@ -6,7 +6,7 @@
 static_assert(PRODUCTS == 1 && BLOCK_M == 128 && !INTERLEAVE_COLUMNS, "a consumer has all sums of a tile");
 
 DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint8_t* staging, float* scales, long long* output_offsets, const float* scale_n,
-                    const float* scale_k, const out_t* bias, const Scales<out_t> scale, const out_t* residual, const CUtensorMap* map_y, float* moments, out_t* y) {
+                    const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y, float* moments, out_t* y) {
   Position at;
   float sum[2][WGMMA_N / 2];
   bool mine = consumer == 0;

@@ -30,7 +30,7 @@ struct Rows {
   [[maybe_unused]] float scale_x;  // of the image, or of the patch
   float scale_w[2];                // of the packed filter
   Finish<SCALED> finish[2];
-  DEVICE Rows(const GemmPhase& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const Scales<out_t> scales, const out_t* biases)
+  DEVICE Rows(const GemmPhase& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const out_t* scales, const out_t* biases)
       : m(of.m + (BLOCK_M == 128 ? 64 * consumer : 0)), pixel(of.pixel + (BLOCK_M == 128 ? 0 : WGMMA_N * consumer)),
         end(of.end), group(of.group), split(of.split) {
     if (PATCH_ROWS) {

@@ -47,7 +47,7 @@ struct GemmPhase {
   long long out_part;                                      // and from one part of a split sum to the next
   long long scaled;                                        // 1: there are scales, SCALED; 2: moments are written, NOTES; or 3, both
   long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
-  long long has_bias, has_scale, has_residual, activation, slope, eps;        // what finishes a sum; slope, eps: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
   long long halo_w, by_halo_w, halo_h;                     // patches: the halo's width and height in pixels of x;
   long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
   long long groups, x_channels, x_h, x_w;                  // raw images: groups of x, channels of a group, and x's size;

@@ -56,7 +56,7 @@ struct GroupedPhase {
   long long k, p, q;                                       // channels and pixels of y, of the phase
   long long out_size, out_base, out_h, out_w, next_row;    // pixels of an image of y, the first pixel of the phase, and from one to the next; elements of out_h
   long long mixed;                                         // whether a unit's steps have channels of other groups
-  long long has_bias, has_scale, has_residual, activation, slope, eps;        // what finishes a sum; slope, eps: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
 };
 
 struct Phases {
@@ -148,7 +148,7 @@ struct Worker {
   int offset;       // bytes from a pixel of a tile to what this lane addresses of it
   Finish<false> finish[4];
 
-  DEVICE Worker(const GroupedPhase& shape, int unit0, int number, uint32_t filters, const Scales<data_t> scales, const data_t* biases)
+  DEVICE Worker(const GroupedPhase& shape, int unit0, int number, uint32_t filters, const data_t* scales, const data_t* biases)
       : unit(shape, unit0 + number, STEP / 2) {
     const int lane = threadIdx.x % 32;
     channel = unit.first + lane % 4 * 4;
@@ -262,7 +262,7 @@ struct Worker {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    grouped_nhwc(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const Scales<data_t> scale,
+    grouped_nhwc(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const data_t* __restrict__ scale,
                  const data_t* residual, data_t* __restrict__ y, const __grid_constant__ Phases phases) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(128) uint4 dynamic[];

@@ -176,7 +176,7 @@ DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 // ---- the multiplication
 
 DEVICE void consume(const GemmPhase& shape, const Rings& rings, int consumer, [[maybe_unused]] const float* scales, [[maybe_unused]] const float* scale_n,
-                    const float* scale_k, const out_t* bias, const Scales<out_t> scale, const out_t* residual, out_t* y) {
+                    const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, out_t* y) {
   const int halo_w = (int)shape.halo_w, halo_bytes = (int)shape.halo_bytes;
   // where a consumer's share of w and x begins; an MN-major block of 64 channels takes as many bytes as 64 rows
   const uint32_t a0 = rings.stages + (BLOCK_M == 128 ? SUB_TILES * A_SUB * consumer : 0);
@@ -375,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
                              const uint8_t* __restrict__ w, const float* __restrict__ scale_n,
 #endif
-                             const float* __restrict__ scale_k, const out_t* __restrict__ bias, const Scales<out_t> scale, const out_t* residual,
+                             const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual,
                              out_t* __restrict__ y,
 #if MENDS
                              const float* __restrict__ raw_x, const float* __restrict__ raw_w, const int* __restrict__ x_flags,

@@ -80,7 +80,7 @@ struct GemmPhase {
   long long out_part;                                      // and from one part of a split sum to the next
   long long scaled;                                        // whether there are scales: SCALED
   long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
-  long long has_bias, has_scale, has_residual, activation, slope, eps;        // what finishes a sum; slope, eps: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
 };
 
 // ---- loads
@@ -197,7 +197,7 @@ DEVICE void multiply_stage(Sums& sums, uint32_t a, uint32_t b) {
 
 // `m0` and `pixel0` are the warp's first channel in the group and first pixel, `k0` is the group's first channel
 DEVICE void store(const float (&sums)[MT][NT][4], const GemmPhase& shape, int m0, int k0, int pixel0, float* staging, const float* scale_n,
-                  const float* scale_k, const out_t* bias, const Scales<out_t> scale, const out_t* residual, out_t* y) {
+                  const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, out_t* y) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece) {
@@ -247,7 +247,7 @@ DEVICE void store(const float (&sums)[MT][NT][4], const GemmPhase& shape, int m0
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     implicit_gemm_sm80(const uint4* __restrict__ w, const uint4* __restrict__ x, const float* __restrict__ scale_n,
-                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, const Scales<out_t> scale,
+                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale,
                        const out_t* residual, out_t* __restrict__ y, uint4* __restrict__ x_tiles, uint4* __restrict__ w_tiles,
                        const __grid_constant__ GemmPhase shape) {
   AFTER_LAST_LAUNCH

@@ -109,7 +109,7 @@ static_assert(PHASES == 1 || PHASES == 4, "a block meets all phases");
 #if JOINS
 // Split sums: whether the product adds their parts (joins), and what finishes them then.
 struct JoinArguments {
-  long long joins, has_bias, has_scale, has_residual, activation, slope, eps;
+  long long joins, has_bias, has_scale, has_residual, activation, slope;
 };
 #endif
 
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        const __grid_constant__ CUtensorMap map_y,
 #endif
                        const uint8_t* __restrict__ w, const float* __restrict__ scale_n,
-                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, const Scales<out_t> scale, const out_t* residual,
+                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual,
                        out_t* __restrict__ y,
 #if NOTES
                        float* __restrict__ moments,

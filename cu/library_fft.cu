@@ -31,7 +31,7 @@ typedef struct LibraryFftArguments {
   long_t step_d, step_h, step_w, first_d, first_h, first_w, tap_d, tap_h, tap_w, apart_d, apart_h, apart_w;
   long_t d, h, w, t, r, s, channels;                 // size of an image of x, taps, channels of a group that are read
   long_t x_image, x_group, x_channel, w_group, w_written, w_read, y_image, y_group, y_channel;
-  long_t has_scale, has_bias, has_residual, activation, slope, eps;  // the epilogue; slope, eps: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } LibraryFftArguments;
 
 // The pixel of an axis that a tap meets; -1 for none.
@@ -42,7 +42,7 @@ WITHIN_KERNEL int met(int at, int apart, int size) {
 }
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void library_fft(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                                                 const GLOBAL_MEM data_t* RESTRICT bias, SCALES,
+                                                 const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                                                  const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y, const GLOBAL_MEM double* made,
                                                  const LibraryFftArguments arg) {
   AFTER_LAST_LAUNCH

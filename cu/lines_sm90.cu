@@ -84,7 +84,7 @@ struct LinesProduct {
   long long rows, wide;                       // P and Q
   long long image_step, plane;                // elements of y from one image, and one channel, to the next
   long long low_w, low_h;                     // x of a unit's box begins at unit * UNIT * STRIDE + low
-  long long has_bias, has_scale, activation, slope, eps;  // what finishes a sum, beside HAS_RESIDUAL; slope, eps: a float's bits
+  long long has_bias, has_scale, activation, slope;  // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
 };
 
 // four_of: which of a unit's quads a lane has; line_of: which line is number n of the lanes with lane % 4 == c. They are chosen so that 8 lanes that load
@@ -290,7 +290,7 @@ struct BlockStatus {
 enum { CHECK = 1, WRITE = 2 };
 template <bool halves, int what>
 DEVICE bool store(const Sums& sum, const LinesProduct& shape, const Unit& unit, [[maybe_unused]] const BlockStatus* status, [[maybe_unused]] float underflow_count,
-                  const float* bias, const Scales<float> scale, const float* residual, float* y) {
+                  const float* bias, const float* scale, const float* residual, float* y) {
   const int lane = threadIdx.x % 32, columns = (int)shape.columns, column0 = blockIdx.x % (int)shape.across * BLOCK_N + 2 * (lane % 4);
   const long long at = unit.image * shape.image_step + unit.row_of(lane) * (int)shape.wide + unit.column_of(lane);
   const float part = lost_in((int)shape.steps * W_PARTS<halves> * CHUNKS * TAPS);
@@ -343,7 +343,7 @@ struct Rings {
 
 template <bool halves>
 DEVICE void consume(const LinesProduct& shape, const Flags& flags, BlockStatus* status, int consumer, const Rings& rings, const float* bias,
-                    const Scales<float> scale,
+                    const float* scale,
                     const float* residual, float* y) {
   const int across = (int)shape.across, each = (int)gridDim.x / across, warp = threadIdx.x / 32 % 4, number = consumer * 4 + warp;
   const uint8_t* const units = rings.x + warp * BOX_BYTES;
@@ -417,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if FP16_OPERANDS
                const uint8_t* __restrict__ w_tf32, const float2* __restrict__ scale_k, int* flags_of,
 #endif
-               const float* __restrict__ bias, const Scales<float> scale, const float* residual, float* __restrict__ y,
+               const float* __restrict__ bias, const float* __restrict__ scale, const float* residual, float* __restrict__ y,
                const __grid_constant__ LinesProduct shape) {
   extern __shared__ uint8_t dynamic[];
   constexpr int BARRIERS = 2 * (W_STAGES + CONSUMERS * STAGES);

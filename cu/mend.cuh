@@ -27,19 +27,17 @@ struct MendPhase {
 };
 // The arrays themselves.
 struct MendOperands {
-  const float *x, *w, *bias;
-  Scales<float> scale;
-  const float* residual;
+  const float *x, *w, *bias, *scale, *residual;
   const int *x_flags, *w_flags;
   const float *x_scales, *w_scales;
 };
 
-// What finishes a sum; slope, eps: a float's bits.
+// What finishes a sum; slope: a float's bits.
 struct MendFinish {
-  long long has_bias, has_scale, has_residual, activation, slope, eps;
+  long long has_bias, has_scale, has_residual, activation, slope;
   template <class Arguments>
   DEVICE explicit MendFinish(const Arguments& of)
-      : has_bias(of.has_bias), has_scale(of.has_scale), has_residual(of.has_residual), activation(of.activation), slope(of.slope), eps(of.eps) {}
+      : has_bias(of.has_bias), has_scale(of.has_scale), has_residual(of.has_residual), activation(of.activation), slope(of.slope) {}
 };
 
 // A summand's channel and tap; next() goes through the taps first, along s first.

@@ -69,13 +69,6 @@ DEVICE void store_word(void* to, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// ---- the vectors that scale a layer's sums. has_scale says which there are (epilogue.cuh): `scale` is a norm's gamma if there is a norm, whose vectors are of
-// type T or float.
-template <class T> struct Scales {
-  const T* scale;
-  const void *beta, *mean, *var;
-};
-
 // ---- f(Constant<0>), ... f(Constant<count - 1>): calls with compile-time numbers, so that they can index arrays in registers
 
 template <int n> struct Constant {

@@ -113,7 +113,7 @@ enum Wide { SINGLE, FOURS, RUN, SIXTEEN_BYTES };
 struct Four {
   int first, count;  // channels that exist
   Finish<false> finish[4];
-  DEVICE Four(const Phase& shape, int channel, const Scales<data_t> scales, const data_t* biases)
+  DEVICE Four(const Phase& shape, int channel, const data_t* scales, const data_t* biases)
       : first(channel), count(min((int)shape.rows - channel, 4)) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, scales, biases, min(first + e, (int)shape.rows - 1));
@@ -144,7 +144,7 @@ struct Four {
 };
 
 // Stores a warp's staging tile to a run of y, from pixel `pixel` on: a lane takes two neighbours at a time, whichever pixels they belong to.
-DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const Scales<data_t> scales, const data_t* biases, const data_t* residual, data_t* y) {
+DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const data_t* scales, const data_t* biases, const data_t* residual, data_t* y) {
   struct alignas(2 * sizeof(data_t)) Pair {
     data_t v[2];
   };
@@ -173,7 +173,7 @@ DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const
 #if NOTES
 // Notes the moments of a chunk: a lane has channel `channel` of its warp's 16 pixels, and one of the consumer's warps combines those of all four.
 // `noted` is [warp][mean, squares][channel], and another one for each second chunk, so that one barrier a chunk is enough.
-DEVICE void note_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* noted, const Scales<data_t> scale,
+DEVICE void note_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* noted, const data_t* scale,
                          const data_t* bias, float* moments) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, pixel = of.pixel + 64 * consumer;
   const bool real = channel < (int)shape.rows;
@@ -234,7 +234,7 @@ struct alignas(16) Run {
 
 // Stores a consumer's sums of a tile from registers, where 16 bytes of y belong to one pixel. `plain`: without an epilogue.
 template <bool plain>
-DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const Scales<data_t> scale, const data_t* bias,
+DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const data_t* scale, const data_t* bias,
                        const data_t* residual, data_t* y) {
   constexpr int GROUP = 8 * EIGHTS, AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
   static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
@@ -268,21 +268,15 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
       auto load = [&](float (&to)[AT_ONCE], bool there, const data_t* of_channels, float otherwise) {  // one branch for all of them
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) to[i] = otherwise;
-        if (there)
+        if (there && of_floats<data_t>(shape))
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; ++i) to[i] = ((const float*)of_channels)[channel_of(i)];
+        else if (there)
 #pragma unroll
           for (int i = 0; i < AT_ONCE; ++i) to[i] = to_float(of_channels[channel_of(i)]);
       };
-      if (!plain && has_scale(shape) > 1) {
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-          const ScaleAndBias own(shape, scale, bias, channel_of(i));
-          scales[i] = own.scale;
-          biases[i] = own.bias;
-        }
-      } else {
-        load(scales, !plain && has_scale(shape), scale.scale, 1);
-        load(biases, !plain && has_bias(shape), bias, -0.f);
-      }
+      load(scales, !plain && has_scale(shape), scale, 1);
+      load(biases, !plain && has_bias(shape), bias, -0.f);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float v[AT_ONCE];
@@ -313,7 +307,7 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
 
 // Stores a consumer's sums of a tile, through its warps' staging tiles or from registers; `moments` is null if they are not asked for.
 DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] float* noted,
-                       const Scales<data_t> scale, const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
+                       const data_t* scale, const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
   const bool as_runs = (int)shape.wide == SIXTEEN_BYTES;
   if (as_runs) {
     const bool plain = !has_scale(shape) && !has_bias(shape) && !(MAY_ADD && has_residual(shape)) && !activation(shape);
@@ -361,7 +355,7 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
 
 #if CLUSTER > 1
 // Adds this block's rows of the tile, once all blocks have left their sums.
-DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const Scales<data_t> scale, const data_t* bias, const data_t* residual,
+DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const data_t* scale, const data_t* bias, const data_t* residual,
                       data_t* y) {
   constexpr int ROWS = BLOCK_M / CLUSTER, ACROSS = BLOCK_N / 4;
   for (int i = threadIdx.x; i < ROWS * ACROSS; i += CONSUMER_THREADS) {
@@ -408,7 +402,7 @@ DEVICE int steps_of(const Phase&, const Range& range) { return STEPS * (range.la
 // Multiplies and stores a consumer's part of each tile. `ready` is called with the offset of the consumer's rows of x in each stage that arrives.
 template <class Ready>
 DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, [[maybe_unused]] float* sums, [[maybe_unused]] float* staging,
-                    const Scales<data_t> scale,
+                    const data_t* scale,
                     const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
   const int consumer = threadIdx.x / 128;
   Ring::Position at;

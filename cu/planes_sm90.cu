@@ -56,7 +56,7 @@ static_assert(BLOCK_M == 64 || BLOCK_N == WGMMA_N, "consumers side by side, or o
 struct PlanesProduct {
   long long tiles, tiles_m, by_tiles_m, tiles_n, by_tiles_n;      // all tiles; those along the channels; along the pixels of an image
   long long steps, rows, plane;                                   // stages of a sum; output channels; pixels of an image
-  long long has_bias, has_scale, has_residual, activation, slope, eps;  // what finishes a sum; slope, eps: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
 struct Tile {
@@ -96,7 +96,7 @@ DEVICE void produce(const CUtensorMap* map_x, const CUtensorMap* map_w, const Pl
 // Finishes a consumer's sums of 64 channels from `channel` on and its pixels from `pixel` on, and leaves them in shared memory. A warp's lanes use all
 // banks: eight rows, whose chunks of 16 bytes are swizzled. `plain`: without an epilogue.
 template <bool plain> DEVICE void leave_results(const float (&sum)[WGMMA_N / 2], const PlanesProduct& arg, int image, int channel, int pixel, uint8_t* results,
-                          const Scales<data_t> scale, const data_t* bias, const data_t* residual) {
+                          const data_t* scale, const data_t* bias, const data_t* residual) {
   const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -129,7 +129,7 @@ template <bool plain> DEVICE void leave_results(const float (&sum)[WGMMA_N / 2],
   }
 }
 
-DEVICE void consume(const PlanesProduct& arg, const Ring& ring, const CUtensorMap* map_y, uint8_t* results, const Scales<data_t> scale, const data_t* bias,
+DEVICE void consume(const PlanesProduct& arg, const Ring& ring, const CUtensorMap* map_y, uint8_t* results, const data_t* scale, const data_t* bias,
                     const data_t* residual) {
   const int consumer = threadIdx.x / 128, down = BLOCK_M == 64 ? 0 : consumer, across = BLOCK_M == 64 ? consumer : 0;
   const bool stores = threadIdx.x % 128 == 0;
@@ -181,7 +181,7 @@ DEVICE void consume(const PlanesProduct& arg, const Ring& ring, const CUtensorMa
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCK_M * BLOCK_N <= 64 * 128 ? 2 : 1)
     planes_sm90(const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_y,
-                const data_t* __restrict__ bias, const Scales<data_t> scale, const data_t* residual, const __grid_constant__ PlanesProduct arg) {
+                const data_t* __restrict__ bias, const data_t* __restrict__ scale, const data_t* residual, const __grid_constant__ PlanesProduct arg) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const Ring ring(dynamic, barriers);

@@ -57,7 +57,7 @@ struct PointwiseProduct {
   long long busy;                                     // NCHW: warps of a tile that have a box
   long long row_step, column_step, size;              // elements of y from one row, and from one column, to the next; size of y
   long long pairs;                                    // whether neighbouring columns are neighbours in y, at multiples of 2
-  long long has_bias, has_scale, has_residual, activation, slope, eps;  // what finishes a sum; slope, eps: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
 struct Tile {
@@ -314,7 +314,7 @@ DEVICE void store_moments(const float (&v)[2 * BLOCKS], const bool (&counted)[2 
 }
 #endif
 
-DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape, const float* bias, const Scales<float> scale, const float* residual,
+DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape, const float* bias, const float* scale, const float* residual,
                   [[maybe_unused]] float* moments, float* y) {
   const int lane = threadIdx.x % 32, r = lane / 4, columns = (int)shape.columns;
   const int own = threadIdx.x / 32 - 4, warp = PIXEL_QUADS ? of.row * (int)shape.busy + own : of.row * WARPS + own, column0 = of.column + 2 * (lane % 4);
@@ -404,7 +404,7 @@ DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     pointwise_sm90(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, const float* __restrict__ bias,
-                   const Scales<float> scale, const float* residual, float* __restrict__ y,
+                   const float* __restrict__ scale, const float* residual, float* __restrict__ y,
 #if MOMENTS
                    float* __restrict__ moments,
 #endif

@@ -18,7 +18,6 @@
 //   OF_LAYER(NAME, member)  a member of the launch's arguments, `arg`; with LAYER, the constant NAME, which has the same value
 //   OVER(n, d, by)      n / d for 0 <= n < 2^31 and a d from OF_LAYER; `by` is the member that holds its prepared form
 //   SCALE_AND_ADD(v, factor, summand)  a statement: v becomes v * factor + summand, rounded once in CUDA
-//   MULTIPLY_ADD(a, b, c), INVERSE_ROOT(v)  a * b + c, rounded once in CUDA; 1 / sqrt(v) to two units in the last place
 //   FINISH              what finishes a sum before it is stored: epilogue.cuh
 // Every launch is one-dimensional: grids along x may have 2^31 - 1 blocks, along y and z only 65535.
 #pragma once
@@ -61,8 +60,6 @@
 #define local_barrier() barrier(CLK_LOCAL_MEM_FENCE)
 #define HIDE(v)
 #define SCALE_AND_ADD(v, factor, summand) { (v) *= (factor); (v) += (summand); }
-#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
-#define INVERSE_ROOT(v) rsqrt(v)
 #if DTYPE == 64
 #define BITS_TO_ACC(bits) as_double(bits)
 #else
@@ -87,13 +84,10 @@ typedef long long_t;
 #define local_barrier() __syncthreads()
 #define HIDE(v) asm volatile("" : "+r"(v));
 #if DTYPE == 64
-#define MULTIPLY_ADD fma
-#define INVERSE_ROOT rsqrt
+#define SCALE_AND_ADD(v, factor, summand) (v) = fma(v, factor, summand);
 #else
-#define MULTIPLY_ADD fmaf
-#define INVERSE_ROOT rsqrtf
+#define SCALE_AND_ADD(v, factor, summand) (v) = fmaf(v, factor, summand);
 #endif
-#define SCALE_AND_ADD(v, factor, summand) (v) = MULTIPLY_ADD(v, factor, summand);
 #if DTYPE == 64
 #define BITS_TO_ACC(bits) __longlong_as_double(bits)
 #else

@@ -166,7 +166,7 @@ def of_plan(plan: Plan, operands: Operands, out: Any, workspace: Any) -> list[Ke
     device: Any = plan.device
     if device.backend != "cuda":
         raise BackendError(f"kernels are launched by PyCUDA on a GPU, and this plan is for {device.name}")
-    if plan.problem.norm is not None:
+    if plan.problem.float_scale:
         raise ConvArgumentError("a plan of a problem with a norm gives no kernels: its operands are those of a module")
     if any(isinstance(launch, LibraryCall) for step in plan.schedule.whole for launch in step):
         raise ConvArgumentError("a plan by a library's transforms has calls between its kernels: plan the problem with algorithm='direct'")

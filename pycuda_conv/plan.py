@@ -283,21 +283,18 @@ class Plan:
             launchers[way] = self._ways[way]()
         return launchers[way]
 
-    def launch(
-        self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False, norm: Sequence[Any] = (0, 0, 0)
-    ) -> None:
+    def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False) -> None:
         """Launch the kernels on (input, weight, bias, scale, residual, result, workspace): addresses, 0 for none, or OpenCL buffers.
 
         The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
         a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. With
         `filter_last`, for plans of :attr:`reads_filter_last` or :attr:`writes_filter_last`, the filter, or its gradient, lies in
-        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that. With a
-        :attr:`ConvProblem.norm`, `norm` are its beta, mean and variance, and its gamma is in the place of the scale.
+        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
         input, weight, bias, scale, residual, result, workspace = buffers
         place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)
         self.device.check_current()
-        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual, *norm), stream)
+        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual), stream)
         coming = self._behind
         if coming is not None:
             self._improve(coming, stream)
@@ -305,7 +302,7 @@ class Plan:
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
         self.device.check_current()
-        self._launcher(PACK)((0, weight, 0, 0, 0, packed, *(0,) * 5), stream)
+        self._launcher(PACK)((0, weight, 0, 0, 0, packed, 0, 0), stream)
 
     def __call__(
         self, input: Array, weight: Array, bias: Array | None = None, *, scale: Array | None = None, residual: Array | None = None,

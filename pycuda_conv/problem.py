@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Real
-from typing import Any, Literal, NamedTuple, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.typing import Activation, Algorithm, Crop, Padding, Precision, Sizes
@@ -201,14 +201,6 @@ def _pad3(values: Sequence[int], fill: int) -> Size3:
     return d, h, w
 
 
-class Norm(NamedTuple):
-    """Batch normalisation of a convolution's result by given statistics, as kernels compute it where they finish a sum."""
-
-    eps: float
-    #: of gamma, beta, mean and variance: the problem's, or that of its sums
-    dtype: str
-
-
 @dataclass(frozen=True)
 class ConvProblem:
     """A convolution, a transposed convolution, or a gradient of a convolution, of arrays of known shapes.
@@ -240,8 +232,8 @@ class ConvProblem:
         How the arrays of images lie in memory: ``"NHWC"`` is channels last. Shapes are the same. A filter and its gradient lie in
         C order, unless a plan can take another. ``"CNHW"`` and ``"CHWN"`` are for :attr:`launched` alone.
     has_scale, has_residual : bool
-    norm : Norm, optional
-        Batch normalisation by given statistics. It takes the place of a scale: then `has_scale` is set too.
+    float_scale : bool
+        True where scale and bias, which there must be, are float32 although the arrays are float16 or bfloat16.
     activation : str, ("leaky_relu", float) or None
         What is done with the sums: see :func:`pycuda_conv.conv2d`. The residual lies in memory as the result does.
     bare : bool
@@ -272,7 +264,7 @@ class ConvProblem:
     has_residual: bool = False
     activation: str | tuple[str, float] | None = None
     bare: bool = False
-    norm: Norm | None = None
+    float_scale: bool = False
     algorithm: str | None = None
 
     def __hash__(self) -> int:
@@ -523,11 +515,11 @@ class ConvProblem:
 
     @property
     def plain(self) -> ConvProblem:
-        """The problem without scale, norm, residual and activation, which change neither the choice of a kernel nor its time by much.
+        """The problem without scale, residual and activation, which change neither the choice of a kernel nor its time by much.
 
         Its arrays have all their axes: without those of length 1 they lie in memory just so.
         """
-        return replace(self, has_scale=False, has_residual=False, activation=None, norm=None, bare=False)
+        return replace(self, has_scale=False, has_residual=False, activation=None, float_scale=False, bare=False)
 
     @property
     def operand_size(self) -> Size3:
@@ -673,8 +665,7 @@ class ConvProblem:
     def bytes(self) -> int:
         """Bytes that must move at the least: every array read or written once."""
         elements = math.prod(self.input_shape) + math.prod(self.weight_shape) + math.prod(self.result_shape) * (1 + self.has_residual)
-        vectors = self.has_bias + self.has_scale + 3 * (self.norm is not None)
-        return (elements + self.result_channels * vectors) * self.itemsize
+        return (elements + self.result_channels * (self.has_bias + self.has_scale)) * self.itemsize
 
     @property
     def largest_array(self) -> int:
@@ -714,7 +705,7 @@ class ConvProblem:
         text += " channels last" if self.layout == "NHWC" else ""
         text += f" {self.algorithm}" if self.algorithm else ""
         activation = self.activation if isinstance(self.activation, tuple) else (self.activation or "",)
-        scaled = "" if not self.has_scale else "scale" if self.norm is None else "norm"
+        scaled = "scale of float32" if self.float_scale else "scale" * self.has_scale
         epilogue = (scaled, "residual" * self.has_residual, *map(str, activation))
         return " ".join([text, *filter(None, epilogue)])
 

@@ -64,6 +64,8 @@ call: Callable[..., Any] = _nothing if _native is None else _native.call
 key: Callable[..., Any] = _nothing if _native is None else _native.key
 #: (table, options, operand, ...) -> what the table has for that key, and the results of its row of launches; or None
 again: Callable[..., Any] = _nothing if _native is None else _native.again
+#: (what :func:`row` made, what the vectors must be, vector, ...) -> the row's result, or None where Python has to make the call
+fold: Callable[..., Any] = _nothing if _native is None else _native.fold
 #: (ctx, what it saved, gradient of the result) -> what ``_Again.backward`` of :mod:`pycuda_conv.nn.autograd` returns, or None
 gradients: Callable[..., Any] = _nothing if _native is None else _native.gradients
 
@@ -208,18 +210,17 @@ def _steps(plan: Plan, filter_last: bool) -> list[list[KernelLaunch]]:
 
 def steps_of(
     plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None,
-    norm: Sequence[tuple[int, int]] = (),
+    scale: tuple[int, int] | None = None,
 ) -> list[list[KernelLaunch]]:
     """A plan's launches for :func:`row`: `places` are those of input, weight, bias, result and workspace, and a buffer that is None.
 
     The filter is read as it is, and lies in the plan's ``filter_order`` if `filter_last`. The packed filter, if there is one, lies behind
-    the plan's own workspace. `norm` are the places of gamma, beta, mean and variance.
+    the plan's own workspace. `scale` and `residual` are the places of these, if there are any.
     """
     *five, none = places
     workspace, start = places[4]
-    gamma, *others = norm or (none,) * 4
     packed = workspace, start + plan.schedule.workspace_bytes
-    return moved(_steps(plan, filter_last), (*five, packed, gamma, residual or none, *others))
+    return moved(_steps(plan, filter_last), (*five, packed, scale or none, residual or none))
 
 
 def behind_each_other(first: Plan, first_last: bool, second: Plan, second_last: bool) -> int | None:

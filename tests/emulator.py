@@ -21,7 +21,7 @@ from pycuda_conv.engines.geometry import divider
 from pycuda_conv.runtime.base import Im2col
 
 ELEMENT = {64: "float64", 32: "float32", 16: "float16", 17: "bfloat16"}  # as the kernels name types
-INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL, *NORM = range(11)
+INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL = range(8)
 MOST_SHARED = 227 * 1024
 #: In the order of ``activation.cuh``.
 ACTIVATION_WORDS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
@@ -51,7 +51,7 @@ class Memory:
             w = np.moveaxis(w, -problem.ndim - 1, -1) if problem.direction == "wgrad" else w
         given = [self._bytes(np.zeros(0, x.dtype) if a is None else a) for a in (x, w, b, scale, residual)]
         sizes = (x.dtype.itemsize * math.prod(problem.result_shape), program.workspace_bytes, program.filter_bytes)
-        self.buffers = [*given[:3], *(np.full(n, 0xFF, np.uint8) for n in sizes), *given[3:], *[np.zeros(0, np.uint8)] * len(NORM)]
+        self.buffers = [*given[:3], *(np.full(n, 0xFF, np.uint8) for n in sizes), *given[3:]]
         self.writes: dict = {}
         self.loaded: dict = {}  # by a launch's loads: tiles ask for the same ones again
         self.finite = False  # whether loads must not meet what nobody has written
@@ -1441,7 +1441,6 @@ def launch(stages, memory: Memory, finite: bool) -> None:
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
-            step = replace(step, buffers=tuple(place for place in step.buffers if place not in NORM))  # no norms are emulated
             memory.loaded, memory.finite = {}, finite
             if step.kernel in ("implicit_gemm_sm90", "implicit_gemm_patch_sm90"):
                 product(replace(step, defines=OF_TEXT[step.kernel] | step.defines), memory)

@@ -1,4 +1,4 @@
-"""Layers in evaluation: batch normalisation by given statistics in the epilogue of every engine, the function, and the operator."""
+"""Layers in evaluation: scale and bias of float32 in the epilogue of every engine, the norms of a graph, functions and operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import simt
 from reference import EPS, SUM_EPS, TINY, Case, activated, assert_close, dgrad, fprop
 
 from pycuda_conv import Plan, engines, execute
-from pycuda_conv.problem import ConvProblem, Norm
+from pycuda_conv.problem import ConvProblem
 
 torch = pytest.importorskip("torch")
 
@@ -19,8 +19,9 @@ from test_quick import IN_C, warm  # noqa: E402, F401  (a fixture)
 
 from pycuda_conv.arrays.tensors import TORCH  # noqa: E402
 from pycuda_conv.errors import ConvArgumentError  # noqa: E402
-from pycuda_conv.nn import evaluation  # noqa: E402
+from pycuda_conv.nn import evaluation, folding  # noqa: E402
 from pycuda_conv.nn.evaluation import evaluate, spec_of  # noqa: E402
+from pycuda_conv.nn.folding import fold_norms, scaled, starts_of  # noqa: E402
 from pycuda_conv.runtime import get_device  # noqa: E402
 
 H200 = SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, model="NVIDIA H200", name="fake", constants_pay=True)
@@ -50,46 +51,33 @@ def by_engine(device) -> dict[str, list[tuple[Case, ConvProblem, object]]]:
 
 
 class Layer:
-    """A layer's arrays of random numbers, and its result in float64."""
+    """A layer of 16-bit arrays whose scale and bias are float32: its arrays of random numbers, and its result in float64."""
 
-    def __init__(self, case: Case, problem: ConvProblem, wide: bool, whole: bool, seed: int = 0) -> None:
-        rng, dtype, k = np.random.default_rng(seed), problem.dtype, (case.channels,)
-        acc = "float64" if dtype == "float64" else "float32"
-        of_norm = acc if wide else dtype
-        self.eps = 1e-3
-        self.x, self.w, bias = case.normals(dtype, seed)
-        self.bias = bias if whole else None
-        gamma, beta, mean, var = rng.normal(1, 1, k), rng.normal(size=k), rng.normal(size=k), rng.uniform(0.1, 2, k)
-        self.gamma, self.beta, self.mean, self.var = (v.astype(of_norm) for v in (gamma, beta, mean, var))
-        if not whole:
-            self.gamma = self.beta = None
-        self.residual = rng.normal(size=problem.result_shape).astype(dtype) if whole else None
+    def __init__(self, case: Case, problem: ConvProblem, whole: bool, seed: int = 0) -> None:
+        rng, k = np.random.default_rng(seed), (case.channels,)
+        self.x, self.w, _ = case.normals(problem.dtype, seed)
+        self.scale, self.bias = (rng.normal(1, 1, k) * 1e5).astype("f"), rng.normal(size=k).astype("f")
+        self.scale[0] = 1 / 3
+        self.scale[1:] /= 1e5
+        self.residual = rng.normal(size=problem.result_shape).astype(problem.dtype) if whole else None
         self.activation = "relu" if whole else None
         self.problem = replace(
-            problem, has_bias=self.bias is not None, has_scale=True, has_residual=whole, activation=self.activation, norm=Norm(self.eps, of_norm),
+            problem, has_bias=True, has_scale=True, has_residual=whole, activation=self.activation, float_scale=True,
         )  # fmt: skip
         self.case = case
 
     def check(self, got: np.ndarray, what: object) -> None:
         """Within what an honest sum, scaled and shifted, and some roundings may be off by."""
-        case, dtype = self.case, self.problem.dtype
-
-        def across(v, missing):
-            return (np.full(case.channels, missing) if v is None else v.astype(float)).reshape(-1, *(1,) * case.ndim)
-
-        plain = case.reference(self.x, self.w)
-        s = across(self.gamma, 1.0) / np.sqrt(across(self.var, 1.0) + self.eps)
-        bias, mean, beta = across(self.bias, 0.0), across(self.mean, 0.0), across(self.beta, 0.0)
-        ref = (plain + bias - mean) * s + beta
-        most = (np.abs(plain) + np.abs(bias) + np.abs(mean)) * np.abs(s) + np.abs(beta)
+        case, dtype, across = self.case, self.problem.dtype, (-1, *(1,) * self.case.ndim)
+        plain, s, t = case.reference(self.x, self.w), self.scale.astype(float).reshape(across), self.bias.astype(float).reshape(across)
+        ref, most = plain * s + t, np.abs(plain * s) + np.abs(t)
         if self.residual is not None:
             ref, most = ref + self.residual.astype(float), most + np.abs(self.residual.astype(float))
         ref = activated(ref, self.activation)
         sums = case.bound(self.x, self.w, None, plain)
-        if self.problem.precision == "tf32":
-            sums = sums + 2.0**-9 * case.reference(np.abs(self.x), np.abs(self.w))
-        assert_close(got, ref, sums * np.abs(s) + 8 * SUM_EPS[dtype] * most + EPS[dtype] * np.abs(ref) + TINY[dtype], what)
-
+        if SUM_EPS[dtype] < EPS[dtype]:  # the sum itself was not rounded to 16 bits
+            sums = sums - EPS[dtype] * np.abs(plain)
+        assert_close(got, ref, sums * np.abs(s) + 4 * SUM_EPS[dtype] * most + EPS[dtype] * np.abs(ref) + TINY[dtype], what)
 
     def launched(self, config: object, place: str) -> np.ndarray:
         """The result by `config` on a device."""
@@ -100,64 +88,175 @@ class Layer:
             return made if made is None else TORCH.as_kernel_input(made, order)
 
         def launch(buffers, stream):
-            x, w, b, gamma, beta, mean, var, residual, y, scratch = buffers
-            plan.launch((x, w, b, gamma, residual, y, scratch), stream, norm=(beta, mean, var))
+            x, w, b, scale, residual, y, scratch = buffers
+            plan.launch((x, w, b, scale, residual, y, scratch), stream)
 
         x, w, residual = on(self.x, plan.order), on(self.w, plan.weight_order), on(self.residual, plan.order)
         y = TORCH.empty(plan.result_shape, x, None, plan.result_order).fill_(float("nan"))
-        inputs = (x, w, on(self.bias), on(self.gamma), on(self.beta), on(self.mean), on(self.var), residual)
-        execute.launch(TORCH, plan.device, launch, inputs, (y,), plan.workspace_bytes)
+        execute.launch(TORCH, plan.device, launch, (x, w, on(self.bias), on(self.scale), residual), (y,), plan.workspace_bytes)
         return y.cpu().numpy()
 
 
-#: The engines whose texts read a norm in ``finish.cuh`` or a way of their own. Those of ``epilogue.cuh`` run on OpenCL.
-SIMT = ["DenseNhwc", "ImplicitGemm", "GroupedNhwc", "FewChannels", "Dmma", "Pointwise", "Planes", "GatheredPlanes", "FewPixels", "FewInputs", "Quads", "Lines", "DepthwiseToeplitz", "Gemm"]
+#: The engines whose texts read scale and bias in ``finish.cuh`` or a way of their own. Those of ``epilogue.cuh`` run on OpenCL.
+SIMT = ["DenseNhwc", "ImplicitGemm", "GroupedNhwc", "FewChannels", "Planes", "GatheredPlanes", "FewPixels", "FewInputs", "DepthwiseToeplitz", "Gemm"]
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 @pytest.mark.parametrize("engine", SIMT)
-def test_the_texts_of_tensor_cores_read_a_norm(engine):
-    found = by_engine(H200)[engine]
-    runs = {problem.dtype: (case, problem, config) for case, problem, config in reversed(found)}
-    for i, (case, problem, config) in enumerate(list(runs.values())[:2]):
-        for wide, whole in ((True, True), (False, False))[i : i + 1]:
-            one = Layer(case, problem, wide, whole)
-            norm = one.beta, one.mean, one.var
-            one.check(simt.computed(one.problem, config, one.x, one.w, one.bias, one.gamma, one.residual, norm=norm), config)
-
-
-FORMS = [(True, True), (False, False), (True, False), (False, True)]  # wide, whole
+def test_the_texts_of_tensor_cores_take_scale_and_bias_of_float32(engine):
+    case, problem, config = next(run for run in by_engine(H200)[engine] if run[1].dtype == "float16")
+    one = Layer(case, problem, SIMT.index(engine) % 2 == 0)
+    one.check(simt.computed(one.problem, config, one.x, one.w, one.bias, one.scale, one.residual), config)
 
 
 def small(found) -> list:
-    """For each dtype the first candidate and the last one."""
-    by_dtype: dict = {}
-    for run in found:
-        by_dtype.setdefault(run[1].dtype, []).append(run)
-    return [run for runs in by_dtype.values() for run in (runs[0], runs[-1])[: len(runs)] if run[1].dtype != "bfloat16" or run is runs[0]]
+    """For float16 the first candidate and the last one."""
+    halves = [run for run in found if run[1].dtype == "float16"]
+    return [halves[0], halves[-1]][: len(halves)] if halves else []
 
 
 OF_OPENCL = by_engine(SimpleNamespace(backend="opencl", capability=(0, 0), multiprocessors=2, model="", name="opencl", constants_pay=False))
 
 
-@pytest.mark.parametrize("engine", OF_OPENCL)
-def test_every_engine_of_opencl_reads_a_norm(engine):
+@pytest.mark.parametrize("engine", [name for name in OF_OPENCL if small(OF_OPENCL[name])])
+def test_every_engine_of_opencl_takes_scale_and_bias_of_float32(engine):
     for i, (case, problem, config) in enumerate(small(OF_OPENCL[engine])):
-        if problem.dtype != "bfloat16":  # numpy has none
-            one = Layer(case, problem, *FORMS[i % 4], seed=i)
-            one.check(one.launched(config, "opencl"), config)
+        one = Layer(case, problem, i % 2 == 0, seed=i)
+        one.check(one.launched(config, "opencl"), config)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", [name for name in engines.registry.config_classes() if "Wgrad" not in name and name != "DepthwiseRing"])
-def test_every_engine_of_gpus_reads_a_norm(engine):
-    found = by_engine(get_device("cuda:0")).get(engine)
+def test_every_engine_of_gpus_takes_scale_and_bias_of_float32(engine):
+    found = small(by_engine(get_device("cuda:0")).get(engine, []))
     if not found:
-        pytest.skip("it has no candidates on this GPU")
-    for i, (case, problem, config) in enumerate(small(found)):
-        if problem.dtype != "bfloat16":
-            one = Layer(case, problem, *FORMS[i % 4], seed=i)
-            one.check(one.launched(config, "cuda:0"), config)
+        pytest.skip("it has no candidates of float16 on this GPU")
+    for i, (case, problem, config) in enumerate(found):
+        one = Layer(case, problem, i % 2 == 0, seed=i)
+        one.check(one.launched(config, "cuda:0"), config)
+
+
+# ---- the norms of a graph
+
+
+def norms_of(place, dtype, count, missing=True, seed=0):
+    """Vectors of some norms and biases, and what they are as factors and summands in float64."""
+    torch.manual_seed(seed)
+    wide, vectors, expected = torch.float64 if dtype is torch.float64 else torch.float32, [], []
+    for i in range(count):
+        k = (3, 8, 17, 64, 130, 300)[i % 6]
+        gamma, beta, mean, var, bias = torch.randn(k), torch.randn(k), torch.randn(k), torch.rand(k) + 0.01, torch.randn(k)
+        of_norm = (wide, dtype)[i // 2 % 2]
+        some = [one.to(place, of_norm) for one in (gamma, beta, mean, var)] + [bias.to(place, dtype)]
+        if missing and i % 3 == 1:
+            some[0] = some[4] = None
+        if missing and i % 4 == 2:
+            some[1] = None
+        g, b, m, v, c = (None if one is None else one.double() for one in some)
+        a = (1 if g is None else g) / torch.sqrt(v + 1e-3 * (i + 1))
+        expected.append((a, ((0 if c is None else c) - m) * a + (0 if b is None else b)))
+        vectors += some
+    return vectors, [1e-3 * (i + 1) for i in range(count)], expected, wide
+
+
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 7, 130])
+def test_norms_are_folded(place, dtype, count):
+    if place == "cpu" and count > 7 and dtype is not torch.float16:
+        count = 7  # a launch for each
+    vectors, eps, expected, wide = norms_of(place, dtype, count)
+    starts = starts_of([one.shape[0] for one in vectors[2::5]])
+    for _ in range(3):
+        folded = fold_norms(vectors, eps, dtype is torch.float64)
+        assert folded.dtype is wide and folded.shape == (starts[-1],) and not folded.requires_grad
+        for i, (a, t) in enumerate(expected):
+            k = len(a)
+            for got, ref in ((folded[starts[i] :][:k], a), (folded[starts[i] + k :][:k], t)):
+                assert ((got.double() - ref).abs() <= 4 * torch.finfo(wide).eps * (ref.abs() + 4 * a.abs() + 1)).all()
+        for one in vectors[2::5]:  # whoever writes to them, and how
+            one.data.mul_(2)
+        expected = [(a, t - (one.double() / 2) * a) for (a, t), one in zip(expected, vectors[2::5], strict=True)]
+    if dtype is not torch.float32:
+        return
+    turned = [None if one is None else torch.stack((one, one), 1)[:, 0] for one in vectors]
+    assert torch.equal(fold_norms(turned, eps), fold_norms(vectors, eps))
+
+
+def test_wrong_norms():
+    vectors, eps, *_ = norms_of("cpu", torch.float32, 2, missing=False)
+    with pytest.raises(ConvArgumentError, match="vectors must be 5 for each of one or more eps, but got 9 and 2"):
+        fold_norms(vectors[:-1], eps)
+    with pytest.raises(ConvArgumentError, match="mean and var of norm 1 must be given"):
+        fold_norms([*vectors[:7], None, *vectors[8:]], eps)
+    with pytest.raises(ConvArgumentError, match=r"bias of norm 1 must have shape \[8\] on cpu, but got \[3\] on cpu"):
+        fold_norms([*vectors[:9], vectors[0]], eps)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("last", [False, True], ids=["C order", "channels last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_layers_with_folded_norms(place, last, dtype):
+    given = [arrays(place, dtype, of_norm, last, transposed) for of_norm, transposed in ((dtype, False), (dtype, True))]
+    vectors = [one for _, _, bias, *norm in given for one in (*norm, bias)]
+    folded, starts = fold_norms(vectors, (1e-3, 1e-2), dtype is torch.float64), starts_of((16, 16))
+    operator, fold = torch.ops.pycuda_conv.scaled.default, torch.ops.pycuda_conv.fold_norms.default
+    assert torch.equal(fold(vectors, [1e-3, 1e-2], dtype is torch.float64), folded)
+    for (x, w, *others), start, eps, transposed in zip(given, starts, (1e-3, 1e-2), (False, True), strict=False):
+        how = {"stride": 2, "padding": 1, **({"output_padding": 1} if transposed else {})}
+        ref = reference(x, w, *others, eps, None, None, transposed, **how)
+        residual = torch.randn(ref.shape, device=place).to(dtype)
+        residual = residual.contiguous(memory_format=torch.channels_last) if last else residual
+        asked = "conv_transpose" if transposed else "conv", 2, 1, 1, 1, "fp32", 1 if transposed else 0, "relu", 0.0
+        spec = spec_of(2, (3, 3), activation="relu", transposed=transposed, **how)
+        for more in (None, residual):
+            whole = torch.relu(ref if more is None else ref + more.double())
+            for _ in range(3):
+                close(scaled(asked, start, x, w, folded, more), whole, dtype)
+            close(operator(x, w, folded, more, start, spec), whole, dtype)
+        assert scaled(asked, start, x, w, folded, residual).stride() == residual.stride()
+    if place == "cpu" and dtype is torch.float32:
+        torch.library.opcheck(fold, (vectors, [1e-3, 1e-2], False))
+        torch.library.opcheck(operator, (x, w, folded, residual, start, spec))
+
+
+@IN_C
+def test_norms_are_folded_again_by_the_launcher_in_c(warm, monkeypatch):  # noqa: F811
+    folding._prepared.clear()
+    calls = []
+    monkeypatch.setattr(folding, "_folded", lambda *given, original=folding._folded: (calls.append(1), original(*given))[1])
+    vectors, eps, *_ = norms_of("cpu", torch.bfloat16, 70)
+    first, second = (made_by(warm, lambda: fold_norms(vectors, eps)) for _ in range(2))
+    assert len(calls) == 1 and len(first) == len(second) == 2  # launches, of 56 norms at the most
+    other = [None if one is None else one.clone() for one in vectors]
+    lines = " ".join(made_by(warm, lambda: fold_norms(other, eps)))
+    assert len(calls) == 1 and all(one is None or one.data_ptr().to_bytes(8, "little").hex(" ") in lines for one in other)
+    for changed in (vectors[0].double(), torch.stack((vectors[0], vectors[0]), 1)[:, 0], None):
+        fold_norms([changed, *vectors[1:]], eps)
+    assert len(calls) == 4
+    with pytest.raises(ConvArgumentError):
+        fold_norms([vectors[1].new_zeros(5), *vectors[1:]], eps)
+    assert made_by(warm, lambda: fold_norms(vectors, eps)) and len(calls) == 5
+
+
+@IN_C
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_layers_with_folded_norms_are_computed_again_by_the_launcher_in_c(warm, monkeypatch, dtype):  # noqa: F811
+    x, w, bias, *norm = arrays("cpu", dtype, torch.float32, True)
+    folding._again.clear()
+    folded, calls = fold_norms((*norm, bias), (1e-3,)), []
+    monkeypatch.setattr(folding, "computed", lambda *given, original=folding.computed: (calls.append(1), original(*given))[1])
+    asked = "conv", 1, 1, 1, 1, "fp32", 0, "relu", 0.0
+    first, second = (made_by(warm, lambda: scaled(asked, 0, x, w, folded, None)) for _ in range(2))
+    assert len(calls) == 1 and first and len(first) == len(second)
+    other = folded.clone()
+    lines = " ".join(made_by(warm, lambda: scaled(asked, 0, x, w, other, None)))
+    for at in (other.data_ptr(), other.data_ptr() + 16 * 4):
+        assert at.to_bytes(8, "little").hex(" ") in lines
+    assert len(calls) == 1
 
 
 # ---- the function
@@ -187,7 +286,6 @@ def close(got, ref, dtype):
     assert got.dtype is dtype and ((got.double() - ref).abs() <= size * (1 + ref.abs())).all()
 
 
-PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TYPES = [
     (torch.float32, torch.float32), (torch.float64, torch.float64), (torch.float16, torch.float16), (torch.float16, torch.float32),
     (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
@@ -266,11 +364,10 @@ def test_wrong_operands():
         evaluate(x, w, bias.half(), gamma, beta, mean, var)
 
 
-def test_a_plan_of_a_norm_takes_no_calls():
-    """They have no arguments for its vectors."""
-    one = Layer(*CASES[1][:1], CASES[1][0].problem("float32"), True, True)
-    with pytest.raises(ConvArgumentError, match="norm"):
-        Plan(one.problem, "opencl")(one.x, one.w, one.bias, scale=one.gamma, residual=one.residual)
+def test_a_plan_with_a_scale_of_float32_takes_no_calls():
+    one = Layer(CASES[1][0], CASES[1][0].problem("float16"), True)
+    with pytest.raises(ConvArgumentError, match="float32"):
+        Plan(one.problem, "opencl")(one.x, one.w, one.bias, scale=one.scale, residual=one.residual)
 
 
 @IN_C

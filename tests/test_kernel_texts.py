@@ -9,7 +9,7 @@ import toy_engine
 
 from pycuda_conv import ConvProblem, behind, engines, tune
 from pycuda_conv.cli import main
-from pycuda_conv.engines import batch_norm, casting, dense_nhwc_sm90, implicit_gemm_sm90, max_pool, packing, registry, split_sum
+from pycuda_conv.engines import batch_norm, casting, dense_nhwc_sm90, folding, implicit_gemm_sm90, max_pool, packing, registry, split_sum
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
@@ -77,7 +77,7 @@ def texts_of(module, device):
     return module.texts(*[device] * len(inspect.signature(module.texts).parameters))
 
 
-SHARED = [split_sum, packing, batch_norm, casting, max_pool]
+SHARED = [split_sum, packing, batch_norm, casting, folding, max_pool]
 EVERYWHERE = [*ARCHITECTURES, "sm_75", "sm_86", "sm_100a"]
 
 

@@ -15,7 +15,7 @@ from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.inner import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALES, WORKSPACE, Arena, Schedule, finish
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -64,7 +64,7 @@ def _product(problem: ConvProblem) -> ConvProblem:
     one, none = (1, 1, 1), (0, 0, 0)
     return replace(
         problem, C=problem.C * _taps(problem), input_size=problem.output_size, filter_size=one, stride=one, dilation=one,
-        padding_before=none, padding_after=none, has_bias=False, has_scale=False, has_residual=False, activation=None, norm=None,
+        padding_before=none, padding_after=none, has_bias=False, has_scale=False, has_residual=False, activation=None, float_scale=False,
     ).launched  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
         **by_axis("dil_", problem.dilation), **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
-    buffers = columns, BIAS, *SCALES, RESIDUAL, RESULT
+    buffers = columns, BIAS, SCALE, RESIDUAL, RESULT
     return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pycuda_conv.engines.base import BY_RULE, Config, fastest
 from pycuda_conv.engines.depthwise_units import unit_refusal
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -140,7 +140,7 @@ def schedule(problem: ConvProblem, config: DepthwisePlanes, device: Device, note
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "R": r, "S": s, "STRIDE": stride,
     }  # fmt: skip
     layer = finish_constants(told) | {"K": told.k, "MULTIPLIER": told.multiplier, "PAD_H": pad_h, "PAD_W": pad_w, "FLIPPED": told.flipped}
-    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     shared = unit.room * accumulator_bytes(problem)
     return Schedule.plain(
         [[KernelLaunch("depthwise_planes", defines, unit.blocks, THREADS, buffers, (), shared=shared, arguments=told, layer=layer)]]

@@ -21,7 +21,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALES,
+    SCALE,
     WEIGHT,
     Schedule,
     check_shared,
@@ -245,7 +245,7 @@ def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, no
         "LAST": int(problem.layout == "NHWC"),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]
-    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
         "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=told, layer=finish_constants(told)
     )

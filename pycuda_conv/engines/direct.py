@@ -19,7 +19,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALES,
+    SCALE,
     STATIC_SHARED_BYTES,
     WEIGHT,
     WORKSPACE,
@@ -215,7 +215,7 @@ Made = tuple[dict[str, int], tuple[int, ...], dict[str, int], int]
 
 def _constants(problem: ConvProblem, told: Any, **others: int) -> dict[str, int]:
     """The defines of a kernel that is compiled for this layer: :attr:`KernelLaunch.layer`."""
-    asked = {*_SIZES[type(told)].split(), "slope", "eps"}  # compiling a text for each of these would save nothing
+    asked = {*_SIZES[type(told)].split(), "slope"}  # compiling a text for each slope would save nothing
     known = {name.upper(): value for name, value in told._asdict().items() if name not in asked and not name.startswith("by_")}
     return {"LAYER": 1, "AXES": problem.ndim} | known | others
 
@@ -232,7 +232,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     if device.backend != "cuda" and "UNROLLED" in defines:  # unrolling gains nothing there
         defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
     result = RESULT if split == 1 else WORKSPACE
-    buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, result)
+    buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, result)
     if isinstance(config, Wgrad):
         buffers = (INPUT, WEIGHT, result)
     shared = room * accumulator_bytes(problem)

@@ -33,7 +33,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALES,
+    SCALE,
     STATIC_SHARED_BYTES,
     WEIGHT,
     WORKSPACE,
@@ -192,7 +192,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
         **finish(problem, split > 1), **dict.fromkeys(_OF_FIXUP, 0),
     )  # fmt: skip
-    buffers = (INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT if split == 1 else WORKSPACE)
+    buffers = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT if split == 1 else WORKSPACE)
     return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=arguments)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -169,7 +169,7 @@ def schedule(problem: ConvProblem, config: Quads, device: Device, noted: bool = 
         **by_axis("low_", low), dilation_d=problem.dilation[0], dilation_h=problem.dilation[1], wide=int(q % 4 == 0), **finish(problem),
     )  # fmt: skip
     defines = {"S": s, "STRIDE": problem.stride[2], "QUADS": config.QUADS}
-    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
         "direct_quads", defines, tile.blocks, WARPS * LANES, buffers, (), shared=tile.shared, arguments=told, layer=finish_constants(told)
     )

@@ -34,7 +34,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALES,
+    SCALE,
     WEIGHT,
     WORKSPACE,
     Buffer,
@@ -356,7 +356,7 @@ def _product(
     defines, told = _defines(config, tile, form, device), _arguments(problem, config, form, part, packed)
     shared = defines["STAGES"] * stage_bytes(config, form)
     grid = _tiles(problem, config, part) * config.SPLIT
-    buffers = (INPUT, weight, BIAS, *SCALES, RESIDUAL, target)
+    buffers = (INPUT, weight, BIAS, SCALE, RESIDUAL, target)
     return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=told)
 
 

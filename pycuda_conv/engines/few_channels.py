@@ -22,7 +22,7 @@ from pycuda_conv.engines.geometry import (
     read_strides,
     written_strides,
 )
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -236,7 +236,7 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "COLUMN_TILES": eights, "ROWS": rows, "PIXEL_TILES": sixteens,
         "WIDE_LOADS": int(_wide_loads(problem)),
     }  # fmt: skip
-    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     grid = workers * tile.combinations
     return KernelLaunch(
         "few_channels", defines, grid, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told, layer=finish_constants(told)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
 from pycuda_conv.engines.hopper import MOST_SHARED, unsupported
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.texts import TextFamily
@@ -217,7 +217,7 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: boo
     told = tile.phases
     if len(told) > 1:
         told += (told[-1]._replace(tiles=0),) * (PHASES - len(told))  # empty phases fill the kernel's parameter
-    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
         "few_pixels_sm90", _defines(problem, config), _blocks(tile, config), 32 * WARPS, buffers, (),
         shared=tile.shared, arguments=told, layer=finish_constants(told[0]),

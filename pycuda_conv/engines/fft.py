@@ -23,7 +23,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALES,
+    SCALE,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -228,7 +228,7 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = Fa
         return KernelLaunch("fft_range", types, groups * told.pairs, PARTS, (x, into), (), arguments=told)
 
     def tiled(mode: int, told: Any, grid: int, x: int, read_from: int, into: int, flags_in: int) -> KernelLaunch:
-        buffers = x, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT, read_from, into, flags_in, packed.buffer
+        buffers = x, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, read_from, into, flags_in, packed.buffer
         return KernelLaunch(
             "fft_tiles", types | tile | line | {"MODE": mode, "THREADS": threads}, grid, threads, buffers, (), arguments=told,
             shared=config.TILE_H * (config.TILE_W + 1) * 2 * size,

@@ -40,7 +40,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALES,
+    SCALE,
     WEIGHT,
     Arena,
     Schedule,
@@ -204,7 +204,7 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int,
         "CLUSTER": config.CLUSTER,
     }  # fmt: skip
     return KernelLaunch(
-        "gather_nhwc_sm90", defines, grid, 4 * config.BLOCK_M, (INPUT, BIAS, *SCALES, RESIDUAL, RESULT), (),
+        "gather_nhwc_sm90", defines, grid, 4 * config.BLOCK_M, (INPUT, BIAS, SCALE, RESIDUAL, RESULT), (),
         maps=(_filter_map(problem, config, place, pitch),), shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told,
         layer=finish_constants(told),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixe
 from pycuda_conv.engines.hopper import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, unsupported
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, sum_bytes
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -145,7 +145,7 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted
     }  # fmt: skip
     launch = KernelLaunch(
         "gathered_planes_sm90", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,
-        (*((WEIGHT,) if gathers else ()), INPUT, BIAS, *SCALES, RESIDUAL, RESULT), (), maps=maps,
+        (*((WEIGHT,) if gathers else ()), INPUT, BIAS, SCALE, RESIDUAL, RESULT), (), maps=maps,
         shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told, layer=finish_constants(told),
     )  # fmt: skip
     return Schedule.plain([[launch]])

@@ -34,7 +34,7 @@ from pycuda_conv.engines.packing import (
 from pycuda_conv.engines.packing import why_not as why_not_packed
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.ring import Ring
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALES, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
@@ -147,7 +147,7 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted
         packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
     ) -> list[KernelLaunch]:
         read = operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales
-        buffers = (*read, BIAS, *SCALES, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
+        buffers = (*read, BIAS, SCALE, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
         return [_product(problem, config, packed, walk, buffers, operands.tiles) for walk in walks]
 
     made = assemble(problem, config.SPLIT, multiprocessors, products)

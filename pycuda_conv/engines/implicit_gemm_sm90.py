@@ -40,7 +40,7 @@ from pycuda_conv.engines.packing import (
 )
 from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
 from pycuda_conv.engines.ring import ALIGNMENT, Ring, why_not_so_many
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Moments, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
@@ -362,7 +362,7 @@ def _schedule(
         ours: tuple[Place, ...] = operands.w_limbs, operands.x_scales
         if config.splits_images:
             ours = INPUT, operands.x_scales, operands.x_flags, operands.w_limbs
-        buffers = (*ours, operands.w_scales, BIAS, *SCALES, RESIDUAL, target)
+        buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         launches, (arena, first) = [], operands.tickets
         for group in _launches(problem):
             place = (arena, first) if joins(problem, config) else None

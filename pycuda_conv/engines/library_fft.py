@@ -22,7 +22,7 @@ from pycuda_conv.engines.schedule import (
     INPUT,
     RESIDUAL,
     RESULT,
-    SCALES,
+    SCALE,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -201,7 +201,7 @@ def _finish(problem: ConvProblem, told: Transforms, sums: int, limits: int) -> K
         y_image=y.image, y_group=y.group, y_channel=y.channel, **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
-    buffers = INPUT, WEIGHT, BIAS, *SCALES, RESIDUAL, RESULT, WORKSPACE
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE
     return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told_to)
 
 

@@ -23,7 +23,7 @@ from pycuda_conv.engines.schedule import (
     PACKED,
     RESIDUAL,
     RESULT,
-    SCALES,
+    SCALE,
     WEIGHT,
     WORKSPACE,
     Arena,
@@ -288,9 +288,9 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     images = TensorMap(INPUT, 0, sizes, strides, (box_w, walk.channels, box_h, 1), walk.span, "float32")
     if config.FP16_OPERANDS:
         flags = scratch.take(4 * tiles * across * 4 * config.CONSUMERS)
-        buffers: tuple[Place, ...] = (halves[0], laid, halves[1], flags, BIAS, *SCALES, RESIDUAL, RESULT)
+        buffers: tuple[Place, ...] = (halves[0], laid, halves[1], flags, BIAS, SCALE, RESIDUAL, RESULT)
     else:
-        buffers = (laid, BIAS, *SCALES, RESIDUAL, RESULT)
+        buffers = (laid, BIAS, SCALE, RESIDUAL, RESULT)
     threads, shared = 128 * (1 + config.CONSUMERS), shared_bytes(problem, config)
     lines = KernelLaunch(
         "lines_sm90", defines, grid, threads, buffers, (), maps=(images,), shared=shared, arch="sm_90a", arguments=told,

@@ -15,7 +15,7 @@ from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper import CLOCK, ROW, most_shared, unsupported
 from pycuda_conv.engines.ring import ALIGNMENT, Ring
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALES, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -128,7 +128,7 @@ def schedule(problem: ConvProblem, config: Planes, device: Device, noted: bool =
     }  # fmt: skip
     grid = min(told.tiles, device.multiprocessors * _beside(config))
     launch = KernelLaunch(
-        "planes_sm90", defines, grid, _threads(config), (BIAS, *SCALES, RESIDUAL), (),
+        "planes_sm90", defines, grid, _threads(config), (BIAS, SCALE, RESIDUAL), (),
         maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told, layer=finish_constants(told),
     )  # fmt: skip
     return Schedule.plain([[launch]])

@@ -32,14 +32,9 @@ class Buffer(IntEnum):
     PACKED = 5  # the packed filter
     SCALE = 6
     RESIDUAL = 7
-    BETA = 8  # the vectors of a norm, whose gamma is in the place of a scale
-    MEAN = 9
-    VAR = 10
 
 
-INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL, *_NORM = Buffer
-#: The buffers that scale a layer's sums, in the order in which kernels take them.
-SCALES = SCALE, *_NORM
+INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL = Buffer
 
 
 @dataclass(frozen=True)
@@ -129,12 +124,10 @@ def finish(problem: ConvProblem, split: bool = False, asks_residual: bool = True
     Without `asks_residual` the argument for a residual is missing: the kernel is compiled for one, or for none.
     """
     activation, slope = problem.activation_and_slope
-    norm, nbytes, has_scale = problem.norm, accumulator_bytes(problem), int(problem.has_scale)
-    if norm is not None:
-        has_scale = 2 if norm.dtype != problem.dtype or nbytes == problem.itemsize else 3
+    has_scale = 2 if problem.float_scale else int(problem.has_scale)
     asked = {
-        "has_scale": has_scale, "has_bias": int(problem.has_bias or norm is not None), "activation": activation,
-        "slope": bits(slope, nbytes), "eps": 0 if norm is None else bits(norm.eps, nbytes),
+        "has_scale": has_scale, "has_bias": int(problem.has_bias), "activation": activation,
+        "slope": bits(slope, accumulator_bytes(problem)),
     }  # fmt: skip
     if asks_residual:
         asked["has_residual"] = int(problem.has_residual)

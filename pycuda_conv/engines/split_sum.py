@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from pycuda_conv.engines.geometry import ceil, divider
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALES, finish
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, finish
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -39,7 +39,7 @@ def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunc
         size, split, width.bit_length() - 1, ceil(split, lanes), plane, divider(plane), channels, divider(channels),
         **finish(problem),
     )  # fmt: skip
-    buffers = (parts, BIAS, *SCALES, RESIDUAL, RESULT)
+    buffers = (parts, BIAS, SCALE, RESIDUAL, RESULT)
     return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=arguments)
 
 

@@ -125,8 +125,8 @@ def in_context_of(plan: Plan, input: Signature) -> Plan:
 
 def call_plan(plan: Plan, operands: Operands, out: Any, stream: Any) -> Any:
     """Check that the arrays fit `plan` and run it."""
-    if plan.problem.norm is not None:
-        raise ConvArgumentError("a plan of a problem with a norm takes no calls: use pycuda_conv.nn.evaluation.evaluate")
+    if plan.problem.float_scale:
+        raise ConvArgumentError("a plan whose scale and bias are float32 takes no calls: use pycuda_conv.nn.folding.scaled")
     kind = same_kind(operands, out)
     kind.check_not_recorded(operands)
     operands = kind.opened(operands)

@@ -1,7 +1,7 @@
 """Layers in evaluation: a convolution, batch normalisation by running statistics, the sum with a residual, and an activation in one call.
 
-The kernels read gamma, beta, mean and variance where they finish a sum (``cu/finish.cuh``, ``cu/epilogue.cuh``). Nothing is computed ahead
-and nothing is kept between calls, so whoever writes to these vectors, and how, is noticed.
+A launch in front of the convolution reads gamma, beta, mean and variance, in each call (:mod:`pycuda_conv.nn.folding`, which does that for
+all norms of a network at once). Nothing is kept between calls, so whoever writes to these vectors, and how, is noticed.
 
 :func:`evaluate` is for tensors with numbers. ``torch.ops.pycuda_conv.evaluate`` is the same for compilers of torch's; it has no gradients.
 """
@@ -9,25 +9,21 @@ and nothing is kept between calls, so whoever writes to these vectors, and how, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pycuda_conv import dispatch, execute, quick
-from pycuda_conv.arrays import Signature, check_same_type
+from pycuda_conv import quick
 from pycuda_conv.arrays.tensors import TORCH
-from pycuda_conv.call import Call
+from pycuda_conv.engines import folding
 from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.memo import launches_are_in, remember_launches
+from pycuda_conv.memo import launches_are_in
 from pycuda_conv.nn import operators
 from pycuda_conv.nn.autograd import CONV, CONV_TRANSPOSE, Settings, _empty_like, _in_numbers, without_autocast
-from pycuda_conv.plan import Plan
-from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, Norm, activation_and_slope, channels_last, checked_activation, integers
-from pycuda_conv.runtime.base import Launcher
+from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, checked_activation, integers
 
 __all__ = ["evaluate", "spec_of"]
 
@@ -115,104 +111,65 @@ def _evaluate(
     return _computed(asked, operands) if made is None else made[1]
 
 
-class _Ways(NamedTuple):
-    """A plan, the launcher of its kernels, and the dtypes and layouts that they read."""
-
-    plan: Plan
-    launch: Launcher
-    #: whether the kernels read a filter whose channels are last in memory
-    filter_last: bool
-
-    @property
-    def orders(self) -> tuple[Any, ...]:
-        """The orders of the operands of a key."""
-        plan = self.plan
-        filter_order = plan.filter_order if self.filter_last else plan.weight_order
-        return plan.order, filter_order, None, None, None, None, None, plan.order
-
-
-@remember_launches
-def _ways(call: Call, signatures: tuple[Signature | None, ...], layout: str, filter_last: bool, norm: Norm | None) -> _Ways:
-    """How a layer of operands of these `signatures` is computed: input, filter, bias, residual."""
-    input, *others = signatures
-    assert input is not None
-    check_same_type(TORCH, input, *others, names=("x", "weight", "bias", "residual"))
-    shapes = [None if one is None else one[0] for one in signatures]
-    problem = call.problem((*shapes[:3], None, shapes[3]), TORCH.dtype_name(input[1]))
-    if norm is not None:
-        problem = replace(problem, has_scale=True, norm=norm)
-    plan = dispatch.plan_for(problem, TORCH, input, None, layout, False)
-    plan = plan.better or plan
-    filter_last = not plan.empty and plan.reads_filter_last and (filter_last or plan.filter_order is None)
-
-    def launch(buffers: Sequence[Any], stream: Any) -> None:
-        x, w, b, gamma, beta, mean, var, residual, y, scratch = buffers
-        plan.launch((x, w, b, gamma, residual, y, scratch), stream, filter_last=filter_last, norm=(beta, mean, var))
-
-    return _Ways(plan, launch, filter_last)
-
-
 def _computed(asked: tuple[Any, ...], operands: tuple[Tensor | None, ...]) -> Tensor:
     """The layer in a call that is not repeated."""
-    function, stride, padding, dilation, groups, precision, size, activation, eps = asked
+    from pycuda_conv.nn import folding as norms  # it imports this module
+
     x, weight, bias, gamma, beta, mean, var, residual = (None if one is None else one.detach() for one in operands)
     assert x is not None and weight is not None
-    ndim, sign = weight.dim() - 2, TORCH.signature
-    channels = weight.shape[1] * groups if function == "conv_transpose" else weight.shape[0]
-    norm, vectors = _norm(x, channels, eps, gamma, beta, mean, var)
-    call = Call(function, ndim, stride, padding, dilation, groups, precision, size if function == "conv_transpose" else 0, activation)
-    signatures = tuple(None if one is None else sign(one) for one in (x, weight, bias, residual))
-    layout, last = TORCH.layout(x, ndim), TORCH.layout(weight, ndim) == "NHWC"
-    with torch.no_grad():
-        how = call.hashable(), signatures, layout, last, norm
-        ways = _ways(*how)
-        if ways.plan.better is not None:
-            _ways.forget(*how)
-            ways = _ways(*how)
-        plan, given = ways.plan, (x, weight, bias, *vectors, residual)
-        y: Tensor = TORCH.empty(plan.result_shape, x, None, plan.result_order)
-        if not plan.empty:
-            inputs = [None if one is None else TORCH.as_kernel_input(one, order) for one, order in zip(given, ways.orders, strict=True)]
-            execute.launch(TORCH, plan.device, ways.launch, inputs, (y,), plan.workspace_bytes)
-        if layout != plan.problem.layout:  # the kernels that convolve it read the other order
-            y = TORCH.empty(y.shape, y, None, channels_last(y.dim(), ndim)).copy_(y)
-        elif all(a is b for a, b in zip((gamma, beta, mean, var), vectors, strict=True)):
-            _remember(asked, operands, ways, y)
+    wide, eps = x.dtype is torch.float64, asked[-1]
+    if mean is None or var is None:
+        if any(one is not None for one in (gamma, beta, mean, var)):
+            raise ConvArgumentError("mean and var must both be given where gamma, beta, mean or var is")
+        ways, of_channel = norms.ways_of(asked, x, weight, bias, residual, False), (None, bias)
+        if bias is not None:
+            of_channel = None, TORCH.as_kernel_input(bias, None)
+    else:
+        ways = norms.ways_of(asked, x, weight, None, residual, True)
+        channels = ways.plan.problem.result_channels
+        for name, one in zip(("bias", "gamma", "beta", "mean", "var"), (bias, gamma, beta, mean, var), strict=True):
+            if one is not None and (tuple(one.shape) != (channels,) or one.device != x.device):
+                given = f"{list(one.shape)} on {one.device}"
+                raise ConvArgumentError(f"{name} must have one number for each of {channels} channels, on {x.device}, but got {given}")
+        if bias is not None and bias.dtype is not x.dtype:
+            raise ConvArgumentError(f"bias type ({bias.dtype}) must be that of x ({x.dtype})")
+        folded = norms.fold_norms((gamma, beta, mean, var, bias), (eps,), wide)
+        of_channel = folded[:channels], folded[channels : 2 * channels]
+    y = norms.result(ways, x, weight, *of_channel, residual)
+    if TORCH.layout(x, ways.plan.problem.ndim) == ways.plan.problem.layout:
+        _remember(asked, operands, ways, y)
     return y
 
 
-def _norm(
-    x: Tensor, channels: int, eps: float, gamma: Tensor | None, beta: Tensor | None, mean: Tensor | None, var: Tensor | None
-) -> tuple[Norm | None, tuple[Tensor | None, ...]]:
-    """The norm, and its vectors as kernels read them: all of the type of `x`, or all of the type of its sums."""
-    vectors = gamma, beta, mean, var
-    if mean is None or var is None:
-        if any(one is not None for one in vectors):
-            raise ConvArgumentError("mean and var must both be given where gamma, beta, mean or var is")
-        return None, vectors
-    for name, one in zip(("gamma", "beta", "mean", "var"), vectors, strict=True):
-        if one is not None and (tuple(one.shape) != (channels,) or one.device != x.device):
-            given = f"{list(one.shape)} on {one.device}"
-            raise ConvArgumentError(f"{name} must have one number for each of {channels} channels, on {x.device}, but got {given}")
-    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
-    dtype = x.dtype if all(one is None or one.dtype is x.dtype for one in vectors) else wide
-    read = tuple(one if one is None or (one.dtype is dtype and one.is_contiguous()) else one.to(dtype).contiguous() for one in vectors)
-    return Norm(float(eps), TORCH.dtype_name(dtype)), read
-
-
-def _remember(asked: tuple[Any, ...], operands: Sequence[Tensor | None], ways: _Ways, y: Tensor) -> None:
+def _remember(asked: tuple[Any, ...], operands: Sequence[Tensor | None], ways: Any, y: Tensor) -> None:
     """Put a call that was just made into the table, unless better kernels for it are ready."""
-    plan = ways.plan
-    name = quick.key(asked, *operands) if plan.may_be_repeated else None
+    plan, (order, filter_order) = ways.plan, ways.orders
+    name = quick.key(asked, *operands) if plan.may_be_repeated and quick.possible() else None
     if name is None or name in _again or plan.device.capturing():
         return
-    ready = None
-    if all(one is None or TORCH.is_kernel_input(one, order) for one, order in zip(operands, ways.orders, strict=True)):
+    ready, orders = None, (order, filter_order, None, None, None, None, None, order)
+    vectors = operands[3:7]  # gamma, beta, mean, variance
+    given = [one for one in (*vectors, operands[2]) if one is not None]
+    wide = torch.float64 if y.dtype is torch.float64 else torch.float32
+    types = {one.dtype for one in given} <= {y.dtype, wide}
+    if types and all(one is None or TORCH.is_kernel_input(one, lies) for one, lies in zip(operands, orders, strict=True)):
         # the operands | y | workspace | none
-        x, w, bias, *norm, residual, result, scratch, none = ((i, 0) for i in range(len(operands) + 3))
-        steps = quick.steps_of(plan, ways.filter_last, (x, w, bias, result, scratch, none), residual, norm)
+        x, w, bias, gamma, beta, mean, var, residual, made, scratch, none = ((i, 0) for i in range(len(operands) + 3))
+        steps, scale, nbytes = [], none, plan.workspace_bytes
+        if operands[5] is not None:
+            start, channels = -(-nbytes // 512) * 512, plan.problem.result_channels
+            each = wide.itemsize
+            places = gamma, beta, mean, var, bias
+            of_arrays = tuple(y.dtype is not wide and one is not None and one.dtype is y.dtype for one in (*vectors, operands[2]))
+            norm = folding.Norm(channels, 0, float(asked[-1]), of_arrays, tuple(
+                place if one is not None else none for place, one in zip(places, (*vectors, operands[2]), strict=True)
+            ))  # fmt: skip
+            steps = folding.fold(TORCH.dtype_name(y.dtype), [norm], (scratch[0], start))
+            scale, bias = (scratch[0], start), (scratch[0], start + channels * each)
+            nbytes = start + 2 * channels * each
+        steps += quick.steps_of(plan, ways.filter_last, (x, w, bias, made, scratch, none), residual, scale)
         results = [TORCH.maker(plan.result_shape, y.dtype, y.device, plan.result_order)]
-        ready = quick.row(TORCH, plan.device, steps, y, len(operands), results, plan.workspace_bytes)
+        ready = quick.row(TORCH, plan.device, steps, y, len(operands), results, nbytes)
     quick.put(_again, name, ready, plan)
 
 

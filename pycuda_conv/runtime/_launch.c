@@ -35,7 +35,7 @@ typedef int (*StreamWaitEvent)(void*, void*, unsigned);
 typedef int (*GetCurrent)(void**);
 
 enum { LAUNCH, RECORD, WAIT };  // kinds of operations
-enum { MAP_BYTES = 128, STREAMS = 8, BUFFERS = 32, USUAL_BYTES = 4096 };
+enum { MAP_BYTES = 128, STREAMS = 8, BUFFERS = 2048, ROW_BUFFERS = 32, USUAL_BYTES = 4096 };
 
 typedef struct {  // where in the parameters an address goes, or the tensor map of an address
   Py_ssize_t at, buffer;
@@ -552,7 +552,7 @@ static PyObject* where(PyObject* self, PyObject* pointer) {
 // ---- calls
 
 enum { OPERANDS = 5, AXES = 8, KEY_BYTES = 2048, DEPTH = 4, MOST_RESULTS = 4 };
-enum { INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL, BETA, MEAN, VAR };  // buffers of a plan
+enum { INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL };       // buffers
 static const int BUFFER_OF[OPERANDS] = {INPUT, WEIGHT, BIAS, SCALE, RESIDUAL};  // operands in the order of call()'s arguments
 
 static const char READY[] = "pycuda_conv.runtime._launch.ready";
@@ -868,7 +868,7 @@ static PyObject* ready(PyObject* self, PyObject* args) {
     return NULL;
   const Schedule* s = PyCapsule_GetPointer(schedule, SCHEDULE);
   if (!s) return NULL;
-  const Py_ssize_t count = PyTuple_Size(results), most = operands ? operands + count + 2 : VAR + 1;  // the last one is always at 0
+  const Py_ssize_t count = PyTuple_Size(results), most = operands ? operands + count + 2 : RESIDUAL + 1;  // the last one is always at 0
   if (count < 1 || count > MOST_RESULTS || operands < 0 || most > BUFFERS || s->buffers > most)
     return PyErr_Format(PyExc_ValueError, "the schedule takes %zd buffers, a call with %zd results has %zd", s->buffers, count, most);
   Ready* r = PyMem_Calloc(1, sizeof *r);
@@ -958,7 +958,8 @@ static Managed* borrow(long place, int64_t bytes) {
 
 // Whether all buffers that have addresses lie in the call's context, or in none.
 static int reaches(const Ready* r, const uint64_t* buffers) {
-  for (int i = 0; i < BUFFERS; i++) {
+  const Py_ssize_t count = r->operands ? r->operands + r->result_count + 1 : RESIDUAL + 1;
+  for (Py_ssize_t i = 0; i < count; i++) {
     void* owner = buffers[i] ? owner_of(buffers[i]) : NULL;
     if (owner && owner != r->context) return 0;
   }
@@ -1026,7 +1027,7 @@ done:
 
 // A convolution of operands at these addresses, written to `out` unless that is NULL. Returns the result, or NULL as for perform().
 static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t out_address, PyObject* like) {
-  uint64_t buffers[BUFFERS] = {0};
+  uint64_t buffers[ROW_BUFFERS] = {0};
   PyObject* results[MOST_RESULTS] = {out};
   for (int i = 0; i < OPERANDS; i++) buffers[BUFFER_OF[i]] = operands[i];
   buffers[RESULT] = out_address;
@@ -1174,10 +1175,11 @@ static PyObject* gradients(PyObject* self, PyObject* const* args, Py_ssize_t n) 
 // The object is made by ready(), or is a tuple whose first item is.
 static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (n < 2) return PyErr_Format(PyExc_TypeError, "again takes a table, options and operands");
-  uint64_t buffers[BUFFERS] = {0};
+  uint64_t buffers[ROW_BUFFERS] = {0};
   PyObject *results[MOST_RESULTS] = {NULL}, *found = NULL, *all = NULL;
   Key key;
-  if (!stopped && PyDict_Size(args[0]) > 0 && !put_call(&key, args[1], args + 2, n - 2, buffers) && !is_unusual()) found = find(args[0], &key);
+  const int small = n - 2 + MOST_RESULTS + 2 <= ROW_BUFFERS;
+  if (small && !stopped && PyDict_Size(args[0]) > 0 && !put_call(&key, args[1], args + 2, n - 2, buffers) && !is_unusual()) found = find(args[0], &key);
   PyErr_Clear();
   if (!found) return Py_BuildValue("");
   const Ready* r = PyCapsule_GetPointer(PyTuple_Check(found) ? PyTuple_GetItem(found, 0) : found, READY);
@@ -1203,6 +1205,45 @@ static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
 }
 
 // ---- what Python calls first
+
+// The address of a vector that has so many elements of a type and lies on GPU `place`, as `expected` says: elements << 16 | DLPack's code << 8 | bits.
+static int vector_of(PyObject* vector, int64_t expected, long place, uint64_t* address) {
+  DLTensor t;
+  *address = 0;
+  if (vector == Py_None) return expected ? -1 : 0;
+  PyObject* type = (PyObject*)Py_TYPE(vector);
+  if ((type != torch.tensor && type != torch.parameter) || torch.read(vector, &t) || t.ndim != 1 || place_of(&t) != place) return -1;
+  if ((t.shape[0] << 16 | (int64_t)t.code << 8 | t.bits) != expected || (t.shape[0] > 1 && t.strides && t.strides[0] != 1)) return -1;
+  *address = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+  return *address ? 0 : -1;
+}
+
+// fold(ready, expected, vector, ...) -> the result of a row of launches on many vectors, or None where Python has to make the call
+//
+// `expected` are bytes: an int64 for each vector, as vector_of() reads it. No key is written: a row of its own is asked for.
+static PyObject* fold(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  const Ready* r = n > 2 ? PyCapsule_GetPointer(args[0], READY) : NULL;
+  char* bytes;
+  Py_ssize_t size;
+  if (!r || PyBytes_AsStringAndSize(args[1], &bytes, &size)) {
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_TypeError, "fold takes what ready() made, bytes and vectors");
+    return NULL;
+  }
+  if (size != 8 * (n - 2) || r->operands != n - 2 || r->result_count != 1 || n - 2 + 3 > BUFFERS)
+    return PyErr_Format(PyExc_ValueError, "the row has %zd operands, got %zd", r->operands, n - 2);
+  uint64_t buffers[BUFFERS];
+  PyObject* results[MOST_RESULTS] = {NULL};
+  int unusual = stopped || !torch.read;
+  for (Py_ssize_t i = 0; !unusual && i < n - 2; i++) {
+    int64_t expected;
+    memcpy(&expected, bytes + 8 * i, sizeof expected);
+    unusual = vector_of(args[2 + i], expected, r->place, &buffers[i]);
+  }
+  PyErr_Clear();
+  for (int i = 0; i < 3; i++) buffers[n - 2 + i] = 0;
+  if (!unusual && !perform(r, buffers, results, NULL)) return results[0];
+  return PyErr_Occurred() ? NULL : Py_BuildValue("");
+}
 
 // learn((Tensor, Parameter), (data_ptr, stride, get_device, marked, is_inference), is_grad_enabled, increment_version, states, levels,
 //       least, exchange)
@@ -1269,6 +1310,7 @@ static PyMethodDef methods[] = {
     {"other", other, METH_VARARGS, "other(id): a context that is no primary one."},
     {"has_id", has_id, METH_VARARGS, "has_id(id): whether the current context has it."},
     {"where", where, METH_O, "where(address): (gpu, 0) or (-1, id), the context that memory belongs to; or None."},
+    {"fold", (PyCFunction)(void*)fold, METH_FASTCALL, "fold(ready, expected, vector, ...): the row's result, or None."},
     {"learn", learn, METH_VARARGS, "learn(...): what is asked of torch."},
     {"learn_arrays", learn_arrays, METH_O, "learn_arrays(GPUArray): the class of PyCUDA's arrays."},
     {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, tensor, ...): bytes or None."},

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pycuda_conv.behind import launches
-from pycuda_conv.engines import batch_norm, casting, max_pool, registry
+from pycuda_conv.engines import batch_norm, casting, folding, max_pool, registry
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import shown_file
@@ -43,9 +43,9 @@ def families(architecture: str) -> list[TextFamily]:
 
 
 def besides() -> list[TextFamily]:
-    """The texts that a GPU needs beside convolutions and batch norms: copies, casts, poolings."""
+    """The texts that a GPU needs beside convolutions and batch norms: copies, casts, poolings, norms in evaluation."""
     copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
-    return [copy, *casting.texts(), *max_pool.texts()]
+    return [copy, *casting.texts(), *max_pool.texts(), *folding.texts()]
 
 
 def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:

@@ -203,12 +203,12 @@ def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *,
 
 def computed(
     problem, config, x, w, b=None, scale=None, residual=None, *, multiprocessors: int = 3, seeds: Sequence[int] = (0,), kept: bool = False, filter_last: bool = False,
-    broken: tuple[str, str] | None = None, constants: bool = False, norm: Sequence[np.ndarray | None] = (),
+    broken: tuple[str, str] | None = None, constants: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """What `config` computes, of arrays that are NCHW whatever the problem's layout: the same bits for every seed.
 
     `kept`: with a filter that was packed before. `filter_last`: with a filter whose second axis is last in memory. `constants`: by kernels that know the
-    layer's constants. `norm`: the beta, mean and variance of a problem with a norm, whose gamma is the scale. `seeds`, `broken`: see :func:`run`.
+    layer's constants.  `seeds`, `broken`: see :func:`run`.
     """
     program = emulator.program_of(problem, config, multiprocessors)
     program = behind.with_constants(program) if constants else program
@@ -216,10 +216,6 @@ def computed(
     results = []
     for seed in seeds:
         memory = emulator.Memory(problem, program, x, w, b, scale, residual, filter_last)
-        if norm:
-            vectors = (emulator.BIAS, b), (emulator.SCALE, scale), *zip(emulator.NORM, norm, strict=True)
-            for buffer, vector in vectors:
-                memory.buffers[buffer] = None if vector is None else np.frombuffer(vector.tobytes(), np.uint8)
         run(stages, memory, seed, broken=broken)
         results.append(memory.result(problem, x.dtype.name))
     assert len({result.tobytes() for result in results}) == 1, "the order in which threads run changes the result"
