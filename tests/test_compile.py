@@ -796,6 +796,23 @@ def test_gradients_of_a_block_s_input_meet_in_its_first_layer(monkeypatch):
         alike(lambda: nn.Sequential(Basic(), Basic(4, 4), Basic(4, 8, 2)), "light", True, "input", images(channels_last=channels_last))
         assert passed.count(True) == 2  # not of the caller's own input, whose memory a statistic may share
 
+    class Passed(nn.Module):
+        """Each layer's result is read by the next layer and by others."""
+
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([conv_bn(4, 4, padding=1) for _ in range(4)])
+
+        def forward(self, x):
+            values = [x * 1]
+            for layer in self.layers:
+                values.append(F.relu(layer(values[-1])))
+            return sum(values)
+
+    passed.clear()
+    alike(Passed, "light", True, "input")
+    assert passed.count(True) == 4
+
     class Written(nn.Module):
         def __init__(self):
             super().__init__()

@@ -413,6 +413,7 @@ class Rewrite:
                 made = self.graph.call_function(operator.getitem, (layer, 0))
             made.meta.update(layer.meta)
             passed.meta["example_value"] = value(x)
+            self.order[made] = self.order[passed] = self.order[layer]
             layer.replace_all_uses_with(made, delete_user_cb=lambda n, own=(made, passed): n not in own)
             for node in later:
                 node.replace_input_with(x, passed)
