@@ -174,13 +174,13 @@ def of_plan(plan: Plan, operands: Operands, out: Any, workspace: Any) -> list[Ke
     if not isinstance(kind, DeviceKind) or not all(kind.on_gpu(a) for a in (*operands, out) if a is not None):
         raise TypeError(f"kernels takes arrays in a GPU's memory, but input is a {kind.name} in the host's")
     kind.check_not_recorded(operands)
-    operands = kind.opened(operands)
+    operands = kind.imported(operands)
     signatures = kind.signatures(operands)
     assert signatures[0] is not None
     plan = execute.in_context_of(plan, signatures[0])
     execute.check_fit(plan, kind, signatures)
     device = plan.device
-    addresses, filter_last = execute.device.addresses_as_they_lie(kind, plan, operands, out)
+    addresses, filter_last = execute.device.addresses_for_kernels(kind, plan, operands, out)
     if plan.empty:
         return []
     if contexts.pycudas_current() != device.handle:

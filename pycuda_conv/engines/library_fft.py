@@ -53,7 +53,7 @@ THREADS = 256
 #: Filters of fewer taps are left to other engines, unless the configuration is given.
 LEAST_TAPS = 64
 #: Problems of fewer products take less time than a library's call on a GPU.
-LEAST_MACS = 1 << 31
+LEAST_MACS = 1 << 29
 #: Bytes of spectra, blocks and sums that are held at a time.
 MOST_BYTES = 12 << 30
 #: The error of a result, relative to the sum of its products' magnitudes, that counts as right: half of a float's rounding. For float64
@@ -227,7 +227,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 #: several channels share their loads.
 UNIT_TIME, CALL_TIME, DIRECT_TIME, SHARED_TIME = 3.5e-4, 400.0, 7.5e-4, 2.2e-4
 #: On a GPU: microseconds of a call, and times that each number of a transform, 8 bytes, goes through memory: 3 MB a microsecond.
-GPU_CALL_TIME, GPU_PASSES = 400.0, 16
+GPU_CALL_TIME, GPU_PASSES = 900.0, 16
 #: How much less time transforms must promise than sums of products.
 CLEARLY = 1.2
 
