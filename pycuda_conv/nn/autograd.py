@@ -631,8 +631,8 @@ _ALGORITHMS = None, *ALGORITHMS
 def _spec(operator: Operator, settings: Settings) -> list[int]:
     """An operator and its settings in numbers as one list of ints.
 
-    They are: number of the operator, of the precision and of the algorithm, device (-2: that of the tensors, -1: OpenCL, else the number of a
-    GPU), tune, groups; then for each axis stride, padding before, padding after, dilation.
+    They are: number of the operator, of the precision and of the algorithm, device (-2: that of the tensors, -1: OpenCL, else the number of
+    a GPU), tune, groups; then for each axis stride, padding before, padding after, dilation.
     """
     device = settings.device
     place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])
