@@ -74,8 +74,8 @@ def convolve(
         device = get_device(device)
     if not recorded and kind.must_be_recorded(arrays, out is None and devices is None and stream is None):
         return handlers["torch"]().convolve(call, arrays, None if device is None else device.name, tune)
-    if kind.opens:
-        arrays = kind.opened(arrays, call.operand_names)
+    if kind.imports:
+        arrays = kind.imported(arrays, call.operand_names)
     if device is None and not kind.on_gpu(arrays.input):  # not only after the plan was looked up: PyCUDA's current context may change
         device = pycudas_device()
     layout = _layout(call, kind, arrays)
@@ -93,12 +93,15 @@ def convolve(
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
         plain = plain and not plan.problem.bare  # torch gives their gradients by way of views with channels
         quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
-    return kind.closed(result, arrays, stream) if kind.opens else result
+    return kind.exported(result, arrays, stream) if kind.imports else result
 
 
 def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:
     """The layout of the call's input. For the gradient of a filter by a single channel, which lies in either, the other array decides."""
-    single = call.function == "weight" and len(arrays.input.shape) > call.ndim and arrays.input.shape[-call.ndim - 1] == 1
+    if call.function != "weight":
+        return kind.layout(arrays.input, call.ndim)
+    shape = kind.signature(arrays.input)[0]
+    single = len(shape) > call.ndim and shape[-call.ndim - 1] == 1
     return kind.layout(arrays.weight if single else arrays.input, call.ndim)
 
 
@@ -202,8 +205,8 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
         device = get_device(device)
     if not recorded and kind.must_be_recorded(operands, stream is None):
         return handlers["torch"]().sum_channels(ndim, grad_output, None if device is None else device.name)
-    if kind.opens:
-        operands = kind.opened(operands, ("grad_output", "grad_output"))
+    if kind.imports:
+        operands = kind.imported(operands, ("grad_output", "grad_output"))
         grad_output = operands.input
     kind.check_dense(grad_output)
     signature: Any = kind.signatures(operands, ("grad_output", "grad_output"))[0]
@@ -217,7 +220,7 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
     with own:
         sums, summed = kind.empty((pixels.K,), grad_output, own), kind.as_kernel_input(grad_output, order)
     execute.launch(kind, own, launch, (summed,), (sums,), workspace, stream)
-    return kind.closed(sums, operands, stream)
+    return kind.exported(sums, operands, stream)
 
 
 def check_summed(ndim: int, shape: Sequence[int], dtype: str, conversion: str = ArrayKind.conversion) -> None:

@@ -19,7 +19,7 @@ from pycuda_conv.call import Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
 from pycuda_conv.problem import ConvProblem, integer
 from pycuda_conv.runtime import contexts, get_device
-from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch, LibraryCall, source_of
+from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch, LibraryCall, kernel_file, source_of
 from pycuda_conv.runtime.plain import plain
 
 if TYPE_CHECKING:
@@ -94,10 +94,12 @@ def source(what: Any, problem: ConvProblem | None = None, *, device: Any = None,
 
 
 def _file(name: str, defines: dict[str, Any]) -> str:
-    files = sorted(path.stem for path in KERNEL_DIR.glob("*.cu"))
-    if name not in files:
+    try:
+        kernel_file(name)
+    except FileNotFoundError:
+        files = sorted(path.stem for path in KERNEL_DIR.rglob("*.cu"))
         hint = did_you_mean(name, files) or f": {', '.join(files)}"
-        raise ConvArgumentError(f"what must be the name of a file in cu/, got {name!r}{hint}")
+        raise ConvArgumentError(f"what must be the name of a file in cu/, got {name!r}{hint}") from None
     return source_of(name, {key: integer(key, value) for key, value in defines.items()})
 
 
@@ -174,13 +176,13 @@ def of_plan(plan: Plan, operands: Operands, out: Any, workspace: Any) -> list[Ke
     if not isinstance(kind, DeviceKind) or not all(kind.on_gpu(a) for a in (*operands, out) if a is not None):
         raise TypeError(f"kernels takes arrays in a GPU's memory, but input is a {kind.name} in the host's")
     kind.check_not_recorded(operands)
-    operands = kind.opened(operands)
+    operands = kind.imported(operands)
     signatures = kind.signatures(operands)
     assert signatures[0] is not None
     plan = execute.in_context_of(plan, signatures[0])
     execute.check_fit(plan, kind, signatures)
     device = plan.device
-    addresses, filter_last = execute.device.addresses_as_they_lie(kind, plan, operands, out)
+    addresses, filter_last = execute.device.addresses_for_kernels(kind, plan, operands, out)
     if plan.empty:
         return []
     if contexts.pycudas_current() != device.handle:

@@ -414,15 +414,15 @@ class BoundPlan:
     """
 
     def __init__(self, plan: Plan, weight: Any, bias: Any = None, scale: Any = None) -> None:
-        self.plan = plan
         given = Operands(weight, weight, bias, scale)
         self._kind = kind = same_kind(given, names=("weight", "weight"))
         kind.check_dense(weight, bias, scale)
         kind.check_not_recorded(given)
-        given = kind.opened(given, ("weight", "weight"))
+        given = kind.imported(given, ("weight", "weight"))
         _, weight, bias, scale, _ = given
         _, of_weight, *_ = signatures = kind.signatures(given)
         assert of_weight is not None
+        self.plan = plan = execute.in_context_of(plan, of_weight)
         #: of weight, bias and scale
         self._signatures = signatures[1:4]
         input, *_, residual = (None if shape is None else (shape, *of_weight[1:]) for shape in plan.problem.operand_shapes)
@@ -449,14 +449,14 @@ class BoundPlan:
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
         kind.check_not_recorded(given)
-        given = kind.opened(given, ("input", "input"))
+        given = kind.imported(given, ("input", "input"))
         of_input, *_, of_residual = kind.signatures(given)
         execute.check_fit(self.plan, kind, (of_input, *self._signatures, of_residual))
         operands = Operands(given.input, *filter, given.residual)
         result: Array = execute.run(kind, self.plan, operands, out, stream, kept=self._kept)
         if stream is None:
             quick.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
-        return kind.closed(result, operands, stream)
+        return kind.exported(result, operands, stream)
 
 
 def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:

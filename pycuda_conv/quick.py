@@ -103,7 +103,7 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
     `least` is the lowest number of a GPU; tests take -1, the host's. With `exchange`, torch describes a tensor in a tenth of the time that
     its attributes take, where it has a function for that: DLPack's.
     """
-    from pycuda_conv import torch_internals  # it imports torch
+    from pycuda_conv.arrays import torch_internals  # it imports torch
 
     if _native is None or torch_internals.ASKED_BY_LAUNCHER is None:
         return
@@ -146,6 +146,9 @@ def remember(
         return
     name = key(options, *operands, out) if plan.may_be_repeated else None
     if name is None or name in table or plan.device.capturing():
+        return
+    device: Any = plan.device
+    if not kind.any_context and device.where != device.ordinal:  # C does not look where tensors lie
         return
     turned = layout not in ("", plan.problem.layout)
     order = channels_last(len(plan.result_shape), plan.problem.ndim) if turned else None

@@ -73,7 +73,18 @@ def _parsed(text: str) -> Choices:
     gpus = table.get("choices")
     if not isinstance(gpus, dict) or not all(isinstance(entries, dict) for entries in gpus.values()):
         raise ValueError("its 'choices' are no objects")
-    return {(gpu, problem): _choice(problem, entry) for gpu, entries in gpus.items() for problem, entry in entries.items()}
+    kept = ((gpu, problem, entry) for gpu, entries in gpus.items() for problem, entry in entries.items() if not _has_gone(entry))
+    return {(gpu, problem): _choice(problem, entry) for gpu, problem, entry in kept}
+
+
+#: Configurations of engines that are no more, which older tables may name.
+GONE = ("DepthwisePlanes", "DepthwisePlanesWgrad")
+
+
+def _has_gone(entry: Any) -> bool:
+    """Whether an entry's configuration is of such an engine. The planner chooses for its problem as if it had not been measured."""
+    config = entry.get("config") if isinstance(entry, dict) else None
+    return isinstance(config, dict) and len(config) == 1 and next(iter(config)) in GONE
 
 
 def _choice(problem: str, entry: Any) -> Choice:

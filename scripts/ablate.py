@@ -39,7 +39,7 @@ from pycuda_conv.tools.ablation import PARTS, Cost, Part, Win, belongs, chosen, 
 from pycuda_conv.tools.families import KINDS
 
 #: Whose worth is doubtful by the models: they come first.
-DOUBTFUL = ("lines_sm90", "direct_quads", "depthwise_planes", "depthwise_wgrad", "halo_loaders")
+DOUBTFUL = ("lines_sm90", "direct_quads", "halo_loaders")
 NETWORKS = "networks"  # the family of the layers below
 AHEAD = 64  # problems whose kernels are compiled meanwhile
 NEAR = 1.3  # a part of an engine that is never chosen is measured where it is predicted to take up to so many times as long as the choice

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 from reference import kept_file
 
+from pycuda_conv import quick
 from pycuda_conv.arrays import device as arrays_device
 from pycuda_conv.runtime import contexts, driver, gpu, memory
 from pycuda_conv.runtime import device as device_module
@@ -40,11 +41,27 @@ class DriverMemoryError(DriverError, MemoryError):
     """PyCUDA's MemoryError."""
 
 
+class _LauncherInC:
+    """Which driver the launcher in C calls: in a process that has a GPU, it is the true one again after a test."""
+
+    def _tell(self, which):
+        native = quick._native
+        if which == "true" and native is not None and driver._initialised:
+            contexts._tell(native)
+            for ordinal, device in contexts._primaries.items():
+                native.primary(ordinal, device.handle)
+            for id in contexts._others:
+                native.other(id)
+
+    driver = property(lambda self: "true", _tell)
+
+
 class FakeCuda:
     """A driver, a copy of its own in `folder`, which takes the true one's place while `monkeypatch` lasts; PyCUDA's part is Python."""
 
     def __init__(self, folder, monkeypatch):
         self._patch = monkeypatch
+        monkeypatch.setattr(_LauncherInC(), "driver", "a stand-in")  # undone last
         file = folder / "fake_cuda.so"
         shutil.copy(_built(), file)
         self.library = library = driver.declared(ctypes.CDLL(str(file)))
@@ -68,6 +85,7 @@ class FakeCuda:
         monkeypatch.setattr(CompileQueue, "kept", lambda _, source, arch: b"kept")
         for module, name, value in (
             (contexts, "_primaries", {}), (contexts, "_others", OrderedDict()), (contexts, "_in_c", None), (gpu, "_made", {}),
+            (contexts, "doubtful", contexts._doubtful),
             (memory, "block_class", cache(memory.block_class.__wrapped__)),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, value)
@@ -142,7 +160,9 @@ def _pycuda(library):
 
         @staticmethod
         def get_device():
-            return stack()[-1]._gpu
+            found = ctypes.c_int()
+            _checked(library.cuCtxGetDevice(ctypes.byref(found)))
+            return Device(found.value)
 
         def detach(self):
             if stack() and stack()[-1] is self:
@@ -252,6 +272,7 @@ def _gpuarray(drv):
             self.nbytes = self.size * self.dtype.itemsize
             self.gpudata = allocator(self.nbytes) if gpudata is None and self.size else gpudata
             self._grid, self._block = (1, 1), (1, 1, 1)
+            drv.Context.get_device()  # as PyCUDA's constructor does
 
         @property
         def flags(self):

@@ -4,7 +4,6 @@ Every case runs in light mode and under AOTAutograd, which is all of inductor's 
 and the inputs are compared with those of the model that is not compiled.
 """
 
-import contextlib
 import copy
 import functools
 import logging
@@ -22,7 +21,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-import pycuda_conv as pc  # noqa: E402
 import pycuda_conv.nn as pn  # noqa: E402
 from pycuda_conv.nn import compiler  # noqa: E402
 
@@ -1169,7 +1167,7 @@ def test_options_are_checked():
     assert "_compiled_call_impl" not in vars(model)
     with pytest.raises(Exception, match="ask for two modes"):
         torch.compile(model, backend=functools.partial(pn.backend, mode="light"), options={"mode": "default"})(torch.ones(1, 1, 1, 1))
-    with pytest.raises(TypeError, match="must be a torch.nn.Module or a compiled function, got 3"):
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module or a compiled function, got 3"):
         pn.report(3)
 
 

@@ -578,7 +578,8 @@ def test_memory_without_a_context(fake):
         assert fake.library.fake_alloc(ctypes.byref(address), ctypes.c_size_t(4 * int(np.prod(shape))), ctypes.c_uint64(0), gpu, 0) == 0
         return fake.gpuarray.GPUArray(shape, "f", gpudata=address.value)
 
-    x, w, z = without(X), without(W), without(X, 1)
+    with contexts.cuda_device(0).current():
+        x, w, z = without(X), without(W), without(X, 1)
     pc.conv2d(x, w)
     assert launched(fake) == {theirs_id(fake, contexts.cuda_device(0))}
     with context(fake):
@@ -589,50 +590,54 @@ def test_memory_without_a_context(fake):
 
 
 def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
-    """Its memory may lie there if pycuda.autoinit was current when torch first used the GPU: then the call is refused, not launched elsewhere."""
+    """Its memory lies there if pycuda.autoinit was current when torch first used the GPU. Then the call is made there; memory of the primary one is refused."""
     torch = pytest.importorskip("torch")
     from pycuda_conv.arrays.tensors import TORCH, TorchKind
 
-    def tensor(array):
-        return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_float * array.size).from_address(int(array.gpudata)))).view(array.shape)
+    kept = []
+
+    def tensors(*shapes):
+        made = arrays(fake, *shapes)
+        kept.extend(made)
+        return [torch.from_numpy(np.ctypeslib.as_array((ctypes.c_float * a.size).from_address(int(a.gpudata)))).view(a.shape) for a in made]
 
     monkeypatch.setattr(TORCH, "_current_stream", lambda ordinal: 0)
     monkeypatch.setattr(TORCH, "on_gpu", lambda array: True)
-    monkeypatch.setattr(TorchKind, "signature", lambda self, array: (array.shape, array.dtype, 0))
-    x, w = torch.zeros(X), torch.zeros(W)
+    monkeypatch.setattr(TorchKind, "signature", lambda self, array: (array.shape, array.dtype, contexts.where_lies(0, array.data_ptr)))
     quick.table.clear()
     quick.learn(torch, -1, exchange=False)
     try:
         with torch.no_grad():
-            assert pc.conv2d(x, w).shape == Y and launched(fake) == {theirs_id(fake, contexts.cuda_device(0))}
+            primary = contexts.cuda_device(0)
+            with primary:
+                x, w, tensors_there = tensors(X, W, Y)
+            plan = Plan(ConvProblem.forward(2, X, W))
+            bound = plan.bind(w)
+            for call in (lambda: pc.conv2d(x, w), lambda: pc.conv2d_bias(x), lambda: plan(x, w), lambda: plan.bind(w)(x)):
+                assert [call() is not None for _ in range(3)] and launched(fake) == {theirs_id(fake, primary)}
             with context(fake) as own:
-                with contexts.cuda_device(0):
-                    primary = arrays(fake, X)[0]
-                foreign = arrays(fake, X)[0]
-                x = tensor(primary)
-                assert pc.conv2d(x, w).shape == Y and launched(fake) == {theirs_id(fake, contexts.cuda_device(0))}
-                assert fake.current() == own.handle
-                x = tensor(foreign)
-                for _ in range(3):
-                    with pytest.raises(ConvArgumentError, match=r"input lies in a context of PyCUDA's, .*: import pycuda.autoprimaryctx instead"):
-                        pc.conv2d(x, w)
-                    with pytest.raises(ConvArgumentError, match=r"array 0 lies in a context of PyCUDA's"):
-                        pc.conv2d_bias(x)
-                own_result = arrays(fake, Y)[0]
-                x, elsewhere = tensor(primary), tensor(own_result)
-                with pytest.raises(ConvArgumentError, match=r"out lies in a context of PyCUDA's"):
-                    pc.conv2d(x, w, out=elsewhere)
-                # torch's allocator may give memory of either context
-                quick.table.clear()
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(TorchKind, "empty", lambda *_: elsewhere)
-                    with pytest.raises(ConvArgumentError, match=r"the result lies in a context of PyCUDA's"):
-                        pc.conv2d(x, w)
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(TorchKind, "maker", lambda *_: (lambda: elsewhere, (), None))
-                    for _ in range(3):  # C gives the second one back to Python
-                        assert pc.conv2d(x, w).data_ptr() != elsewhere.data_ptr()
-                assert launched(fake) == {theirs_id(fake, contexts.cuda_device(0))} and fake.current() == own.handle
+                a, b, y = tensors(X, W, Y)
+                for _ in range(2):
+                    for call in (lambda: pc.conv2d(a, b), lambda: pc.conv2d_bias(a), lambda: plan(a, b), lambda: plan.bind(b)(a), lambda: pc.conv2d(a, b, out=y)):
+                        for _ in range(3):
+                            call()
+                            assert launched(fake) == {current_id(fake)} and fake.current() == own.handle
+                for call, text in [
+                    (lambda: pc.conv2d(x, w), "input lies in the primary context of cuda:0, but .* import pycuda.autoprimaryctx instead"),
+                    (lambda: pc.conv2d(a, w), "weight lies in the primary context of cuda:0"), (lambda: plan(x, w), "input lies in the primary"),
+                    (lambda: pc.conv2d_bias(x), "grad_output lies in the primary context"), (lambda: bound(a), "bind it again"),
+                    (lambda: pc.conv2d(a, b, out=tensors_there), "out lies in .*(primary|another CUDA) context"),
+                ]:
+                    for _ in range(2):
+                        with pytest.raises(ConvArgumentError, match=text):
+                            call()
+                assert not launched(fake) and fake.current() == own.handle
+                with pytest.MonkeyPatch.context() as patch:  # torch's allocator may give memory of either context
+                    patch.setattr(TorchKind, "empty", lambda *_: tensors_there)
+                    with pytest.raises(ConvArgumentError, match=r"the result lies in another CUDA context .*: import pycuda.autoprimaryctx"):
+                        pc.conv2d(a, b)
+            assert pc.conv2d(x, w).shape == Y and launched(fake) == {theirs_id(fake, primary)}
+            kept.clear()
     finally:
         quick.table.clear()
         quick.learn(torch)

@@ -183,6 +183,14 @@ def test_a_library_without_from_dlpack_gets_arrays_of_numpy():
     assert got.dtype.name == "bfloat16" and np.array_equal(got.astype("f"), pc.conv2d(x.bfloat16(), w.bfloat16()).float().numpy())
 
 
+@pytest.mark.gpu
+def test_a_library_without_from_dlpack_gets_gpuarrays():
+    gpuarray = pytest.importorskip("pycuda.gpuarray")
+    x, w = draw(2, 4, 6, 6).cuda(), draw(5, 4, 3, 3).cuda()
+    got = pc.conv2d(Mute(x), Mute(w))
+    assert type(got) is gpuarray.GPUArray and torch.equal(torch.from_dlpack(pc.dlpack(got)), pc.conv2d(x, w))
+
+
 def refused(match, error, x, w=None, **options):
     with pytest.raises(error, match=match):
         pc.conv2d(x, Spoken(draw(5, 4, 3, 3)) if w is None else w, **options)
@@ -234,8 +242,8 @@ def test_memory_lives_as_long_as_it_is_used():
 
 def test_an_exporter_answers_as_dlpack_asks():
     array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    lying = module.Lying((3, 2), "float32", None, array.ctypes.data, (4, 12), array)
-    exporter = module.Exporter(lying)
+    view = module.ArrayView((3, 2), "float32", None, array.ctypes.data, (4, 12), array)
+    exporter = module.Exporter(view)
     assert exporter.__dlpack_device__() == (1, 0)
     assert torch.equal(torch.from_dlpack(exporter), torch.from_numpy(array.T))
     got = np.from_dlpack(exporter)
@@ -244,7 +252,7 @@ def test_an_exporter_answers_as_dlpack_asks():
     with pytest.raises(BufferError, match="not copied to"):
         exporter.__dlpack__(dl_device=(2, 0))
     bits = np.array([0x3F80, 0x4000], np.int16)  # 1 and 2
-    half = module.Exporter(module.Lying((2,), "bfloat16", None, bits.ctypes.data, (2,), bits))
+    half = module.Exporter(module.ArrayView((2,), "bfloat16", None, bits.ctypes.data, (2,), bits))
     assert torch.from_dlpack(half).tolist() == [1, 2] and torch.from_dlpack(half).dtype == torch.bfloat16
 
 
@@ -252,9 +260,9 @@ def test_room_for_results_is_aligned_as_jax_wants_it():
     kind = kind_of("x", Spoken(draw(1)))
     for shape in ((), (0,), (1,), (3, 5), (2, 3, 4)):
         for dtype in ("i2", "f2", "f4", "f8"):
-            room = kind.room(shape, np.dtype(dtype))
-            assert room.shape == shape and room.dtype == dtype and room.flags.c_contiguous and room.flags.writeable
-            assert room.ctypes.data % 64 == 0 or room.size == 0
+            memory = kind.allocate(shape, np.dtype(dtype))
+            assert memory.shape == shape and memory.dtype == dtype and memory.flags.c_contiguous and memory.flags.writeable
+            assert memory.ctypes.data % 64 == 0 or memory.size == 0
 
 
 def test_arrays_are_kept_until_launches_are_done():

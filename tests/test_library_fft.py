@@ -141,6 +141,22 @@ def test_inf_and_nan_reach_what_they_reach_in_a_sum(device, value, where):
         assert (abs(got - ref)[~lost] <= 2.0**-22 * magnitude[~lost]).all()
 
 
+def test_nan_among_many_taps_takes_no_sums(device, monkeypatch):
+    """Windows that have one are NaN, the others are as right as without it."""
+    if get_device(device).backend == "cuda":
+        pytest.skip("on a GPU they are summed")
+    monkeypatch.setattr(transforms, "MOST_MENDED", 100)
+    case = fprop((1, 1, 300, 300), (1, 1, 101, 101), padding=50, bias=False)
+    x, w, _ = case.normals("float32")
+    expected = run(plan(case, device), x, w)
+    x[0, 0, 120, 170] = np.nan
+    got = pc.conv2d(x, w, padding=50, device=device)
+    lost = np.zeros(got.shape, bool)
+    lost[..., 70:171, 120:221] = True
+    assert np.isnan(got[lost]).all() and not np.isnan(got[~lost]).any()
+    assert np.allclose(got[~lost], expected[~lost], rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("parts", epilogue.PARTS)
 @pytest.mark.parametrize(("case", "dtype"), [(CASES[0], "float32"), (CASES[2], "float16"), (CASES[3], "float32")], ids=str)
 def test_what_follows_the_sums(device, case, dtype, parts):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pycuda_conv import ConvProblem, engines
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
-from pycuda_conv.engines.depthwise_planes import DepthwisePlanes
-from pycuda_conv.engines.depthwise_wgrad import DepthwisePlanesWgrad
 from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile, Wgrad
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.direct_quads import Quads
@@ -135,26 +131,6 @@ FASTEST = [
 @pytest.mark.parametrize(("problem", "took"), FASTEST, ids=lambda v: str(v)[:60])
 def test_the_fastest_of_measured_kernels_is_predicted_to_be_it(problem, took):
     assert min(took, key=lambda config: engines.predicted(problem, config, H200)) == min(took, key=took.__getitem__)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_gradients_of_depthwise_filters_of_large_planes_go_through_a_ring_in_16_bits(dtype):
-    """64x144x56x56 took the ring 108 us and the plain kernel 172; 2x64x56x59 with 5x5 14 and 11, for which the L2 cache holds everything."""
-    def gradient(n, c, h, w, taps):
-        return replace(depthwise_gradient(n, c, h, w, taps, dtype=dtype), direction="wgrad")
-
-    assert isinstance(engines.choose(gradient(64, 144, 56, 56, 3), H200), DepthwisePlanesWgrad)
-    assert not isinstance(engines.choose(gradient(2, 64, 56, 59, 5), H200), DepthwisePlanesWgrad)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_planes_that_leave_tiles_half_empty_are_moved_as_runs_in_16_bits(dtype):
-    """1,536 planes of 20x40 took tiles 12.4 us; 12,288 planes of 28x28, which fill a tile, take both kernels 39 us."""
-    one = depthwise(8, 192, 20, 40, 3, dtype=dtype)
-    assert isinstance(engines.choose(one, H200), DepthwisePlanes)
-    assert isinstance(engines.choose(depthwise_gradient(8, 192, 20, 40, 3, dtype=dtype), H200), DepthwisePlanes)
-    for other in (depthwise(64, 192, 28, 28, 3, dtype=dtype), replace(one, dtype="float64")):
-        assert isinstance(engines.choose(other, H200), Tile)
 
 
 def test_a_pixel_a_thread_is_for_planes_that_leave_tiles_nearly_empty():

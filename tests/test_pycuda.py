@@ -56,6 +56,16 @@ PROGRAMS = {
     "an array in a circle at the end": ("import pycuda.autoinit\n" + BEGIN + "class A: pass\na = A()\na.y, a.a = calls(*arrays(X, W)), a\n", 1),
     "autoprimaryctx": ("import pycuda.autoprimaryctx\n" + BEGIN + "calls(*arrays(X, W))\nassert list(contexts._primaries) == [0] and not contexts._others\n", 0),
     "none": (BEGIN + "for _ in range(3): pc.conv2d(np.ones(X, 'f'), np.ones(W, 'f'))\n", 0),
+    "none is current": (BEGIN + """
+with pc.runtime.get_device(0): x, w = arrays(X, W)
+plan = pc.Plan(pc.ConvProblem.forward(2, X, W))
+for _ in range(4):
+    y = pc.conv2d(x, w)
+    assert pc.conv2d(x, w, out=y) is y
+    plan(x, w), plan.bind(w)(x), pc.conv2d_weight(x, W, y), pc.conv2d_input(X, w, y), pc.conv2d_bias(y)
+    assert driver.current_context() == 0 and drv.Context.get_current() is None
+del x, w, y
+""", 0),
     "a context a test": (BEGIN + """
 for _ in range(6):
     context = drv.Device(0).make_context()

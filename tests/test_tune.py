@@ -204,6 +204,19 @@ def test_what_cannot_be_written_is_kept_in_memory_with_a_warning(folder, monkeyp
     assert not list(folder.rglob(".tuned-*"))
 
 
+@pytest.mark.parametrize("gone", tune.GONE)
+def test_entries_of_engines_that_went_are_passed_over(gone, folder):
+    """Without a warning, and the table's other entries count. What is added later does not bring them back."""
+    text = tune._text({(GPU, "kept"): Choice(ODD, 1), (GPU, "gone"): Choice(ODD, 2)})
+    lines = [line.replace(f'"{type(ODD).__name__}"', f'"{gone}"') if '"gone"' in line else line for line in text.splitlines()]
+    path = folder / "t.json"
+    path.write_text("\n".join(lines) + "\n")
+    assert gone in path.read_text() and gone not in engines.config_classes()
+    assert Table(path).read() == {(GPU, "kept"): Choice(ODD, 1)}
+    Table(path).add(GPU, "new", Choice(ODD, 3))
+    assert {problem for _, problem in Table(path).read()} == {"kept", "new"}
+
+
 def test_an_interrupted_write_leaves_the_old_table_alone(folder, monkeypatch):
     table = Table(folder / "t.json")
     table.add(GPU, "p", Choice(ODD, 1))

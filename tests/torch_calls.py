@@ -14,10 +14,10 @@ import torch  # noqa: E402
 
 if "bare" in sys.argv[1:]:
     whole, torch._C = torch._C, SimpleNamespace()
-    import pycuda_conv.torch_internals
+    import pycuda_conv.arrays.torch_internals
 
     torch._C = whole
-    assert pycuda_conv.torch_internals.ASKED_BY_LAUNCHER is None and pycuda_conv.torch_internals.is_batched(None)
+    assert pycuda_conv.arrays.torch_internals.ASKED_BY_LAUNCHER is None and pycuda_conv.arrays.torch_internals.is_batched(None)
 
 import pycuda_conv as pc  # noqa: E402
 import pycuda_conv.nn as pn  # noqa: E402

@@ -8,6 +8,7 @@ from typing import Any
 
 from pycuda_conv.call import Operands
 from pycuda_conv.runtime import Device
+from pycuda_conv.runtime.contexts import NotCurrent
 
 #: (shape, dtype, where it lies): hashable, fast to make, and the key by which calls are cached. The last is None, or torch's -1, for host
 #: memory; else see :data:`pycuda_conv.runtime.device.Where`.
@@ -22,17 +23,19 @@ class ArrayKind:
     name: str
     #: whether calls can be remembered by :mod:`pycuda_conv.quick`
     remembered = False
+    #: whether arrays are made in the current context; torch and CuPy have allocators that use the primary one, but for special cases
+    any_context = False
     #: how a caller converts an array to another dtype, with gaps for the array's name and for the dtype
     conversion = "{}.astype('{}')"
-    #: whether the arrays of a call have to be opened, and its result closed
-    opens = False
+    #: whether the arrays of a call have to be imported from their library, and its result exported
+    imports = False
 
-    def opened(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
-        """What stands for the arrays of a call between its beginning and its end; `names` are what the operands are called."""
+    def imported(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
+        """What stands for the arrays of a call until its end; `names` are what the operands are called."""
         return operands
 
-    def closed(self, result: Any, operands: Operands, stream: Any = None) -> Any:
-        """The array for the caller from the result of a call of `operands`, opened ones, on the caller's `stream`."""
+    def exported(self, result: Any, operands: Operands, stream: Any = None) -> Any:
+        """The array for the caller from the result of a call of imported `operands` on the caller's `stream`."""
         return result
 
     def signature(self, array: Any) -> Signature:
@@ -43,10 +46,15 @@ class ArrayKind:
         """The signature of each operand, or None where there is none; `names` are what the operands are called."""
         sign = self.signature
         input, weight, bias, scale, residual = operands
-        return (
-            sign(input), sign(weight), None if bias is None else sign(bias), None if scale is None else sign(scale),
-            None if residual is None else sign(residual),
-        )
+        try:
+            return (
+                sign(input), sign(weight), None if bias is None else sign(bias), None if scale is None else sign(scale),
+                None if residual is None else sign(residual),
+            )
+        except NotCurrent as error:
+            for name, array in zip(names, operands, strict=False):
+                error.check(lambda array=array: None if array is None else sign(array), name)  # type: ignore[misc]
+            raise
 
     def dtype_name(self, dtype: Any) -> str:
         """numpy's name for a dtype of this kind."""

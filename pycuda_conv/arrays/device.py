@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature, c_strides, is_contiguous, strides_of
-from pycuda_conv.call import Operands
 from pycuda_conv.engines.geometry import divider
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.errors import ConvArgumentError, DeviceMemoryError, brief
@@ -30,8 +29,6 @@ class DeviceKind(ArrayKind):
 
     #: whether :meth:`producer` may give a stream
     has_producers = False
-    #: whether the memory of arrays may lie in any context; that of torch and CuPy lies in the primary one
-    any_context = False
 
     def pointer(self, array: Any) -> int:
         raise NotImplementedError
@@ -173,16 +170,6 @@ class InterfaceKind(DeviceKind):
             )
         return tuple(interface["shape"]), dtype, self.where(interface["data"][0])
 
-    def signatures(self, operands: Operands, names: Sequence[str] = Operands._fields) -> tuple[Signature | None, ...]:
-        found: list[Signature | None] = []
-        try:
-            for array in operands:
-                found.append(None if array is None else self.signature(array))  # the error needs their number
-        except contexts.NotCurrent as error:
-            name = names[len(found)] if len(found) < len(names) else Operands._fields[len(found)]
-            raise contexts.NotCurrent(error.template, name) from None
-        return tuple(found)
-
     def dtype_name(self, dtype: np.dtype) -> str:
         return dtype.name if dtype.isnative else dtype.str
 
@@ -267,7 +254,8 @@ class GPUArrayKind(InterfaceKind):
         # GPUArray's constructor takes 8 us, mostly for what depends on the shape alone: it is called once, and its attributes are copied
         strides = None if order is None else strides_of(shape, like.dtype.itemsize, order)
         gpuarray = importlib.import_module("pycuda.gpuarray").GPUArray
-        pattern = vars(gpuarray(shape, like.dtype, allocator=device.allocate, gpudata=0, strides=strides))
+        with device.current():  # the constructor asks for the current one's GPU
+            pattern = vars(gpuarray(shape, like.dtype, allocator=device.allocate, gpudata=0, strides=strides))
         number = contexts.number_of(device.where)
         plain, block, new, pool, result_bytes = device._drv.mem_alloc, block_class(), gpuarray.__new__, device.pool, pattern["nbytes"]
 
@@ -298,7 +286,7 @@ class CupyKind(InterfaceKind):
     conversion = ArrayKind.conversion
 
     def signature(self, array: Any) -> Signature:
-        return array.shape, array.dtype, array.device.id
+        return array.shape, array.dtype, contexts.where_lies(array.device.id, lambda: self.pointer(array))
 
     def pointer(self, array: Any) -> int:
         return int(array.data.ptr)

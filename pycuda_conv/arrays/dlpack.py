@@ -1,7 +1,7 @@
 """Arrays of any library that speaks DLPack, such as jax: their memory is read through it, and results go back through it.
 
-A call opens its arrays, which reads where each lies, and closes its result, which makes an array of the same library. Between the two, a
-:class:`Lying` stands for each array. Host memory goes the way of numpy arrays, and memory of a GPU that of a ``GPUArray``.
+A call imports its arrays, which tells where each lies, and exports its result, which makes an array of the same library. Between the two,
+an :class:`ArrayView` stands for each array. Host memory goes the way of numpy arrays, and memory of a GPU that of a ``GPUArray``.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def _tensor_of(capsule: Any) -> tuple[_Tensor, int]:
     return managed.tensor, managed.flags
 
 
-class Lying:
-    """An array of a shape and a dtype that lies somewhere, as the kinds of this module handle it.
+class ArrayView:
+    """An array's shape, dtype and place in memory, as the kinds of this module handle it.
 
     Attributes
     ----------
@@ -111,7 +111,7 @@ class Lying:
         return np.asarray(Memory(owner or self.owner, self.pointer, self.shape, self.strides, typestr, not self.writeable))
 
 
-def read(array: Any, name: str) -> Lying:
+def read(array: Any, name: str) -> ArrayView:
     """Where `array`, the argument called `name`, lies.
 
     Raises
@@ -147,7 +147,7 @@ def read(array: Any, name: str) -> Lying:
         pointer = 0
     where = _context_of(pointer, name) if device in (CUDA, MANAGED) else None
     writeable = not flags & (_READ_ONLY | _COPIED)
-    return Lying(shape, f"{_CODES[tensor.code]}{tensor.bits}", where, pointer, strides, capsule, writeable, array)
+    return ArrayView(shape, f"{_CODES[tensor.code]}{tensor.bits}", where, pointer, strides, capsule, writeable, array)
 
 
 def _not_handed_out(array: Any, name: str, error: Exception) -> ConvArgumentError:
@@ -180,7 +180,7 @@ def _capsule(array: Any, **options: Any) -> Any:
 # ---- memory for other libraries
 
 
-class _Lent:
+class _ExportedMemory:
     """Memory of a GPU that other libraries read on streams of theirs. It is given back when they have read it."""
 
     def __init__(self, owner: Any, device: Any) -> None:
@@ -198,15 +198,15 @@ class Exporter:
 
     Parameters
     ----------
-    array : Lying
+    array : ArrayView
     """
 
-    def __init__(self, array: Lying) -> None:
+    def __init__(self, array: ArrayView) -> None:
         self._bfloat16, self._where = array.dtype == "bfloat16", array.where
         self._device: Any = None if array.where is None else contexts.device_at(array.where)
-        self._lent = None if array.where is None else _Lent(array.owner, self._device)
+        self._exported = None if array.where is None else _ExportedMemory(array.owner, self._device)
         # numpy makes the capsule: what it keeps is dropped in the right thread, and never after the interpreter ended
-        self._memory = array.memory(self._lent)
+        self._memory = array.memory(self._exported)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (HOST, 0) if self._where is None else (CUDA, contexts.ordinal_of(self._where))
@@ -218,11 +218,11 @@ class Exporter:
         """The capsule. On a GPU, `stream`, a handle or CUDA's number of a default stream, is made to follow the work on ours."""
         if dl_device is not None and tuple(map(int, dl_device)) != self.__dlpack_device__():
             raise BufferError(f"the array lies on {self.__dlpack_device__()}, in DLPack's numbers, and is not copied to {dl_device}")
-        if copy and self._lent is not None:
+        if copy and self._exported is not None:
             raise BufferError("the array is not copied: pass copy=None or copy=False")
         memory = self._memory.copy() if copy else self._memory
-        if self._lent is not None and stream not in (None, 0, 1, -1):  # -1: the caller sees to the order
-            self._lent.streams.add(stream)
+        if self._exported is not None and stream not in (None, 0, 1, -1):  # -1: the caller sees to the order
+            self._exported.streams.add(stream)
             with self._device.current():
                 self._device.order(None, stream)
         try:
@@ -280,7 +280,7 @@ def dlpack(array: Any) -> Exporter:
             f"array lies in a CUDA context of its own on cuda:{where[0]}, and other libraries use the primary one: make arrays for them "
             "after import pycuda.autoprimaryctx"
         )
-    return Exporter(Lying(array.shape, array.dtype.name, where, pointer, array.strides, array))
+    return Exporter(ArrayView(array.shape, array.dtype.name, where, pointer, array.strides, array))
 
 
 # ---- the kinds
@@ -297,8 +297,8 @@ class DLPackKind(InterfaceKind, HostKind):
         Makes an array of the library; without one, results are numpy arrays or ``GPUArray``.
     """
 
-    has_producers = False  # when an array is opened, the default stream is made to follow its library's
-    opens = True
+    has_producers = False  # when an array is imported, the default stream is made to follow its library's
+    imports = True
 
     def __init__(self, library: str, from_dlpack: Callable[[Any], Any] | None) -> None:
         self.name = f"{library} array"
@@ -308,12 +308,12 @@ class DLPackKind(InterfaceKind, HostKind):
         self._lock = threading.Lock()
         atexit.register(self._in_use.clear)  # while the libraries are still there
 
-    def opened(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
+    def imported(self, operands: Operands, names: Sequence[str] = Operands._fields) -> Operands:
         named = zip((*names, *Operands._fields[len(names) :]), operands, strict=True)
-        return Operands(*[None if a is None else self._lying(a, name) for name, a in named])
+        return Operands(*[None if a is None else self._view(a, name) for name, a in named])
 
-    def closed(self, result: Any, operands: Operands, stream: Any = None) -> Any:
-        made = self._of_library(result) if isinstance(result, Lying) else result  # what was given as out= comes back as it is
+    def exported(self, result: Any, operands: Operands, stream: Any = None) -> Any:
+        made = self._of_library(result) if isinstance(result, ArrayView) else result  # what was given as out= comes back as it is
         if operands.input.where is not None:
             self._keep(contexts.device_at(operands.input.where), (*operands, result), stream)
         return made
@@ -327,23 +327,24 @@ class DLPackKind(InterfaceKind, HostKind):
             queue.append((device.recorded(None if stream is None else stream_of(stream)), arrays))
         del done  # outside of the lock: libraries may do anything then
 
-    def _of_library(self, array: Lying) -> Any:
+    def _of_library(self, array: ArrayView) -> Any:
         """`array` as one of the library's; where the library takes none, a numpy array or a ``GPUArray``."""
         if self._from_dlpack is not None:
             return self._from_dlpack(Exporter(array))
         if array.where is not None:
             gpuarray = importlib.import_module("pycuda.gpuarray")
-            return gpuarray.GPUArray(array.shape, _numpy_dtype(array.dtype), gpudata=array.owner, strides=array.strides)
+            with contexts.device_at(array.where).current():  # PyCUDA asks for the current context's device
+                return gpuarray.GPUArray(array.shape, _numpy_dtype(array.dtype), gpudata=array.owner, strides=array.strides)
         memory = array.memory()
         return memory.view(_numpy_dtype(array.dtype)) if array.dtype == "bfloat16" else memory
 
     @staticmethod
-    def _lying(array: Any, name: str = "out") -> Lying:
-        return array if isinstance(array, Lying) else read(array, name)
+    def _view(array: Any, name: str = "out") -> ArrayView:
+        return array if isinstance(array, ArrayView) else read(array, name)
 
     def signature(self, array: Any) -> Signature:
-        lying = self._lying(array)
-        return lying.shape, lying.dtype, lying.where
+        view = self._view(array)
+        return view.shape, view.dtype, view.where
 
     def dtype_name(self, dtype: Any) -> str:
         return str(dtype)
@@ -356,54 +357,54 @@ class DLPackKind(InterfaceKind, HostKind):
         return get_device(device) if signature[2] is None else DeviceKind.device(self, signature, device)
 
     def on_gpu(self, array: Any) -> bool:
-        return self._lying(array).where is not None
+        return self._view(array).where is not None
 
     def pointer(self, array: Any) -> int:
-        return self._lying(array).pointer
+        return self._view(array).pointer
 
     def strides(self, array: Any) -> tuple[int, ...]:
-        return self._lying(array).strides
+        return self._view(array).strides
 
     def contiguous(self, array: Any) -> bool:
-        lying = self._lying(array)
-        return is_contiguous(lying.shape, lying.strides, DTYPE_BYTES[lying.dtype])
+        view = self._view(array)
+        return is_contiguous(view.shape, view.strides, DTYPE_BYTES[view.dtype])
 
     def writeable(self, array: Any) -> bool:
-        return self._lying(array).writeable
+        return self._view(array).writeable
 
     # on a GPU
 
-    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Lying:
-        lying = self._lying(array)
-        assert lying.where is not None
-        device, axes = contexts.device_at(lying.where), order or range(len(lying.shape))
-        fresh = self.empty(lying.shape, lying, device, order)
-        shape, strides = [lying.shape[i] for i in axes], [lying.strides[i] for i in axes]
-        copy_strided(device, lying.pointer, shape, strides, lying.dtype, fresh.pointer)
+    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> ArrayView:
+        view = self._view(array)
+        assert view.where is not None
+        device, axes = contexts.device_at(view.where), order or range(len(view.shape))
+        fresh = self.empty(view.shape, view, device, order)
+        shape, strides = [view.shape[i] for i in axes], [view.strides[i] for i in axes]
+        copy_strided(device, view.pointer, shape, strides, view.dtype, fresh.pointer)
         return fresh
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Lying:
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> ArrayView:
         dtype, itemsize = like.dtype, DTYPE_BYTES[like.dtype]
         strides = c_strides(shape, itemsize) if order is None else strides_of(tuple(shape), itemsize, order)
         if like.where is None:
-            room = self.room(tuple(shape), np.dtype("i2" if dtype == "bfloat16" else dtype))
-            return Lying(tuple(shape), dtype, None, room.__array_interface__["data"][0], strides, room)
+            memory = self.allocate(tuple(shape), np.dtype("i2" if dtype == "bfloat16" else dtype))
+            return ArrayView(tuple(shape), dtype, None, memory.__array_interface__["data"][0], strides, memory)
         block = device.allocate(max(math.prod(shape) * itemsize, 1))
-        return Lying(tuple(shape), dtype, like.where, int(block), strides, block)
+        return ArrayView(tuple(shape), dtype, like.where, int(block), strides, block)
 
     # in host memory
 
     def to_numpy(self, array: Any, name: str) -> np.ndarray:
-        return self._lying(array, name).memory()
+        return self._view(array, name).memory()
 
-    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         nbytes = math.prod(shape) * dtype.itemsize
         memory = np.empty(nbytes + _ALIGNED, np.uint8)
         start = -memory.__array_interface__["data"][0] % _ALIGNED
         return memory[start : start + nbytes].view(dtype).reshape(shape)
 
-    def from_numpy(self, array: np.ndarray, like: Any) -> Lying:
-        return Lying(array.shape, like.dtype, None, array.__array_interface__["data"][0], array.strides, array)
+    def from_numpy(self, array: np.ndarray, like: Any) -> ArrayView:
+        return ArrayView(array.shape, like.dtype, None, array.__array_interface__["data"][0], array.strides, array)
 
     def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:
         if array.where is not None:

@@ -29,7 +29,7 @@ class HostKind(ArrayKind):
         """`array`, the argument called `name`, as a numpy array in the same memory."""
         raise NotImplementedError
 
-    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An uninitialised array in memory that :meth:`from_numpy` makes a good array of the kind from."""
         return np.empty(shape, dtype)
 

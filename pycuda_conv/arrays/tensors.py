@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycuda_conv import quick, torch_internals
+from pycuda_conv import quick
+from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.base import Signature, strides_of
 from pycuda_conv.arrays.device import DeviceKind
 from pycuda_conv.arrays.host import HostKind, Memory
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.problem import channels_last
-from pycuda_conv.runtime import Device, get_device
+from pycuda_conv.runtime import Device, contexts, get_device
 
 
 def _memory(tensor: Any, pointer: int, typestr: str, size: int) -> Memory:
@@ -48,7 +49,8 @@ class TorchKind(DeviceKind, HostKind):
 
     def signature(self, array: Any) -> Signature:
         try:
-            return array.shape, array.dtype, array.get_device()
+            place = array.get_device()
+            return array.shape, array.dtype, contexts.where_lies(place, array.data_ptr) if array.is_cuda else place
         except RuntimeError:  # a nested tensor has no shape
             self.check_dense(array)
             raise
@@ -169,7 +171,7 @@ class TorchKind(DeviceKind, HostKind):
             raise ConvArgumentError(no_memory(name))
         return np.asarray(_memory(array, pointer, *elements))
 
-    def room(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         tensor = torch.empty(shape, dtype=self._of_typestrs[dtype])
         return np.asarray(_memory(tensor, tensor.data_ptr(), dtype.str, dtype.itemsize))
 

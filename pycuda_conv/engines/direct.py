@@ -556,7 +556,7 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
         little = next(_for_little_work(problem, device), None)
         return (BY_RULE, legal[0]) if legal else (LAST_RESORT, little) if little else None
     alone = problem.direction == "fprop" and problem.layout == "NCHW" and problem.K == problem.C == problem.groups
-    if alone and legal and problem.dtype == "float64":  # depthwise_planes has a rule for depthwise float64
+    if alone and legal and problem.dtype == "float64":  # no model knows depthwise float64
         return BY_RULE, legal[0]
     if not (alone and legal):
         legal += [part for config in _for_little_work(problem, device) for part in _in_parts(problem, config)]

@@ -53,7 +53,7 @@ FftArguments = kernel_struct("fft.cuh", "FftArguments")
 CONFIGS = (Fft,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 96}
+MOST_TEXTS = {"cuda": 84}
 #: Threads of a block by its tile; and by a tile that is a line, of which the planner has one.
 TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
 LINES = TILES | {(128, 128): 512}

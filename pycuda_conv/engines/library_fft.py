@@ -34,7 +34,7 @@ from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
-from pycuda_conv.runtime.transforms import Transforms, good_length
+from pycuda_conv.runtime.transforms import Transforms, good_length, host_library
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ THREADS = 256
 #: Filters of fewer taps are left to other engines, unless the configuration is given.
 LEAST_TAPS = 64
 #: Problems of fewer products take less time than a library's call on a GPU.
-LEAST_MACS = 1 << 31
+LEAST_MACS = 1 << 29
 #: Bytes of spectra, blocks and sums that are held at a time.
 MOST_BYTES = 12 << 30
 #: The error of a result, relative to the sum of its products' magnitudes, that counts as right: half of a float's rounding. For float64
@@ -66,7 +66,8 @@ ACCURACY = {"float16": 2.0**-24, "bfloat16": 2.0**-24, "float32": 2.0**-24, "flo
 
 def unsupported(device: Device) -> str | None:
     """Why there is no library for `device`, or None."""
-    return None if getattr(device, "transforms", "") else f"no library of Fourier transforms serves {device.name}"
+    there = device.backend == "opencl" or bool(getattr(device, "transforms", ""))  # a host has numpy's
+    return None if there else f"no library of Fourier transforms serves {device.name}"
 
 
 def refusal(problem: ConvProblem, config: LibraryFft) -> str | None:
@@ -171,7 +172,7 @@ def schedule(problem: ConvProblem, config: LibraryFft, device: Device, noted: bo
         told = replace(told, single=True, accuracy=math.inf)
     (_, sums), (_, limits) = (scratch.take(8 * math.prod(shape)) for shape in (told.sums_shape, told.limits_shape))
     buffers, blocks = (INPUT, WEIGHT, WORKSPACE), math.prod(told.blocks) * told.images
-    call = LibraryCall(device.transforms, {}, blocks, 1, buffers, (), told=(told, sums, limits))
+    call = LibraryCall(getattr(device, "transforms", "") or host_library(), {}, blocks, 1, buffers, (), told=(told, sums, limits))
     return Schedule.plain([[call], [_finish(problem, told, sums, limits)]], scratch.used)
 
 
@@ -227,7 +228,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 #: several channels share their loads.
 UNIT_TIME, CALL_TIME, DIRECT_TIME, SHARED_TIME = 3.5e-4, 400.0, 7.5e-4, 2.2e-4
 #: On a GPU: microseconds of a call, and times that each number of a transform, 8 bytes, goes through memory: 3 MB a microsecond.
-GPU_CALL_TIME, GPU_PASSES = 400.0, 16
+GPU_CALL_TIME, GPU_PASSES = 900.0, 16
 #: How much less time transforms must promise than sums of products.
 CLEARLY = 1.2
 

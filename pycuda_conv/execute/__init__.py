@@ -129,11 +129,11 @@ def call_plan(plan: Plan, operands: Operands, out: Any, stream: Any) -> Any:
         raise ConvArgumentError("a plan whose scale and bias are float32 takes no calls: use pycuda_conv.nn.folding.scaled")
     kind = same_kind(operands, out)
     kind.check_not_recorded(operands)
-    operands = kind.opened(operands)
+    operands = kind.imported(operands)
     signatures = kind.signatures(operands)
     table, plan = plan.made_before, in_context_of(plan, cast(Signature, signatures[0]))
     check_fit(plan, kind, signatures)
     result = run(kind, plan, operands, out, stream)
     if stream is None:
         quick.remember(table, (), kind, plan, operands, out)
-    return kind.closed(result, operands, stream)
+    return kind.exported(result, operands, stream)

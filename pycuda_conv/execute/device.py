@@ -24,7 +24,7 @@ def convolve(
     """Run `plan` on arrays that fit it. `packed` is the filter as :func:`pack` made it."""
     device: Any = plan.device
     pushed = not device.is_current()
-    doubtful = pushed and not kind.any_context and contexts.in_doubt(device)
+    doubtful = not kind.any_context and contexts.in_doubt(device)
     if pushed:
         device.push()
     try:
@@ -94,7 +94,7 @@ def _follow(kind: DeviceKind, device: Any, array: Any, home: Any) -> None:
         device.order(producer, home)
 
 
-def addresses_as_they_lie(kind: DeviceKind, plan: Plan, operands: Operands, out: Any) -> tuple[list[int], bool]:
+def addresses_for_kernels(kind: DeviceKind, plan: Plan, operands: Operands, out: Any) -> tuple[list[int], bool]:
     """The addresses of arrays that fit `plan` and of its result, and whether the filter, or its gradient, lies in the plan's other order.
 
     Raises

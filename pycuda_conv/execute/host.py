@@ -45,7 +45,7 @@ def convolve(
         kind.will_write(out)
     filters = kept or pipeline.Filter(given.weight, given.bias, given.scale)
     on = None if stream is None else stream_of(stream)
-    result = pipeline.convolve(plan, given.input, filters, None if turned else target, on, devices, given.residual, kind.room)
+    result = pipeline.convolve(plan, given.input, filters, None if turned else target, on, devices, given.residual, kind.allocate)
     if target is not None:
         if turned:
             np.copyto(target, result)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pycuda_conv.runtime.device import CudaDevice
 
 #: A function that makes an uninitialised array of a shape and a dtype.
-Room = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+Allocator = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 #: Bytes of input or result in a chunk, whichever is larger: enough to hide a launch, few enough to overlap.
 CHUNK_BYTES = 12 << 20
@@ -550,7 +550,7 @@ def _best(expected: Mapping[int, float], taken: Mapping[int, Sequence[float]]) -
 
 def convolve(
     plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any = None, devices: Sequence[CudaDevice] = (),
-    residual: np.ndarray | None = None, room: Room = np.empty,
+    residual: np.ndarray | None = None, allocate: Allocator = np.empty,
 ) -> np.ndarray:
     """Run `plan` on host arrays that fit it.
 
@@ -568,28 +568,28 @@ def convolve(
         The GPUs to share the work; by default the plan's own.
     residual : numpy array, optional
         Like `x`; it is `out` itself or does not overlap it.
-    room : callable
+    allocate : callable
         Makes the result of a shape and a dtype where ordinary memory serves.
     """
     if plan.order is None:
-        return _convolve(plan, x, filters, out, stream, devices, residual, room)
+        return _convolve(plan, x, filters, out, stream, devices, residual, allocate)
     # arrays as they lie in memory: from here on their axes are in that order
     if plan.weight_order is not None:
         filters = Filter(filters.arrays[0].transpose(plan.weight_order), None)
     written = plan.result_order
     out, residual = (a if a is None or written is None else a.transpose(written) for a in (out, residual))
-    y = _convolve(plan, x.transpose(plan.order), filters, out, stream, devices, residual, room)
+    y = _convolve(plan, x.transpose(plan.order), filters, out, stream, devices, residual, allocate)
     return y if written is None else y.transpose(np.argsort(written))
 
 
 def _convolve(
     plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any, devices: Sequence[CudaDevice],
-    residual: np.ndarray | None, room: Room,
+    residual: np.ndarray | None, allocate: Allocator,
 ) -> np.ndarray:
     problem, device = plan.problem, plan.device
     shape = plan.result_shape if plan.result_order is None else tuple(plan.result_shape[i] for i in plan.result_order)
     if device.backend != "cuda":
-        y = room(shape, np.dtype(problem.storage)) if out is None else out
+        y = allocate(shape, np.dtype(problem.storage)) if out is None else out
         if not plan.empty:
             if residual is not None and np.may_share_memory(residual, y):
                 residual = residual.copy()  # OpenCL's buffers must not overlap
@@ -605,7 +605,7 @@ def _convolve(
         nbytes = plan.result_bytes + sum(plan.operand_bytes)
         if not devices and nbytes <= SMALL_BYTES and not plan.empty:
             in_place = nbytes <= IN_PLACE_BYTES and plan.by_address
-            return _convolve_small(gpu, plan, x, filters, out, shape, stream, residual, room if in_place else None)
+            return _convolve_small(gpu, plan, x, filters, out, shape, stream, residual, allocate if in_place else None)
         y = gpu.result_array(shape, np.dtype(problem.storage)) if out is None else out
         if plan.empty:
             return y
@@ -650,15 +650,15 @@ def _run(
 
 def _convolve_small(
     gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, shape: tuple[int, ...], stream: Any,
-    residual: np.ndarray | None, room: Room | None,
+    residual: np.ndarray | None, allocate: Allocator | None,
 ) -> np.ndarray:
     """One copy in, the kernels, one copy out, for arrays so small that the calls take all the time. The context must be current.
 
-    With a `room`, which makes the result, there are no copies: the kernels read and write page-locked memory.
+    With a `allocate`, which makes the result, there are no copies: the kernels read and write page-locked memory.
     """
     dtype = np.dtype(plan.problem.storage)
     host, locked, device, own = gpu.small_buffers(2 * SMALL_BYTES)
-    in_place = room is not None and locked != 0
+    in_place = allocate is not None and locked != 0
     at = locked if in_place else device
     if stream is not None:
         gpu.order(stream, own)
@@ -687,7 +687,7 @@ def _convolve_small(
     try:
         if in_place:
             plan.launch(buffers, own, packed)
-            y = (room or np.empty)(shape, dtype) if out is None else out  # while the kernels run
+            y = (allocate or np.empty)(shape, dtype) if out is None else out  # while the kernels run
         else:
             y = gpu.result_array(shape, dtype) if out is None else out
             gpu.copy_in(device, host[:used], host[:used], own)

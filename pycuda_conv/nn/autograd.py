@@ -27,7 +27,8 @@ import torch
 from torch.nn import functional as _F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from pycuda_conv import dispatch, quick, torch_internals
+from pycuda_conv import dispatch, quick
+from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import ConvArgumentError
@@ -63,6 +64,8 @@ class Settings(NamedTuple):
     algorithm: str | None = None
 
 
+#: Of an operator's list of options.
+_ALGORITHMS = (None, *ALGORITHMS)
 _SCHEMA = (
     "(Tensor {}, Tensor {}, Tensor? bias, SymInt[] {}, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, "
     "str precision, str? device, bool tune, str? algorithm=None) -> Tensor"
@@ -631,8 +634,8 @@ _ALGORITHMS = None, *ALGORITHMS
 def _spec(operator: Operator, settings: Settings) -> list[int]:
     """An operator and its settings in numbers as one list of ints.
 
-    They are: number of the operator, of the precision and of the algorithm, device (-2: that of the tensors, -1: OpenCL, else the number of
-    a GPU), tune, groups; then for each axis stride, padding before, padding after, dilation.
+    They are: number of the operator, of the precision and of the algorithm, device (-2: the tensors', -1: OpenCL, else the number of a
+    GPU), tune, groups; then for each axis stride, padding before, padding after, dilation.
     """
     device = settings.device
     place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pycuda_conv import dispatch, execute, quick, torch_internals
-from pycuda_conv.arrays import Signature
+from pycuda_conv import dispatch, execute, quick
+from pycuda_conv.arrays import Signature, torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
 from pycuda_conv.engines import batch_norm

@@ -32,11 +32,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
-from pycuda_conv import torch_internals
+from pycuda_conv.arrays import torch_internals
+from pycuda_conv.arrays.torch_internals import leaves
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.nn.autograd import Settings, _in_numbers, _layout
 from pycuda_conv.problem import SLOPE, checked_activation, integers
-from pycuda_conv.torch_internals import leaves
 
 aten = torch.ops.aten
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -46,7 +46,7 @@ DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CONV = "input", "weight", "bias", "stride", "padding", "dilation", "groups"
 _TRANSPOSED = "input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"
 _EITHER = "input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"
-_OURS = "input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune"
+_OURS = "input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune", "algorithm"
 #: The number of spatial axes, where the name tells it, and the names of the arguments.
 CONVOLUTIONS: dict[Any, tuple[int | None, tuple[str, ...]]] = {
     torch.convolution: (None, _EITHER), aten.convolution.default: (None, _EITHER),
@@ -487,8 +487,8 @@ class Rewrite:
             transposed = node.target is torch.ops.pycuda_conv.conv_transpose.default
             more, precision = given["size"] if transposed else None, given["precision"]
             padding = tuple(zip(padding[::2], padding[1::2], strict=True))
-            if given["device"] is not None or given["tune"]:
-                return "it asks for a device or to be tuned"
+            if given["device"] is not None or given["tune"] or given.get("algorithm") is not None:
+                return "it asks for a device, an algorithm or to be tuned"
         elif names is _EITHER:
             transposed = bool(given["transposed"])
         try:

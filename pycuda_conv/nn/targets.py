@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from pycuda_conv import dispatch, torch_internals
+from pycuda_conv import dispatch
+from pycuda_conv.arrays import torch_internals
 from pycuda_conv.nn import evaluation, fused, linear, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.graph import Norm, Options, Targets, value

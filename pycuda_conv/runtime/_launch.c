@@ -530,6 +530,12 @@ static PyObject* other(PyObject* self, PyObject* args) {
   return Py_BuildValue("");
 }
 
+// doubtful() -> whether a context is current that is no primary one, as far as Python knows
+static PyObject* doubtful(PyObject* self, PyObject* nothing) {
+  void* current = NULL;
+  return PyBool_FromLong(!cuda.get_current(&current) && current && primary_number(current) < 0);
+}
+
 // has_id(id) -> whether the current context has that id
 static PyObject* has_id(PyObject* self, PyObject* args) {
   unsigned long long id;
@@ -956,16 +962,6 @@ static Managed* borrow(long place, int64_t bytes) {
   return torch.allocate && !torch.allocate(&like, &made, NULL, ignore) ? made : NULL;
 }
 
-// Whether all buffers that have addresses lie in the call's context, or in none.
-static int reaches(const Ready* r, const uint64_t* buffers) {
-  const Py_ssize_t count = r->operands ? r->operands + r->result_count + 1 : RESIDUAL + 1;
-  for (Py_ssize_t i = 0; i < count; i++) {
-    void* owner = buffers[i] ? owner_of(buffers[i]) : NULL;
-    if (owner && owner != r->context) return 0;
-  }
-  return 1;
-}
-
 // Make the results that are missing, and launch on the current stream with the operands in `buffers`. `like` is the input if that is one of
 // PyCUDA's arrays, else NULL. Returns 0; or -1 with an exception, or without one where Python has to make the call.
 static int perform(const Ready* r, uint64_t* buffers, PyObject** results, PyObject* like) {
@@ -977,9 +973,8 @@ static int perform(const Ready* r, uint64_t* buffers, PyObject** results, PyObje
   const Py_ssize_t first = r->operands ? r->operands : RESULT, last = first + r->result_count;
   Schedule* s = PyCapsule_GetPointer(r->schedule, SCHEDULE);
   int pushed = cuda.get_current(&current) || current != r->context;
-  // While a program's own context is current, torch's memory may lie there: only the driver knows.
-  const int doubtful = pushed && current && primary_number(current) < 0;
-  if (doubtful && !reaches(r, buffers)) return -1;
+  // While a program's own context is current, torch works there: Python looks where its memory lies. PyCUDA's arrays were looked at.
+  if (!like && pushed && current && primary_number(current) < 0) return -1;
   const int refused = pushed ? cuda.push(r->context) : 0;
   if (refused) {
     PyErr_Format(PyExc_RuntimeError, "cuCtxPushCurrent failed (%d)", refused);
@@ -1007,7 +1002,6 @@ static int perform(const Ready* r, uint64_t* buffers, PyObject** results, PyObje
     buffers[last] = (uint64_t)(uintptr_t)scratch->tensor.data + scratch->tensor.byte_offset;
   else if (r->workspace_bytes && !(workspace = make(&r->workspace, r->place, &buffers[last])))
     goto done;
-  if (doubtful && !reaches(r, buffers)) goto done;
   if (!r->operands) buffers[PACKED] = r->packed ? r->packed : buffers[WORKSPACE] + r->packed_at;
   code = make_all(s, buffers, streams, event, &failed);
   if (code > 0) {
@@ -1308,6 +1302,7 @@ static PyMethodDef methods[] = {
     {"pop", pop, METH_NOARGS, "pop(): make the context current that was so before."},
     {"primary", primary, METH_VARARGS, "primary(gpu, handle): a primary context."},
     {"other", other, METH_VARARGS, "other(id): a context that is no primary one."},
+    {"doubtful", doubtful, METH_NOARGS, "doubtful(): whether a context is current that is no primary one."},
     {"has_id", has_id, METH_VARARGS, "has_id(id): whether the current context has it."},
     {"where", where, METH_O, "where(address): (gpu, 0) or (-1, id), the context that memory belongs to; or None."},
     {"fold", (PyCFunction)(void*)fold, METH_FASTCALL, "fold(ready, expected, vector, ...): the row's result, or None."},

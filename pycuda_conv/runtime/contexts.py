@@ -12,6 +12,7 @@ found again.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
@@ -44,10 +45,21 @@ class NotCurrent(ConvArgumentError):
         self.template = template
         super().__init__(template.format(name))
 
+    def check(self, ask: Callable[[], Any], name: str) -> None:
+        """Raise the error with an array's name if the array, which `ask` looks at, is the one."""
+        try:
+            ask()
+        except NotCurrent as error:
+            raise NotCurrent(error.template, name) from None
+
 
 NOT_CURRENT = (
     "{{}} lies in a CUDA context of {} that is not this thread's current one, and its result has to be made there: call context.push() "
     "before, Context.pop() after"
+)
+ELSEWHERE = (
+    "{{}} lies in the primary context of cuda:{}, but a context of PyCUDA's is current, where its library works now: import "
+    "pycuda.autoprimaryctx instead of pycuda.autoinit, or call Context.pop() before"
 )
 GONE = (
     "this needs a CUDA context of {} that is not this thread's current one, or is gone: call context.push() before and Context.pop() "
@@ -68,6 +80,7 @@ class PrimaryContext(CudaDevice):
         one = gpu(ordinal)
         #: PyCUDA's object, never dropped: PyCUDA would give the context back in a way that the driver refuses
         self.context = driver.pycuda().Device(ordinal).retain_primary_context()
+        atexit.register(lambda kept: None, self.context)  # longer than this module
         super().__init__(one, self.context.handle, ordinal)
         self._entered = threading.local()
         if self._in_c is not None:
@@ -201,9 +214,11 @@ class OtherContext(CudaDevice):
 
 def _tell(native: Any) -> None:
     """Tell the launcher in C the driver's functions."""
+    global doubtful
     names = "cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuPointerGetAttribute"
     has_ids = hasattr(driver.libcuda(), "cuCtxGetId")
     native.drive(*map(driver.address_of, names), driver.address_of("cuCtxGetId") if has_ids else 0)
+    doubtful = native.doubtful
 
 
 # ---- the devices
@@ -400,24 +415,48 @@ def _where_is(pointer: int) -> Where:
     return found
 
 
-def in_doubt(device: CudaDevice) -> bool:
-    """Whether memory of a library that uses the primary context may lie elsewhere: while a context is current that is no primary one.
-
-    torch's memory does, if that context was current when torch first used the GPU.
-    """
+def _doubtful() -> bool:
     current = driver.current_context()
-    return bool(current) and current != device.handle and not is_primary(current)
+    return bool(current) and not is_primary(current)
+
+
+#: Whether a context is current that is no primary one. Then the memory of a library that uses the primary one may lie there: torch's does,
+#: if that context was current when torch first used the GPU.
+doubtful: Callable[[], bool] = _doubtful
+
+
+def where_lies(ordinal: int, pointer: Callable[[], int]) -> Where:
+    """The context of an array of such a library, which says that it lies on that GPU; its address is asked for only in doubt.
+
+    Raises
+    ------
+    ConvArgumentError
+        It lies elsewhere than in the current context, where such a library launches its own kernels: nothing would order ours with them.
+    """
+    if not doubtful() or not pointer():
+        return ordinal
+    here = device_of(driver.current_context())
+    if here.where == here.ordinal:  # a primary one that was not known yet
+        return ordinal
+    if where_is(pointer()) != here.where:
+        raise NotCurrent(ELSEWHERE.format(ordinal))
+    return here.where
+
+
+def in_doubt(device: CudaDevice) -> bool:
+    """Whether memory that such a library allocates for a call in the device's context may lie elsewhere."""
+    return device.where != device.ordinal or doubtful()
 
 
 def check_reached(device: CudaDevice, named: dict[str, int]) -> None:
-    """Refuse addresses outside of a primary context's memory."""
+    """Refuse addresses outside of the memory of the device's context."""
     context = ctypes.c_void_p()
     for name, pointer in named.items():
         failed = not pointer or driver.libcuda().cuPointerGetAttribute(ctypes.byref(context), 1, pointer)
-        if not failed and context.value and context.value != device.handle and context.value != primary_handle(device.ordinal):
+        if not failed and context.value and context.value != device.handle:
             raise ConvArgumentError(
-                f"{name} lies in a context of PyCUDA's, not in the primary one of {device.name}, because pycuda.autoinit, or a context of "
-                "make_context(), was current when its library first used the GPU: import pycuda.autoprimaryctx instead"
+                f"{name} lies in another CUDA context of {device.name} than the call is made in, because a context of PyCUDA's, as "
+                "pycuda.autoinit makes it, was current at times when its library used the GPU: import pycuda.autoprimaryctx instead"
             )
 
 

@@ -179,7 +179,7 @@ def fill(told: Transforms, x: np.ndarray, w: np.ndarray, sums: np.ndarray, limit
     `x` and `w` are C-contiguous, of :attr:`Transforms.storage`.
     """
 
-    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray) -> None:
+    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray, known: np.ndarray | None) -> None:
         limits[_at(image, ..., *where)] = limit
         for number, to, kept in _places(told, where):
             sums[_at(image, ..., *to)] = summed[_at(slice(None), slice(None), *number, *kept)]
@@ -206,9 +206,11 @@ def convolve(told: Transforms, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
     doubtful: list[tuple[int, ...]] = []
     values: list[tuple[float, float]] = []
 
-    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray) -> None:
+    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray, known: np.ndarray | None) -> None:
         of_pixels = limit[_at(..., *(None,) * len(told.length))]
         right = (abs(summed) >= of_pixels) | ((summed == 0) & np.signbit(summed))
+        if known is not None:
+            right |= known
         summed += 0.0  # no -0
         fine = bool(right.all())
         for number, to, kept in _places(told, where):
@@ -269,17 +271,19 @@ class _Numpy:
         pixels = "ijk"[:axes]
         return np.einsum(f"gc...{pixels},gc...{pixels}->g...", array, array)
 
-    def rfft(self, array: Any, n: int) -> Any:
-        return self._fft.rfft(array, n, axis=-1, **self._more)
+    def forward(self, numbers: Any, length: tuple[int, ...]) -> Any:
+        """Axis after axis: zeros that follow along one are not transformed along another."""
+        made = self._fft.rfft(numbers, length[-1], axis=-1, **self._more)
+        for axis in range(-2, -len(length) - 1, -1):
+            made = self._fft.fft(made, length[axis], axis=axis, **self._more, **self._in_place(made.shape[axis] == length[axis]))
+        return made
 
-    def irfft(self, array: Any, n: int) -> Any:
-        return self._fft.irfft(array, n, axis=-1, **self._more)
-
-    def fft(self, array: Any, n: int, axis: int) -> Any:
-        return self._fft.fft(array, n, axis=axis, **self._more, **self._in_place(array.shape[axis] == n))
-
-    def ifft(self, array: Any, axis: int) -> Any:
-        return self._fft.ifft(array, axis=axis, **self._more, **self._in_place(True))
+    def back(self, spectrum: Any, length: tuple[int, ...], taken: tuple[slice, ...]) -> Any:
+        """Axis after axis, without what is not taken along those before."""
+        for axis in range(-len(length), -1):
+            spectrum = self._fft.ifft(spectrum, axis=axis, **self._more, **self._in_place(True))
+            spectrum = spectrum[_at(..., taken[axis], *(slice(None),) * (-axis - 1))]
+        return self._fft.irfft(spectrum, length[-1], axis=-1, **self._more)[..., taken[-1]]
 
     def _in_place(self, possible: bool) -> dict[str, bool]:
         return {"overwrite_x": True} if possible and self._scipy else {}
@@ -307,42 +311,46 @@ class _Work:
 
     def _forward(self, numbers: Any) -> Any:
         """The spectrum of real numbers, followed by zeros up to the transforms' length along each of the last axes."""
-        length = self.told.length
-        made = self.library.rfft(numbers, length[-1])
-        for axis in range(-2, -len(length) - 1, -1):
-            made = self.library.fft(made, length[axis], axis)
-        return made
+        return self.library.forward(numbers, self.told.length)
 
     def _back(self, spectrum: Any) -> Any:
         """The results that are taken of each block, from its spectrum."""
-        length, axes = self.told.length, len(self.told.length)
-        for axis in range(-axes, -1):
-            spectrum = self.library.ifft(spectrum, axis)
-            spectrum = spectrum[_at(..., self._taken[axis], *(slice(None),) * (-axis - 1))]
-        return self.library.irfft(spectrum, length[-1])[..., self._taken[-1]]
+        return self.library.back(spectrum, self.told.length, self._taken)
 
     def some(self, image: int, where: tuple[slice, ...]) -> tuple[Any, Any, Any]:
         """The sums of some blocks of an image, (group, written, blocks..., results...), their limits, and the blocks."""
+        block = self._blocks(image, where)
+        return *self._judged(image, block), block
+
+    def _blocks(self, image: int, where: tuple[slice, ...]) -> Any:
+        """Some blocks of an image: (group, read, blocks..., pixels...)."""
         told, library, ndim = self.told, self.library, len(self.told.length)
         parts, places, sizes = told.placed(where)
         region = library.zeros((told.groups, told.read, *sizes))
         region[_at(..., *places)] = self.x[_at(image, ..., *parts)]
         steps = [math.prod((told.groups, told.read, *sizes)[axis + 1 :]) for axis in range(2 + ndim)]
         counts = tuple(cut.stop - cut.start for cut in where)
-        block = library.windows(
+        return library.windows(
             region, (told.groups, told.read, *counts, *told.length),
             (*steps[:2], *(step * used for step, used in zip(steps[2:], told.used, strict=True)), *steps[2:]),
         )
+
+    def _judged(self, image: int, block: Any) -> tuple[Any, Any]:
+        """The sums of blocks and their limits."""
+        told, ndim = self.told, len(self.told.length)
         summed = self._product(block, self._spectra[0])
-        norms = library.sum_squares(block, ndim) ** 0.5
-        limit = told.error * norms[:, None] * self._norms[_at(..., *(None,) * ndim)]
+        limit = told.error * self._norms_of(image, block)[:, None] * self._norms[_at(..., *(None,) * ndim)]
         if not told.magnitudes:
-            return summed, limit / told.accuracy, block
+            return summed, limit / told.accuracy
         error = limit[_at(..., *(None,) * ndim)]
         least = self._product(abs(block), self._spectra[1]) - error  # of the sum of magnitudes
         right = (error <= told.accuracy * least) & (abs(summed) > error)
         summed[~right & (error != 0)] = math.nan
-        return summed, limit * 0, block
+        return summed, limit * 0
+
+    def _norms_of(self, image: int, block: Any) -> Any:
+        """The norm of each block, over the channels of a group, or a larger one."""
+        return self.library.sum_squares(block, len(self.told.length)) ** 0.5
 
     def _product(self, block: Any, spectrum: Any) -> Any:
         told, ndim = self.told, len(self.told.length)
@@ -369,15 +377,25 @@ class _OnHost(_Work):
         with np.errstate(all="ignore"):
             super().__init__(told, _values(x, told.storage), _values(w, told.storage), _Numpy(self.alone))
 
-    def run(self, keep: Callable[[int, tuple[slice, ...], np.ndarray, np.ndarray], None]) -> None:
-        """Call `keep` with an image's number, a box of its blocks, their sums and limits, for all of them, in several threads."""
+    def run(self, keep: Callable[[int, tuple[slice, ...], np.ndarray, np.ndarray, np.ndarray | None], None]) -> None:
+        """Call `keep` with an image's number, a box of its blocks, their sums and limits, for all of them, in several threads.
+
+        The last argument says which results are known to be NaN, if some are.
+        """
         tasks = [(image, where) for image in range(self.told.images) for where in _cuts(self.told, AT_ONCE)]
 
         def done(task: tuple[int, tuple[slice, ...]]) -> None:
             with np.errstate(all="ignore"):
                 summed, limit, block = self.some(*task)
+                known = None
+                if not np.isfinite(limit).all():
+                    lost = ~np.isfinite(block)
+                    if lost.any():
+                        clean = np.where(lost, 0, block)
+                        summed, limit = self._judged(task[0], clean)
+                        known = self._mark_lost(summed, block, lost)
                 self._mark_zeros(summed, limit, block)
-                keep(*task, summed, limit)
+                keep(*task, summed, limit, known)
 
         if len(tasks) == 1:
             done(tasks[0])
@@ -385,18 +403,30 @@ class _OnHost(_Work):
             for _ in _threads().map(done, tasks):
                 pass
 
-    def _mark_zeros(self, summed: np.ndarray, limit: np.ndarray, block: np.ndarray) -> None:
-        """Put -0 where a window has nothing but zeros, if results of these blocks may be off: they need no other look."""
+    def _near(self, there: np.ndarray) -> np.ndarray:
+        """Of each result, whether a pixel of its window is `there`: (group, blocks..., pixels...) in, results out."""
         told, ndim = self.told, len(self.told.length)
-        of_pixels = limit[_at(..., *(None,) * ndim)]
-        if np.count_nonzero(~(abs(summed) >= of_pixels)) < FEW_DOUBTS:
-            return
-        there = (block != 0).any(1)  # (group, blocks..., pixels...)
         for axis, (reach, used, stride) in enumerate(zip(told.reach, told.used, told.stride, strict=True), there.ndim - ndim):
             counts = np.cumsum(there, axis, np.int32)
             ends = [np.take(counts, np.arange(first, first + used, stride), axis) for first in (0, reach - 1)]
             there = (ends[1] > ends[0]) | np.take(there, np.arange(0, used, stride), axis)
-        nothing = ~there[:, None] & np.isfinite(of_pixels)  # a filter's Inf times 0 is NaN
+        return there
+
+    def _mark_lost(self, summed: np.ndarray, block: np.ndarray, lost: np.ndarray) -> np.ndarray | None:
+        """Put NaN where a window has Inf or NaN: such results are summed. If all are known to be NaN, this gives their mask."""
+        told = self.told
+        near = np.broadcast_to(self._near(np.any(lost, 1))[:, None], summed.shape)
+        summed[near] = np.nan
+        all_met = max(told.dilation) == max(told.apart) == 1  # each pixel of the window is multiplied, and NaN times 0 is NaN
+        return near if all_met and not np.isinf(block).any() else None
+
+    def _mark_zeros(self, summed: np.ndarray, limit: np.ndarray, block: np.ndarray) -> None:
+        """Put -0 where a window has nothing but zeros, if results of these blocks may be off: they need no other look."""
+        ndim = len(self.told.length)
+        of_pixels = limit[_at(..., *(None,) * ndim)]
+        if np.count_nonzero(~(abs(summed) >= of_pixels)) < FEW_DOUBTS:
+            return
+        nothing = ~self._near(np.any(block != 0, 1))[:, None] & np.isfinite(of_pixels)  # a filter's Inf times 0 is NaN
         summed[np.broadcast_to(nothing, summed.shape)] = -0.0
 
     def mended(self, at: tuple[int, ...], value: float, limit: float) -> float:
@@ -488,20 +518,13 @@ class _Torch:
         return array.as_strided(shape, strides)
 
     def sum_squares(self, array: Any, axes: int) -> Any:
-        flat = array.flatten(-axes)
-        return self.torch.linalg.vector_norm(flat.double(), dim=-1).square().sum(1)
+        return self.torch.linalg.vector_norm(array, dim=(1, *range(-axes, 0)), dtype=self.torch.float64).square()
 
-    def rfft(self, array: Any, n: int) -> Any:
-        return self.torch.fft.rfft(array, n)
+    def forward(self, numbers: Any, length: tuple[int, ...]) -> Any:
+        return self.torch.fft.rfftn(numbers, length, tuple(range(-len(length), 0)))
 
-    def irfft(self, array: Any, n: int) -> Any:
-        return self.torch.fft.irfft(array, n)
-
-    def fft(self, array: Any, n: int, axis: int) -> Any:
-        return self.torch.fft.fft(array, n, axis)
-
-    def ifft(self, array: Any, axis: int) -> Any:
-        return self.torch.fft.ifft(array, dim=axis)
+    def back(self, spectrum: Any, length: tuple[int, ...], taken: tuple[slice, ...]) -> Any:
+        return self.torch.fft.irfftn(spectrum, length, tuple(range(-len(length), 0)))[_at(..., *taken)]
 
     def at(self, address: int, shape: tuple[int, ...], storage: str) -> Any:
         """The array at an address."""
@@ -541,17 +564,11 @@ class _CuPy:
         flat = array.astype(np.float64).reshape(*array.shape[:-axes], -1)
         return (flat * flat).sum(-1).sum(1)
 
-    def rfft(self, array: Any, n: int) -> Any:
-        return self.cupy.fft.rfft(array, n)
+    def forward(self, numbers: Any, length: tuple[int, ...]) -> Any:
+        return self.cupy.fft.rfftn(numbers, length, tuple(range(-len(length), 0)))
 
-    def irfft(self, array: Any, n: int) -> Any:
-        return self.cupy.fft.irfft(array, n)
-
-    def fft(self, array: Any, n: int, axis: int) -> Any:
-        return self.cupy.fft.fft(array, n, axis)
-
-    def ifft(self, array: Any, axis: int) -> Any:
-        return self.cupy.fft.ifft(array, axis=axis)
+    def back(self, spectrum: Any, length: tuple[int, ...], taken: tuple[slice, ...]) -> Any:
+        return self.cupy.fft.irfftn(spectrum, length, tuple(range(-len(length), 0)))[_at(..., *taken)]
 
     def at(self, address: int, shape: tuple[int, ...], storage: str) -> Any:
         memory = self.cupy.cuda.MemoryPointer(self.cupy.cuda.UnownedMemory(address, 0, None), 0)
@@ -572,9 +589,18 @@ def fill_on_gpu(told: Transforms, name: str, ordinal: int, addresses: tuple[int,
         fill_by(told, library, x, w, library.at(sums_at, told.sums_shape, "float64"), library.at(limits_at, told.limits_shape, "float64"))
 
 
+class _OnGpu(_Work):
+    """The transforms of one call on a GPU, where each pass over an array counts: a block's norm is taken to be that of the image."""
+
+    def _norms_of(self, image: int, block: Any) -> Any:
+        ndim = len(self.told.length)
+        norms = self.library.sum_squares(self.x[image], ndim) ** 0.5
+        return norms[_at(slice(None), *(None,) * ndim)]
+
+
 def fill_by(told: Transforms, library: Any, x: Any, w: Any, sums: Any, limits: Any) -> None:
     """:func:`fill` by arrays of a library, in the launches' order."""
-    work, ndim = _Work(told, x, w, library), len(told.length)
+    work, ndim = _OnGpu(told, x, w, library), len(told.length)
     for image in range(told.images):
         for where in _cuts(told, AT_ONCE_ON_GPU):
             summed, limit, _ = work.some(image, where)

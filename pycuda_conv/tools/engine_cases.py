@@ -99,8 +99,9 @@ def _of_engine(engine: Engine, pool: list[ConvProblem], device: Device) -> Itera
             if what[:size] not in met and len(taken) < most:
                 met |= {what[:2], what[:4], what}
                 taken[problem, config] = chosen
-    for number, ((problem, config), chosen) in enumerate(taken.items()):
+    first = next((problem for problem, _ in taken if problem.algorithm is None), None)
+    for (problem, config), chosen in taken.items():
         # transforms that were asked for are right by norms alone
-        kinds = ORDINARY if problem.algorithm else DISTRIBUTIONS if number == 0 else ORDINARY[:1]
+        kinds = ORDINARY if problem.algorithm else DISTRIBUTIONS if problem is first else ORDINARY[:1]
         for distribution in kinds:
             yield EngineCase(name, problem, config, distribution, chosen)
