@@ -1258,16 +1258,17 @@ def test_what_stays_torch_s():
 
 def test_operators_are_checked_by_torch():
     x, w, vectors = images(), torch.randn(6, 4, 3, 3), [torch.rand(6) for _ in range(4)]
-    from pycuda_conv.nn import evaluation, fused
+    from pycuda_conv.nn import evaluation
     from pycuda_conv.nn.autograd import Settings
+    from pycuda_conv.nn.fused import launches
 
     spec = evaluation.spec_of(2, (3, 3), padding=1, activation="relu")
-    flat = fused._LayerSpec("relu", False, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
+    flat = launches._LayerSpec("relu", False, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
     for of_x in (torch.contiguous_format, torch.channels_last):
         given = x.to(memory_format=of_x), w.to(memory_format=of_x)
         torch.library.opcheck(torch.ops.pycuda_conv.evaluate.default, (*given, None, *vectors, None, 1e-5, spec))
         torch.library.opcheck(torch.ops.pycuda_conv.frozen_statistics.default, (*given, None, *vectors[2:], 1e-5, flat))
-        trained = fused._LayerSpec("relu", True, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
+        trained = launches._LayerSpec("relu", True, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
         moved_ones = [one.clone() for one in vectors[2:]]
         torch.library.opcheck(torch.ops.pycuda_conv.fused_forward.default, (*given, None, *vectors[:2], *moved_ones, None, 0.1, 1e-5, trained))
         torch.library.opcheck(torch.ops.pycuda_conv.scaled.default, (*given, torch.rand(12), None, 0, spec))

@@ -24,6 +24,12 @@ nn = torch.nn
 fused_modules = pytest.importorskip("pycuda_conv.nn")
 Settings = fused_modules.autograd.Settings
 
+def trace_all(patch):
+    """Let the fused layers be called as torch's tracers call them."""
+    for part in ("launches", "autograd", "modules"):
+        patch.setattr(getattr(fused_modules.fused, part), "_traced", lambda *tensors: True)
+
+
 CLASSES = {n: getattr(fused_modules, f"FusedConvBnReLU{n}d") for n in (1, 2, 3)}
 CONVS, NORMS = ({n: getattr(nn, f"{name}{n}d") for n in (1, 2, 3)} for name in ("Conv", "BatchNorm"))
 TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
@@ -676,13 +682,13 @@ def test_twice_gives_the_same_bits(place):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_operators_give_the_same_bits(place, monkeypatch, name, dtype):
     """As the calls without them, which are the rule."""
-    layer, module, found = LAYERS[name], fused_modules.fused, []
+    layer, found = LAYERS[name], []
     for traced in (False, True):
         with monkeypatch.context() as patch:
             if traced:
-                patch.setattr(module, "_traced", lambda *tensors: True)
+                trace_all(patch)
             else:
-                patch.setattr(module._LayerSpec, "in_integers", lambda self: pytest.fail("an operator is called"))
+                patch.setattr(fused_modules.fused.launches._LayerSpec, "in_integers", lambda self: pytest.fail("an operator is called"))
             fused, _ = layer.pair(dtype, place)
             results = []
             for seed, training in enumerate((True, True, False)):
@@ -925,7 +931,7 @@ def test_a_residual_where_torch_sees_operators(place, monkeypatch, evaluated):
     for traced in (False, True):
         with monkeypatch.context() as patch:
             if traced:
-                patch.setattr(fused_modules.fused, "_traced", lambda *tensors: True)
+                trace_all(patch)
             fused, _ = layer.pair("float32", place)
             x = layer.input("float32", place)
             residual = residual_for(fused(x).detach())
@@ -1232,7 +1238,7 @@ def test_the_gradient_of_the_result_takes_its_place_unless_the_graph_is_kept(sum
 def test_docstring_examples():
     import doctest
 
-    assert doctest.testmod(fused_modules.fused).failed == 0
+    assert doctest.testmod(fused_modules.fused.modules).failed == 0
 
 
 # ---- statistics that the convolution notes
@@ -1271,8 +1277,8 @@ def test_statistics_noted_by_the_convolution(name, small):
     problem = pc.ConvProblem.forward(2, shape, filters, filters[:1], padding=padding, dtype=dtype)
     plan = cached_plan(replace(problem, layout="NHWC" if last else "NCHW"), get_device("cuda"), False, True)
     assert (plan.schedule.moments is not None) == (name not in PASSES)
-    how = fused_modules.fused._LayerSpec(None, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
-    y, (mean, invstd) = fused_modules.fused._statistics(x, w, b, None, None, None, 0.1, 1e-3, how)
+    how = fused_modules.fused.launches._LayerSpec(None, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
+    y, (mean, invstd) = fused_modules.fused.launches._statistics(x, w, b, None, None, None, 0.1, 1e-3, how)
     # the fastest tile for y alone may be another one, with other bits
     assert torch.equal(y, pc.Plan(plan.problem, plan.device, config=plan.config)(x, w, b))
     exact = y.double()

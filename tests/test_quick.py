@@ -88,7 +88,7 @@ def warm(tmp_path, monkeypatch):
     fake.library.cuCtxPopCurrent_v2(None)
     quick.learn(torch)
     memo.forget_plans()
-    fused_modules._compiled.cache_clear()
+    fused_modules.launches._compiled.cache_clear()
     batch_norm.compiled.cache_clear()
 
 
@@ -678,7 +678,7 @@ def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
         layer.zero_grad()
         images.grad = None
         if not again:
-            fused_modules._again.clear()
+            fused_modules.repeat._again.clear()
         else:
             monkeypatch.setattr(device, "launch", None)
         warm.asked()
@@ -720,7 +720,7 @@ def test_batches_are_counted_once_where_python_makes_the_launches_after_all(warm
     layer = FUSED["mean of batches"]()
     for made in range(1, 4):
         layer(x)
-        assert int(layer.bn.num_batches_tracked) == made and len(fused_modules._again) == 1
+        assert int(layer.bn.num_batches_tracked) == made and len(fused_modules.repeat._again) == 1
 
 
 def test_a_layer_that_counts_no_batches(warm, monkeypatch):
@@ -1374,7 +1374,7 @@ def test_the_same_training_step_on_a_gpu(on_gpu, monkeypatch, name):
     for i in range(4):
         layer, given = copy.deepcopy(first), images.clone().requires_grad_()
         if i == 0:
-            fused_modules._again.clear()
+            fused_modules.repeat._again.clear()
         side = torch.cuda.Stream() if i == 3 else torch.cuda.current_stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -1384,7 +1384,7 @@ def test_the_same_training_step_on_a_gpu(on_gpu, monkeypatch, name):
         side.synchronize()
         assert int(layer.bn.num_batches_tracked) == 2
         steps.append([made.detach(), given.grad, *(p.grad for p in layer.parameters() if p.grad is not None), *layer.buffers()])
-        monkeypatch.setattr(fused_modules, "_statistics", None)  # it is made again from now on
+        monkeypatch.setattr(fused_modules.modules, "_statistics", None)  # it is made again from now on
     for one in steps[1:]:
         assert len(one) == len(steps[0])
         assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(steps[0], one, strict=True))

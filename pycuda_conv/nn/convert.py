@@ -25,7 +25,7 @@ from torch.nn.utils import parametrize
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.nn import modules
 from pycuda_conv.nn.compiler import CompiledGraph, graphs_of
-from pycuda_conv.nn.fused import _FusedConvBnReLU
+from pycuda_conv.nn.fused.modules import _FusedConvBnReLU
 from pycuda_conv.nn.linear import linear as linear_of
 from pycuda_conv.nn.modules import checked_precision, in_pairs, marked
 from pycuda_conv.nn.routing import routed

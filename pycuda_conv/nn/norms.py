@@ -20,8 +20,8 @@ from pycuda_conv import quick
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.memo import launches_are_in
-from pycuda_conv.nn import fused
 from pycuda_conv.nn.autograd import _is_batched, _traced, activated, without_autocast, without_gaps
+from pycuda_conv.nn.fused import launches as fused
 from pycuda_conv.problem import checked_activation
 
 #: Forward and backward passes by their keys, for the launcher in C.

@@ -18,6 +18,7 @@ from pycuda_conv import dispatch
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.nn import evaluation, folding, fused, linear, norms, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
+from pycuda_conv.nn.fused.launches import _LayerSpec
 from pycuda_conv.nn.graph import Norm, Options, Targets, value
 
 _ANYWHERE = None, None, None, False
@@ -273,7 +274,7 @@ class Operators(_Folding):
     ) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)
         ours, call = torch.ops.pycuda_conv, self.graph.call_function
-        layer = fused._LayerSpec(options.activation, norm.of_batch, options.settings)
+        layer = _LayerSpec(options.activation, norm.of_batch, options.settings)
         if norm.of_batch:
             given = (x, weight, bias, *norm.vectors, residual, norm.momentum, norm.eps, layer.in_integers())
             return call(ours.fused_layer.default, given)
