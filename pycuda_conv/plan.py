@@ -16,6 +16,7 @@ from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.explain import explain
 from pycuda_conv.memo import forget_launches, forget_plans, remember_plans
 from pycuda_conv.problem import ConvProblem, channels_last
+from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime import Device, contexts, get_device
 from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.tune import Choice, lookup, tuned
@@ -114,7 +115,7 @@ class Plan:
         self._better_config: engines.Config | None = None
         self._behind: behind.Behind | None = None
         #: where calls of this plan are remembered: tables, by their identities and keys
-        self._repeated: dict[tuple[int, bytes], quick.Table] = {}
+        self._repeated: dict[tuple[int, Any], RepeatTable] = {}
         if behind.has_constants(known):
             self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
@@ -146,7 +147,7 @@ class Plan:
         self._ways = [partial(self.device.schedule_launcher, part) for part in steps]
         self._launchers: list[Any] = [None, None, self._ways[WHOLE](), None]
         #: repeated calls of this plan: keys, and what the launcher in C takes
-        self.made_before: quick.Table = {}
+        self.made_before = RepeatTable(of_plan=True)
 
     @classmethod
     def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
@@ -254,7 +255,7 @@ class Plan:
         """Whether a call may be repeated as the last one was made: not where better kernels are ready."""
         return not self.empty and self.better is None and (self._behind is None or not self._behind.is_done())
 
-    def repeat_in(self, table: quick.Table, name: bytes) -> int:
+    def repeat_in(self, table: RepeatTable, name: Any) -> int:
         """Note where a call of this plan is remembered. Returns how often it may be repeated before Python makes it again; -1: any number.
 
         Better kernels that are compiled meanwhile end that: then the call is forgotten.
@@ -429,7 +430,7 @@ class BoundPlan:
         execute.check_fit(plan, kind, (input, *self._signatures, residual))  # the others will be checked when they come
         self._filter, self._kept = execute.keep(kind, plan, weight, bias, scale)
         #: calls that were made before
-        self._made_before: quick.Table = {}
+        self._made_before = RepeatTable(of_plan=True)
 
     def __repr__(self) -> str:
         return f"<BoundPlan of {self.plan!r}>"

@@ -12,7 +12,6 @@ which :data:`again` finds and repeats.
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -24,8 +23,9 @@ from pycuda_conv.arrays.base import c_strides
 from pycuda_conv.arrays.device import COPY, copying
 from pycuda_conv.engines.schedule import Buffer
 from pycuda_conv.engines.split_sum import reduce_two
-from pycuda_conv.memo import MOST, launches_are_in
 from pycuda_conv.problem import channels_last
+from pycuda_conv.repeat import RepeatTable
+from pycuda_conv.repeat import native as _native
 from pycuda_conv.runtime.base import KernelLaunch, TensorMap
 from pycuda_conv.runtime.launcher import LauncherInC
 
@@ -34,24 +34,14 @@ if TYPE_CHECKING:
     from pycuda_conv.arrays.tensors import TorchKind
     from pycuda_conv.plan import Plan
 
-try:
-    _native: Any = importlib.import_module("pycuda_conv.runtime._launch")
-except ImportError:
-    _native = None
-
-
 #: ``pycuda.gpuarray.GPUArray``, once C knows it
 _gpuarray: type | None = None
 
 #: Most bytes of two sums' parts that one launch adds; where there are more, they take much longer than a launch.
 MOST_TOGETHER = 16 << 20
 
-#: By their keys, what the launcher in C takes, or a tuple that begins with it; None for calls that :mod:`pycuda_conv.dispatch` has to make.
-Table = dict[bytes, Any]
-
 #: Calls of the public functions. Plans have tables of their own.
-table: Table = {}
-launches_are_in(table.clear)
+table = RepeatTable()
 
 
 def _nothing(*call: Any) -> Any:
@@ -119,14 +109,14 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
 
 
 def remember(
-    table: Table, options: tuple[Any, ...], kind: ArrayKind, plan: Plan, operands: Sequence[Any], out: Any, *, layout: str = "",
+    table: RepeatTable, options: tuple[Any, ...], kind: ArrayKind, plan: Plan, operands: Sequence[Any], out: Any, *, layout: str = "",
     packed: Any = None, recorded: list[Callable[..., Any]] | None = None,
 ) -> None:
     """Put a call that was just made into `table`, unless better kernels for it are ready.
 
     Parameters
     ----------
-    table : dict
+    table : RepeatTable
     options : tuple
         What was asked of the call besides its arrays.
     kind : ArrayKind
@@ -154,19 +144,7 @@ def remember(
     order = channels_last(len(plan.result_shape), plan.problem.ndim) if turned else None
     ready = _ready(kind, plan, operands, out, packed, recorded, order)
     if ready is not NotImplemented:
-        put(table, name, ready, plan)
-
-
-def put(table: Table, name: bytes, ready: Any, *plans: Plan) -> None:
-    """Store `ready`, which launches kernels of `plans`, for the key `name` in a table, which is emptied if it is full."""
-    if len(table) >= MOST:
-        table.clear()
-    calls = [often for plan in plans if (often := plan.repeat_in(table, name)) >= 0]
-    if ready is None or not calls:
-        table[name] = ready
-    elif min(calls):
-        _native.limit(ready[0] if isinstance(ready, tuple) else ready, min(calls))
-        table[name] = ready
+        table.put(name, ready, plan)
 
 
 def row(

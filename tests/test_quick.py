@@ -1151,7 +1151,7 @@ def test_a_driver_error_says_what_failed(warm):
 
 
 def test_tables_are_bounded(warm, monkeypatch):
-    monkeypatch.setattr(quick, "MOST", 4)
+    monkeypatch.setattr(quick.table, "most", 4)
     for size in range(3, 13):
         pc.conv2d(torch.zeros(1, 4, size, size), torch.zeros(4, 4, 3, 3))
         assert len(quick.table) <= 4

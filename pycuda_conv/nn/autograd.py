@@ -32,7 +32,6 @@ from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.memo import launches_are_in
 from pycuda_conv.nn import operators
 from pycuda_conv.problem import (
     ALGORITHMS,
@@ -45,6 +44,7 @@ from pycuda_conv.problem import (
     padding_in_numbers,
     padding_pairs,
 )
+from pycuda_conv.repeat import RepeatTable
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
 _is_batched = torch_internals.is_batched
@@ -367,8 +367,7 @@ class _Function(torch.autograd.Function):
 _is_followed = torch.compiler.is_dynamo_compiling
 
 #: Both gradients of convolutions by their keys, as the launcher in C repeats them.
-_both: quick.Table = {}
-launches_are_in(_both.clear)
+_both = RepeatTable()
 
 
 class Again:
@@ -447,7 +446,7 @@ class Again:
                 TORCH.maker(plan.result_shape, grad.dtype, grad.device, order) for plan, order in zip(plans, orders, strict=True)
             ]
             ready = quick.row(TORCH, of_first.device, steps, grad, 3, results, nbytes)
-        quick.put(_both, name, ready, of_first, of_second)
+        _both.put(name, ready, of_first, of_second)
 
     def gradient_by_first(self, second: Any, grad: Any) -> Any:
         made = None

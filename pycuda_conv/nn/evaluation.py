@@ -18,11 +18,11 @@ from pycuda_conv import quick
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines import folding
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.memo import launches_are_in
 from pycuda_conv.nn import folding as norm_folding
 from pycuda_conv.nn import operators
 from pycuda_conv.nn.autograd import without_autocast
 from pycuda_conv.nn.options import asked_of, fake_result, spec_of
+from pycuda_conv.repeat import RepeatTable
 
 __all__ = ["evaluate", "spec_of"]
 
@@ -57,8 +57,7 @@ def evaluate(
 
 
 #: Calls by their keys, as the launcher in C repeats them.
-_again: quick.Table = {}
-launches_are_in(_again.clear)
+_again = RepeatTable()
 
 
 def _evaluate(
@@ -127,7 +126,7 @@ def _remember(asked: tuple[Any, ...], operands: Sequence[Tensor | None], ways: A
         steps += quick.steps_of(plan, ways.filter_last, (x, w, bias, made, scratch, none), residual, scale)
         results = [TORCH.maker(plan.result_shape, y.dtype, y.device, plan.result_order)]
         ready = quick.row(TORCH, plan.device, steps, y, len(operands), results, nbytes)
-    quick.put(_again, name, ready, plan)
+    _again.put(name, ready, plan)
 
 
 # ---- the operator

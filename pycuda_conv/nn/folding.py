@@ -24,11 +24,12 @@ from pycuda_conv.call import Call
 from pycuda_conv.engines import folding
 from pycuda_conv.engines.folding import VECTORS, starts_of
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.memo import launches_are_in, remember_launches
+from pycuda_conv.memo import remember_launches
 from pycuda_conv.nn import operators
 from pycuda_conv.nn.options import asked_of, fake_result
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import channels_last
+from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime.base import Launcher
 
 __all__ = ["fold_norms", "scaled", "starts_of"]
@@ -36,8 +37,7 @@ __all__ = ["fold_norms", "scaled", "starts_of"]
 _NAMES = "gamma", "beta", "mean", "var", "bias"
 _HALVES = torch.float16, torch.bfloat16
 #: What the launcher in C knows of foldings of so many vectors with these eps: launches, and what the vectors must be.
-_prepared: dict[tuple[Any, ...], list[tuple[Any, bytes]]] = {}
-launches_are_in(_prepared.clear)
+_prepared = RepeatTable()
 MOST_PREPARED = 4  # of the same number and eps
 
 
@@ -103,9 +103,9 @@ def _folded(vectors: Sequence[Tensor | None], eps: Sequence[float], wide: bool, 
     if quick.possible() and same and TORCH.on_gpu(like) and not device.capturing():
         results = [TORCH.maker((starts[-1],), dtype, like.device, None)]
         ready = quick.row(TORCH, device, steps, like, len(vectors), results, 0)
-        prepared = _prepared.setdefault(name, [])
+        prepared = _prepared.get(name, ())
         if ready is not None and len(prepared) < MOST_PREPARED:
-            prepared.append((ready, _expected(read)))
+            _prepared.put(name, [*prepared, (ready, _expected(read))])
     return folded
 
 
@@ -132,8 +132,7 @@ def _expected(vectors: Sequence[Tensor | None]) -> bytes:
 # ---- the convolution
 
 #: Calls by their keys, as the launcher in C repeats them.
-_again: quick.Table = {}
-launches_are_in(_again.clear)
+_again = RepeatTable()
 
 
 def scaled(asked: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, folded: Tensor, residual: Tensor | None) -> Tensor:
@@ -229,7 +228,7 @@ def computed(asked: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, fold
         steps = quick.steps_of(plan, ways.filter_last, (ax, aw, bias, ay, scratch, none), ar, scale)
         results = [TORCH.maker(plan.result_shape, y.dtype, y.device, plan.result_order)]
         ready = quick.row(TORCH, plan.device, steps, y, len(operands), results, plan.workspace_bytes)
-    quick.put(_again, name, ready, plan)
+    _again.put(name, ready, plan)
     return y
 
 

@@ -20,18 +20,17 @@ from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
 from pycuda_conv.engines import batch_norm, casting
 from pycuda_conv.engines.geometry import ceil
-from pycuda_conv.memo import launches_are_in
 from pycuda_conv.nn import autograd
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import channels_last
+from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime.base import KernelLaunch
 
 _WORDS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 ALIGNED = 512  # bytes to which the places in a workspace are aligned
 
 #: Forward passes and backward passes by their keys; None where there is no row of launches.
-_table: quick.Table = {}
-launches_are_in(_table.clear)
+_table = RepeatTable()
 
 
 class _Ready(NamedTuple):
@@ -132,7 +131,7 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
                 call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False
             )  # fmt: skip
             ready = _Ready(row, call, settings, word, narrows, plan.order)
-    quick.put(_table, name, ready, plan)
+    _table.put(name, ready, plan)
 
 
 def _plan(call: Call, first: Any, second: Any, bias: Any = None) -> Plan:
@@ -263,4 +262,4 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
         if narrow_ones:
             steps.append([casting.widen(word, *narrow_ones)])
         row = quick.row(TORCH, device, steps, grad, 3, results, room.used)
-    quick.put(_table, name, row, *plans)
+    _table.put(name, row, *plans)

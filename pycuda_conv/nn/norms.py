@@ -19,14 +19,13 @@ from torch.nn import functional as F
 from pycuda_conv import quick
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines import batch_norm
-from pycuda_conv.memo import launches_are_in
 from pycuda_conv.nn.autograd import _is_batched, _traced, activated, without_autocast, without_gaps
 from pycuda_conv.nn.fused import launches as fused
 from pycuda_conv.problem import checked_activation
+from pycuda_conv.repeat import RepeatTable
 
 #: Forward and backward passes by their keys, for the launcher in C.
-_again: quick.Table = {}
-launches_are_in(_again.clear)
+_again = RepeatTable()
 
 
 def norm_act(
@@ -123,7 +122,7 @@ def _remember(
         steps = quick.moved([[one] for one in of_batch], (ax, none, mean, invstd, am, av, counted, scratch))
         steps += quick.moved([[one] for one in normalised], (ax, mean, invstd, ag, at, none, ao))
     results = [TORCH.maker((2, pixels.K), fused._sums_dtype(x), x.device, None), TORCH.maker(tuple(x.shape), x.dtype, x.device, order)]
-    quick.put(_again, name, quick.row(TORCH, device, steps, out, len(operands), results, nbytes))
+    _again.put(name, quick.row(TORCH, device, steps, out, len(operands), results, nbytes))
 
 
 class _Function(torch.autograd.Function):
@@ -200,5 +199,5 @@ def _remember_backward(asked: tuple[Any, ...], operands: Sequence[Tensor | None]
     invstd = mean[0], pixels.K * pixels.sum_bytes
     made = quick.moved([[one] for one in steps], (ax, ad, mean, invstd, ag, at, none, dx, sums, none, scratch))
     results = [TORCH.maker((2, pixels.K), fused._sums_dtype(x), x.device, None), TORCH.maker(tuple(x.shape), x.dtype, x.device, order)]
-    quick.put(_again, name, quick.row(TORCH, device, made, x, len(operands), results, nbytes))
+    _again.put(name, quick.row(TORCH, device, made, x, len(operands), results, nbytes))
 

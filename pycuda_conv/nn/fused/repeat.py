@@ -10,7 +10,6 @@ from torch import Tensor
 from pycuda_conv import execute, quick
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines import batch_norm
-from pycuda_conv.memo import launches_are_in
 from pycuda_conv.nn.autograd import _layout
 from pycuda_conv.nn.fused.launches import (
     _all_gradients,
@@ -25,10 +24,10 @@ from pycuda_conv.nn.fused.launches import (
     _pixels,
     _sums_dtype,
 )
+from pycuda_conv.repeat import RepeatTable
 
 #: Forward and backward passes by their keys, for the launcher in C: all launches of a pass as one row, and the layer's options.
-_again: quick.Table = {}
-launches_are_in(_again.clear)
+_again = RepeatTable()
 
 
 def _readable(array: Tensor | None, order: _Order) -> bool:
@@ -76,7 +75,7 @@ def _remember_forward(
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
         results = y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y
         ready = quick.row(TORCH, plan.device, steps, x, count, results, nbytes)
-    quick.put(_again, name, None if ready is None else (ready, spec), plan)
+    _again.put(name, None if ready is None else (ready, spec), plan)
 
 
 def _asked_forward(conv: Any, bn: Any, activation: batch_norm.Activation, precision: str) -> tuple[Any, ...] | None:
@@ -185,7 +184,7 @@ def _remember_backward(
         ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
     complete = not needs_dy and (not of_x or _order(x) == order)
     again = None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete)
-    quick.put(_again, name, again, *plans)
+    _again.put(name, again, *plans)
 
 
 def _backward(
