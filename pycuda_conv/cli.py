@@ -181,7 +181,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--training", action="store_true", help="measure gradients and fused layers against torch; with --models: training")
     bench.add_argument(
         "--models", nargs="*", metavar="NETWORK",
-        help="measure these networks of torchvision's, by default four; with --training, training too",
+        help="measure these networks of torchvision's, timm:NAME, segformer_b0, vae_decoder or small_unet, by default seven; "
+        "with --training, training too",
     )
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")

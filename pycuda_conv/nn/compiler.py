@@ -144,8 +144,10 @@ def rewritten(
     ]
     lines = {place for node in gm.graph.nodes for place in _LINE.findall(node.meta.get("stack_trace") or "")}
     found = rewrite(gm, Light if light else Operators, precision, raises)
-    fused, alone, left, others = ([one for part in found for one in part[i]] for i in range(4))  # type: ignore[misc]
-    made = CompiledGraph(mode, torch.is_grad_enabled(), fused, alone, left, others, parameters, frozenset((file, int(n), name) for file, n, name in lines))
+    parts: list[Any] = [[one for part in found for one in part[i]] for i in range(len(found[0]))]
+    fused, alone, left, others = parts
+    places = frozenset((file, int(n), name) for file, n, name in lines)
+    made = CompiledGraph(mode, torch.is_grad_enabled(), fused, alone, left, others, parameters, places)
     _graphs.append(made)
     if log.isEnabledFor(logging.INFO):
         log.info("%s\n  rewritten in %.0f ms", made, (time.perf_counter() - started) * 1e3)
@@ -269,7 +271,7 @@ def compile(
 
     given: Any = {"backend": backend, "options": {"mode": chosen, "precision": precision, **rest}, "fullgraph": fullgraph}
     compiled = torch.compile(_called(model), **given)
-    model._compiled_call_impl = _marks(compiled) if sizes == "any" else compiled  # type: ignore[assignment]
+    model._compiled_call_impl = _marks(compiled) if sizes == "any" else compiled
     return model
 
 

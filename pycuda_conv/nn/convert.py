@@ -235,9 +235,10 @@ def revert(model: Model) -> Model:
     """
     _check_module(model)
     for name, module in model.named_modules():
-        if isinstance(module, tuple(_TORCHS)) and in_pairs(module.padding):
+        padding: Any = getattr(module, "padding", 0)
+        if isinstance(module, tuple(_TORCHS)) and in_pairs(padding):
             raise ConvArgumentError(
-                f"{name or 'the model'} has padding={brief(module.padding)}, and torch's convolutions pad both sides alike"
+                f"{name or 'the model'} has padding={brief(padding)}, and torch's convolutions pad both sides alike"
             )
     for module in model.modules():
         _give_back(module)

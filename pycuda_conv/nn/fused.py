@@ -729,6 +729,72 @@ def _fake_statistics(
     return y, _new_statistics(y)
 
 
+@lru_cache(maxsize=4096)
+def _known(spec: tuple[int, ...]) -> _LayerSpec:
+    return _LayerSpec.of(spec)
+
+
+def _asked_of(spec: _LayerSpec, momentum: float, eps: float) -> tuple[Any, ...]:
+    """The options in a forward pass's key, as :func:`_asked_forward` gives them."""
+    _, stride, padding, dilation, groups, precision, *_ = spec.settings
+    return spec.activation, momentum, eps, stride, padding, dilation, groups, precision
+
+
+@torch.no_grad()
+def _fused_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, residual: Tensor | None, momentum: float, eps: float, spec: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The layer by the batch's statistics, its convolution y, and the statistics; the running ones move."""
+    options = _known(tuple(spec))
+    asked, operands = _asked_of(options, momentum, eps), (x, residual, weight, bias, gamma, beta, running_mean, running_var, None)
+    made = quick.again(_again, asked, *operands) if quick.possible() else None
+    if made is not None:
+        _, y, statistics, out = made
+        return out, y, statistics
+    y, statistics = _statistics(x, weight, bias, running_mean, running_var, None, momentum, eps, options)
+    out = _normalised(y, statistics, gamma, beta, residual, options.activation)
+    if quick.possible():
+        _remember_forward(asked, operands, momentum, eps, options, True, out)
+    return out, y, statistics
+
+
+def _fake_forward(
+    x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, residual: Any, momentum: float,
+    eps: float, spec: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, statistics = _fake_statistics(x, weight, bias, running_mean, running_var, None, momentum, eps, spec)
+    return torch.empty_like(y), y, statistics
+
+
+class _OfOneOperator(torch.autograd.Function):
+    """A layer's forward pass that ``fused_forward`` has made: y, the statistics and the result."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, residual: Any, spec: _LayerSpec, made: Sequence[Tensor]
+    ) -> Any:
+        out, y, statistics = made
+        _save(ctx, x, weight, bias, gamma, beta, y, out if spec.activation and residual is not None else None, statistics, spec)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        *gradients, by_residual = _gradients(ctx, dout)
+        return *gradients, by_residual if ctx.needs_input_grad[5] else None, None, None
+
+
+def _fused_layer(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, residual: Tensor | None, momentum: float, eps: float, spec: Sequence[int],
+) -> Any:
+    with torch.no_grad():
+        made = torch.ops.pycuda_conv.fused_forward.default(
+            x, weight, bias, gamma, beta, running_mean, running_var, residual, momentum, eps, spec
+        )
+    return _OfOneOperator.apply(x, weight, bias, gamma, beta, residual, _known(tuple(spec)), made)
+
+
 @torch.no_grad()
 def _frozen_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, mean: Tensor, var: Tensor, eps: float, spec: Sequence[int]
@@ -824,6 +890,11 @@ operators.define(
     "float momentum, float eps, int[] spec) -> (Tensor, Tensor)",
     _fused_statistics, _fake_statistics,
 )  # fmt: skip
+_TRAINED = (
+    f"{_LAYER}, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, float momentum, float eps, int[] spec"
+)
+operators.define(f"fused_forward({_TRAINED}) -> (Tensor, Tensor, Tensor)", _fused_forward, _fake_forward)
+operators.define_by_others(f"fused_layer({_TRAINED}) -> Tensor", _fused_layer)
 operators.define(
     "frozen_statistics(Tensor x, Tensor weight, Tensor? bias, Tensor mean, Tensor var, float eps, int[] spec) -> (Tensor, Tensor)",
     _frozen_statistics, _fake_frozen,
@@ -858,6 +929,8 @@ def _backward_flops(
 
 
 count_flops(torch.ops.pycuda_conv.fused_statistics, _statistics_flops)
+count_flops(torch.ops.pycuda_conv.frozen_statistics, _statistics_flops)
+count_flops(torch.ops.pycuda_conv.fused_forward, _statistics_flops)
 count_flops(torch.ops.pycuda_conv.fused_inference, _forward_flops)
 count_flops(torch.ops.pycuda_conv.fused_conv_bn_relu_backward, _backward_flops)
 
@@ -884,8 +957,7 @@ class Layer:
     def __init__(self, activation: batch_norm.Activation, of_batch: bool, settings: Settings, momentum: float, eps: float) -> None:
         self._spec = _LayerSpec(activation, of_batch, settings)
         self._momentum, self._eps = momentum, eps
-        _, stride, padding, dilation, groups, precision, *_ = settings
-        self._asked = activation, momentum, eps, stride, padding, dilation, groups, precision
+        self._asked = _asked_of(self._spec, momentum, eps)
 
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
@@ -928,13 +1000,12 @@ class Layer:
         if batches is not None:
             batches.add_(1)
         ours, spec = torch.ops.pycuda_conv, self._spec
-        added = spec if residual is None else spec._replace(activation=None)
-        flat = added.in_integers()
+        options = self._momentum, self._eps
+        if spec.of_batch:
+            return cast(Tensor, ours.fused_layer(*named, *running, residual, *options, spec.in_integers()))
+        flat = (spec if residual is None else spec._replace(activation=None)).in_integers()
         with torch.no_grad():
-            if spec.of_batch:
-                made = ours.fused_statistics(*named[:3], *running, None, self._momentum, self._eps, flat)
-            else:
-                made = ours.frozen_statistics(*named[:3], *running, self._eps, flat)
+            made = ours.frozen_statistics(*named[:3], *running, self._eps, flat)
         out: Tensor = ours.fused_conv_bn_relu(*named, *made, flat)
         return out if residual is None else cast(Tensor, activated(out + residual, spec.activation))
 

@@ -267,9 +267,17 @@ class Targets:
         made.meta["example_value"] = value(node)
         return made
 
-    def evaluate(self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any) -> Node:
-        """A chain without gradients; `operands` are input, filter and bias, to be cast to `dtype`."""
+    def evaluate(
+        self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any, early: bool
+    ) -> Node:
+        """A chain without gradients; `operands` are input, filter and bias, to be cast to `dtype`.
+
+        If it is `early`, the norm's vectors and the bias can be read at the graph's start.
+        """
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Write the nodes that serve several chains."""
 
     def train(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
@@ -296,7 +304,7 @@ class Targets:
         return None
 
     def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:
-        """A batch normalisation by running statistics without a convolution in front, or None where it stays torch's."""
+        """A batch normalisation without a convolution in front, and an activation, or None where it stays torch's."""
         return None
 
 
@@ -385,6 +393,7 @@ class Rewrite:
                         raise
                     self.found.left.append((name_of(node), f"{type(error).__name__}: {error}"))
         self._pass_on()
+        self.targets.finish()
         self.gm.recompile()
         return self.found
 
@@ -404,6 +413,7 @@ class Rewrite:
                 made = self.graph.call_function(operator.getitem, (layer, 0))
             made.meta.update(layer.meta)
             passed.meta["example_value"] = value(x)
+            self.order[made] = self.order[passed] = self.order[layer]
             layer.replace_all_uses_with(made, delete_user_cb=lambda n, own=(made, passed): n not in own)
             for node in later:
                 node.replace_input_with(x, passed)
@@ -482,13 +492,13 @@ class Rewrite:
         if not all(isinstance(n, int) for n in sizes):
             return "the size of its filter is not a constant"
         transposed, more, precision = names is _TRANSPOSED, given.get("output_padding"), self.precision
-        padding = 0 if given["padding"] is None else given["padding"]
+        padding: Any = 0 if given["padding"] is None else given["padding"]
         if names is _OURS:
             transposed = node.target is torch.ops.pycuda_conv.conv_transpose.default
             more, precision = given["size"] if transposed else None, given["precision"]
             padding = tuple(zip(padding[::2], padding[1::2], strict=True))
             if given["device"] is not None or given["tune"] or given.get("algorithm") is not None:
-                return "it asks for a device, an algorithm or to be tuned"
+                return "it asks for a device, for an algorithm or to be tuned"
         elif names is _EITHER:
             transposed = bool(given["transposed"])
         try:
@@ -509,7 +519,7 @@ class Rewrite:
         given = bound(pad, ("input", "pad", "mode", "value"))
         if given is None or given["mode"] not in (None, "constant") or given["value"] or not is_plain(given["input"]):
             return options
-        sides = list(given["pad"]) if isinstance(given["pad"], (list, tuple)) else [-1]
+        sides: list[Any] = list(given["pad"]) if isinstance(given["pad"], (list, tuple)) else [-1]
         ndim, x = options.settings.ndim, given["input"]
         if not all(isinstance(n, int) and n >= 0 for n in sides) or len(sides) > 2 * ndim or len(sides) % 2:
             return options
@@ -603,7 +613,7 @@ class Rewrite:
         at = self.order[node]
         reads = [(v, at) for v in vectors if v is not None]
         writes = [(v, at) for v in vectors[2:] if v is not None] if of_batch else []
-        counted = self._counter(chain, node) if of_batch and self.targets.counts else None
+        counted = self._counter(node, self.order[chain.nodes[0]]) if of_batch and self.targets.counts else None
         if not self._reaches(chain, node, reads, writes):
             chain.why = "before its batch norm a mode changes, or an array that it reads is written"
             return None
@@ -617,10 +627,10 @@ class Rewrite:
         chain.writes += writes
         return self._after(chain, node)
 
-    def _counter(self, chain: _Chain, norm: Node) -> tuple[Node, Node] | None:
-        """The step that counts a norm's batches, between the chain's begin and the norm, and the count."""
+    def _counter(self, norm: Node, after: int) -> tuple[Node, Node] | None:
+        """The step that counts a norm's batches, between the step of that number and the norm, and the count."""
         stack = norm.meta.get("nn_module_stack")
-        for at in range(self.order[norm] - 1, self.order[chain.nodes[0]], -1):
+        for at in range(self.order[norm] - 1, after, -1):
             node = self.nodes[at]
             if node is None or node.target not in _SUMS_IN_PLACE or tuple(node.args[1:]) != (1,) or node.kwargs or node.users:
                 continue
@@ -681,7 +691,8 @@ class Rewrite:
                 elif gradient:
                     new = self.targets.convolve(options, operands, dtype)
                 else:
-                    new = self.targets.evaluate(options, operands, dtype, chain.norm, chain.residual)
+                    early = chain.norm is not None and self._is_known_at_start(chain)
+                    new = self.targets.evaluate(options, operands, dtype, chain.norm, chain.residual, early)
         except Exception:
             for node in reversed(list(self.graph.nodes)):
                 if node not in before:
@@ -690,9 +701,22 @@ class Rewrite:
         self._replace(chain.nodes, new, [n for n, _ in chain.writes])
         if training:
             self.trained.add(new)
+        self._drop_counter(chain)
+
+    def _drop_counter(self, chain: _Chain) -> None:
         if chain.counter is not None:
             self.nodes[self.order.pop(chain.counter)] = None
             self.graph.erase_node(chain.counter)
+
+    def _is_known_at_start(self, chain: _Chain) -> bool:
+        """Whether a norm's vectors and the convolution's bias are inputs that no step before the chain's end writes to."""
+        assert chain.norm is not None
+        read = [n for n in (*chain.norm.vectors, chain.operands[2]) if n is not None]
+        if not all(n.op == "placeholder" for n in read):
+            return False
+        its = set().union(*map(self._memory_of, read))
+        before = (n for n in self.nodes[: self.order[chain.last]] if n is not None)
+        return not any(its & self._effects_of(n)[1] for n in before)
 
     def _replace(self, nodes: Sequence[Node], new: Node, writes: Sequence[Node] = ()) -> None:
         """Let `new` take the place of the last of `nodes`, and delete them all. The other nodes keep their numbers in the order."""
@@ -775,25 +799,35 @@ class Rewrite:
             self.found.others.append(steps)
 
     def _take_lone_norm(self, node: Node, grad: bool) -> None:
+        """A batch normalisation by the batch's statistics that stands in front of a convolution, and its activation."""
         given = bound(node, NORMS[node.target])
-        if given is None or given["training"] is not False or not isinstance(given["eps"], (int, float)):
+        if given is None or given["training"] is not True:
             return
-        vectors = tuple(given[name] for name in ("weight", "bias", "running_mean", "running_var"))
-        x = given["input"]
-        if not is_plain(x) or not all(v is None or is_plain(v) for v in vectors) or None in vectors[2:]:
+        momentum, eps = (given[name] if given[name] is not None else default for name, default in (("momentum", 0.1), ("eps", 1e-5)))
+        x, vectors = given["input"], tuple(given[name] for name in ("weight", "bias", "running_mean", "running_var"))
+        if not (is_plain(x) and isinstance(momentum, (int, float)) and isinstance(eps, (int, float))) or value(x).dim() < 3:
             return
-        if self._needs_gradient(grad, x, *vectors[:2]) or value(x).dim() < 3:
+        if not all(v is None or is_plain(v) for v in vectors):
             return
-        chain = _Chain(node, self.order[node], [x, *vectors])
+        chain, at = _Chain(node, self.order[node], [x, *vectors]), self.order[node]
+        chain.writes = [(v, at) for v in vectors[2:] if v is not None]
         following = self._after(chain, node)
-        if following is not None and (activation := activation_of(following)) and self._reaches(chain, following):
-            chain.activation = activation
-            chain.nodes.append(following)
+        if following is None or not (activation := activation_of(following, True)) or not self._reaches(chain, following):
+            return
+        chain.activation = activation
+        chain.nodes.append(following)
+        counts, start = self._counter(node, max(0, at - 8)), at
+        if counts is not None:
+            start = self.order[counts[0]]
+            trial = _Chain(counts[0], start, [])
+            chain.counter = counts[0] if self._reaches(trial, following, writes=[(counts[1], start)], own=chain.nodes) else None
+        norm = Norm(vectors, True, momentum, float(eps), counts if chain.counter is not None else None)
         with self.graph.inserting_before(chain.last):
-            new = self.targets.normalise(x, Norm(vectors, False, 0.0, float(given["eps"])), chain.activation)
+            new = self.targets.normalise(x, norm, chain.activation)
         if new is not None:
             steps = tuple(dict.fromkeys(name_of(n) for n in chain.nodes))
-            self._replace(chain.nodes, new)
+            self._replace(chain.nodes, new, [n for n, _ in chain.writes] + ([counts[1]] if chain.counter is not None and counts else []))
+            self._drop_counter(chain)
             self.found.others.append(steps)
 
 

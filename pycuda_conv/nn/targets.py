@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,47 +16,102 @@ from torch.fx import Graph, Node
 
 from pycuda_conv import dispatch
 from pycuda_conv.arrays import torch_internals
-from pycuda_conv.nn import evaluation, fused, linear, pooling
+from pycuda_conv.nn import evaluation, folding, fused, linear, norms, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.graph import Norm, Options, Targets, value
 
 _ANYWHERE = None, None, None, False
 
 
+class _Folding(Targets):
+    """Norms of chains in evaluation become factors and summands, by one call at the graph's start for all of them, in each call anew."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self._folded: list[tuple[Node, Options, Norm, Any, torch.dtype]] = []
+
+    def evaluate(
+        self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any, early: bool
+    ) -> Node:
+        x, weight = (self.cast(n, dtype) for n in operands[:2])
+        if norm is not None and early:
+            made = self.graph.call_function(_unfinished, (x, weight, residual))
+            self._folded.append((made, options, norm, operands[2], dtype))
+            return made
+        return self.evaluate_alone(options, x, weight, self.cast(operands[2], dtype), norm, residual)
+
+    def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
+        """A chain whose norm is folded where it stands."""
+        raise NotImplementedError
+
+    def fold(self, vectors: list[Any], eps: list[float], wide: bool) -> Node:
+        """The call that folds norms."""
+        raise NotImplementedError
+
+    def scale(self, node: Node, options: Options, start: int, folded: Node, place: str) -> None:
+        """Let a chain's call read its norm, which lies at `start`; `place` is the kind of the tensors' device."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        groups: dict[Any, list[tuple[Node, Options, Norm, Any, torch.dtype]]] = {}
+        for one in self._folded:
+            mean = one[2].vectors[2]
+            groups.setdefault((value(mean).device, one[4] is torch.float64), []).append(one)
+        first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        for (device, wide), members in groups.items():
+            vectors = [v for _, _, norm, bias, _ in members for v in (*norm.vectors, bias)]
+            starts = folding.starts_of([value(norm.vectors[2]).shape[0] for _, _, norm, _, _ in members])
+            with self.graph.inserting_before(first):
+                folded = self.fold(vectors, [norm.eps for _, _, norm, _, _ in members], wide)
+            for (node, options, *_), start in zip(members, starts, strict=False):
+                self.scale(node, options, start, folded, device.type)
+
+
+def _unfinished(x: Any, weight: Any, residual: Any) -> Any:
+    """Stands in a graph until it is known where the norm lies."""
+    raise NotImplementedError
+
+
 # ---- light mode
 
 
-class Light(Targets):
+class Light(_Folding):
     """Functions for graphs that run as they are."""
 
     sums_in_training = counts = True
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
-        #: the layers that can pass their input on, and their options
-        self._passing: dict[Node, Any] = {}
+        #: the trained layers that can pass their input on, and their options
+        self._passing: dict[Node, Callable[..., Any]] = {}
 
-    def evaluate(self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any) -> Node:
-        x, weight, bias = (self.cast(n, dtype) for n in operands)
+    def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         vectors = (None,) * 4 if norm is None else norm.vectors
-        call = evaluation_of(options, 0.0 if norm is None else norm.eps)
+        call = evaluation_of(options, 0.0 if norm is None else norm.eps, value(x).device.type)
         return self.graph.call_function(call, (x, weight, bias, *vectors, residual))
+
+    def fold(self, vectors: list[Any], eps: list[float], wide: bool) -> Node:
+        return self.graph.call_function(folding.fold_norms, (vectors, eps, wide))
+
+    def scale(self, node: Node, options: Options, start: int, folded: Node, place: str) -> None:
+        x, weight, residual = node.args
+        node.target, node.args = scaled_of(options, start, place), (x, weight, folded, residual)
 
     def train(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
     ) -> Node:
-        given = options, norm.of_batch, norm.momentum, norm.eps, dtype
+        call = partial(training_of, options, norm.of_batch, norm.momentum, norm.eps, dtype, value(operands[0]).device.type)
         counted = None if norm.counts is None else norm.counts[1]
-        made = self.graph.call_function(training_of(*given), (*operands, *norm.vectors, counted, residual))
+        made = self.graph.call_function(call(), (*operands, *norm.vectors, counted, residual))
         if grad and value(operands[0]).dtype is dtype and value(operands[0]).requires_grad:
-            self._passing[made] = given
+            self._passing[made] = call
         return made
 
     def pass_on(self, node: Node) -> bool:
-        given = self._passing.get(node)
-        if given is None:
+        call = self._passing.get(node)
+        if call is None:
             return False
-        node.target = training_of(*given, True)
+        node.target = call(True)
         return True
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
@@ -75,6 +131,12 @@ class Light(Targets):
         return self.graph.call_function(call, (given["input"], given["weight"], given["bias"], *more))
 
 
+    def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:
+        counted = None if norm.counts is None else norm.counts[1]
+        call = normalisation_of(norm.momentum, norm.eps, activation)
+        return self.graph.call_function(call, (x, *norm.vectors, counted))
+
+
 def _is_constant(option: Any) -> bool:
     if isinstance(option, (list, tuple)):
         return all(_is_constant(one) for one in option)
@@ -88,14 +150,14 @@ def _asked(options: Options) -> tuple[Any, ...]:
     return function, ndim, stride, padding, dilation, groups, precision, size
 
 
-def evaluation_of(options: Options, eps: float) -> Callable[..., Any]:
+def evaluation_of(options: Options, eps: float, place: str) -> Callable[..., Any]:
     """(x, weight, bias, gamma, beta, mean, var, residual) -> a chain without gradients."""
     function, _, *others, size = _asked(options)
     asked = function, *others, size, options.activation, eps
     compute, is_cast = evaluation._evaluate, torch.is_autocast_enabled
 
     def evaluate(x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, mean: Any, var: Any, residual: Any) -> Any:
-        if is_cast("cuda" if x.is_cuda else "cpu"):
+        if is_cast(place):
             with without_autocast(x):
                 return compute(asked, x, weight, bias, gamma, beta, mean, var, residual)
         return compute(asked, x, weight, bias, gamma, beta, mean, var, residual)
@@ -103,8 +165,22 @@ def evaluation_of(options: Options, eps: float) -> Callable[..., Any]:
     return evaluate
 
 
+def scaled_of(options: Options, start: int, place: str) -> Callable[..., Any]:
+    """(x, weight, folded, residual) -> a chain without gradients, whose norm lies at `start` in `folded`."""
+    function, _, *others, size = _asked(options)
+    asked, compute, is_cast = (function, *others, size, options.activation, 0.0), folding.scaled, torch.is_autocast_enabled
+
+    def scaled(x: Any, weight: Any, folded: Any, residual: Any) -> Any:
+        if is_cast(place):
+            with without_autocast(x):
+                return compute(asked, start, x, weight, folded, residual)
+        return compute(asked, start, x, weight, folded, residual)
+
+    return scaled
+
+
 def training_of(
-    options: Options, of_batch: bool, momentum: float, eps: float, dtype: torch.dtype, passes_on: bool = False
+    options: Options, of_batch: bool, momentum: float, eps: float, dtype: torch.dtype, place: str, passes_on: bool = False
 ) -> Callable[..., Any]:
     """(x, weight, bias, gamma, beta, mean, var, count, residual) -> a chain with batch normalisation, with its own backward pass.
 
@@ -116,7 +192,7 @@ def training_of(
         x = x if x.dtype is dtype else x.to(dtype)
         weight = weight if weight.dtype is dtype else weight.to(dtype)
         bias = bias if bias is None or bias.dtype is dtype else bias.to(dtype)
-        if is_cast("cuda" if x.is_cuda else "cpu"):
+        if is_cast(place):
             with without_autocast(x):
                 return layer(x, weight, bias, gamma, beta, mean, var, count, residual, passes_on)
         return layer(x, weight, bias, gamma, beta, mean, var, count, residual, passes_on)
@@ -134,11 +210,22 @@ def convolution_of(options: Options) -> Callable[..., Any]:
     return convolve
 
 
-def pooling_of(windows: tuple[Any, ...], ceil_mode: bool) -> Callable[..., Any]:
+def normalisation_of(momentum: float, eps: float, activation: Any) -> Callable[..., Any]:
+    """(x, gamma, beta, mean, var, count) -> a batch normalisation by the batch's statistics, and an activation."""
+
+    def normalise(x: Any, gamma: Any, beta: Any, mean: Any, var: Any, count: Any) -> Any:
+        return norms.norm_act(x, gamma, beta, mean, var, count, momentum, eps, activation)
+
+    return normalise
+
+
+def pooling_of(windows: Any, ceil_mode: bool) -> Callable[..., Any]:
     """(x) -> its maxima."""
 
+    size, stride, padding, dilation = windows
+
     def max_pool(x: Any) -> Any:
-        return pooling.max_pool(x, *windows, ceil_mode)
+        return pooling.max_pool(x, size, stride, padding, dilation, ceil_mode)
 
     return max_pool
 
@@ -164,32 +251,45 @@ def _spec(options: Options) -> list[int]:
     )
 
 
-class Operators(Targets):
+class Operators(_Folding):
     """Operators for graphs that torch's compilers take apart."""
 
-    def evaluate(self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any) -> Node:
-        x, weight, bias = (self.cast(n, dtype) for n in operands)
+    sums_in_training = True
+
+    def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         vectors, eps = ((None,) * 4, 0.0) if norm is None else (norm.vectors, norm.eps)
         call = torch.ops.pycuda_conv.evaluate.default
         return self.graph.call_function(call, (x, weight, bias, *vectors, residual, eps, _spec(options)))
+
+    def fold(self, vectors: list[Any], eps: list[float], wide: bool) -> Node:
+        return self.graph.call_function(torch.ops.pycuda_conv.fold_norms.default, (vectors, eps, wide))
+
+    def scale(self, node: Node, options: Options, start: int, folded: Node, place: str) -> None:
+        x, weight, residual = node.args
+        node.target, node.args = torch.ops.pycuda_conv.scaled.default, (x, weight, folded, residual, start, _spec(options))
 
     def train(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
     ) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)
-        flat = fused._LayerSpec(options.activation, norm.of_batch, options.settings).in_integers()
+        ours, call = torch.ops.pycuda_conv, self.graph.call_function
+        layer = fused._LayerSpec(options.activation, norm.of_batch, options.settings)
+        if norm.of_batch:
+            given = (x, weight, bias, *norm.vectors, residual, norm.momentum, norm.eps, layer.in_integers())
+            return call(ours.fused_layer.default, given)
         gamma, beta, mean, var = norm.vectors
-        operators, call = torch.ops.pycuda_conv, self.graph.call_function
+        flat = (layer if residual is None else layer._replace(activation=None)).in_integers()
         if grad:
             call(torch_internals.set_grad_enabled, (False,))
-        if norm.of_batch:
-            both = call(operators.fused_statistics.default, (x, weight, bias, mean, var, None, norm.momentum, norm.eps, flat))
-        else:
-            both = call(operators.frozen_statistics.default, (x, weight, bias, mean, var, norm.eps, flat))
+        both = call(ours.frozen_statistics.default, (x, weight, bias, mean, var, norm.eps, flat))
         if grad:
             call(torch_internals.set_grad_enabled, (True,))
         y, statistics = (call(operator.getitem, (both, i)) for i in (0, 1))
-        return call(operators.fused_conv_bn_relu.default, (x, weight, bias, gamma, beta, y, statistics, flat))
+        made = call(ours.fused_conv_bn_relu.default, (x, weight, bias, gamma, beta, y, statistics, flat))
+        if residual is not None:
+            made = call(operator.add, (made, residual))
+            made = made if options.activation is None else call(torch.relu, (made,))
+        return made
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)

@@ -31,7 +31,7 @@ from pycuda_conv.runtime.device import CudaDevice, Where
 from pycuda_conv.runtime.gpu import Gpu, gpu
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
-#: As in ``_launch.c``.
+#: As in ``launch/launch.h``.
 GPUS = 64
 
 #: The most contexts, besides primary ones, that are remembered. Beyond that, the half is forgotten that was not used for the longest time.
@@ -468,7 +468,7 @@ def check_stream(device: CudaDevice, stream: Any) -> None:
 
 
 def number_of(where: Where) -> int:
-    """The number that stands for a context in the keys of the launcher in C: see ``context_number`` in ``_launch.c``."""
+    """The number that stands for a context in the keys of the launcher in C: see ``context_number`` in ``launch/keys.c``."""
     return where if isinstance(where, int) else GPUS + where[1]
 
 

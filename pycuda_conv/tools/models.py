@@ -289,8 +289,8 @@ def cases(modes: Sequence[str], training: bool, quick: bool, networks: Sequence[
     """The cases to measure. By default each kind is measured in the modes that it is used in, on some of torchvision's networks."""
     found = []
     for name in networks or EVALUATED:
-        batches = dict.fromkeys(min(n, FEWER.get(name, n)) for n in BATCHES)
-        found += [Case("evaluated", name, n, mode) for mode in modes or EVALUATION_MODES for n in batches]
+        counts = dict.fromkeys(min(n, FEWER.get(name, n)) for n in BATCHES)
+        found += [Case("evaluated", name, n, mode) for mode in modes or EVALUATION_MODES for n in counts]
     trained = {name: TRAINED.get(name, IMAGES) for name in networks or TRAINED}
     if training:
         for name, batches in trained.items():

@@ -105,7 +105,7 @@ def output(found: Any) -> Any:
 def _residual(torch: Any) -> type:
     nn, F = torch.nn, torch.nn.functional
 
-    class Residual(nn.Module):  # type: ignore[misc, name-defined]
+    class Residual(nn.Module):  # type: ignore[name-defined]
         """Norm, SiLU, 3x3, norm, SiLU, 3x3, and the input added, by a 1x1 where channels change."""
 
         def __init__(self, channels: int, out: int, groups: int = 32, eps: float = 1e-6) -> None:
@@ -126,7 +126,7 @@ def vae_decoder(torch: Any, widths: tuple[int, ...] = (512, 512, 256, 128), late
     """A decoder as Stable Diffusion's, without attention: (N, 4, 64, 64) to (N, 3, 512, 512)."""
     nn, residual = torch.nn, _residual(torch)
 
-    class Upsample(nn.Module):  # type: ignore[misc, name-defined]
+    class Upsample(nn.Module):  # type: ignore[name-defined]
         def __init__(self, channels: int) -> None:
             super().__init__()
             self.conv = nn.Conv2d(channels, channels, 3, padding=1)
@@ -151,7 +151,7 @@ def small_unet(torch: Any) -> Any:
     def block(channels: int, out: int) -> Any:
         return residual(channels, out, 8, 1e-5)
 
-    class SmallUNet(nn.Module):  # type: ignore[misc, name-defined]
+    class SmallUNet(nn.Module):  # type: ignore[name-defined]
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Conv2d(4, 128, 3, padding=1)
