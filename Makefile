@@ -42,7 +42,7 @@ help:
 setup: $(READY)
 
 ifneq ($(READY),)
-MADE_OF := setup.cfg setup.py $(wildcard pycuda_conv/runtime/*.c) pyproject.toml constraints.txt scripts/setup_env.sh
+MADE_OF := setup.cfg setup.py $(wildcard pycuda_conv/runtime/*.c pycuda_conv/runtime/launch/*) pyproject.toml constraints.txt scripts/setup_env.sh
 $(READY): $(MADE_OF)
 	@PYTHON="$(PYTHON)" scripts/setup_env.sh "$(VENV)" test
 	@touch $@ $(LEAN)

@@ -25,16 +25,19 @@ HERE = Path(__file__).resolve().parent
 CONFIG = configparser.ConfigParser(interpolation=None)
 CONFIG.read(HERE / "setup.cfg", encoding="utf-8")
 
+RUNTIME = Path("pycuda_conv/runtime")
+LAUNCH = [str(RUNTIME / "launch" / f"{part}.c") for part in ("module", "schedule", "turns", "contexts", "keys", "ready", "calls")]
 IN_C = [
     Extension(
         f"pycuda_conv.runtime.{name}",
-        [f"pycuda_conv/runtime/{name}.c"],
+        sources,
+        depends=[str(RUNTIME / "launch" / "launch.h")],
         define_macros=[("Py_LIMITED_API", "0x030A0000")],
         extra_compile_args=[] if os.name == "nt" else ["-g0"],  # debugging information names folders of the machine that builds
         py_limited_api=True,
         optional=True,
     )
-    for name in ("_launch", "_copy")
+    for name, sources in (("_launch", LAUNCH), ("_copy", [str(RUNTIME / "_copy.c")]))
 ]
 
 

@@ -23,6 +23,8 @@ from pycuda_conv.problem import ConvProblem
 RELATIVE_LIMIT = {"float16": 4e-4, "bfloat16": 3.5e-3, "float32": 4e-7, "float64": 8e-16, "tf32": 6e-4}
 #: An element's error may be this many times the largest of another library's, or that of half a rounding of the sum of magnitudes.
 BESIDE = 1.5
+#: Of fewer elements the largest error is chance, and is not compared.
+LEAST_ELEMENTS = 1000
 TF32_ERROR = 2.0**-9  # of a product of two operands of 11 bits each, cut off
 #: For each dtype of results: the distance from 1 to the next number, and the smallest number above 0.
 SPACING = {dtype: (float(np.finfo(dtype).eps), float(np.finfo(dtype).smallest_subnormal)) for dtype in ("float16", "float32", "float64")}
@@ -46,6 +48,8 @@ def relative_limit(problem: ConvProblem) -> float:
 
 def beside_limit(problem: ConvProblem, other: float) -> float:
     """The largest error, divided by :func:`bound`, that is not clearly larger than `other`, another library's."""
+    if math.prod(problem.result_shape) < LEAST_ELEMENTS:
+        return math.inf
     return max(BESIDE * other, 1 / (8 * math.sqrt(max(depth(problem), 1))))
 
 

@@ -42,10 +42,15 @@ class DriverMemoryError(DriverError, MemoryError):
 
 
 class _LauncherInC:
-    """Which driver the launcher in C calls: in a process that has a GPU, it is the true one again after a test."""
+    """Which driver the launcher in C calls, and whose arrays it knows: in a process that has a GPU, the true ones again after a test."""
+
+    def __init__(self):
+        self._gpuarray = quick._gpuarray
 
     def _tell(self, which):
         native = quick._native
+        if which == "true" and self._gpuarray is not None:
+            quick.learn_arrays(self._gpuarray)
         if which == "true" and native is not None and driver._initialised:
             contexts._tell(native)
             for ordinal, device in contexts._primaries.items():

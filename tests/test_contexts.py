@@ -156,6 +156,29 @@ def test_python_has_no_part_in_calls_that_are_made_again(fake, counted):
             assert counted[0] == before + 1
 
 
+def test_calls_keep_no_references(fake):
+    with context(fake):
+        x, w, b, y = arrays(fake, X, W, B, Y)
+        pool = Pool(fake)
+        pooled = arrays(fake, X, allocator=pool.allocate)[0]
+        calls = [
+            lambda: pc.conv2d(x, w, b), lambda: pc.conv2d(x, w, out=y), lambda: pc.conv2d(pooled, w), lambda: pc.conv2d(strided(x), w),
+            lambda: pc.conv2d_weight(x, W, y),
+        ]  # fmt: skip
+        seen = [x, w, b, y, pooled, *(a.gpudata for a in (x, w, b, y, pooled)), x.shape, x.strides, pool, fake.gpuarray.GPUArray]
+        for call in calls:
+            for _ in range(3):
+                call()
+        gc.collect()
+        before = [sys.getrefcount(one) for one in seen]
+        for call in calls:
+            for _ in range(50):
+                call()
+        gc.collect()
+        assert [sys.getrefcount(one) for one in seen] == before
+        del seen
+
+
 def test_an_array_that_gets_other_memory(fake):
     """The launcher in C remembers in which context an array lies, for as long as the array has the same memory."""
     with context(fake) as first:
@@ -603,7 +626,7 @@ def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
 
     monkeypatch.setattr(TORCH, "_current_stream", lambda ordinal: 0)
     monkeypatch.setattr(TORCH, "on_gpu", lambda array: True)
-    monkeypatch.setattr(TorchKind, "signature", lambda self, array: (array.shape, array.dtype, contexts.where_lies(0, array.data_ptr())))
+    monkeypatch.setattr(TorchKind, "signature", lambda self, array: (array.shape, array.dtype, contexts.where_lies(0, array.data_ptr)))
     quick.table.clear()
     quick.learn(torch, -1, exchange=False)
     try:

@@ -118,7 +118,8 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("autocast", [False, True])
-def test_blocks_of_a_densenet(place, autocast):
+def test_blocks_of_a_densenet(place, autocast, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     networks = []
     for fuses in (False, True):
         torch.manual_seed(0)

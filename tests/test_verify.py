@@ -53,7 +53,7 @@ def test_a_new_engine_is_in(registered):  # noqa: F811
     assert "toy_engine" in {case.engine for case in engine_cases(H100)}
 
 
-PROBLEM = ConvProblem.forward(2, (2, 8, 12, 12), (8, 8, 3, 3), padding=1)
+PROBLEM = ConvProblem.forward(2, (2, 8, 24, 24), (8, 8, 3, 3), padding=1)
 
 
 def judged(factor: float, dtype: str = "float32", theirs: float = 1.0, problem=PROBLEM):
@@ -82,6 +82,8 @@ def test_twice_torch_s_error_fails():
     assert judged(2.0, theirs=None).passed
     # half of a rounding is no error, however exact torch is
     assert beside_limit(PROBLEM, 0.0) == pytest.approx(1 / (8 * 72**0.5))
+    # and of few elements the largest error is chance
+    assert beside_limit(ConvProblem.forward(2, (1, 1, 5, 5), (1, 1, 3, 3)), 0.0) == np.inf
 
 
 def test_a_worsened_engine_is_found(monkeypatch, capsys):

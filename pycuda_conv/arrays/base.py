@@ -84,7 +84,7 @@ class ArrayKind:
         return False
 
     def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
-        """What the launcher in C needs to repeat a call: see ``ready`` in ``_launch.c``.
+        """What the launcher in C needs to repeat a call: see ``ready`` in ``runtime/launch/ready.c``.
 
         Returns
         -------

@@ -286,7 +286,7 @@ class CupyKind(InterfaceKind):
     conversion = ArrayKind.conversion
 
     def signature(self, array: Any) -> Signature:
-        return array.shape, array.dtype, contexts.where_lies(array.device.id, self.pointer(array))
+        return array.shape, array.dtype, contexts.where_lies(array.device.id, lambda: self.pointer(array))
 
     def pointer(self, array: Any) -> int:
         return int(array.data.ptr)

@@ -50,7 +50,7 @@ class TorchKind(DeviceKind, HostKind):
     def signature(self, array: Any) -> Signature:
         try:
             place = array.get_device()
-            return array.shape, array.dtype, place if place < 0 else contexts.where_lies(place, array.data_ptr())
+            return array.shape, array.dtype, contexts.where_lies(place, array.data_ptr) if array.is_cuda else place
         except RuntimeError:  # a nested tensor has no shape
             self.check_dense(array)
             raise

@@ -34,7 +34,7 @@ from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
-from pycuda_conv.runtime.transforms import Transforms, good_length
+from pycuda_conv.runtime.transforms import Transforms, good_length, host_library
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ ACCURACY = {"float16": 2.0**-24, "bfloat16": 2.0**-24, "float32": 2.0**-24, "flo
 
 def unsupported(device: Device) -> str | None:
     """Why there is no library for `device`, or None."""
-    return None if getattr(device, "transforms", "") else f"no library of Fourier transforms serves {device.name}"
+    there = device.backend == "opencl" or bool(getattr(device, "transforms", ""))  # a host has numpy's
+    return None if there else f"no library of Fourier transforms serves {device.name}"
 
 
 def refusal(problem: ConvProblem, config: LibraryFft) -> str | None:
@@ -171,7 +172,7 @@ def schedule(problem: ConvProblem, config: LibraryFft, device: Device, noted: bo
         told = replace(told, single=True, accuracy=math.inf)
     (_, sums), (_, limits) = (scratch.take(8 * math.prod(shape)) for shape in (told.sums_shape, told.limits_shape))
     buffers, blocks = (INPUT, WEIGHT, WORKSPACE), math.prod(told.blocks) * told.images
-    call = LibraryCall(device.transforms, {}, blocks, 1, buffers, (), told=(told, sums, limits))
+    call = LibraryCall(getattr(device, "transforms", "") or host_library(), {}, blocks, 1, buffers, (), told=(told, sums, limits))
     return Schedule.plain([[call], [_finish(problem, told, sums, limits)]], scratch.used)
 
 

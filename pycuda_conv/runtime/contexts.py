@@ -31,7 +31,7 @@ from pycuda_conv.runtime.device import CudaDevice, Where
 from pycuda_conv.runtime.gpu import Gpu, gpu
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
-#: As in ``_launch.c``.
+#: As in ``launch/launch.h``.
 GPUS = 64
 
 #: The most contexts, besides primary ones, that are remembered. Beyond that, the half is forgotten that was not used for the longest time.
@@ -425,20 +425,20 @@ def _doubtful() -> bool:
 doubtful: Callable[[], bool] = _doubtful
 
 
-def where_lies(ordinal: int, pointer: int) -> Where:
-    """The context of an array of such a library, which says that it lies on that GPU.
+def where_lies(ordinal: int, pointer: Callable[[], int]) -> Where:
+    """The context of an array of such a library, which says that it lies on that GPU; its address is asked for only in doubt.
 
     Raises
     ------
     ConvArgumentError
         It lies elsewhere than in the current context, where such a library launches its own kernels: nothing would order ours with them.
     """
-    if not pointer or not doubtful():
+    if not doubtful() or not pointer():
         return ordinal
     here = device_of(driver.current_context())
     if here.where == here.ordinal:  # a primary one that was not known yet
         return ordinal
-    if where_is(pointer) != here.where:
+    if where_is(pointer()) != here.where:
         raise NotCurrent(ELSEWHERE.format(ordinal))
     return here.where
 
@@ -468,7 +468,7 @@ def check_stream(device: CudaDevice, stream: Any) -> None:
 
 
 def number_of(where: Where) -> int:
-    """The number that stands for a context in the keys of the launcher in C: see ``context_number`` in ``_launch.c``."""
+    """The number that stands for a context in the keys of the launcher in C: see ``context_number`` in ``launch/keys.c``."""
     return where if isinstance(where, int) else GPUS + where[1]
 
 

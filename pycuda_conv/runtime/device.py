@@ -238,7 +238,7 @@ class CudaDevice(Device):
         return LauncherInC(self._in_c, schedule, (lambda: self._streams().own) if forks else None, names)
 
     def ready(self, launcher: LauncherInC, *decided: Any) -> Any:
-        """A repeated call, as the launcher in C makes it; `decided` are its fixed values: see ``ready`` in ``_launch.c``."""
+        """A repeated call, as the launcher in C makes it; `decided` are its fixed values: see ``ready`` in ``launch/ready.c``."""
         stream, place, *rest = decided
         return launcher.native.ready(launcher.schedule, launcher.own, self.handle, (stream, self.ordinal, place), launcher.failed, *rest)
 

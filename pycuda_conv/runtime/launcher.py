@@ -125,7 +125,7 @@ class Launch:
         return launch
 
     def for_c(self) -> tuple[Any, ...]:
-        """The launch as ``_launch.c`` takes it."""
+        """The launch as ``launch/schedule.c`` takes it."""
         step, start = self.step, Struct(f"{self.first}x" + "128s" * len(self.maps) + "0P").size
         parameters = Struct(self.parameters).pack(*[b""] * len(self.maps), *[0] * len(step.buffers), *step.numbers)
         places = tuple((start + 8 * i, *place) for i, place in enumerate(self.places))

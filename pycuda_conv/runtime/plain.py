@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from pathlib import Path
 
-from pycuda_conv.runtime.base import KERNEL_DIR
+from pycuda_conv.runtime.base import kernel_file, shown_file
 
 
 def plain(text: str, flat: bool = False) -> str:
@@ -37,8 +38,9 @@ def _flattened(text: str, name: str = "the text") -> str:
 @lru_cache
 def _header(name: str) -> str:
     """A header of ours, with its own headers in it. Where it stands in several places, the preprocessor takes the first that it sees."""
-    text = (KERNEL_DIR / name).read_text()
+    name = Path(name).name
+    text = kernel_file(name).read_text()
     guard = "PYCUDA_CONV_" + re.sub(r"\W", "_", name).upper()
-    inside = f'#line 1 "cu/{name}"\n{_flattened(text, f"cu/{name}")}'
+    inside = f'#line 1 "{shown_file(name)}"\n{_flattened(text, shown_file(name))}'
     once = re.search(r"^#pragma once$", text, re.MULTILINE)
     return f"#ifndef {guard}\n#define {guard}\n{inside}\n#endif" if once else inside

@@ -19,7 +19,7 @@ T = TypeVar("T")
 #: Exit statuses.
 OK, FAILED, UNUSABLE = 0, 1, 2
 #: Verdicts that all is well.
-GOOD = ("ok", "pass")
+GOOD = ("ok", "pass", "stays")
 
 UNLIMITED = 10_000  # columns where the output is no terminal: a line of a file is a line, however long
 
@@ -120,7 +120,7 @@ class Table:
 
     def _cell(self, column: int, value: str) -> Any:
         verdict = self.columns[column] == "verdict" and value
-        return require("rich.text").Text(value, style="" if not verdict else "green" if value in GOOD else "bold red")
+        return require("rich.text").Text(value, style="" if not verdict else "green" if value.partition(":")[0] in GOOD else "bold red")
 
     def _table(self, shown: Sequence[int]) -> Any:
         made = require("rich.table").Table(box=require("rich.box").SIMPLE_HEAD, pad_edge=False, show_edge=False)
