@@ -477,7 +477,12 @@ def test_quantizers_are_told_which_classes_they_look_for():
     model.qconfig = quantization.get_default_qconfig("fbgemm")
     with pytest.warns(UserWarning, match=r"this is a pycuda_conv\.nn\.modules\.Conv2d: it will not be quantized\. Call pycuda_conv\.nn\.revert\(model\) first"):
         quantization.prepare(model)
-    assert not hasattr(pn.Conv2d(1, 1, 1), "qconfig")
+    layer = pn.Conv2d(1, 1, 1)
+    layer.qconfig = None
+    del layer.qconfig
+    with pytest.raises(AttributeError):
+        del layer.qconfig
+    assert not hasattr(layer, "qconfig") and not hasattr(pn.Conv2d(1, 1, 1), "qconfig")
     del model.qconfig
     pn.revert(model)
     model.qconfig = quantization.get_default_qconfig("fbgemm")

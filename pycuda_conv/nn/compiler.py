@@ -7,6 +7,7 @@ goes on to inductor, torch's compiler, which takes the rest.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -167,7 +168,7 @@ def graphs_of(compiled: Any) -> list[CompiledGraph]:
     if isinstance(model, torch.nn.Module):
         tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         own = [graph for graph in _graphs if any((t := ref()) is not None and id(t) in tensors for ref in graph._parameters)]
-        return own or _graphs_in(getattr(type(model).forward, "__code__", None))
+        return own or _graphs_in(_forward_of(model))
     code = getattr(getattr(compiled, "_torchdynamo_orig_callable", compiled), "__code__", None)
     if code is None:
         raise TypeError(f"model must be a torch.nn.Module or a compiled function, got {brief(compiled)}")
@@ -180,6 +181,11 @@ def _graphs_in(code: Any) -> list[CompiledGraph]:
         return []
     lines = {(code.co_filename, n, code.co_name) for _, _, n in code.co_lines() if n is not None}
     return [graph for graph in _graphs if not lines.isdisjoint(graph._lines)]
+
+
+def _forward_of(model: torch.nn.Module) -> Any:
+    """The code of a module's forward; None where it has none of Python's, as in TorchScript."""
+    return getattr(inspect.getattr_static(type(model), "forward", None), "__code__", None)
 
 
 def _is_torchs(code: Any) -> bool:
@@ -280,7 +286,7 @@ def _called(model: torch.nn.Module) -> Callable[..., Any]:
 
     It counts the graphs of each code object, so each such model gets a copy of the code.
     """
-    forward = getattr(type(model).forward, "__code__", None)
+    forward = _forward_of(model)
     if forward is not None and not _is_torchs(forward):
         return model._call_impl
 

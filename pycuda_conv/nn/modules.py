@@ -75,6 +75,11 @@ class _Ours:
                 stacklevel=4,
             )
 
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        if self.__dict__.pop("qconfig", self) is self:
+            raise AttributeError("qconfig")
+
 
 class _Conv(_Ours):
     """It overrides the one method that convolves, so that a forward that somebody replaced still runs."""

@@ -21,7 +21,6 @@ S. Ioffe and C. Szegedy, 'Batch normalization: accelerating deep network trainin
 """
 
 from pycuda_conv.nn.fused import operators  # noqa: F401  (torch gets them)
-from pycuda_conv.nn.fused.launches import normalised_by as normalised_by
 from pycuda_conv.nn.fused.modules import FusedConvBnReLU1d, FusedConvBnReLU2d, FusedConvBnReLU3d
 from pycuda_conv.nn.fused.modules import Layer as Layer
 from pycuda_conv.nn.fused.modules import conv_bn_act as conv_bn_act

@@ -211,18 +211,6 @@ def _normalised(
     return out
 
 
-def normalised_by(x: Tensor, statistics: Tensor, beta: Tensor | None, activation: batch_norm.Activation) -> Tensor | None:
-    """Batch normalisation by given `statistics`, the mean and a factor, and an activation; None where torch has to compute it.
-
-    `statistics` and `beta` are float64 for float64 arrays, and float32 for all others.
-    """
-    if x.dim() < 3 or x.dtype not in _TYPES or statistics.dtype is not _sums_dtype(x) or x.shape[1] != statistics.shape[1]:
-        return None
-    if _traced(x, x, None):
-        return None
-    return _normalised(TORCH.as_kernel_input(x, _order(x)), statistics, None, beta, None, activation)
-
-
 _TYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 
 
