@@ -1,6 +1,7 @@
 """The package's modules: who imports whom."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pycuda_conv
@@ -48,3 +49,81 @@ def test_circles_are_found():
 def test_no_modules_import_each_other():
     """An import inside of a function counts: it hides a circle and does not open it."""
     assert circles({name: imports(name) for name in MODULES}) == []
+
+
+# ---- sizes
+
+MOST_LINES, MOST_FILES = 600, 30
+
+#: Files of more lines, and why they are not cut.
+LONG = {
+    "execute/pipeline.py": "one idea: copies and kernels that overlap, whose parts make no sense alone",
+    "problem.py": "one idea: what a convolution is, and all that is refused",
+    "tools/models.py": "one idea: networks measured against torch",
+    "tools/bench.py": "one idea: layers measured against torch",
+    "nn/graph.py": "one idea: which nodes of a graph become one call",
+    # to be cut along their sections
+    "nn/autograd.py": "operators and their gradients; repeated gradients",
+    "runtime/transforms.py": "the libraries' plans; the fft of the host",
+    "engines/depthwise_nhwc.py": "four configurations and two models of time",
+    "engines/direct.py": "forward and filter gradients",
+    "engines/implicit_gemm_sm90.py": "the product and its choice",
+    "engines/packing.py": "forms of loads; launches that pack; repeats",
+    "engines/wgrad_nhwc_sm90.py": "the product; folds of channels; sums",
+}  # fmt: skip
+
+#: Folders of more files, until engines and kernels stand in families.
+WIDE = {"engines"}
+
+
+def source_files() -> list[Path]:
+    return [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".c", ".h") and "__pycache__" not in path.parts]
+
+
+def test_files_are_short():
+    """A file that became short leaves the list, so it does not grow again."""
+    long = {path.relative_to(PACKAGE).as_posix() for path in source_files() if len(path.read_text(encoding="utf-8").splitlines()) > MOST_LINES}
+    assert long == LONG.keys()
+
+
+def test_folders_have_few_files():
+    count = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in source_files())
+    assert {folder for folder, files in count.items() if files > MOST_FILES} <= WIDE
+
+
+# ---- the way of an argument
+
+#: The floors that the input of conv2d passes, the highest first. `quick` is where calls of arrays are repeated: `arrays` tell it their classes.
+FLOORS = ("ops",), ("dispatch",), ("plan",), ("execute",), ("arrays", "quick", "repeat"), ("runtime",)
+
+
+def floor(name: str) -> int | None:
+    """The number of a module's floor; None for one that stands on none, such as what all floors share."""
+    room = name.split(".")[1] if "." in name else ""
+    return next((number for number, rooms in enumerate(FLOORS) if room in rooms), None)
+
+
+def climbs(graph: dict[str, set[str]]) -> list[tuple[str, str]]:
+    """Imports of a module of a floor by one of a lower floor, directly or through modules of no floor."""
+    found = []
+    for name in graph:
+        own, seen, todo = floor(name), {name}, [name]
+        while own is not None and todo:
+            for other in sorted(graph[todo.pop()] - seen):
+                seen.add(other)
+                theirs = floor(other)
+                if theirs is None:
+                    todo.append(other)
+                elif theirs < own:
+                    found.append((name, other))
+    return sorted(found)
+
+
+def test_climbs_are_found():
+    graph = {"p.ops": {"p.plan"}, "p.plan": {"p.engines.a", "p.arrays"}, "p.engines.a": {"p.problem", "p.ops"}, "p.arrays": {"p.plan"}, "p.problem": set()}
+    assert climbs(graph) == [("p.arrays", "p.plan"), ("p.plan", "p.ops")]
+
+
+def test_the_input_of_a_call_only_goes_down():
+    assert all(any(floor(name) == number for name in MODULES) for number in range(len(FLOORS)))
+    assert climbs({name: imports(name) for name in MODULES}) == []
