@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pycuda_conv import quick
 from pycuda_conv.arrays.tensors import TORCH
-from pycuda_conv.engines import folding
 from pycuda_conv.engines.geometry import bits, from_bits
+from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import launches_are_in
 from pycuda_conv.nn import operators
