@@ -24,12 +24,12 @@ from pycuda_conv.typing import Activation, Algorithm, Crop, Padding, Precision, 
 Size3 = tuple[int, int, int]
 
 DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-#: DTYPE in ``cu/portable.cuh``.
+#: DTYPE in ``cu/core/portable.cuh``.
 DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
 PRECISIONS = ("fp32", "tf32")
 ALGORITHMS = ("direct", "fft")
 LAYOUTS = ("NCHW", "NHWC")  # the layouts of callers' arrays; kernels also see those of :attr:`ConvProblem.launched`
-#: In the order of ``cu/activation.cuh``.
+#: In the order of ``cu/core/activation.cuh``.
 ACTIVATIONS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
 PADDINGS = ("same", "valid")
 SLOPE = 0.01  # the slope of "leaky_relu" if the caller gives none

@@ -2,7 +2,7 @@
 """Measure on a GPU what each engine is worth: the problems that it wins, against the best that the other engines have.
 
     python scripts/ablate.py --seconds 250 --json ablation.json
-    python scripts/ablate.py lines_sm90 direct_quads --seed 7
+    python scripts/ablate.py hopper_lines direct_quads --seed 7
 
 Problems are drawn for this alone, with a seed of their own: random ones of all families, and layers of networks that nothing was fitted
 to. For each engine some of those that it wins are taken, one of each engine in turn, and the engine's configuration and the second best
@@ -39,7 +39,7 @@ from pycuda_conv.tools.ablation import PARTS, Cost, Part, Win, belongs, chosen, 
 from pycuda_conv.tools.families import KINDS
 
 #: Whose worth is doubtful by the models: they come first.
-DOUBTFUL = ("lines_sm90", "direct_quads", "halo_loaders")
+DOUBTFUL = ("hopper_lines", "direct_quads", "halo_loaders")
 NETWORKS = "networks"  # the family of the layers below
 AHEAD = 64  # problems whose kernels are compiled meanwhile
 NEAR = 1.3  # a part of an engine that is never chosen is measured where it is predicted to take up to so many times as long as the choice

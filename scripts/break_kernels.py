@@ -2,7 +2,7 @@
 """Break kernels, one place at a time, and see whether a test notices.
 
     python scripts/break_kernels.py                          # 40 places of every file of cu/: hours
-    python scripts/break_kernels.py planes_sm90 ring.cuh --places 10 --jobs 2 --seconds 600
+    python scripts/break_kernels.py hopper_planes ring.cuh --places 10 --jobs 2 --seconds 600
     python scripts/break_kernels.py --report
 
 A place is a line of code, and what is broken there: a statement is left out, a number is one larger, an operator is another one. The places

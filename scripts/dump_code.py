@@ -34,7 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import covering
 
 from pycuda_conv import engines
-from pycuda_conv.engines import batch_norm, registry
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.runtime.base import KERNEL_DIR, source_of
 from pycuda_conv.runtime.compiler import Nvcc, nvcc
 from pycuda_conv.tools.kernels import besides, device_of

@@ -15,9 +15,9 @@ import torch
 
 import pycuda_conv as pc
 from pycuda_conv import engines
-from pycuda_conv.engines.direct import Batched
-from pycuda_conv.engines.direct_gemm import Gemm
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.direct.direct import Batched
+from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools.plots import OURS, TORCH, save
 from pycuda_conv.tools.report import median

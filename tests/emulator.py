@@ -448,12 +448,12 @@ def load_im2col(described, memory: Memory, starts: list, loads: list) -> np.ndar
     return memory.load(key, load)
 
 
-# ---- implicit_gemm_sm90.cu, implicit_gemm_patch_sm90.cu
+# ---- hopper/gemm.cu, hopper/gemm_patch.cu
 
 #: What is a choice for one of them and a constant of the other's text.
 OF_TEXT = {
-    "implicit_gemm_sm90": {"PATCH_ROWS": 0, "FUSED_SPLIT": 0},
-    "implicit_gemm_patch_sm90": {
+    "hopper_gemm": {"PATCH_ROWS": 0, "FUSED_SPLIT": 0},
+    "hopper_gemm_patch": {
         "LOAD_CHANNELS": 64, "BF16": 0, "OUT": 32, "NHWC": 0, "TENSOR_STORE": 0, "VEC": 4, "DENSE": 1, "PINGPONG": 0, "W_MN_MAJOR": 0, "PHASES": 1, "INTERLEAVE_COLUMNS": 0,
     },
 }  # fmt: skip
@@ -598,7 +598,7 @@ def product(step, memory: Memory) -> None:
 
 
 def may_note(define) -> bool:
-    """Whether a text of implicit_gemm_sm90.cu can note moments: common stores of whole sums that leave registers."""
+    """Whether a text of hopper/gemm.cu can note moments: common stores of whole sums that leave registers."""
     common = define["DENSE"] and define["VEC"] == 4 and define["LOAD_CHANNELS"] == 64 and not define["PATCH_ROWS"] and not define["W_MN_MAJOR"]
     return bool(common and not (define["BF16"] and define["OUT"] == 32) and (define["PRODUCTS"] == 1 or define["WGMMA_N"] <= 128))
 
@@ -885,7 +885,7 @@ def store_box(described, place, memory: Memory, values: np.ndarray, start: tuple
     memory.count(place, at[ok])
 
 
-# ---- dense_nhwc_sm90.cu, transpose_filter.cu
+# ---- hopper/dense.cu, transpose_filter.cu
 
 
 def transpose_filter(step, memory: Memory) -> None:
@@ -961,14 +961,14 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
     v = finished(finishing(step), memory, kind, total[: len(pixel), : k.size], scale, bias, residual, k, at).astype(kind)
     store(memory.view(y, kind), at, v)
     memory.count(y, at)
-    if step.kernel == "dense_nhwc_sm90":
+    if step.kernel == "hopper_dense":
         may_note = define["CLUSTER"] == define["PHASES"] == 1 and not define["W_MN_MAJOR"] and define["BLOCK_N"] <= 192
         assert len(noted) == may_note >= s.noted
     for first in range(0, len(pixel) if noted and s.noted else 0, 64):
         note_moments(memory.view(noted[0], "float32"), s.rows, v[first : first + 64].T, k.ravel(), (pixel0 + first) // 64)
 
 
-# ---- wgrad_nhwc_sm90.cu, wgrad_nhwc_reduce.cu
+# ---- hopper/wgrad.cu, hopper/wgrad_reduce.cu
 
 
 def wgrad_product(step, memory: Memory) -> None:
@@ -1108,7 +1108,7 @@ def fold_channels(step, memory: Memory) -> None:
     store(memory.view(to, kind), np.arange(folded.size), folded.ravel())
 
 
-# ---- pointwise_sm90.cu
+# ---- hopper/pointwise.cu
 
 LARGER = 512.0
 
@@ -1210,7 +1210,7 @@ def write_rows(step, s, memory: Memory, total: np.ndarray, warp: int, column: np
     memory.count(y, at)
 
 
-# ---- lines_sm90.cu
+# ---- hopper/lines.cu
 
 
 X_SCALE, LEAST_HALF = 2.0**10, 2.0**-14
@@ -1413,7 +1413,7 @@ def mend(memory: Memory, a, kind: str, asked: dict, buffers, by_summands: bool =
 
 
 def mend_own(step, s, phase, arrays, memory: Memory) -> None:
-    """What blocks of implicit_gemm_sm90.cu do when they are through."""
+    """What blocks of hopper/gemm.cu do when they are through."""
     define = step.defines
     _, x_scales, w_scales, bias, scale, residual, y = step.buffers[:7]
     x, w, x_flags, w_flags = step.buffers[7 + may_note(define) : 11 + may_note(define)]
@@ -1437,20 +1437,20 @@ def mend_own(step, s, phase, arrays, memory: Memory) -> None:
 
 def launch(stages, memory: Memory, finite: bool) -> None:
     kernels = {"pack": pack, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
-    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "wgrad_nhwc_reduce": wgrad_reduce, "wgrad_nhwc_add": wgrad_add, "fold_channels": fold_channels}
+    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "hopper_wgrad_reduce": wgrad_reduce, "hopper_wgrad_add": wgrad_add, "fold_channels": fold_channels}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
             memory.loaded, memory.finite = {}, finite
-            if step.kernel in ("implicit_gemm_sm90", "implicit_gemm_patch_sm90"):
+            if step.kernel in ("hopper_gemm", "hopper_gemm_patch"):
                 product(replace(step, defines=OF_TEXT[step.kernel] | step.defines), memory)
-            elif step.kernel == "dense_nhwc_sm90":
+            elif step.kernel == "hopper_dense":
                 dense_product(step, memory)
-            elif step.kernel == "wgrad_nhwc_sm90":
+            elif step.kernel == "hopper_wgrad":
                 wgrad_product(step, memory)
-            elif step.kernel == "pointwise_sm90":
+            elif step.kernel == "hopper_pointwise":
                 pointwise_product(step, memory)
-            elif step.kernel == "lines_sm90":
+            elif step.kernel == "hopper_lines":
                 lines_product(step, memory)
             else:
                 kernels[step.kernel](step, memory)
@@ -1489,7 +1489,7 @@ def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5, 
 
 
 def wgrad_sums(problem, config) -> int:
-    from pycuda_conv.engines.wgrad_nhwc_sm90 import _sums
+    from pycuda_conv.engines.hopper.wgrad import _sums
 
     return _sums(problem, config)
 

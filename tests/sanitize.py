@@ -10,7 +10,7 @@ expression chooses the cases in whose line it is found. `--part I/N` takes every
 form, without constants of the layer. Each array is an allocation of its own, so that a read or write past its end is seen; no pool, no
 torch. On an H100 twelve parts side by side take memcheck a minute and a half once the kernels are compiled, and racecheck some minutes.
 
-racecheck takes copies of gather_nhwc_sm90.cu for races with the consumers' reads of them in TF32: of 31 lanes of a warp, since lane 0 alone
+racecheck takes copies of hopper/gather.cu for races with the consumers' reads of them in TF32: of 31 lanes of a warp, since lane 0 alone
 arrives at the barrier, behind a __syncwarp() that all lanes enter when their copies have arrived. It knows of no other.
 initcheck finds the words that pack.cu's blocks wait for in memory as it comes (packed_tiles.cuh).
 """
@@ -30,10 +30,10 @@ import numpy as np
 
 import pycuda_conv as pc
 from pycuda_conv import Plan
-from pycuda_conv.engines import batch_norm as normalising
-from pycuda_conv.engines import casting
-from pycuda_conv.engines.batch_norm import Pixels
-from pycuda_conv.engines.max_pool import Pool
+from pycuda_conv.engines.layout import cast as casting
+from pycuda_conv.engines.nn import batch_norm as normalising
+from pycuda_conv.engines.nn.batch_norm import Pixels
+from pycuda_conv.engines.nn.max_pool import Pool
 from pycuda_conv.engines.registry import uses_tensor_cores
 from pycuda_conv.runtime import get_device
 

@@ -17,9 +17,9 @@ from test_kernels import DEPTHWISE, GEMM, GENERAL, POINTWISE, TRANSPOSED
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan
-from pycuda_conv.engines.depthwise_nhwc import Depthwise
-from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
-from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.depthwise.nhwc import Depthwise
+from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
+from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.problem import ACTIVATIONS as WORDS
 from pycuda_conv.runtime.base import KERNEL_DIR
 
@@ -93,7 +93,7 @@ def test_numbers(device, activation, dtype):
 
 
 def test_kernels_and_plans_number_activations_alike():
-    words = re.search(r"enum {([^}]*)}", (KERNEL_DIR / "activation.cuh").read_text())[1]
+    words = re.search(r"enum {([^}]*)}", (KERNEL_DIR / "core/activation.cuh").read_text())[1]
     assert [word.strip().lower() for word in words.split(",")][1:] == list(WORDS[1:])
 
 

@@ -15,9 +15,11 @@ from test_depthwise_nhwc import launched
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, behind, engines
 from pycuda_conv import plan as plan_module
-from pycuda_conv.engines import batch_norm, direct, direct_gemm, patch_wgrad
-from pycuda_conv.engines.batch_norm import Pixels
-from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.direct import direct, patch_wgrad
+from pycuda_conv.engines.direct import gemm as direct_gemm
+from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.nn import batch_norm
+from pycuda_conv.engines.nn.batch_norm import Pixels
 from pycuda_conv.runtime import get_device
 from pycuda_conv.tools import families
 

@@ -15,9 +15,11 @@ import pytest
 from reference import dgrad, fprop, python, run
 
 from pycuda_conv import Plan, behind, engines
-from pycuda_conv.engines import direct, direct_gemm, registry
-from pycuda_conv.engines.depthwise_toeplitz import DepthwiseToeplitz
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.depthwise.toeplitz import DepthwiseToeplitz
+from pycuda_conv.engines.direct import direct
+from pycuda_conv.engines.direct import gemm as direct_gemm
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device, workers

@@ -24,8 +24,8 @@ from test_launch import PROBLEMS, buffers
 
 import pycuda_conv as pc
 from pycuda_conv import engines, kernels
-from pycuda_conv.engines import fft
-from pycuda_conv.engines.direct import Tile
+from pycuda_conv.engines.direct.direct import Tile
+from pycuda_conv.engines.fft import fft
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import KERNEL_DIR, kernel_file, shown_file
 from pycuda_conv.runtime.graph import Graph
@@ -77,7 +77,7 @@ def test_errors_in_a_flat_text_are_reported_where_the_file_has_them():
         moved = re.match(r'#line (\d+) "(.*)"', line)
         name, number = (moved[2], int(moved[1]) - 1) if moved else (name, number + 1)
         found[name, number] = line
-    for file in ("direct_tile", "portable.cuh", "activation.cuh"):
+    for file in ("direct_tile", "core/portable.cuh", "core/activation.cuh"):
         for i, line in enumerate(kernel_file(file).read_text().split("\n"), 1):
             if line.strip() and not line.startswith(("#include", "#pragma once")):
                 assert found[shown_file(file), i] == line

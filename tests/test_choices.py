@@ -109,7 +109,7 @@ def test_kernels_are_compiled_as_settled_plans_launch_them(background, monkeypat
 def test_without_an_engine_others_are_chosen():
     target = Target("sm_90a")
     known = ablation.engine_names()
-    assert list(known.values()) == list(registry.ENGINES) and "lines_sm90" in known
+    assert list(known.values()) == list(registry.ENGINES) and "hopper_lines" in known
     for family, problem, config in ablation.chosen(ablation.problems(target, 3, 3), target):
         name = next(name for name, engine in known.items() if type(config) in engine.CONFIGS)
         with ablation.without([name]):
@@ -126,20 +126,20 @@ def test_without_an_engine_others_are_chosen():
 
 def test_work_that_is_handed_on_counts_for_the_engine_that_does_it():
     config = registry.config_classes()["ViaNhwc"](str(registry.config_classes()["DenseNhwc"]()))
-    assert ablation.belongs(config, "dense_nhwc_sm90") and ablation.belongs(config, "via_nhwc")
-    assert not ablation.belongs(config, "gather_nhwc_sm90")
+    assert ablation.belongs(config, "hopper_dense") and ablation.belongs(config, "via_nhwc")
+    assert not ablation.belongs(config, "hopper_gather")
 
 
 def test_without_a_part_of_an_engine():
     from pycuda_conv import ConvProblem
-    from pycuda_conv.engines import implicit_gemm_sm90
+    from pycuda_conv.engines.hopper import gemm as hopper_gemm
 
     problem, target = ConvProblem.forward(2, (64, 64, 56, 56), (64, 64, 3, 3), padding=1), Target("sm_90a")
-    halos = [config for config in implicit_gemm_sm90.configs(problem, target) if config.halo]
+    halos = [config for config in hopper_gemm.configs(problem, target) if config.halo]
     assert halos and all(ablation.belongs(config, "halo_loaders") for config in halos)
     with ablation.without(["halo_loaders"]):
         found = [config for _, config in registry.predictions(problem, target)]
-        assert not set(halos) & set(found) and any(type(config) is implicit_gemm_sm90.ImplicitGemm for config in found)
+        assert not set(halos) & set(found) and any(type(config) is hopper_gemm.ImplicitGemm for config in found)
         assert registry.choose(problem, target) not in halos
 
 
@@ -161,11 +161,11 @@ def test_the_rule(won, only, stays, mean, worst):
 
 def test_the_command_says_what_engines_are_worth(tmp_path, capsys):
     file = tmp_path / "worth.json"
-    assert main(["choices", "--each", "2", "--seed", "5", "--without", "direct", "implicit_gemm_sm90", "--json", str(file)]) == 0
+    assert main(["choices", "--each", "2", "--seed", "5", "--without", "direct", "hopper_gemm", "--json", str(file)]) == 0
     out = capsys.readouterr().out
-    assert "direct implicit_gemm_sm90" in out and "24 problems, seed 5" in out
+    assert "direct hopper_gemm" in out and "24 problems, seed 5" in out
     rows = json.loads(file.read_text())["rows"]
-    assert [row["without"] for row in rows] == [["direct"], ["implicit_gemm_sm90"], ["direct", "implicit_gemm_sm90"]]
+    assert [row["without"] for row in rows] == [["direct"], ["hopper_gemm"], ["direct", "hopper_gemm"]]
     alone, both = rows[:2], rows[2]
     assert len(both["wins"]) == sum(len(row["wins"]) for row in alone) > 0
     assert both["mean"] >= max(row["mean"] for row in alone) > 1
@@ -216,10 +216,10 @@ def test_engines_are_measured_in_turn(ablate, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(ablate, "timed", timed)
     file = tmp_path / "measured.json"
-    assert ablate.main(["direct", "implicit_gemm_sm90", "--each", "8", "--jobs", "1", "--most", "6", "--seconds", "60", "--json", str(file)]) == 0
+    assert ablate.main(["direct", "hopper_gemm", "--each", "8", "--jobs", "1", "--most", "6", "--seconds", "60", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows["direct"]) == len(rows["implicit_gemm_sm90"]) == 6
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("direct ", "implicit_gemm_sm90 "))]
+    assert len(rows["direct"]) == len(rows["hopper_gemm"]) == 6
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("direct ", "hopper_gemm "))]
     assert len(lines) == 2 and all("3.00" in line and line.endswith("of all families") for line in lines)
 
 

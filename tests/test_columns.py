@@ -12,9 +12,9 @@ from reference import DTYPES, assert_exact, dgrad, fprop
 from test_implicit_gemm import H200, NVCC, asked, check_compiled, dtype_of, ids_of, torch  # noqa: F401 -- torch: a fixture
 
 from pycuda_conv import engines
-from pycuda_conv.engines import columns as cs
-from pycuda_conv.engines.columns import Columns
-from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.compose import columns as cs
+from pycuda_conv.engines.compose.columns import Columns
+from pycuda_conv.engines.direct.gemm import Gemm
 
 simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 

@@ -12,7 +12,7 @@ import pytest
 from reference import fprop, python
 
 import pycuda_conv
-from pycuda_conv.engines import direct
+from pycuda_conv.engines.direct import direct
 from pycuda_conv.errors import BackendError
 from pycuda_conv.runtime import compiler, driver
 from pycuda_conv.runtime.compiler import CompileError, Nvcc, Nvrtc, PyCuda

@@ -31,8 +31,8 @@ from test_implicit_gemm import (
 )
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import dense_nhwc_sm90 as dn
-from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
+from pycuda_conv.engines.hopper import dense as dn
+from pycuda_conv.engines.hopper.dense import DenseNhwc
 
 MODES = tuple(mode for mode, dtype in (("tf32 last", "float32"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
 
@@ -107,7 +107,7 @@ def test_one_launch_unless_the_filter_is_transposed():
         program = dn.schedule(problem, tiles(case, mode)[0], H200)
         return [[launch.kernel for step in steps for launch in step] for steps in (program.whole, program.filter_last)]
 
-    one, two = ["dense_nhwc_sm90"], ["transpose_filter", "dense_nhwc_sm90"]
+    one, two = ["hopper_dense"], ["transpose_filter", "hopper_dense"]
     forward, point, strided = CASES[0], CASES[1], CASES[10]
     assert launches(forward, "fp16 last") == launches(forward, "tf32 last") == launches(strided, "fp16 last") == [two, one]
     assert launches(point, "fp16 last") == launches(point, "tf32 last") == launches(CASES[9], "fp16 last") == [one, one]
@@ -120,7 +120,7 @@ def test_a_filter_is_turned_by_the_launch_where_each_block_has_few_stages():
         problem = asked(dgrad((shape[0], shape[1], *shape[2:]), (shape[1], 96, 1, 1)), "tf32 last")
         return [launch.kernel for step in dn.schedule(problem, config, H200).whole for launch in step]
 
-    one, two = ["dense_nhwc_sm90"], ["transpose_filter", "dense_nhwc_sm90"]
+    one, two = ["hopper_dense"], ["transpose_filter", "hopper_dense"]
     few, many = (2, 640, 14, 14), (64, 640, 56, 56)
     assert kernels(few, DenseNhwc(64, 64, 6)) == kernels(few, DenseNhwc(64, 32, 4, 8)) == one
     assert kernels(few, DenseNhwc(128, 64, 4)) == kernels(many, DenseNhwc(64, 64, 6)) == two
@@ -218,7 +218,7 @@ def test_every_range_is_kept(scenario):
 def test_the_emulator_notices_a_wrong_scalar(case, scalars, monkeypatch):
     problem, config, arrays = asked(case, "tf32 last"), DenseNhwc(64, 64, 2), case.integers("float32")
     ref = case.reference(*arrays)
-    check_noticed(dn, "dense_nhwc_sm90", problem, config, arrays, scalars, 1, lambda got: assert_exact(got, ref), monkeypatch)
+    check_noticed(dn, "hopper_dense", problem, config, arrays, scalars, 1, lambda got: assert_exact(got, ref), monkeypatch)
 
 
 # ---- the kernel, compiled
@@ -226,7 +226,7 @@ def test_the_emulator_notices_a_wrong_scalar(case, scalars, monkeypatch):
 
 def test_steps_fit_their_kernels():
     for case, mode in PLANNED[: 3 * len(MODES)]:
-        check_steps(dn.schedule(asked(case, mode), tiles(case, mode)[0], H200), "dense_nhwc_sm90")
+        check_steps(dn.schedule(asked(case, mode), tiles(case, mode)[0], H200), "hopper_dense")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")

@@ -11,8 +11,8 @@ from reference import DTYPES, assert_close, assert_exact, channels_last, dgrad, 
 from test_epilogue import allowed, arrays, expected, finishing
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import depthwise_nhwc
-from pycuda_conv.engines.depthwise_nhwc import Depthwise, DepthwiseStrips, DepthwiseWgrad
+from pycuda_conv.engines.depthwise import nhwc as depthwise_nhwc
+from pycuda_conv.engines.depthwise.nhwc import Depthwise, DepthwiseStrips, DepthwiseWgrad
 from pycuda_conv.runtime import get_device
 
 GPU = SimpleNamespace(capability=(9, 0), multiprocessors=132, backend="cuda", name="cuda:0", model="")

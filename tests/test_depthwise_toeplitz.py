@@ -1,4 +1,4 @@
-"""Depthwise layers of 16 bits on tensor cores (``depthwise_toeplitz.cu``): exact, against float64, on the CPU (simt) and on a GPU."""
+"""Depthwise layers of 16 bits on tensor cores (``depthwise/toeplitz.cu``): exact, against float64, on the CPU (simt) and on a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from test_few_pixels import H200, NVCC, check_compiled
 from test_implicit_gemm import Arrays, asked, ids_of, torch  # noqa: F401 -- torch: a fixture
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import depthwise_toeplitz as dt
-from pycuda_conv.engines.depthwise_toeplitz import DepthwiseToeplitz
+from pycuda_conv.engines.depthwise import toeplitz as dt
+from pycuda_conv.engines.depthwise.toeplitz import DepthwiseToeplitz
 from pycuda_conv.runtime.target import Target
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))

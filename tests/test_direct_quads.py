@@ -1,4 +1,4 @@
-"""Convolutions of few channels on plain cores, quads of pixels a thread (``direct_quads.cu``): exact, against float64, on the CPU (simt) and on a GPU."""
+"""Convolutions of few channels on plain cores, quads of pixels a thread (``direct/quads.cu``): exact, against float64, on the CPU (simt) and on a GPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from reference import ACTIVATIONS, DTYPES, Case, assert_close, assert_exact, dgr
 from test_implicit_gemm import H200, NVCC, asked, bound, check_compiled, check_not_finite, ids_of, torch  # noqa: F401 -- a fixture
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import direct_quads as dq
-from pycuda_conv.engines.direct_quads import Quads
+from pycuda_conv.engines.direct import quads as dq
+from pycuda_conv.engines.direct.quads import Quads
 
 pytestmark = pytest.mark.skipif("float32" not in DTYPES, reason="the engine takes float32 arrays")
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))

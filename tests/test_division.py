@@ -11,8 +11,8 @@ POWERS = [2**k for k in range(32)]
 DIVISORS = sorted({d for p in POWERS for d in (p - 1, p, p + 1) if 1 <= d < 2**31} | {3, 6, 7, 10, 49, 3136, 1000003, 2**31 - 19})
 
 TEXT = """
-#include "portable.cuh"
-#include "division.cuh"
+#include "core/portable.cuh"
+#include "core/division.cuh"
 KERNEL LAUNCH_BOUNDS(64, 1) void quotients(const GLOBAL_MEM long_t* RESTRICT numbers, GLOBAL_MEM long_t* RESTRICT found, const long_t by) {
   const int i = (int)GID_0 * 64 + LID_0;
   found[i] = divided((int)numbers[i], by);

@@ -16,8 +16,8 @@ from reference import NVCC, assert_close, assert_exact, covering, nvcc_of
 from test_implicit_gemm import H200, Arrays, side_by_side
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import dmma
-from pycuda_conv.engines.dmma import Dmma
+from pycuda_conv.engines.mma import dmma
+from pycuda_conv.engines.mma.dmma import Dmma
 from pycuda_conv.engines.schedule import PACKED, RESULT, WEIGHT, WORKSPACE
 
 torch = pytest.importorskip("torch", reason="the reference is torch's CPU convolution")

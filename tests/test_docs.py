@@ -128,7 +128,7 @@ def test_the_notebook_runs(fast_env, device, tmp_path):
             patch.setenv(variable, value)
         client.NotebookClient(notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
-    assert "the loop, 64 calls" in printed and "cu/direct_batched.cu" in printed and "cu/direct_tile.cu" in printed
+    assert "the loop, 64 calls" in printed and "cu/direct/batched.cu" in printed and "cu/direct/tile.cu" in printed
 
 
 def test_the_site_is_built_without_a_warning(python_env, tmp_path):

@@ -19,7 +19,7 @@ from toy_engine import Toy
 import pycuda_conv
 from pycuda_conv import ConvProblem, Plan, engines, tune
 from pycuda_conv.engines import base, registry
-from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.runtime import base as runtime
 
 PACKAGE = Path(pycuda_conv.__file__).parent

@@ -30,14 +30,14 @@ from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MANY_PHASES, POINTWI
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
-from pycuda_conv.engines import implicit_gemm_sm90 as ig
-from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
-from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
-from pycuda_conv.engines.direct_gemm import Gemm
-from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
-from pycuda_conv.engines.lines_sm90 import Lines
-from pycuda_conv.engines.pointwise_sm90 import Pointwise
+from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
+from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.hopper import gemm as ig
+from pycuda_conv.engines.hopper.dense import DenseNhwc
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.hopper.lines import Lines
+from pycuda_conv.engines.hopper.pointwise import Pointwise
+from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 
 try:
     import torch
@@ -145,7 +145,8 @@ def test_channels_last(device, case, layout, split):
 
 
 def test_64_bit_offsets(device, monkeypatch):
-    from pycuda_conv.engines import direct, direct_gemm
+    from pycuda_conv.engines.direct import direct
+    from pycuda_conv.engines.direct import gemm as direct_gemm
 
     for engine in (direct, direct_gemm):
         monkeypatch.setattr(engine, "needs_64_bits", lambda *_: True)

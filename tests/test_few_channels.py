@@ -41,8 +41,8 @@ from test_implicit_gemm import (
 )
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import few_channels as fc
-from pycuda_conv.engines.few_channels import FewChannels
+from pycuda_conv.engines.mma import few_channels as fc
+from pycuda_conv.engines.mma.few_channels import FewChannels
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
@@ -160,7 +160,7 @@ def three_products(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
 
 @pytest.mark.parametrize("depth", [144, 1152])
 def test_float32_has_no_bias(depth):
-    check_no_bias(three_products, "few_channels.cu", depth)
+    check_no_bias(three_products, "mma/few_channels.cu", depth)
 
 
 # ---- what is legal, and the choice

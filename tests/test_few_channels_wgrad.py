@@ -26,8 +26,8 @@ from test_wgrad_nhwc import (
 )
 
 from pycuda_conv import Plan
-from pycuda_conv.engines import few_channels_wgrad as fw
-from pycuda_conv.engines.few_channels_wgrad import FewChannelsWgrad
+from pycuda_conv.engines.mma import few_channels_wgrad as fw
+from pycuda_conv.engines.mma.few_channels_wgrad import FewChannelsWgrad
 from pycuda_conv.tools import families
 
 simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))

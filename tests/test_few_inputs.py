@@ -36,8 +36,8 @@ from test_implicit_gemm import (
 )
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import few_inputs as fi
-from pycuda_conv.engines.few_inputs import FewInputs
+from pycuda_conv.engines.mma import few_inputs as fi
+from pycuda_conv.engines.mma.few_inputs import FewInputs
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 MODES = tuple(mode for mode, dtype in (("fp32 last", "float32"), ("tf32 last", "float32"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
@@ -228,7 +228,7 @@ def test_first_layers_choose_it(dtype, layout):
 
 
 def test_rows_of_an_odd_number_of_results_do_not_in_nchw():
-    """Each would be written by itself: 466 us of an H100, and 177 by implicit_gemm_sm90.cu."""
+    """Each would be written by itself: 466 us of an H100, and 177 by hopper/gemm.cu."""
     problem = ConvProblem.forward(1, (8, 1, 80000), (512, 1, 10), stride=5, dtype="float16")
     assert not isinstance(engines.choose(problem, H200), FewInputs)
 

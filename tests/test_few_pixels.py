@@ -1,4 +1,4 @@
-"""Convolutions and gradients by the input of few pixels (``few_pixels_sm90.cu``): exact, against float64, on the CPU (simt) and on a GPU."""
+"""Convolutions and gradients by the input of few pixels (``mma/few_pixels.cu``): exact, against float64, on the CPU (simt) and on a GPU."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from test_implicit_gemm import (
 )
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import few_pixels_sm90 as fp
-from pycuda_conv.engines.few_pixels_sm90 import FewPixels
-from pycuda_conv.engines.gathered_planes_sm90 import GatheredPlanes
+from pycuda_conv.engines.hopper.gathered_planes import GatheredPlanes
+from pycuda_conv.engines.mma import few_pixels as fp
+from pycuda_conv.engines.mma.few_pixels import FewPixels
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 MODES = [mode for mode in MODES if "last" not in mode]
@@ -198,7 +198,7 @@ def three_products(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
 
 @pytest.mark.parametrize("depth", [144, 1152])
 def test_float32_has_no_bias(depth):
-    check_no_bias(three_products, "few_pixels_sm90.cu", depth)
+    check_no_bias(three_products, "mma/few_pixels.cu", depth)
 
 
 # ---- what is legal, and the choice

@@ -11,8 +11,9 @@ from reference import DISTRIBUTIONS, DTYPES, TINY, _pairs, assert_close, assert_
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import fft, registry
-from pycuda_conv.engines.fft import RANGE, TILES, Fft, FftArguments
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.fft import fft
+from pycuda_conv.engines.fft.fft import RANGE, TILES, Fft, FftArguments
 from pycuda_conv.engines.schedule import Buffer
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.target import Target
@@ -64,7 +65,7 @@ def bound(case, x, w, b, ref, config) -> np.ndarray:
 
 
 def checked(case, x, config) -> tuple:
-    """What ``fft_range.cu`` writes on OpenCL: flags of tiles, and their maps, which are 255 where there is none."""
+    """What ``fft/range.cu`` writes on OpenCL: flags of tiles, and their maps, which are 255 where there is none."""
     pytest.importorskip("pyopencl")
     problem, on = case.problem(x.dtype.name, algorithm="fft"), get_device("opencl")
     schedule = engines.schedule(problem, config, on)
@@ -509,7 +510,7 @@ def test_public_functions_take_it(device):
     x, w, b = normals(PLAIN)
     plan = Plan(PLAIN.problem(algorithm="fft"), device, config=Fft())
     assert np.allclose(plan(x, w, b), pc.conv2d(x, w, b, padding=7, groups=3, device=device), atol=1e-4)
-    assert "fft_tiles.cu" in plan.explain()
+    assert "fft/tiles.cu" in plan.explain()
 
 
 def test_parts_of_a_tile_lie_in_every_window():

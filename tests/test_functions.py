@@ -13,8 +13,8 @@ from reference import DTYPES, TORCH_LAYOUTS, Case, assert_close, channels_last, 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, dispatch, plan
 from pycuda_conv.call import Call, Operands
-from pycuda_conv.engines.direct_gemm import Gemm
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.execute import device as execute
 from pycuda_conv.runtime import contexts
 from pycuda_conv.tune import Choice

@@ -14,8 +14,9 @@ from reference import DTYPES, EPS, SUM_EPS, covering, needs_nvcc, nvcc_of
 import pycuda_conv as pc
 from pycuda_conv import execute
 from pycuda_conv.arrays import kind_of
-from pycuda_conv.engines import batch_norm, casting
-from pycuda_conv.engines.batch_norm import Pixels, compiled
+from pycuda_conv.engines.layout import cast as casting
+from pycuda_conv.engines.nn import batch_norm
+from pycuda_conv.engines.nn.batch_norm import Pixels, compiled
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
 

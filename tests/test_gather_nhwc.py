@@ -25,9 +25,9 @@ from test_implicit_gemm import (
 )
 
 from pycuda_conv import Plan
-from pycuda_conv.engines import gather_nhwc_sm90 as gn
-from pycuda_conv.engines import transpose_filter
-from pycuda_conv.engines.gather_nhwc_sm90 import GatherNhwc
+from pycuda_conv.engines.hopper import gather as gn
+from pycuda_conv.engines.hopper.gather import GatherNhwc
+from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.tools import families
 
 MODES = tuple(mode for mode, dtype in (("tf32 last", "float32"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
@@ -143,7 +143,7 @@ def test_one_launch_unless_the_filter_is_laid():
         program = gn.schedule(asked(case, mode), tiles(case, mode)[0], H200)
         return [[launch.kernel for step in steps for launch in step] for steps in (program.whole, program.filter_last)]
 
-    one, two = ["gather_nhwc_sm90"], ["transpose_filter", "gather_nhwc_sm90"]
+    one, two = ["hopper_gather"], ["transpose_filter", "hopper_gather"]
     assert launches(CASES[0], "fp16 last") == [two, one]
     assert launches(CASES[2], "tf32 last") == [one, one]  # 1x1
     assert launches(CASES[8], "tf32 last") == [two, two]  # rows of 588 bytes
@@ -155,7 +155,7 @@ def test_one_launch_unless_the_filter_is_laid():
 
 def test_steps_fit_their_kernels():
     for case, mode in PLANNED:
-        check_steps(gn.schedule(asked(case, mode), tiles(case, mode)[0], H200), "gather_nhwc_sm90")
+        check_steps(gn.schedule(asked(case, mode), tiles(case, mode)[0], H200), "hopper_gather")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")

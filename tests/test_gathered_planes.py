@@ -12,8 +12,8 @@ from alike import check_choices_of_planes, check_epilogue, check_integers, check
 from reference import DTYPES, assert_exact, dgrad, fprop
 from test_implicit_gemm import H200, NVCC, asked, check_compiled, check_not_finite, check_steps, dtype_of, ids_of, torch  # noqa: F401 -- torch: a fixture
 
-from pycuda_conv.engines import gathered_planes_sm90 as gp
-from pycuda_conv.engines.gathered_planes_sm90 import GatheredPlanes
+from pycuda_conv.engines.hopper import gathered_planes as gp
+from pycuda_conv.engines.hopper.gathered_planes import GatheredPlanes
 from pycuda_conv.tools import families
 
 MODES = ("tf32", *(mode for mode, dtype in (("fp16", "float16"), ("bf16", "bfloat16")) if dtype in DTYPES))
@@ -25,7 +25,7 @@ CASES = [
     fprop((2, 8, 25), (72, 8, 1), padding=2), dgrad((2, 136, 3, 5, 2), (136, 200, 1, 1, 1)), fprop((1, 264, 3, 5, 6), (24, 264, 1, 1, 1), stride=(2, 1, 2)),
     dgrad((2, 16, 4, 5), (16, 24, 1, 1), stride=2, padding=1), dgrad((1, 8, 3, 4), (8, 72, 1, 1), stride=(2, 3)), dgrad((1, 24, 2, 3, 2), (24, 8, 1, 1, 1), stride=(1, 2, 3)),
 ]  # fmt: skip
-EVERY = [gp._widest(*tile, *share) for tile, shares in gp.TILES.items() for share in shares]
+EVERY = [gp._max_stages_of(*tile, *share) for tile, shares in gp.TILES.items() for share in shares]
 TILES = [replace(config, STAGES=stages) for config, stages in zip(EVERY, (8, 3, 4, 4, 2, 3, 6, 4, 4, 3), strict=True)]
 SOME = [(case, MODES[(i + more) % len(MODES)], TILES[(i + 6 * more) % len(TILES)]) for more in (0, 1) for i, case in enumerate(CASES[: 4 if more else None])]
 
@@ -100,7 +100,7 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
 
 
 def test_steps_fit_their_kernel():
-    check_steps(gp.schedule(asked(BASE, "fp16"), TILES[0], H200), "gathered_planes_sm90")
+    check_steps(gp.schedule(asked(BASE, "fp16"), TILES[0], H200), "hopper_gathered_planes")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")

@@ -13,10 +13,10 @@ from reference import DTYPES, TORCH_LAYOUTS, assert_close, channels_last, dgrad,
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines
-from pycuda_conv.engines import direct_gemm
-from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
-from pycuda_conv.engines.direct_gemm import Gemm
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.direct import gemm as direct_gemm
+from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
+from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.execute import pipeline
 from pycuda_conv.plan import reads_channels_last
 from pycuda_conv.runtime import get_device

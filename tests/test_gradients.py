@@ -12,12 +12,12 @@ from test_implicit_gemm import Arrays
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan
-from pycuda_conv.engines import direct
-from pycuda_conv.engines import implicit_gemm_sm90 as implicit_gemm
-from pycuda_conv.engines.direct import Dgrad, Wgrad
-from pycuda_conv.engines.direct_gemm import Gemm
-from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.direct import direct
+from pycuda_conv.engines.direct.direct import Dgrad, Wgrad
+from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.hopper import gemm as implicit_gemm
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 from pycuda_conv.runtime import get_device
 
 torch = pytest.importorskip("torch", reason="gradients are compared with torch's")

@@ -26,8 +26,8 @@ from test_implicit_gemm import (
 )
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import grouped_nhwc as gn
-from pycuda_conv.engines.grouped_nhwc import GroupedNhwc
+from pycuda_conv.engines.mma import grouped_nhwc as gn
+from pycuda_conv.engines.mma.grouped_nhwc import GroupedNhwc
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import families
 

@@ -14,8 +14,8 @@ from test_implicit_gemm import H200, NVCC, check_compiled, check_steps, torch  #
 from test_wgrad_nhwc import TYPES, Filter, check_bound, check_choices, check_notices, check_on_the_gpu, ids_of, launched, plans_of_gradients
 
 from pycuda_conv import Plan, engines
-from pycuda_conv.engines import grouped_nhwc_wgrad as gw
-from pycuda_conv.engines.grouped_nhwc_wgrad import GroupedWgrad
+from pycuda_conv.engines.mma import grouped_nhwc_wgrad as gw
+from pycuda_conv.engines.mma.grouped_nhwc_wgrad import GroupedWgrad
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import families
 

@@ -32,11 +32,11 @@ from reference import DTYPES, Case, dgrad, fprop, python, tensor
 import pycuda_conv as pc
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines, memo, runtime
 from pycuda_conv.arrays.device import CopyArguments
-from pycuda_conv.engines.direct import Batched, Dgrad
-from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.direct.direct import Batched, Dgrad
+from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.geometry import divider
-from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 from pycuda_conv.engines.schedule import PACKED, WEIGHT, Schedule
 from pycuda_conv.execute import pipeline as host
 from pycuda_conv.execute import staging

@@ -22,12 +22,12 @@ from test_kernels import FORWARD, TRANSPOSED_CASES, check_refused
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import direct_gemm
-from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.engines import packing as packed_module
-from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
-from pycuda_conv.engines.few_inputs import FewInputs
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.direct import gemm as direct_gemm
+from pycuda_conv.engines.hopper import gemm as ig
+from pycuda_conv.engines.hopper.dense import DenseNhwc
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.mma.few_inputs import FewInputs
 from pycuda_conv.engines.packing import flagged, packing
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import Im2col, kernel_file
@@ -502,7 +502,7 @@ def test_channels_last_arrays_of_16_bits_are_read_as_they_are():
     problem = asked(BASE, "fp16 last")
     program = ig.schedule(problem, TILES["fp16 last"], H200)
     assert program.workspace_bytes == 4 * 2 * math.prod(problem.result_shape)  # the parts of a split sum alone
-    assert [step.kernel for stage in program.steps for step in stage] == ["implicit_gemm_sm90", "direct_reduce"]
+    assert [step.kernel for stage in program.steps for step in stage] == ["hopper_gemm", "direct_reduce"]
 
 
 def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_there():
@@ -518,11 +518,11 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
     assert not reads(fprop((2, 20, 5, 5), (4, 20, 3, 3))) and not reads(fprop((2, 4, 9, 9), (4, 4, 3, 3)))  # not rows of 16 bytes; folded
     assert reads(dgrad((2, 64, 5, 5), (64, 8, 3, 3))) and reads(dgrad((2, 192, 5, 5), (192, 24, 3, 3), stride=2))  # whose output channels are last
     assert not reads(dgrad((2, 24, 5, 5), (24, 8, 3, 3))) and not reads(dgrad((2, 64, 5, 5), (64, 12, 3, 3)))  # 32 channels a load; rows of 24 bytes
-    assert kernels(BASE, "fp16 last", ImplicitGemm(64, 64, 3, 2)) == ["implicit_gemm_sm90", "direct_reduce"]
-    assert kernels(BASE, "fp32 last") == ["pack", "implicit_gemm_sm90"]
-    assert kernels(fprop((2, 20, 5, 5), (4, 20, 3, 3)), "bf16 last" if "bf16 last" in MODES else "fp16 last") == ["pack", "implicit_gemm_sm90"]
+    assert kernels(BASE, "fp16 last", ImplicitGemm(64, 64, 3, 2)) == ["hopper_gemm", "direct_reduce"]
+    assert kernels(BASE, "fp32 last") == ["pack", "hopper_gemm"]
+    assert kernels(fprop((2, 20, 5, 5), (4, 20, 3, 3)), "bf16 last" if "bf16 last" in MODES else "fp16 last") == ["pack", "hopper_gemm"]
     for mode in ("fp32 last", "tf32 last", "fp16 last"):
-        assert kernels(dgrad((2, 24, 5, 5), (24, 8, 3, 3)), mode) == ["pack", "implicit_gemm_sm90"]
+        assert kernels(dgrad((2, 24, 5, 5), (24, 8, 3, 3)), mode) == ["pack", "hopper_gemm"]
     for case, mode in ((BASE, "fp32"), (POINT, "fp32 last")):
         assert ig.schedule(asked(case, mode), ImplicitGemm(64, 128, 3), H200).filter_last is None
 
@@ -639,10 +639,10 @@ def check_steps(program, kernel: str) -> None:
         assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
         if step.kernel == kernel:
             phases = step.defines.get("PHASES", 1)
-            mends = kernel == "implicit_gemm_sm90" and step.defines["OUT"] == 32 and not step.defines["BF16"]
+            mends = kernel == "hopper_gemm" and step.defines["OUT"] == 32 and not step.defines["BF16"]
             d = step.defines
-            joins = kernel == "implicit_gemm_sm90" and d["OUT"] == 32 and not (d["BF16"] or d["PINGPONG"])  # its text may add parts
-            told = phases + (phases > 1 and kernel in ("implicit_gemm_sm90", "dense_nhwc_sm90"))  # and how phases are repeated
+            joins = kernel == "hopper_gemm" and d["OUT"] == 32 and not (d["BF16"] or d["PINGPONG"])  # its text may add parts
+            told = phases + (phases > 1 and kernel in ("hopper_gemm", "hopper_dense"))  # and how phases are repeated
             assert len(step.structs) == told + (phases + 1 if mends else 0) + joins and set(step.defines) == defaults and step.source()
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
 
@@ -650,7 +650,7 @@ def check_steps(program, kernel: str) -> None:
 def test_steps_fit_their_kernels():
     for case in (BASE, fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2)):
         for mode in MODES:
-            check_steps(ig.schedule(asked(case, mode), replace(TILES[mode], SPLIT=2), H200), "implicit_gemm_sm90")
+            check_steps(ig.schedule(asked(case, mode), replace(TILES[mode], SPLIT=2), H200), "hopper_gemm")
 
 
 # ---- how far the limbs reach: the arithmetic of packing, in numpy here and on the GPU below
@@ -877,7 +877,7 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, config, scalars, monkey
     arrays = case.normals("float32")
     problem, ref = asked(case, mode), case.reference(*arrays)
     allowed = limbs_bound(case, mode, *arrays[:2], ref)
-    check_noticed(ig, "implicit_gemm_sm90", problem, config, arrays, scalars, 1, lambda got: assert_close(got, ref, allowed), monkeypatch)
+    check_noticed(ig, "hopper_gemm", problem, config, arrays, scalars, 1, lambda got: assert_close(got, ref, allowed), monkeypatch)
 
 
 def check_noticed(engine, kernel: str, problem: ConvProblem, config, arrays, scalars: str, by: int, check, monkeypatch) -> None:
@@ -916,7 +916,7 @@ def test_the_emulator_notices_a_wrong_tensor_map(field, monkeypatch):
         for at in range(4):
 
             def changed(step, which=which, at=at):
-                if step.kernel != "implicit_gemm_sm90" or which >= len(step.maps) or 0 < which < step.defines["PHASES"]:  # those are not used
+                if step.kernel != "hopper_gemm" or which >= len(step.maps) or 0 < which < step.defines["PHASES"]:  # those are not used
                     return step
                 described = step.maps[which]
                 if field in ("lower", "upper", "stride"):
@@ -998,7 +998,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill():
         if problem.groups == 1 and problem.dtype == "float32" and ig._moments(problem, config):
             programs.append(ig.schedule(problem, config, H200, True))
         for step in (step for program in programs for stage in (*program.whole, *(program.filter_last or ())) for step in stage):
-            if step.kernel in ("implicit_gemm_sm90", "implicit_gemm_patch_sm90", "pack"):
+            if step.kernel in ("hopper_gemm", "hopper_gemm_patch", "pack"):
                 steps.setdefault(step.source(), (step, f"{problem} {config}"))
     check_compiled(steps, 72)  # some words of a tile's stores, of stages that are put off, or of the arguments of a filter that is packed
 
@@ -1407,7 +1407,7 @@ def test_images_of_many_tiles_are_settled_in_memory_as_it_comes(torch, case, mod
     """Whatever the workspace holds, hundreds of times in the memory of the calls before, and from a graph: the same bits."""
     plan = Plan(asked(case, mode), "cuda", config=ImplicitGemm(64, 64, 2))
     (packs, *others), arrays = [step for steps in plan.schedule.whole for step in steps], of_many_ranges(case)
-    assert packs.kernel == "pack" and packs.arguments.slices and {step.kernel for step in others} == {"implicit_gemm_sm90"}
+    assert packs.kernel == "pack" and packs.arguments.slices and {step.kernel for step in others} == {"hopper_gemm"}
     on_gpu = Arrays(torch, plan, *arrays)
     want = on_gpu.launch()
     assert on_gpu.launch(kept=True).tobytes() == want.tobytes()

@@ -9,8 +9,13 @@ import toy_engine
 
 from pycuda_conv import ConvProblem, behind, engines, tune
 from pycuda_conv.cli import main
-from pycuda_conv.engines import batch_norm, casting, dense_nhwc_sm90, folding, implicit_gemm_sm90, max_pool, packing, registry, split_sum
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines import packing, registry, split_sum
+from pycuda_conv.engines.hopper import dense as hopper_dense
+from pycuda_conv.engines.hopper import gemm as hopper_gemm
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.layout import cast as casting
+from pycuda_conv.engines.nn import batch_norm, max_pool
+from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import KernelLaunch
@@ -20,7 +25,7 @@ from pycuda_conv.tools.suite import MODES, in_mode, suite
 from pycuda_conv.tools.warm import _batch_norm
 
 #: Each layer has a text of its own.
-UNLISTED = "lines_sm90"
+UNLISTED = "hopper_lines"
 
 
 def check_listed(problems, architecture, choose=engines.choose):
@@ -105,7 +110,7 @@ def test_every_text_is_that_of_a_module_with_a_limit(architecture):
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
 def test_what_mends_float32_is_one_kernel_for_all_sizes(monkeypatch, layout):
-    monkeypatch.setattr(implicit_gemm_sm90, "JOINED_BYTES", 0)  # parts that are joined are mended there
+    monkeypatch.setattr(hopper_gemm, "JOINED_BYTES", 0)  # parts that are joined are mended there
     device, found = device_of("sm_90a"), set()
     for size in (56, 55, 28, 7):
         for taps in (1, 3):
@@ -129,11 +134,11 @@ def test_the_tiles_that_are_chosen_from_lose_little(monkeypatch):
     problems = [as_called(problem, device) for problem in draw(12, 10)]
     few = [predicted(problem, device) for problem in problems]
     widths = (*range(64, 161, 16), 136, 192, 224, 256)
-    monkeypatch.setattr(implicit_gemm_sm90, "PIXELS", dict.fromkeys(implicit_gemm_sm90.PIXELS, ({128: widths, 64: widths},) * 4))
-    monkeypatch.setattr(implicit_gemm_sm90, "PINGPONG_PIXELS", (widths,) * 4)
-    columns = dense_nhwc_sm90.COLUMNS
+    monkeypatch.setattr(hopper_gemm, "PIXELS", dict.fromkeys(hopper_gemm.PIXELS, ({128: widths, 64: widths},) * 4))
+    monkeypatch.setattr(hopper_gemm, "PINGPONG_PIXELS", (widths,) * 4)
+    columns = hopper_dense.COLUMNS
     for tiles in ("TILES", "PHASED_TILES"):
-        monkeypatch.setattr(dense_nhwc_sm90, tiles, {(rows, n): dense_nhwc_sm90.CLUSTERS for rows in (128, 64) for n in columns})
+        monkeypatch.setattr(hopper_dense, tiles, {(rows, n): hopper_dense.CLUSTERS for rows in (128, 64) for n in columns})
     losses = [a / b for a, b in zip(few, (predicted(problem, device) for problem in problems), strict=True) if 0 < b < math.inf]
     assert any(loss > 1 for loss in losses) and sum(losses) / len(losses) < 1.015 and max(losses) < 1.6
 
@@ -162,7 +167,7 @@ def test_a_family_knows_its_own():
 def test_the_command_counts_and_lists(capsys):
     assert main(["kernels", "opencl"]) == 0
     out = capsys.readouterr().out
-    assert "direct_tile.cu" in out and "pack.cu" not in out
+    assert "direct/tile.cu" in out and "layout/pack.cu" not in out
     assert main(["kernels", "opencl", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(set(lines)) == sum(len(list(family)) for family in families("opencl"))

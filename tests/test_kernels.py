@@ -8,9 +8,10 @@ import reference
 from reference import DTYPES, assert_close, assert_exact, dgrad, fprop, run
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import direct, direct_gemm
-from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
-from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.direct import direct
+from pycuda_conv.engines.direct import gemm as direct_gemm
+from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
+from pycuda_conv.engines.direct.gemm import Gemm
 
 GEMM = Gemm(64, 64, 8, 4, 4, 1)
 

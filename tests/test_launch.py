@@ -17,7 +17,7 @@ from fake_cuda import FakeCuda
 
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, behind, engines
 from pycuda_conv.call import Operands
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.execute.device import convolve
 from pycuda_conv.runtime import contexts, driver, get_device, launcher, streams, tensor_map
 from pycuda_conv.runtime import device as device_module

@@ -10,8 +10,9 @@ from reference import DISTRIBUTIONS, DTYPES, TINY, assert_close, assert_exact, c
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines
-from pycuda_conv.engines import LibraryFft, library_fft
-from pycuda_conv.engines.fft import Fft
+from pycuda_conv.engines import LibraryFft
+from pycuda_conv.engines.fft import library_fft
+from pycuda_conv.engines.fft.fft import Fft
 from pycuda_conv.runtime import get_device, transforms
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import oracle

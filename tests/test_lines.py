@@ -34,9 +34,9 @@ from test_implicit_gemm import (
 from test_kernels import check_refused
 
 from pycuda_conv import engines
-from pycuda_conv.engines import lines_sm90 as lines
-from pycuda_conv.engines.lines_sm90 import Lines
-from pycuda_conv.engines.pointwise_sm90 import Pointwise
+from pycuda_conv.engines.hopper import lines
+from pycuda_conv.engines.hopper.lines import Lines
+from pycuda_conv.engines.hopper.pointwise import Pointwise
 
 MODE = "tf32"
 
@@ -252,7 +252,7 @@ def test_only_units_that_fp16_cannot_hold_are_left_to_tf32():
 def test_the_emulator_notices_a_wrong_scalar(case, half, monkeypatch):
     arrays = case.integers("float32")
     scalars = "across tiles steps images unit_rows unit_columns columns padded rows wide image_step plane low_w low_h"
-    check_noticed(lines, "lines_sm90", asked(case, MODE), a_tile(case, half), arrays, scalars, -1, lambda got: assert_exact(got, case.reference(*arrays)), monkeypatch)
+    check_noticed(lines, "hopper_lines", asked(case, MODE), a_tile(case, half), arrays, scalars, -1, lambda got: assert_exact(got, case.reference(*arrays)), monkeypatch)
 
 
 # ---- the kernel, compiled
@@ -261,7 +261,7 @@ def test_the_emulator_notices_a_wrong_scalar(case, half, monkeypatch):
 def test_steps_fit_their_kernels():
     for case in CASES:
         for config in tiles(case):
-            check_steps(lines.schedule(asked(case, MODE).launched, config, H200), "lines_sm90")
+            check_steps(lines.schedule(asked(case, MODE).launched, config, H200), "hopper_lines")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from pycuda_conv import ConvProblem, engines
-from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
-from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile, Wgrad
-from pycuda_conv.engines.direct_gemm import Gemm
-from pycuda_conv.engines.direct_quads import Quads
-from pycuda_conv.engines.few_inputs import FewInputs
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
-from pycuda_conv.engines.lines_sm90 import Lines
-from pycuda_conv.engines.pointwise_sm90 import Pointwise
-from pycuda_conv.engines.via_nhwc import ViaNhwc
+from pycuda_conv.engines.compose.via_nhwc import ViaNhwc
+from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile, Wgrad
+from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.direct.quads import Quads
+from pycuda_conv.engines.hopper.dense import DenseNhwc
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.hopper.lines import Lines
+from pycuda_conv.engines.hopper.pointwise import Pointwise
+from pycuda_conv.engines.mma.few_inputs import FewInputs
 from pycuda_conv.runtime.target import Target
 
 H200 = Target("sm_90a")

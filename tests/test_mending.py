@@ -11,8 +11,8 @@ from emulator import RESULT, Memory, gpu, launch
 from reference import activated, dgrad, fprop
 from test_implicit_gemm import WHOLE, asked, raw
 
-from pycuda_conv.engines import implicit_gemm_sm90 as ig
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.hopper import gemm as ig
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 

@@ -1,4 +1,4 @@
-"""Gradients of filters of few channels and many pixels, by ``patch_wgrad.cu`` and ``direct_wgrad.cu``: exact, and against float64."""
+"""Gradients of filters of few channels and many pixels, by ``patch_wgrad.cu`` and ``direct/wgrad.cu``: exact, and against float64."""
 
 import math
 from dataclasses import replace
@@ -9,10 +9,11 @@ from reference import DTYPES, assert_close, assert_exact, run
 from test_gradients import bound, gradient
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import direct, patch_wgrad, registry, split_sum
-from pycuda_conv.engines.direct import Wgrad
-from pycuda_conv.engines.few_channels_wgrad import FewChannelsWgrad
-from pycuda_conv.engines.patch_wgrad import RUN, TILES, PatchWgrad
+from pycuda_conv.engines import registry, split_sum
+from pycuda_conv.engines.direct import direct, patch_wgrad
+from pycuda_conv.engines.direct.direct import Wgrad
+from pycuda_conv.engines.direct.patch_wgrad import RUN, TILES, PatchWgrad
+from pycuda_conv.engines.mma.few_channels_wgrad import FewChannelsWgrad
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
 

@@ -13,9 +13,9 @@ from reference import DTYPES, assert_exact, dgrad, fprop
 from test_implicit_gemm import H200, NVCC, asked, check_compiled, check_not_finite, check_steps, ids_of, torch  # noqa: F401 -- torch: a fixture
 
 from pycuda_conv import ConvProblem, engines
-from pycuda_conv.engines import planes_sm90 as pn
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
-from pycuda_conv.engines.planes_sm90 import Planes
+from pycuda_conv.engines.hopper import planes as pn
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.hopper.planes import Planes
 from pycuda_conv.tools import families
 
 MODES = tuple(mode for mode, dtype in (("fp16", "float16"), ("bf16", "bfloat16")) if dtype in DTYPES)
@@ -26,7 +26,7 @@ CASES = [
     fprop((3, 72, 10, 12), (136, 72, 1, 1)), fprop((2, 8, 24), (64, 8, 1)), dgrad((2, 40, 12, 20), (40, 72, 1, 1)), dgrad((2, 200, 4, 6, 8), (200, 16, 1, 1, 1)),
     fprop((5, 264, 8, 9), (20, 264, 1, 1)), dgrad((1, 72, 15, 24), (72, 208, 1, 1)),
 ]  # fmt: skip
-WIDEST = [pn._widest(*tile) for tile in pn.TILES]
+WIDEST = [pn._max_stages_of(*tile) for tile in pn.TILES]
 TILES = [replace(config, STAGES=min(stages, config.STAGES)) for config, stages in zip(WIDEST, (2, 3, 5, 3, 2, 2), strict=True)]
 SOME = [(case, MODES[i % len(MODES)], TILES[(i + more) % len(TILES)]) for i, case in enumerate(CASES) for more in (0, 3)]
 
@@ -93,13 +93,13 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
 
 
 def test_odd_numbers_of_channels_are_another_kernel_s():
-    """Whose rows of a filter TMA can't load, so images and filter are packed: ``implicit_gemm_sm90.cu``."""
+    """Whose rows of a filter TMA can't load, so images and filter are packed: ``hopper/gemm.cu``."""
     problem = ConvProblem.forward(2, (2, 410, 80, 80), (71, 410, 1, 1), dtype="bfloat16")
     assert pn.why_not(problem) is not None and isinstance(engines.choose(problem, H200), ImplicitGemm)
 
 
 def test_steps_fit_their_kernel():
-    check_steps(pn.schedule(asked(BASE, "fp16"), TILES[0], H200), "planes_sm90")
+    check_steps(pn.schedule(asked(BASE, "fp16"), TILES[0], H200), "hopper_planes")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")

@@ -14,8 +14,9 @@ import pytest
 
 from pycuda_conv import ConvProblem, behind, engines
 from pycuda_conv import plan as plan_module
-from pycuda_conv.engines import geometry, implicit_gemm_sm90, registry
+from pycuda_conv.engines import geometry, registry
 from pycuda_conv.engines.geometry import Phase
+from pycuda_conv.engines.hopper import gemm as hopper_gemm
 from pycuda_conv.engines.schedule import shared_limit
 from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.runtime.target import Target
@@ -144,11 +145,11 @@ def test_what_an_engine_chooses_is_among_what_it_compares(hopper):
 def test_rings_are_as_deep_as_shared_memory_allows(hopper):
     checked = 0
     for problem in PROBLEMS:
-        for config in implicit_gemm_sm90.configs(problem.launched, hopper):
-            depths = implicit_gemm_sm90._DEPTHS[config.loader]
-            assert implicit_gemm_sm90.refusal(problem.launched, config) is None
+        for config in hopper_gemm.configs(problem.launched, hopper):
+            depths = hopper_gemm._DEPTHS[config.loader]
+            assert hopper_gemm.refusal(problem.launched, config) is None
             for stages in (n for n in depths if n > config.STAGES):
-                assert implicit_gemm_sm90.refusal(problem.launched, replace(config, STAGES=stages)) is not None, (problem, config)
+                assert hopper_gemm.refusal(problem.launched, replace(config, STAGES=stages)) is not None, (problem, config)
                 checked += 1
     assert checked > 100
 
@@ -176,10 +177,10 @@ def test_a_text_has_all_its_defines(architecture):
     for problem in map(plan_module.as_called, PROBLEMS, [device] * len(PROBLEMS)):
         for launch in behind.launches(behind.with_constants(engines.schedule(problem, engines.choose(problem, device), device))):
             lines = launch.source().partition("#line")[0].splitlines()
-            assert {f"#define {name} {value}" for name, value in launch.defines.items()} == set(lines) - {'#include "portable.cuh"'}
+            assert {f"#define {name} {value}" for name, value in launch.defines.items()} == set(lines) - {'#include "core/portable.cuh"'}
             if "LAYER" in launch.defines and "DTYPE" not in launch.defines:
                 layered.add(launch.file or launch.kernel)
-    assert {"sm_90a": "implicit_gemm_sm90", "sm_80": "implicit_gemm_sm80"}[architecture] in layered
+    assert {"sm_90a": "hopper_gemm", "sm_80": "mma_gemm"}[architecture] in layered
 
 
 def test_a_result_whose_moments_are_wanted_is_planned_with_what_they_cost():

@@ -36,9 +36,9 @@ from test_implicit_gemm import (
 from test_kernels import check_refused
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import pointwise_sm90 as pw
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
-from pycuda_conv.engines.pointwise_sm90 import Pointwise
+from pycuda_conv.engines.hopper import pointwise as pw
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.hopper.pointwise import Pointwise
 
 MODES = ("fp32", "fp32 last", "tf32", "tf32 last")
 
@@ -210,7 +210,7 @@ def test_the_planner_takes_it_where_there_is_much_to_read(x_shape, k, precision)
         ConvProblem.gradient("weight", 2, x_shape, w_shape, y_shape, precision=precision),
     ):  # fmt: skip
         launched = problem.launched
-        if launched.result_channels < 256 or precision == "tf32":  # more of fp32 are as fast by implicit_gemm_sm90.cu
+        if launched.result_channels < 256 or precision == "tf32":  # more of fp32 are as fast by hopper/gemm.cu
             assert isinstance(engines.choose(problem, H200), Pointwise)
         found, times = pw.choose(launched, H200), {config: pw.time(launched, config, H200) for config in pw.configs(launched, H200)}
         assert found[0] == min(times.values()) == times[found[1]] and all(pw.refusal(launched, config) is None for config in times)
@@ -279,7 +279,7 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
     else:
         problem, config, arrays = asked(case, mode), Pointwise(32), case.integers("float32")
         ref = case.reference(*arrays)
-    check_noticed(pw, "pointwise_sm90", problem, config, arrays, scalars, -1, lambda got: assert_exact(got, ref), monkeypatch)
+    check_noticed(pw, "hopper_pointwise", problem, config, arrays, scalars, -1, lambda got: assert_exact(got, ref), monkeypatch)
 
 
 # ---- the kernel, compiled
@@ -287,8 +287,8 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
 
 def test_steps_fit_their_kernels():
     for case, mode in PLANNED[:8]:
-        check_steps(pw.schedule(asked(case, mode), tiles(case, mode)[0], H200), "pointwise_sm90")
-    check_steps(pw.schedule(filters_problem((2, 20, 8, 8), 30, "tf32").launched, Pointwise(32, 1, 3, 2), H200), "pointwise_sm90")
+        check_steps(pw.schedule(asked(case, mode), tiles(case, mode)[0], H200), "hopper_pointwise")
+    check_steps(pw.schedule(filters_problem((2, 20, 8, 8), 30, "tf32").launched, Pointwise(32, 1, 3, 2), H200), "hopper_pointwise")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")

@@ -10,7 +10,7 @@ import pytest
 import simt
 from reference import DTYPES
 
-from pycuda_conv.engines.max_pool import Pool
+from pycuda_conv.engines.nn.max_pool import Pool
 
 torch = pytest.importorskip("torch")
 

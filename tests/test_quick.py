@@ -21,7 +21,7 @@ from test_launch import IN_C
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, behind, engines, memo, quick
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.execute import device
 
 torch = pytest.importorskip("torch")

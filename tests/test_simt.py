@@ -20,13 +20,16 @@ from test_dense_nhwc import CASES as DENSE
 from test_dense_nhwc import MODES, tiles
 from test_implicit_gemm import TILES, asked, check_moments, dtype_of
 
-from pycuda_conv.engines import batch_norm, casting, direct, packing, split_sum
-from pycuda_conv.engines import implicit_gemm_sm90 as ig
-from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
-from pycuda_conv.engines.direct_gemm import Gemm
-from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
-from pycuda_conv.engines.pointwise_sm90 import Pointwise
+from pycuda_conv.engines import packing, split_sum
+from pycuda_conv.engines.direct import direct
+from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.hopper import gemm as ig
+from pycuda_conv.engines.hopper.dense import DenseNhwc
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.hopper.pointwise import Pointwise
+from pycuda_conv.engines.layout import cast as casting
+from pycuda_conv.engines.mma.gemm import ImplicitGemm80
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.runtime.base import TensorMap
 
@@ -47,7 +50,7 @@ def check(case: Case, mode: str, config, seeds=(1, 2, 3), **options) -> None:
     assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=seeds, **options), case.reference(*arrays), config)
 
 
-# ---- dense_nhwc_sm90.cu, transpose_filter.cu
+# ---- hopper/dense.cu, transpose_filter.cu
 
 DENSES = sample(DENSE, MODES, tiles)
 
@@ -99,7 +102,7 @@ def test_channels_last_tiles_finish_their_sums(case, mode, config):
     assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, config)
 
 
-# ---- implicit_gemm_sm90.cu, pack.cu, direct_gemm.cu, direct_reduce.cu
+# ---- hopper/gemm.cu, pack.cu, direct/gemm.cu, direct/reduce.cu
 
 
 def planned(case: Case, mode: str) -> list[ImplicitGemm]:
@@ -280,7 +283,7 @@ def test_blocks_add_the_parts_of_split_sums(case, mode, config, blocks):
     problem = asked(case, mode)
     program = emulator.program_of(problem, config, blocks)
     packing, *products = [step for stage in program.whole for step in stage]
-    assert packing.kernel == "pack" and {step.kernel for step in products} == {"implicit_gemm_sm90"}
+    assert packing.kernel == "pack" and {step.kernel for step in products} == {"hopper_gemm"}
     assert packing.arguments.tickets == sum(step.structs[0].tiles // config.SPLIT * (step.structs[4].turns if step.defines["PHASES"] > 1 else 1) + 3 & ~3 for step in products)
     check(case, mode, config, (1, 2) if blocks == 4 else (1,), multiprocessors=blocks)
     if blocks == 4:
@@ -297,7 +300,7 @@ def test_flagged_results_need_to_be_computed_once_more():
         assert not np.array_equal(np.isinf(y), np.isinf(case.reference(x, w, b)))
 
 
-# ---- implicit_gemm_sm80.cu, for Ampere
+# ---- mma/gemm.cu, for Ampere
 
 AMPERE = sample(implicit.SHAPES[2::24], ("fp32", "fp16 last", "bf16"), lambda case, mode: [ImplicitGemm80(64, 128, 4, 1), ImplicitGemm80(128, 64, 3, 3)])
 
@@ -307,7 +310,7 @@ def test_implicit_gemm_of_ampere(case, mode, config):
     check(case, mode, config, (1, 2))
 
 
-# ---- pointwise_sm90.cu, lines_sm90.cu
+# ---- hopper/pointwise.cu, hopper/lines.cu
 
 POINTS = sample(pointwise.CASES, pointwise.MODES, pointwise.tiles)[:6]
 LINES = sample(lines.CASES[::4], ("tf32",), lambda case, mode: lines.tiles(case))
@@ -488,7 +491,7 @@ def test_a_batch_norm_by_one_launch(pixels, monkeypatch):
     assert not summed or np.array_equal(together[9], apart[9])
 
 
-# ---- direct_reduce.cu
+# ---- direct/reduce.cu
 
 
 def test_the_parts_of_two_sums_are_added_by_one_launch():
@@ -536,7 +539,7 @@ def test_casts(shape, dtype):
         assert all(np.array_equal(found[2 * i + 1].view("f"), array.astype(dtype).astype("f").ravel()) for i, array in enumerate(arrays))
 
 
-# ---- dmma.cu, direct_reduce.cu
+# ---- dmma.cu, direct/reduce.cu
 
 
 def run_dmma(problem, config, broken=None, make=dmma.integers):
@@ -589,7 +592,7 @@ ALONG_ROWS = """
 #define WGMMA_N COLUMNS
 #define WGMMA_MN_MAJOR_A "1"
 #define WGMMA_MN_MAJOR_B "1"
-#include "wgmma.cuh"
+#include "hopper/wgmma.cuh"
 // one block of 128: sums[m][n] of a[k][m] and b[k][n], 64 of k, in blocks of SPAN bytes along m and n
 constexpr int WIDE = SPAN / 2, BLOCK = 64 * SPAN;
 DEVICE uint64_t described(uint32_t address) {
@@ -640,7 +643,7 @@ def test_both_operands_along_their_rows(dtype, columns, span):
     assert_exact(memory.buffers[2].view(np.float32).reshape(64, columns), a.T.astype(float) @ b.astype(float))
 
 
-# ---- direct_dgrad.cu
+# ---- direct/dgrad.cu
 
 
 def test_gradients_of_one_order_of_sums_give_the_same_bits():
@@ -661,7 +664,7 @@ def test_gradients_of_one_order_of_sums_give_the_same_bits():
     [("x[-1]", "reads 4 bytes at -4 of buffer 0, which has 36"), ("x[9]", "reads 4 bytes at 36 of buffer 0, which has 36"), ("float4(*(const float4*)(x + 1)).x", "reads 16 bytes at .*, which is no multiple of 16")],
 )  # fmt: skip
 def test_reads_beside_an_array_and_askew_are_found(read, said):
-    source = f'#include "launch.cuh"\nextern "C" __global__ void reads(const float* x, float* y) {{ AFTER_LAST_LAUNCH y[0] = {read}; }}'
+    source = f'#include "core/launch.cuh"\nextern "C" __global__ void reads(const float* x, float* y) {{ AFTER_LAST_LAUNCH y[0] = {read}; }}'
     step = SimpleNamespace(kernel="reads", source=lambda: source, maps=(), buffers=(0, 1), numbers=(), grid=1, block=32, shared=0)
     with pytest.raises(simt.Wrong, match=said):
         simt.run([[step]], SimpleNamespace(buffers=[np.zeros(36, np.uint8), np.zeros(4, np.uint8)]))

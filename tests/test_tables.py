@@ -11,8 +11,8 @@ import pytest
 from conftest import why_no_opencl
 
 from pycuda_conv import tune as choices_of
-from pycuda_conv.engines.direct import Batched
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.direct.direct import Batched
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools import (
     ablation,

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pycuda_conv import ConvProblem, engines
-from pycuda_conv.engines import implicit_gemm_sm90
+from pycuda_conv.engines.hopper import gemm as hopper_gemm
 from pycuda_conv.plan import as_called
 
 DEVICES = {
@@ -19,29 +19,29 @@ DEVICES = {
 }
 FLAG = {0, 1}
 #: Of the planner's choices, which are on no list of measured ones.
-PIXELS = {tile.BLOCK_N for tile in (*(one for seldom in range(4) for three in (False, True) for dense in (False, True) for one in implicit_gemm_sm90._ordinary_tiles(seldom, three, dense)), *implicit_gemm_sm90._SPECIAL_TILES)}
-#: What a define may be. Those of lines_sm90.cu are numbers of the layer and of the tile.
+PIXELS = {tile.BLOCK_N for tile in (*(one for seldom in range(4) for three in (False, True) for dense in (False, True) for one in hopper_gemm._ordinary_tiles(seldom, three, dense)), *hopper_gemm._SPECIAL_TILES)}
+#: What a define may be. Those of hopper/lines.cu are numbers of the layer and of the tile.
 LISTS = {
-    "implicit_gemm_sm90": {
+    "hopper_gemm": {
         "BLOCK_M": {64, 128}, "BLOCK_N": PIXELS, "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "LOAD_CHANNELS": {16, 32, 64},
         "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
         "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "INTERLEAVE_COLUMNS": FLAG,
     },
-    "implicit_gemm_patch_sm90": {
+    "hopper_gemm_patch": {
         "BLOCK_M": {64}, "BLOCK_N": {224}, "WGMMA_N": {112}, "STAGES": {3, 4, 5, 6}, "PRODUCTS": {1, 3}, "PATCH_ROWS": {14}, "FUSED_SPLIT": FLAG,
     },
-    "implicit_gemm_sm80": {
+    "mma_gemm": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {64, 128, 256}, "STAGES": {3, 4}, "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "VEC": {1, 4}, "DENSE": FLAG,
     },
     "pack": {
         "IN": {16, 17, 32}, "LIMBS": {1, 2}, "NHWC": FLAG, "VECTOR": {1, 2, 4}, "EIGHTS": FLAG, "RANGE_CHECK": FLAG, "SAMPLE_SCALE": FLAG, "FILTER": FLAG, "FOLDED": FLAG,
         "CLUSTER": {0, 8},
     },
-    "dense_nhwc_sm90": {
+    "hopper_dense": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,
         "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4},
     },
-    "gather_nhwc_sm90": {
+    "hopper_gather": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128}, "STAGES": set(range(2, 9)), "TYPE": {16, 17, 32}, "COPY": {4, 16}, "CLUSTER": {1, 2, 4, 8},
     },
     "grouped_nhwc": {"TYPE": {16, 17, 32}, "TAPS_R": {1, 3}, "STRIDE_H": {1, 2}, "PHASES": {1, 4}},
@@ -52,20 +52,20 @@ LISTS = {
         "CHANNELS_LAST": FLAG,
     },
     "transpose_filter": {"BYTES": {2, 4}}, "fold_channels": {"BYTES": {2, 4}, "UNIT": {2, 4, 8, 16}}, "via_nhwc": {"BYTES": {2, 4}}, "columns_add": {"DTYPE": {16, 17, 32, 64}, "INDEX_64": {0}, "THREADS": {256}},
-    "wgrad_nhwc_sm90": {
+    "hopper_wgrad": {
         "BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256, 384, 576}, "WGMMA_N": {64, 128, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32},
         "LIMBS": {1, 2}, "PLANES": FLAG, "FLIPPED": FLAG,
     },
-    "wgrad_nhwc_reduce": {"TYPE": {16, 17, 32}}, "wgrad_nhwc_add": {"TYPE": {16, 17, 32}, "EACH": {2, 4}},
-    "planes_sm90": {"BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256}, "WGMMA_N": {64, 128, 192}, "STAGES": set(range(2, 9)), "TYPE": {16, 17}, "W_MN_MAJOR": FLAG, "OWN_M": {64, 128}, "RESULTS": {1, 2}},
-    "gathered_planes_sm90": {"BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 128}, "STAGES": set(range(2, 9)), "TYPE": {16, 17, 32}, "W_TURNED": FLAG, "CLUSTER": {1, 2, 4, 8}, "GROUPS": {2, 4}},
+    "hopper_wgrad_reduce": {"TYPE": {16, 17, 32}}, "hopper_wgrad_add": {"TYPE": {16, 17, 32}, "EACH": {2, 4}},
+    "hopper_planes": {"BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256}, "WGMMA_N": {64, 128, 192}, "STAGES": set(range(2, 9)), "TYPE": {16, 17}, "W_MN_MAJOR": FLAG, "OWN_M": {64, 128}, "RESULTS": {1, 2}},
+    "hopper_gathered_planes": {"BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 128}, "STAGES": set(range(2, 9)), "TYPE": {16, 17, 32}, "W_TRANSPOSED": FLAG, "CLUSTER": {1, 2, 4, 8}, "GROUPS": {2, 4}},
     "few_channels": {
         "TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "COLUMN_TILES": {1, 2, 3, 6}, "ROWS": {2, 3, 4, 6}, "PIXEL_TILES": {1, 2}, "WIDE_LOADS": FLAG,
     },
     "depthwise_toeplitz": {"TYPE": {16, 17}, "STRIDE": {1, 2}, "STEPS": {1, 2}, "GRAD": FLAG, "LAST": FLAG},
     "few_inputs": {"TYPE": {16, 17, 32}, "BLOCK_N": {16, 32, 48, 64}, "PLANES": FLAG, "PRODUCTS": {1, 3}},
-    "few_pixels_sm90": {"TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "BLOCK_N": {32, 56}, "CLUSTER": {2, 4, 8}, "PHASES": {1, 4}},
-    "pointwise_sm90": {
+    "mma_few_pixels": {"TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "BLOCK_N": {32, 56}, "CLUSTER": {2, 4, 8}, "PHASES": {1, 4}},
+    "hopper_pointwise": {
         "BLOCK_N": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "MOMENTS": FLAG,
         "RAW_FILTER": FLAG,
     },
@@ -117,18 +117,18 @@ def test_sizes_and_batches_of_a_layer_ask_for_few_texts(name):
             for launch in launches(problem, device):
                 file = launch.file or launch.kernel
                 for define, value in launch.defines.items():
-                    assert file == "lines_sm90" or value in LISTS[file][define], f"{define} of {file} is {value}: {problem}"
+                    assert file == "hopper_lines" or value in LISTS[file][define], f"{define} of {file} is {value}: {problem}"
                 texts.add((file, tuple(sorted(launch.defines.items()))))
                 met.add(file)
         assert len(texts) <= MOST, f"{len(texts)} texts: {problem}"
-    assert met >= ({"pack", "implicit_gemm_sm80"} if name == "sm_80" else {"pack", "implicit_gemm_sm90", "pointwise_sm90", "lines_sm90", "dense_nhwc_sm90", "wgrad_nhwc_sm90"})
+    assert met >= ({"pack", "mma_gemm"} if name == "sm_80" else {"pack", "hopper_gemm", "hopper_pointwise", "hopper_lines", "hopper_dense", "hopper_wgrad"})
 
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_with_a_tile_no_text_depends_on_the_number_of_images(name):
     """But for the gradient of a filter, whose channels they are, and its sums, which are split by how many there are.
 
-    And but for filters that blocks of dense_nhwc_sm90 turn themselves where they have few stages.
+    And but for filters that blocks of hopper_dense turn themselves where they have few stages.
     """
     device = DEVICES[name]
     for layer, _ in layers(40, 6):

@@ -24,9 +24,9 @@ from reference import python, started
 
 import pycuda_conv as pc
 from pycuda_conv import behind, cli, timing
-from pycuda_conv.engines.direct import Batched
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
-from pycuda_conv.engines.pointwise_sm90 import Pointwise
+from pycuda_conv.engines.direct.direct import Batched
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import bound

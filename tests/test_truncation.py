@@ -1,4 +1,4 @@
-"""Results are not too small: what tensor cores cut from their sums is given back (cu/truncation.cuh), in the model and on a GPU."""
+"""Results are not too small: what tensor cores cut from their sums is given back (cu/core/truncation.cuh), in the model and on a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import truncation
 from truncation import one_product, rounded, shrinkage, three_products, three_tf32_products
 
 import pycuda_conv as pc
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.runtime.base import KERNEL_DIR
 
 SIDE = 64  # a case of the model has so many results squared
@@ -39,10 +39,10 @@ def operands(kind: str, depth: int, seed: int = 1) -> tuple[np.ndarray, np.ndarr
 
 
 def test_the_kernels_constants_are_the_models():
-    text = (KERNEL_DIR / "truncation.cuh").read_text()
+    text = (KERNEL_DIR / "core/truncation.cuh").read_text()
     for name in ("CUT", "STEADY"):
         assert float(re.search(rf"{name} = ([\d.e-]+)f", text)[1]) * 16 / 15 == getattr(truncation, name)
-    pointwise = (KERNEL_DIR / "pointwise_sm90.cu").read_text()
+    pointwise = (KERNEL_DIR / "hopper/pointwise.cu").read_text()
     assert float(re.search(r"PROMOTED = ([\d.e-]+)f", pointwise)[1]) * 16 / 15 == truncation.PROMOTED
 
 
@@ -98,7 +98,7 @@ def test_small_integers_stay_exact(depth):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_what_the_kernels_give_back(tmp_path):
     """The header's own text, by g++: sums that are not finite stay as they are, so do those that nothing was cut from, and others are as in the model."""
-    text = (KERNEL_DIR / "truncation.cuh").read_text().split('#include "numbers.cuh"')[1]
+    text = (KERNEL_DIR / "core/truncation.cuh").read_text().split('#include "core/numbers.cuh"')[1]
     (tmp_path / "lost.cpp").write_text(SHIM + text + 'extern "C" float lost(float to, float sum, float part) { return with_lost(to, sum, part); }\n')
     subprocess.run(["g++", "-shared", "-fPIC", "-o", tmp_path / "lost.so", tmp_path / "lost.cpp"], check=True)
     lost = ctypes.CDLL(str(tmp_path / "lost.so")).lost

@@ -17,12 +17,12 @@ from reference import fprop, started
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, cli, engines, explain, measure, memo, tune
-from pycuda_conv.engines.direct import Batched, Dgrad, Single
-from pycuda_conv.engines.direct_gemm import Gemm
-from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
-from pycuda_conv.engines.lines_sm90 import Lines
-from pycuda_conv.engines.pointwise_sm90 import Pointwise
+from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single
+from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
+from pycuda_conv.engines.hopper.lines import Lines
+from pycuda_conv.engines.hopper.pointwise import Pointwise
+from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import copies, get_device
 from pycuda_conv.runtime.base import shown_file
@@ -239,7 +239,7 @@ def test_processes_that_add_at_the_same_time_keep_each_other_s_choices(python_en
     code = """
 import sys
 from pathlib import Path
-from pycuda_conv.engines.direct import Single
+from pycuda_conv.engines.direct.direct import Single
 from pycuda_conv.tune import Choice, Table
 table = Table(Path(sys.argv[1]))
 for i in range(25):
@@ -521,7 +521,7 @@ def told(plan, **options) -> dict[str, str]:
 def test_a_plan_tells_what_it_launches_and_why(named):
     found = told(Plan(PROBLEM, named))
     assert found["where"] == f"opencl, {GPU}" and found["work"].startswith("1.73e-05 GFLOP, 0.00") and "rule" in found["because"]
-    assert found["direct_batched"] == f"cu/direct_batched.cu {Plan(PROBLEM, named).schedule.whole[0][0].grid} 128" and "measured" not in found
+    assert found["direct_batched"] == f"cu/direct/batched.cu {Plan(PROBLEM, named).schedule.whole[0][0].grid} 128" and "measured" not in found
     assert told(Plan(PROBLEM, named, config=ODD))["because"] == "the caller gave it"
     tune.store(PROBLEM, named, Choice(ODD, 4.5))
     found = told(Plan(PROBLEM, named))

@@ -17,11 +17,11 @@ from test_implicit_gemm import H200, NVCC, Arrays, asked, check_compiled, check_
 from test_wgrad_nhwc import Filter, launched
 
 from pycuda_conv import Plan, engines
-from pycuda_conv.engines import via_nhwc as vn
-from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
-from pycuda_conv.engines.inner import parsed
+from pycuda_conv.engines.compose import via_nhwc as vn
+from pycuda_conv.engines.compose.delegate import parsed
+from pycuda_conv.engines.compose.via_nhwc import ViaNchw, ViaNhwc
+from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.schedule import RESULT
-from pycuda_conv.engines.via_nhwc import ViaNchw, ViaNhwc
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import KernelLaunch
 from pycuda_conv.tools import families
@@ -93,7 +93,7 @@ def test_channels_are_filled_up_by_the_launch_that_transposes(case, dtype):
     problem, arrays, config = case.problem(dtype), case.integers(dtype), ViaNhwc("WgradNhwc(BLOCK_M=64, BLOCK_N=64, STAGES=2, SPLIT=2)")
     assert_exact(simt.computed(problem, config, *arrays, seeds=(1,)), case.reference(*arrays))
     met = [launch.kernel for step in engines.schedule(problem, config, H200).whole for launch in step]
-    assert met[:-1] == ["via_nhwc_two", *["fold_channels"] * (case.x[1] == 3), "wgrad_nhwc_sm90"]
+    assert met[:-1] == ["via_nhwc_two", *["fold_channels"] * (case.x[1] == 3), "hopper_wgrad"]
 
 
 def test_all_of_them_run():

@@ -16,7 +16,8 @@ from conftest import why_no_opencl
 import pycuda_conv
 from pycuda_conv import ConvProblem, behind, engines
 from pycuda_conv.cli import main
-from pycuda_conv.engines import casting, max_pool
+from pycuda_conv.engines.layout import cast as casting
+from pycuda_conv.engines.nn import max_pool
 from pycuda_conv.errors import BackendError
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import binaries, get_device
@@ -259,7 +260,7 @@ def test_the_most_used_of_random_problems(fake, capsys, monkeypatch):
 
 
 def test_what_a_compiler_refuses_is_told_and_the_rest_is_compiled(fake, capsys):
-    fake.refused = "direct_gemm.cu"
+    fake.refused = "direct/gemm.cu"
     assert main(["warm", "--gpu", "sm_80"]) == 1
     out = capsys.readouterr().out
     assert "failed: direct_gemm: fake failed (1): no room" in out and counts(out)[2] == len(fake.compiled) > 0

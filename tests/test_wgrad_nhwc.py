@@ -16,9 +16,9 @@ from reference import DTYPES, EPS, SUM_EPS, TINY, assert_close, assert_exact
 from test_implicit_gemm import H200, MARGIN, NVCC, check_compiled, check_noticed, check_steps, side_by_side, torch  # noqa: F401 -- torch: a fixture
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import wgrad_nhwc_sm90 as wn
+from pycuda_conv.engines.hopper import wgrad as wn
+from pycuda_conv.engines.hopper.wgrad import WgradNhwc
 from pycuda_conv.engines.schedule import RESULT
-from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
 from pycuda_conv.tools import families
 
 TYPES = [dtype for dtype in ("float16", "bfloat16", "float32") if dtype in DTYPES]  # float32: in TF32, where nothing else is said
@@ -211,8 +211,8 @@ def test_the_plan_of_planes_computes_the_gradient(case):
 def test_every_kind_of_case_is_among_them():
     met = [wn.schedule(case.problem(dtype).launched, config, H200) for case, dtype in PLANNED for config in configs_of(dtype) for config in [case.legal(config, dtype)]]
     launches = [launch for program in met for step in (*program.whole, *(program.filter_last or ())) for launch in step]
-    structs = [launch.arguments for launch in launches if launch.kernel == "wgrad_nhwc_sm90"]
-    added = [launch.arguments for launch in launches if launch.kernel == "wgrad_nhwc_add"]
+    structs = [launch.arguments for launch in launches if launch.kernel == "hopper_wgrad"]
+    added = [launch.arguments for launch in launches if launch.kernel == "hopper_wgrad_add"]
     assert {s.taps_fastest for s in structs} == {0, 1} and {s.channels % 4 for s in added} == {0, 1, 2, 3}
     copied = [launch.arguments for launch in launches if launch.kernel == "fold_channels"]
     assert {s.chunks == 1 for s in copied} == {s.stride_h > 1 for s in copied} == {s.dilation_w > 1 for s in copied} == {True, False} and any(s.channels == 1 for s in copied)
@@ -221,8 +221,8 @@ def test_every_kind_of_case_is_among_them():
     assert {s.taps_inner for s in structs} == {0, 1}
     assert {s.rank for s in structs} == {0, 1, 2, 3} and {s.taps > 1 for s in structs} == {s.bundles > 1 for s in structs} == {s.own_columns < s.columns for s in structs} == {True, False}
     assert {s.tiles_m > 1 for s in structs} == {s.tiles_n > 1 for s in structs} == {s.stages < s.splits for s in structs} == {True, False}
-    assert {launch.kernel for launch in launches} == {"wgrad_nhwc_sm90", "wgrad_nhwc_reduce", "wgrad_nhwc_add", "fold_channels"}
-    assert max(launch.arguments.tiles_t for launch in launches if launch.kernel == "wgrad_nhwc_reduce") == 2
+    assert {launch.kernel for launch in launches} == {"hopper_wgrad", "hopper_wgrad_reduce", "hopper_wgrad_add", "fold_channels"}
+    assert max(launch.arguments.tiles_t for launch in launches if launch.kernel == "hopper_wgrad_reduce") == 2
 
 
 @pytest.mark.parametrize("split", [1, 2, 7, 9, 16, 40, 280])
@@ -283,7 +283,7 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
             assert len(set(found)) == len(found) and wn.choose(problem, H200)[1] in found and all(wn.refusal(problem, config) is None for config in found)
             program = wn.schedule(problem, r.choice(found), H200)
             launches = [launch for step in program.whole for launch in step]
-            parts = [4 * one.structs[0].splits * one.structs[0].size for one in launches if one.kernel == "wgrad_nhwc_sm90" and one.buffers[0] != RESULT]
+            parts = [4 * one.structs[0].splits * one.structs[0].size for one in launches if one.kernel == "hopper_wgrad" and one.buffers[0] != RESULT]
             copies = [16 * one.arguments.words for one in launches if one.kernel == "fold_channels"]
             assert program.workspace_bytes == sum(-(-nbytes // 256) * 256 for nbytes in parts + copies)
             for launch in launches:
@@ -381,7 +381,7 @@ def test_what_is_not_finite_reaches_its_own_results_only():
 def test_the_emulator_notices_a_wrong_scalar(case, scalars, monkeypatch):
     arrays = case.integers("float16")
     ref = case.reference(*arrays)
-    check_noticed(wn, "wgrad_nhwc_sm90", case.problem(), WgradNhwc(64, 64, 3, 2), arrays, scalars, 1, lambda got: assert_exact(got, ref), monkeypatch)
+    check_noticed(wn, "hopper_wgrad", case.problem(), WgradNhwc(64, 64, 3, 2), arrays, scalars, 1, lambda got: assert_exact(got, ref), monkeypatch)
 
 
 # ---- the kernels, compiled
@@ -389,8 +389,8 @@ def test_the_emulator_notices_a_wrong_scalar(case, scalars, monkeypatch):
 
 def test_steps_fit_their_kernels():
     for config in CONFIGS:
-        check_steps(wn.schedule(BASE.problem().launched, config, H200), "wgrad_nhwc_sm90")
-        check_steps(wn.schedule(CASES[12].problem().launched, config, H200), "wgrad_nhwc_reduce")
+        check_steps(wn.schedule(BASE.problem().launched, config, H200), "hopper_wgrad")
+        check_steps(wn.schedule(CASES[12].problem().launched, config, H200), "hopper_wgrad_reduce")
         check_steps(wn.schedule(PADDED[1].problem().launched, config, H200), "fold_channels")
 
 

@@ -31,8 +31,8 @@ from test_wgrad_nhwc import (
     precise,
 )
 
-from pycuda_conv.engines import wgrad_nhwc_sm90 as wn
-from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
+from pycuda_conv.engines.hopper import wgrad as wn
+from pycuda_conv.engines.hopper.wgrad import WgradNhwc
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 

@@ -12,7 +12,7 @@ import pytest
 from reference import started
 
 import pycuda_conv as pc
-from pycuda_conv.engines.direct import Batched
+from pycuda_conv.engines.direct.direct import Batched
 from pycuda_conv.runtime import get_device
 
 START = """

@@ -1,4 +1,4 @@
-"""A model of the tensor core's sum, the same bits: what cu/truncation.cuh gives back is derived from it.
+"""A model of the tensor core's sum, the same bits: what cu/core/truncation.cuh gives back is derived from it.
 
 Published by Xie et al. (MMA-Sim, arXiv 2511.10909) and Khattak and Mikaitis (arXiv 2512.07004). A step adds some products and the sum so far at
 once. Products are exact. Every summand is cut towards zero at `bits` binary places of the largest exponent among them; the sum of what is
@@ -46,7 +46,7 @@ def tensor_sum(so_far: np.ndarray | None, a: np.ndarray, b: np.ndarray, step: in
 
 
 def limbs(v: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-    """cu/limbs.cuh: high and 2^11 low, and the scale."""
+    """cu/core/limbs.cuh: high and 2^11 low, and the scale."""
     scale = 2.0 ** (14 - np.floor(np.log2(np.abs(v).max())))
     high = (v * scale).astype(np.float16).astype(np.float64)
     return high, ((v * scale - high) * 2048).astype(np.float16).astype(np.float64), scale
@@ -71,7 +71,7 @@ def promoted(total: np.ndarray, last: np.ndarray, stages: int) -> np.ndarray:
 
 
 def three_products(x: np.ndarray, w: np.ndarray, give_back: bool = True) -> np.ndarray:
-    """implicit_gemm_sm90.cu in fp32, of x, [k, m], and w, [k, n]: each stage of 64 of k is promoted."""
+    """hopper/gemm.cu in fp32, of x, [k, m], and w, [k, n]: each stage of 64 of k is promoted."""
     (x_high, x_low, x_scale), (w_high, w_low, w_scale) = limbs(x), limbs(w)
     total = cross = None
     stages = -(-len(x) // 64)
@@ -97,7 +97,7 @@ def tf32_by_cvt(v: np.ndarray) -> np.ndarray:
 
 
 def tf32_limbs(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What pointwise_sm90.cu makes of a number: its first limb, and 512 times its rest."""
+    """What hopper/pointwise.cu makes of a number: its first limb, and 512 times its rest."""
     first = tf32(v)
     return first, tf32((v - first) * 512)
 
@@ -106,7 +106,7 @@ PROMOTED = 0.67e-7 * 16 / 15
 
 
 def three_tf32_products(x: np.ndarray, w: np.ndarray, give_back: bool = True) -> np.ndarray:
-    """pointwise_sm90.cu in fp32, of x, [k, m], and w, [k, n]: 32 of k are promoted."""
+    """hopper/pointwise.cu in fp32, of x, [k, m], and w, [k, n]: 32 of k are promoted."""
     (x_first, x_rest), (w_first, w_rest) = tf32_limbs(x), tf32_limbs(w)
     total = cross = None
     for begin in range(0, len(x), 32):

@@ -14,7 +14,7 @@ ONE_GROUP = 8  # steps of all units of a single group, beyond which whole tiles 
 
 
 class Units(NamedTuple):
-    """How channels are cut into units. A unit is ``Unit`` of ``cu/grouped.cuh``."""
+    """How channels are cut into units. A unit is ``Unit`` of ``cu/mma/grouped.cuh``."""
 
     total: int
     groups: int  # of a unit

@@ -22,7 +22,7 @@ def ceil(a: int, b: int) -> int:
 
 
 def divider(d: int) -> int:
-    """The divisor `d` as the kernels take it: see ``cu/division.cuh``.
+    """The divisor `d` as the kernels take it: see ``cu/core/division.cuh``.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Operands packed as 16-bit limbs, and how the tensor-core kernels walk them (``cu/pack.cu``).
+"""Operands packed as 16-bit limbs, and how the tensor-core kernels walk them (``cu/layout/pack.cu``).
 
 float32 arrays become fp16 limbs, two for ``precision="fp32"`` and one for ``"tf32"``. float16 and bfloat16 arrays keep their values.
 Packing also finds the values that limbs cannot hold. The results that depend on them are computed once more in plain fp32, on the device.

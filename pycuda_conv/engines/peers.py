@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-from pycuda_conv.engines import (
-    columns,
-    dense_nhwc_sm90,
-    depthwise_nhwc,
-    depthwise_toeplitz,
-    direct,
-    direct_gemm,
-    direct_quads,
-    dmma,
-    few_channels,
-    few_channels_wgrad,
-    few_inputs,
-    few_pixels_sm90,
-    fft,
-    gather_nhwc_sm90,
-    gathered_planes_sm90,
-    grouped_nhwc,
-    grouped_nhwc_wgrad,
-    implicit_gemm_sm80,
-    implicit_gemm_sm90,
-    library_fft,
-    lines_sm90,
-    patch_wgrad,
-    planes_sm90,
-    pointwise_sm90,
-    registry,
-    via_nhwc,
-    wgrad_nhwc_sm90,
-)
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.compose import columns, via_nhwc
+from pycuda_conv.engines.depthwise import nhwc as depthwise_nhwc
+from pycuda_conv.engines.depthwise import toeplitz as depthwise_toeplitz
+from pycuda_conv.engines.direct import direct, patch_wgrad
+from pycuda_conv.engines.direct import gemm as direct_gemm
+from pycuda_conv.engines.direct import quads as direct_quads
+from pycuda_conv.engines.fft import fft, library_fft
+from pycuda_conv.engines.hopper import dense as hopper_dense
+from pycuda_conv.engines.hopper import gather as hopper_gather
+from pycuda_conv.engines.hopper import gathered_planes as hopper_gathered_planes
+from pycuda_conv.engines.hopper import gemm as hopper_gemm
+from pycuda_conv.engines.hopper import lines as hopper_lines
+from pycuda_conv.engines.hopper import planes as hopper_planes
+from pycuda_conv.engines.hopper import pointwise as hopper_pointwise
+from pycuda_conv.engines.hopper import wgrad as hopper_wgrad
+from pycuda_conv.engines.mma import dmma, few_channels, few_channels_wgrad, few_inputs, grouped_nhwc, grouped_nhwc_wgrad
+from pycuda_conv.engines.mma import few_pixels as mma_few_pixels
+from pycuda_conv.engines.mma import gemm as mma_gemm
 
 #: Among equal predictions that of the first engine wins. One that has a rule stands before those whose rules it beats.
 registry.ENGINES = (
     depthwise_nhwc, depthwise_toeplitz, library_fft, fft, direct, patch_wgrad, direct_gemm,
-    direct_quads, dmma, grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, dense_nhwc_sm90,
-    gather_nhwc_sm90, wgrad_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80, planes_sm90,
-    gathered_planes_sm90, via_nhwc, columns,
+    direct_quads, dmma, grouped_nhwc, grouped_nhwc_wgrad, few_channels, few_channels_wgrad, few_inputs, hopper_dense,
+    hopper_gather, hopper_wgrad, hopper_gemm, hopper_pointwise, hopper_lines, mma_few_pixels, mma_gemm, hopper_planes,
+    hopper_gathered_planes, via_nhwc, columns,
 )  # fmt: skip
 registry.TRANSFORMS = library_fft, fft

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from pycuda_conv.engines import direct_gemm
+from pycuda_conv.engines.direct import gemm as direct_gemm
 from pycuda_conv.engines.geometry import Phase, divider, filter_last_strides, filter_strides, phases, read_strides, row_major
 from pycuda_conv.engines.schedule import WORKSPACE, Arena, Moments
 from pycuda_conv.engines.struct import kernel_struct
@@ -29,7 +29,7 @@ def slack(problem: ConvProblem) -> int:
 def guarded(
     problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None, patch_rows: int
 ) -> list[KernelLaunch]:
-    """Launches that mend the results that depend on flagged images and channels of `problem`: see ``direct_gemm.cu``.
+    """Launches that mend the results that depend on flagged images and channels of `problem`: see ``direct/gemm.cu``.
 
     `found`: the places of the flags of images and filters, and of their scales. `filter_last`: the filter has its second axis
     last. `redone`: where each block notes whether it computed results again. `patch_rows`: scales and flags are not of images but

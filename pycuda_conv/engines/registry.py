@@ -11,7 +11,7 @@ from typing import Any
 
 from pycuda_conv.engines import packing, split_sum
 from pycuda_conv.engines.base import BY_RULE, Config, Engine
-from pycuda_conv.engines.hopper import MEMORY
+from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.errors import ConvArgumentError

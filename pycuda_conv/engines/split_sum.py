@@ -1,4 +1,4 @@
-"""Sums that are cut into parts, which are added by a launch of their own (``cu/direct_reduce.cu``)."""
+"""Sums that are cut into parts, which are added by a launch of their own (``cu/direct/reduce.cu``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
-THREADS = 256  # of a block of direct_reduce.cu
+THREADS = 256  # of a block of direct/reduce.cu
 LONGEST, MOST_LANES = 16, 32  # the most parts that a thread adds before more threads share an element, and the most threads that do
 
 
@@ -27,7 +27,7 @@ ReduceArguments = kernel_struct("direct_reduce", "ReduceArguments")
 
 
 def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunch:
-    """The launch that adds the `parts` of a split sum in a fixed order, and finishes it: ``direct_reduce.cu``."""
+    """The launch that adds the `parts` of a split sum in a fixed order, and finishes it: ``direct/reduce.cu``."""
     size = math.prod(problem.result_shape)
     plane, channels = 1 if problem.layout == "NHWC" else math.prod(problem.result_size), problem.result_channels
     defines = {
@@ -44,7 +44,7 @@ def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunc
 
 
 def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None:
-    """Two launches of ``direct_reduce.cu`` as one with the same bits; None if they are other launches, or an epilogue follows a sum."""
+    """Two launches of ``direct/reduce.cu`` as one with the same bits; None if they are other launches, or an epilogue follows a sum."""
     if not first.kernel == second.kernel == "direct_reduce" or first.defines != second.defines:
         return None
     sums = cast(Any, first.arguments), cast(Any, second.arguments)
@@ -67,7 +67,7 @@ MOST_TEXTS = {"cuda": 4, "opencl": 4}
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text of direct_reduce.cu for each type."""
+    """A text of direct/reduce.cu for each type."""
     yield TextFamily("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pycuda_conv import quick
 from pycuda_conv.arrays.tensors import TORCH
-from pycuda_conv.engines import folding
+from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.nn import folding as norm_folding
 from pycuda_conv.nn import operators

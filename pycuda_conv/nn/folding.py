@@ -21,8 +21,8 @@ from pycuda_conv import dispatch, execute, quick
 from pycuda_conv.arrays import Signature, check_same_type
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
-from pycuda_conv.engines import folding
-from pycuda_conv.engines.folding import VECTORS, starts_of
+from pycuda_conv.engines.nn import fold_norms as folding
+from pycuda_conv.engines.nn.fold_norms import VECTORS, starts_of
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import remember_launches
 from pycuda_conv.nn import operators

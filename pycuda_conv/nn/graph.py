@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.torch_internals import leaves
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.nn.autograd import Settings, _in_numbers, _layout
 from pycuda_conv.problem import SLOPE, checked_activation, integers
 

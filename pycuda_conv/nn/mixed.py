@@ -18,8 +18,9 @@ import torch
 from pycuda_conv import dispatch, quick
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
-from pycuda_conv.engines import batch_norm, casting
 from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.layout import cast as casting
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.nn import autograd
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import channels_last

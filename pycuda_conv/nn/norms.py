@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from pycuda_conv import quick
 from pycuda_conv.arrays.tensors import TORCH
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.nn.autograd import _is_batched, _traced, activated, without_autocast, without_gaps
 from pycuda_conv.nn.fused import launches as fused
 from pycuda_conv.problem import checked_activation

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from pycuda_conv import execute
 from pycuda_conv.arrays import Signature
 from pycuda_conv.arrays.tensors import TORCH
-from pycuda_conv.engines import max_pool as engine
+from pycuda_conv.engines.nn import max_pool as engine
 from pycuda_conv.nn.autograd import _traced
 from pycuda_conv.problem import channels_last
 

@@ -172,7 +172,7 @@ def _joined(file: str, text: str, items: tuple[tuple[str, int], ...]) -> str:
     # these shape the dialect's header; the others would collide with system headers
     first = ("DTYPE", "INDEX_64", "LAYER") if "DTYPE" in defines else ()
     lines = [f"#define {name} {defines[name]}" for name in first if name in defines]
-    lines += ['#include "portable.cuh"'] if first else []
+    lines += ['#include "core/portable.cuh"'] if first else []
     lines += [f"#define {name} {value}" for name, value in items if name not in first]
     lines.append(f'#line 1 "{shown_file(file)}"')
     return "\n".join(lines) + "\n" + text
@@ -213,7 +213,7 @@ def kernel_file(name: str) -> Path:
 
 
 def shown_file(name: str) -> str:
-    """The same file as messages show it: ``cu/direct_gemm.cu``."""
+    """The same file as messages show it: ``cu/direct/gemm.cu``."""
     return f"cu/{kernel_file(name).relative_to(KERNEL_DIR).as_posix()}"
 
 

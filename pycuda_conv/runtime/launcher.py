@@ -69,7 +69,7 @@ def blocks_at_once(function: int, block: int, shared: int) -> int:
 #: A launch as the driver takes it: CUlaunchConfig, the number of bytes of the parameters, and the parameters.
 LAUNCH = "7I4xPPI4xN"
 #: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, on: a launch may begin while the one before it runs. Each of our kernels
-#: waits for that one itself (AFTER_LAST_LAUNCH in cu/launch.cuh).
+#: waits for that one itself (AFTER_LAST_LAUNCH in cu/core/launch.cuh).
 FOLLOWING = ctypes.create_string_buffer(Struct("I4xI60x").pack(6, 1), 72)
 
 

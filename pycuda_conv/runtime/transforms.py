@@ -2,7 +2,7 @@
 
 Images are cut into blocks that overlap by the filter's reach (overlap-save). A block, or the whole image if that takes less time, is
 transformed, multiplied by the conjugate of the filter's transform, and transformed back, in float64. What is made so is not the result
-yet: ``cu/library_fft.cu`` checks each sum by the limit of its block, finishes and stores it.
+yet: ``cu/fft/library_fft.cu`` checks each sum by the limit of its block, finishes and stores it.
 """
 
 from __future__ import annotations

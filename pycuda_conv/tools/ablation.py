@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pycuda_conv.engines import implicit_gemm_sm90, registry
+from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, Engine, fastest
+from pycuda_conv.engines.hopper import gemm as hopper_gemm
 from pycuda_conv.errors import BackendError
 from pycuda_conv.plan import as_called
 from pycuda_conv.problem import ConvProblem
@@ -52,7 +53,7 @@ class _Fewer:
 
 #: Parts of engines that can be left out too: the engine, and the configurations of the part.
 PARTS: dict[str, tuple[Engine, Callable[[Any], bool]]] = {
-    "halo_loaders": (implicit_gemm_sm90, lambda config: isinstance(config, implicit_gemm_sm90.ImplicitGemm) and config.halo)
+    "halo_loaders": (hopper_gemm, lambda config: isinstance(config, hopper_gemm.ImplicitGemm) and config.halo)
 }
 
 

@@ -11,7 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from pycuda_conv.behind import launches
-from pycuda_conv.engines import batch_norm, casting, folding, max_pool, registry
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.layout import cast as casting
+from pycuda_conv.engines.nn import batch_norm, max_pool
+from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import shown_file
@@ -21,7 +24,7 @@ from pycuda_conv.tools.terminal import OK, console, table
 from pycuda_conv.tune import key, shipped_table
 
 ARCHITECTURES = ("sm_90a", "sm_80", "opencl")
-UNLISTED = "lines_sm90"  # an engine with a text for each layer
+UNLISTED = "hopper_lines"  # an engine with a text for each layer
 #: The most texts that the shipped table of measured choices adds to those of the planner's choices.
 MOST_MEASURED = 40
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from pycuda_conv import behind, engines, interrupt
-from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.plan import as_called
 from pycuda_conv.problem import DTYPE_BYTES, ConvProblem
 from pycuda_conv.runtime import binaries

@@ -14,8 +14,8 @@ from pycuda_conv import dispatch, execute
 from pycuda_conv.arrays import Signature, torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
-from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines.geometry import bits, from_bits
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.memo import remember_launches
 from pycuda_conv.nn import evaluation
 from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_WEIGHT, Settings, _layout, _traced

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pycuda_conv import quick
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.nn.autograd import CONV, Settings, _cast, _differentiated, _in_numbers, _traced, activated, without_autocast
 from pycuda_conv.nn.fused.autograd import _forward_again, _Function

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pycuda_conv import execute, quick
 from pycuda_conv.arrays.tensors import TORCH
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.nn.autograd import _layout
 from pycuda_conv.nn.fused.launches import (
     _all_gradients,

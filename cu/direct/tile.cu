@@ -1,0 +1,151 @@
+// tile.cu, step 2 of the ladder: one channel, the input tile with its halo in shared memory as well.
+//
+// The sum, the layouts and the uses are those of direct/single.cu. It also computes depthwise dgrad, which is the same sum
+// over dy with the filter's taps in reverse. For a layer with a stride of 2 or 4, dy's pixels lie so far apart in a tile, with zeros
+// between them. Neighbouring pixels read overlapping windows, so here
+// a block fetches the window of its whole tile once, and its threads read that from shared memory. Each column of the filter has a sum of
+// its own, unless the result has 16 bits, because short sums lose less.
+//
+// Sizes    They are arguments. R, S, STRIDE_H, STRIDE_W, DIL_H and DIL_W may be defined: then the filter's loops are unrolled. With LAYER, all
+//          numbers are constants, except the sizes of images and what follows from them; AXES is then the number of spatial axes.
+// Mapping  block -> TILE_P x TILE_Q pixels of one plane; GID_0 = (plane * tiles down + tile row) * tiles across + tile column.
+//          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
+//          tile that several of these pixels need is loaded from shared memory once.
+// Memory   shared (LOCAL_ROOM): the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
+//          All global loads of a block are issued before its one barrier: the kernel waits for memory once.
+//
+// By hand: nvcc -cubin -I cu cu/direct/tile.cu
+#include "core/portable.cuh"
+
+#ifndef TILE_P
+#define TILE_P 8
+#define TILE_Q 32
+#define ROWS 4
+#endif
+
+// A divisor's prepared form, see division.cuh, is called by_...
+typedef struct TileArguments {
+  long_t tiles_p, by_tiles_p, tiles_q, by_tiles_q;  // tiles down and across a plane of y
+  long_t c, k, by_k, by_multiplier;                 // channels of x and y; channels of y for each of x
+  long_t h, w, p, q;                                // sizes of a plane of x and y
+  long_t pad_h, pad_w;
+  long_t r, s, stride_h, stride_w, dil_h, dil_w, by_halo_w;
+  long_t flipped;                                   // whether the filter's taps are reversed
+  long_t apart_h, apart_w;                          // log2 of the distance of x's pixels
+  long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
+} TileArguments;
+
+#ifdef R
+#define HALO_ROW(i) ((i) / HALO_W)
+#if R * S <= 64
+#define UNROLL_TAPS _Pragma("unroll")
+#endif
+#else
+#define R ((int)arg.r)
+#define S ((int)arg.s)
+#define STRIDE_H ((int)arg.stride_h)
+#define STRIDE_W ((int)arg.stride_w)
+#define DIL_H ((int)arg.dil_h)
+#define DIL_W ((int)arg.dil_w)
+#define HALO_ROW(i) divided(i, arg.by_halo_w)
+#endif
+#if !defined(LAYER) || DTYPE == 64 || INDEX_64
+#define AT_ONCE 1
+#elif R * S <= 25 || R * S > 64
+#define AT_ONCE (1280 / THREADS)  // 48 registers are enough
+#else
+#define AT_ONCE (1152 / THREADS)  // 56
+#endif
+#ifndef AXES
+#define AXES 2
+#endif
+#ifndef UNROLL_TAPS
+#define UNROLL_TAPS
+#endif
+
+#define THREADS (TILE_P / ROWS * TILE_Q)
+#define HALO_H ((TILE_P - 1) * STRIDE_H + (R - 1) * DIL_H + 1)
+#define HALO_W ((TILE_Q - 1) * STRIDE_W + (S - 1) * DIL_W + 1)
+
+KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+                        const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
+                        const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const TileArguments arg) {
+  AFTER_LAST_LAUNCH
+
+  LOCAL_ROOM(tile);
+  const int filter = HALO_H * HALO_W;  // offset of the filter in shared memory
+  const int row = divided((int)GID_0, arg.by_tiles_q), tile_q = ((int)GID_0 - row * (int)arg.tiles_q) * TILE_Q;
+  const int plane = AXES < 2 ? row : divided(row, arg.by_tiles_p), tile_p = AXES < 2 ? 0 : (row - plane * (int)arg.tiles_p) * TILE_P;
+  const int c_all = OF_LAYER(C, c), k_all = OF_LAYER(K, k);
+  const int n = OVER(plane, k_all, by_k), k = plane - n * k_all;  // plane = n*K + k
+  const int h_end = AXES < 2 ? 1 : (int)arg.h, w_end = (int)arg.w, p_end = AXES < 2 ? 1 : (int)arg.p, q_end = (int)arg.q;
+
+  const int flipped = OF_LAYER(FLIPPED, flipped);
+  for (int i = LID_0; i < R * S; i += THREADS) tile[filter + i] = LOAD(w, (index_t)k * (R * S) + (flipped ? R * S - 1 - i : i));
+  const int h0 = tile_p * STRIDE_H - OF_LAYER(PAD_H, pad_h), w0 = tile_q * STRIDE_W - OF_LAYER(PAD_W, pad_w);
+  const index_t corner = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end) + (index_t)h0 * w_end + w0;
+  const int apart_h = OF_LAYER(APART_H, apart_h), apart_w = OF_LAYER(APART_W, apart_w);
+  if (apart_h | apart_w) {
+    const index_t first = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end);
+#pragma unroll 8
+    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
+      const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W, row_of = h >> apart_h, column = col >> apart_w;
+      acc_t v = 0;
+      if (row_of << apart_h == h && column << apart_w == col && row_of >= 0 && row_of < h_end && column >= 0 && column < w_end)
+        v = LOAD(x, first + row_of * w_end + column);
+      tile[i] = v;
+    }
+  } else
+#pragma unroll 8
+  for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
+    const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W;
+    acc_t v = 0;
+    if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD(x, corner + (index_t)down * (w_end - HALO_W) + i);
+    tile[i] = v;
+  }
+  local_barrier();
+
+  const int tx = LID_0 % TILE_Q, ty = LID_0 / TILE_Q * ROWS;
+  acc_t sum[ROWS];
+  for (int i = 0; i < ROWS; ++i) sum[i] = 0;
+  UNROLL_TAPS
+  for (int s = 0; s < S; ++s) {
+#if DTYPE >= 32
+    acc_t part[ROWS];
+    for (int i = 0; i < ROWS; ++i) part[i] = 0;
+#else  // rounding the result loses more
+    acc_t* const part = sum;
+#endif
+    UNROLL_TAPS
+    for (int r = 0; r < R; ++r)
+#pragma unroll
+      for (int i = 0; i < ROWS; ++i)
+        part[i] += tile[((ty + i) * STRIDE_H + r * DIL_H) * HALO_W + tx * STRIDE_W + s * DIL_W] * tile[filter + r * S + s];
+#if DTYPE >= 32
+    for (int i = 0; i < ROWS; ++i) sum[i] += part[i];
+#endif
+  }
+
+  EPILOGUE_FLAGS
+  const acc_t times = SCALE_OF(k), plus = BIAS_OF(k);
+  const int q = tile_q + tx;
+  if (PLAIN) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      const int p = tile_p + ty + i;
+      if (p < p_end && q < q_end) STORE(y, plane * (index_t)(p_end * q_end) + p * q_end + q, sum[i] + plus);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    const int p = tile_p + ty + i;
+    if (p < p_end && q < q_end) {
+      const index_t at = plane * (index_t)(p_end * q_end) + p * q_end + q;
+      const acc_t r = RESIDUAL_AT(at);
+      FINISH(sum[i], times, plus, r)
+      ACTIVATE(sum + i, 1)
+      STORE(y, at, sum[i]);
+    }
+  }
+}

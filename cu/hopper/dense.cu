@@ -1,0 +1,221 @@
+// dense.cu: convolutions of channels-last arrays as they lie, on Hopper's tensor cores: 16 bits, and float32 in TF32.
+//
+//   y[pixel, k] = sum over taps and c of x[pixel + tap, c] * w[k, tap, c], and finish.cuh
+//   gemm m: pixel (n,o,p,q) of the batch | gemm n: output channel | gemm k: (tap, c), c fastest, in stages of 128 bytes of channels
+//
+// Nothing is packed: TMA loads both operands from the arrays in the layout that wgmma wants, and rounds float32 to TF32 on the way.
+//
+// Mapping  block: tiles of BLOCK_M pixels x BLOCK_N channels. Tiles of the same pixels run side by side. A block has a consumer warpgroup for each 64
+//          pixels, and behind them one more warp. One thread of that, the producer, loads x and w. Blocks are persistent, unless a cluster
+//          shares a tile.
+// Shared   a ring of STAGES stages (ring.cuh), 128 bytes of k each: rows of BLOCK_M pixels of x, swizzled, then BLOCK_N rows of w. Behind it lie
+//          the warps' moments, and for each warp a tile of 16 pixels x 32 channels of sums, pitch 40 floats. From that tile a warp writes rows of
+//          y if a pixel of y is no multiple of 16 bytes. Otherwise lanes exchange words of their sums, and each writes 16 bytes of a pixel.
+// x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images; padding, and what
+//          lies past the last image or channel, arrives as zeros.
+// Tails    TMA takes longer for rows that it has to fill up. So in texts that know their layer, a tap's last stage has rows of 64 or 32 bytes if its
+//          channels fill no more, and only these are multiplied. In other texts all rows are 128 bytes.
+// w        K-major: rows of gemm k, as w lies or as transpose_filter.cu made it. W_MN_MAJOR, for dgrad: rows of gemm n, in
+//          blocks of 128 bytes of channels, or of the 64 bytes of a narrow tile, x 128 bytes of k. Rows and blocks that lie wholly past
+//          the last channel of y are not loaded, because TMA takes three times as long for rows that it has to fill. Their sums are not written.
+// TF32     wgmma takes TF32 operands along k alone. So with W_MN_MAJOR, TRANSPOSERS more warps transpose the filter's blocks of 32 x 32, each in its place,
+//          through registers. raw[stage] completes when the filter has arrived, full[stage] when x has arrived and all blocks are transposed.
+// Cluster  CLUSTER blocks share a tile: each sums its part of gemm k. They leave their sums in shared memory, and each block adds some of the
+//          tile's rows over all blocks, in their order.
+// Moments  for a batch norm behind it (batch_norm.cu). A slice is the 64 pixels of a consumer. moments[slice][2][channel] has the mean of y, and
+//          the sum of squared deviations from it.
+// Phases   dgrad with a stride is a set of phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
+//          row and out_w-th column. A launch takes PHASES of them, one after the other, those with most taps first, and the repeats of each (repeats.cuh).
+//
+// By hand: nvcc -cubin -arch=sm_90a -I cu cu/hopper/dense.cu
+#ifndef BLOCK_M
+#define BLOCK_M 128
+#define BLOCK_N 128
+#define STAGES 4
+#define TYPE 17      // of the arrays: 32 float, 16 half, 17 bfloat16
+#define W_MN_MAJOR 0
+#define CLUSTER 1      // blocks that share a tile
+#define PHASES 1     // of a launch: 1 or 4
+#endif
+
+// A phase of the launch. by_n is the divisor n, prepared (division.cuh).
+struct DensePhase {
+  long long tiles, tiles_n, by_tiles_n;                       // all tiles; those along channels
+  long long blocks, part;                                     // stages of a sum, and of one of CLUSTER parts
+  long long channel_blocks, by_channel_blocks, last_steps;    // stages of a tap; wgmma steps of its last stage
+  long long rows, by_rows;                                    // output channels
+  long long tap_r, by_tap_r, tap_s, by_tap_s;                 // taps along r and s
+  long long tap_base, tap_step_t, tap_step_r, tap_step_s;     // number in w of the first tap, and steps from one to the next
+  long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
+  long long pixels, rank;                                     // pixels of the phase; spatial axes of the loads
+  long long load_plane, by_load_plane;                        // pixels of an image, as x is loaded,
+  long long load_pq, by_load_pq, load_q, by_load_q;           // of a slice and of a row
+  long long stride_d, stride_h, stride_w;                     // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
+  long long low_d, low_h, low_w;
+  long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
+  long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first pixel of the phase, and from one to the next
+  long long wide;                                             // how channels of y are written: Wide
+  long long noted;                                            // whether moments are written, where NOTES
+  long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
+};
+typedef DensePhase Phase;
+#define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can note moments: forward, of whole sums
+#define TAILS  // channel_blocks and last_steps say where a tap ends
+#include "hopper/pixel_tiles.cuh"
+
+constexpr int TRANSPOSERS = TURNED ? 3 : 0, THREADS = CONSUMER_THREADS + 32 + 32 * TRANSPOSERS;
+
+struct Maps {
+  CUtensorMap of[PHASES], last[PHASES];  // with rows of 128 bytes, and with the rows of a tap's last stage
+};
+struct FilterMaps {
+  CUtensorMap whole, last;
+};
+
+// ---- the producer
+
+// Blocks that a tile has of an MN-major filter.
+DEVICE int blocks_of(const Phase& shape, const Tile& of) { return min(MN_BLOCKS, ((int)shape.rows - of.channel + MN_CHANNELS - 1) / MN_CHANNELS); }
+
+// `raw` is the first of the barriers of the filter, where it is transposed.
+DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
+  Ring::Position at;
+  for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
+    const Tile of(shapes, tile);
+    const DensePhase& shape = shapes.of[of.phase];
+    const Range range(shape);
+    const LoadBase base(shape, of.pixel);
+    const int first_tap = (int)shape.tap_base + taps_apart(shapes, of), channel_blocks = (int)shape.channel_blocks, rank = (int)shape.rank;
+    const Divided of_tap(range.first, channel_blocks, shape.by_channel_blocks), of_row(of_tap.quotient, shape.tap_s, shape.by_tap_s);
+    const Divided of_slice(of_row.quotient, shape.tap_r, shape.by_tap_r);
+    int c = of_tap.rest, s = of_row.rest, r = of_slice.rest, t = of_slice.quotient;
+    int tap, x_s, x_r, x_t;  // the tap's number in w and its offsets in x: computed once a tap, since the producer thread takes long to compute them
+    auto begin_tap = [&] {
+      tap = first_tap + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
+      x_s = s * (int)shape.dilation_w;
+      x_r = r * (int)shape.dilation_h;
+      x_t = t * (int)shape.dilation_d;
+    };
+    begin_tap();
+#if W_MN_MAJOR
+    const int filter_blocks = blocks_of(shape, of);
+#endif
+    for (int step = range.first; step < range.last; ++step) {
+      const uint32_t a = ring.stage(at), b = a + A_BYTES, arrived = ring.arrived(at);
+      const bool whole = span_of(LAST) == 128 || c + 1 < channel_blocks;
+      const int span = whole ? 128 : span_of(LAST);  // bytes of a row
+      const CUtensorMap *const map_x = (whole ? maps.of : maps.last) + of.phase, *const map_w = whole ? &maps_w.whole : &maps_w.last;
+#if W_MN_MAJOR
+      const int filter_bytes = filter_blocks * (MN_BLOCK * span / 128);
+#else
+      const int filter_bytes = min(BLOCK_N, (int)shape.rows) * span;
+#endif
+      ring.wait_empty(at);
+      const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
+      barrier_expect(arrived, BLOCK_M * span + (TURNED ? 0 : filter_bytes));
+      if (TURNED) barrier_expect(filter_arrived, filter_bytes);
+      load_im2col(rank, a, map_x, arrived, c * BLOCK_K, base, x_s, x_r, x_t);
+#if W_MN_MAJOR
+#pragma unroll
+      for (int block = 0; block < MN_BLOCKS; ++block)
+        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, filter_arrived, of.channel + MN_CHANNELS * block, tap, c * BLOCK_K);
+#else
+      load_box(b, map_w, filter_arrived, c * BLOCK_K, tap, of.channel);
+#endif
+      if (++c == channel_blocks) {
+        c = 0;
+        next_tap(t, r, s, (int)shape.tap_r, (int)shape.tap_s);
+        begin_tap();
+      }
+      at.next();
+    }
+  }
+}
+
+#if W_MN_MAJOR && TYPE == 32
+// ---- the warps that transpose the filter
+
+// A warp transposes 32 rows of k x 32 channels, from swizzled rows to swizzled rows. A lane has 4 x 4 numbers twice, chosen so that no two of eight
+// lanes use the same banks when they read or write.
+DEVICE void transpose_block(uint8_t* block) {
+  const int across = threadIdx.x % 8, further = threadIdx.x % 32 / 8;
+  uint4 v[2][4];
+  auto place = [&](int row, int chunk) { return (uint4*)(block + row * 128 + (chunk ^ row % 8) * 16); };
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[i][j] = *place(4 * (across ^ (further + 4 * i)) + j, across);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int chunk = across ^ (further + 4 * i);
+    *place(4 * across, chunk) = make_uint4(v[i][0].x, v[i][1].x, v[i][2].x, v[i][3].x);
+    *place(4 * across + 1, chunk) = make_uint4(v[i][0].y, v[i][1].y, v[i][2].y, v[i][3].y);
+    *place(4 * across + 2, chunk) = make_uint4(v[i][0].z, v[i][1].z, v[i][2].z, v[i][3].z);
+    *place(4 * across + 3, chunk) = make_uint4(v[i][0].w, v[i][1].w, v[i][2].w, v[i][3].w);
+  }
+}
+
+// The warps take the stages' blocks in turn. `stages` is the ring's memory.
+DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32_t raw) {
+  Ring::Position at;
+  int block = threadIdx.x / 32 - CONSUMER_THREADS / 32 - 1;
+  for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
+    const Tile of(shapes, tile);
+    const Range range(shapes.of[of.phase]);
+    const int filter_blocks = blocks_of(shapes.of[of.phase], of);
+    for (int step = range.first; step < range.last; ++step) {
+      barrier_wait(raw + 8 * at.stage, at.parity);  // all warps wait: one that skipped a round would mistake the round before for its own
+      for (; block < MN_BLOCKS; block += TRANSPOSERS) {
+        if (block < filter_blocks) transpose_block(stages + at.stage * STAGE_BYTES + A_BYTES + block * MN_BLOCK);
+        fence_for_bulk();
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived(at));
+      }
+      block -= MN_BLOCKS;
+      at.next();
+    }
+  }
+}
+#endif
+
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
+    hopper_dense(const __grid_constant__ Maps maps_x, const __grid_constant__ FilterMaps maps_w, const data_t* __restrict__ bias,
+                    const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y,
+#if NOTES
+                    float* __restrict__ moments,
+#endif
+                    const __grid_constant__ Shapes shapes) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ alignas(8) uint64_t barriers[(TURNED ? 3 : 2) * STAGES];
+  const uint32_t raw = shared_address(barriers) + 16 * STAGES;
+  const Ring ring(dynamic, barriers);
+  float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
+  float* const staging = sums + STAGES * STAGE_BYTES / 4;
+#if NOTES
+  float* const noted = OF_LAYER(NOTED, shapes.of[0].noted) ? moments : nullptr;
+#else
+  float* const noted = nullptr;
+#endif
+  if (threadIdx.x == 0) {
+    for (int i = 0; TURNED && i < STAGES; ++i) barrier_init(raw + 8 * i, 1);
+    ring.init(TURNED ? 1 + MN_BLOCKS : 1, 4 * CONSUMERS);
+  }
+  if (threadIdx.x == CONSUMER_THREADS) {
+    const bool whole = span_of(LAST) == 128 || (int)shapes.of[0].channel_blocks > 1;
+    prefetch_map(whole ? &maps_w.whole : &maps_w.last);
+    for (int phase = 0; phase < PHASES; ++phase) prefetch_map((whole ? maps_x.of : maps_x.last) + phase);
+  }
+  __syncthreads();
+  AFTER_LAST_LAUNCH
+  if (threadIdx.x < CONSUMER_THREADS) {
+    consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, noted);
+  } else {
+    if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, maps_w, shapes, ring, raw);
+#if W_MN_MAJOR && TYPE == 32
+    if (threadIdx.x >= CONSUMER_THREADS + 32) turn((uint8_t*)sums, shapes, ring, raw);
+#endif
+    await_cluster_sums();
+  }
+  cluster_sync_at_exit();
+}

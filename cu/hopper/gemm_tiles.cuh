@@ -1,0 +1,142 @@
+// gemm_tiles.cuh: which tile a block of hopper/gemm.cu or hopper/gemm_patch.cu computes next, and what a phase is told.
+//
+// A launch computes one phase or several (dgrad with a stride), each of which may be repeated (repeats.cuh). A tile's number counts channels
+// fastest, then parts of a split sum, pixels and groups. The file that includes this defines the tile (BLOCK_M, BLOCK_N), PHASES, PRODUCTS,
+// LOAD_CHANNELS, INTERLEAVE_COLUMNS, the types (BF16, OUT), MENDS, and MAY_ADD.
+#pragma once
+#include "core/finish.cuh"
+#include "core/repeats.cuh"
+#if MENDS
+#include "core/mend.cuh"
+#endif
+
+constexpr bool SCALED = OUT == 32 && !BF16;  // operands may have scales: limbs have them; sums of 16-bit operands in parts do not
+constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / LOAD_CHANNELS, SPAN = 2 * LOAD_CHANNELS;
+constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * BLOCK_M * 128;  // 64 rows of one limb; of all limbs; w of a stage
+constexpr int CONSUMERS = 2;  // warpgroups
+[[maybe_unused]] constexpr int STORED = 3;  // the named barrier behind which the consumers have stored all
+static_assert(WGMMA_N == (BLOCK_M == 128 ? BLOCK_N : BLOCK_N / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
+
+typedef element<OUT> out_t;
+
+// A phase of the launch. by_n is the divisor n, prepared (division.cuh).
+struct GemmPhase {
+  long long tiles;                                         // all tiles of a phase
+  long long tiles_m, by_tiles_m;                           // along the channels of a group
+  long long splits, by_splits, split_stages;               // splits of gemm k; stages of the ring in one split
+  long long tiles_pixels, by_tiles_pixels;                 // along the pixels
+  long long image_tiles, by_image_tiles;                   // patches: tiles along the pixels of one image
+  long long across, by_across;                             // patches side by side in an image
+  long long blocks, channel_blocks, by_channel_blocks;     // blocks of LOAD_CHANNELS along gemm k, and how many of them belong to one tap
+  long long rows_group, rows;                              // output channels of a group, and of all groups
+  long long w_lies;                                        // whether w is read as it lies, by map_w: WITH_MAP_W
+  long long blocks_group, row_blocks;                      // of w: blocks of 64 rows of a group, and blocks of LOAD_CHANNELS channels of 64 rows
+  long long channels_group, channels;                      // packed input channels of a group, and of all groups
+  long long tap_r, by_tap_r, tap_s, by_tap_s;              // taps along r and s
+  long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
+  long long dilation_d, dilation_h, dilation_w;            // offset in x from one tap to the next
+  long long pixels, limb_images;                           // pixels of the launch; images to skip in x's map to reach the second limb
+  long long rank;                                          // spatial axes of the loads
+  long long load_plane, by_load_plane;                     // pixels of an image, as x is loaded,
+  long long load_pq, by_load_pq, load_q, by_load_q;        // of a slice and of a row
+  long long stride_d, stride_h, stride_w;                  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
+  long long low_d, low_h, low_w;
+  long long plane, by_plane, pq, by_pq, q, by_q;           // pixels of an image, a slice and a row, as y is written
+  long long out_size, out_base, out_d, out_h, out_w;       // elements of a plane of y, of the first pixel, and from one to the next
+  long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
+  long long out_part;                                      // and from one part of a split sum to the next
+  long long scaled;                                        // 1: there are scales, SCALED; 2: moments are written, NOTES; or 3, both
+  long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
+  long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
+  long long halo_w, by_halo_w, halo_h;                     // patches: the halo's width and height in pixels of x;
+  long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
+  long long groups, x_channels, x_h, x_w;                  // raw images: groups of x, channels of a group, and x's size;
+  long long slack, raw_stages, raw_rounds;                 // slack of a patch's limbs (pack.cu); slots of a converter; its items of a patch;
+  long long raw_rows, raw_run;                             // rows of an item, and pixels of the halo in them;
+  long long raw_shift, raw_pitch, raw_channel;             // floats in shared memory: before an item's first pixel, from row to row, from channel to channel
+};
+
+template <class Phase> DEVICE bool adds(const Phase& shape) { return MAY_ADD && has_residual(shape); }
+DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || shape.scaled & 1); }
+
+struct Shapes {
+  GemmPhase of[PHASES];
+#if PHASES > 1
+  Repeats repeats;
+#endif
+};
+struct Maps {
+  CUtensorMap of[PHASES];
+};
+#if MENDS
+struct Mends {
+  MendPhase of[PHASES];
+  MendArrays arrays;
+};
+__shared__ int any_flag;  // whether anything is flagged: consumers write it while the first loads are under way, and read it behind a barrier
+#endif
+// Tiles of all phases of the launch, and the phase of tile number `tile`. The grid and the number of phases (or of pairs of phases) have no common
+// factor, so a block meets all phases.
+#if PHASES > 1
+DEVICE int all_tiles(const Shapes& shapes) { return (int)(shapes.of[0].tiles * shapes.repeats.turns); }
+DEVICE int inside_phase(const Shapes& shapes, int tile) { return divided(tile, shapes.repeats.by_turns); }
+DEVICE int turn_of(const Shapes& shapes, int tile) { return Divided(tile, shapes.repeats.turns, shapes.repeats.by_turns).rest; }
+DEVICE int phase_of(const Shapes& shapes, int tile) { return Divided(turn_of(shapes, tile), shapes.repeats.phases, shapes.repeats.by_phases).rest; }
+DEVICE int repeat_of(const Shapes& shapes, int tile) { return divided(turn_of(shapes, tile), shapes.repeats.by_phases); }
+DEVICE int taps_apart(const Shapes& shapes, int tile) { return taps_apart(shapes.repeats, repeat_of(shapes, tile)); }
+DEVICE long long y_apart(const Shapes& shapes, int tile) { return y_apart(shapes.repeats, repeat_of(shapes, tile)); }
+DEVICE long long w_apart(const Shapes& shapes, int tile) { return w_apart(shapes.repeats, repeat_of(shapes, tile)); }
+#else
+DEVICE int all_tiles(const Shapes& shapes) { return (int)shapes.of[0].tiles; }
+DEVICE int inside_phase(const Shapes&, int tile) { return tile; }
+DEVICE int turn_of(const Shapes&, int) { return 0; }
+DEVICE int phase_of(const Shapes&, int) { return 0; }
+DEVICE int taps_apart(const Shapes&, int) { return 0; }
+DEVICE int y_apart(const Shapes&, int) { return 0; }
+DEVICE int w_apart(const Shapes&, int) { return 0; }
+#endif
+DEVICE int first_tile() { return INTERLEAVE_COLUMNS ? 2 * blockIdx.x : blockIdx.x; }
+DEVICE int next_tile(int tile) { return !INTERLEAVE_COLUMNS ? tile + gridDim.x : tile % 2 ? tile - 1 + 2 * gridDim.x : tile + 1; }
+
+struct Tile {
+  int m, pixel, end, group, split;  // pixels of the tile below `end` are real; a patch's end is that of its image
+  [[maybe_unused]] int patch, row, column;  // with PATCH_ROWS: its number and place
+  DEVICE Tile(const GemmPhase& shape, int tile) {
+    const Divided down(tile, shape.tiles_m, shape.by_tiles_m);
+    m = down.rest * BLOCK_M;
+    const Divided parts(down.quotient, shape.splits, shape.by_splits);  // PATCH_ROWS: one
+    split = parts.rest;
+    const Divided along(parts.quotient, shape.tiles_pixels, shape.by_tiles_pixels);
+    group = along.quotient;
+    tile = along.rest;
+    if (PATCH_ROWS) {
+      const Divided of_image(tile, shape.image_tiles, shape.by_image_tiles), place(of_image.rest, shape.across, shape.by_across);
+      patch = tile;
+      column = place.rest * 8;
+      row = place.quotient * (BLOCK_N / 8);
+      pixel = of_image.quotient * (int)shape.plane;
+      end = pixel + (int)shape.plane;
+    } else {
+      pixel = tile * BLOCK_N;
+      end = (int)shape.pixels;
+    }
+  }
+  // the pixel of y at `inside`, a place in the tile
+  DEVICE int pixel_at([[maybe_unused]] const GemmPhase& shape, int inside) const {
+    return PATCH_ROWS ? pixel + (row + inside / 8) * (int)shape.q + column + inside % 8 : pixel + inside;
+  }
+  DEVICE int image(const GemmPhase& shape) const { return divided(pixel, shape.by_plane); }
+};
+
+// The stages of gemm k of a tile's split: [first, last).
+struct Range {
+  int first, last;
+  DEVICE Range(const GemmPhase& shape, const Tile& of) {
+    const int stages = ((int)shape.blocks + SUB_TILES - 1) / SUB_TILES, each = (int)shape.split_stages;
+    first = min(of.split * each, stages);
+    last = PHASES > 1 && of.pixel >= of.end ? first : min(first + each, stages);
+  }
+};
+
+// Whether w has 64 rows behind the first 64 of a tile. If not, the first ones are loaded twice, and sums of the missing rows are not stored.
+DEVICE bool next_rows(const Tile& of, const GemmPhase& shape) { return of.m / 64 + 1 < (int)shape.blocks_group; }

@@ -1,0 +1,453 @@
+// pointwise.cu: 1x1 convolutions of float32 arrays as they lie in memory, and their gradients, on Hopper's tensor cores in TF32.
+//
+//   D[row, column] = sum over k of A[row, k] * B[column, k]
+//                         row             column            k                   A     B
+//   fprop and dgrad, NCHW pixel           channel of y      channel of x        x     the filter, split by split_filter, or RAW_FILTER
+//   the same, NHWC        pixel           channel of y      channel of x        x     the same
+//   WGRAD                 channel of one  channel of other  pixel of all images dy, x, or x, dy: as they lie
+//
+// TF32 takes a float32 number's exponent and the first 11 bits of it, so nothing has to be scaled: Inf, NaN and 1e-38 are numbers
+// like others. LIMBS = 2, fp32 accuracy: a number is rounded to TF32, and so is the rest; the product of two rests is left out
+// (2^-24). The products of first limbs are added to fp32 registers every 32 of k, because the tensor core's sum truncates; the two cross
+// products stay in the tensor core. Method: Ootomo and Yokota, 2022 (doi 10.1177/10943420221090256). LIMBS = 1: numbers rounded to TF32.
+//
+// Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of 128 * BLOCKS rows x BLOCK_N columns.
+//          Tile order, fastest first: columns, rows, split: blocks that share A run together.
+//          warpgroup 0: one thread, the producer. Two consumer warpgroups of 64 * BLOCKS rows; each warp has 16 * BLOCKS of them.
+// A        goes through registers, because wgmma cannot transpose 32-bit operands in shared memory, and so it is split without being written once more.
+// Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][BLOCK_N][32 k].
+//          Rows of 128 bytes, swizzled. full[stage]: the bytes have arrived; empty[stage]: the 8 consumer warps have read them.
+//          WGRAD, RAW_FILTER: the consumers make the second limb of B, or round B, once it has arrived. Forward, LIMBS = 1: the load rounds it.
+//          NCHW: `busy` of the warps have a box each, so many that no round of tiles is nearly empty; the others multiply what lies there.
+// NCHW     a warp's 32 pixels are neighbours in an image, and so are a thread's four. So 8 lanes write 128 bytes of a channel of y, 16 bytes
+//          each: lane / 4 selects the four pixels, lane % 4 the channel. Which row of the product a pixel is does not matter.
+// Split    WGRAD cuts k, many pixels for few sums: each part goes to a workspace [splits][size of dw]; direct/reduce.cu adds them in order.
+// Moments  for a batch norm behind it (batch_norm.cu): for each channel, over a warp's pixels, the mean of y and the sum of squared deviations:
+//          moments[slice][2][channel].
+//
+// By hand: nvcc -cubin -arch=sm_90a -I cu cu/hopper/pointwise.cu
+#ifndef BLOCK_N
+#define BLOCK_N 64
+#define BLOCKS 2     // of 16 rows, of a warp; 2 for NCHW
+#define STAGES 4
+#define LIMBS 2
+#define WGRAD 0
+#define NHWC 0
+#define MOMENTS 0
+#define RAW_FILTER 0
+#endif
+#include "core/finish.cuh"
+#include "core/truncation.cuh"
+#include "hopper/ring.cuh"
+
+constexpr bool PIXEL_QUADS = !WGRAD && !NHWC;
+constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, WARP_ROWS = 16 * BLOCKS, ROWS = WARPS * WARP_ROWS;
+constexpr int A_WARP = WARP_ROWS * 128, A_BYTES = WARPS * A_WARP, B_BYTES = BLOCK_N * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
+#define MAKES_LIMBS (WGRAD || RAW_FILTER)
+constexpr int LOADED_BYTES = A_BYTES + (MAKES_LIMBS ? 1 : LIMBS) * B_BYTES;
+static_assert(!PIXEL_QUADS || BLOCKS == 2, "a thread's four rows are four neighbouring pixels");
+static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 128, "see wgmma_tf32");
+
+// The arguments of a product. by_n is the divisor n, prepared (division.cuh).
+struct PointwiseProduct {
+  long long tiles, across, by_across, down, by_down;  // tiles: all, along the columns, along the rows
+  long long steps, each;                              // stages of k; the most that a split takes
+  long long rows, columns;                            // real rows and columns; NCHW: images instead of rows
+  long long boxes, by_boxes, plane;                   // runs of 32 pixels of an image, and its pixels
+  long long busy;                                     // NCHW: warps of a tile that have a box
+  long long row_step, column_step, size;              // elements of y from one row, and from one column, to the next; size of y
+  long long pairs;                                    // whether neighbouring columns are neighbours in y, at multiples of 2
+  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
+};
+
+struct Tile {
+  int row, column, split, first, last;  // in tiles, but for column; stages of k: [first, last)
+  DEVICE Tile(const PointwiseProduct& shape, int tile) {
+    const Divided along(tile, shape.across, shape.by_across), part(along.quotient, shape.down, shape.by_down);
+    column = along.rest * BLOCK_N;
+    row = part.rest;
+    split = part.quotient;
+    first = min(split * (int)shape.each, (int)shape.steps);
+    last = min(first + (int)shape.each, (int)shape.steps);
+  }
+};
+typedef StageRing<STAGES, STAGE_BYTES> Ring;
+typedef Ring::Position Position;
+
+DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const PointwiseProduct& shape, const Ring& ring) {
+  prefetch_map(map_a);
+  prefetch_map(map_b);
+  const int busy = (int)shape.busy, boxes = (int)shape.boxes;
+  Position at;
+  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
+    const Tile of(shape, tile);
+    const Divided first(of.row * busy, boxes, shape.by_boxes);  // NCHW: image and box
+    for (int step = of.first; step < of.last; ++step) {
+      const uint32_t a = ring.stage(at), b = a + A_BYTES, arrived = ring.arrived(at);
+      ring.wait_empty(at);
+      barrier_expect(arrived, LOADED_BYTES - (PIXEL_QUADS ? (WARPS - busy) * A_WARP : 0));
+      if (WGRAD) {
+        const Divided box(step, boxes, shape.by_boxes);
+        load_box(a, map_a, arrived, box.rest * 32, of.row * ROWS, box.quotient);
+        load_box(b, map_b, arrived, box.rest * 32, of.column, box.quotient);
+      } else {
+        if (NHWC) {
+          load_box(a, map_a, arrived, step * 32, of.row * ROWS, 0);
+        } else {
+          int image = first.quotient, box = first.rest;
+#pragma unroll
+          for (int warp = 0; warp < WARPS; ++warp)
+            if (warp < busy) {
+              load_box(a + warp * A_WARP, map_a, arrived, box * 32, step * 32, image);
+              if (++box == boxes) {  // no division here: one for each box made these layers a fifth slower or more
+                box = 0;
+                ++image;
+              }
+            }
+        }
+#pragma unroll
+        for (int limb = 0; limb < (RAW_FILTER ? 1 : LIMBS); ++limb) load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
+      }
+      at.next();
+    }
+  }
+}
+
+// ---- limbs: the product ignores the last 13 bits of each number
+
+// The second limb is kept so many times larger, so that it is not lost unless v is subnormal.
+constexpr float LARGER = 512;
+
+// The first limb of an element of A: rounded, so that its rest has one bit less, of which TF32 takes all but 2^-24 of v. A limb that would be Inf is the
+// largest number instead. So is that of Inf, whose rest is Inf. The rest of NaN, 0x7fffffff + 0x1000, is next to 0.
+DEVICE float first_limb(float v) {
+  uint32_t bits;
+  float high;
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+  asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(high) : "f"(__uint_as_float(bits)), "f"(__uint_as_float(0x7f7fe000)));
+  return high;
+}
+DEVICE uint32_t rest(float v, float first) { return __float_as_uint((v - first) * LARGER) + 0x1000; }
+
+// An element of B: rounded, unless that gives Inf, so that the products of second limbs, which are left out, have both signs.
+struct Split {
+  uint32_t high, low;
+  DEVICE Split(float v) {
+    const uint32_t bits = __float_as_uint(v);
+    high = LIMBS == 1 ? to_tf32(v) : ((bits & 0x7fffffff) < 0x7f7ff000 ? bits + 0x1000 : bits) & ~0x1fffu;
+    low = LIMBS == 1 ? 0 : __float_as_uint((v - __uint_as_float(high)) * LARGER) + 0x1000;
+  }
+};
+
+#if MAKES_LIMBS
+// All consumers split B into limbs, once it has arrived.
+DEVICE void make_limbs(uint8_t* b) {
+#pragma unroll
+  for (int i = 0; i < BLOCK_N * 8 / (128 * CONSUMERS); ++i) {
+    uint8_t* const place = b + (i * 128 * CONSUMERS + threadIdx.x - 128) * 16;
+    const float4 v = *(const float4*)place;
+    const Split split[4] = {v.x, v.y, v.z, v.w};
+    *(uint4*)place = make_uint4(split[0].high, split[1].high, split[2].high, split[3].high);
+    if (LIMBS == 2) *(uint4*)(place + B_BYTES) = make_uint4(split[0].low, split[1].low, split[2].low, split[3].low);
+  }
+  fence_for_bulk();  // wgmma reads shared memory as bulk copies do
+  named_barrier(1, 128 * CONSUMERS);
+}
+#endif
+
+// ---- a tile's sums
+
+struct Sums {
+  float of[BLOCKS][BLOCK_N / 2];
+  DEVICE void clear() {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) of[block][i] = 0;
+  }
+};
+
+// NCHW: which four of a warp's 32 pixels lanes 4 r to 4 r + 3 have: in this order 8 lanes use every bank once.
+DEVICE int four(int r) { return r % 2 * 4 + r / 2; }
+
+// Loads the thread's elements of A for 8 of k: a[block] as wgmma_tf32 wants them.
+DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
+  const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if constexpr (PIXEL_QUADS) {
+      const float4 v = *(const float4*)(of_warp + (k + c + 4 * j) * 128 + ((four(r) ^ (c + 4 * j)) << 4));
+      a[0][2 * j] = v.x;
+      a[0][2 * j + 1] = v.y;
+      a[1][2 * j] = v.z;
+      a[1][2 * j + 1] = v.w;
+    } else {
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          a[block][2 * j + half] = *(const float*)(of_warp + (16 * block + 8 * half + r) * 128 + (((k / 4 + j) ^ r) << 4) + 4 * c);
+    }
+  }
+}
+
+// What sums of 4 steps of three products lose, in the mean.
+[[maybe_unused]] constexpr float PROMOTED = 0.67e-7f * 16 / 15;
+
+// `stages`: the beginning of the ring.
+DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& ring, Position& at) {
+  total.clear();
+#if LIMBS == 2
+  Sums main, cross;
+  cross.clear();
+#else
+  Sums& main = total;
+#endif
+  for (int step = of.first; step < of.last; ++step) {
+    ring.wait_full(at);
+    uint8_t* const stage = stages + at.stage * STAGE_BYTES;
+#if MAKES_LIMBS
+    make_limbs(stage + A_BYTES);
+#endif
+    const uint8_t* const of_warp = stage + (threadIdx.x / 32 - 4) * A_WARP;
+    const uint64_t b = wgmma_descriptor<128>(shared_address(stage) + A_BYTES);
+    constexpr int AT_ONCE = LIMBS == 1 ? 32 : MOMENTS || MAKES_LIMBS ? 8 : 32 / BLOCKS;  // of k: as many as registers hold
+#pragma unroll
+    for (int first = 0; first < 32; first += AT_ONCE) {
+      uint32_t a[AT_ONCE / 8][BLOCKS][4];
+      [[maybe_unused]] uint32_t low[AT_ONCE / 8][BLOCKS][4];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE / 8; ++i) {
+        float v[BLOCKS][4];
+        load_a(v, of_warp, first + 8 * i);
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float first = first_limb(v[block][e]);
+            a[i][block][e] = LIMBS == 2 ? __float_as_uint(first) : to_tf32(v[block][e]);
+            low[i][block][e] = rest(v[block][e], first);
+          }
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < AT_ONCE / 8; ++i)
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+          const uint64_t b_high = b + (first + 8 * i) * 4 / 16;
+          wgmma_tf32(main.of[block], a[i][block], b_high, LIMBS == 1 || first + i > 0);
+#if LIMBS == 2
+          wgmma_tf32(cross.of[block], low[i][block], b_high, true);
+          wgmma_tf32(cross.of[block], a[i][block], b_high + B_BYTES / 16, true);
+#endif
+        }
+      wgmma_commit();
+      wgmma_wait<0>();
+    }
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) wgmma_arrived(main.of[block]);
+    ring.give_back(at);
+    at.next();
+#if LIMBS == 2
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+      for (int i = 0; i < BLOCK_N / 2; ++i) total.of[block][i] += main.of[block][i];
+#endif
+  }
+#if LIMBS == 2
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) {
+    wgmma_arrived(cross.of[block]);
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i) {
+      const float small = with_lost(cross.of[block][i], total.of[block][i], LARGER * PROMOTED);
+      // Inf x a rest of 0 is no part of the result
+      if (fabsf(total.of[block][i]) < INFINITY) total.of[block][i] = fmaf(small, 1 / LARGER, total.of[block][i]);
+    }
+  }
+#else
+  const float part = lost_in(4 * (of.last - of.first));
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i) total.of[block][i] = with_lost(total.of[block][i], part);
+#endif
+}
+
+// ---- from sums to y
+
+constexpr bool PLAIN = MOMENTS || WGRAD;  // there is no residual and no activation
+
+// A thread's sums of a column, its rows in the order of v; finished if PLAIN.
+DEVICE void sums_of(const PointwiseProduct& shape, float (&v)[2 * BLOCKS], const Sums& sum, int i, int e, const Finish<false>& of) {
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float found = sum.of[block][4 * i + 2 * half + e];
+      v[2 * block + half] = PLAIN ? of.shifted(shape, found, 1) : found;
+    }
+}
+// Finishes them; `added` is the residual, or -0.
+DEVICE void finish(const PointwiseProduct& shape, float (&v)[2 * BLOCKS], const Finish<false>& of, const float (&added)[2 * BLOCKS]) {
+  if constexpr (!PLAIN) {
+#pragma unroll
+    for (int row = 0; row < 2 * BLOCKS; ++row) v[row] = of.whole(shape, v[row], 1, added[row]);
+    activate(shape, v);
+  }
+}
+
+#if MOMENTS
+// 8 lanes share a channel's pixels.
+DEVICE void store_moments(const float (&v)[2 * BLOCKS], const bool (&counted)[2 * BLOCKS], int count, bool real, float* to, int columns) {
+  const int lane = threadIdx.x % 32;
+  const float first = __shfl_sync(~0u, v[0], lane % 4);
+  Deviations of;
+#pragma unroll
+  for (int row = 0; row < 2 * BLOCKS; ++row) of.add(counted[row] ? v[row] - first : 0);
+  of.add_lanes<4, 32>();
+  if (lane < 4 && real) {
+    to[0] = of.mean(first, count);
+    to[columns] = of.off_mean(count);
+  }
+}
+#endif
+
+DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape, const float* bias, const float* scale, const float* residual,
+                  [[maybe_unused]] float* moments, float* y) {
+  const int lane = threadIdx.x % 32, r = lane / 4, columns = (int)shape.columns;
+  const int own = threadIdx.x / 32 - 4, warp = PIXEL_QUADS ? of.row * (int)shape.busy + own : of.row * WARPS + own, column0 = of.column + 2 * (lane % 4);
+  const Divided box(warp, shape.boxes, shape.by_boxes);  // NCHW: image and box
+  const bool any = !PIXEL_QUADS || (own < (int)shape.busy && box.quotient < (int)shape.rows);  // whether this warp has pixels
+  long long at[2 * BLOCKS];  // offsets in y of a thread's rows in the order of finish, without the column's part
+  bool counted[2 * BLOCKS];
+  if (PIXEL_QUADS) {
+    const int pixel = box.rest * 32 + 4 * four(r);
+    counted[0] = counted[1] = counted[2] = counted[3] = any && pixel < (int)shape.plane;
+    at[0] = box.quotient * shape.row_step + pixel;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2 * BLOCKS; ++i) {
+      const int row = warp * WARP_ROWS + 8 * i + r;
+      counted[i] = row < (int)shape.rows;
+      at[i] = row * shape.row_step;
+    }
+  }
+  y += of.split * shape.size;
+#if MOMENTS
+  const int begin = PIXEL_QUADS ? box.rest * 32 : warp * WARP_ROWS, end = PIXEL_QUADS ? (int)shape.plane : (int)shape.rows;
+  const int count = any ? min(end - begin, WARP_ROWS) : 0;
+#endif
+  constexpr int BATCH = 8;  // loads under way at once; more would spill
+  Finish<false> of_column[BATCH];
+#pragma unroll
+  for (int i = 0; i < BLOCK_N / 8; ++i) {
+    if (i % (BATCH / 2) == 0)
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        const int column = min(column0 + 8 * (i + j / 2) + j % 2, columns - 1);
+        of_column[j].of = ScaleAndBias(shape, scale, bias, column);
+      }
+    float v[2][2 * BLOCKS], added[2][2 * BLOCKS];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      sums_of(shape, v[e], sum, i, e, of_column[(2 * i + e) % BATCH]);
+#if MOMENTS
+      const int column = column0 + 8 * i + e;
+      if (count > 0) store_moments(v[e], counted, count, column < columns, moments + (long long)warp * 2 * columns + column, columns);
+#endif
+#pragma unroll
+      for (int row = 0; row < 2 * BLOCKS; ++row) added[e][row] = -0.f;
+    }
+    const bool adds = !PLAIN && has_residual(shape), has_left = column0 + 8 * i < columns, has_right = column0 + 8 * i + 1 < columns;
+    const long long left = (column0 + 8 * i) * shape.column_step, right = left + shape.column_step;
+#if !WGRAD && !NHWC
+    if (adds && counted[0]) {
+      if (has_left) *(float4*)added[0] = *(const float4*)(residual + at[0] + left);
+      if (has_right) *(float4*)added[1] = *(const float4*)(residual + at[0] + right);
+    }
+#else
+#pragma unroll
+    for (int row = 0; row < 2 * BLOCKS; ++row) {
+      if (!adds || !counted[row] || !has_left) continue;
+      if (shape.pairs) {
+        const float2 both = *(const float2*)(residual + at[row] + left);
+        added[0][row] = both.x, added[1][row] = both.y;
+      } else {
+        added[0][row] = residual[at[row] + left];
+        if (has_right) added[1][row] = residual[at[row] + right];
+      }
+    }
+#endif
+#pragma unroll
+    for (int e = 0; e < 2; ++e) finish(shape, v[e], of_column[(2 * i + e) % BATCH], added[e]);
+#if !WGRAD && !NHWC
+    if (counted[0] && has_left) store_word(y + at[0] + left, *(const uint4*)v[0]);
+    if (counted[0] && has_right) store_word(y + at[0] + right, *(const uint4*)v[1]);
+#else
+#pragma unroll
+    for (int row = 0; row < 2 * BLOCKS; ++row) {
+      if (!counted[row] || !has_left) continue;
+      if (shape.pairs) {
+        const float both[2] = {v[0][row], v[1][row]};
+        store_word(y + at[row] + left, *(const uint2*)both);
+      } else {
+        y[at[row] + left] = v[0][row];
+        if (has_right) y[at[row] + right] = v[1][row];
+      }
+    }
+#endif
+  }
+}
+
+constexpr int THREADS = 128 * (1 + CONSUMERS);
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_pointwise(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, const float* __restrict__ bias,
+                   const float* __restrict__ scale, const float* residual, float* __restrict__ y,
+#if MOMENTS
+                   float* __restrict__ moments,
+#endif
+                   const __grid_constant__ PointwiseProduct shape) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ alignas(8) uint64_t barriers[2 * STAGES];
+  const Ring ring(dynamic, barriers);
+  uint8_t* const stages = dynamic + (-shared_address(dynamic) & 1023);
+  if (threadIdx.x == 0) ring.init(1, WARPS);
+  __syncthreads();
+  AFTER_LAST_LAUNCH
+#if !MOMENTS
+  float* const moments = nullptr;
+#endif
+  if (threadIdx.x < 128) {
+    registers_down<24>();
+    if (threadIdx.x == 0) produce(&map_a, &map_b, shape, ring);
+  } else {
+    registers_up<240>();
+    Position at;
+    for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
+      const Tile of(shape, tile);
+      Sums sum;
+      multiply(sum, of, stages, ring, at);
+      store(sum, of, shape, bias, scale, residual, moments, y);
+    }
+  }
+}
+
+// ---- the filter
+
+struct SplitFilter {
+  long long rows, channels, padded, by_padded;  // channels of the filter, and of its limbs
+  long long row_step, channel_step;  // elements of w from one row, and from one channel, to the next
+};
+
+// thread -> one element of the limbs [limb][row][channel]; elements without a channel are zeros
+extern "C" __global__ void __launch_bounds__(256) split_filter(const float* __restrict__ w, uint32_t* __restrict__ limbs, const SplitFilter filter) {
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
+  const int i = blockIdx.x * 256 + threadIdx.x, row = divided(i, filter.by_padded), channel = i - row * (int)filter.padded;
+  if (row >= (int)filter.rows) return;
+  const Split split(channel < (int)filter.channels ? w[row * filter.row_step + channel * filter.channel_step] : 0);
+  limbs[i] = split.high;
+  if (LIMBS == 2) limbs[filter.rows * filter.padded + i] = split.low;
+}

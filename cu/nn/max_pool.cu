@@ -1,0 +1,112 @@
+// max_pool.cu: max pooling, forward and backward.
+//
+//   max_pool            y[n,p,q,c] = max over r,s of x[n, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w, c]
+//                       from[n,p,q,c] = r*S + s of the first tap with the maximum; the last NaN counts, as in torch. Not written if `from` is null
+//   max_pool_backward   dx = the sum of y's gradients over the windows that took x
+//
+// Mapping  thread -> VEC channels of a pixel: of y in max_pool, of x in max_pool_backward. With channels last these are 16 bytes. A channel of NCHW
+//          arrays counts as an image of one channel.
+// Memory   registers only. A maximum's tap takes a byte.
+// Sums     float32, always in the same order.
+// Limits   up to 255 taps, fewer than 2^31 threads; with channels last, pixels of a multiple of 16 bytes.
+//
+// By hand: nvcc -cubin -I cu cu/nn/max_pool.cu
+#ifndef TYPE
+#define TYPE 17  // of x and y: 16 half, 17 bfloat16, 32 float
+#define VEC 8    // channels of a thread
+#endif
+#include "core/packed.cuh"
+
+typedef element<TYPE> data_t;
+
+constexpr int THREADS = 256, V = VEC;
+
+struct alignas(V * sizeof(data_t)) Channels {
+  data_t v[V];
+};
+struct alignas(V) Taps {
+  uint8_t v[V];
+};
+
+// by_n is the divisor n, prepared (division.cuh).
+struct PoolArguments {
+  long long threads, groups, by_groups, across, by_across, down, by_down;  // groups of channels; across, down: pixels of the array that the threads make
+  long long h, w, p, q;                                                    // sizes of x and y
+  long long r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, dil_w;
+};
+
+// A thread's pixel and channels.
+struct Place {
+  int image, row, column, group;
+  DEVICE Place(const PoolArguments& arg, int thread) {
+    const Divided of_group(thread, arg.groups, arg.by_groups), of_column(of_group.quotient, arg.across, arg.by_across);
+    const Divided of_row(of_column.quotient, arg.down, arg.by_down);
+    group = of_group.rest;
+    column = of_column.rest;
+    row = of_row.rest;
+    image = of_row.quotient;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    max_pool(const Channels* __restrict__ x, Channels* __restrict__ y, Taps* __restrict__ from, const __grid_constant__ PoolArguments arg) {
+  AFTER_LAST_LAUNCH
+  const int thread = blockIdx.x * THREADS + threadIdx.x;
+  if (thread >= (int)arg.threads) return;
+  const Place at(arg, thread);
+  const int groups = (int)arg.groups, h0 = at.row * (int)arg.stride_h - (int)arg.pad_h, w0 = at.column * (int)arg.stride_w - (int)arg.pad_w;
+  float best[V];
+  int tap[V];
+#pragma unroll
+  for (int i = 0; i < V; ++i) best[i] = -INFINITY, tap[i] = -1;
+  for (int r = 0; r < (int)arg.r; ++r) {
+    const int row = h0 + r * (int)arg.dil_h;
+    if ((unsigned)row >= (unsigned)arg.h) continue;
+    const Channels* const line = x + ((long long)at.image * (int)arg.h + row) * (int)arg.w * groups + at.group;
+    for (int s = 0; s < (int)arg.s; ++s) {
+      const int column = w0 + s * (int)arg.dil_w;
+      if ((unsigned)column >= (unsigned)arg.w) continue;
+      const Channels read = line[column * groups];
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const float v = to_float(read.v[i]);
+        if (tap[i] < 0 || v > best[i] || v != v) best[i] = v, tap[i] = r * (int)arg.s + s;
+      }
+    }
+  }
+  Channels made;
+  Taps taken;
+#pragma unroll
+  for (int i = 0; i < V; ++i) made.v[i] = from_float<data_t>(best[i]), taken.v[i] = tap[i];
+  y[thread] = made;
+  if (from) from[thread] = taken;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) max_pool_backward(const Channels* __restrict__ dy, const Taps* __restrict__ from,
+                                                                        Channels* __restrict__ dx, const __grid_constant__ PoolArguments arg) {
+  AFTER_LAST_LAUNCH
+  const int thread = blockIdx.x * THREADS + threadIdx.x;
+  if (thread >= (int)arg.threads) return;
+  const Place at(arg, thread);
+  const int groups = (int)arg.groups, stride_h = (int)arg.stride_h, stride_w = (int)arg.stride_w;
+  float sum[V] = {};
+  for (int r = 0; r < (int)arg.r; ++r) {
+    const int down = at.row + (int)arg.pad_h - r * (int)arg.dil_h;
+    const Divided of_p(max(down, 0), stride_h, arg.by_stride_h);
+    if (down < 0 || of_p.rest || of_p.quotient >= (int)arg.p) continue;
+    const long long line = ((long long)at.image * (int)arg.p + of_p.quotient) * (int)arg.q * groups + at.group;
+    for (int s = 0; s < (int)arg.s; ++s) {
+      const int right = at.column + (int)arg.pad_w - s * (int)arg.dil_w;
+      const Divided of_q(max(right, 0), stride_w, arg.by_stride_w);
+      if (right < 0 || of_q.rest || of_q.quotient >= (int)arg.q) continue;
+      const Taps taken = from[line + of_q.quotient * groups];
+      const Channels read = dy[line + of_q.quotient * groups];
+#pragma unroll
+      for (int i = 0; i < V; ++i) sum[i] += taken.v[i] == r * (int)arg.s + s ? to_float(read.v[i]) : 0;
+    }
+  }
+  Channels made;
+#pragma unroll
+  for (int i = 0; i < V; ++i) made.v[i] = from_float<data_t>(sum[i]);
+  dx[thread] = made;
+}

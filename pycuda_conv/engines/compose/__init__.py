@@ -1,0 +1,1 @@
+"""Engines that give a part of their work to another engine."""

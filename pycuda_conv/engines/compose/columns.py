@@ -1,0 +1,203 @@
+"""dgrad as a product without taps, whose columns are added (``cu/layout/columns_add.cu``).
+
+The product gives what each tap contributes for each pixel that it reads. It has a 1x1 filter with a channel for each channel and tap,
+and any engine computes it. It is dense, whatever the stride. If the result's pixels meet few taps, it has hardly more elements than the
+result: patches, long filters with long strides, strides of three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
+]  # fmt: skip
+
+THREADS = 256  # of a block of columns_add.cu
+
+
+@dataclass(frozen=True)
+class Columns(Config):
+    """A configuration of the product without taps, as text."""
+
+    INNER: str = "Gemm()"
+
+
+CONFIGS = (Columns,)
+LAYOUTS = "NCHW", "NHWC"
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 4}
+
+
+def unsupported(device: Device) -> str | None:
+    """Why the kernel can't run on `device`, or None if it can."""
+    return None if device.backend == "cuda" else "it takes a GPU of CUDA"
+
+
+# ---- what runs
+
+
+def _taps(problem: ConvProblem) -> int:
+    return math.prod(problem.filter_size)
+
+
+def _met(problem: ConvProblem) -> int:
+    """The most taps that a pixel of the result meets."""
+    return math.prod(ceil(taps, every) for taps, every in zip(problem.filter_size, taps_apart(problem), strict=True))
+
+
+def _product(problem: ConvProblem) -> ConvProblem:
+    """The product without taps: its channels are all taps of all channels."""
+    one, none = (1, 1, 1), (0, 0, 0)
+    return replace(
+        problem, C=problem.C * _taps(problem), input_size=problem.output_size, filter_size=one, stride=one, dilation=one,
+        padding_before=none, padding_after=none, has_bias=False, has_scale=False, has_residual=False, activation=None, float_scale=False,
+    ).launched  # fmt: skip
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why no configuration can run `problem`, or None if one may."""
+    if problem.direction != "dgrad":
+        return "it computes gradients by the input"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if _taps(problem) == 1 and math.prod(taps_apart(problem)) == 1:
+        return "there is one tap and no stride: the columns are the result"
+    if problem.itemsize == 2 and (_met(problem) > 1 or problem.has_bias or problem.has_scale or problem.has_residual or problem.activation):
+        return "columns of 16 bits are rounded: each has to be an element of the result"
+    if max(_columns(problem), problem.largest_array) >= 2**31:
+        return "it counts in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: Columns) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    return why_not(problem) or inner_refusal(_product(problem), config.INNER)
+
+
+# ---- launches
+
+
+ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
+
+
+def schedule(problem: ConvProblem, config: Columns, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    inner, product = parsed(config.INNER), _product(problem)
+    assert inner is not None
+    made = registry.schedule(product, inner, device)
+    scratch = Arena(WORKSPACE)
+    columns = scratch.take(problem.itemsize * math.prod(product.result_shape))
+    places = {RESULT: columns, WORKSPACE: scratch.take(made.workspace_bytes)}
+    prepare, steps = moved(made.prepare, places), moved(made.steps, places)
+    added = [[_launch(problem, columns, False)]]
+    last = None
+    if problem.layout == "NHWC" and problem.groups == 1:  # the same columns with the product's channels in another order
+        last = [*prepare, *steps, [_launch(problem, columns, True)]]
+    return Schedule(
+        prepare, steps + added, prepare + steps + added, scratch.used, made.filter_bytes, made.redoes, filter_last=last
+    )
+
+
+def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLaunch:
+    """The launch that adds the columns. With `filter_last` the channels of a tap are neighbours in them, else the taps of a channel."""
+    (_, h, w), taps = problem.result_size, _taps(problem)
+    read, channels = math.prod(problem.output_size), problem.C
+    last = problem.layout == "NHWC"
+    channel, tap = (1, channels) if filter_last else (taps, 1)
+    if not last:
+        channel, tap = channel * read, tap * read
+    size = math.prod(problem.result_shape)
+    told = arguments(
+        ColumnsArguments, size=size, channels=channels, plane=math.prod(problem.result_size), hw=h * w, h=h, w=w, last=int(last),
+        image=channels * taps * read, channel=channel, tap=tap, pixel=channels * taps if last else 1,
+        **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"), **by_axis("stride_", problem.stride),
+        **by_axis("every_", taps_apart(problem)), **by_axis("back_", outputs_apart(problem)), **by_axis("pad_", problem.padding_before),
+        **by_axis("dil_", problem.dilation), **finish(problem),
+    )  # fmt: skip
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
+    buffers = columns, BIAS, SCALE, RESIDUAL, RESULT
+    return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told)
+
+
+def filter_key(problem: ConvProblem, config: Columns) -> Hashable:
+    """That of the product's engine."""
+    return inner_filter_key(_product(problem), config.INNER)
+
+
+def sum_order(problem: ConvProblem, config: Columns) -> Hashable:
+    """That of the product's engine, for its configurations."""
+    return inner_sum_order(_product(problem), config.INNER) or config
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each type."""
+    yield TextFamily("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
+
+
+# ---- the choice
+
+BEGIN = 2.3  # microseconds of the launch that adds columns
+#: Microseconds of an element of the result on 132 multiprocessors, by the layout: with channels last neighbours read scattered
+#: elements. Bytes a microsecond of columns, which the product has left in the cache or in memory, and of a residual.
+ELEMENT = {"NCHW": 5e-6, "NHWC": 4.7e-6}
+CACHED, CACHED_RATE, COLUMN_RATE, RESIDUAL_RATE = 2e7, 4.17e6, 2.93e6, 5.37e6
+MOST_MET = 64  # the most taps that a pixel meets: with more there are many more columns than elements of the result
+MOST_BYTES = 2**30  # the most columns, in bytes of workspace
+BEST = 3  # configurations of the product that are tried
+
+
+def _columns(problem: ConvProblem) -> int:
+    """Elements of the product."""
+    return problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
+
+
+def _adding(problem: ConvProblem, device: Device) -> float:
+    """Microseconds of adding the columns."""
+    nbytes, results = problem.itemsize * _columns(problem), math.prod(problem.result_shape)
+    us = 2 * nbytes / (CACHED_RATE if nbytes < CACHED else COLUMN_RATE) + ELEMENT[problem.layout] * results
+    if problem.has_residual:
+        us += problem.itemsize * results / RESIDUAL_RATE
+    return BEGIN + us * 132 / device.multiprocessors
+
+
+def _worth_it(problem: ConvProblem) -> bool:
+    small = problem.itemsize * _columns(problem) <= MOST_BYTES
+    return why_not(problem) is None and _met(problem) <= MOST_MET and small
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
+    """The configurations worth comparing for `problem`: the best ones of the product."""
+    if _worth_it(problem):
+        for _, inner in registry.predictions(_product(problem), device)[:BEST]:
+            yield Columns(str(inner))
+
+
+def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
+    """Microseconds that `config` should take."""
+    inner = parsed(config.INNER)
+    us = None if inner is None else registry.predicted(_product(problem), inner, device)
+    return None if us is None else us + _adding(problem, device)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Columns] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    if not _worth_it(problem):
+        return None
+    product = _product(problem)
+    inner = registry.find(product, device)
+    us = None if inner is None else registry.predicted(product, inner, device)
+    return None if us is None else (us + _adding(problem, device), Columns(str(inner)))

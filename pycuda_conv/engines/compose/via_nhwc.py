@@ -1,0 +1,336 @@
+"""Convolutions of NCHW arrays by way of channels last: arrays are transposed (``cu/layout/via_nhwc.cu``), and another engine does the rest.
+
+Tensor cores take 16-bit channels as they lie only if these are neighbours, so many engines read channels-last arrays alone. Transposing an
+array takes as long as a copy. wgrad in float32 goes the other way: most of its engines read NCHW alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.base import Config, Engine
+from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.hopper import common as hopper
+from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
+
+
+@dataclass(frozen=True)
+class ViaNhwc(Config):
+    """The configuration for the transposed arrays, as text."""
+
+    INNER: str = "Gemm()"
+
+
+@dataclass(frozen=True)
+class ViaNchw(ViaNhwc):
+    """The same for channels-last wgrad, whose configuration takes the arrays in NCHW."""
+
+
+CONFIGS = (ViaNhwc, ViaNchw)
+#: The layout of the transposed arrays: see ConvProblem.launched.
+TURNED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
+LAYOUTS = tuple(TURNED)
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 2}
+
+unsupported = hopper.unsupported
+
+
+# ---- what runs
+
+
+def _turned(problem: ConvProblem) -> ConvProblem:
+    """The problem of the transposed arrays, as it is launched."""
+    return replace(problem, layout=TURNED[problem.layout]).launched
+
+
+def _of_filter(problem: ConvProblem) -> bool:
+    """Whether `problem` is wgrad."""
+    return problem.layout in ("CNHW", "CHWN")
+
+
+def _kind(problem: ConvProblem) -> type[ViaNhwc]:
+    """The class of its configurations, by the way the arrays go."""
+    return ViaNchw if problem.layout == "CHWN" else ViaNhwc
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why no configuration can run `problem`, or None if one may."""
+    if problem.layout == "CHWN":
+        if problem.dtype != "float32" or problem.precision != "fp32":
+            return "of channels-last arrays it takes float32 with precision='fp32'"
+    elif problem.itemsize != 2 and (problem.dtype != "float32" or (problem.precision != "tf32" and not _of_filter(problem))):
+        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32' or of a filter's gradient"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if problem.layout == "NCHW" and problem.C == problem.K == 1:
+        return "a single channel lies in either order"
+    if problem.largest_array >= 2**31:
+        return "it counts in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if type(config) is not _kind(problem):
+        return f"{_kind(problem).__name__} is for arrays that lie so"
+    return inner_refusal(_turned(problem), config.INNER)
+
+
+# ---- launches
+
+
+ViaNhwcArguments = kernel_struct("via_nhwc", "ViaNhwcArguments")
+
+
+@dataclass(frozen=True)
+class _Transposition:
+    """Matrices in a buffer of the plan that are transposed, into the workspace or out of it."""
+
+    buffer: Buffer
+    images: int
+    rows: int
+    columns: int
+    itemsize: int
+    zeros: int = 0  # zeros behind the rows that are written
+
+    @property
+    def pitch(self) -> int:
+        """Rows that are written, zeros included."""
+        return self.rows + self.zeros
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are written."""
+        return self.images * self.pitch * self.columns * self.itemsize
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """log2 of the words of a tile's column, and columns of a tile."""
+        words = ceil(self.pitch * self.itemsize, 4)
+        row_bits = min(max((words - 1).bit_length(), 2), 5)
+        return row_bits, TILE_BYTES // 4 >> row_bits
+
+    @property
+    def tiles(self) -> int:
+        row_bits, columns = self._tile
+        return self.images * ceil(self.pitch * self.itemsize, 4 << row_bits) * ceil(self.columns, columns)
+
+    @property
+    def _vector(self) -> int:
+        """Columns that a thread loads at once."""
+        return math.gcd(self.columns, 16 // self.itemsize)
+
+    @property
+    def _wide(self) -> int:
+        """Bytes that a thread stores at once: whole words even for an odd number of rows, except single elements at a column's ends."""
+        return 16 if self.pitch * self.itemsize % 16 == 0 else 4
+
+    @property
+    def time(self) -> float:
+        """Microseconds that it should take. The part of a tile that sticks out counts if it is most of the tile."""
+        if self._vector == 1 or self.pitch * self.itemsize % 4:
+            rate = SINGLE
+        else:
+            rate = WIDE if self._wide == self._vector * self.itemsize == 16 else NARROW
+        return BEGIN + 2 * max(self.nbytes, EMPTY * self.tiles * TILE_BYTES) / rate
+
+    def launch(self, source: Place, target: Place) -> KernelLaunch:
+        size = self.itemsize
+        row_bits, columns = self._tile
+        told = arguments(
+            ViaNhwcArguments, rows=self.rows, columns=self.columns, pitch=self.pitch, row_bits=row_bits,
+            tiles_r=ceil(self.pitch * size, 4 << row_bits), tiles_c=ceil(self.columns, columns), vector=self._vector,
+            wide=int(self._wide == 16),
+        )  # fmt: skip
+        return KernelLaunch("via_nhwc", {"BYTES": size}, self.tiles, THREADS, (source, target), (), arguments=told)
+
+
+def _together(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch:
+    """Two of these launches as one."""
+    both = cast(Any, first.arguments), cast(Any, second.arguments)
+    return KernelLaunch(
+        "via_nhwc_two", first.defines, first.grid + second.grid, THREADS, first.buffers + second.buffers, (first.grid,), "via_nhwc",
+        arguments=both,
+    )  # fmt: skip
+
+
+def _read(problem: ConvProblem) -> list[_Transposition]:
+    """The matrices that are transposed before the inner launches."""
+    size, plane = problem.itemsize, math.prod(problem.operand_size)
+    if _of_filter(problem):  # see ConvProblem.launched
+        images, channels = problem.C // problem.groups, problem.N * problem.groups
+        both = (INPUT, channels, plane), (WEIGHT, problem.K, math.prod(problem.filter_size))
+        if problem.layout == "CHWN":  # pixels of channels become channels of pixels
+            return [_Transposition(one, images, pixels, n, size) for one, n, pixels in both if n > 1 and pixels > 1]
+        return [_Transposition(one, images, n, pixels, size) for one, n, pixels in both]
+    found = [_Transposition(INPUT, problem.N, problem.operand_channels, plane, size)]
+    if problem.has_residual:
+        found.append(_Transposition(RESIDUAL, problem.N, problem.result_channels, math.prod(problem.result_size), size))
+    return [one for one in found if one.rows > 1 and one.columns > 1]
+
+
+def _written(problem: ConvProblem) -> _Transposition | None:
+    """The matrix that is transposed behind them."""
+    if _of_filter(problem):  # it is in C order anyway
+        return None
+    plane, channels = math.prod(problem.result_size), problem.result_channels
+    return _Transposition(RESULT, problem.N, plane, channels, problem.itemsize) if plane > 1 and channels > 1 else None
+
+
+def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`."""
+    inner = parsed(config.INNER)
+    assert inner is not None
+    made = registry.schedule(_turned(problem), inner, device)
+    if _of_filter(problem):
+        return _of_both(problem, made)
+    read, written, scratch = _read(problem), _written(problem), Arena(WORKSPACE)
+    places = {one.buffer: scratch.take(one.nbytes) for one in (*read, *([written] if written else []))}
+    places[WORKSPACE] = scratch.take(made.workspace_bytes)
+    first = [one.launch(one.buffer, places[one.buffer]) for one in read]
+    last = [written.launch(places[RESULT], RESULT)] if written else []
+    prepare = moved(made.prepare, places)
+    steps = [step for step in (first, *moved(made.steps, places), last) if step]
+    return Schedule(prepare, steps, prepare + steps, scratch.used, made.filter_bytes, made.redoes)
+
+
+def _of_both(problem: ConvProblem, made: Schedule) -> Schedule:
+    """The launches of wgrad, whose launches on the transposed arrays are `made`: one launch transposes both before any reads them."""
+    read, scratch = _read(problem), Arena(WORKSPACE)
+    copies = {launch.buffers[0]: launch for step in made.whole for launch in step if _only_fills_up(launch)}
+    filled = {one.buffer: copies[one.buffer] for one in read if one.buffer in copies}
+    places = {one.buffer: scratch.take(one.nbytes) for one in read if one.buffer not in filled}
+    places[WORKSPACE] = scratch.take(made.workspace_bytes)
+    places[PACKED] = scratch.take(made.filter_bytes)
+    first = []
+    for one in read:
+        if one.buffer in filled:  # it would be copied once more
+            ((copy,),) = moved([[filled[one.buffer]]], {WORKSPACE: places[WORKSPACE]})
+            nbytes = 16 * cast(tuple[int, ...], copy.arguments)[0]  # its words
+            one = replace(one, zeros=nbytes // (one.images * one.columns * one.itemsize) - one.rows)
+            first.append(one.launch(one.buffer, copy.buffers[1]))
+        else:
+            first.append(one.launch(one.buffer, places[one.buffer]))
+    whole = [kept for step in made.whole if (kept := [launch for launch in step if launch not in filled.values()])]
+    steps = moved(whole, places)
+    if first:
+        steps = [[_together(*first)] if len(first) == 2 else first, *steps]
+    return Schedule([], steps, steps, scratch.used, 0, made.redoes)
+
+
+def _only_fills_up(launch: KernelLaunch) -> bool:
+    """Whether `launch` copies an array with zeros behind its channels, and folds no taps into them."""
+    if launch.kernel != "fold_channels":
+        return False
+    told: Any = launch.arguments
+    return bool(told.folded == told.channels and (told.h, told.w) == (told.p, told.q))
+
+
+def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
+    """That of the inner engine."""
+    return inner_filter_key(_turned(problem), config.INNER)
+
+
+def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
+    """That of the inner engine, for its configurations."""
+    return inner_sum_order(_turned(problem), config.INNER) or config
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each size of elements."""
+    yield TextFamily("via_nhwc", {"BYTES": (2, 4)})
+
+
+# ---- the choice
+
+# Measured on an H200.
+BEGIN = 1.3  # microseconds of a launch, beside its bytes
+#: Bytes read and written in a microsecond: both by 16 bytes a thread; one of them by less; one of them by single elements.
+WIDE, NARROW, SINGLE = 3.1e6, 3.2e6, 1.9e6
+#: Microseconds of an element of wgrad whose taps are written one by one, by the element's bytes. From an H100.
+SCATTERED = {2: 2.5e-6, 4: 4.5e-6}
+EMPTY = 0.4  # part of the time of a tile's bytes that a tile with few of them takes
+FILTER, FILTER_BYTES = 1.7, 0.7e6  # microseconds to pack or to transpose a filter, and its bytes a microsecond
+
+
+def _transposing(problem: ConvProblem) -> float:
+    """Microseconds of the transpositions."""
+    written = _written(problem)
+    return sum(one.time for one in (*_read(problem), *([written] if written else [])))
+
+
+def _packing(problem: ConvProblem) -> float:
+    """Microseconds to pack or transpose the filter: the models of channels-last engines assume that it lies as they need it."""
+    taps = math.prod(problem.filter_size)
+    if _of_filter(problem) or taps == 1:
+        return 0.0
+    return FILTER + problem.itemsize * math.prod(problem.weight_shape) / FILTER_BYTES
+
+
+def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
+    """The engines that can only run the problem of the transposed arrays."""
+    turned = _turned(problem)
+    for engine in registry.ENGINES:
+        alone = turned.layout in engine.LAYOUTS and engine.CONFIGS != CONFIGS and engine.unsupported(device) is None
+        if alone and not (problem.layout in engine.LAYOUTS and engine.choose(problem, device)):
+            yield engine
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    turned, kind = _turned(problem), _kind(problem)
+    for engine in _engines(problem, device):
+        for inner in engine.configs(turned, device):
+            if engine.refusal(turned, inner) is None:
+                yield kind(str(inner))
+
+
+def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
+    """Microseconds that `config` should take."""
+    inner = parsed(config.INNER)
+    us = None if inner is None else registry.predicted(_turned(problem), inner, device)
+    return None if us is None or inner is None else us + _beside(problem, inner)
+
+
+def _beside(problem: ConvProblem, inner: Config) -> float:
+    """Microseconds beside those of the inner engine."""
+    us = _transposing(problem) + _packing(problem)
+    # sums that are not split are written directly to their scattered taps
+    if _of_filter(problem) and getattr(inner, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:
+        us += SCATTERED[problem.itemsize] * math.prod(problem.result_shape)
+    return us
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    if why_not(problem):
+        return None
+    turned, best = _turned(problem), None
+    for engine in _engines(problem, device):
+        found = engine.choose(turned, device)
+        us = None if found is None else engine.time(turned, found[1], device)
+        if found and us is not None and (best is None or us < best[0]):
+            best = us, found[1]
+    return None if best is None else (best[0] + _beside(problem, best[1]), _kind(problem)(str(best[1])))

@@ -1,0 +1,334 @@
+"""Depthwise layers of 16 bits on tensor cores: ``cu/depthwise/toeplitz.cu``.
+
+A row of a filter is a Toeplitz matrix, which multiplies rows of the input. So memory bounds such layers; on plain cores arithmetic would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.depthwise.units import unit_refusal
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.mma.common import unsupported
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    INPUT,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    Schedule,
+    check_shared,
+    finish,
+    finish_constants,
+    shared_limit,
+)
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "DepthwiseToeplitz", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
+ROWS, EIGHT = 16, 8  # rows of a task; columns of a tile
+MOST_COLUMNS, MOST_BANDS = 80, 4  # NHWC: most columns of a block, most sixteens of rows
+CHANNELS, PIXEL, ROW_PAD = 16, 24, 4  # NHWC: channels of a block; elements in shared memory of a pixel, and those that pad a row
+WORD = 4
+SHARED_KIB = 227  # of shared memory that the model counts on, of a multiprocessor of Hopper, which has 228
+#: By the stride: eights of columns that a task computes, and how many steps of 16 input columns an eight may meet.
+TILES = {1: 5, 2: 3}
+STEPS = {1: (1, 2), 2: (2,)}
+GRAD_TILES, GRAD_TAPS = 6, 64  # of the gradient of a convolution of stride 2: eights of columns of a task; words of a row of its filter
+#: KiB of shared memory of a block at most: the values of UNIT_KIB to compare.
+UNITS = {"NCHW": (24, 12, 48), "NHWC": (48, 72, 110)}
+
+
+@dataclass(frozen=True)
+class DepthwiseToeplitz(Config):
+    """UNIT_KIB is the most shared memory of a block in KiB; it decides how many planes or rows a block has: ``depthwise/toeplitz.cu``."""
+
+    UNIT_KIB: int = 24
+
+
+CONFIGS = (DepthwiseToeplitz,)
+LAYOUTS = "NCHW", "NHWC"
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 16}
+
+
+DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToeplitzArguments")
+
+
+# ---- what runs
+
+
+def refusal(problem: ConvProblem, config: DepthwiseToeplitz) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    return why_not(problem) or unit_refusal(config.UNIT_KIB, UNITS[problem.layout], ROWS, lambda: _unit(problem, config))
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever UNIT_KIB is, or None if it can."""
+    if problem.direction not in ("fprop", "dgrad"):
+        return "it computes forward convolutions and gradients by the input"
+    if problem.groups != problem.C or problem.has_depth:
+        return "it takes one input channel a group and at most two spatial axes"
+    if problem.itemsize != 2:
+        return "it takes float16 and bfloat16 arrays"
+    if problem.stride[2] not in TILES:
+        return "it takes strides of 1 and 2 along rows"
+    if problem.direction != "fprop" and (problem.K != problem.C or problem.stride[1] != problem.stride[2]):
+        return "of gradients it computes those of a layer with as many channels out as in and one stride"
+    if _strided(problem) and (problem.dilation[1:] != (1, 1) or problem.filter_size[2] > 2 * EIGHT):
+        return "of gradients with a stride it takes filters without dilation of up to 16 columns"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if _steps(problem) is None:
+        return "eight results of a row meet at most 32 columns of the input"
+    if problem.layout == "NHWC":
+        if problem.K != problem.C or problem.K % 4:
+            return "with channels last it takes as many channels out as in, a multiple of four"
+        if problem.K * max(math.prod(problem.operand_size), math.prod(problem.result_size)) >= 2**31:
+            return "it counts the elements of an image in 32 bits"
+    elif problem.largest_array >= 2**31:
+        return "it counts elements in 32 bits"
+    return None
+
+
+def _strided(problem: ConvProblem) -> bool:
+    """Whether `problem` is the gradient of a convolution of stride 2 by its input."""
+    return problem.direction == "dgrad" and problem.stride[2] > 1
+
+
+def _padding(problem: ConvProblem) -> tuple[int, int]:
+    """Rows and columns read before the first of the image. A gradient is a convolution with the filter turned by half a circle."""
+    _, pad_h, pad_w = problem.padding_before
+    if problem.direction == "fprop" or _strided(problem):
+        return pad_h, pad_w
+    (_, r, s), (_, dil_h, dil_w) = problem.filter_size, problem.dilation
+    return (r - 1) * dil_h - pad_h, (s - 1) * dil_w - pad_w
+
+
+def _shift(problem: ConvProblem) -> int:
+    """Column of the result that eight 0 begins with: the first that meets no input column before 0."""
+    return ceil(_padding(problem)[1], problem.stride[2])
+
+
+def _steps(problem: ConvProblem) -> int | None:
+    """Steps of 16 input columns that eight results meet, or None if there are too many."""
+    if _strided(problem):
+        return 1
+    stride = problem.stride[2]
+    off = stride * _shift(problem) - _padding(problem)[1]
+    columns = off + stride * (EIGHT - 1) + (problem.filter_size[2] - 1) * problem.dilation[2] + 1
+    return next((steps for steps in STEPS[stride] if columns <= 16 * steps), None)
+
+
+class _Unit(NamedTuple):
+    """The work of a block, called a unit."""
+
+    planes: int
+    band: int  # rows of the result
+    columns: int  # of the result
+    bands: int  # units below one another that cover a plane
+    spans: int  # units side by side that cover a plane
+    blocks: int
+    groups: int  # tasks side by side
+    x_rows: int  # of a plane
+    units: int  # eights of columns of x
+    pitch: int
+    plane_pitch: int
+    y_off: int  # columns of the result and of the input that eight 0 begins with
+    x_off: int
+    taps_pitch: int  # words of a row of the filter
+    y_at: int
+    x_at: int
+    shared: int
+
+
+@lru_cache(maxsize=1024)  # the planner asks for it several times
+def _unit(problem: ConvProblem, config: DepthwiseToeplitz) -> _Unit | None:
+    """The unit that fits into the shared memory of `config` and reads the fewest values twice; None where none fits."""
+    (_, h, _), (_, p, q), (_, r, _), (_, stride_h, stride) = problem.operand_size, problem.result_size, problem.filter_size, problem.stride
+    most, steps, last, all_planes = config.UNIT_KIB * 1024, _steps(problem), problem.layout == "NHWC", problem.N * problem.K
+    assert steps is not None
+    span = (r - 1) * problem.dilation[1] + 1
+    grad, taps = _strided(problem), problem.filter_size[2]
+    pad_w = _padding(problem)[1]
+    if grad:
+        taps_pitch, of_task = GRAD_TAPS, GRAD_TILES
+        # column n of the result meets column k of the input by tap n - 2 k + y_off + pad_w - 2 x_off; these three are in [taps - 1, 16]
+        if last:
+            y_off, x_off = 0, (pad_w - taps + 1) // 2
+        else:
+            x_off = 0 if pad_w >= taps - 1 else -EIGHT
+            y_off = min(0, 2 * EIGHT - pad_w + 2 * x_off)
+    else:
+        taps_pitch, of_task = 16 * steps + EIGHT * stride, TILES[stride]
+        first = 0 if last else -ceil(_shift(problem), EIGHT)
+        y_off = 0 if last else EIGHT * first + _shift(problem)
+        x_off = -pad_w if last else EIGHT * stride * first
+    granule = 2 * EIGHT if grad else EIGHT  # columns
+    least_rows = 2 * ROWS if grad else ROWS
+
+    def unit(planes: int, band: int, columns: int) -> _Unit:
+        bands, spans, eights = ceil(p, band), ceil(q - y_off, columns), columns // EIGHT
+        met = (band + r) // 2 + 1 if grad else (band - 1) * stride_h + span
+        x_rows = min(met, h) if last or bands > 1 else h
+        units = eights // 2 + 1 if grad else stride * (eights - 1) + 2 * steps
+        pitch = units | 1  # odd: no bank conflicts
+        plane_pitch = x_rows * pitch | last  # odd where neighbouring channels are stored together
+        y_at = ceil(planes * r * taps_pitch * WORD, 16) * 16
+        x_at = y_at + (ceil(2 * band * (columns * PIXEL + ROW_PAD), 16) * 16 if last else ceil(2 * (planes * band * q + EIGHT), 16) * 16)
+        beside = of_task * stride  # eights that a task reads behind the end of the row, for tiles that don't exist
+        blocks = bands * spans * (problem.N * ceil(problem.K, CHANNELS) if last else ceil(all_planes, planes))
+        shared = x_at + (planes * plane_pitch + pitch + beside) * 16
+        return _Unit(
+            planes, band, columns, bands, spans, blocks, ceil(eights, of_task), x_rows, units, pitch, plane_pitch, y_off, x_off, taps_pitch,
+            y_at, x_at, shared,
+        )  # fmt: skip
+
+    row = ceil(q - y_off, granule) * granule
+    bands = range(least_rows, p + least_rows, least_rows)
+    if last:
+        columns = sorted({min(some, row) for some in range(granule, MOST_COLUMNS + granule, granule)})
+        each = (unit(CHANNELS, min(band, p), some) for band in bands[:MOST_BANDS] for some in columns)
+        read = ((one.bands * one.spans * one.x_rows * (one.units + 1), one.shared, one) for one in each if one.shared <= most)
+        return min(read, key=lambda found: found[:2], default=(0, 0, None))[2]
+    one = unit(1, p, row)
+    if one.shared <= most:
+        of_plane = unit(2, p, row).shared - one.shared
+        return unit(min(1 + (most - one.shared) // (of_plane + 16), all_planes), p, row)
+    fitting = takewhile(lambda one: one.shared <= most, (unit(1, band, row) for band in bands[:-1]))
+    return max(fitting, key=lambda one: one.band, default=None)
+
+
+def _sixteens(problem: ConvProblem, unit: _Unit) -> int:
+    """How many tasks of a unit lie below one another."""
+    return 2 * ceil(unit.band, 2 * ROWS) if _strided(problem) else ceil(unit.band, ROWS)
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, noted: bool = False) -> Schedule:
+    """The launch of `config`, which can run `problem`; it notes no moments."""
+    (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
+    (_, stride_h, stride_w), (_, dil_h, dil_w), (pad_h, pad_w) = problem.stride, problem.dilation, _padding(problem)
+    unit, grad = _unit(problem, config), _strided(problem)
+    assert unit is not None
+    check_shared(problem, config, device, unit.shared)
+    told = arguments(
+        DepthwiseToeplitzArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands,
+        sixteens=_sixteens(problem, unit), groups=unit.groups, k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, r=r, s=s,
+        stride_h=stride_h, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flipped=int(problem.direction == "dgrad" and not grad),
+        y_off=unit.y_off, x_off=unit.x_off, columns=unit.columns, spans=unit.spans,
+        chunks=ceil(problem.K, CHANNELS) if problem.layout == "NHWC" else 1, units=unit.units, pitch=unit.pitch,
+        plane_pitch=unit.plane_pitch, x_rows=unit.x_rows, taps_pitch=unit.taps_pitch, y_at=unit.y_at, x_at=unit.x_at,
+        x_size=problem.N * problem.C * h * w, **finish(problem),
+    )  # fmt: skip
+    steps = _steps(problem)
+    assert steps is not None
+    defines = {
+        "TYPE": ELEMENTS[problem.dtype], "STRIDE": 1 if grad else stride_w, "STEPS": steps, "GRAD": int(grad),
+        "LAST": int(problem.layout == "NHWC"),
+    }  # fmt: skip
+    threads = 32 * WARPS[problem.layout]
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    launch = KernelLaunch(
+        "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=told, layer=finish_constants(told)
+    )
+    return Schedule.plain([[launch]])
+
+
+def filter_key(problem: ConvProblem, config: DepthwiseToeplitz) -> None:
+    """None: the kernel reads the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: DepthwiseToeplitz) -> Hashable:
+    """Equal for all configurations: each adds in the same order."""
+    return DepthwiseToeplitz
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """One text per type, stride, and number of steps that a row of the filter reaches."""
+    for stride, steps in STEPS.items():
+        choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "GRAD": FLAG, "LAST": FLAG}
+        yield TextFamily("depthwise_toeplitz", choices, _is_listed)
+
+
+def _is_listed(d: Mapping[str, int]) -> bool:
+    """Whether the planner ever makes a kernel with these defines."""
+    return not d["GRAD"] or (d["STRIDE"], d["STEPS"]) == (1, 1)
+
+
+# ---- the choice
+
+
+class _Pace(NamedTuple):
+    """What each part of the work costs, in cycles of a multiprocessor if nothing else is said."""
+
+    product: float  # a product of 16 x 8 x 16
+    row: float  # a row of the filter, for each task, besides its products
+    task: float  # the results of a task
+    whole: float  # eight columns of a row of the input, where a row's elements are a multiple of eight
+    eight: float  # eight columns of other rows
+    tap: float  # a word of the filters
+    block: float  # the rest of a block
+    begin: float  # microseconds to begin a launch
+    wave: float  # microseconds that the blocks of a multiprocessor wait
+    memory: float  # bytes a microsecond
+
+
+#: Fitted to 56 and 50 times of 20 and 20 layers in float16 on an H100: root mean square of the error 13% and 7%.
+PACES = {
+    "NCHW": _Pace(1.96, 4.22, 92.2, 0.1, 0.89, 0.84, 47.0, 3.86, 0.095, 2.95e6),
+    "NHWC": _Pace(2.54, 4.35, 33.6, 0.37, 0.83, 0.94, 134.0, 4.71, 0.19, 1.46e6),
+}  # fmt: skip
+RESIDENT = {"NCHW": 5, "NHWC": 3}  # blocks of a multiprocessor, as registers allow
+CLOCK = 1700.0  # cycles a microsecond
+LONG = 1.12  # how many times as long it takes with large blocks in NCHW: while one computes, nothing is loaded or stored
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]:
+    """The configurations worth comparing for `problem`."""
+    for config in map(DepthwiseToeplitz, UNITS[problem.layout]):
+        if refusal(problem, config) is None and (unit := _unit(problem, config)) and unit.shared <= shared_limit(device):
+            yield config
+
+
+def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> float:
+    """Microseconds that `config` should take: memory and multiprocessors overlap in part, and blocks wait."""
+    unit, stride, steps, pace = _unit(problem, config), problem.stride[2], _steps(problem), PACES[problem.layout]
+    assert unit is not None and steps is not None
+    r, whole = problem.filter_size[1], problem.layout == "NCHW" and problem.operand_size[2] % EIGHT == 0
+    tasks = unit.planes * _sixteens(problem, unit) * unit.groups
+    met, tiles = (r / 2, GRAD_TILES) if _strided(problem) else (r, TILES[stride])
+    cycles = tasks * (met * (tiles * steps * pace.product + pace.row) + pace.task) + pace.block
+    cycles += unit.planes * (unit.x_rows * unit.units * (pace.whole if whole else pace.eight) + r * unit.taps_pitch * pace.tap)
+    resident = max(1, min(RESIDENT[problem.layout], SHARED_KIB * 1024 // (unit.shared + 1024)))
+    busy = max(1.0, unit.blocks / device.multiprocessors) * cycles / CLOCK
+    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    moving = moved / pace.memory * 132 / device.multiprocessors
+    us = pace.begin + math.hypot(busy, moving) + pace.wave * ceil(unit.blocks, device.multiprocessors * resident)
+    return us * LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs.
+
+    NHWC: depthwise/nhwc.py prefers its strips, and tiles with unrolled filters, by rule. They were faster on 15 of 16 layers; the other
+    layer was small.
+    """
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

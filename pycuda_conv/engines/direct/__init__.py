@@ -1,0 +1,1 @@
+"""Engines on plain cores, whose kernels run on OpenCL too."""

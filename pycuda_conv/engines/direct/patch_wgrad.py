@@ -1,0 +1,193 @@
+"""wgrad as a matrix product over pixels, on plain cores: ``cu/direct/patch_wgrad.cu``.
+
+It is for layers that suit tensor-core kernels badly: few channels in and many out, so that many pixels make a small filter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, needs_64_bits
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.split_sum import reduce_launch
+from pycuda_conv.engines.split_sum import time as reduce_time
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+
+@dataclass(frozen=True)
+class PatchWgrad(Config):
+    """BLOCK_M filters and BLOCK_N columns (channels times taps) of a block, and parts of the sum over pixels: ``patch_wgrad.cu``."""
+
+    BLOCK_M: int = 64
+    BLOCK_N: int = 64
+    SLICES: int = 1
+
+
+PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
+
+
+CONFIGS = (PatchWgrad,)
+LAYOUTS = "CNHW", "CHWN"
+TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 24}
+#: Filters and columns of a thread, by the tile of its block.
+TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
+HALVES, HALF_TILES = ("float16", "bfloat16"), ((64, 32), (16, 64))  # 16-bit arrays come here if no tensor core can be used
+STEP = 16  # pixels of a step
+#: The most pixels of a slice: longer sums would lose more digits.
+RUN = 4096
+MOST_PART_BYTES = 1 << 28  # of the parts of all slices
+
+
+# ---- what runs
+
+
+def unsupported(device: Device) -> str | None:
+    """None: the kernels run on every device."""
+    return None
+
+
+def refusal(problem: ConvProblem, config: PatchWgrad) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    if problem.layout not in LAYOUTS:
+        return "it computes gradients of filters"
+    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
+        return f"(BLOCK_M, BLOCK_N) must be one of {', '.join(map(str, TILES))}"
+    return grid_refusal(_grid(problem, config))
+
+
+def _columns(problem: ConvProblem) -> int:
+    """Channels of a group times taps of the filter, which is the result: see :attr:`ConvProblem.launched`."""
+    return problem.N * math.prod(problem.output_size)
+
+
+def _pixels(problem: ConvProblem) -> int:
+    """Pixels of all images over which the result sums."""
+    return problem.operand_channels // max(problem.groups, 1) * math.prod(problem.filter_size)
+
+
+def _grid(problem: ConvProblem, config: PatchWgrad) -> int:
+    """Blocks of the launch."""
+    m_tiles = ceil(problem.K // max(problem.groups, 1), config.BLOCK_M)
+    return m_tiles * ceil(_columns(problem), config.BLOCK_N) * problem.groups * config.SLICES
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config` for `problem`."""
+    told, size, slices = _arguments(problem, config), math.prod(problem.result_shape), config.SLICES
+    thread_m, thread_n = TILES[config.BLOCK_M, config.BLOCK_N]
+    defines = {
+        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, slices * max(size, told.run))),
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "BLOCK_K": STEP, "THREAD_M": thread_m, "THREAD_N": thread_n,
+        "CHANNELS_LAST": int(problem.layout == "CHWN"),
+    }  # fmt: skip
+    buffers = INPUT, WEIGHT, RESULT if slices == 1 else WORKSPACE
+    threads = config.BLOCK_M // thread_m * (config.BLOCK_N // thread_n)
+    launch = KernelLaunch("patch_wgrad", defines, _grid(problem, config), threads, buffers, (), arguments=told)
+    if slices == 1:
+        return Schedule.plain([[launch]])
+    return Schedule.plain([[launch], [reduce_launch(problem, slices, WORKSPACE)]], slices * size * accumulator_bytes(problem))
+
+
+def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:
+    groups, (_, r, s), (_, p, q) = problem.groups, problem.output_size, problem.filter_size
+    cg, kg, total = problem.N, problem.K // max(groups, 1), _pixels(problem)
+    taps, plane, volume = math.prod(problem.output_size), math.prod(problem.filter_size), math.prod(problem.input_size)
+    last = problem.layout == "CHWN"
+    return arguments(
+        PatchWgradArguments, slices=config.SLICES, groups=groups, m_tiles=ceil(kg, config.BLOCK_M),
+        n_tiles=ceil(_columns(problem), config.BLOCK_N), total=total, run=ceil(ceil(total, config.SLICES), STEP) * STEP, kg=kg,
+        columns=_columns(problem), cg=cg, taps=taps,
+        rs=r * s, r=r, s=s, plane=plane, pq=p * q, p=p, q=q, **by_axis("", problem.input_size), **by_axis("stride_", problem.dilation),
+        **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.stride),
+        x_image=groups * cg * volume, x_channel=1 if last else volume, x_pixel=groups * cg if last else 1,
+        y_image=groups * kg * plane, y_channel=1 if last else plane, y_pixel=groups * kg if last else 1,
+        y_vec=int(last and kg % 4 == 0), part_size=math.prod(problem.result_shape),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: PatchWgrad) -> None:
+    """None: the kernel reads both arrays as they are."""
+
+
+def sum_order(problem: ConvProblem, config: PatchWgrad) -> Hashable:
+    """Where the sum over pixels is cut."""
+    return PatchWgrad, config.SLICES
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile, a type and a layout."""
+    if device.backend != "cuda":  # nothing is chosen here on other devices
+        return
+    for (block_m, block_n), (thread_m, thread_n) in TILES.items():
+        codes = (code for dtype, code in DTYPE_CODES.items() if dtype not in HALVES or (block_m, block_n) in HALF_TILES)
+        common = {"DTYPE": tuple(codes), "INDEX_64": FLAG}
+        tile = {"BLOCK_M": (block_m,), "BLOCK_N": (block_n,), "BLOCK_K": (STEP,), "THREAD_M": (thread_m,), "THREAD_N": (thread_n,)}
+        yield TextFamily("patch_wgrad", common | tile | {"CHANNELS_LAST": FLAG})
+
+
+# ---- the choice
+
+
+BEGIN = 3.1  # microseconds of a launch
+STORED = 1.25e6  # bytes of the result, or of a part of it, a microsecond
+LONGER, VOLUME = {16: 1.21, 32: 0.93, 64: 0.98}, 0.88  # relative time beside what is counted: by the rows of a tile; and of volumes
+SECTOR, SCATTERED = 32, 2e6  # bytes that memory writes at once; and bytes of these a microsecond if one element of each is stored
+
+
+def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
+    """Microseconds that `config` should take: instructions of the multiprocessor with most blocks, or the waits of few blocks.
+
+    The model counts instructions. A multiprocessor with w warps issues 3.1 w / (w + 4) a cycle, as fitted for direct/gemm.cu's tiles.
+    A block waits for memory once each step, 0.6 us. On an H200 most of 53 float32 timings were within a tenth of that; 73 timings in
+    16 bits, whose elements are loaded one by one and converted, took 1.45 times as long. On an H100 low tiles and volumes take longer
+    than that: LONGER and VOLUME are fitted to 77 times, root mean square of the error 22%.
+    """
+    multiprocessors, wide = device.multiprocessors, problem.dtype == "float64"
+    thread_m, thread_n = TILES[config.BLOCK_M, config.BLOCK_N]
+    threads = config.BLOCK_M // thread_m * (config.BLOCK_N // thread_n)
+    sums, a_loads, b_loads = thread_m * thread_n, config.BLOCK_M * STEP // threads, config.BLOCK_N * STEP // threads
+    # of a thread: multiplications and loads from shared memory; adding a step up; loads, with their addresses; the pixel's place
+    step = STEP * (sums + (thread_m + thread_n) // 4) * (2 if wide else 1) + sums + 4 * a_loads + 12 * b_loads + 50
+    blocks, fit = _grid(problem, config), max(1, (256 if wide else 512) // threads)
+    steps, deep = ceil(ceil(_pixels(problem), config.SLICES), STEP), max(ceil(blocks, multiprocessors), 1)
+    warps = min(fit, deep) * threads / 32
+    busy = deep * steps * step * threads / 32 / (3.1 * warps / (warps + 4)) / 1700
+    waiting = ceil(deep, fit) * steps * 0.6
+    longer = LONGER[config.BLOCK_M] * (VOLUME if problem.has_depth else 1) * (1.45 if problem.itemsize == 2 else 1)
+    us = BEGIN + max(busy, waiting) * longer
+    us += accumulator_bytes(problem) * math.prod(problem.result_shape) / STORED
+    if problem.layout == "CHWN" and math.prod(problem.output_size) > 1:  # neighbouring sums belong to channels, whose filters lie apart
+        us += math.prod(problem.result_shape) * SECTOR / SCATTERED * 132 / multiprocessors
+    if config.SLICES > 1:
+        us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
+    return us
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[PatchWgrad]:
+    """The configurations worth comparing for `problem`: every tile, with slices that fill the machine, and short enough ones."""
+    total, part = _pixels(problem), math.prod(problem.result_shape) * accumulator_bytes(problem)
+    most = max(1, min(ceil(total, 4 * STEP), MOST_PART_BYTES // max(part, 1)))
+    for block_m, block_n in TILES if problem.dtype not in HALVES else HALF_TILES:
+        tiles = max(_grid(problem, PatchWgrad(block_m, block_n)), 1)
+        wanted = {ceil(times * device.multiprocessors, tiles) for times in (1, 2, 4, 8, 16)} | {ceil(total, RUN)}
+        for slices in sorted({min(max(n, ceil(total, RUN), 1), most) for n in wanted}):
+            yield PatchWgrad(block_m, block_n, slices)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, PatchWgrad] | None:
+    """The configuration that should be the fastest on a GPU; a CPU has too few registers for a thread's sums."""
+    if device.backend != "cuda":
+        return None
+    found = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)
+    return fastest(found)

@@ -1,0 +1,282 @@
+"""Large filters by a library's Fourier transforms in float64, and ``cu/fft/library_fft.cu``: elements are as right as sums of products.
+
+The library is scipy's or numpy's in the host's memory (OpenCL), CuPy's or torch's on a GPU (cuFFT). Any filter, stride, dilation and
+number of axes is taken, and gradients by the filter too. :mod:`pycuda_conv.runtime.transforms` has the transforms.
+
+The error of a transform is relative to the norms of its operands. In float64 it is so small that it seldom shows in a float32 result.
+Where it may show, the result is a sum of products. ``docs/design.md`` says when that is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+
+from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, needs_64_bits, read_strides, written_strides
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    INPUT,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    WORKSPACE,
+    Arena,
+    Schedule,
+    finish,
+    grid_refusal,
+)
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
+from pycuda_conv.runtime.transforms import Transforms, good_length, host_library
+
+
+@dataclass(frozen=True)
+class LibraryFft(Config):
+    """Transforms by a library; the size of blocks follows from the problem."""
+
+
+LibraryFftArguments = kernel_struct("library_fft", "LibraryFftArguments")
+
+CONFIGS = (LibraryFft,)
+LAYOUTS = "NCHW", "CNHW"
+TENSOR_CORES = False
+MOST_TEXTS = {"cuda": 4, "opencl": 4}
+#: Threads of a block of library_fft.cu.
+THREADS = 256
+#: Filters of fewer taps are left to other engines, unless the configuration is given.
+LEAST_TAPS = 64
+#: Problems of fewer products take less time than a library's call on a GPU.
+LEAST_MACS = 1 << 29
+#: Bytes of spectra, blocks and sums that are held at a time.
+MOST_BYTES = 12 << 30
+#: The error of a result, relative to the sum of its products' magnitudes, that counts as right: half of a float's rounding. For float64
+#: it is half of the bound of a sum of products (:mod:`pycuda_conv.rounding`), without the root of the depth.
+ACCURACY = {"float16": 2.0**-24, "bfloat16": 2.0**-24, "float32": 2.0**-24, "float64": 2.0**-51}
+
+
+# ---- what runs
+
+
+def unsupported(device: Device) -> str | None:
+    """Why there is no library for `device`, or None."""
+    there = device.backend == "opencl" or bool(getattr(device, "transforms", ""))  # a host has numpy's
+    return None if there else f"no library of Fourier transforms serves {device.name}"
+
+
+def refusal(problem: ConvProblem, config: LibraryFft) -> str | None:
+    """Why it can't run `problem`, or None if it can."""
+    if problem.is_empty:
+        return "there is nothing to transform"
+    told = transforms(problem)
+    if _bytes(problem, told) > MOST_BYTES:
+        return f"its spectra and blocks take {_bytes(problem, told):,} bytes; at most {MOST_BYTES:,} are taken"
+    return grid_refusal(ceil(math.prod(problem.result_shape), THREADS))
+
+
+def _bytes(problem: ConvProblem, told: Transforms) -> int:
+    """Roughly the bytes that are held: the filter's spectrum, the padded image, blocks under way, sums."""
+    filters = told.groups * told.written * told.read
+    spectrum = 8 * math.prod(told.length)
+    under_way = min(told.images * math.prod(told.blocks), 8) * 3 * spectrum * told.groups * max(told.read, told.written)
+    return (1 + told.magnitudes) * filters * spectrum + under_way + 8 * math.prod(told.sums_shape)
+
+
+# ---- how it is made of transforms
+
+
+@lru_cache(maxsize=1024)  # the planner asks several times
+def transforms(problem: ConvProblem) -> Transforms:
+    """How `problem`, as it is launched, is made of transforms."""
+    axes = [i for i in range(3) if not problem.input_size[i] == problem.filter_size[i] == problem.output_size[i] == 1] or [2]
+    forward, groups = problem.direction == "fprop", problem.groups
+    read, written = problem.operand_channels // groups, problem.result_channels // groups
+
+    def along(values: tuple[int, int, int]) -> tuple[int, ...]:
+        return tuple(values[i] for i in axes)
+
+    size, taps, results = along(problem.operand_size), along(problem.filter_size), along(problem.result_size)
+    dilation, pad = along(problem.dilation), along(problem.padding_before)
+    ones = (1,) * len(axes)
+    stride, apart = (along(problem.stride), ones) if forward else (ones, along(problem.stride))
+    reach = tuple(d * (r - 1) + 1 for r, d in zip(taps, dilation, strict=True))
+    first = tuple(-p if forward else p - (r - 1) for p, r in zip(pad, reach, strict=True))
+    wanted = tuple((n - 1) * s + 1 for n, s in zip(results, stride, strict=True))
+    filters = groups * written * read
+    length = _lengths(reach, wanted, stride, filters, problem.N * groups * (read + written), _products(problem, read, written))
+    used = tuple((n - r + 1) // s * s for n, r, s in zip(length, reach, stride, strict=True))
+    blocks = tuple(ceil(n, u) for n, u in zip(wanted, used, strict=True))
+    if problem.layout == "CNHW":  # [channel][group][image] by [channel][group][written]: see ConvProblem.launched
+        memory = (read, groups, problem.N), (2, 1, 0), (read, groups, written), (1, 2, 0), (groups, written, problem.N), (2, 0, 1)
+    elif forward:
+        memory = (problem.N, groups, read), (0, 1, 2), (groups, written, read), (0, 1, 2), (problem.N, groups, written), (0, 1, 2)
+    else:
+        memory = (problem.N, groups, read), (0, 1, 2), (groups, read, written), (0, 2, 1), (problem.N, groups, written), (0, 1, 2)
+    depth = read * math.prod(taps)
+    wide, norms = problem.dtype == "float64", problem.algorithm == "fft"  # then transforms of float64 are taken as they are
+    accuracy = math.inf if wide and norms else ACCURACY[problem.dtype] * (math.sqrt(depth) if wide else 1)
+    return Transforms(
+        problem.N, groups, read, written, *memory, size, taps, results, apart, dilation, stride, not forward, first,
+        length, used, blocks, accuracy, wide and not norms, problem.storage,
+    )  # fmt: skip
+
+
+def _products(problem: ConvProblem, read: int, written: int) -> float:
+    """Multiplications of spectra a frequency of a block, for all images."""
+    return float(problem.N * problem.groups * read * written)
+
+
+#: What a number of a block costs besides log2 of the block's length: copies, the product; the factor for blocks that leave the cache;
+#: and what Python does for a block.
+PASSES, FAR, CACHE_BYTES, OF_BLOCK = 6.0, 1.35, 1 << 20, 3e4
+
+
+def _cost(length: tuple[int, ...], blocks: int, filters: int, planes: int, products: float) -> float:
+    """Operations, or about so many, of all transforms with their products."""
+    numbers = math.prod(length)
+    far = FAR if 8 * numbers > CACHE_BYTES else 1.0
+    return blocks * OF_BLOCK + far * numbers * ((blocks * planes + filters) * (math.log2(max(numbers, 2)) + PASSES) + 2 * blocks * products)
+
+
+def _lengths(
+    reach: tuple[int, ...], wanted: tuple[int, ...], stride: tuple[int, ...], filters: int, planes: int, products: float
+) -> tuple[int, ...]:
+    """The lengths of transforms that should take the least time."""
+    choices = []
+    for r, n, s in zip(reach, wanted, stride, strict=True):
+        whole = good_length(n + r - 1 + (-n) % s)
+        least = max(r + s - 1, 32 if len(reach) > 1 else 1024)
+        some = {good_length(max(int(f * r), least)) for f in (1.35, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8, 12)}
+        choices.append(sorted({length for length in some if length < whole} | {whole})[-12 if len(reach) < 3 else -5 :])
+
+    def time(length: tuple[int, ...]) -> float:
+        counts = [ceil(n, (one - r + 1) // s * s) for n, one, r, s in zip(wanted, length, reach, stride, strict=True)]
+        return _cost(length, math.prod(counts), filters, planes, products)
+
+    return min(product(*choices), key=time)
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: LibraryFft, device: Device, noted: bool = False) -> Schedule:
+    """The library's call, and the launch that checks and finishes what it has made."""
+    told, scratch = transforms(problem), Arena(WORKSPACE)
+    if device.backend == "cuda" and problem.algorithm == "fft" and not told.magnitudes:
+        told = replace(told, single=True, accuracy=math.inf)
+    (_, sums), (_, limits) = (scratch.take(8 * math.prod(shape)) for shape in (told.sums_shape, told.limits_shape))
+    buffers, blocks = (INPUT, WEIGHT, WORKSPACE), math.prod(told.blocks) * told.images
+    call = LibraryCall(getattr(device, "transforms", "") or host_library(), {}, blocks, 1, buffers, (), told=(told, sums, limits))
+    return Schedule.plain([[call], [_finish(problem, told, sums, limits)]], scratch.used)
+
+
+def _finish(problem: ConvProblem, told: Transforms, sums: int, limits: int) -> KernelLaunch:
+    x, y = read_strides(problem), written_strides(problem)
+    w_group, w_written, w_read = filter_strides(problem)
+    forward, (_, p, q) = problem.direction == "fprop", problem.result_size
+    size, plane = math.prod(problem.result_shape), math.prod(problem.result_size)
+    axes = [i for i in range(3) if not problem.input_size[i] == problem.filter_size[i] == problem.output_size[i] == 1] or [2]
+
+    def of_axes(prefix: str, values: tuple[int, ...], missing: int) -> dict[str, int]:
+        by_axis = dict(zip(axes, values, strict=True))
+        return {prefix + "dhw"[i]: by_axis.get(i, missing) for i in range(3)}
+
+    blocks = of_axes("blocks_", told.blocks, 1)
+    steps = [s if forward else 1 for s in problem.stride]
+    firsts = [-pad if forward else pad for pad in problem.padding_before]
+    tap = [d if forward else -d for d in problem.dilation]
+    apart = [1 if forward else s for s in problem.stride]
+    told_to = arguments(
+        LibraryFftArguments, size=size, plane=plane, pq=p * q, q=q, written=told.written, groups=told.groups,
+        sums_at=sums // 8, limits_at=limits // 8,
+        blocks=math.prod(told.blocks), blocks_h=blocks["blocks_h"], blocks_w=blocks["blocks_w"], **of_axes("used_", told.held, 1),
+        **by_axis("step_", steps), **by_axis("first_", firsts), **by_axis("tap_", tap), **by_axis("apart_", apart),
+        **dict(zip("dhw", problem.operand_size, strict=True)), **dict(zip("trs", problem.filter_size, strict=True)), channels=told.read,
+        x_image=x.image, x_group=x.group, x_channel=x.channel, w_group=w_group, w_written=w_written, w_read=w_read,
+        y_image=y.image, y_group=y.group, y_channel=y.channel, **finish(problem),
+    )  # fmt: skip
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE
+    return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told_to)
+
+
+def filter_key(problem: ConvProblem, config: LibraryFft) -> Hashable:
+    """None: the filter is read as it is."""
+    return None
+
+
+def sum_order(problem: ConvProblem, config: LibraryFft) -> Hashable:
+    """One order of sums."""
+    return config
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each type."""
+    yield TextFamily("library_fft", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+
+
+# ---- the choice
+
+
+#: On a host: microseconds of a core for a unit of :func:`_cost`, of a call, and of a product by the direct kernels, one by one and where
+#: several channels share their loads.
+UNIT_TIME, CALL_TIME, DIRECT_TIME, SHARED_TIME = 3.5e-4, 400.0, 7.5e-4, 2.2e-4
+#: On a GPU: microseconds of a call, and times that each number of a transform, 8 bytes, goes through memory: 3 MB a microsecond.
+GPU_CALL_TIME, GPU_PASSES = 900.0, 16
+#: How much less time transforms must promise than sums of products.
+CLEARLY = 1.2
+
+
+def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:
+    """Microseconds that it should take."""
+    told = transforms(problem)
+    filters, planes = told.groups * told.written * told.read, told.images * told.groups * (told.read + told.written)
+    products, blocks, runs = _products(problem, told.read, told.written), math.prod(told.blocks), 1 + told.magnitudes
+    if device.backend == "cuda":
+        numbers = math.prod(told.length) * (blocks * planes + filters + blocks * products / 8)
+        return runs * (GPU_CALL_TIME + numbers * 8 * GPU_PASSES / 2 / 3e6 * 132 / device.multiprocessors)
+    return CALL_TIME + runs * _cost(told.length, blocks, filters, planes, products) * UNIT_TIME / max(device.multiprocessors, 1)
+
+
+def worthwhile(problem: ConvProblem, device: Device) -> bool:
+    """Whether transforms may take less time, or are asked for; without a look at the library."""
+    if problem.algorithm == "fft":
+        return True
+    many = math.prod(problem.filter_size) >= LEAST_TAPS and (device.backend != "cuda" or problem.macs >= LEAST_MACS)
+    return many and not problem.is_empty and (problem.dtype != "float64" or _mostly_right(problem))
+
+
+def _mostly_right(problem: ConvProblem) -> bool:
+    """Whether transforms of normal numbers in float64 are as right as sums of products in float64."""
+    told, taps = transforms(problem), math.prod(problem.filter_size)
+    return told.error * math.sqrt(math.prod(told.length) * taps) <= 0.4 * told.accuracy * taps
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[LibraryFft]:
+    """Its one configuration, for filters of many taps."""
+    config = LibraryFft()
+    if worthwhile(problem, device) and refusal(problem, config) is None:
+        yield config
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, LibraryFft] | None:
+    """Its configuration. On a host it is chosen by rule where it should take less time than sums of products, whose models are of GPUs."""
+    for config in configs(problem, device):
+        us = CLEARLY * time(problem, config, device)
+        if device.backend == "cuda":
+            return us, config
+        if problem.algorithm == "fft" or us < _direct(problem, device):
+            return BY_RULE, config
+    return None
+
+
+def _direct(problem: ConvProblem, device: Device) -> float:
+    """Microseconds of sums of products on a host."""
+    shared = problem.operand_channels > problem.groups and problem.result_channels > problem.groups
+    return problem.macs * (SHARED_TIME if shared else DIRECT_TIME) / max(device.multiprocessors, 1)

@@ -1,0 +1,1 @@
+"""Engines on Hopper's tensor cores: wgmma and TMA."""

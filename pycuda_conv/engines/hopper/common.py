@@ -1,0 +1,128 @@
+"""What the engines for Hopper (compute capability 9.0) share: limits, constants of models of time, images as TMA loads them."""
+
+from __future__ import annotations
+
+import math
+
+from pycuda_conv.engines.geometry import Phase, by_axis
+from pycuda_conv.engines.packing import PackedLayout, PhaseAddressing
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, Im2col, TensorMap
+
+MOST_SHARED = 227 * 1024  # shared memory of a block on sm_90, in bytes
+SHARED_BYTES = MOST_SHARED - 256  # the same without the barriers
+THREADS = 384  # threads of a producer's warpgroup and two consumers'
+ROW = 128  # bytes of an operand's row in shared memory, as TMA loads it
+CHUNK = 32  # channels that the kernels of cu/hopper/pixel_tiles.cuh write together
+
+# Constants of the time models of engines that read channels-last arrays as they lie, unless an engine has its own.
+# Fitted to 329 times of an earlier hopper/dense.cu on an H200, of 47 problems: root mean square of the error 12%.
+CLOCK = 1850.0  # cycles a microsecond
+ROW_CYCLES = 3.1  # cycles of a tensor load for each row
+FILLED_CYCLES, ODD_CYCLES = 4.7, 9.0  # the same for shorter rows: of a multiple of 32 bytes, and others
+MEMORY = 3.5e6  # bytes a microsecond
+#: For tiles that cu/hopper/pixel_tiles.cuh stores, a microsecond and multiprocessor: bytes of the result, from registers; sums through
+#: shared memory, whatever their type; elements of a residual that are added.
+FINISHED, STAGED, JOINED = 22e3, 5.4e3, 4.5e3
+BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads; of each further round of blocks that are not persistent
+ADDED = 17.7e3  # bytes of sums that a multiprocessor of a cluster adds in a microsecond
+
+
+def unsupported(device: Device) -> str | None:
+    """Why kernels for Hopper can't run on `device`, or None if they can."""
+    if device.capability != (9, 0):
+        return "it takes a GPU of compute capability 9.0"
+    return None
+
+
+def most_shared(blocks: int) -> int:
+    """Bytes of shared memory that a block may take if `blocks` of them share a multiprocessor."""
+    return SHARED_BYTES if blocks == 1 else SHARED_BYTES // blocks - 1024
+
+
+def at_once(device: Device, cluster: int) -> int:
+    """Multiprocessors that clusters of `cluster` blocks can fill. A cluster needs neighbouring ones, so large clusters leave some idle."""
+    return max(device.multiprocessors * 10 // 11, 1) if cluster >= 4 else device.multiprocessors
+
+
+# ---- channels-last images, whose pixels TMA's im2col mode loads
+
+
+def image_map(problem: ConvProblem, buffer: int, lying: PackedLayout, walk: PhaseAddressing, pixels: int, row: int = ROW) -> TensorMap:
+    """The tensor map of the first operand's images: a load fetches `row` bytes of `pixels` neighbouring pixels of `walk`."""
+    channels = problem.operand_channels
+    pixel = problem.itemsize * channels  # bytes
+    if walk.flat:
+        axes, strides, images = [problem.N * math.prod(lying.size)], [pixel, pixel * problem.N * math.prod(lying.size)], 1
+        stride, low, upper = [1], [0], [0]
+    else:
+        inner = range(2, 2 - walk.rank, -1)  # W first
+        axes, images, strides = [lying.size[i] for i in inner], problem.N, [pixel]
+        for size in axes:
+            strides.append(strides[-1] * size)
+        stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
+        upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (lying.size[i] - 1) for i in inner]
+    walked = Im2col(tuple(low), tuple(upper), tuple(stride), lying.load * row // ROW, pixels)
+    return TensorMap(buffer, 0, (channels, *axes, images), tuple(strides), walked, row, map_type(problem))
+
+
+def pixel_cycles(nbytes: int) -> float:
+    """Cycles that a load takes for each row of a stage, if a pixel has `nbytes`. Rows that TMA has to fill take longer, odd ones most."""
+    whole, rest = divmod(nbytes, ROW)
+    return (whole * ROW_CYCLES + (0 if rest == 0 else FILLED_CYCLES if rest % 32 == 0 else ODD_CYCLES)) / (whole + (rest > 0))
+
+
+def finished_time(problem: ConvProblem, rows: int, columns: int, rate: float = FINISHED) -> float:
+    """Microseconds that it takes to finish and store a tile of `rows` pixels and `columns` channels.
+
+    Columns past the last channel take no time, unless a pixel is no multiple of 16 bytes: then all columns go through shared memory.
+    """
+    channels, sums = problem.result_channels, rows * columns
+    if channels * problem.itemsize % 16:
+        us = sums / STAGED
+    else:
+        sums = rows * channels // math.ceil(channels / columns)
+        us = sums * problem.itemsize / rate
+    return us + (sums / JOINED if problem.has_residual else 0.0)
+
+
+def read_bytes(problem: ConvProblem) -> float:
+    """Bytes of the input that are read. Rows, columns and slices that the taps step over are not."""
+    part = 1.0
+    if problem.direction == "fprop":
+        for taps, stride in zip(problem.filter_size[:2], problem.stride[:2], strict=True):
+            part *= min(1.0, taps / stride)
+        # neighbouring columns share lines of memory unless a pixel's channels fill some
+        if problem.operand_channels * problem.itemsize >= ROW:
+            part *= min(1.0, problem.filter_size[2] / problem.stride[2])
+    return part * problem.itemsize * problem.N * problem.operand_channels * math.prod(problem.operand_size)
+
+
+def wide_stores(problem: ConvProblem, columns: int, phase: Phase) -> int:
+    """How a tile of `columns` columns writes pixels: ``Wide`` in ``cu/hopper/pixel_tiles.cuh``."""
+    channels = problem.result_channels
+    if channels * problem.itemsize % 16 == 0:
+        return 3
+    if channels % 4 == 0:
+        return 1
+    return 2 if channels <= columns == CHUNK and phase.step == (1, 1, 1) else 0
+
+
+def map_type(problem: ConvProblem) -> str:
+    """The name that tensor maps give to the type of the elements of `problem`."""
+    return "tfloat32" if problem.dtype == "float32" else problem.dtype
+
+
+def load_base(problem: ConvProblem, walk: PhaseAddressing) -> dict[str, int]:
+    """The arguments of ``LoadBase`` in ``cu/hopper/ptx.cuh``. With `walk.flat` all images count as one row of pixels."""
+    _, height, width = walk.phase.size
+    plane = math.prod(walk.phase.size)
+    stride, low = ((1, 1, 1), (0, 0, 0)) if walk.flat else (walk.stride, walk.low)
+    whole = (problem.N * plane,) * 3 if walk.flat else (plane, height * width, width)
+    counts = dict(zip(("load_plane", "load_pq", "load_q"), whole, strict=True))
+    return {"rank": walk.rank, **counts, **by_axis("stride_", stride), **by_axis("low_", low)}
+
+
+def stage_channels(problem: ConvProblem) -> int:
+    """Channels of a row of an operand in shared memory."""
+    return ROW // problem.itemsize

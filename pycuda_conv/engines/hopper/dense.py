@@ -1,0 +1,494 @@
+"""Convolutions of channels-last arrays as they lie, on Hopper's tensor cores (``cu/hopper/dense.cu``).
+
+They are float16, bfloat16, and float32 with ``precision="tf32"``. Nothing is packed or scaled, and one launch does everything. Only a
+filter that the tensor cores can't read as it lies is transposed first: one in C order, and that of the gradient of the input in TF32, if
+the launch's blocks would transpose it too often. The blocks of a cluster share a long sum for few results.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import (
+    arguments,
+    by_axis,
+    ceil,
+    count_phases,
+    filter_strides,
+    first_phases,
+    repeats,
+    too_many_phases,
+)
+from pycuda_conv.engines.hopper.common import (
+    BEGIN,
+    CLOCK,
+    FINISHED,
+    ROW,
+    ROW_CYCLES,
+    at_once,
+    finished_time,
+    image_map,
+    load_base,
+    map_type,
+    most_shared,
+    pixel_cycles,
+    read_bytes,
+    stage_channels,
+    unsupported,
+    wide_stores,
+)
+from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
+from pycuda_conv.engines.layout import transpose_filter
+from pycuda_conv.engines.packing import (
+    MOST_PIXELS,
+    PackedLayout,
+    PhaseAddressing,
+    phase_addressing,
+    repeat_arguments,
+    tap_numbers,
+    written_places,
+)
+from pycuda_conv.engines.range_guard import MomentsLayout
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    INPUT,
+    PACKED,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    WORKSPACE,
+    Arena,
+    Moments,
+    Schedule,
+    finish,
+    finish_constants,
+)
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
+CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
+#: The tiles worth choosing from, each a kernel of its own: (BLOCK_M, BLOCK_N) -> CLUSTERs. Only long sums for few results are shared by a
+#: cluster, so only small tiles. By the model random problems take 0.2% longer in the mean with these tiles than with all.
+TILES: dict[tuple[int, int], tuple[int, ...]] = {
+    **{(128, columns): (1,) for columns in (64, 96, 128, 160, 192, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)},
+    (64, 96): (1, 8),
+}  # fmt: skip
+#: The same for phases, whose results are seldom wide.
+PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
+    (128, 64): (1,), (128, 128): (1,), (64, 32): (1, 2, 8), (64, 64): (1, 8), (64, 128): (1,),
+}  # fmt: skip
+PHASES = 4  # phases of a launch, where there are more than one
+STEPS = 4  # wgmma steps of a stage
+STAGES = 12  # the most stages of a ring
+STAGING = 2560 + 512  # bytes of a warp's staging tile, and of the moments of its two chunks
+SLICE = 64  # pixels of a slice of moments
+#: An MN-major filter is transposed first if it has at most so many channels, and x at least so many stages of 128 pixels.
+FEW_CHANNELS, MANY_STAGES = 192, 32 * 132
+#: Stages of a multiprocessor up to which its blocks transpose the filter themselves: with tiles of their own, and with shared tiles.
+MOST_TURNED = 32, 128
+TRANSPOSERS = 3  # a block's warps that transpose the filter
+NOTED_COLUMNS = 192  # the widest tile whose sums leave registers for moments
+
+
+@dataclass(frozen=True)
+class DenseNhwc(Config):
+    """One tile of ``hopper/dense.cu``: BLOCK_M pixels, BLOCK_N channels, STAGES of its ring, CLUSTER blocks that share it."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
+    STAGES: int = 4
+    CLUSTER: int = 1
+
+
+CONFIGS = (DenseNhwc,)
+LAYOUTS = ("NHWC",)
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 137}
+
+
+# ---- what runs
+
+
+@lru_cache(maxsize=1024)
+def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
+    """The arrays as the loads see them, and the phases' addressing without repeats, those with most taps first.
+
+    None if tensor loads can't make it.
+    """
+    load = stage_channels(problem)
+    lying = PackedLayout(True, 0, (1, 1, 1), problem.operand_size, problem.operand_channels, load, problem.filter_size)
+    walks = [phase_addressing(problem, phase, lying) for phase in first_phases(problem)]
+    found = [walk for walk in walks if walk is not None]
+    return (lying, tuple(sorted(found, key=lambda walk: -math.prod(walk.taps)))) if len(found) == len(walks) else None
+
+
+def _walks(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
+    """:func:`_form`, for a problem that has one."""
+    found = _form(problem)
+    assert found is not None
+    return found
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.layout != "NHWC" or problem.groups != 1:
+        return "it takes arrays with their channels last, of one group"
+    reason = why_not_one_product(problem)
+    if reason:
+        return reason
+    if problem.operand_channels * problem.itemsize % 16:
+        return "tensor loads take a pixel's channels, of a multiple of 16 bytes"
+    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
+        return "it counts pixels in 32 bits"
+    reason = too_many_phases(problem, besides_repeats=True)
+    if reason:
+        return reason
+    return None if _form(problem) else "tensor loads can't make its padding or dilation"
+
+
+def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in COLUMNS or (config.BLOCK_M == 64 and config.BLOCK_N > 128):
+        return f"a tile has 128 pixels and {', '.join(map(str, COLUMNS))} channels, or 64 pixels and up to 128 channels"
+    if config.BLOCK_N == 256 and problem.has_residual:
+        return "a tile of 256 channels leaves no registers for a residual"
+    if config.CLUSTER not in CLUSTERS or (config.CLUSTER > 1 and config.BLOCK_N > 128):
+        return f"a tile of up to 128 channels is shared by {', '.join(map(str, CLUSTERS))} blocks"
+    if config.CLUSTER > 1 and sum_bytes(config.BLOCK_M, config.BLOCK_N) > config.STAGES * _ring(config, False).stage:
+        return "its ring leaves no room for the sums of a tile that is shared"
+    return _ring(config, _reads_mn_major(problem)).refusal(config.STAGES, config.CLUSTER)
+
+
+def _beside(config: DenseNhwc) -> int:
+    """Blocks that share a multiprocessor: two of the small tiles."""
+    return 1 if config.BLOCK_M == 128 else 2
+
+
+def _ring(config: DenseNhwc, mn_major: bool) -> Ring:
+    """The ring of a tile. The warps' staging tiles lie beside it, unless blocks share the tile.
+
+    A stage has BLOCK_M rows of x, and the rows of w. An MN-major w has whole blocks of 64 rows, or in the narrowest tile 32 rows.
+    """
+    rows = config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major and config.BLOCK_N > 32 else config.BLOCK_N)
+    staging = config.BLOCK_M // 16 * STAGING if config.CLUSTER == 1 else 0
+    return Ring(ROW * rows, staging + ALIGNMENT, most_shared(_beside(config)))
+
+
+def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
+    """The most stages of a ring that shared memory has room for."""
+    return _ring(DenseNhwc(rows, columns, CLUSTER=cluster), mn_major).deepest(range(STAGES, 1, -1))
+
+
+def _reads_mn_major(problem: ConvProblem) -> bool:
+    """Whether dgrad reads a 16-bit filter with its second axis last as it lies: MN-major.
+
+    TMA then loads 64 rows of k a stage for each 64 channels of the result, and takes longer if it has to fill up channels. So a narrow
+    filter with a tail is transposed first if there are many stages.
+    """
+    if problem.direction != "dgrad" or problem.itemsize != 2 or problem.weight_shape[1] % 8:
+        return False
+    if problem.result_channels > FEW_CHANNELS or problem.result_channels % stage_channels(problem) == 0:
+        return True
+    pixels = problem.N * math.prod(problem.operand_size)  # a phase has fewer taps, but all phases together have these stages
+    stages = pixels / 128 * math.prod(problem.filter_size) * ceil(problem.operand_channels, stage_channels(problem))
+    return stages < MANY_STAGES
+
+
+def _may_turn(rows: int, columns: int) -> bool:
+    """Whether a tile leaves shared memory and registers for warps that transpose a filter: small tiles do."""
+    return rows == 64 and columns < 128
+
+
+def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
+    """Whether blocks transpose a float32 filter of dgrad themselves, stage by stage, instead of a launch before them.
+
+    They do if a multiprocessor has few stages. With a shared tile a block has so few that transposing hides behind the loads.
+    """
+    gradient = problem.direction == "dgrad" and problem.itemsize == 4 and problem.weight_shape[1] % 4 == 0
+    if not gradient or not _may_turn(config.BLOCK_M, config.BLOCK_N):
+        return False
+    _, walks = _walks(problem)
+    # MOST_TURNED is for a sum that counts repeats twice
+    many, slots = math.prod(repeats(problem)) ** 2 * config.CLUSTER, at_once(device, config.CLUSTER)
+    stages = sum(ceil(_blocks(problem, walk), config.CLUSTER) * math.prod(_tiles(problem, config, walk)) * many for walk in walks)
+    return stages <= MOST_TURNED[config.CLUSTER > 1] * slots
+
+
+# ---- launches
+
+
+DensePhase = kernel_struct("hopper_dense", "DensePhase")
+
+
+def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
+    multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
+    scratch = Arena(WORKSPACE)
+    layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
+    parts = layout.parts if layout.moments else None
+
+    def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
+        tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
+        if tile.STAGES == _most_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
+            tile = replace(tile, STAGES=_most_stages(*shape, mn_major and problem.itemsize == 2))
+        return [[_product(problem, tile, walks, place, mn_major, multiprocessors, parts) for walks in _launches(_walks(problem)[1])]]
+
+    # a filter with its second axis last is K-major in fprop, and MN-major in dgrad
+    last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
+    mn_major = _reads_mn_major(problem) or _turns(problem, config, device)
+    lying = products(WEIGHT, mn_major) if last or mn_major else None
+    if lying and taps == 1:
+        return Schedule([], lying, lying, scratch.used, 0, moments=layout.moments, filter_last=lying)
+    kept = Arena(PACKED)
+    place = kept.take(problem.itemsize * math.prod(problem.weight_shape))
+    # strides of the filter, in elements: of a channel of the result, of a tap (1), of a channel of the input
+    _, row, channel = filter_strides(problem)
+    prepare, steps = [[transpose_filter.launch(problem, place, (row, 1, channel))]], products(place, False)
+    if not lying and problem.direction == "dgrad":
+        width = problem.weight_shape[1]
+        lying = [[transpose_filter.launch(problem, place, (1, width, taps * width))], *steps]
+    return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments, filter_last=lying)
+
+
+def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
+    """The moments that the product can note: forward, whole sums without a residual or an activation."""
+    if problem.direction != "fprop" or config.CLUSTER > 1 or problem.has_residual or problem.activation:
+        return None
+    if config.BLOCK_N > NOTED_COLUMNS:
+        return None
+    return Moments(1, problem.N * math.prod(problem.result_size), SLICE, problem.result_channels)
+
+
+def _launches(walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
+    """The phases of each launch."""
+    for first in range(0, len(walks), PHASES):
+        yield walks[first : first + PHASES]
+
+
+def _product(
+    problem: ConvProblem, config: DenseNhwc, walks: Sequence[PhaseAddressing], place: Place, mn_major: bool, multiprocessors: int,
+    parts: Place | None,
+) -> KernelLaunch:
+    """The launch of some phases. It notes moments if it is given a place for their `parts`."""
+    lying, _ = _walks(problem)
+    told = tuple(_arguments(problem, config, walk, parts is not None) for walk in walks)
+    phases = 1 if count_phases(problem) == 1 else PHASES
+    told += (told[-1]._replace(tiles=0),) * (phases - len(walks))  # empty phases fill the kernel's parameter
+    rows = ROW, _last_row(problem)
+    maps = []
+    for row in rows:
+        images = [image_map(problem, INPUT, lying, walk, config.BLOCK_M, row) for walk in walks]
+        maps += images + [images[-1]] * (phases - len(walks))
+    maps += [_filter_map(problem, config, place, mn_major, row) for row in rows]
+    structs: tuple[tuple[int, ...], ...] = told
+    if phases > 1:
+        structs += (repeat_arguments(problem, lying, 1, repeats(problem)),)
+    tiles, turned = sum(phase.tiles for phase in told), mn_major and problem.itemsize == 4
+    fitting = multiprocessors * _beside(config)
+    grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
+    defines = {
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
+        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
+    }
+    buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
+    if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the kernel's NOTES
+        buffers += (parts or RESULT,)
+    return KernelLaunch(
+        "hopper_dense", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TRANSPOSERS if turned else 0), buffers, (),
+        maps=tuple(maps), shared=_ring(config, mn_major and not turned).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
+        layer=finish_constants(told[0]) | {"NOTED": told[0].noted, "LAST_STEPS": told[0].last_steps},
+    )  # fmt: skip
+
+
+def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major: bool, row: int) -> TensorMap:
+    """The filter's map. A box is `row` bytes of k of one tap x a tile's channels, or, MN-major, channels x k."""
+    buffer, offset = place if isinstance(place, tuple) else (place, 0)
+    rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
+    inner, outer = (rows, channels) if mn_major else (channels, rows)
+    wide = row // size
+    box = (min(stage_channels(problem), config.BLOCK_N), 1, wide) if mn_major else (wide, 1, min(config.BLOCK_N, rows))
+    return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, size * box[0], map_type(problem))
+
+
+def _blocks(problem: ConvProblem, walk: PhaseAddressing) -> int:
+    """Stages of a phase's sum."""
+    return math.prod(walk.taps) * ceil(problem.operand_channels, stage_channels(problem))
+
+
+def _last_steps(problem: ConvProblem) -> int:
+    """wgmma steps in a tap's last stage: each multiplies 32 bytes of channels."""
+    return (ceil(problem.operand_channels * problem.itemsize, ROW // STEPS) - 1) % STEPS + 1
+
+
+def _last_row(problem: ConvProblem) -> int:
+    """Bytes of a row of a tap's last stage: what TMA loads of it."""
+    return {1: 32, 2: 64}.get(_last_steps(problem), ROW)
+
+
+def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tuple[int, int]:
+    """Tiles of a phase along the channels, and along the pixels."""
+    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M)
+
+
+def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing, noted: bool) -> Any:
+    """The kernel's arguments of a phase."""
+    lying, _ = _walks(problem)
+    size, plane = walk.phase.size, math.prod(walk.phase.size)
+    pixels, blocks = problem.N * plane, _blocks(problem, walk)
+    across, down = _tiles(problem, config, walk)
+    places = written_places(problem, walk.phase)
+    del places["out_image"], places["out_row"]
+    return arguments(
+        DensePhase, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
+        channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
+        rows=problem.result_channels, **tap_numbers(lying, walk), **by_axis("dilation_", walk.dilation), pixels=pixels,
+        **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2], **places,
+        wide=wide_stores(problem, config.BLOCK_N, walk.phase), noted=int(noted), **finish(problem),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: DenseNhwc) -> Hashable:
+    """Equal for problems whose filter is transposed alike."""
+    return "transposed", problem.direction, problem.dtype, problem.C, problem.K, problem.filter_size
+
+
+def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
+    """How many blocks cut a sum; all tiles sum the stages in the same order."""
+    return config.CLUSTER
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each tile, cluster, type, filter layout, and for one or more phases."""
+    for (rows, columns), clusters in (PHASED_TILES | TILES).items():
+        for mn_major, cluster, kind in product((0, 1), clusters, ELEMENTS.values()):
+            stages = _most_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
+            choices = {
+                "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": (kind,),
+                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
+            }  # fmt: skip
+            yield TextFamily("hopper_dense", choices, _is_listed, "sm_90a")
+    yield from transpose_filter.texts()
+
+
+def _is_listed(d: Mapping[str, int]) -> bool:
+    """Whether a product with these defines is ever launched."""
+    if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_turn(d["BLOCK_M"], d["BLOCK_N"]):
+        return False
+    return d["CLUSTER"] in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
+
+
+# ---- the choice
+
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    walks = _walks(problem)[1]
+    blocks, mn_major = _blocks(problem, walks[0]), _reads_mn_major(problem)
+    for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():
+        for cluster in clusters:
+            config = DenseNhwc(rows, columns, _most_stages(rows, columns, cluster, mn_major), cluster)
+            if (cluster == 1 or blocks >= 2 * cluster) and refusal(problem, config) is None:
+                yield config
+
+
+# Fitted to 221 times of 70 problems, 16 bits and TF32, on an H200: root mean square of the error 14%.
+# hopper/common.py has the shared constants.
+# SINCE: 66 later times of 48 random layers, relative to the model.
+SINCE = 0.9
+MULTIPLIED = 1.52  # relative time of products beside loads, of the tensor cores' peak
+#: Bytes a microsecond and multiprocessor of shared sums; bytes a microsecond of memory; microseconds of each further round of clusters.
+ADDED, MEMORY, AGAIN = 10400.0, 3.6e6, 0.16
+#: Relative times of blocks of 64-pixel tiles in two rounds; and of clusters in more than two.
+BESIDE, CROWDED = 0.9, 1.2
+WIDEST_FINISHED = 24.2e3  # FINISHED of the widest tile, which has fewer registers for it
+CACHE_RATE = 4.6e6  # bytes of pixels that all multiprocessors together load from the L2 cache in a microsecond
+FOLLOW = 0.4  # microseconds of each further launch
+#: Microseconds that a launch takes more: with blocks for half of the multiprocessors or less; with more; with clusters, by size.
+BESIDE_OTHERS, FULL, CLUSTERED = -0.5, 0.746, {2: 0.4, 4: 0.8}
+PARTS_OF_LINES = 0.6e6  # bytes of the result a microsecond if each phase writes parts of cache lines
+#: Relative times of a load of a volume; and if a pixel has 32 bytes besides rows of 128.
+VOLUME, VOLUME_NARROW = 1.35, 1.45
+
+
+def _filter_cycles(problem: ConvProblem, config: DenseNhwc, mn_major: bool) -> float:
+    """Cycles that loads of the filter take in a stage. Rows of a tile past the result's last channel are not loaded."""
+    if not mn_major:
+        return min(config.BLOCK_N, problem.result_channels) * ROW_CYCLES
+    wide = min(stage_channels(problem), config.BLOCK_N)
+    channels = min(problem.result_channels, ceil(config.BLOCK_N, wide) * wide)
+    stages = ceil(problem.operand_channels, stage_channels(problem))  # of a tap; the last stage has fewer rows of k
+    rows = (ROW * (stages - 1) + _last_row(problem)) / stages / problem.itemsize
+    return rows * ceil(channels, wide) * pixel_cycles(channels * problem.itemsize)
+
+
+def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
+    """Microseconds that `config` should take: loads or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
+    _, walks = _walks(problem)
+    many = math.prod(repeats(problem))
+    mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
+    pixel, slower = problem.operand_channels * size, 1.0
+    if walks[0].rank == 3:
+        slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
+    channel_blocks = ceil(problem.operand_channels, stage_channels(problem))
+    cycles = pixel_cycles(pixel)
+    if pixel % ROW == _last_row(problem):
+        cycles = ROW_CYCLES
+    loads = config.BLOCK_M * cycles * slower + _filter_cycles(problem, config, mn_major)
+    filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # part of the steps of a tap's stages that are multiplied
+    step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
+    rate = WIDEST_FINISHED if config.BLOCK_N > NOTED_COLUMNS else FINISHED
+    sums = config.BLOCK_M * config.BLOCK_N
+    end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
+    slots = at_once(device, config.CLUSTER)
+    us, all_jobs, loaded = 0.0, 0, 0.0
+    for group in _launches(walks):
+        jobs = [math.prod(_tiles(problem, config, walk)) * many * config.CLUSTER for walk in group]
+        works = [ceil(_blocks(problem, walk), config.CLUSTER) * step + end for walk in group]
+        mean = sum(map(operator.mul, jobs, works)) / sum(jobs)
+        rounds = ceil(sum(jobs), slots)
+        if rounds == 2 and config.BLOCK_M == 64:
+            mean *= BESIDE
+        elif rounds > 2 and shared:
+            mean *= CROWDED
+        all_jobs += sum(jobs)
+        us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
+        loaded += sum(math.prod(_tiles(problem, config, walk)) * _blocks(problem, walk) for walk in group) / count_phases(problem)
+    us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else BESIDE_OTHERS if 2 * all_jobs <= device.multiprocessors else FULL
+    # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
+    loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels, config.BLOCK_N)
+    us = max(us, BEGIN + loaded / CACHE_RATE)
+    moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
+    result_bytes = size * math.prod(problem.result_shape)
+    if many > 1 and problem.result_channels * size < ROW:  # each phase writes parts of cache lines
+        us = max(us, result_bytes / PARTS_OF_LINES)
+    lies = problem.direction == "fprop" or mn_major or _turns(problem, config, device)
+    transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
+    return SINCE * max(us, BEGIN + moved / MEMORY) + transposed
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, DenseNhwc] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -1,0 +1,389 @@
+"""1x1 convolutions of float32 arrays, and their gradients, on Hopper's tensor cores in TF32 (``cu/hopper/pointwise.cu``).
+
+The arrays are read as they lie: only the filter is packed, nothing is scaled, and no number needs a path of its own. A product
+in TF32 takes twice the time of one in 16 bits. So if there is more to multiply than to read, the packed operands of
+:mod:`pycuda_conv.engines.hopper.gemm` win; :func:`time` says where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, ClassVar
+
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
+from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS, unsupported
+from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
+from pycuda_conv.engines.range_guard import MomentsLayout
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    INPUT,
+    PACKED,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    WORKSPACE,
+    Arena,
+    Moments,
+    Schedule,
+    finish,
+    finish_constants,
+)
+from pycuda_conv.engines.split_sum import reduce_launch, splits
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.tensor_cores import limbs, products
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+WARPS = 8  # of the consumers
+DEPTHS = (6, 5, 4, 3)  # stages of a ring that are tried
+
+
+@dataclass(frozen=True)
+class Pointwise(Config):
+    """One tile of ``hopper/pointwise.cu``.
+
+    BLOCK_N columns, BLOCKS times 16 rows of each warp, the STAGES of its ring, and SPLIT parts of k. SWAPPED: rows of wgrad are input
+    channels and columns output channels, instead of the reverse. RAW_FILTER: every block of a forward convolution splits what it loads
+    of the filter itself, so no launch has to split it; this is for filters that are not kept split.
+    """
+
+    BLOCK_N: int = 64
+    BLOCKS: int = 2
+    STAGES: int = 4
+    SPLIT: int = 1
+    SWAPPED: bool = False
+    RAW_FILTER: bool = False
+
+    FORMER: ClassVar[Mapping[str, str]] = {"COLUMNS": "BLOCK_N"}
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 16 * WARPS * self.BLOCKS
+
+
+CONFIGS = (Pointwise,)
+LAYOUTS = "NCHW", "NHWC", "CNHW"
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 58}
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.dtype != "float32" or problem.groups != 1:
+        return "it takes float32 arrays of one group"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if _wgrad(problem):
+        ones = (1, 1, 1)
+        alike = problem.operand_size == problem.filter_size and problem.result_size == ones == problem.stride == problem.dilation
+    else:
+        alike = pixel_by_pixel(problem)
+    if not alike or any(problem.padding_before):
+        return "it takes 1x1 filters without stride and padding"
+    if (problem.operand_channels if problem.layout == "NHWC" else math.prod(problem.operand_size)) % 4:
+        return "tensor loads take planes, or a pixel's channels, of a multiple of 16 bytes"
+    if problem.largest_array >= 2**31:
+        return "it counts in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: Pointwise) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    most = 128 if products(problem) == 3 else 256  # one set of sums, or three for three products, fills the registers
+    if config.BLOCK_N not in (32, 64, 96, 128) or config.BLOCKS not in (1, 2) or config.BLOCK_N * config.BLOCKS > most:
+        return f"a tile has 32, 64, 96 or 128 columns, and one or two blocks, {most} columns in all"
+    if config.BLOCKS == 1 and problem.layout == "NCHW":
+        return "a thread takes four neighbouring pixels of an image"
+    if (config.SWAPPED or config.SPLIT > 1) and not _wgrad(problem):
+        return "the gradient of a filter alone is swapped or split"
+    if config.RAW_FILTER and not (products(problem) == 3 and _lies(problem)):
+        return "of forward convolutions, with three products, a filter's channels of a multiple of 16 bytes are split as they are loaded"
+    return _ring(config, limbs(problem)).refusal(config.STAGES, config.SPLIT)
+
+
+def _wgrad(problem: ConvProblem) -> bool:
+    return problem.layout == "CNHW"
+
+
+def _lies(problem: ConvProblem) -> bool:
+    """Whether a tensor load can read the filter as it lies."""
+    return problem.direction == "fprop" and not _wgrad(problem) and problem.operand_channels % 4 == 0
+
+
+def _reads_filter(problem: ConvProblem) -> bool:
+    """Whether the filter is always read as it lies; the tensor load rounds it to TF32."""
+    return products(problem) == 1 and _lies(problem)
+
+
+def _stage_bytes(config: Pointwise, limbs_each: int) -> tuple[int, int]:
+    """Bytes of a stage of the rows, and of the columns."""
+    return 128 * config.rows, 128 * config.BLOCK_N * limbs_each
+
+
+def _ring(config: Pointwise, limbs_each: int) -> Ring:
+    return Ring(sum(_stage_bytes(config, limbs_each)), ALIGNMENT, SHARED_BYTES)
+
+
+# ---- launches
+
+
+PointwiseProduct = kernel_struct("hopper_pointwise", "PointwiseProduct")
+#: The arguments of ``split_filter``.
+SplitFilter = kernel_struct("hopper_pointwise", "SplitFilter")
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The matrix product of a problem: see the head of the kernel.
+
+    Tiles along its columns, and rows; stages of k; rows, columns, warps of a tile that have rows; elements of the result from one row, and
+    from one column, to the next; splits.
+    """
+
+    across: int
+    down: int
+    steps: int
+    rows: int
+    columns: int
+    busy: int
+    row_step: int
+    column_step: int
+    splits: int
+
+    @classmethod
+    def of(cls, problem: ConvProblem, config: Pointwise, multiprocessors: int) -> _Product:
+        plane, read, written = math.prod(problem.operand_size), problem.operand_channels, problem.result_channels
+        boxes, images, busy = ceil(plane, 32), problem.N, WARPS
+        if _wgrad(problem):
+            rows, columns = (images, written) if config.SWAPPED else (written, images)
+            down, steps = ceil(rows, config.rows), read * boxes
+            places = (1, images) if config.SWAPPED else (images, 1)
+        elif problem.layout == "NHWC":
+            rows, columns, steps = images * plane, written, ceil(read, 32)
+            down, places = ceil(rows, config.rows), (written, 1)
+        else:
+            rows, columns, steps = images, written, ceil(read, 32)
+            busy = _busy(images * boxes, ceil(columns, config.BLOCK_N), multiprocessors, products(problem) == 1)
+            down, places = ceil(images * boxes, busy), (written * plane, plane)
+        return cls(ceil(columns, config.BLOCK_N), down, steps, rows, columns, busy, *places, config.SPLIT)
+
+    @property
+    def tiles(self) -> int:
+        return self.across * self.down * self.splits
+
+    def arguments(self, problem: ConvProblem) -> Any:
+        """The kernel's arguments."""
+        plane = math.prod(problem.operand_size)
+        return arguments(
+            PointwiseProduct, tiles=self.tiles, across=self.across, down=self.down, steps=self.steps, each=ceil(self.steps, self.splits),
+            rows=self.rows, columns=self.columns, boxes=ceil(plane, 32), plane=plane, busy=self.busy, row_step=self.row_step,
+            column_step=self.column_step, size=math.prod(problem.result_shape),
+            pairs=int(self.column_step == 1 and self.columns % 2 == 0), **finish(problem),
+        )
+
+
+def _busy(boxes: int, across: int, multiprocessors: int, one_product: bool) -> int:
+    """Warps of a tile that have a box: as few as take no more rounds of tiles than all warps would.
+
+    The other warps multiply all the same. So with three products, which bound a tile's time, this gains only in a single round.
+    """
+    rounds = ceil(across * ceil(boxes, WARPS), multiprocessors)
+    return ceil(boxes, rounds * multiprocessors // across) if one_product or rounds == 1 else WARPS
+
+
+def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
+    multiprocessors = device.multiprocessors
+    scratch, kept = Arena(WORKSPACE), Arena(PACKED)
+    layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
+    product, split = _Product.of(problem, config, multiprocessors), config.SPLIT > 1
+    defines = {
+        "BLOCK_N": config.BLOCK_N, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
+        "NHWC": int(problem.layout == "NHWC"), "MOMENTS": int(layout.moments is not None), "RAW_FILTER": 0,
+    }
+    target: Place = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
+    prepare: list[list[KernelLaunch]] = []
+    if _wgrad(problem):
+        operands = [(WEIGHT, problem.K), (INPUT, problem.N)]  # dy, x
+        if config.SWAPPED:
+            operands.reverse()
+        maps = [_planes(problem, *operand, rows) for operand, rows in zip(operands, (config.rows, config.BLOCK_N), strict=True)]
+    elif _reads_filter(problem):
+        maps = [_images(problem, config), _raw_filter(problem, config)]
+    else:
+        step, of_filter = _filter(problem, config, kept, defines)
+        prepare, maps = [[step]], [_images(problem, config), of_filter]
+    noted_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
+    buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
+    shared, told = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
+    launch = KernelLaunch(
+        "hopper_pointwise", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=told,
+        layer=finish_constants(told),
+    )  # fmt: skip
+    steps = [[launch]]
+    if split:
+        steps.append([reduce_launch(problem, config.SPLIT, target)])
+    whole = prepare + steps
+    if config.RAW_FILTER:
+        maps[1] = _raw_filter(problem, config)
+        whole = [[replace(launch, defines=defines | {"RAW_FILTER": 1}, maps=tuple(maps))]]
+    return Schedule(prepare, steps, whole, scratch.used, kept.used, moments=layout.moments)
+
+
+def _moments(problem: ConvProblem, config: Pointwise) -> Moments | None:
+    """The moments that the product can note: forward, without a residual or an activation."""
+    if problem.direction != "fprop" or _wgrad(problem) or problem.has_residual or problem.activation:
+        return None
+    plane = math.prod(problem.result_size)
+    sets, span = (problem.N, plane) if problem.layout == "NCHW" else (1, problem.N * plane)
+    return Moments(sets, span, 16 * config.BLOCKS, problem.result_channels)
+
+
+def _planes(problem: ConvProblem, array: int, channels: int, rows: int) -> TensorMap:
+    """The map of an array of images as wgrad reads it: a box is `rows` rows of 32 pixels."""
+    plane, images = math.prod(problem.operand_size), problem.operand_channels
+    return TensorMap(array, 0, (plane, channels, images), (4 * plane, 4 * plane * channels), (32, rows, 1), 128, "float32")
+
+
+def _images(problem: ConvProblem, config: Pointwise) -> TensorMap:
+    """The map of the images: a box is 32 channels of 32 pixels, or in NHWC of all pixels of a tile."""
+    plane, channels = math.prod(problem.operand_size), problem.operand_channels
+    if problem.layout == "NHWC":
+        pixels = problem.N * plane
+        strides = (4 * channels, 4 * channels * pixels)
+        return TensorMap(INPUT, 0, (channels, pixels, 1), strides, (32, config.rows, 1), 128, "float32")
+    return TensorMap(INPUT, 0, (plane, channels, problem.N), (4 * plane, 4 * plane * channels), (32, 32, 1), 128, "float32")
+
+
+def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[str, int]) -> tuple[KernelLaunch, TensorMap]:
+    """The launch that splits the filter into limbs, and the limbs' map."""
+    rows, channels = problem.result_channels, problem.operand_channels
+    padded = ceil(channels, 4) * 4
+    place = kept.take(4 * limbs(problem) * rows * padded)
+    _, row_step, channel_step = filter_strides(problem)
+    told = arguments(SplitFilter, rows=rows, channels=channels, padded=padded, row_step=row_step, channel_step=channel_step)
+    grid = ceil(rows * padded, 256)
+    step = KernelLaunch("split_filter", defines, grid, 256, (WEIGHT, place), (), "hopper_pointwise", arch="sm_90a", arguments=told)
+    sizes, strides = (padded, rows, limbs(problem)), (4 * padded, 4 * padded * rows)
+    return step, TensorMap(*place, sizes, strides, (32, config.BLOCK_N, 1), 128, "float32")
+
+
+def _raw_filter(problem: ConvProblem, config: Pointwise) -> TensorMap:
+    """The map of the filter as it lies: a box is 32 channels of all columns of a tile. If there is one limb, the load rounds it."""
+    rows, channels = problem.result_channels, problem.operand_channels
+    dtype = "float32" if config.RAW_FILTER else "tfloat32"
+    return TensorMap(WEIGHT, 0, (channels, rows, 1), (4 * channels, 4 * channels * rows), (32, config.BLOCK_N, 1), 128, dtype)
+
+
+def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:
+    """Equal for problems whose filter is split alike; None if it is read as it lies."""
+    if _reads_filter(problem):
+        return None
+    return "split", problem.direction, problem.precision, problem.C, problem.K
+
+
+def sum_order(problem: ConvProblem, config: Pointwise) -> Hashable:
+    """Where a split sum is cut, and which operand is in the rows."""
+    return config.SPLIT, config.SWAPPED
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each tile, arithmetic and layout."""
+    for blocks, columns, limbs_each in product((1, 2), (32, 64, 96, 128), (1, 2)):
+        stages = _ring(Pointwise(columns, blocks), limbs_each).deepest(DEPTHS)
+        if stages and columns * blocks <= (128 if limbs_each == 2 else 256):
+            choices = {
+                "BLOCK_N": (columns,), "BLOCKS": (blocks,), "STAGES": (stages,), "LIMBS": (limbs_each,), "WGRAD": FLAG, "NHWC": FLAG,
+                "MOMENTS": FLAG, "RAW_FILTER": (0, 1)[: limbs_each],
+            }  # fmt: skip
+            yield TextFamily("hopper_pointwise", choices, _is_listed, "sm_90a")
+
+
+def _is_listed(d: Mapping[str, int]) -> bool:
+    """Whether a product with these defines is ever launched."""
+    if d["WGRAD"]:
+        return d["BLOCKS"] == 1 and not (d["NHWC"] or d["MOMENTS"] or d["RAW_FILTER"])
+    if d["RAW_FILTER"] and d["BLOCK_N"] > RAW_COLUMNS[d["BLOCKS"]]:
+        return False
+    return d["NHWC"] == 1 or d["BLOCKS"] == 2
+
+
+# ---- the choice
+
+#: The most columns with which a tile is tried with a raw filter, by its BLOCKS: each tile along the rows splits them once more.
+RAW_COLUMNS = {1: 32, 2: 64}
+# Fitted to 80 times on an H200: root mean square of the error 8%; the terms of a raw filter, to 23 pairs of times on an H100.
+CLOCK, WAIT_CYCLES = 1610.0, 466  # cycles a microsecond; cycles of a stage beside its products
+FILL, MOVED = 74e3, 25.2e3  # bytes a microsecond to a multiprocessor while all load: from the caches; and from memory and to it
+RESIDUAL_RATE = 10.4e3  # bytes of a residual that a multiprocessor reads and adds in a microsecond
+STORE_TIME = 2.45  # microseconds to store 256 rows x 64 columns
+SPLIT_CYCLES, SPLIT_TIME = 10.5, 1.0  # cycles of a stage to split a column of a raw filter; microseconds of the launch that this saves
+LAUNCHES_TIME = {False: 3.79, True: 2.9}  # microseconds of launches: of fprop and dgrad; of wgrad, before parts are added
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    swaps: tuple[bool, ...] = (False,)
+    parts: tuple[int, ...] = (1,)
+    if _wgrad(problem):
+        swaps, parts = (False, True), splits(problem, _Product.of(problem, Pointwise(), 1).steps // 8)
+    for blocks in (1,) if _wgrad(problem) else (1, 2):
+        for columns in (32, 64, 96, 128):
+            deepest = next((n for n in DEPTHS if refusal(problem, Pointwise(columns, blocks, n)) is None), None)
+            if deepest:
+                yield from (Pointwise(columns, blocks, deepest, split, swap) for split in parts for swap in swaps)
+                if products(problem) == 3 and _lies(problem) and columns <= RAW_COLUMNS[blocks]:
+                    yield Pointwise(columns, blocks, deepest, RAW_FILTER=True)
+
+
+def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
+    """Microseconds that `config` should take: arithmetic, bytes from memory and from the caches, rounds of tiles."""
+    multiprocessors = device.multiprocessors
+    product, (of_rows, of_columns) = _Product.of(problem, config, multiprocessors), _stage_bytes(config, limbs(problem))
+    rows = config.rows * product.busy // WARPS
+    of_rows = of_rows * product.busy // WARPS
+    wgrad, steps = _wgrad(problem), ceil(product.steps, config.SPLIT)
+    if wgrad:
+        of_columns //= limbs(problem)
+    cycles = 4 * products(problem) * config.BLOCKS * config.BLOCK_N  # of 4 times 8 of k, by two consumers
+    wait = WAIT_CYCLES + (SPLIT_CYCLES * config.BLOCK_N if config.RAW_FILTER else 0)
+    step = max((cycles + wait) / CLOCK, (of_rows + of_columns) / FILL)
+    # the first of the tiles that share something reads it from memory
+    written = rows * min(config.BLOCK_N, product.columns) * 4
+    moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
+    tile = max(steps * step + STORE_TIME * rows * config.BLOCK_N / 2**14, moved / MOVED)
+    if problem.has_residual:
+        tile += written / RESIDUAL_RATE
+    us = LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
+    if config.SPLIT > 1:
+        us += 2 + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / 3.5e6
+    if wgrad:
+        return us
+    if config.RAW_FILTER or _reads_filter(problem):
+        return us - SPLIT_TIME
+    return us + math.prod(problem.weight_shape) * 12 / 3.5e6
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Pointwise] | None:
+    """The configuration that should be fastest, behind the microseconds it should take; None where none is worth it."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

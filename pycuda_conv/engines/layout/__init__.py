@@ -1,0 +1,1 @@
+"""Launches that change how arrays lie, or their types."""

@@ -1,0 +1,313 @@
+"""wgrad with few channels in or out, from channels-last arrays as they lie (``cu/mma/few_channels_wgrad.cu``).
+
+The arrays are float16, bfloat16 and float32. float32 takes three products of TF32, or one with ``precision="tf32"``. Taps and few
+channels together are columns of a matrix product, whose sums run over the pixels of the array with more channels. Nothing is copied first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from pycuda_conv.engines import split_sum
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import arguments, ceil, forward_of
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewChannelsWgrad", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+THREADS, WARPS = 256, 8
+BLOCKS = 2         # that share a multiprocessor
+#: By the numbers that an element is split into: sixteens of a block's channels -> eights of a warp's columns. Registers hold so many
+#: sums.
+TILES: dict[int, dict[int, tuple[int, ...]]] = {1: {1: (2, 4), 2: (2, 3, 4), 4: (2, 3)}, 2: {1: (2, 4), 2: (2, 3)}}
+WARPS_N = (1, 2, 4, 8)
+GROUP = 16         # pixels of a row that a warp takes at once
+WORDS = 12 * THREADS  # words of the thin array that a tile reads at the most
+MOST_THIN = {1: 16, 2: 32}  # the most channels of the thin array, by the numbers of an element: with more, other engines are faster
+
+
+@dataclass(frozen=True)
+class FewChannelsWgrad(Config):
+    """One tile of ``few_channels_wgrad.cu``.
+
+    Sixteens of its channels, eights of a warp's columns, warps of different columns, rows and columns of pixels, and parts of the sum.
+    """
+
+    M_TILES: int = 2
+    N_TILES: int = 2
+    WARPS_N: int = 2
+    TILE_P: int = 8
+    TILE_Q: int = 16
+    PARTS: int = 1
+
+
+CONFIGS = (FewChannelsWgrad,)
+LAYOUTS = ("CHWN",)
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 25}
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.layout not in LAYOUTS or problem.groups != 1:
+        return "it takes gradients of filters of one group, from arrays with their channels last"
+    if problem.dtype not in ELEMENTS:
+        return "it takes float16, bfloat16 and float32 arrays"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if problem.has_depth:
+        return "it takes at most two spatial axes"
+    roles = _roles(problem)
+    if roles.dense * problem.itemsize % 16:
+        return "it loads a pixel's channels of the array that has more of them by 16 bytes"
+    if roles.thin > (most := MOST_THIN[limbs(problem)]):
+        return f"it takes at most {most} channels of the input or, without strides, of the output"
+    return "it counts elements in 32 bits" if problem.largest_array >= 2**31 else None
+
+
+def refusal(problem: ConvProblem, config: FewChannelsWgrad) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    tiles = TILES[limbs(problem)]
+    if config.N_TILES not in tiles.get(config.M_TILES, ()) or config.WARPS_N not in WARPS_N:
+        return f"N_TILES must be one of {tiles}, by M_TILES, and WARPS_N of {WARPS_N}"
+    if config.TILE_Q % GROUP:
+        return f"TILE_Q must be a multiple of {GROUP}"
+    words = math.prod(_met(_roles(problem), config))
+    if words > WORDS:
+        return f"a tile meets {words:,} elements of the array with few channels; there is room for {WORDS:,}"
+    nbytes = _shared_bytes(problem, config)
+    if nbytes > SHARED_BYTES:
+        return f"it takes {nbytes:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    if config.PARTS > _tiles(problem, config):
+        return "each part has a tile"
+    return grid_refusal(_grid(problem, config))
+
+
+class _Axis(NamedTuple):
+    """One axis: pixel i of the dense array reads i * step + low + tap * dilation of the thin one."""
+
+    dense: int
+    thin: int
+    taps: int
+    step: int
+    low: int
+    dilation: int
+
+
+class _Roles(NamedTuple):
+    """The arrays by their numbers of channels. If they are flipped, x is the dense one, and taps are reversed."""
+
+    flipped: bool
+    dense: int
+    thin: int
+    down: _Axis
+    right: _Axis
+
+
+def _roles(problem: ConvProblem) -> _Roles:
+    forward = forward_of(problem)
+    flipped = forward.K < forward.C and forward.stride == (1, 1, 1)
+
+    def axis(i: int) -> _Axis:
+        taps, dilation, pad = forward.filter_size[i], forward.dilation[i], forward.padding_before[i]
+        if flipped:
+            return _Axis(forward.input_size[i], forward.output_size[i], taps, 1, pad - (taps - 1) * dilation, dilation)
+        return _Axis(forward.output_size[i], forward.input_size[i], taps, forward.stride[i], -pad, dilation)
+
+    dense, thin = (forward.C, forward.K) if flipped else (forward.K, forward.C)
+    return _Roles(flipped, dense, thin, axis(1), axis(2))
+
+
+def _met(roles: _Roles, config: FewChannelsWgrad) -> tuple[int, int]:
+    """Rows of the thin array that a tile reads, and elements of a row."""
+    rows, columns = (
+        (size - 1) * axis.step + (axis.taps - 1) * axis.dilation + 1
+        for size, axis in ((config.TILE_P, roles.down), (config.TILE_Q, roles.right))
+    )
+    return rows, columns * roles.thin
+
+
+def _tiles(problem: ConvProblem, config: FewChannelsWgrad) -> int:
+    roles = _roles(problem)
+    return forward_of(problem).N * ceil(roles.down.dense, config.TILE_P) * ceil(roles.right.dense, config.TILE_Q)
+
+
+def _columns(roles: _Roles) -> int:
+    """Columns of the product."""
+    return roles.down.taps * roles.right.taps * roles.thin
+
+
+def _blocks(problem: ConvProblem, config: FewChannelsWgrad) -> tuple[int, int]:
+    """Blocks along channels and along columns."""
+    roles = _roles(problem)
+    return ceil(roles.dense, 16 * config.M_TILES), ceil(_columns(roles), 8 * config.N_TILES * config.WARPS_N)
+
+
+def _grid(problem: ConvProblem, config: FewChannelsWgrad) -> int:
+    return math.prod(_blocks(problem, config)) * config.PARTS
+
+
+def _pixel(config: FewChannelsWgrad, itemsize: int) -> int:
+    """Bytes from one pixel of the dense array to the next in shared memory."""
+    return 16 * config.M_TILES * itemsize + (16 if itemsize == 2 else 32)
+
+
+def _shared_bytes(problem: ConvProblem, config: FewChannelsWgrad) -> int:
+    """Bytes of shared memory of a block: two tiles of the dense array and what one reads, or the sums of one warp of each columns."""
+    met = 4 * limbs(problem) * math.prod(_met(_roles(problem), config))
+    tiles = 2 * config.TILE_P * config.TILE_Q * _pixel(config, problem.itemsize) + met
+    return max(tiles, config.WARPS_N * config.M_TILES * config.N_TILES * 4 * 32 * 4 if config.WARPS_N < WARPS else 0)
+
+
+# ---- launches
+
+
+FewChannelsWgradArguments = kernel_struct("few_channels_wgrad", "FewChannelsWgradArguments")
+
+
+def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`."""
+    defines = {"TYPE": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "M_TILES": config.M_TILES, "N_TILES": config.N_TILES}
+    whole = config.PARTS == 1 and problem.itemsize == 4  # other sums are rounded by the launch that adds parts
+    arrays = (INPUT, WEIGHT) if _roles(problem).flipped else (WEIGHT, INPUT)  # x and dy
+    launch = KernelLaunch(
+        "few_channels_wgrad", defines, _grid(problem, config), THREADS, (*arrays, RESULT if whole else WORKSPACE), (),
+        shared=_shared_bytes(problem, config), arguments=_arguments(problem, config),
+    )  # fmt: skip
+    if whole:
+        return Schedule.plain([[launch]])
+    parts = 4 * config.PARTS * math.prod(problem.result_shape)
+    return Schedule.plain([[launch], [split_sum.reduce_launch(problem, config.PARTS, WORKSPACE)]], parts)
+
+
+def _arguments(problem: ConvProblem, config: FewChannelsWgrad) -> Any:
+    """The kernel's arguments."""
+    roles, (blocks_m, blocks_n) = _roles(problem), _blocks(problem, config)
+    down, right, (tile_h, tile_w) = roles.down, roles.right, _met(roles, config)
+    taps, groups_q = down.taps * right.taps, config.TILE_Q // GROUP
+    out = (taps, roles.dense * taps) if roles.flipped else (roles.thin * taps, taps)
+    return arguments(
+        FewChannelsWgradArguments, blocks_m=blocks_m, blocks_n=blocks_n, parts=config.PARTS, tiles=_tiles(problem, config),
+        tiles_p=ceil(down.dense, config.TILE_P), tiles_q=ceil(right.dense, config.TILE_Q), rows=config.TILE_P, columns=config.TILE_Q,
+        groups=config.TILE_P * groups_q, groups_q=groups_q, warps_n=config.WARPS_N, n=forward_of(problem).N, p=down.dense, q=right.dense,
+        dense=roles.dense, pixel=roles.dense * problem.itemsize // 16, chunks=config.M_TILES * problem.itemsize, h=down.thin, w=right.thin,
+        thin=roles.thin, step_h=down.step, step_w=right.step, low_h=down.low, low_w=right.low, dilation_h=down.dilation,
+        dilation_w=right.dilation, tile_words=tile_h * tile_w, tile_w=tile_w, taps=taps, tap_r=down.taps, tap_s=right.taps,
+        flipped=int(roles.flipped), out_m=out[0], out_c=out[1], size=math.prod(problem.result_shape),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: FewChannelsWgrad) -> None:
+    """None: nothing is packed."""
+
+
+def sum_order(problem: ConvProblem, config: FewChannelsWgrad) -> Hashable:
+    """How a sum is cut: into tiles, which warps and parts share."""
+    return config
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each type and each shape of a warp's sums."""
+    for split, tiles in TILES.items():
+        types = tuple(ELEMENTS.values()) if split == 1 else (FLOAT,)
+        for m_tiles, n_tiles in tiles.items():
+            yield TextFamily("few_channels_wgrad", {"TYPE": types, "LIMBS": (split,), "M_TILES": (m_tiles,), "N_TILES": n_tiles})
+
+
+# ---- the choice
+
+CLOCK = 1700.0     # cycles a microsecond
+MEASURED = 1.33    # relative time beside what is counted: fitted to 144 times of 12 layers on an H200, root mean square of the error 20%
+ISSUED = 2.4       # instructions a cycle
+GROUP_WORK, FETCHED, LOADED = 36, 36, 23  # instructions of 16 pixels beside their products, of a fetched word, of a load of 16 bytes
+TILE, BLOCK = 1000, 4000  # cycles that a block waits in each tile, while another one may run, and at its start and end
+MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
+BEGIN = 3.0        # microseconds of a launch with its first loads
+WIDTHS, HEIGHTS = (16, 32, 64), (1, 2, 4, 8, 16)  # columns and rows of tiles
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[FewChannelsWgrad]:
+    """The configurations worth comparing for `problem`: the largest tiles that fit, and as many parts as fill the GPU."""
+    if why_not(problem):
+        return
+    roles = _roles(problem)
+    for m_tiles, n_tiles, warps in _cut(roles, problem.itemsize, limbs(problem)):
+        for columns in WIDTHS:
+            if columns > max(ceil(roles.right.dense, GROUP) * GROUP, WIDTHS[0]):
+                break
+            fitting = [
+                config for rows in HEIGHTS if rows < 2 * roles.down.dense
+                if refusal(problem, config := FewChannelsWgrad(m_tiles, n_tiles, warps, rows, columns)) is None
+            ]  # fmt: skip
+            for config in fitting[-2:]:
+                tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
+                for wanted in sorted({ceil(filling, 2), filling}):
+                    yield replace(config, PARTS=ceil(tiles, ceil(tiles, min(wanted, tiles))))
+
+
+def _cut(roles: _Roles, itemsize: int, split: int) -> list[tuple[int, int, int]]:
+    """The sixteens of channels, eights of columns and warps side by side that take the fewest instructions for 16 pixels."""
+    channels, columns = ceil(roles.dense, 16), ceil(_columns(roles), 8)
+    fetched = 1.5 * GROUP * roles.right.step * roles.down.step * roles.thin  # words, with those that tiles have in common
+
+    def instructions(cut: tuple[int, int, int]) -> float:
+        m, n, warps = cut
+        of_group = warps * _products(m, n, itemsize, split) + _loading(fetched, GROUP * m * itemsize)
+        return ceil(channels, m) * ceil(columns, n * warps) * of_group
+
+    found = [(m, n, warps) for m, columns_of in TILES[split].items() for n in columns_of for warps in WARPS_N]
+    return sorted(found, key=instructions)[:4]
+
+
+def _products(m_tiles: int, n_tiles: int, itemsize: int, split: int) -> int:
+    """Instructions of a warp for 16 pixels whose elements are split into `split` numbers."""
+    fragments = m_tiles * (1 if itemsize == 2 else 8 * split) + 2 * n_tiles
+    added = 4 * m_tiles * n_tiles if split == 2 else 0
+    return GROUP_WORK + itemsize // 2 * (fragments + (2 * split - 1) * m_tiles * n_tiles) + added
+
+
+def _loading(words: float, loads: int) -> float:
+    """Instructions of a block for `words` words of the thin array and `loads` 16-byte loads of the dense one."""
+    return (FETCHED * words + LOADED * loads) / 32
+
+
+def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> float:
+    """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes; and adding the parts."""
+    roles, multiprocessors, itemsize = _roles(problem), device.multiprocessors, problem.itemsize
+    groups = config.TILE_P * config.TILE_Q // GROUP * config.WARPS_N  # of all warps
+    steps, size = itemsize // 2, math.prod(problem.result_shape)
+    sums = config.M_TILES * config.N_TILES
+    multiplied = products(problem) * groups * sums * steps * 16 * 8 * 16 / product_rate(device)
+    words, loads = math.prod(_met(roles, config)), config.TILE_P * config.TILE_Q * config.M_TILES * itemsize
+    shared = groups * steps * (4 * config.M_TILES + 3 * limbs(problem) * config.N_TILES) + (words + 4 * loads) / 32
+    issued = (groups * _products(config.M_TILES, config.N_TILES, itemsize, limbs(problem)) + _loading(words, loads)) / ISSUED
+    busy, blocks = max(multiplied, shared, issued), ceil(_grid(problem, config), multiprocessors)  # of a multiprocessor
+    at_once = min(blocks, BLOCKS)
+    cycles = ceil(_tiles(problem, config), config.PARTS) * max(at_once * busy, busy + TILE) + BLOCK
+    us = BEGIN + MEASURED * ceil(blocks, BLOCKS) * cycles / CLOCK
+    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.weight_shape))
+    us = max(us, BEGIN + moved / MEMORY * 132 / multiprocessors)
+    return us if config.PARTS == 1 and itemsize == 4 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, FewChannelsWgrad] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -1,0 +1,342 @@
+"""Convolutions of few channels, on tensor cores: ``cu/mma/few_inputs.cu``.
+
+Other engines' rows of shared memory have room for 16 channels or more, or their images are packed first. Here gemm k runs through the
+channels of a row of taps, which are contiguous in memory; in NCHW through the taps of a channel's row. A float32 product is three products
+of TF32 halves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides
+from pycuda_conv.engines.mma.common import SHARED_BYTES, unsupported
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewInputs", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+WARPS = 8  # of a block
+TILE_PIXELS = 256  # pixels of a tile
+COLUMNS = (16, 32, 64, 128)  # columns of a tile that are tried
+CHANNELS = (16, 32, 48, 64)  # BLOCK_N: channels of the result of a block
+WORD = 4  # bytes
+STEP_WORDS = 8  # words of gemm k of a step
+MOST_CHANNELS = {"NHWC": 8, "NCHW": 16}  # more input channels fill the rows of other engines
+MOST_OF_HALVES = 32  # the same for three products in NCHW: other engines pack arrays first, or multiply on plain cores
+TURNED = 8 * 36 * 4  # bytes of shared memory in which a warp transposes sums of eight channels
+BANKS = 128  # bytes that shared memory reads at once
+COPIES = (16, 8, 4)  # bytes that are copied at once
+
+
+@dataclass(frozen=True)
+class FewInputs(Config):
+    """BLOCK_N channels of the result of a block of ``few_inputs.cu``, and COLUMNS of its tiles."""
+
+    BLOCK_N: int = 64
+    COLUMNS: int = 32
+
+
+CONFIGS = (FewInputs,)
+LAYOUTS = "NHWC", "NCHW"
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 32}
+
+
+FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever the tile, or None if it can."""
+    if problem.layout not in LAYOUTS or problem.direction not in ("fprop", "dgrad"):
+        return "it takes arrays with their channels last, or in NCHW"
+    if problem.layout == "NHWC" and problem.groups != 1:
+        return "with channels last it takes arrays of one group"
+    if problem.dtype == "float64":
+        return "it takes arrays of float32, float16 and bfloat16"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
+        return "it computes gradients of convolutions without stride"
+    if problem.dilation[2] > 1 and problem.dilation[2] * _pixel(problem) * problem.itemsize % WORD:
+        return "taps that are apart begin at multiples of 4 bytes"
+    if problem.largest_array >= 2**31:
+        return "it counts elements in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: FewInputs) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.BLOCK_N not in CHANNELS or config.COLUMNS not in COLUMNS:
+        return f"BLOCK_N must be one of {', '.join(map(str, CHANNELS))}, and COLUMNS one of {', '.join(map(str, COLUMNS))}"
+    tile = _tile(problem, config)
+    if tile.shared > SHARED_BYTES:
+        return f"the filter and a patch of the input take {tile.shared:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    if tile.tiles * tile.chunks > GRID_LIMIT:
+        return f"it has more than {GRID_LIMIT:,} tiles"
+    return None
+
+
+class _Tile(NamedTuple):
+    """The tile of a configuration."""
+
+    rows: int
+    tiles_w: int
+    tiles_h: int
+    tiles: int  # of each chunk of channels
+    chunks: int
+    run: int  # contiguous elements of a row of taps, or of a tap
+    lead: int  # elements before them in their first word
+    row_words: int
+    words: int  # of gemm k
+    steps: int
+    patch_rows: int  # rows of a slice
+    patch: int  # rows of all slices
+    pitch: int  # elements from row to row
+    unit: int  # elements that are copied at once
+    shift: int  # elements of a patch's row before its first pixel
+    stages: int
+    stage_bytes: int
+    table_at: int
+    places_at: int
+    patch_at: int
+    copy_at: int
+    turned_at: int
+    shared: int
+
+
+@lru_cache(maxsize=1024)  # the planner asks for it several times
+def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
+    (t, r, s), (o, p, q), channels, size = problem.filter_size, problem.result_size, _pixel(problem), problem.itemsize
+    slices = t if problem.layout == "NHWC" else t * _channels(problem)  # those that a tile reads
+    _, stride_h, stride_w = problem.stride if problem.direction == "fprop" else (1, 1, 1)
+    _, dilation_h, dilation_w = problem.dilation
+    each, rows = WORD // size, TILE_PIXELS // config.COLUMNS
+    unit = next((nbytes // size for nbytes in COPIES if problem.operand_size[2] * channels * size % nbytes == 0), 1)
+    shift = _low(problem)[2] * channels % unit  # tiles begin at multiples of 16 columns
+    lead = shift % each
+    run = channels * (s if dilation_w == 1 else 1)
+    row_words = ceil(lead + run, each)
+    words = slices * r * (1 if dilation_w == 1 else s) * row_words
+    steps = ceil(words, STEP_WORDS)
+    patch_rows = (rows - 1) * stride_h + (r - 1) * dilation_h + 1
+    columns = ((config.COLUMNS - 1) * stride_w + (s - 1) * dilation_w + 1) * channels
+    pitch = ceil(shift + columns + each - 1, max(unit, each)) * max(unit, each)  # the last word may have an element past the row's end
+    halves = 2 if problem.layout == "NCHW" and products(problem) == 3 else 1  # the filter is kept as two halves
+    table_at = steps * config.BLOCK_N * STEP_WORDS * WORD * halves
+    places_at = table_at + steps * STEP_WORDS * 2 * WORD
+    patch_at = ceil(places_at + slices * r * s * channels * WORD, BANKS) * BANKS
+    nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes read different banks of patch and copy
+    copies = int(size == 2 and stride_w * channels % 2 == 1)
+    turned = WARPS * TURNED if problem.layout == "NCHW" and _run(problem) < 16 // size else 0
+    stages = 2 if unit * size >= WORD and patch_at + (2 + copies) * nbytes + turned <= SHARED_BYTES else 1
+    tiles_w, tiles_h = ceil(q, config.COLUMNS), ceil(p, rows)
+    chunks = problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_N)
+    turned_at = patch_at + (stages + copies) * nbytes
+    return _Tile(
+        rows, tiles_w, tiles_h, problem.N * o * tiles_h * tiles_w, chunks, run, lead, row_words, words, steps, patch_rows,
+        slices * patch_rows, pitch, unit, shift, stages, nbytes, table_at, places_at, patch_at,
+        copies * stages * nbytes, turned_at, turned_at + turned,
+    )  # fmt: skip
+
+
+def _channels(problem: ConvProblem) -> int:
+    """Input channels of a group."""
+    return problem.operand_channels // problem.groups
+
+
+def _pixel(problem: ConvProblem) -> int:
+    """Contiguous elements of an input pixel."""
+    return problem.operand_channels if problem.layout == "NHWC" else 1
+
+
+def _low(problem: ConvProblem) -> tuple[int, ...]:
+    """Slice, row and column of the input that the first pixel reads by its first tap."""
+    if problem.direction == "fprop":
+        return tuple(-pad for pad in problem.padding_before)
+    # dgrad is a convolution with the taps in reverse
+    axes = zip(problem.padding_before, problem.filter_size, problem.dilation, strict=True)
+    return tuple(pad - (taps - 1) * dilation for pad, taps, dilation in axes)
+
+
+def _run(problem: ConvProblem) -> int:
+    """Neighbouring elements of an NCHW result that a lane writes at once: 16 bytes, two elements or one."""
+    return next(run for run in (16 // problem.itemsize, 2, 1) if problem.result_size[2] % run == 0)
+
+
+def _resident(tile: _Tile) -> int:
+    """Blocks that fit a multiprocessor."""
+    return max(1, min(2, 2 * SHARED_BYTES // (tile.shared + 1024)))
+
+
+def _workers(tile: _Tile, device: Device) -> int:
+    """Blocks that share the tiles of a chunk of channels."""
+    return min(tile.tiles, max(1, ceil(device.multiprocessors * _resident(tile), tile.chunks)))
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: FewInputs, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    group, k, c = filter_strides(problem)
+    last = filter_last_strides(problem)
+    plain = Schedule.plain([[_launch(problem, config, device, (group, k, c, 1))]])
+    return Schedule([], plain.steps, plain.whole, 0, 0, filter_last=[[_launch(problem, config, device, (group, *last))]])
+
+
+def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_steps: tuple[int, int, int, int]) -> KernelLaunch:
+    """The launch for a filter with these strides in elements: of a group, a channel of the result, a channel of the input, a tap."""
+    tile, forward = _tile(problem, config), problem.direction == "fprop"
+    depth, height, width = problem.operand_size
+    o, p, q = problem.result_size
+    taps, channels = math.prod(problem.filter_size), _channels(problem)
+    w_group, w_k, w_c, w_tap = filter_steps
+    if forward:
+        order, outer, inner = int(w_tap > w_c), channels * taps, 1  # FilterOrder in the kernel
+    else:
+        order, outer, inner = 2 + int(w_tap > w_k), config.BLOCK_N * taps, taps if w_tap <= w_k else config.BLOCK_N
+    planes, pixel = problem.layout == "NCHW", _pixel(problem)
+    if planes:
+        wide = _run(problem)
+    else:
+        wide = int(problem.result_channels % (8 if problem.itemsize == 2 and config.BLOCK_N % 32 == 0 else 4) == 0)
+    workers = _workers(tile, device)
+    told = arguments(
+        FewInputsArguments, workers=workers, tiles=tile.tiles, tiles_w=tile.tiles_w, tiles_h=tile.tiles_h, out_d=o,
+        column_bits=config.COLUMNS.bit_length() - 1, rows=tile.rows, k=problem.result_channels // problem.groups, steps=tile.steps,
+        words=tile.words, row_words=tile.row_words, run=tile.run, lead=tile.lead,
+        tap_s=1 if problem.dilation[2] == 1 else problem.filter_size[2], tap_r=problem.filter_size[1], c=channels, pixel=pixel,
+        slices=problem.filter_size[0], groups=problem.groups, group_chunks=tile.chunks // problem.groups, w_group=w_group, w_k=w_k,
+        w_c=w_c, w_tap=w_tap, w_order=order, outer=outer, inner=inner, filters=config.BLOCK_N * channels * taps, taps=taps,
+        last_tap=-1 if forward else taps - 1, row_taps=tile.run // pixel, channel_words=tile.words // channels if planes else 0,
+        depth=depth, height=height, width=width, patch=tile.patch, patch_rows=tile.patch_rows, pitch=tile.pitch, unit=tile.unit,
+        units=tile.pitch // tile.unit, shift=tile.shift, stages=tile.stages, stage_bytes=tile.stage_bytes,
+        **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
+        **by_axis("dilation_", problem.dilation), p=p, q=q, table_at=tile.table_at, places_at=tile.places_at, patch_at=tile.patch_at,
+        copy_at=tile.copy_at, wide=wide, turned_at=tile.turned_at, **finish(problem),
+    )  # fmt: skip
+    defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    return KernelLaunch(
+        "few_inputs", defines, workers * tile.chunks, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told,
+        layer=finish_constants(told),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: FewInputs) -> None:
+    """None: the kernel reads the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: FewInputs) -> Hashable:
+    """The same for all tiles: they sum gemm k in one order."""
+    return FewInputs
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each type, BLOCK_N and layout."""
+    choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG, "PRODUCTS": (1, 3)}
+    yield TextFamily("few_inputs", choices, _is_listed)
+
+
+def _is_listed(d: Mapping[str, int]) -> bool:
+    """Whether a kernel with these defines is ever launched."""
+    return d["TYPE"] == FLOAT or d["PRODUCTS"] == 1
+
+
+# ---- the choice
+
+# Fitted to 480 times of 15 channels-last layers in float16 and TF32, all tiles: root mean square of the error 7%. It is 14% for 70 of 26
+# NCHW layers on an H100, to which only the cycles of separate stores were fitted.
+CLOCK = 1700.0  # cycles a microsecond
+BEGIN = 2.75  # microseconds of a launch with its first loads
+MEMORY = 2.75e6  # bytes a microsecond
+NARROW_MEMORY = {8: 2.7e6, 2: 0.8e6, 1: 0.6e6}  # of tiles that write 32 bytes of a plane's rows, by the pixels that are written at once
+STEP_CYCLES = 7.36  # cycles of a multiprocessor for a warp's step of gemm k, and for each eight of its channels
+EIGHT_CYCLES = 6.97
+#: Steps beyond the first ones take this part of their time: they hide latency that the first ones wait for. It brought the root mean square
+#: of the error from 18% to 13%, for 121 times of layers of 1 to 61 steps on an H100. Float32 in NCHW was fitted separately.
+FIRST_STEPS, LATER_STEPS = 4, 0.605
+HALVES = 2.3  # relative time of three products: of eight layers on an H100, root mean square of the error 10%
+LOAD_CYCLES = 21.3  # cycles of a multiprocessor for what a warp's 32 lanes copy of a patch at once
+STORE_CYCLES = 6.0  # cycles of a multiprocessor to finish and write 16 pixels of eight channels
+APART_CYCLES = {8: 5.0, 4: 8.0, 2: 17.0, 1: 25.0}  # the same in NCHW, by the pixels written at once
+RESIDUAL_CYCLES = 57.0  # the same to add a residual
+TILE_CYCLES = 845.0  # cycles of a block for a tile: barriers
+FILTER_CYCLES = 0.35  # cycles of a multiprocessor for a number of a block's filter
+#: For float32 in NCHW, by products: relative time where a multiprocessor has one block, and where it has more. Fitted to
+#: 123 times of 28 layers on an H100 (root mean square of the error 7%), and scaled to 51 of eleven when the filter was kept as fragments.
+FLOAT_PLANES = {3: (1.08, 0.88), 1: (1.2, 0.7)}
+FLOAT_MEMORY = 2.4e6  # bytes a microsecond
+#: Bytes of results that the cache holds; and bytes a microsecond beyond them if rows are no multiple of 16 bytes, by a tile's columns.
+FLOAT_CACHED, FLOAT_APART = 3e7, {16: 0.7e6, 32: 1.06e6, 64: 1.2e6, 128: 1.9e6}
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
+    """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none if it has many channels."""
+    most = MOST_OF_HALVES if problem.layout == "NCHW" and products(problem) == 3 else MOST_CHANNELS.get(problem.layout, 0)
+    if _channels(problem) > most or why_not(problem):
+        return
+    channels = problem.result_channels // problem.groups
+    for block in sorted(CHANNELS, key=lambda block: (ceil(channels, block) * block, -block)):
+        found = [tile for columns in COLUMNS if refusal(problem, tile := FewInputs(block, columns)) is None]
+        if found:
+            yield from found
+            if block == 64 and problem.layout == "NCHW" and products(problem) == 3:
+                # if a multiprocessor has at most one block: more, shorter blocks
+                yield from (replace(one, BLOCK_N=32) for one in found if _blocks(problem, one) <= device.multiprocessors)
+            return
+
+
+def _blocks(problem: ConvProblem, config: FewInputs) -> int:
+    """Blocks if each had a single tile."""
+    tile = _tile(problem, config)
+    return tile.tiles * tile.chunks
+
+
+def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
+    """Microseconds that `config` should take: a block's filter, and its tiles' loads, products and stores; or memory."""
+    tile, eights = _tile(problem, config), config.BLOCK_N // 8
+    halves = products(problem) == 3
+    float_planes = problem.layout == "NCHW" and problem.itemsize == WORD
+    later = 0 if float_planes else max(0, tile.steps - FIRST_STEPS)
+    multiplying = WARPS * (tile.steps - later + later * LATER_STEPS) * (STEP_CYCLES + EIGHT_CYCLES * eights) * (HALVES if halves else 1)
+    words = tile.patch * tile.pitch * problem.itemsize // WORD
+    again = words if tile.copy_at else words // 4 if problem.itemsize == WORD and not halves else 0  # to make the copy, or to round
+    loading = (tile.patch * tile.pitch // tile.unit + again) / 32 * LOAD_CYCLES
+    of_store = STORE_CYCLES if problem.layout == "NHWC" else APART_CYCLES[_run(problem)]
+    storing = TILE_PIXELS // 16 * eights * (of_store + (RESIDUAL_CYCLES if problem.has_residual else 0))
+    workers = _workers(tile, device)
+    together = ceil(workers * tile.chunks, device.multiprocessors)  # blocks of a multiprocessor
+    each = TILE_CYCLES + together * (multiplying + loading + storing)
+    filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * FILTER_CYCLES
+    us = (ceil(tile.tiles, workers) * each + filled) / CLOCK
+    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    if float_planes:
+        apart = max(0, moved - FLOAT_CACHED) if _run(problem) < 16 // WORD else 0
+        memory = (moved - apart) / FLOAT_MEMORY + apart / FLOAT_APART[config.COLUMNS]
+        return BEGIN + max(us * FLOAT_PLANES[products(problem)][together > 1], memory)
+    return BEGIN + max(us, moved / (NARROW_MEMORY[_run(problem)] if problem.layout == "NCHW" and config.COLUMNS == 16 else MEMORY))
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, FewInputs] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -1,0 +1,312 @@
+"""fprop and dgrad of few pixels and many channels, NCHW, on Hopper: ``cu/mma/few_pixels.cu``.
+
+Such problems have too few of other engines' tiles to fill the GPU, unless sums are cut into parts in memory: that takes one launch to
+pack, one to multiply and one to add. Here the blocks of a cluster share a tile, read both arrays as they lie, and add their sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
+from pycuda_conv.engines.hopper.common import MOST_SHARED, unsupported
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
+PHASES = 4  # of a launch
+STAGES = 4  # of the ring
+MOST_STEPS = 128  # of a stage
+ROWS, COLUMNS, CLUSTERS = (32, 64, 128), (32, 56), (2, 4, 8)
+PHASED_CLUSTERS = (2, 8)  # of these clusters, those for phases
+STATIC_SHARED = 2048  # the kernel's tables
+STEPS = 4  # steps of each warp in a stage, if there is room
+BANKS = 32
+UNIT_BYTES = 32  # of a pixel's channels
+
+
+@dataclass(frozen=True)
+class FewPixels(Config):
+    """A tile of ``mma/few_pixels.cu``: BLOCK_M output channels, BLOCK_N pixels, and the CLUSTER blocks that share it."""
+
+    BLOCK_M: int = 64
+    BLOCK_N: int = 56
+    CLUSTER: int = 8
+
+
+CONFIGS = (FewPixels,)
+LAYOUTS = ("NCHW",)
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 32}
+
+
+FewPixelsPhase = kernel_struct("mma_few_pixels", "FewPixelsPhase")
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever the tile, or None if it can."""
+    if problem.layout != "NCHW" or problem.groups != 1:
+        return "it takes NCHW arrays of one group"
+    if problem.dtype not in ELEMENTS:
+        return "it takes float16, bfloat16 and float32 arrays"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if problem.has_depth:
+        return "it takes at most two spatial axes"
+    taps = math.prod(problem.filter_size)
+    if taps > MOST_STEPS:
+        return f"it takes filters of up to {MOST_STEPS} taps"
+    if problem.weight_shape[1] * taps * problem.itemsize % 16:
+        return "a channel's part of the filter is a multiple of 16 bytes"
+    if problem.largest_array >= 2**31:
+        return "it counts in 32 bits"
+    if count_phases(problem) > PHASES:
+        return f"a gradient has up to {PHASES} stride phases"
+    return None
+
+
+def refusal(problem: ConvProblem, config: FewPixels) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if len(phases(problem)) > 1 and config.BLOCK_N != COLUMNS[0]:
+        return f"of several phases a tile has {COLUMNS[0]} pixels"
+    if config.BLOCK_M not in ROWS or config.BLOCK_N not in COLUMNS or config.CLUSTER not in CLUSTERS:
+        return f"a tile has {ROWS} channels and {COLUMNS} pixels, and {CLUSTERS} blocks share it"
+    tile = _tile(problem, config)
+    if tile is None:
+        return "what its pixels meet of all channels of a block does not fit into shared memory"
+    if _blocks(tile, config) > GRID_LIMIT:
+        return f"it has more than {GRID_LIMIT:,} blocks"
+    return None
+
+
+class _Positions(NamedTuple):
+    """Positions of a tile: all, those of an image, and of a row. flat: they are the tile's pixels."""
+
+    flat: bool
+    positions: int
+    slot: int
+    width: int
+
+    @classmethod
+    def of(cls, problem: ConvProblem, config: FewPixels, phase: Phase) -> _Positions:
+        (_, p, q), (_, r, s) = phase.size, phase.taps
+        if r * s <= 1:
+            return cls(True, config.BLOCK_N, config.BLOCK_N, config.BLOCK_N)
+        # the most images, and rows of an image, that neighbouring pixels can lie in
+        images = min(problem.N, (config.BLOCK_N + p * q - 2) // (p * q) + 1)
+        rows = min(p, (config.BLOCK_N + q - 2) // q + 1)
+        width = (q - 1) * phase.stride[2] + (s - 1) * abs(phase.dilation[2]) + 1
+        slot = ((rows - 1) * phase.stride[1] + (r - 1) * abs(phase.dilation[1]) + 1) * width
+        return cls(False, images * slot, slot, width)
+
+
+class _Slot(NamedTuple):
+    """A slot of the ring: units of channels; strides of the filter's rows and channels, in elements; bytes."""
+
+    units: int
+    lines: int  # of the filter
+    pieces: int  # 16 bytes of a line
+    line_bytes: int
+    row_step: int
+    channel_step: int
+    w_bytes: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, problem: ConvProblem, config: FewPixels, units: int, pitch: int) -> _Slot:
+        size, taps = problem.itemsize, math.prod(problem.filter_size)
+        word = 4 // size
+        channels = units * 8 * word
+        if problem.direction == "fprop":  # a line has a stage's channels of a row
+            line, lines = channels * taps, config.BLOCK_M
+            row_step, channel_step = apart = _up_to(line, 4 * word, BANKS * word), taps
+        else:  # a line has the tile's rows of a channel
+            line, lines = config.BLOCK_M * taps, channels
+            channel_step, row_step = apart = _up_to(line, 8, BANKS), taps
+        w_bytes = lines * apart[0] * size
+        return cls(units, lines, line * size // 16, apart[0] * size, row_step, channel_step, w_bytes, w_bytes + units * 32 * pitch)
+
+
+class _Tile(NamedTuple):
+    """A configuration's form for a problem: its phases, those with most taps first, and the shared memory of a block."""
+
+    phases: tuple[Any, ...]
+    shared: int
+
+
+def _up_to(n: int, rest: int, of: int) -> int:
+    """The least number from n on that has the remainder `rest` modulo `of`."""
+    return n + (rest - n) % of
+
+
+@lru_cache(maxsize=1024)  # the planner asks for it several times
+def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
+    """The tile with the most channels of a stage that fit shared memory, up to STEPS steps a warp; None if none fit."""
+    part = ceil(ceil(problem.operand_channels * problem.itemsize, UNIT_BYTES), config.CLUSTER)
+    ordered = sorted(phases(problem), key=lambda phase: -math.prod(phase.taps))
+    positions = [_Positions.of(problem, config, phase) for phase in ordered]
+    most = max(of.positions for of in positions)
+    pitch, ring_at, taps = _up_to(most, 4, BANKS // 2), ceil(most, 32) * 128, max(math.prod(ordered[0].taps), 1)
+    groups = WARPS * WARP_M // config.BLOCK_M
+    sums = WARPS * WARP_M * _up_to(config.BLOCK_N, 8, BANKS) * 4
+    for units in range(min(part, ceil(STEPS * groups, taps), MOST_STEPS // taps), 0, -1):
+        slot = _Slot.of(problem, config, units, pitch)
+        shared = max(ring_at + min(STAGES, ceil(part, units)) * slot.nbytes, sums)
+        if shared + STATIC_SHARED <= MOST_SHARED:
+            told = (_phase(problem, config, phase, of, slot, pitch, ring_at) for phase, of in zip(ordered, positions, strict=True))
+            return _Tile(tuple(told), shared)
+    return None
+
+
+def _phase(
+    problem: ConvProblem, config: FewPixels, phase: Phase, lying: _Positions, slot: _Slot, pitch: int, ring_at: int
+) -> Any:
+    """The kernel's arguments of a phase."""
+    (_, size_h, size_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
+    (_, h, w), (_, p, q), (_, _, filter_s) = problem.operand_size, problem.result_size, problem.filter_size
+    rows, channels, w_taps = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size)
+    units, tiles_m, count = ceil(channels * problem.itemsize, UNIT_BYTES), ceil(rows, config.BLOCK_M), problem.N * size_h * size_w
+    # x is read from its first row and column on, and taps are reversed if they step back
+    across_r, across_s = phase.every[1] * filter_s, phase.every[2]
+    base = phase.first[1] * filter_s + phase.first[2]
+    base += (across_r * (r - 1) if step_h < 0 else 0) + (across_s * (s - 1) if step_w < 0 else 0)
+    _, out_base, _, out_h, out_w = places(problem, phase)
+    line_threads = max(32 * WARPS // slot.lines, 1)
+    return arguments(
+        FewPixelsPhase, tiles=tiles_m * ceil(count, config.BLOCK_N), tiles_m=tiles_m, warps_m=config.BLOCK_M // WARP_M, rows=rows,
+        channels=channels, units=units if r * s else 0, part=ceil(units, config.CLUSTER), stage_units=slot.units,
+        gradient=int(problem.direction == "dgrad"), pieces=slot.pieces, line_bytes=slot.line_bytes,
+        line_step=problem.weight_shape[1] * w_taps, line_threads=line_threads, lines_at_once=32 * WARPS // line_threads,
+        row_step=slot.row_step, channel_step=slot.channel_step, w_taps=w_taps, steps=slot.units * r * s, taps=r * s, taps_s=s,
+        tap_base=base, tap_step_r=-across_r if step_h < 0 else across_r, tap_step_s=-across_s if step_w < 0 else across_s,
+        step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N, plane=size_h * size_w, q=size_w, stride_h=phase.stride[1],
+        stride_w=phase.stride[2], low_h=-phase.pad[1] + min(0, (r - 1) * step_h), low_w=-phase.pad[2] + min(0, (s - 1) * step_w), h=h,
+        w=w, x_image=channels * h * w, x_channel=h * w, flat=int(lying.flat), positions=lying.positions, chunks=ring_at // 128,
+        slot=lying.slot, width=lying.width, pitch=pitch, ring_at=ring_at, slot_bytes=slot.nbytes, x_at=slot.w_bytes, y_image=rows * p * q,
+        y_channel=p * q, out_base=out_base, out_h=out_h, out_w=out_w, **finish(problem),
+    )  # fmt: skip
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: bool = False) -> Schedule:
+    """The launch of `config`, which can run `problem`; it notes no moments."""
+    tile = _tile(problem, config)
+    assert tile is not None
+    told = tile.phases
+    if len(told) > 1:
+        told += (told[-1]._replace(tiles=0),) * (PHASES - len(told))  # empty phases fill the kernel's parameter
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    launch = KernelLaunch(
+        "mma_few_pixels", _defines(problem, config), _blocks(tile, config), 32 * WARPS, buffers, (),
+        shared=tile.shared, arguments=told, layer=finish_constants(told[0]),
+    )  # fmt: skip
+    return Schedule.plain([[launch]])
+
+
+def _defines(problem: ConvProblem, config: FewPixels) -> dict[str, int]:
+    return {
+        "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "BLOCK_N": config.BLOCK_N, "CLUSTER": config.CLUSTER,
+        "PHASES": 1 if len(phases(problem)) == 1 else PHASES,
+    }  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: FewPixels) -> None:
+    """None: the kernel reads the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:
+    """How the sum is cut: among blocks and warps, and into stages."""
+    tile = _tile(problem, config)
+    return config.CLUSTER, config.BLOCK_M, tile and tile.phases[0].stage_units
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each type and arithmetic, BLOCK_N and CLUSTER."""
+    choices = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "BLOCK_N": COLUMNS, "CLUSTER": CLUSTERS, "PHASES": (1, PHASES)}
+    yield TextFamily("mma_few_pixels", choices, _is_listed)
+
+
+def _is_listed(d: Mapping[str, int]) -> bool:
+    """Whether a kernel with these defines is ever launched."""
+    if d["PHASES"] > 1 and (d["BLOCK_N"] != COLUMNS[0] or d["CLUSTER"] not in PHASED_CLUSTERS):
+        return False
+    return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
+
+
+# ---- the choice
+
+# Fitted to 659 times of 70 problems on an H200, and again, except the steps, to 117 of float32: root mean square of the error 10%.
+CLOCK = 1700.0  # cycles a microsecond
+BEGIN = 1.34  # microseconds of a launch
+BLOCK_CYCLES, STAGE_CYCLES = 3160.0, 2260.0  # cycles of a block: its tables, first loads, and the cluster's barriers; and of each stage
+STEP_CYCLES = {  # cycles of a quarter of a multiprocessor for a warp's step, by (products, bytes of an element) and pixels
+    (3, 4): {32: 241.0, 56: 396.0}, (1, 4): {32: 105.0, 56: 65.0}, (1, 2): {32: 15.0, 56: 11.0},
+}  # fmt: skip
+WAIT = 302.0  # cycles of a warp for a step, whatever the other warps do
+X_BYTES = 11.9  # bytes of images that a multiprocessor loads in a cycle; the times don't tell the filter's bytes from the stages
+BESIDE = 0.889  # part of the shorter of loads and products that adds to the longer
+ADDED_CYCLES = 0.615  # cycles of each sum of the tile
+AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters of 132 multiprocessors if each block is alone on its multiprocessor
+CHOSEN_ROWS = ROWS[:2]  # tiles of 128 channels were the fastest for none of 46 problems
+MOST_TILES = 132  # of the largest size: more pixels and channels fill the GPU without clusters
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[FewPixels]:
+    """The configurations worth comparing for `problem`; none if it has many pixels."""
+    tiles = ceil(problem.result_channels, ROWS[-1]) * ceil(problem.N * math.prod(problem.result_size), COLUMNS[-1])
+    if tiles > MOST_TILES or why_not(problem):
+        return
+    for rows in CHOSEN_ROWS:
+        for columns in COLUMNS:
+            for cluster in CLUSTERS if len(phases(problem)) == 1 else PHASED_CLUSTERS:
+                config = FewPixels(rows, columns, cluster)
+                if rows < problem.result_channels + WARP_M and refusal(problem, config) is None:
+                    yield config
+
+
+def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
+    """Microseconds that `config` should take: rounds of blocks, each with its loads beside its products, and its other work."""
+    tile = _tile(problem, config)
+    assert tile is not None
+    first, blocks, groups = tile.phases[0], _blocks(tile, config), WARPS * WARP_M // config.BLOCK_M
+    fitting = 1 if products(problem) == 3 or 2 * (tile.shared + STATIC_SHARED) > MOST_SHARED else 2  # on a multiprocessor
+    alone = max(device.multiprocessors * AT_ONCE[config.CLUSTER] // 132, 1)  # clusters
+    rounds, beside = ceil(blocks, alone * fitting * config.CLUSTER), min(fitting, ceil(blocks, alone * config.CLUSTER))
+    whole, rest = divmod(first.part, first.stage_units)
+    steps = whole * ceil(first.stage_units * first.taps, groups) + ceil(rest * first.taps, groups)
+    step = STEP_CYCLES[products(problem), problem.itemsize][config.BLOCK_N]
+    multiplying = steps * max(WAIT, 2 * beside * step)
+    loading = beside * first.part * UNIT_BYTES * first.positions * (4 // problem.itemsize) / X_BYTES
+    each = BLOCK_CYCLES + STAGE_CYCLES * ceil(first.part, first.stage_units) + ADDED_CYCLES * config.BLOCK_M * config.BLOCK_N * beside
+    return BEGIN + rounds * (each + max(multiplying, loading) + BESIDE * min(multiplying, loading)) / CLOCK
+
+
+def _blocks(tile: _Tile, config: FewPixels) -> int:
+    return sum(phase.tiles for phase in tile.phases) * config.CLUSTER
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, FewPixels] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

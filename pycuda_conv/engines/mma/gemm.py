@@ -1,0 +1,271 @@
+"""The implicit GEMM engine where warps feed the tensor cores themselves: Ampere, Ada, Blackwell (``cu/mma/gemm.cu``).
+
+The same packed operands, products and exact path as in :mod:`pycuda_conv.engines.hopper.gemm`, which is for Hopper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import ClassVar
+
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.hopper.ring import Ring
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
+from pycuda_conv.engines.packing import (
+    ARITHMETICS,
+    Operands,
+    PackedLayout,
+    PhaseAddressing,
+    arithmetic,
+    assemble,
+    filter_sizes,
+    overhead,
+    packed_key,
+    packed_layout,
+    packs_filter_last,
+    row_blocks,
+    tap_numbers,
+    written_places,
+    written_so,
+)
+from pycuda_conv.engines.packing import why_not as why_not_packed
+from pycuda_conv.engines.range_guard import MomentsLayout
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.split_sum import splits
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+THREADS = 256
+STEP = 32  # of gemm k, in a stage
+DEPTHS = (4, 3)  # stages of a ring that are tried
+
+
+@dataclass(frozen=True)
+class ImplicitGemm80(Config):
+    """One tile of ``mma/gemm.cu``: BLOCK_M output channels, BLOCK_N pixels, STAGES of its ring, SPLIT parts of gemm k."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
+    STAGES: int = 3
+    SPLIT: int = 1
+
+    FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
+
+    @property
+    def packs_images(self) -> bool:
+        """Always."""
+        return True
+
+
+CONFIGS = (ImplicitGemm80,)
+LAYOUTS = "NCHW", "NHWC", "CNHW"
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 137}
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever the tile, or None if it can."""
+    reason = why_not_packed(problem)
+    if reason:
+        return reason
+    packed, _ = packed_layout(problem)
+    blocks = problem.groups * filter_sizes(problem, packed)[0]
+    if _x_chunks(problem, packed) >= 2**32 or blocks * _w_chunks(problem, packed) >= 2**32:
+        return "it counts eights of channels in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in (64, 128, 256):
+        return "a tile has 64 or 128 rows and 64, 128 or 256 pixels"
+    if config.BLOCK_N == 256 and (config.BLOCK_M != 128 or products(problem) != 1):
+        return "a tile of 256 pixels has 128 rows and takes one product"
+    ring, staging = _ring(config, limbs(problem)), _staging_bytes(problem, config)
+    reason = ring.refusal(config.STAGES, config.SPLIT)
+    if reason:
+        return reason
+    stages = config.STAGES * ring.stage
+    if stages < staging:
+        return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
+    return grid_refusal(max(_blocks(problem, config, walk) for walk in packed_layout(problem)[1]))
+
+
+def _ring(config: ImplicitGemm80, limbs_each: int) -> Ring:
+    """The ring of a tile, whose stages are 32 of gemm k. Static shared memory beside it says where the pixels lie in x."""
+    return Ring(limbs_each * (config.BLOCK_M + config.BLOCK_N) * 2 * STEP, 16 * config.BLOCK_N, SHARED_BYTES)
+
+
+def _staging_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
+    """Bytes of the stages through which the result passes: 16 rows of pixels or channels for each warp."""
+    rows, pixels = _warp(config)
+    return 8 * 16 * 4 * (rows + 4 if problem.layout == "NHWC" else pixels + 8)
+
+
+def _warp(config: ImplicitGemm80) -> tuple[int, int]:
+    """Channels and pixels of a warp's part of the tile."""
+    warps = 4 if (config.BLOCK_M, config.BLOCK_N) == (128, 64) else 2
+    return config.BLOCK_M // warps, config.BLOCK_N // (8 // warps)
+
+
+# ---- launches
+
+
+def _x_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
+    """Chunks of 8 channels in a limb of the packed images."""
+    return problem.N * math.prod(packed.size) * problem.groups * packed.group // 8
+
+
+def _w_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
+    """Chunks of 8 channels in a block of 64 rows of the packed filter."""
+    return 64 * limbs(problem) * row_blocks(problem, packed) * packed.load // 8
+
+
+def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    multiprocessors = device.multiprocessors
+
+    def products(
+        packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
+    ) -> list[KernelLaunch]:
+        read = operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales
+        buffers = (*read, BIAS, SCALE, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
+        return [_product(problem, config, packed, walk, buffers, operands.tiles) for walk in walks]
+
+    made = assemble(problem, config.SPLIT, multiprocessors, products)
+    if not packs_filter_last(problem):
+        return made
+    return replace(made, filter_last=assemble(problem, config.SPLIT, multiprocessors, products, filter_last=True).whole)
+
+
+GemmPhase = kernel_struct("mma_gemm", "GemmPhase")
+
+
+def _product(
+    problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, walk: PhaseAddressing, buffers: tuple[Place, ...], x_tiles: int
+) -> KernelLaunch:
+    """The launch of one phase."""
+    phase, rows, chunks = walk.phase, problem.result_channels, packed.group // 8
+    blocks, _, channel_blocks = filter_sizes(problem, packed)
+    plane, row = math.prod(phase.size), phase.size[2]
+    tiles_m, tiles_pixels = _tiles(problem, config, walk)
+    told = arguments(
+        GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(walk.taps) * chunks, 4), config.SPLIT),
+        tiles_pixels=tiles_pixels, chunks=math.prod(walk.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
+        rows_group=rows // problem.groups, rows=rows, blocks_group=blocks, channel_blocks=channel_blocks,
+        w_block=_w_chunks(problem, packed), piece_bits=(packed.load // 8).bit_length() - 1,
+        x_limb=_x_chunks(problem, packed), **tap_numbers(packed, walk),
+        **by_axis("size_", packed.size), **by_axis("stride_", walk.stride), **by_axis("low_", walk.low),
+        **by_axis("dilation_", walk.dilation),
+        pixels=problem.N * plane, plane=plane, pq=phase.size[1] * row, q=row, **written_places(problem, phase),
+        out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"), x_tiles=x_tiles,
+        **finish(problem, config.SPLIT > 1),
+    )
+    defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
+    grid, shared = _blocks(problem, config, walk), config.STAGES * _ring(config, limbs(problem)).stage
+    return KernelLaunch(
+        "mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=told,
+        layer=finish_constants(told),
+    )  # fmt: skip
+
+
+def _tiles(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> tuple[int, int]:
+    """Tiles of a group along its channels, and along the pixels."""
+    return ceil(problem.result_channels // problem.groups, config.BLOCK_M), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_N)
+
+
+def _blocks(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> int:
+    return math.prod(_tiles(problem, config, walk)) * config.SPLIT * problem.groups
+
+
+def filter_key(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
+    """Equal for problems whose filter is packed alike."""
+    return packed_key(problem)
+
+
+def sum_order(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
+    """Where a split sum is cut."""
+    return config.SPLIT
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each tile, arithmetic and layout of results; none for Hopper, where this engine is not chosen."""
+    if device.capability == (9, 0):
+        return
+    for rows, pixels, count in product((128, 64), (256, 128, 64), (1, 3)):
+        if pixels == 256 and (rows == 64 or count == 3):
+            continue
+        stages = _ring(ImplicitGemm80(rows, pixels), 2 if count == 3 else 1).deepest(DEPTHS)
+        tile = {"BLOCK_M": (rows,), "BLOCK_N": (pixels,), "STAGES": (stages,)}
+        yield from (TextFamily("mma_gemm", one | tile, _is_listed) for one in ARITHMETICS if one["PRODUCTS"] == (count,))
+
+
+def _is_listed(d: Mapping[str, int]) -> bool:
+    """Whether a product with these defines is ever launched: rare ones have few tiles."""
+    parts = d["BF16"] and d["OUT"] == FLOAT
+    if not d["DENSE"] and ((d["NHWC"] and d["VEC"] == 1) or parts):
+        return d["BLOCK_M"] == 64 and written_so(d)
+    return written_so(d) and (d["BLOCK_N"] < 256 or d["VEC"] == 4)
+
+
+# ---- the choice
+
+SUSTAINED = 0.8     # part of :func:`product_rate` that tiles reach if nothing else holds them up
+CLOCK = 1450.0      # cycles a microsecond
+SHARED_RATE = 128   # bytes a cycle into or out of shared memory
+FILL = 46.0         # bytes a cycle from L2 into it
+TILE_CYCLES = 1800  # cycles of a tile's start, drain and stores, without what grows with it
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
+    """The configurations worth comparing for `problem`; none on Hopper, whose own engine is faster."""
+    if device.capability == (9, 0) or why_not(problem):
+        return
+    packed, walks = packed_layout(problem)
+    steps = ceil(packed.group * math.prod(walks[0].taps), STEP)
+    for rows in (128, 64):
+        if rows == 128 and problem.result_channels // problem.groups <= 64:
+            continue
+        for pixels in (256, 128, 64):
+            stages = next((n for n in DEPTHS if refusal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
+            for split in splits(problem, steps // 8):
+                defines = arithmetic(problem, walks[0].phase, split > 1) | {"BLOCK_M": rows, "BLOCK_N": pixels}
+                if stages and _is_listed(defines):
+                    yield ImplicitGemm80(rows, pixels, stages, split)
+
+
+def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
+    """Microseconds that `config` should take, packing included: arithmetic, bytes through shared memory, rounds of tiles."""
+    packed, walks = packed_layout(problem)
+    tile, filled = config.BLOCK_M * config.BLOCK_N, _ring(config, limbs(problem)).stage
+    read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
+    multiplying = products(problem) * tile * STEP / (SUSTAINED * product_rate(device))
+    step = max(multiplying, (filled + read) / SHARED_RATE, filled / FILL)
+    cycles = 0.0
+    for walk in walks:
+        steps = ceil(packed.group * math.prod(walk.taps), STEP)
+        cycles += ceil(_blocks(problem, config, walk), device.multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
+    return cycles / CLOCK + overhead(problem, packed, config.SPLIT, not packed.as_is)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm80] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -1,0 +1,379 @@
+"""Grouped convolutions of channels-last arrays as they lie, on tensor cores (``cu/mma/grouped_nhwc.cu``).
+
+They are float16, bfloat16, and float32 with ``precision="tf32"``, and have few channels a group, or one group of few channels. A block
+takes neighbouring channels of several groups, and multiplies channels of other groups with zeros: memory bounds such layers, not
+arithmetic. Nothing is packed. One launch does everything, except for dgrad with more than four stride phases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
+from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major, too_many_phases
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
+from pycuda_conv.engines.packing import MOST_PIXELS
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+THREADS = 256
+BLOCKS = 2   # that share a multiprocessor
+COUNTS = (1, 2, 4, 8)  # units of a slab
+ROWS = 4     # of the result, whose sums a warp has
+COLUMNS = 16
+UNROLLED = 3  # rows of a filter that can share loads
+PHASES = 4   # phases of a launch, if there are more than one
+
+
+@dataclass(frozen=True)
+class GroupedNhwc(Config):
+    """One tile of ``grouped_nhwc.cu``: UNITS of 16 channels, IMAGES, ROWS and COLUMNS of the result."""
+
+    UNITS: int = 2
+    IMAGES: int = 1
+    TILE_P: int = 8
+    TILE_Q: int = 32
+
+
+CONFIGS = (GroupedNhwc,)
+LAYOUTS = ("NHWC",)
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 12}
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.layout != "NHWC":
+        return "it takes arrays with their channels last"
+    reason = why_not_one_product(problem)
+    if reason:
+        return reason
+    if problem.has_depth:
+        return "it takes at most two spatial axes"
+    if problem.operand_channels * problem.itemsize % 16:
+        return "it loads a pixel's channels by 16 bytes"
+    units = _units(problem)
+    if units is None:
+        return "it stores four channels at once"
+    if units.steps > MOST_STEPS:
+        return f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
+    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
+        return "it counts pixels in 32 bits"
+    return too_many_phases(problem)
+
+
+def refusal(problem: ConvProblem, config: GroupedNhwc) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.UNITS not in COUNTS:
+        return f"UNITS must be one of {', '.join(map(str, COUNTS))}"
+    if config.TILE_P % ROWS:
+        return f"TILE_P must be a multiple of {ROWS}"
+    if _chunks(problem, config.UNITS) > 32:
+        return "a warp loads a pixel's channels of a slab at once, up to 512 bytes"
+    nbytes = _shared_bytes(problem, config)
+    if nbytes > SHARED_BYTES:
+        return f"it takes {nbytes:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    return grid_refusal(_slabs(problem, config) * _phase_count(problem) * max(_tiles(walk, config) for walk in _walks(problem)))
+
+
+# ---- channels
+
+
+def _units(problem: ConvProblem) -> Units | None:
+    """The units of `problem`; None if their channels don't begin at multiples of four."""
+    groups = problem.groups
+    return cut(groups, problem.operand_channels // groups, problem.result_channels // groups, problem.itemsize)
+
+
+def _chunks(problem: ConvProblem, count: int) -> int:
+    """16-byte chunks of a slab of `count` units."""
+    units = _units(problem)
+    assert units is not None
+    return chunks_read(units, count)
+
+
+def _slabs(problem: ConvProblem, config: GroupedNhwc) -> int:
+    units = _units(problem)
+    assert units is not None
+    return ceil(units.total, config.UNITS)
+
+
+# ---- pixels
+
+
+class _Axis(NamedTuple):
+    """One axis of a phase: pixel j reads j * stride + low + i * dilation by tap i, which is tap base + i * step of the filter."""
+
+    size: int
+    taps: int
+    stride: int
+    low: int
+    dilation: int
+    base: int
+    step: int
+
+
+class _Walk(NamedTuple):
+    """A phase as the kernel sees it, of `images` images; an image's rows may be those of several."""
+
+    phase: Phase
+    images: int
+    operand: tuple[int, int]
+    down: _Axis
+    right: _Axis
+
+
+@lru_cache(maxsize=64)  # the planner asks for them once a configuration
+def _walks(problem: ConvProblem) -> tuple[_Walk, ...]:
+    """The phases; their dilation is positive."""
+    return tuple(_walk(problem, phase) for phase in phases(problem))
+
+
+def _walk(problem: ConvProblem, phase: Phase) -> _Walk:
+    down, right = (_axis(phase, axis) for axis in (1, 2))
+    _, height, width = problem.operand_size
+    images = problem.N
+    if down.size == height == problem.result_size[1] and (down.taps, down.stride, down.low) == (1, 1, 0):
+        # rows are independent: all images count as one. With a stride each image has one row of the phase, so these follow one another too
+        step_d, _, step_w = phase.step
+        images, height, down, phase = 1, images * height, down._replace(size=images * height), replace(phase, step=(step_d, 1, step_w))
+    return _Walk(phase, images, (height, width), down, right)
+
+
+def _axis(phase: Phase, axis: int) -> _Axis:
+    taps, dilation, every = phase.taps[axis], phase.dilation[axis], phase.every[axis]
+    low, base = -phase.pad[axis], phase.first[axis]
+    if dilation < 0:
+        back = max(taps - 1, 0)
+        low, base, dilation, every = low + back * dilation, base + back * every, -dilation, -every
+    return _Axis(phase.size[axis], taps, phase.stride[axis], low, dilation, base, every)
+
+
+def _phase_count(problem: ConvProblem) -> int:
+    """Phases of a launch."""
+    return 1 if len(_walks(problem)) == 1 else PHASES
+
+
+def _unrolled(problem: ConvProblem) -> int:
+    """Rows of the filter that share loads: all, or one."""
+    down = _walks(problem)[0].down
+    one = len(_walks(problem)) == 1
+    return UNROLLED if one and down.taps == UNROLLED and down.stride <= 2 and down.dilation == 1 else 1
+
+
+def _tiles(walk: _Walk, config: GroupedNhwc) -> int:
+    """Tiles of pixels."""
+    return ceil(walk.images, config.IMAGES) * ceil(walk.down.size, config.TILE_P) * ceil(walk.right.size, config.TILE_Q)
+
+
+def _tile_size(walk: _Walk, config: GroupedNhwc) -> tuple[int, int]:
+    """Rows and columns of the input that an image's part of a tile reads."""
+    height, width = (
+        (size - 1) * axis.stride + max(axis.taps - 1, 0) * axis.dilation + 1
+        for size, axis in zip((config.TILE_P, config.TILE_Q), (walk.down, walk.right), strict=True)
+    )
+    return height, width
+
+
+def _filter_bytes(problem: ConvProblem, config: GroupedNhwc, walk: _Walk) -> int:
+    units = _units(problem)
+    assert units is not None
+    return config.UNITS * units.steps * walk.down.taps * walk.right.taps * 512
+
+
+def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
+    """Bytes of shared memory of a block: the filter and two tiles."""
+    pixel = pitch(_chunks(problem, config.UNITS))
+    return max(
+        _filter_bytes(problem, config, walk) + 2 * config.IMAGES * math.prod(_tile_size(walk, config)) * pixel for walk in _walks(problem)
+    )
+
+
+# ---- launches
+
+
+GroupedPhase = kernel_struct("grouped_nhwc", "GroupedPhase")
+
+
+def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    group, row, channel = filter_strides(problem)
+    steps = _products(problem, config, device, (group, row, channel, 1))
+    last = _products(problem, config, device, (group, *filter_last_strides(problem)))
+    return Schedule([], steps, steps, 0, 0, filter_last=last)
+
+
+def _products(problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int]) -> list[list[KernelLaunch]]:
+    """The launches for a filter with strides `lying`, in elements: of a group, a channel of the result, a channel of the input, a tap."""
+    shared = _shared_bytes(problem, config)
+    return [[_product(problem, config, device, lying, walks, shared) for walks in _launches(problem)]]
+
+
+def _launches(problem: ConvProblem) -> Iterator[tuple[_Walk, ...]]:
+    """The phases of each launch."""
+    walks, count = _walks(problem), _phase_count(problem)
+    return (walks[first : first + count] for first in range(0, len(walks), count))
+
+
+def _product(
+    problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int], walks: tuple[_Walk, ...], shared: int
+) -> KernelLaunch:
+    """The launch of some phases, with as much shared memory as the largest of all takes."""
+    count, unrolled = _phase_count(problem), _unrolled(problem)
+    slabs, blocks = _slabs(problem, config), _blocks(problem, config, device, walks)
+    told = tuple(_arguments(problem, config, lying, walk, blocks) for walk in walks)
+    told += (told[-1]._replace(tiles=0),) * (count - len(walks))  # empty phases fill the kernel's parameter
+    defines = {
+        "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": walks[0].down.stride if unrolled > 1 else 1, "PHASES": count,
+    }  # fmt: skip
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    return KernelLaunch(
+        "grouped_nhwc", defines, slabs * count * blocks, THREADS, buffers, (), shared=shared, arguments=told,
+        layer=finish_constants(told[0]),
+    )  # fmt: skip
+
+
+def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, walks: tuple[_Walk, ...]) -> int:
+    """Blocks of a slab and phase: as many as fill the GPU, if possible with equally many tiles each."""
+    tiles = max(_tiles(walk, config) for walk in walks)
+    jobs = _slabs(problem, config) * len(walks)
+    rounds = ceil(tiles * jobs, max(BLOCKS * device.multiprocessors, jobs))
+    return ceil(tiles, rounds)
+
+
+def _arguments(problem: ConvProblem, config: GroupedNhwc, lying: tuple[int, int, int, int], walk: _Walk, blocks: int) -> Any:
+    """The kernel's arguments of a phase."""
+    units, down, right, phase = _units(problem), walk.down, walk.right, walk.phase
+    assert units is not None
+    groups, chunks, (tile_h, tile_w) = problem.groups, _chunks(problem, config.UNITS), _tile_size(walk, config)
+    jobs_q = ceil(config.IMAGES * config.TILE_Q, COLUMNS)
+    _, row, _ = row_major(problem.result_size)
+    group_step, row_step, channel_step, tap_step = lying
+    width = problem.filter_size[2]
+    return arguments(
+        GroupedPhase, slabs=_slabs(problem, config), blocks=blocks, tiles=_tiles(walk, config), tiles_p=ceil(down.size, config.TILE_P),
+        tiles_q=ceil(right.size, config.TILE_Q), units=config.UNITS, unit_groups=units.groups, units_group=units.a_group, groups=groups,
+        read=problem.operand_channels // groups, written=problem.result_channels // groups, steps=units.steps, chunks=chunks,
+        pitch=pitch(chunks), images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q, tile_h=tile_h, tile_w=tile_w,
+        rows_x=config.IMAGES * tile_h, jobs_q=jobs_q, jobs=jobs_q * config.TILE_P // ROWS, n=walk.images, c=problem.operand_channels,
+        h=walk.operand[0], w=walk.operand[1], pixel=problem.operand_channels * problem.itemsize // 16, stride_h=down.stride,
+        stride_w=right.stride, low_h=down.low, low_w=right.low, dilation_h=down.dilation, dilation_w=right.dilation,
+        taps=down.taps * right.taps, tap_r=down.taps, tap_s=right.taps, tap_base=down.base * width + right.base,
+        tap_step_r=down.step * width, tap_step_s=right.step, group_step=group_step, row_step=row_step, channel_step=channel_step,
+        tap_step=tap_step, k=problem.result_channels, p=down.size, q=right.size, out_size=math.prod(problem.result_size),
+        out_base=phase.origin[1] * row + phase.origin[2], out_h=phase.step[1] * row, out_w=phase.step[2],
+        next_row=phase.step[1] * row * problem.result_channels, mixed=int(units.mixed), **finish(problem),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: GroupedNhwc) -> None:
+    """None: the kernel reads the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: GroupedNhwc) -> Hashable:
+    """The same for all tiles."""
+    return GroupedNhwc
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each type, and for each number of filter rows that share loads."""
+    choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES)}
+    yield TextFamily("grouped_nhwc", choices, _is_listed)
+
+
+def _is_listed(d: Mapping[str, int]) -> bool:
+    """Whether a kernel with these defines is ever launched."""
+    return d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1
+
+
+# ---- the choice
+
+CLOCK = 1700.0     # cycles a microsecond
+MEASURED = 1.4     # relative time beside what is counted: of long blocks on an H200, in 26 layers, most within a quarter
+SHARED_RATE = 128  # bytes a cycle into or out of shared memory
+ISSUED = 2.0       # instructions a cycle
+JOB, LOADED, LAID = 139.0, 39.7, 24.9  # instructions of a job beside its products, of a load of 16 bytes, of a word of the filter
+TILE, BLOCK = 600, 804.0          # cycles of a tile and of a block that nothing hides: barriers, latency
+MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
+HALO = 0.25        # the part that comes from memory of what tiles load around their own pixels
+BEGIN = 2.5        # microseconds of a launch with its first loads
+HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
+    """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly."""
+    units = _units(problem)
+    if why_not(problem) or units is None or not worth_it(units, problem.groups):
+        return
+    walk = max(_walks(problem), key=lambda one: one.down.taps * one.right.taps)
+    p, q = walk.down.size, walk.right.size
+    heights = sorted({ceil(ceil(p, ceil(p, rows)), ROWS) * ROWS for rows in HEIGHTS})
+    widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
+    widths += [(images, q) for images in IMAGES if images <= walk.images and images * q <= 2 * WIDEST]
+    for count, rows, (images, columns) in product(COUNTS, heights, widths):
+        config = GroupedNhwc(count, images, rows, columns)
+        if (count == 1 or count < 2 * units.total) and refusal(problem, config) is None:
+            yield config
+
+
+def time(problem: ConvProblem, config: GroupedNhwc, device: Device) -> float:
+    """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes from and to memory."""
+    walks, slabs, multiprocessors = _walks(problem), _slabs(problem, config), device.multiprocessors
+    us = loaded = 0.0
+    for group in _launches(problem):
+        blocks = _blocks(problem, config, device, group)
+        works = [_work(problem, config, walk, device) for walk in group]
+        cycles = max(ceil(_tiles(walk, config), blocks) * work.tile + work.block for walk, work in zip(group, works, strict=True))
+        us += BEGIN + MEASURED * ceil(slabs * blocks * len(group), multiprocessors) * cycles / CLOCK
+        loaded += sum(_tiles(walk, config) * slabs * work.loaded for walk, work in zip(group, works, strict=True)) / len(walks)
+    operand = problem.itemsize * problem.N * math.prod(problem.operand_size) * problem.operand_channels
+    return max(us, BEGIN + (problem.bytes + HALO * max(loaded - operand, 0)) / MEMORY * 132 / multiprocessors)
+
+
+class _Work(NamedTuple):
+    """A block's work in cycles of a multiprocessor that has another block to overlap it with."""
+
+    tile: float
+    block: float  # beside its tiles
+    loaded: int  # bytes of a tile
+
+
+def _work(problem: ConvProblem, config: GroupedNhwc, walk: _Walk, device: Device) -> _Work:
+    units, unrolled = _units(problem), _unrolled(problem)
+    assert units is not None
+    jobs = config.UNITS * ceil(config.IMAGES * config.TILE_Q, COLUMNS) * config.TILE_P // ROWS
+    taps, loads = walk.down.taps * walk.right.taps, _chunks(problem, config.UNITS) * config.IMAGES * math.prod(_tile_size(walk, config))
+    rows = (ROWS - 1) * walk.down.stride + unrolled if unrolled > 1 else ROWS  # of the input, which a column of the filter's taps loads
+    reads, products = jobs * units.steps * taps * (1 + rows / unrolled), jobs * units.steps * taps * ROWS * 2
+    multiplied = products * 16 * 8 * 16 * problem.itemsize // 2 / product_rate(device)
+    lines = config.IMAGES * math.prod(_tile_size(walk, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes, a cycle each
+    shared = (512 * reads + 16 * loads) / SHARED_RATE + lines
+    issued = (jobs * JOB + products + 3 * reads + LOADED * loads / 32) / ISSUED
+    words = _filter_bytes(problem, config, walk) / 4
+    return _Work(max(multiplied, shared, issued) + TILE / BLOCKS, LAID * words / 32 / ISSUED + BLOCK, 16 * loads)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, GroupedNhwc] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

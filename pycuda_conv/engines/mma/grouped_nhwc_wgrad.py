@@ -1,0 +1,257 @@
+"""wgrad of few channels a group, from 16-bit channels-last arrays as they lie (``cu/mma/grouped_nhwc_wgrad.cu``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from pycuda_conv.engines import split_sum
+from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
+from pycuda_conv.engines.geometry import arguments, ceil, forward_of
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
+from pycuda_conv.engines.packing import MOST_PIXELS
+from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+THREADS, WARPS = 256, 8
+BLOCKS = 2   # that share a multiprocessor
+COUNTS = (1, 2, 4, 8)  # units of a slab
+COLUMNS = 16
+TAPS = (1, 9)  # of a block
+ZEROS = 32  # bytes that stand for missing pixels
+
+
+@dataclass(frozen=True)
+class GroupedWgrad(Config):
+    """One tile of ``grouped_nhwc_wgrad.cu``: UNITS of 16 channels, IMAGES, ROWS and COLUMNS, and the PARTS of the sum."""
+
+    UNITS: int = 2
+    IMAGES: int = 1
+    TILE_P: int = 4
+    TILE_Q: int = 32
+    PARTS: int = 1
+
+
+CONFIGS = (GroupedWgrad,)
+LAYOUTS = ("CHWN",)
+TENSOR_CORES = True
+MOST_TEXTS = {"cuda": 8}
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.layout not in LAYOUTS:
+        return "it takes gradients of filters, from arrays with their channels last"
+    if problem.itemsize != 2:
+        return "it takes float16 and bfloat16 arrays"
+    forward = forward_of(problem)
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if problem.has_depth:
+        return "it takes at most two spatial axes"
+    units = _units(problem)
+    if forward.C % 8 or forward.K % 8 or units is None or any(units.first_written(unit) % 8 for unit in range(units.total)):
+        return "it loads a pixel's channels, and those of 16 or of a group, by 16 bytes"
+    if units.steps > MOST_STEPS:
+        return f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
+    if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
+        return "it counts pixels in 32 bits"
+    return "it counts elements of the filter in 32 bits" if math.prod(problem.result_shape) >= 2**31 else None
+
+
+def refusal(problem: ConvProblem, config: GroupedWgrad) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    units = _units(problem)
+    assert units is not None
+    if config.UNITS not in COUNTS or config.UNITS * units.steps > WARPS:
+        return f"a slab has {', '.join(map(str, COUNTS))} units, of up to {WARPS} steps together"
+    if max(chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)) > 32:
+        return "a warp loads a pixel's channels of a slab at once, up to 512 bytes"
+    if _shared_bytes(problem, config) > SHARED_BYTES:
+        return f"it takes {_shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    if config.PARTS > _tiles(problem, config):
+        return "each part has a tile"
+    return grid_refusal(_grid(problem, config))
+
+
+def _units(problem: ConvProblem) -> Units | None:
+    """The units of channels of dy."""
+    forward = forward_of(problem)
+    return cut(forward.groups, forward.C // forward.groups, forward.K // forward.groups, forward.itemsize)
+
+
+def _taps(problem: ConvProblem) -> int:
+    """Taps of a block."""
+    return TAPS[math.prod(problem.output_size) > 1]
+
+
+def _tiles(problem: ConvProblem, config: GroupedWgrad) -> int:
+    _, p, q = problem.filter_size
+    return ceil(forward_of(problem).N, config.IMAGES) * ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
+
+
+def _blocks(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
+    """Slabs, and blocks of taps."""
+    units = _units(problem)
+    assert units is not None
+    return ceil(units.total, config.UNITS), ceil(math.prod(problem.output_size), _taps(problem))
+
+
+def _grid(problem: ConvProblem, config: GroupedWgrad) -> int:
+    return math.prod(_blocks(problem, config)) * config.PARTS
+
+
+def _tile_size(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
+    """Rows and columns of x that an image's part of a tile reads."""
+    forward = forward_of(problem)
+    height, width = (
+        (size - 1) * forward.stride[axis] + (forward.filter_size[axis] - 1) * forward.dilation[axis] + 1
+        for axis, size in ((1, config.TILE_P), (2, config.TILE_Q))
+    )
+    return height, width
+
+
+def _loads(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
+    """Pixels of x and of dy that a tile loads."""
+    return config.IMAGES * math.prod(_tile_size(problem, config)), config.IMAGES * config.TILE_P * config.TILE_Q
+
+
+def _shared_bytes(problem: ConvProblem, config: GroupedWgrad) -> int:
+    """Bytes of shared memory of a block: zeros and two tiles, or the sums of a warp for each step."""
+    units, (of_x, of_y) = _units(problem), _loads(problem, config)
+    assert units is not None
+    tiles = of_x * pitch(chunks_read(units, config.UNITS)) + of_y * pitch(chunks_written(units, config.UNITS))
+    return max(ZEROS + 2 * tiles, config.UNITS * units.steps * _taps(problem) * 8 * 32 * 4)
+
+
+# ---- launches
+
+
+GroupedWgradArguments = kernel_struct("grouped_nhwc_wgrad", "GroupedWgradArguments")
+
+
+def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`."""
+    defines = {"TYPE": ELEMENTS[problem.dtype], "TAPS": _taps(problem), "WHOLE": int(config.PARTS == 1)}
+    buffers = INPUT, WEIGHT, RESULT if config.PARTS == 1 else WORKSPACE
+    launch = KernelLaunch(
+        "grouped_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), shared=_shared_bytes(problem, config),
+        arguments=_arguments(problem, config),
+    )  # fmt: skip
+    if config.PARTS == 1:
+        return Schedule.plain([[launch]])
+    parts = 4 * config.PARTS * math.prod(problem.result_shape)
+    return Schedule.plain([[launch], [split_sum.reduce_launch(problem, config.PARTS, WORKSPACE)]], parts)
+
+
+def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
+    """The kernel's arguments."""
+    forward, units, (slabs, tap_blocks) = forward_of(problem), _units(problem), _blocks(problem, config)
+    assert units is not None
+    (_, h, w), (_, p, q), (tile_h, tile_w) = forward.input_size, forward.output_size, _tile_size(problem, config)
+    (_, stride_h, stride_w), (_, dilation_h, dilation_w), (_, pad_h, pad_w) = forward.stride, forward.dilation, forward.padding_before
+    jobs, chunks_x, chunks_y = config.UNITS * units.steps, chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)
+    return arguments(
+        GroupedWgradArguments, slabs=slabs, tap_blocks=tap_blocks, parts=config.PARTS, tiles=_tiles(problem, config),
+        tiles_p=ceil(p, config.TILE_P), tiles_q=ceil(q, config.TILE_Q), units=config.UNITS, unit_groups=units.groups,
+        units_group=units.a_group, groups=forward.groups, read=units.read, written=units.written, units_all=units.total, steps=units.steps,
+        jobs=jobs, beside=WARPS // jobs, images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q,
+        columns_all=config.IMAGES * config.TILE_Q, chunks_y=chunks_y, pitch_y=pitch(chunks_y), rows_y=config.IMAGES * config.TILE_P,
+        chunks_x=chunks_x, pitch_x=pitch(chunks_x), rows_x=config.IMAGES * tile_h, tile_h=tile_h, tile_w=tile_w, n=forward.N, h=h, w=w,
+        pixel_x=forward.C // 8, p=p, q=q, pixel_y=forward.K // 8, stride_h=stride_h, stride_w=stride_w, pad_h=pad_h, pad_w=pad_w,
+        dilation_h=dilation_h, dilation_w=dilation_w, taps=math.prod(forward.filter_size), tap_s=forward.filter_size[2],
+        size=math.prod(problem.result_shape),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: GroupedWgrad) -> None:
+    """None: nothing is packed."""
+
+
+def sum_order(problem: ConvProblem, config: GroupedWgrad) -> Hashable:
+    """How a sum is cut: into tiles, which warps and parts share."""
+    return config
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each type, for one tap and for several, and for whole sums or parts."""
+    yield TextFamily("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
+
+
+# ---- the choice
+
+CLOCK = 1700.0     # cycles a microsecond
+MEASURED = 1.85    # relative time beside what is counted: of long blocks on an H200, in 13 layers, most within a quarter
+SHARED_RATE = 128  # bytes a cycle into or out of shared memory
+ISSUED = 0.965       # instructions a cycle
+ROW, LOADED = 38.0, 16.0  # instructions of a row of 16 pixels beside its products, and of a load of 16 bytes
+TILE, BLOCK = 720.0, 1000.0  # cycles of a tile and of a block that nothing hides: barriers, latency, stores of sums
+MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
+HALO = 0.25        # the part that comes from memory of what tiles load around their own pixels
+BEGIN = 1.45        # microseconds of a launch with its first loads
+HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
+    """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the GPU."""
+    if why_not(problem):
+        return
+    forward, units, (_, p, q) = forward_of(problem), _units(problem), problem.filter_size
+    images = forward.N
+    assert units is not None
+    if not worth_it(units, forward.groups) or (forward.groups == 1 and forward.stride != (1, 1, 1)):
+        return
+    heights = sorted({ceil(p, ceil(p, rows)) for rows in HEIGHTS})
+    widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
+    widths += [(count, q) for count in IMAGES if count <= images and count * q <= 2 * WIDEST]
+    for count, rows, (together, columns) in product(COUNTS, heights, widths):
+        config = GroupedWgrad(count, together, rows, columns)
+        if (count == 1 or count < 2 * units.total) and refusal(problem, config) is None:
+            tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
+            for wanted in sorted({1, ceil(filling, 2), filling}):
+                yield replace(config, PARTS=ceil(tiles, ceil(tiles, min(wanted, tiles))))
+
+
+def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
+    """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes; and adding the parts."""
+    units, (slabs, tap_blocks), (of_x, of_y) = _units(problem), _blocks(problem, config), _loads(problem, config)
+    assert units is not None
+    multiprocessors, size, forward = device.multiprocessors, math.prod(problem.result_shape), forward_of(problem)
+    taps = _taps(problem)
+    rows = config.UNITS * units.steps * config.TILE_P * ceil(config.IMAGES * config.TILE_Q, COLUMNS)
+    multiplied = rows * taps * 2 * 16 * 8 * 16 / product_rate(device)
+    loads = of_x * chunks_read(units, config.UNITS) + of_y * chunks_written(units, config.UNITS)
+    lines = of_x * ceil(chunks_read(units, config.UNITS), 8) + of_y * ceil(chunks_written(units, config.UNITS), 8)  # of 128 bytes
+    shared = (512 * rows * (1 + taps) + 16 * loads) / SHARED_RATE + lines
+    issued = (rows * (ROW + 6 * taps) + LOADED * loads / 32) / ISSUED
+    tiles = _tiles(problem, config)
+    cycles = ceil(tiles, config.PARTS) * (max(multiplied, shared, issued) + TILE / BLOCKS) + BLOCK
+    us = BEGIN + MEASURED * ceil(slabs * tap_blocks * config.PARTS, multiprocessors) * cycles / CLOCK
+    read = 2.0 * (math.prod(forward.input_shape) + math.prod(forward.result_shape))
+    moved = read + HALO * max(16 * loads * tiles * slabs - read, 0) + read * (tap_blocks - 1)
+    us = max(us, BEGIN + moved / MEMORY * 132 / multiprocessors)
+    return us if config.PARTS == 1 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, GroupedWgrad] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -1,0 +1,1 @@
+"""Launches of batch norms and poolings."""
