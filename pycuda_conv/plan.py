@@ -119,7 +119,7 @@ class Plan:
         if behind.has_constants(known):
             self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
-        self.reads_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction != "wgrad"
+        self.reads_filter_last = bool(schedule.filter_last) and not (self.empty or problem.bare) and problem.direction != "wgrad"
         #: the same for a filter that is written: the gradient
         self.writes_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction == "wgrad"
         either = math.prod(problem.filter_size) == 1 or problem.bare  # a filter of one tap, or of one channel, lies in either order

@@ -290,8 +290,8 @@ def _ready(
     NotImplemented where the kernel that copies is still being compiled.
     """
     input, weight, *_ = operands
-    lies_last = kind.is_laid_out_as(weight, plan.filter_order) and not kind.pointer(weight) % 16
-    filter_last = packed is None and plan.reads_filter_last and lies_last
+    filter_last = packed is None and plan.reads_filter_last and kind.is_laid_out_as(weight, plan.filter_order)
+    filter_last = filter_last and not kind.pointer(weight) % 16
     writes_last = plan.lays_filter_last(kind, out)
     device: Any = plan.device
     launcher = plan.launcher(packed is not None, filter_last or writes_last)

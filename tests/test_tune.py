@@ -88,7 +88,7 @@ def test_every_field_shows_in_the_key(direction):
     other = {"direction": {"fprop": "dgrad", "dgrad": "fprop"}[direction], "ndim": 2, "batched": False, "dtype": "float16", "precision": "tf32", "layout": "NHWC", "has_bias": True}
     for field in fields(problem):
         value = getattr(problem, field.name)
-        if field.name in ("has_scale", "has_residual", "activation", "bare"):  # a choice serves them all
+        if field.name in ("has_scale", "has_residual", "activation", "bare", "float_scale"):  # a choice serves them all
             continue
         changes = [other[field.name]] if field.name in other else [value + 1] if isinstance(value, int) else [
             tuple(v + (i == axis) for i, v in enumerate(value)) for axis in range(3)

@@ -38,7 +38,8 @@ def cuda_device(ordinal: int) -> CudaDevice:
 def pycudas_device() -> CudaDevice | None:
     """The device of PyCUDA's current context, where host arrays are convolved unless the caller says otherwise; None if there is none."""
     drv = sys.modules.get("pycuda.driver")
-    if drv is None or drv.Context.get_current() is None or default_backend() != "cuda":
+    context = getattr(drv, "Context", None)  # another thread may be importing the module
+    if context is None or context.get_current() is None or default_backend() != "cuda":
         return None
     from pycuda_conv.runtime import contexts
 

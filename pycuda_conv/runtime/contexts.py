@@ -305,8 +305,8 @@ def primary_handle(ordinal: int) -> int:
 
 def pycudas_current() -> int:
     """The handle of PyCUDA's current context in this thread, or 0. The driver may have another one: torch makes its own current."""
-    drv = sys.modules.get("pycuda.driver")
-    top = None if drv is None else drv.Context.get_current()
+    context = getattr(sys.modules.get("pycuda.driver"), "Context", None)  # another thread may be importing the module
+    top = None if context is None else context.get_current()
     return 0 if top is None else int(top.handle)
 
 

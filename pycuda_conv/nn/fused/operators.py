@@ -223,5 +223,6 @@ def _backward_flops(
 count_flops(torch.ops.pycuda_conv.fused_statistics, _statistics_flops)
 count_flops(torch.ops.pycuda_conv.frozen_statistics, _statistics_flops)
 count_flops(torch.ops.pycuda_conv.fused_forward, _statistics_flops)
-count_flops(torch.ops.pycuda_conv.fused_inference, _forward_flops)
+for _name in ("fused_inference", "evaluate", "scaled"):
+    count_flops(getattr(torch.ops.pycuda_conv, _name), _forward_flops)
 count_flops(torch.ops.pycuda_conv.fused_conv_bn_relu_backward, _backward_flops)
