@@ -89,7 +89,7 @@ class FakeCuda:
         monkeypatch.setattr(CompileQueue, "compile", lambda _, source, arch="", fresh=False: hashlib.sha256(source.encode()).hexdigest().encode())
         monkeypatch.setattr(CompileQueue, "kept", lambda _, source, arch: b"kept")
         for module, name, value in (
-            (contexts, "_primaries", {}), (contexts, "_others", OrderedDict()), (contexts, "_in_c", None), (gpu, "_is_listed", {}),
+            (contexts, "_primaries", {}), (contexts, "_others", OrderedDict()), (contexts, "_in_c", None), (gpu, "_made", {}),
             (contexts, "doubtful", contexts._doubtful),
             (memory, "block_class", cache(memory.block_class.__wrapped__)),
         ):  # fmt: skip
