@@ -92,21 +92,26 @@ def drawn(file: Path, count: int) -> list[Place]:
     return [r.choice(by_line[number]) for number in lines][:count]
 
 
-def included(file: Path) -> set[str]:
-    """The names of a file and of the headers that it includes, directly or not."""
-    found, todo = {file.name}, [file]
+def included(file: Path) -> set[Path]:
+    """A file and the headers that it includes, directly or not."""
+    found, todo = {file}, [file]
     while todo:
         for name in re.findall(r'^ *# *include +"(.+)"', todo.pop().read_text(), re.M):
-            if Path(name).name not in found:
-                found.add(Path(name).name)
-                todo += KERNELS.rglob(Path(name).name)
+            if KERNELS / name not in found:
+                found.add(KERNELS / name)
+                todo.append(KERNELS / name)
     return found
 
 
+def names_of(file: Path) -> tuple[str, str]:
+    """What a kernel may be called: as its file, behind the name of its family or not."""
+    return f"{file.parent.name}_{file.stem}", file.stem
+
+
 def targets() -> dict[str, Path]:
-    """All files that may be broken, by name: kernels without .cu, headers with .cuh."""
+    """All files that may be broken, by name: kernels as family_stem, headers with .cuh."""
     files = [path for path in sorted(KERNELS.rglob("*.cu*")) if len({place.number for place in places(path)}) >= FEWEST_LINES]
-    return {path.stem if path.suffix == ".cu" else path.name: path for path in files}
+    return {names_of(path)[0] if path.suffix == ".cu" else path.name: path for path in files}
 
 
 # ---- tests
@@ -160,7 +165,7 @@ def mentioning(names: Sequence[str]) -> list[str]:
     from pycuda_conv.engines import registry
     from pycuda_conv.tools.kernels import device_of, families
 
-    words = set(names)
+    words = {name for name in names if "_" in name}  # "planes" is in every file
     for engine in registry.ENGINES:
         for architecture in ("sm_90a", "sm_80", "opencl"):
             device = device_of(architecture)
@@ -248,7 +253,7 @@ def tried(tree: Tree, file: Path, place: Place, tests: Sequence[str]) -> str | N
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Break kernels, one place at a time, and see whether a test notices.")
-    parser.add_argument("files", nargs="*", help="kernels without .cu, headers with .cuh; by default all")
+    parser.add_argument("files", nargs="*", help="kernels as family_stem, headers with .cuh; by default all")
     parser.add_argument("--places", type=int, default=PLACES, help=f"of each file (default {PLACES})")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests side by side; by default as many as cores")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no place after so many seconds")
@@ -264,8 +269,8 @@ def main() -> int:
         if name not in all_files:
             parser.error(f"there is no file {name} to break; there are {', '.join(all_files)}")
     files = {name: all_files[name] for name in options.files or all_files}
-    kernels = {path.stem: included(path) for path in sorted(KERNELS.rglob("*.cu"))}
-    runs = {name: {stem for stem, names in kernels.items() if path.name in names} for name, path in files.items()}
+    kernels = {path: included(path) for path in sorted(KERNELS.rglob("*.cu"))}
+    runs = {name: {one for kernel, parts in kernels.items() if path in parts for one in names_of(kernel)} for name, path in files.items()}
     sys.path.insert(0, str(ROOT))
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="broken-") as folder, ThreadPoolExecutor(options.jobs) as pool:

@@ -39,7 +39,7 @@ def order(path: Path) -> tuple[int, bool, str]:
 def first_line(path: Path) -> str:
     """What the file says of itself."""
     line = path.read_text().split("\n", 1)[0]
-    return re.sub(r"^// [\w/]+\.cuh?(: ?|  +)?", "", line)
+    return re.sub(r"^// [\w/]+\.cuh?(: ?|, |  +)?", "", line)
 
 
 def index() -> str:

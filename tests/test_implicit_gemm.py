@@ -877,7 +877,7 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, config, scalars, monkey
     arrays = case.normals("float32")
     problem, ref = asked(case, mode), case.reference(*arrays)
     allowed = limbs_bound(case, mode, *arrays[:2], ref)
-    check_noticed(ig, "hopper_gemm", problem, config, arrays, scalars, 1, lambda got: assert_close(got, ref, allowed), monkeypatch)
+    check_noticed(ig, ig.PATCH_KERNEL if config.halo else ig.KERNEL, problem, config, arrays, scalars, 1, lambda got: assert_close(got, ref, allowed), monkeypatch)
 
 
 def check_noticed(engine, kernel: str, problem: ConvProblem, config, arrays, scalars: str, by: int, check, monkeypatch) -> None:
