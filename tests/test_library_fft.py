@@ -14,10 +14,12 @@ from pycuda_conv.engines import LibraryFft
 from pycuda_conv.engines.fft import library_fft
 from pycuda_conv.engines.fft.fft import Fft
 from pycuda_conv.runtime import get_device, transforms
+from pycuda_conv.runtime.opencl import why_not as why_no_opencl
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import oracle
 
 CONFIG = LibraryFft()
+on_the_host = pytest.mark.skipif(why_no_opencl() is not None, reason="a host's library transforms what is convolved on OpenCL")
 #: Strides, dilation, groups, several channels, one to three axes, both directions, filters larger than the image, uneven padding.
 CASES = [
     fprop((3, 3, 70, 90), (3, 1, 15, 15), groups=3, padding=7), fprop((2, 6, 50, 41), (8, 3, 9, 11), groups=2, bias=False),
@@ -284,6 +286,7 @@ def test_it_is_part_of_what_a_plan_is_known_by(device):
         assert str(p) in made.explain() and made.explain().splitlines()[0].endswith(p.algorithm or "float32")
 
 
+@on_the_host
 def test_each_word_is_followed():
     on, x, w = get_device("opencl"), (1, 1, 200, 200), (1, 1, 15, 15)
 
@@ -333,6 +336,7 @@ def test_dask_passes_it_on():
         pc.conv2d(lazy, w, algorithm="dft")
 
 
+@on_the_host
 @pytest.mark.parametrize(
     ("problem", "fft"),
     [
@@ -363,6 +367,7 @@ def test_lengths_have_small_factors_and_hold_the_filter():
         assert all(u + r - 1 <= n and u % s == 0 for u, r, n, s in zip(told.used, told.reach, told.length, told.stride, strict=True))
 
 
+@on_the_host
 @pytest.mark.parametrize(("problem", "message"), [(ConvProblem.forward(2, (0, 1, 90, 90), (1, 1, 9, 9)), "nothing to transform"), (ConvProblem.forward(2, (1, 2048, 512, 512), (2048, 2048, 31, 31)), "at most")])
 def test_refusals(problem, message):
     assert message in engines.refusal(problem, CONFIG, get_device("opencl"))
@@ -370,10 +375,11 @@ def test_refusals(problem, message):
     assert not isinstance(engines.choose(problem, get_device("opencl")), LibraryFft)
 
 
-def test_tiles_of_float32_are_asked_for_or_not_taken():
-    """Their error is of the norm: see the design."""
-    for algorithm in (None, "direct"):
+def test_tiles_whose_results_are_not_checked_are_asked_for():
+    """Their error is of the norm. By default tiles transform in float64 and check each result; `algorithm="direct"` takes no transforms."""
+    target = Target("sm_90a")
+    for algorithm, wide in ((None, {1}), ("fft", {0}), ("direct", set())):
         problem = ConvProblem.forward(2, (8, 64, 256, 256), (64, 1, 31, 31), groups=64, algorithm=algorithm)
-        assert not any(isinstance(config, Fft) for config in engines.candidates(problem, Target("sm_90a")))
-
-
+        tiles = [config for config in engines.candidates(problem, target) if isinstance(config, Fft)]
+        launches = [step for config in tiles for stage in engines.schedule(problem, config, target).whole for step in stage]
+        assert {step.defines["WIDE"] for step in launches if "WIDE" in step.defines} == wide
