@@ -57,7 +57,7 @@ def test_opencl_divides_so():
         n, found = numbers(d), np.zeros(256, np.int64)
         source = cl.Buffer(device.context, flags.READ_ONLY | flags.COPY_HOST_PTR, hostbuf=n)
         target = cl.Buffer(device.context, flags.WRITE_ONLY, found.nbytes)
-        kernel(device.queue, (256,), (64,), source, target, np.int64(divider(d)))
+        kernel(device.queue, (256,), (64,), source, target, np.int64(divider(d)), global_offset=(64,))  # block 0 begins there
         cl.enqueue_copy(device.queue, found, target)
         assert np.array_equal(found, n // d), d
 
