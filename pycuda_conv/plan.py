@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -114,8 +115,8 @@ class Plan:
         self.better: Plan | None = None
         self._better_config: engines.Config | None = None
         self._behind: behind.Behind | None = None
-        #: where calls of this plan are remembered: tables, by their identities and keys
-        self._repeated: dict[tuple[int, Any], RepeatTable] = {}
+        #: where calls of this plan are remembered: tables, by their identities, and keys. A table dies with its owner, a bound filter say
+        self._repeated: dict[int, tuple[weakref.ref[RepeatTable], set[Any]]] = {}
         if behind.has_constants(known):
             self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
@@ -260,15 +261,20 @@ class Plan:
 
         Better kernels that are compiled meanwhile end that: then the call is forgotten.
         """
-        self._repeated[id(table), name] = table
+        repeated, at = self._repeated, id(table)
+        if at not in repeated:
+            repeated[at] = weakref.ref(table, lambda _: repeated.pop(at, None)), set()
+        repeated[at][1].add(name)
         coming = self._behind
         return -1 if coming is None else 0 if coming.is_done() else coming.lend()
 
     def _forget_repeated(self) -> None:
         """Forget the calls that are remembered: there are better kernels."""
         repeated, self._repeated = self._repeated, {}
-        for (_, name), table in repeated.items():
-            table.pop(name, None)
+        for reference, names in list(repeated.values()):
+            table = reference()
+            for name in names if table is not None else ():
+                table.pop(name, None)  # type: ignore[union-attr]
 
     def lays_filter_last(self, kind: Any, out: Any) -> bool:
         """Whether a gradient of a filter is written in :attr:`filter_order`: where the kernels can, unless `out` lies otherwise."""

@@ -6,6 +6,7 @@ import math
 import pickle
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -18,7 +19,9 @@ from pycuda_conv.engines import geometry, registry
 from pycuda_conv.engines.geometry import Phase
 from pycuda_conv.engines.hopper import gemm as hopper_gemm
 from pycuda_conv.engines.schedule import shared_limit
+from pycuda_conv.plan import Plan
 from pycuda_conv.problem import DTYPE_BYTES
+from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.families import draw
 
@@ -201,3 +204,16 @@ def test_a_result_whose_moments_are_wanted_is_planned_with_what_they_cost():
             assert all(engines.schedule(problem, one, device, True).moments is None for one in near)
         decisions.add((*computed,))
     assert decisions == {(False, False), (False, True), (True, True)}
+
+
+def test_a_plan_keeps_no_table_of_repeated_calls_alive(device):
+    """A bound filter's table holds its launches, and these hold the filter: the plan, which outlives them, once held the table."""
+    plan, table, other = Plan(ConvProblem.forward(1, (1, 1, 9), (1, 1, 3)), device), RepeatTable(of_plan=True), RepeatTable(of_plan=True)
+    for one, name in ((table, "a"), (table, "b"), (other, "a")):
+        assert plan.repeat_in(one, name) == -1
+        one[name] = None
+    died = weakref.ref(other)
+    del one, other
+    assert died() is None and len(plan._repeated) == 1
+    plan._forget_repeated()
+    assert not table and not plan._repeated
