@@ -19,7 +19,7 @@ from pycuda_conv.call import Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
 from pycuda_conv.problem import ConvProblem, integer
 from pycuda_conv.runtime import contexts, get_device
-from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch, LibraryCall, kernel_file, source_of
+from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch, LibraryCall, kernel_file, kernel_names, source_of
 from pycuda_conv.runtime.plain import plain
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _file(name: str, defines: dict[str, Any]) -> str:
     try:
         kernel_file(name)
     except FileNotFoundError:
-        files = sorted(path.stem for path in KERNEL_DIR.rglob("*.cu"))
+        files = kernel_names()
         hint = did_you_mean(name, files) or f": {', '.join(files)}"
         raise ConvArgumentError(f"what must be the name of a file in cu/, got {name!r}{hint}") from None
     return source_of(name, {key: integer(key, value) for key, value in defines.items()})

@@ -77,7 +77,7 @@ def test_errors_in_a_flat_text_are_reported_where_the_file_has_them():
         moved = re.match(r'#line (\d+) "(.*)"', line)
         name, number = (moved[2], int(moved[1]) - 1) if moved else (name, number + 1)
         found[name, number] = line
-    for file in ("direct_tile", "core/portable.cuh", "core/activation.cuh"):
+    for file in ("direct_tile", "portable.cuh", "activation.cuh"):
         for i, line in enumerate(kernel_file(file).read_text().split("\n"), 1):
             if line.strip() and not line.startswith(("#include", "#pragma once")):
                 assert found[shown_file(file), i] == line

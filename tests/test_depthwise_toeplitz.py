@@ -182,7 +182,7 @@ def test_the_kernels_compile_and_do_not_spill():
         ((launch,),) = dt.schedule(asked(case, mode), config, H200).whole
         for arch in ("sm_90a", "sm_80"):
             steps[launch.source(), arch] = replace(launch, arch=arch), str(launch.defines)
-    check_compiled(steps)
+    check_compiled(steps, most_sm80=8)
 
 
 # ---- on the GPU

@@ -188,7 +188,7 @@ def test_forward_derivatives_convolve_no_zeros(where, monkeypatch):
     x, w = randn(1, 2, 4, 4, where=where), randn(2, 2, 3, 3, where=where, grad=False)
     calls, convolve = [], dispatch.convolve
     for module in (dispatch, pc.ops):
-        monkeypatch.setattr(module, "convolve", lambda asked, *args: calls.append(asked) or convolve(asked, *args))
+        monkeypatch.setattr(module, "convolve", lambda asked, *args, **more: calls.append(asked) or convolve(asked, *args, **more))
     torch.func.jvp(lambda x: pc.conv2d(x, w), (x.detach(),), (x.detach(),))
     recorded = 2  # the public call and the one that computes
     assert len(calls) == recorded + 1

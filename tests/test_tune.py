@@ -85,7 +85,7 @@ def test_keys_stay_as_they_are():
 @pytest.mark.parametrize("direction", ["fprop", "dgrad"])
 def test_every_field_shows_in_the_key(direction):
     problem = replace(ConvProblem.forward(3, (2, 6, 7, 8, 9), (9, 2, 2, 3, 4), groups=3, padding=1, stride=(2, 3, 1)), direction=direction)
-    other = {"direction": {"fprop": "dgrad", "dgrad": "fprop"}[direction], "ndim": 2, "batched": False, "dtype": "float16", "precision": "tf32", "layout": "NHWC", "has_bias": True}
+    other = {"direction": {"fprop": "dgrad", "dgrad": "fprop"}[direction], "ndim": 2, "batched": False, "dtype": "float16", "precision": "tf32", "layout": "NHWC", "has_bias": True, "algorithm": "fft"}
     for field in fields(problem):
         value = getattr(problem, field.name)
         if field.name in ("has_scale", "has_residual", "activation", "bare", "float_scale"):  # a choice serves them all

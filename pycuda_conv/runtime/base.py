@@ -212,6 +212,11 @@ def kernel_file(name: str) -> Path:
         raise FileNotFoundError(f"there is no kernel {name} in {KERNEL_DIR}") from None
 
 
+def kernel_names() -> list[str]:
+    """The names of all kernels' files, each behind its folder's."""
+    return sorted(f"{path.parent.name}_{path.stem}" for path in KERNEL_DIR.rglob("*.cu"))
+
+
 def shown_file(name: str) -> str:
     """The same file as messages show it: ``cu/direct/gemm.cu``."""
     return f"cu/{kernel_file(name).relative_to(KERNEL_DIR).as_posix()}"
