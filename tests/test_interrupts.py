@@ -168,7 +168,8 @@ def test_the_command_ends_soon(fast_env, tmp_path, kind, number, word):
         took = time.monotonic() - sent
         out, more = process.communicate(timeout=100)
         err += more
-    assert (process.returncode, out) == (128 + number, "") and word in [line.partition(";")[0] for line in err.splitlines()]
+    assert process.returncode in (128 + number, -number)  # a shell reports both alike
+    assert out == "" and word in [line.partition(";")[0] for line in err.splitlines()]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["w.npy", "x.npy"] and (took < 4 or "stopping" in err)
     assert "--resume" in err if kind != "npy" else err.startswith(f"{word}\n")
 
