@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -215,6 +215,17 @@ def recorded(tree: Tree, test_file: str, seconds: float) -> Record:
     return [tuple(json.loads(line)) for line in lines]  # type: ignore[misc]
 
 
+def recorded_all(test_files: Sequence[str], run: Callable[[Sequence[str]], Iterable[Record]], kept: Path | None) -> Record:
+    """What the tests of all these files run: from the file where it is kept, if there is one, and written to it."""
+    record: dict[str, Record] = json.loads(kept.read_text()) if kept and kept.exists() else {}
+    new = [one for one in test_files if one not in record]
+    for test_file, found in zip(new, run(new), strict=True):
+        record[test_file] = found
+        if kept:
+            kept.write_text(json.dumps(record, indent=1) + "\n")
+    return [test for one in test_files for test in record[one]]
+
+
 def held_against(record: Record, kernels: set[str], seconds: float) -> list[str]:
     """The quickest tests that run one of the kernels, until they take so long together."""
     chosen, total = [], 0.0
@@ -258,6 +269,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests side by side; by default as many as cores")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no place after so many seconds")
     parser.add_argument("--record-seconds", type=float, default=600, help="for finding out what the tests of a file run")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="hold them against these test files; by default all that mention them")
+    parser.add_argument("--record", type=Path, help="keep there which tests run which kernels, and take from there what is known")
     parser.add_argument("--json", type=Path, default=ROOT / "tests" / "data" / "broken.json", help="where what was noticed is kept")
     parser.add_argument("--report", action="store_true", help="print what is there and stop")
     options = parser.parse_args()
@@ -285,9 +298,12 @@ def main() -> int:
             finally:
                 trees.put(tree)
 
-        test_files = mentioning(sorted(set().union(*runs.values())))
-        records = pool.map(lambda one: with_tree(lambda tree: recorded(tree, one, options.record_seconds)), test_files)
-        record = [test for found in records for test in found]
+        test_files = options.tests or mentioning(sorted(set().union(*runs.values())))
+        record = recorded_all(
+            test_files,
+            lambda new: pool.map(lambda one: with_tree(lambda tree: recorded(tree, one, options.record_seconds)), new),
+            options.record,
+        )
         print(f"{len(record)} tests of {len(test_files)} files recorded in {time.monotonic() - began:.0f} s", flush=True)
         todo = list(work_of(files, runs, record, known, options.places))
         lock = Lock()
