@@ -375,22 +375,28 @@ class Plan:
         return explain(self, measure)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made_of = self.problem, self.device.name, self.device.model, self.config, self.noted
-        return _plan_again, made_of, {"fixed": self.fixed, "tuned": self.tuned}
+        return _plan_again, (self.problem, self.device.name, self.device.model, self.config, self.noted, self.fixed, self.tuned)
 
     def __repr__(self) -> str:
         return f"<Plan {self.problem} on {self.device.name}: {self.config}>"
 
 
-def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Config, noted: bool) -> Plan:
-    """A plan that was pickled."""
+def _plan_again(
+    problem: ConvProblem, name: str, model: str, config: engines.Config, noted: bool, fixed: bool = True, tuned: Choice | None = None
+) -> Plan:
+    """A plan that was pickled. One whose kernels are no more is planned anew."""
     device = get_device(name)
     if device.model != model:
         raise BackendError(
             f"this plan was made for {name}, an {model}, but here {name} is an {device.model}: pickle the plan's problem instead, and "
             "make a plan of it with pycuda_conv.Plan(problem)"
         )
-    return Plan(problem, device, config=config, noted=noted)
+    config = engines.config_again(type(config).__name__, vars(config))  # an older version may have written it with other fields
+    if isinstance(config, engines.Gone) or engines.refusal(problem, config, device) is not None:
+        return Plan(problem, device, noted=noted)
+    made = Plan(problem, device, config=config, noted=noted)
+    made.fixed, made.tuned = fixed, tuned
+    return made
 
 
 class BoundPlan:

@@ -2,7 +2,7 @@
 """Measure on a GPU what each engine is worth: the problems that it wins, against the best that the other engines have.
 
     python scripts/ablate.py --seconds 250 --json ablation.json
-    python scripts/ablate.py hopper_lines+direct_quads --seed 7          # what both are worth together
+    python scripts/ablate.py hopper_gather+mma_few_pixels --seed 7       # what both are worth together
     python scripts/ablate.py --report first.json second.json             # all that was measured, in one table
 
 Problems are drawn for this alone, with a seed of their own: random ones of all families, and layers of networks that nothing was fitted
@@ -32,20 +32,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from pycuda_conv import measure
-from pycuda_conv.engines import registry
 from pycuda_conv.errors import BackendError
 from pycuda_conv.plan import Plan, as_called
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import get_device
-from pycuda_conv.tools.ablation import PARTS, Cost, Part, Win, belongs, chosen, cost, engine_names, problems, wins
+from pycuda_conv.tools.ablation import PARTS, Cost, Part, Win, chosen, cost, engine_names, problems, wins
 from pycuda_conv.tools.families import KINDS
 
-#: Whose worth is doubtful by the models: they come first.
-DOUBTFUL = ("hopper_lines", "direct_quads", "halo_loaders")
-SELDOM = ("halo_loaders",)  # hardly ever chosen
 NETWORKS = "networks"  # the family of the layers below
 AHEAD = 64  # problems whose kernels are compiled meanwhile
-NEAR = 1.3  # a part of an engine that is never chosen is measured where it is predicted to take up to so many times as long as the choice
 
 #: (images, C, size, K, taps, stride, groups, dilation); the padding is half the filter. The benchmark's suite has none of these.
 LAYERS: dict[str, tuple[tuple[Any, ...], ...]] = {
@@ -118,27 +113,13 @@ def networks(seed: int, count: int) -> list[ConvProblem]:
     return [found[i % len(found)] for i in range(count)]
 
 
-def near(drawn: Sequence[tuple[str, ConvProblem]], device: Any, part: str) -> list[Win]:
-    """For a part of an engine that is seldom chosen: problems where its best configuration is predicted to be near the choice."""
-    found, (engine, of_part) = [], PARTS[part]
-    for family, problem in drawn:
-        launched = problem.launched
-        if launched.layout not in engine.LAYOUTS or not any(map(of_part, engine.configs(launched, device))):
-            continue
-        known = [(us, one) for us, one in registry.predictions(problem, device) if of_part(one)]
-        others = [(us, one) for us, one in registry.predictions(problem, device) if not belongs(one, part)]
-        if known and others and known[0][0] <= NEAR * others[0][0]:
-            found.append(Win(family, problem, known[0][1], others[0][1], known[0][0], others[0][0]))
-    return found
-
-
 def drawn_by(seed: int, each: int, names: Sequence[str], gpu: dict[str, Any]) -> tuple[Counter[Part], dict[str, list[Win]]]:
     """In a process of its own: how many problems each part has, and what each engine wins of them."""
     device: Any = SimpleNamespace(backend="cuda", name="gpu", **gpu)
     drawn = problems(device, seed, each)
     drawn += [(NETWORKS, as_called(problem, device)) for problem in networks(seed, each)]
     choices = chosen(drawn, device)
-    found = {name: near(drawn, device, name) if name in SELDOM else wins(choices, device, name.split("+")) for name in names}
+    found = {name: wins(choices, device, name.split("+")) for name in names}
     return Counter((family, problem.direction) for family, problem in drawn), found
 
 
@@ -160,14 +141,11 @@ class Measured:
                 found[row["family"], row["pass"]].append(row["second_us"] / row["first_us"])
         return found
 
-    def factors(self, chosen: bool) -> dict[Part, list[float]]:
-        """For each part as many factors as wins: the mean of those measured there, or of all that were measured.
-
-        A part of an engine that is not chosen now counts where it is faster: as if a better planner chose it there.
-        """
-        kept = {part: [loss if chosen else max(loss, 1.0) for loss in found] for part, found in self.losses.items()}
-        logs = {part: mean(map(math.log, found)) for part, found in kept.items()}
-        whole = [math.log(loss) for found in kept.values() for loss in found]
+    @property
+    def factors(self) -> dict[Part, list[float]]:
+        """For each part as many factors as wins: the mean of those measured there, or of all that were measured."""
+        logs = {part: mean(map(math.log, found)) for part, found in self.losses.items()}
+        whole = [math.log(loss) for found in self.losses.values() for loss in found]
         usual = mean(whole) if whole else 0.0
         return {part: [math.exp(logs.get(part, usual))] * count for part, count in self.won.items()}
 
@@ -224,10 +202,10 @@ class Compiling:
 
 
 def in_turn(of: dict[str, Measured]) -> Iterator[tuple[str, Win]]:
-    """One win of each engine after the other, the doubtful engines' and those left out together three times as often."""
+    """One win of each engine after the other, those left out together three times as often."""
     while any(one.todo for one in of.values()):
         for name, one in of.items():
-            for _ in range(3 if name in DOUBTFUL or "+" in name else 1):
+            for _ in range(3 if "+" in name else 1):
                 if one.todo:
                     yield name, one.todo.pop()
 
@@ -241,7 +219,7 @@ def timed(device: Any, win: Win) -> tuple[float, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure on a GPU what each engine is worth.")
     known = [*engine_names(), *PARTS]
-    parser.add_argument("engines", nargs="*", metavar="ENGINE", help="or several, as A+B; by default each, the doubtful ones first")
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help="or several, as A+B; by default each")
     parser.add_argument("--seconds", type=float, default=600, help="measure for so long (default 600)")
     parser.add_argument("--seed", type=int, default=20261128, help="of the problems")
     parser.add_argument("--each", type=int, default=1600, help="problems of each family to draw (default 1600)")
@@ -259,8 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parser.error(f"there is no engine {one}; there are {', '.join(known)}")
     began, device = time.monotonic(), get_device("cuda")
     gpu = {"capability": device.capability, "multiprocessors": device.multiprocessors, "model": device.model}
-    able = [name for name, engine in engine_names().items() if engine.unsupported(device) is None] + list(PARTS)
-    names = options.engines or [*(name for name in DOUBTFUL if name in able), *(name for name in able if name not in DOUBTFUL)]
+    names = options.engines or [name for name, engine in engine_names().items() if engine.unsupported(device) is None] + list(PARTS)
     counts, of = drawn_in_parts(names, gpu, options)
     print(f"{sum(counts.values()):,} problems drawn in {time.monotonic() - began:.0f} s on {device.model}", flush=True)
     for name, win, coming in compiled_in_turn(of, device, options):
@@ -326,7 +303,7 @@ def report(of: dict[str, Measured], counts: dict[str, Counter[Part]]) -> None:
         losses = [loss for found in all_losses.values() for loss in found]
         predicted = [(row["first_predicted"], row["second_predicted"]) for row in one.rows]
         models = [second / first for first, second in predicted if first and second]
-        found: Cost = cost(counts[name], one.factors(name not in SELDOM), one.only)
+        found: Cost = cost(counts[name], one.factors, one.only)
         errors = sum("error" in row for row in one.rows)
         in_words = "no problem was measured" if not losses and not found.only else found.why
         wins_share = (sum(one.won.values()) + one.only) / sum(counts[name].values())

@@ -12,7 +12,6 @@ import pytest
 import simt
 import test_dmma as dmma
 import test_implicit_gemm as implicit
-import test_lines as lines
 import test_pointwise as pointwise
 from alike import sharing
 from reference import ACTIVATIONS, DTYPES, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
@@ -227,11 +226,10 @@ JOINED = [
     (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=2), "fp32 last", ImplicitGemm(64, 64, 2, 2)), (fprop((2, 3, 15, 14), (20, 3, 5, 5), stride=2, padding=2), "fp32", ImplicitGemm(64, 64, 2, 2)),
     (fprop((2, 48, 6, 7), (40, 24, 3, 3), padding=1, groups=2), "fp32", ImplicitGemm(64, 64, 2, 8)), (fprop((2, 24, 3, 5, 6), (20, 24, 2, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2, 16)),
 ]  # fmt: skip
-#: Tiles that are stored from registers, by threads and by TMA, in patches, of phases one by one and in pairs, by turns, of folded taps and of groups.
+#: Tiles that are stored from registers, by threads and by TMA, of phases one by one and in pairs, by turns, of folded taps and of groups.
 MENDED = [
     (fprop((2, 40, 7, 9), (21, 40, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2)), (fprop((2, 40, 7, 9), (24, 40, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 64, 2)),
-    (fprop((3, 20, 11, 6), (70, 20, 3, 2), stride=2), "tf32 last", ImplicitGemm(128, 64, 3)), (implicit.WHOLE, "fp32", implicit.patches(64, 4)),
-    (implicit.WHOLE, "tf32", implicit.patches(128, 8)), (fprop((3, 40, 7, 9), (130, 40, 3, 3), padding=1), "tf32", ImplicitGemm(128, 64, 3, schedule="pingpong")),
+    (fprop((3, 20, 11, 6), (70, 20, 3, 2), stride=2), "tf32 last", ImplicitGemm(128, 64, 3)), (fprop((3, 40, 7, 9), (130, 40, 3, 3), padding=1), "tf32", ImplicitGemm(128, 64, 3, schedule="pingpong")),
     (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "fp32", ImplicitGemm(64, 64, 2)), (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=3), "fp32", ImplicitGemm(64, 64, 2)),
     (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=2), "fp32 last", ImplicitGemm(64, 64, 2)), (fprop((2, 3, 15, 14), (20, 3, 5, 5), stride=2, padding=2), "fp32", ImplicitGemm(64, 64, 2)),
     (fprop((2, 48, 6, 7), (40, 24, 3, 3), padding=1, groups=2), "fp32", ImplicitGemm(64, 64, 2)), (fprop((2, 24, 3, 5, 6), (20, 24, 2, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2)),
@@ -255,7 +253,7 @@ def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
     problem = asked(case, mode)
     problem = replace(problem, has_scale=how == "residual", has_residual=how == "residual", activation="gelu" if how == "gelu" else None)
     kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
-    assert set(kernels) == {"pack", ig.PATCH_KERNEL if config.halo else ig.KERNEL}
+    assert set(kernels) == {"pack", ig.KERNEL}
     number = MENDED.index((case, mode, config))
     kinds = [list(enumerate(CHANGED.items()))[(number + i) % len(CHANGED)] for i in ((0, 2) if how == "sums" else (3,))]  # by turns
     for seed, (kind, change) in kinds:
@@ -310,14 +308,12 @@ def test_implicit_gemm_of_ampere(case, mode, config):
     check(case, mode, config, (1, 2))
 
 
-# ---- hopper/pointwise.cu, hopper/lines.cu
+# ---- hopper/pointwise.cu
 
 POINTS = sample(pointwise.CASES, pointwise.MODES, pointwise.tiles)[:6]
-LINES = sample(lines.CASES[::4], ("tf32",), lambda case, mode: lines.tiles(case))
-LINES += [(case, "tf32", lines.a_tile(case, True)) for case in lines.CASES[1:14:6]]
 
 
-@pytest.mark.parametrize(("case", "mode", "config"), POINTS + LINES, ids=ids(POINTS + LINES))
+@pytest.mark.parametrize(("case", "mode", "config"), POINTS, ids=ids(POINTS))
 def test_tf32_of_arrays_as_they_lie(case, mode, config):
     check(case, mode, config)
 
@@ -330,23 +326,11 @@ def test_gradients_of_1x1_filters(number, config):
     assert_exact(got, pointwise.filters_gradient(x, dy), config)
 
 
-def test_results_that_lost_bits_are_done_again():
-    """Numbers of which fp16 would keep nothing, in a few of the units."""
-    case = lines.CASES[1]
-    x, w, b = case.normals("float32")
-    x[0, :, 2:4] *= np.float32(1e-12)
-    config = lines.a_tile(case, True)
-    ref, size, mended = case.reference(x, w, b), case.reference(np.abs(x), np.abs(w)), []
-    emulator.emulate(asked(case, "tf32"), config, x, w, b, keep=False, mended=mended)
-    assert mended[0] > 0
-    assert_close(simt.computed(asked(case, "tf32"), config, x, w, b, seeds=(1,)), ref, 2.0**-9 * size + 1e-30, config)
-
-
 # ---- what finishes a sum, and what is noted of it
 
 CHANNELS = [fprop((3, 32, 9, 11), (channels, 32, 3, 3), padding=1) for channels in (72, 21, 20)]  # written four at once, and one at a time
 FINISHED = [(*run, DenseNhwc(64, 64, 4, cluster)) for *run, cluster in zip(CHANNELS, MODES, (1, 1, 4), strict=False)]
-FINISHED += [run for runs in (IMPLICITS[::4], POINTS[:2], LINES[::5]) for run in runs if not run[0].transposed]
+FINISHED += [run for runs in (IMPLICITS[::4], POINTS[:2]) for run in runs if not run[0].transposed]
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids(FINISHED))

@@ -616,25 +616,18 @@ def row_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
     products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, Place, MomentsLayout], list[KernelLaunch]],
-    moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False, patch_rows: int = 0,
-    clusters: bool = False, mends: bool = False, tickets: int = 0,
+    moments: Moments | None = None, filter_last: bool = False, windows: bool = False, clusters: bool = False, mends: bool = False,
+    tickets: int = 0,
 ) -> Schedule:
     """The launches of a problem: those of `products`, and around them those that pack, add the parts of a split sum, and mend.
 
-    Without `packs_images` the images are read as they lie. With `filter_last` the filter's second axis is last, see
-    :func:`packs_filter_last`. `windows`: see :func:`packing`. With `patch_rows` the product splits the images itself, a patch of 8 columns
-    and so many rows of the result at a time, with a scale and a flag for each patch. `clusters`: the GPU has clusters of blocks. With
-    `mends` the product itself computes flagged results once more. With `tickets`, their number, it also adds the parts of a split sum; the
-    images have to be packed then. The last argument of `products` is the layout of `moments`.
+    With `filter_last` the filter's second axis is last, see :func:`packs_filter_last`. `windows`: see :func:`packing`. `clusters`: the GPU
+    has clusters of blocks. With `mends` the product itself computes flagged results once more. With `tickets`, their number, it also adds
+    the parts of a split sum; the images have to be packed then. The last argument of `products` is the layout of `moments`.
     """
     packed, walks = packed_layout(problem, windows)
-    if not packs_images:
-        packed = replace(packed, as_is=True)
     scratch = Arena(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last, clusters, tickets)
-    if patch_rows:
-        units = problem.groups * problem.N * math.prod(problem.result_size) // (8 * patch_rows)
-        operands = replace(operands, x_scales=scratch.take(4 * units), x_flags=scratch.take(4 * units))
     target: Place = RESULT
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
@@ -647,7 +640,7 @@ def assemble(
         layout.redone_by(after[0])
     elif checked:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
-        after += [[step] for step in layout.guarded(problem, found, filter_last, patch_rows)]
+        after += [[step] for step in layout.guarded(problem, found, filter_last)]
     filter_bytes, moments = operands.filter_bytes, layout.moments
     return Schedule(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, checked, moments)
 
@@ -785,7 +778,7 @@ def _filter_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
 
 @lru_cache(maxsize=256)  # the same for many tiles
 def overhead(
-    problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool, packs_filter: bool = True, joined: int = 0
+    problem: ConvProblem, packed: PackedLayout, split: int, packs_filter: bool = True, joined: int = 0
 ) -> float:
     """Microseconds that all launches but the products should take, for the time models: packing, adding a split sum.
 
@@ -796,7 +789,7 @@ def overhead(
         packed_filter = 2.0 * limbs(problem) * 64 * packed.load * math.prod(filter_sizes(problem, packed)) * problem.groups
         moved = _read_filter(problem, packed) + packed_filter * (1 if packed_filter < FITTING else 2)
         of_filter = _filter_time(problem, packed)
-    if packs_images:
+    if not packed.as_is:
         images = math.prod(problem.input_shape) * problem.itemsize
         images += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
         moved += images * (WINDOWED if packed.window else 1)
@@ -808,7 +801,7 @@ def overhead(
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
         adding = 2.0
     few, (rate, launch_time, few_time) = 0.0, BESIDE[problem.itemsize]
-    if problem.layout == "CNHW" and packed.level and packs_images and problem.itemsize == 4:
+    if problem.layout == "CNHW" and packed.level and not packed.as_is and problem.itemsize == 4:
         numbers = math.prod(problem.input_shape) + math.prod(problem.weight_shape)
         written = limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
         blocks = FOLDED_BLOCK * _filter_blocks(problem, packed) + FOLDED_IMAGE * problem.N * problem.groups

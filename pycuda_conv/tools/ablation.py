@@ -53,12 +53,11 @@ class _Fewer:
 
 #: Parts of engines that can be left out too: the engine, and the configurations of the part.
 PARTS: dict[str, tuple[Engine, Callable[[Any], bool]]] = {
-    "halo_loaders": (hopper_gemm, lambda config: isinstance(config, hopper_gemm.ImplicitGemm) and config.halo),
-    "pingpong": (hopper_gemm, lambda config: isinstance(config, hopper_gemm.ImplicitGemm) and config.schedule == "pingpong"),
+    "pingpong": (hopper_gemm, lambda config: isinstance(config, hopper_gemm.ImplicitGemm) and config.takes_turns),
 }
 
 #: What the text of a configuration says that hands work to such a part.
-WORDS = {"halo_loaders": "loader='halo", "pingpong": "schedule='pingpong'"}
+WORDS = {"pingpong": "schedule='pingpong'"}
 
 
 def engine_names() -> dict[str, Engine]:

@@ -263,7 +263,7 @@ def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
     for walk in walks:
         steps = ceil(packed.group * math.prod(walk.taps), STEP)
         cycles += ceil(_blocks(problem, config, walk), device.multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
-    return cycles / CLOCK + overhead(problem, packed, config.SPLIT, not packed.as_is)
+    return cycles / CLOCK + overhead(problem, packed, config.SPLIT)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm80] | None:
