@@ -108,10 +108,10 @@ def planned(case: Case, mode: str) -> list[ImplicitGemm]:
     return [config for config in (TILES[mode],) if implicit.packing(asked(case, mode)) is not None and ig.refusal(asked(case, mode), config) is None]
 
 
-#: Forms of the loads, with windows, folded taps, groups, phases, phases in pairs; tiles of the image, and such as are split where they are loaded; consumers by turns.
+#: Forms of the loads, with windows, folded taps, groups, phases, phases in pairs; consumers by turns.
 IMPLICITS = [
     *sample(implicit.SHAPES[2::12], list(TILES), planned),
-    *(run for runs in (implicit.HALOS, implicit.RAWS, implicit.PINGPONG) for run in runs[1 :: max(len(runs) // 2, 1)]), implicit.HALOS[-1],
+    *implicit.PINGPONG[1 :: max(len(implicit.PINGPONG) // 2, 1)],
 ]  # fmt: skip
 
 
