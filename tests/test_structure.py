@@ -68,7 +68,6 @@ LONG = {
     "engines/depthwise/nhwc.py": "four configurations and two models of time",
     "engines/direct/direct.py": "forward and filter gradients",
     "engines/hopper/gemm.py": "the product and its choice",
-    "engines/packing.py": "forms of loads; launches that pack; repeats",
     "engines/hopper/wgrad.py": "the product; folds of channels; sums",
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import (
     arguments,
@@ -46,15 +47,7 @@ from pycuda_conv.engines.hopper.common import (
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
-from pycuda_conv.engines.packing import (
-    MOST_PIXELS,
-    PackedLayout,
-    PhaseAddressing,
-    phase_addressing,
-    repeat_arguments,
-    tap_numbers,
-    written_places,
-)
+from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
     BIAS,

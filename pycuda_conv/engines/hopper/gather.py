@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
@@ -33,7 +34,7 @@ from pycuda_conv.engines.hopper.common import (
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
-from pycuda_conv.engines.packing import MOST_PIXELS, written_places
+from pycuda_conv.engines.packed_product import written_places
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,

@@ -10,11 +10,11 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
+from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, unsupported
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
-from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, phases, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import (
@@ -35,7 +36,6 @@ from pycuda_conv.engines.hopper.common import (
     unsupported,
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
-from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF

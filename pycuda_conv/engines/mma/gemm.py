@@ -11,28 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
 
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks
+from pycuda_conv.engines.addressing import why_not as why_not_packed
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.hopper.ring import Ring
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
-from pycuda_conv.engines.packing import (
-    ARITHMETICS,
-    Operands,
-    PackedLayout,
-    PhaseAddressing,
-    arithmetic,
-    assemble,
-    filter_sizes,
-    overhead,
-    packed_key,
-    packed_layout,
-    packs_filter_last,
-    row_blocks,
-    tap_numbers,
-    written_places,
-    written_so,
-)
-from pycuda_conv.engines.packing import why_not as why_not_packed
+from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, assemble, tap_numbers, written_places, written_so
+from pycuda_conv.engines.packing import Operands, packs_filter_last
+from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.split_sum import splits

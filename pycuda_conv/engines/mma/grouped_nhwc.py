@@ -14,11 +14,11 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major, too_many_phases
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
-from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
