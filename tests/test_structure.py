@@ -66,7 +66,6 @@ LONG = {
     "nn/autograd.py": "operators and their gradients; repeated gradients",
     "runtime/transforms.py": "the libraries' plans; the fft of the host",
     "engines/depthwise/nhwc.py": "four configurations and two models of time",
-    "engines/direct/direct.py": "forward and filter gradients",
     "engines/hopper/gemm.py": "the product and its choice",
     "engines/hopper/wgrad.py": "the product; folds of channels; sums",
 }  # fmt: skip
