@@ -65,7 +65,6 @@ LONG = {
     # to be cut along their sections
     "nn/autograd.py": "operators and their gradients; repeated gradients",
     "runtime/transforms.py": "the libraries' plans; the fft of the host",
-    "engines/depthwise/nhwc.py": "four configurations and two models of time",
     "engines/hopper/gemm.py": "the product and its choice",
     "engines/hopper/wgrad.py": "the product; folds of channels; sums",
 }  # fmt: skip
