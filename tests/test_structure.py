@@ -66,7 +66,6 @@ LONG = {
     "nn/autograd.py": "operators and their gradients; repeated gradients",
     "runtime/transforms.py": "the libraries' plans; the fft of the host",
     "engines/hopper/gemm.py": "the product and its choice",
-    "engines/hopper/wgrad.py": "the product; folds of channels; sums",
 }  # fmt: skip
 
 
