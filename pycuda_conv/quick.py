@@ -56,7 +56,7 @@ key: Callable[..., Any] = _nothing if _native is None else _native.key
 again: Callable[..., Any] = _nothing if _native is None else _native.again
 #: (what :func:`row` made, what the vectors must be, vector, ...) -> the row's result, or None where Python has to make the call
 fold: Callable[..., Any] = _nothing if _native is None else _native.fold
-#: (ctx, what it saved, gradient of the result) -> what ``_Again.backward`` of :mod:`pycuda_conv.nn.autograd` returns, or None
+#: (ctx, what it saved, gradient of the result) -> what ``_RepeatedFunction.backward`` of :mod:`pycuda_conv.nn.repeated` returns, or None
 gradients: Callable[..., Any] = _nothing if _native is None else _native.gradients
 
 

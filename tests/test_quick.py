@@ -31,7 +31,7 @@ from pycuda_conv.nn import mixed  # noqa: E402
 from pycuda_conv.nn.evaluation import evaluate  # noqa: E402
 from pycuda_conv.runtime import get_device  # noqa: E402
 
-fused_modules, autograd_module = (sys.modules[f"pycuda_conv.nn.{name}"] for name in ("fused", "autograd"))
+fused_modules, repeated = (sys.modules[f"pycuda_conv.nn.{name}"] for name in ("fused", "repeated"))
 pytestmark = IN_C
 
 
@@ -443,7 +443,7 @@ def test_gradients_are_made_again(warm, name, wanted):
     warm.asked()
     forward_only = GRADIENTS[name](xs, ws, bs)
     launches = len(warm.asked())
-    assert forward_only.requires_grad and type(forward_only.grad_fn).__name__ == "_AgainBackward"
+    assert forward_only.requires_grad and type(forward_only.grad_fn).__name__ == "_RepeatedFunctionBackward"
     made = step()
     if "more" not in name:
         assert warm.whole == before
@@ -463,7 +463,7 @@ def test_both_gradients_are_made_by_one_call(warm, monkeypatch, name):
         made = GRADIENTS[name](xs, ws, b)
         warm.asked()
         if again == 2:
-            monkeypatch.setattr(autograd_module.Again, "gradients", None)
+            monkeypatch.setattr(repeated.RepeatedGradients, "gradients", None)
         gradients = torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
         lines.append(named_by_turns(warm.asked(), 0))
         assert [(g.shape, g.stride()) for g in gradients] == [(xs.shape, xs.stride()), (ws.shape, ws.stride())]
@@ -480,7 +480,7 @@ def test_python_has_no_part_in_a_gradient_that_is_made_again(warm, monkeypatch, 
         made = GRADIENTS[name](xs, ws, b)
         warm.asked()
         if again == 2:
-            monkeypatch.setattr(autograd_module.Again, f"gradient_by_{'first' if by_first else 'second'}", None)
+            monkeypatch.setattr(repeated.RepeatedGradients, f"gradient_by_{'first' if by_first else 'second'}", None)
         (gradient,) = torch.autograd.grad(made, xs if by_first else ws, torch.ones_like(made))
         lines.append(named_by_turns(warm.asked(), 0))
         assert gradient.shape == (xs if by_first else ws).shape
@@ -492,7 +492,7 @@ def test_a_saved_operand_that_was_written_since_is_noticed(warm):
     for _ in range(3):
         torch.autograd.grad(pc.conv2d(xs, ws), (xs, ws), torch.ones(2, 24, 7, 7))
     made = pc.conv2d(xs, ws)
-    assert type(made.grad_fn).__name__ == "_AgainBackward"
+    assert type(made.grad_fn).__name__ == "_RepeatedFunctionBackward"
     with torch.no_grad():
         ws.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -532,8 +532,8 @@ def test_one_launch_adds_the_parts_of_both_gradients(warm, monkeypatch, most):
 
 def test_what_is_unusual_in_a_backward_pass_is_made_apart(warm, monkeypatch):
     apart = []
-    original = autograd_module.Again.gradient_by_first
-    monkeypatch.setattr(autograd_module.Again, "gradient_by_first", lambda *given: (apart.append(1), original(*given))[1])
+    original = repeated.RepeatedGradients.gradient_by_first
+    monkeypatch.setattr(repeated.RepeatedGradients, "gradient_by_first", lambda *given: (apart.append(1), original(*given))[1])
     xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
 
     def ways(dy):

@@ -12,7 +12,8 @@ from torch import Tensor
 from pycuda_conv import quick
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.nn import evaluation, operators
-from pycuda_conv.nn.autograd import CONV, _empty_like, count_flops, flops
+from pycuda_conv.nn.autograd import CONV, _empty_like
+from pycuda_conv.nn.conv_operators import count_flops, flops
 from pycuda_conv.nn.fused.autograd import _gradients, _save
 from pycuda_conv.nn.fused.launches import _LayerSpec, _new_statistics, _normalised, _order, _statistics
 from pycuda_conv.nn.fused.repeat import _again, _backward, _backward_again, _remember_forward
