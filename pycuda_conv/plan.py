@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pycuda_conv import behind, engines, execute, quick
+from pycuda_conv import behind, engines, execute, repeat
 from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
 from pycuda_conv.engines.schedule import Schedule
@@ -317,7 +317,7 @@ class Plan:
     ) -> Array:
         """Convolve arrays of the problem's shapes and dtype; the arguments are those of :func:`pycuda_conv.conv2d`."""
         if stream is None:
-            made: Array | None = quick.call(self.made_before, (), False, input, weight, bias, scale, residual, out)
+            made: Array | None = repeat.call(self.made_before, (), False, input, weight, bias, scale, residual, out)
             if made is not None:
                 return made
         result: Array = execute.call_plan(self, Operands(input, weight, bias, scale, residual), out, stream)
@@ -448,7 +448,7 @@ class BoundPlan:
         """Convolve one input; the arguments are those of :func:`pycuda_conv.conv2d`."""
         filter = self._filter
         if stream is None:
-            made: Array | None = quick.call(self._made_before, (), False, input, *filter, residual, out)
+            made: Array | None = repeat.call(self._made_before, (), False, input, *filter, residual, out)
             if made is not None:
                 return made
         given = Operands(input, input, residual=residual)
@@ -462,7 +462,7 @@ class BoundPlan:
         operands = Operands(given.input, *filter, given.residual)
         result: Array = execute.run(kind, self.plan, operands, out, stream, kept=self._kept)
         if stream is None:
-            quick.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
+            repeat.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
         return kind.exported(result, operands, stream)
 
 

@@ -85,8 +85,8 @@ def test_folders_have_few_files():
 
 # ---- the way of an argument
 
-#: The floors that the input of conv2d passes, the highest first. `quick` is where calls of arrays are repeated: `arrays` tell it their classes.
-FLOORS = ("ops",), ("dispatch",), ("plan",), ("execute",), ("arrays", "quick", "repeat"), ("runtime",)
+#: The floors that the input of conv2d passes, the highest first. `repeat` is where calls of arrays are repeated: `arrays` tell it their classes.
+FLOORS = ("ops",), ("dispatch",), ("plan",), ("execute",), ("arrays", "repeat"), ("runtime",)
 
 
 def floor(name: str) -> int | None:

@@ -80,7 +80,7 @@ def empty_strided(kind: str) -> Any:
     return _part(f"_dynamo.guards._empty_strided_{kind}", None)
 
 
-#: what :func:`pycuda_conv.quick.learn` needs; None if a part is missing
+#: what :func:`pycuda_conv.repeat.learn` needs; None if a part is missing
 ASKED_BY_LAUNCHER: tuple[Callable[[], Any], ...] | None = (transforms_are_active, count_of_modes, tracing_state)
 if not all(hasattr(torch._C, name) for name in ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")):
     ASKED_BY_LAUNCHER = None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pycuda_conv import dispatch, quick
+from pycuda_conv import dispatch, repeat
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.nn.autograd import (
@@ -37,7 +37,7 @@ _both_gradients = RepeatTable()
 
 
 class RepeatedGradients:
-    """A repeated convolution that torch asks for gradients of: see :mod:`pycuda_conv.quick`.
+    """A repeated convolution that torch asks for gradients of: see :mod:`pycuda_conv.repeat`.
 
     Its gradients are those of :class:`_Function`, but found by keys that are made once. A gradient that is not ready, or that torch has to
     know of in its turn, is computed by an operator.
@@ -64,13 +64,13 @@ class RepeatedGradients:
             if any(m >= step for m, step in zip(more, steps, strict=True)):
                 self.by_first = self.by_second = None
         #: what the launcher in C needs
-        self.known = _both_gradients, self.both, quick.table, self.by_first, self.by_second, self.transposed
+        self.known = _both_gradients, self.both, repeat.public_calls, self.by_first, self.by_second, self.transposed
 
     def gradients(self, first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
         """The gradients by both operands, in one row of launches if the launcher has it."""
-        possible = self.by_first is not None and not torch.is_grad_enabled() and quick.possible()
+        possible = self.by_first is not None and not torch.is_grad_enabled() and repeat.possible()
         if possible:
-            made = quick.again(_both_gradients, self.both, first, second, grad)
+            made = repeat.replay(_both_gradients, self.both, first, second, grad)
             if made is not None:
                 _, by_first, by_second = made
                 return by_first, by_second
@@ -81,7 +81,7 @@ class RepeatedGradients:
 
     def _remember(self, first: Any, second: Any, grad: Any) -> None:
         """Make a row of the launches of both gradients, which were just computed, unless a plan waits for better kernels."""
-        name = quick.key(self.both, first, second, grad)
+        name = repeat.key(self.both, first, second, grad)
         if name is None or name in _both_gradients or TORCH.traced(first, second, grad):
             return
         ndim, layout = self.settings.ndim, _layout(grad, self.settings.ndim)
@@ -101,30 +101,30 @@ class RepeatedGradients:
             for able, plan in ((of_first.reads_filter_last, of_first), (of_second.writes_filter_last, of_second))
         )
         fit = alike and layout == of_first.problem.layout == of_second.problem.layout
-        if fit and quick.fits(TORCH, of_first, by_first, filter_last) and quick.fits(TORCH, of_second, by_second, False):
+        if fit and repeat.fits(TORCH, of_first, by_first, filter_last) and repeat.fits(TORCH, of_second, by_second, False):
             # first, second, gradient of the result | gradients of first and second | workspace | none
             x, w, dy, dx, dw, scratch, none = ((i, 0) for i in range(7))
             places = (dy, w, none, dx, scratch, none), (*((dy, x) if self.transposed else (x, dy)), none, dw, scratch, none)
-            steps = quick.in_a_row(of_first, filter_last, places[0], of_second, last, places[1])
-            nbytes = quick.bytes_of_row(of_first, filter_last, of_second, last)
+            steps = repeat.concatenated(of_first, filter_last, places[0], of_second, last, places[1])
+            nbytes = repeat.concatenated_bytes(of_first, filter_last, of_second, last)
             orders = of_first.result_order, of_second.filter_order if last else None
             results = [
                 TORCH.maker(plan.result_shape, grad.dtype, grad.device, order) for plan, order in zip(plans, orders, strict=True)
             ]
-            ready = quick.row(TORCH, of_first.device, steps, grad, 3, results, nbytes)
+            ready = repeat.launch_sequence(TORCH, of_first.device, steps, grad, 3, results, nbytes)
         _both_gradients.put(name, ready, of_first, of_second)
 
     def gradient_by_first(self, second: Any, grad: Any) -> Any:
         made = None
         if not torch.compiler.is_dynamo_compiling():
-            made = quick.call(quick.table, self.by_first, False, grad, second, None, None, None, None)
+            made = repeat.call(repeat.public_calls, self.by_first, False, grad, second, None, None, None, None)
         return self.operator.by_first(self.settings, self.shapes[0], second, grad) if made is None else made
 
     def gradient_by_second(self, first: Any, grad: Any) -> Any:
         made = None
         if not torch.compiler.is_dynamo_compiling():
             operands = (grad, first) if self.transposed else (first, grad)
-            made = quick.call(quick.table, self.by_second, False, *operands, None, None, None, None)
+            made = repeat.call(repeat.public_calls, self.by_second, False, *operands, None, None, None, None)
         return self.operator.by_second(self.settings, first, self.shapes[1], grad) if made is None else made
 
 
@@ -140,11 +140,11 @@ class _RepeatedFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         first, second = saved = ctx.saved_tensors  # torch.utils.checkpoint gives them once
         again, compiled = ctx.again, _is_followed()
-        made = None if compiled else quick.gradients(ctx, saved, grad)
+        made = None if compiled else repeat.gradients(ctx, saved, grad)
         if made is None and not (compiled or torch.is_grad_enabled() or _traced(grad, grad, None) or _is_batched(grad)):
             dense = without_gaps(grad, again.order)
             if dense is not grad:
-                grad, made = dense, quick.gradients(ctx, saved, dense)
+                grad, made = dense, repeat.gradients(ctx, saved, dense)
         if made is not None:
             return made
         _, by_first, by_second, by_bias, _ = ctx.needs_input_grad

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.nn.autograd import CONV, _is_batched, _traced, activated, call_operator, without_gaps
@@ -132,10 +132,10 @@ def _forward_again(asked: tuple[Any, ...], input: Tensor, residual: Any, tensors
     weight, bias, gamma, beta, running_mean, running_var, batches = tensors
     counts = asked[1] is not None
     if not counts and batches is not None:  # the kernels take the mean over batches, this one included
-        if quick.key(asked, input, residual, *tensors) not in _again:
+        if repeat.key(asked, input, residual, *tensors) not in _again:
             return None
         batches.add_(1)
-    made = quick.again(_again, asked, input, residual, *tensors)
+    made = repeat.replay(_again, asked, input, residual, *tensors)
     if made is None:
         if not counts and batches is not None:
             batches.sub_(1)
