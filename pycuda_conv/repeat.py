@@ -349,7 +349,7 @@ def _ready(
         copies = [launch for step in steps for launch in step if launch.kernel == COPY]
         missing = [launch for launch in copies if not device.compiled(launch)]
         if missing:
-            device.compile_behind(missing)
+            device.compile_in_background(missing)
             return NotImplemented
         launcher = device.schedule_launcher(steps)
         for i, array in enumerate(operands):

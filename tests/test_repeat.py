@@ -20,7 +20,7 @@ from fake_cuda import FakeCuda
 from test_launch import IN_C
 
 import pycuda_conv as pc
-from pycuda_conv import ConvArgumentError, ConvProblem, Plan, behind, engines, memo, repeat
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan, background, engines, memo, repeat
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.execute import device
 
@@ -1163,7 +1163,7 @@ class Compiling:
     def __init__(self):
         self.coming, self.asked = Future(), 0
 
-    def compile_behind(self, kernels):
+    def compile_in_background(self, kernels):
         self.asked += 1
         return [self.coming]
 
@@ -1183,7 +1183,7 @@ def test_calls_are_repeated_while_better_kernels_are_compiled(warm, monkeypatch,
         original(plan, *given)
         plans.append(plan)
         plan.compiler = Compiling()
-        plan._behind = behind.Behind(plan.compiler, [], behind.OFTEN, plan._forget_repeated)
+        plan._background = background.BackgroundCompile(plan.compiler, [], background.OFTEN, plan._forget_repeated)
 
     monkeypatch.setattr(Plan, "_set_up", set_up)
     monkeypatch.setattr(Plan, "_load", lambda plan, schedule, original=Plan._load: original(plan, plan.schedule))
@@ -1211,7 +1211,7 @@ def test_calls_are_repeated_while_better_kernels_are_compiled(warm, monkeypatch,
         return len(launched) / max(len(plans), 1)
 
     few = 4 if way == "autocast" else 2  # it casts by torch first
-    assert made_by_python(behind.OFTEN + few) <= few and all(one.compiler.asked == 1 for one in plans) and plans
+    assert made_by_python(background.OFTEN + few) <= few and all(one.compiler.asked == 1 for one in plans) and plans
     assert made_by_python(50) == 0
     for one in plans:
         one.compiler.coming.set_result(None)
@@ -1259,12 +1259,12 @@ def test_better_kernels_take_over(warm):
 
 def test_calls_are_not_remembered_while_better_kernels_are_loaded(warm, monkeypatch):
     """Another thread's call would be remembered with the old ones, for ever."""
-    monkeypatch.setattr(behind, "OFTEN", 1)
+    monkeypatch.setattr(background, "OFTEN", 1)
     monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
-    monkeypatch.setattr(behind, "has_constants", lambda schedule: True)
+    monkeypatch.setattr(background, "has_constants", lambda schedule: True)
     monkeypatch.setattr(type(warm.device), "compiled", lambda self, launch: False)
     plan = Plan(ConvProblem.forward(2, x.shape, w.shape, padding=1), warm.device)
-    plan._behind = behind.Behind(warm.device, [])
+    plan._background = background.BackgroundCompile(warm.device, [])
     load, seen = plan._load, []
     monkeypatch.setattr(plan, "_load", lambda schedule: (seen.append(plan.settles), plan(x, w), load(schedule)))
     for _ in range(3):
@@ -1274,7 +1274,7 @@ def test_calls_are_not_remembered_while_better_kernels_are_loaded(warm, monkeypa
 
 
 def test_one_thread_takes_the_better_kernels(warm):
-    coming = behind.Behind(warm.device, [])
+    coming = background.BackgroundCompile(warm.device, [])
     assert [coming.ready(None) for _ in range(3)] == [True, False, False]
 
 
@@ -1463,8 +1463,8 @@ def test_ten_thousand_calls_leave_memory_where_it_was(on_gpu):
 
     with torch.no_grad():
         ways = list(ways_to_call())
-        for _ in range(3):  # better configurations, and then constants of layers, are compiled behind calls
-            for way in ways * (2 * behind.OFTEN):
+        for _ in range(3):  # better configurations, and then constants of layers, are compiled in the background
+            for way in ways * (2 * background.OFTEN):
                 way()
             counted()
         before = counted()

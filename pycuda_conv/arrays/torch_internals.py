@@ -15,13 +15,13 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 
-def _part(path: str, stand_in: Any) -> Any:
+def _part(path: str, substitute: Any) -> Any:
     """The part of ``torch._C`` of that name, or the stand-in."""
     found: Any = torch._C
     for name in path.split("."):
         found = getattr(found, name, None)
         if found is None:
-            return stand_in
+            return substitute
     return found
 
 
