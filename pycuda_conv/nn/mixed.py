@@ -48,7 +48,7 @@ class _Ready(NamedTuple):
     order: Any
 
 
-class _Room:
+class PackBuffer:
     """Places in a workspace."""
 
     def __init__(self, buffer: int) -> None:
@@ -116,18 +116,18 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
         if narrows:
             results.append(TORCH.maker(tuple(x.shape), x.dtype, x.device, plan.order))
         (ax, aw, ab, ay, w16, *more, scratch, none) = ((i, 0) for i in range(3 + len(results) + 2))
-        x16, room = more[0] if narrows else ax, _Room(scratch[0])
-        room.take(plan.workspace_bytes)
+        x16, buffer = more[0] if narrows else ax, PackBuffer(scratch[0])
+        buffer.take(plan.workspace_bytes)
         wide_ones: list[casting.Part] = [(weight.numel(), aw, w16)]
         if narrows:
             wide_ones.append((x.numel(), ax, x16))
         b16 = none
         if bias is not None:
-            b16 = room.take(bias.numel() * 2)
+            b16 = buffer.take(bias.numel() * 2)
             wide_ones.append((bias.numel(), ab, b16))
         steps = [[casting.narrow(word, *wide_ones)]]
         steps += repeat.steps_of(plan, filter_last, (x16, w16, b16, ay, scratch, none))
-        row = repeat.launch_sequence(TORCH, plan.device, steps, x, 3, results, room.used)
+        row = repeat.launch_sequence(TORCH, plan.device, steps, x, 3, results, buffer.used)
         if row is not None:
             settings = autograd.Settings(
                 call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False
@@ -235,19 +235,19 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
         steps: list[list[KernelLaunch]] = []
         results: list[Any] = []
         narrow_ones: list[casting.Part] = []  # one launch widens these at the end
-        room = _Room(scratch[0])
+        buffer = PackBuffer(scratch[0])
         pixels = batch_norm.Pixels(word, TORCH.layout(grad, ndim), grad.shape[0], grad.shape[1], math.prod(grad.shape[2:]))
         summed, nbytes = batch_norm.channel_sums(pixels, device.multiprocessors) if by_bias else ((), 0)
-        room.take(max(nbytes, *(plan.workspace_bytes for plan in plans)))  # the plans use it one after the other
+        buffer.take(max(nbytes, *(plan.workspace_bytes for plan in plans)))  # the plans use it one after the other
         if by_first is not None and dx is not None:
             size = math.prod(x_shape)
-            to = room.take(2 * size) if ready.narrows else dx
+            to = buffer.take(2 * size) if ready.narrows else dx
             steps += repeat.steps_of(by_first, last, (ag, aw, none, to, scratch, none))
             if ready.narrows:
                 narrow_ones.append((size, to, dx))
             results.append(TORCH.maker(tuple(x_shape), torch.float32 if ready.narrows else grad.dtype, grad.device, order))
         if by_second is not None and dw is not None:
-            to = room.take(2 * math.prod(w_shape))
+            to = buffer.take(2 * math.prod(w_shape))
             writes_last = ctx.last and by_second.writes_filter_last
             steps += repeat.steps_of(by_second, writes_last, (ax, ag, none, to, scratch, none))
             if ctx.last and not writes_last and casting.turns(w_shape):
@@ -257,11 +257,11 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
             lying = channels_last(len(w_shape), ndim) if ctx.last else None
             results.append(TORCH.maker(tuple(w_shape), torch.float32, grad.device, lying))
         if db is not None:
-            to = room.take(2 * pixels.K)
+            to = buffer.take(2 * pixels.K)
             steps += repeat.rebind_buffers([[one] for one in summed], (ag, to, scratch))
             narrow_ones.append((pixels.K, to, db))
             results.append(TORCH.maker((grad.shape[1],), torch.float32, grad.device, None))
         if narrow_ones:
             steps.append([casting.widen(word, *narrow_ones)])
-        row = repeat.launch_sequence(TORCH, device, steps, grad, 3, results, room.used)
+        row = repeat.launch_sequence(TORCH, device, steps, grad, 3, results, buffer.used)
     _table.put(name, row, *plans)

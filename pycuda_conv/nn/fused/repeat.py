@@ -12,6 +12,7 @@ from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.nn.autograd import _layout
 from pycuda_conv.nn.fused.launches import (
+    AxisOrder,
     _all_gradients,
     _Backward,
     _backward_of,
@@ -19,7 +20,6 @@ from pycuda_conv.nn.fused.launches import (
     _LayerSpec,
     _like_sums,
     _new_statistics,
-    _Order,
     _order,
     _pixels,
     _sums_dtype,
@@ -30,7 +30,7 @@ from pycuda_conv.repeat import RepeatTable
 _again = RepeatTable()
 
 
-def _readable(array: Tensor | None, order: _Order) -> bool:
+def _readable(array: Tensor | None, order: AxisOrder) -> bool:
     """Whether kernels can read the array as it is; True for None."""
     return array is None or TORCH.is_kernel_input(array, order)
 
