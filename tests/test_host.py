@@ -1721,15 +1721,15 @@ def test_calls_correct_what_was_expected_of_gpus(simulated, monkeypatch):
     assert busy[3:16] == [1] * 13 and busy[16:64] == [2] * 48 and busy[67:] == [2] * 33
 
 
-def test_the_pace_of_copies_is_measured_once_and_leaves_nothing(simulated, monkeypatch):
-    monkeypatch.setattr(host, "_paces", {})
+def test_the_throughput_of_copies_is_measured_once_and_leaves_nothing(simulated, monkeypatch):
+    monkeypatch.setattr(host, "_throughputs", {})
     monkeypatch.setattr(host, "THROUGHPUT_BYTES", 24 << 20)
     ran, original, before = [], host.copy_only, memory(simulated)
     monkeypatch.setattr(host, "copy_only", lambda gpus, x, y: (ran.append((len(gpus), x.nbytes)), original(gpus, x, y)))
     for _ in range(2):
         for ways in ((True, False), (False, True)):
             found = host.throughputs(tuple(simulated), *ways)
-            assert set(found) == {1, 2} and all(pace.seconds(1 << 30) > 0 for pace in found.values())
+            assert set(found) == {1, 2} and all(one.seconds(1 << 30) > 0 for one in found.values())
     assert {count for count, _ in ran} == {1, 2} and len({nbytes for _, nbytes in ran}) == 2
     assert len(ran) == 2 * 2 * 2 * host.THROUGHPUT_ROUNDS and memory(simulated) == before
 
