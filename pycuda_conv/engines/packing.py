@@ -48,8 +48,8 @@ class Operands:
     """The packed operands: where they, their scales and flags lie, and the launches that make them.
 
     `prepare` packs the filter, `images` packs the images, `both` packs the two in as few launches. Packing the images also sets to zero the
-    `tickets` of blocks that add the parts of split sums. The product clears the tiles that packing blocks have told one another of:
-    `tiles` is their number for the images, plus 2^32 times that for a filter that was packed as images are.
+    `tickets` of blocks that add the parts of split sums. Packing blocks share tiles with one another, and the
+    product clears these: `tiles` is their number for the images, plus 2^32 times that for a filter that was packed as images are.
     """
 
     x_limbs: tuple[int, int]
@@ -167,7 +167,7 @@ def packed_array(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_
         "CLUSTER": 0,
     }
     fitting, pieces = _fitting(problem, packed), packed.load // 8
-    told = arguments(
+    args = arguments(
         PackArguments, filter_rows=0, row_bits=0, images=images, lines=lines, **tile, slices=0, groups=groups,
         group_chunks=group // 8, channels=read,
         slack=slack(problem), each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image, x_group=strides.group,
@@ -182,7 +182,7 @@ def packed_array(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_
         filter_r=r, filter_s=s, tickets=0,
     )  # fmt: skip
     straight = problem.layout == "NHWC" and (not packed.level or eights)  # nothing is transposed in shared memory
-    return PackedArray(defines, told, 0 if straight else 16 * count * _thread_pixels(problem, packed) * PACK_THREADS,
+    return PackedArray(defines, args, 0 if straight else 16 * count * _thread_pixels(problem, packed) * PACK_THREADS,
                        ceil(4 * (fitting * all_taps + ceil(fitting, 8)), 16) * 16)  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def pack_operands(
         x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.stored) * problem.groups * packed.pixel)
         if flagged(problem, packed):
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
-    of_images, tiles = images.noted(scratch, x_scales, x_flags), _told_tiles(images)
+    of_images, tiles = images.noted(scratch, x_scales, x_flags), _shared_tiles(images)
     x_tiles: Place = of_images[-1] if tiles else NOWHERE
     w_tiles: Place = NOWHERE
     tickets_at = scratch.take(4 * tickets) if tickets else NOWHERE
@@ -281,7 +281,7 @@ def pack_operands(
     if problem.layout == "CNHW":  # wgrad: the filter is as large as the images
         rows = packed_array(problem, packed, True, True).settled(clusters, multiprocessors)
         of_rows = rows.noted(kept, w_scales, w_flags)
-        tiles, w_tiles = tiles + (_told_tiles(rows) << 32), of_rows[-1] if rows.settling else NOWHERE
+        tiles, w_tiles = tiles + (_shared_tiles(rows) << 32), of_rows[-1] if rows.settling else NOWHERE
         of_filter = (WEIGHT, WEIGHT, w_limbs, *of_rows, w_limbs, w_scales, w_flags, NOWHERE)
         one = rows.arguments._replace(slices=min(rows.arguments.slices, 1), by_slices=divider(1))  # no product follows to clear the tiles
         prepare, images_alone = [[_pack_alone(replace(rows, arguments=one), of_filter)]], pack(0, images.blocks)
@@ -299,28 +299,28 @@ def _with_filter(
     """`images` with the arguments by which their launch packs so many `rows` of the filter too; and the number of parts of these rows."""
     written, shared = problem.result_channels, images.filter_shared
     strides = dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)) if filter_last else {}
-    told = images.arguments._replace(**strides)
-    if told.w_m == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:  # without shared memory
+    args = images.arguments._replace(**strides)
+    if args.w_m == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:  # without shared memory
         by_one = divider(1)
-        told = told._replace(fitting=0, by_fitting=by_one, part_pieces=0, by_part_pieces=by_one, parts=1, by_parts=by_one)
-        told = told._replace(row_bits=BESIDE_ROWS.bit_length() - 1)
+        args = args._replace(fitting=0, by_fitting=by_one, part_pieces=0, by_part_pieces=by_one, parts=1, by_parts=by_one)
+        args = args._replace(row_bits=BESIDE_ROWS.bit_length() - 1)
         shared = 0
     elif written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed):
-        told = told._replace(row_bits=WARPS.bit_length() - 1)
+        args = args._replace(row_bits=WARPS.bit_length() - 1)
         shared *= WARPS
     else:
         rows *= filter_parts(problem, packed)
-    return replace(images, arguments=told, filter_shared=shared), rows
+    return replace(images, arguments=args, filter_shared=shared), rows
 
 
 def _pack_beside(images: PackedArray, buffers: tuple[Place, ...], rows: int, blocks: int, tickets: int) -> KernelLaunch:
     """The launch that packs so many `rows` of the filter, and the images in so many `blocks`; either may be 0."""
-    told = images.arguments._replace(filter_rows=rows, tickets=tickets if blocks else 0)
+    args = images.arguments._replace(filter_rows=rows, tickets=tickets if blocks else 0)
     if not blocks:
-        told = told._replace(slices=0, by_slices=divider(1))
+        args = args._replace(slices=0, by_slices=divider(1))
     shared = max(images.shared if blocks else 0, images.filter_shared if rows else 0)
-    grid = images.in_clusters(rows >> told.row_bits) + blocks  # all blocks of a cluster pack images, or all pack the filter
-    return KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=told)
+    grid = images.in_clusters(rows >> args.row_bits) + blocks  # all blocks of a cluster pack images, or all pack the filter
+    return KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=args)
 
 
 def _pack_alone(array: PackedArray, buffers: tuple[Place, ...]) -> KernelLaunch:
@@ -328,8 +328,8 @@ def _pack_alone(array: PackedArray, buffers: tuple[Place, ...]) -> KernelLaunch:
     return KernelLaunch("pack", array.defines, array.blocks, PACK_THREADS, buffers, (), shared=array.shared, arguments=array.arguments)
 
 
-def _told_tiles(images: PackedArray) -> int:
-    """Tiles that several blocks settling an image's scale are told of. If a single block settles it, that block clears them itself."""
+def _shared_tiles(images: PackedArray) -> int:
+    """Tiles that several blocks share to finalize an image's scale. If a single block does so, it clears them itself."""
     return images.images * images.tiles if images.arguments.slices > 1 else 0
 
 

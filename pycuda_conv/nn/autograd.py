@@ -202,7 +202,7 @@ _BY_FUNCTION = {operator.function: operator for operator in OPERATORS}
 
 
 def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> Any:
-    """A convolution or a gradient in a call that torch is told of; the options are hashable."""
+    """A convolution or a gradient in a call that torch knows of; the options are hashable."""
     if call.function == "conv" and operands.input.dim() == operands.weight.dim() == call.ndim:  # arrays of spatial axes alone
         x, w, bias, scale, residual = operands
         with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
@@ -270,7 +270,7 @@ class without_autocast:
 
 
 def sum_channels(ndim: int, grad_output: Any, device: str | None) -> Any:
-    """The gradient of a bias, in a call that torch is told of: torch's own sum."""
+    """The gradient of a bias, in a call that torch knows of: torch's own sum."""
     if not _differentiated(grad_output, grad_output, None, None, None) and not _traced(grad_output, grad_output, None):
         return dispatch.sum_channels(ndim, grad_output, device, None, True)
     dispatch.check_summed(ndim, grad_output.shape, TORCH.dtype_name(grad_output.dtype), TORCH.conversion)

@@ -81,7 +81,7 @@ def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tupl
 
 
 def convolve(asked: tuple[Any, ...], input: Any, weight: Any, bias: Any, wanted: Any) -> Any:
-    """A convolution in a call that torch is told of; None if it has to be computed another way. ``torch.autocast`` is switched off."""
+    """A convolution in a call that torch knows of; None if it has to be computed another way. ``torch.autocast`` is switched off."""
     if not autograd._differentiated(input, weight, bias, None, None):
         return None
     made = repeat.replay(_table, (_WORDS.get(wanted), *asked), input, weight, bias)

@@ -229,7 +229,7 @@ def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, no
     unit, grad = _unit(problem, config), _strided(problem)
     assert unit is not None
     check_shared(problem, config, device, unit.shared)
-    told = arguments(
+    args = arguments(
         DepthwiseToeplitzArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands,
         sixteens=_sixteens(problem, unit), groups=unit.groups, k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, r=r, s=s,
         stride_h=stride_h, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flipped=int(problem.direction == "dgrad" and not grad),
@@ -247,7 +247,7 @@ def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, no
     threads = 32 * WARPS[problem.layout]
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
-        "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=told, layer=finish_constants(told)
+        "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=args, layer=finish_constants(args)
     )
     return Schedule.plain([[launch]])
 

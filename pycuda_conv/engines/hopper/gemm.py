@@ -412,9 +412,9 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
 
 def _launches(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
     """The phases of each launch, without their repeats, which the launch computes too; in the order of their first pixels."""
-    told = first_ones(*_alike(problem))
-    for first in range(0, len(told), PHASES):
-        yield told[first : first + PHASES]
+    args = first_ones(*_alike(problem))
+    for first in range(0, len(args), PHASES):
+        yield args[first : first + PHASES]
 
 
 @lru_cache(maxsize=64)  # the planner asks for it once a configuration

@@ -154,7 +154,7 @@ def _product(
     blocks, _, channel_blocks = filter_sizes(problem, packed)
     plane, row = math.prod(phase.size), phase.size[2]
     tiles_m, tiles_pixels = _tiles(problem, config, walk)
-    told = arguments(
+    args = arguments(
         GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(walk.taps) * chunks, 4), config.SPLIT),
         tiles_pixels=tiles_pixels, chunks=math.prod(walk.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
         rows_group=rows // problem.groups, rows=rows, blocks_group=blocks, channel_blocks=channel_blocks,
@@ -169,8 +169,8 @@ def _product(
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid, shared = _blocks(problem, config, walk), config.STAGES * _ring(config, limbs(problem)).stage
     return KernelLaunch(
-        "mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=told,
-        layer=finish_constants(told),
+        "mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=args,
+        layer=finish_constants(args),
     )  # fmt: skip
 
 

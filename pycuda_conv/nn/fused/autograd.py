@@ -128,7 +128,7 @@ _apply = super(torch.autograd.Function, _Function).apply
 
 
 def _forward_again(asked: tuple[Any, ...], input: Tensor, residual: Any, tensors: tuple[Any, ...], passes_on: bool) -> Any:
-    """The layer by a repeated forward pass, in a call that torch is told of; else None. `tensors` are those of ``modules._tensors``."""
+    """The layer by a repeated forward pass, in a call that torch knows of; else None. `tensors` are those of ``modules._tensors``."""
     weight, bias, gamma, beta, running_mean, running_var, batches = tensors
     counts = asked[1] is not None
     if not counts and batches is not None:  # the kernels take the mean over batches, this one included
