@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, row_blocks
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.hopper.common import THREADS, unsupported
 from pycuda_conv.engines.hopper.gemm_texts import MOST_TEXTS, texts
@@ -39,19 +40,8 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
     whole_rows,
 )
 from pycuda_conv.engines.hopper.gemm_time import choose, configs, time
-from pycuda_conv.engines.packing import (
-    Operands,
-    PackedLayout,
-    PhaseAddressing,
-    assemble,
-    filter_sizes,
-    packed_key,
-    packs_filter_last,
-    repeat_arguments,
-    row_blocks,
-    tap_numbers,
-    written_places,
-)
+from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_numbers, written_places
+from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.range_guard import MomentsLayout, mending
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct

@@ -18,10 +18,7 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
     rarity,
     ring_of,
 )
-from pycuda_conv.engines.packing import (
-    ARITHMETICS,
-    written_so,
-)
+from pycuda_conv.engines.packed_product import ARITHMETICS, written_so
 from pycuda_conv.engines.tensor_cores import FLOAT
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.runtime.base import Device

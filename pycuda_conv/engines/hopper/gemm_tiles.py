@@ -8,18 +8,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, get_args
 
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, packed_layout, why_not
 from pycuda_conv.engines.base import Config, GoneError
 from pycuda_conv.engines.geometry import Phase, ceil, repeats
 from pycuda_conv.engines.hopper.common import SHARED_BYTES
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, why_not_so_many
-from pycuda_conv.engines.packing import (
-    PackedLayout,
-    PhaseAddressing,
-    arithmetic,
-    first_ones,
-    packed_layout,
-    why_not,
-)
+from pycuda_conv.engines.packed_product import arithmetic, first_ones
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.problem import ConvProblem, Size3
 
@@ -211,9 +205,9 @@ def parts_bytes(config: ImplicitGemm) -> int:
 
 def launches_of(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
     """The phases of each launch, without their repeats, which the launch computes too; in the order of their first pixels."""
-    told = first_ones(*alike(problem))
-    for first in range(0, len(told), PHASES):
-        yield told[first : first + PHASES]
+    args = first_ones(*alike(problem))
+    for first in range(0, len(args), PHASES):
+        yield args[first : first + PHASES]
 
 
 @lru_cache(maxsize=64)  # the planner asks for it once a configuration

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, why_not
 from pycuda_conv.engines.base import fastest
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.hopper.common import MEMORY, read_bytes
@@ -35,12 +36,7 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
     turns_of,
     whole_rows,
 )
-from pycuda_conv.engines.packing import (
-    PackedLayout,
-    PhaseAddressing,
-    overhead,
-    why_not,
-)
+from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.problem import ConvProblem
