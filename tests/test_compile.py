@@ -1270,7 +1270,7 @@ def test_operators_are_checked_by_torch():
         torch.library.opcheck(torch.ops.pycuda_conv.frozen_statistics.default, (*given, None, *vectors[2:], 1e-5, flat))
         trained = launches._LayerSpec("relu", True, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
         moved_ones = [one.clone() for one in vectors[2:]]
-        torch.library.opcheck(torch.ops.pycuda_conv.fused_forward.default, (*given, None, *vectors[:2], *moved_ones, None, 0.1, 1e-5, trained))
+        torch.library.opcheck(torch.ops.pycuda_conv.fused_forward.default, (*given, None, *vectors[:2], *moved_ones, torch.tensor(3), None, 0.1, 1e-5, trained))
         torch.library.opcheck(torch.ops.pycuda_conv.scaled.default, (*given, torch.rand(12), None, 0, spec))
     torch.library.opcheck(torch.ops.pycuda_conv.fold_norms.default, ([*vectors, None, None, None, *vectors[2:], vectors[0]], [1e-5, 1e-3], False))
 

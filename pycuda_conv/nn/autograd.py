@@ -470,6 +470,14 @@ def without_gaps(grad: Any, order: tuple[int, ...] | None) -> Any:
     return grad if TORCH.is_kernel_input(grad, order) else TORCH.copy(grad, order)
 
 
+def lying_as(grad: Any, order: tuple[int, ...] | None) -> Any:
+    """A gradient in a trace, laid out in `order`. A compiler lets the step that computes it write it so, where it can."""
+    if torch_internals.transforms_are_active() or _is_batched(grad):
+        return grad
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return grad.contiguous(memory_format=torch.contiguous_format if order is None else formats[grad.dim()])
+
+
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, again: Again, first: Any, second: Any, bias: Any, made: tuple[Any]) -> Any:
@@ -679,6 +687,16 @@ class _OfOperators(_Transformed):
     @staticmethod
     def forward(first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:  # type: ignore[override]
         return torch.ops.pycuda_conv.convolve.default(first, second, bias, size, _spec(operator, settings))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Transformed.setup_context(ctx, inputs, output)
+        ndim = inputs[4].ndim
+        ctx.order = channels_last(ndim + 2, ndim) if output.dim() == ndim + 2 and _layout(output, ndim) == "NHWC" else None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Transformed.backward(ctx, None if grad is None else lying_as(grad, ctx.order))
 
 
 def _named(operator: Operator) -> Callable[..., Any]:
