@@ -474,8 +474,10 @@ def lying_as(grad: Any, order: tuple[int, ...] | None) -> Any:
     """A gradient in a trace, laid out in `order`. A compiler lets the step that computes it write it so, where it can."""
     if torch_internals.transforms_are_active() or _is_batched(grad):
         return grad
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return grad.contiguous(memory_format=torch.contiguous_format if order is None else formats[grad.dim()])
+    if order is None:
+        return grad.contiguous()
+    turned = grad.permute(order)
+    return grad if turned.is_contiguous() else turned.contiguous().permute([order.index(axis) for axis in range(len(order))])
 
 
 class _Again(torch.autograd.Function):
