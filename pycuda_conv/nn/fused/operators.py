@@ -187,7 +187,8 @@ operators.define(
     _fused_statistics, _fake_statistics,
 )  # fmt: skip
 _TRAINED = (
-    f"{_LAYER}, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, Tensor? residual, float momentum, float eps, int[] spec"
+    f"{_LAYER}, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, Tensor? residual, float momentum, "
+    "float eps, int[] spec"
 )
 operators.define(f"fused_forward({_TRAINED}) -> (Tensor, Tensor, Tensor)", _fused_forward, _fake_forward)
 operators.define_by_others(f"fused_layer({_TRAINED}) -> Tensor", _fused_layer)
