@@ -656,7 +656,6 @@ def test_reads_beside_an_array_and_askew_are_found(read, said):
 
 DENSE_RUN = (DENSE[2], "fp16 last", DenseNhwc(64, 32, 3))  # it writes runs of pixels
 WIDE_RUN = (DENSE[0], "fp16 last", DenseNhwc(64, 32, 3))  # it writes four channels at once
-SPLIT_RUN = implicit.RAWS[1]  # its warps write what wgmma reads
 STORE_RUN = (implicit.BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes boxes
 JOIN_RUN = (JOINED[0][0], "fp32", JOINED[0][2])  # its blocks add the parts of sums
 READS, WRITES = "which a pending product or store still reads", "which a thread wrote without a fence"
@@ -671,7 +670,6 @@ BROKEN = [  # (what is run, what the kernel's text has, what stands there instea
     (DENSE_RUN, "x_s = s * (int)shape.dilation_w;", "x_s = r * (int)shape.dilation_w;", "elements differ"),
     (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "writes .* bytes at .* of buffer 3, which has"),
     (WIDE_RUN, "if (there[half] && real) store_word", "if (real) store_word", "writes 4 bytes at -.* of buffer 3, which has"),
-    (SPLIT_RUN, "    fence_for_bulk();\n    __syncwarp();", "    __syncwarp();", WRITES),
     (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
     (STORE_RUN, "  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),
     (JOIN_RUN, "== (unsigned)shape.splits - 1;", "== 0;", "elements differ"),

@@ -17,6 +17,7 @@ from pycuda_conv.engines.registry import (
     choose,
     config_classes,
     config_from_table,
+    engine_of,
     fastest_first,
     filter_key,
     find,
@@ -34,8 +35,8 @@ from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
     "Config", "Gone", "GoneError", "Schedule", "alternatives", "candidates", "choose", "config_again", "config_classes",
-    "config_from_table", "fastest_first", "filter_key", "find", "order", "predicted", "predictions", "reads_c_order", "refusal",
-    "same_bits", "schedule", "uses_tensor_cores", "with_moments",
+    "config_from_table", "engine_of", "fastest_first", "filter_key", "find", "order", "predicted", "predictions", "reads_c_order",
+    "refusal", "same_bits", "schedule", "uses_tensor_cores", "with_moments",
 ]  # fmt: skip
 
 
