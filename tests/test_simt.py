@@ -574,8 +574,6 @@ def test_a_read_of_an_operand_that_is_not_there_is_found(name):
 
 ALONG_ROWS = """
 #define WGMMA_N COLUMNS
-#define WGMMA_MN_MAJOR_A "1"
-#define WGMMA_MN_MAJOR_B "1"
 #include "hopper/wgmma.cuh"
 // one block of 128: sums[m][n] of a[k][m] and b[k][n], 64 of k, in blocks of SPAN bytes along m and n
 constexpr int WIDE = SPAN / 2, BLOCK = 64 * SPAN;
@@ -602,7 +600,7 @@ extern "C" __global__ void along_rows(const __grid_constant__ CUtensorMap map_a,
   float sum[WGMMA_N / 2];
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma(sum, described(a) + k * (16 * SPAN / 16), described(b) + k * (16 * SPAN / 16), k > 0);
+  for (int k = 0; k < 4; ++k) wgmma<TYPE, 1, 1>(sum, described(a) + k * (16 * SPAN / 16), described(b) + k * (16 * SPAN / 16), k > 0);
   wgmma_commit();
   wgmma_wait<0>();
   wgmma_arrived(sum);
@@ -621,7 +619,7 @@ def test_both_operands_along_their_rows(dtype, columns, span):
     a, b = (rng.integers(-8, 9, (64, n)).astype(dtype) for n in (64, columns))
     memory = SimpleNamespace(buffers=[np.frombuffer(v.tobytes(), np.uint8) for v in (a, b, np.full((64, columns), np.nan, np.float32))])
     maps = tuple(TensorMap(i, 0, (v.shape[1], 64, 1), (2 * v.shape[1], 128 * v.shape[1]), (span // 2, 64, 1), span, dtype) for i, v in enumerate((a, b)))
-    source = f'#define COLUMNS {columns}\n#define SPAN {span}\n#define WGMMA_TYPE "{"f16" if dtype == "float16" else "bf16"}"\n{ALONG_ROWS}'
+    source = f'#define COLUMNS {columns}\n#define SPAN {span}\n#define TYPE {16 if dtype == "float16" else 17}\n{ALONG_ROWS}'
     step = SimpleNamespace(kernel="along_rows", source=lambda: source, maps=maps, buffers=(2,), numbers=(), grid=1, block=128, shared=1024 + 128 * (64 + columns + 64))
     simt.run([[step]], memory)
     assert_exact(memory.buffers[2].view(np.float32).reshape(64, columns), a.T.astype(float) @ b.astype(float))
@@ -662,7 +660,7 @@ READS, WRITES = "which a pending product or store still reads", "which a thread 
 BROKEN = [  # (what is run, what the kernel's text has, what stands there instead, what is said of it)
     (DENSE_RUN, "ring.wait_empty(at);", "", "more than its 1 arrivals"),
     (DENSE_RUN, "ring.wait_full(at);", "", f"a load has not brought yet|{READS}"),
-    (DENSE_RUN, "ring.init(TURNED ? 1 + MN_BLOCKS : 1, 4 * CONSUMERS);", "ring.init(1, 1);", f"{READS}|more than its 1 arrivals"),
+    (DENSE_RUN, "ring.init(producers, 4 * consumers);", "ring.init(1, 1);", f"{READS}|more than its 1 arrivals"),
     (DENSE_RUN, "if (behind == 0 || follows) give_back(at, behind);", "", "deadlock:\n  block 0, threads 0 to 127: wait for mbarrier 0 at 1024, parity 1; it has had 1 phases, and lacks 1 arrivals"),
     (DENSE_RUN, "wgmma_wait<behind>();", "wgmma_wait<behind + 1>();", READS),
     (DENSE_RUN, "  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|elements differ"),

@@ -69,18 +69,7 @@
 #define PHASES 1     // phases that a launch can be told of: 1 or 4
 #define INTERLEAVE_COLUMNS 0  // phases of even and odd columns are written together
 #endif
-#define WGMMA_MN_MAJOR_B "0"
 #define WITH_MAP_W (PRODUCTS == 1 && NHWC)  // 16-bit filters may be read as they lie
-#if W_MN_MAJOR
-#define WGMMA_MN_MAJOR_A "1"
-#else
-#define WGMMA_MN_MAJOR_A "0"
-#endif
-#if BF16
-#define WGMMA_TYPE "bf16"
-#else
-#define WGMMA_TYPE "f16"
-#endif
 #define MENDS (OUT == 32 && !BF16)  // blocks compute their flagged results once more at their end: where SCALED
 #define JOINS (OUT == 32 && !BF16 && !PINGPONG)  // blocks add the parts of split sums if they are told to
 #ifdef LAYER

@@ -1,8 +1,8 @@
 // gemm_product.cuh: the products of a stage on Hopper's tensor cores, and what finishes the sums of a thread's channels.
 //
-// Behind gemm_tiles.cuh. The file that includes this has chosen the operands' type and orders for wgmma.cuh.
+// Behind gemm_tiles.cuh. BF16 and W_MN_MAJOR choose the operands' type and order.
 #pragma once
-#include "hopper/ring.cuh"
+#include "hopper/skeleton.cuh"
 #include "core/truncation.cuh"
 
 DEVICE uint64_t w_descriptor(uint32_t place) { return W_MN_MAJOR ? wgmma_mn_major_descriptor(place) : wgmma_descriptor<SPAN>(place); }
@@ -14,7 +14,7 @@ DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh
 #pragma unroll
   for (int k = 0; k < 64; k += 16) {
     const int sub = k / LOAD_CHANNELS, inner = 2 * (k % LOAD_CHANNELS);
-    wgmma(d, a + (W_MN_MAJOR ? k * 128 : sub * A_SUB + inner) / 16, b + (sub * BLOCK_N * SPAN + inner) / 16, !(fresh && k == 0));
+    wgmma<BF16 ? 17 : 16, W_MN_MAJOR, 0>(d, a + (W_MN_MAJOR ? k * 128 : sub * A_SUB + inner) / 16, b + (sub * BLOCK_N * SPAN + inner) / 16, !(fresh && k == 0));
   }
 }
 
