@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 contexts.when_forgotten.append(forget_plans)
 
-#: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or lying in :attr:`Plan.filter_order`.
+#: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or in :attr:`Plan.filter_order`.
 PACK, WITH_PACKED, WHOLE, FILTER_LAST = range(4)
 
 
@@ -524,8 +524,8 @@ def _gains(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
 
     10 us for the launches that convert; an H200 moves 3 MB a microsecond, there and back.
     """
-    lying, turned = (engines.predictions(one, device) for one in (problem, replace(problem, layout="NCHW")))
-    return (found.us if found else lying[0][0]) <= turned[0][0] + 10 + _converted_bytes(problem) / 3e6 * 132 / device.multiprocessors
+    in_place, transposed = (engines.predictions(one, device) for one in (problem, replace(problem, layout="NCHW")))
+    return (found.us if found else in_place[0][0]) <= transposed[0][0] + 10 + _converted_bytes(problem) / 3e6 * 132 / device.multiprocessors
 
 
 def _converted_time(problem: ConvProblem, device: Device) -> float:

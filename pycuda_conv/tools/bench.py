@@ -152,7 +152,7 @@ class Operands:
     ) -> None:
         dtype = getattr(torch, problem.dtype)
 
-        def lying(shape: Sequence[int], make: Callable[[Sequence[int]], Any], order: Sequence[int] | None = problem.order) -> Any:
+        def laid_out(shape: Sequence[int], make: Callable[[Sequence[int]], Any], order: Sequence[int] | None = problem.order) -> Any:
             """The array of `make`, with its axes in that order in memory."""
             order = order or tuple(range(len(shape)))
             return make([shape[i] for i in order]).permute([order.index(i) for i in range(len(shape))])
@@ -165,9 +165,9 @@ class Operands:
             return torch.full(shape, math.nan, device=place, dtype=dtype)
 
         self.count, self._torch = count, torch
-        self.x = [lying(problem.input_shape, draw) for _ in range(count)]
-        self.w = [lying(problem.weight_shape, draw, filter_order) for _ in range(count)]
-        self.out, self.kept = ([lying(problem.result_shape, unwritten) for _ in range(count)] for _ in range(2))
+        self.x = [laid_out(problem.input_shape, draw) for _ in range(count)]
+        self.w = [laid_out(problem.weight_shape, draw, filter_order) for _ in range(count)]
+        self.out, self.kept = ([laid_out(problem.result_shape, unwritten) for _ in range(count)] for _ in range(2))
 
     def poison(self) -> None:
         """Fill every output with NaN."""

@@ -64,7 +64,7 @@ AxisOrder = tuple[int, ...] | None
 
 
 def _order(x: Tensor) -> AxisOrder:
-    """The order in which `x` counts as lying, as :mod:`pycuda_conv.arrays` says: C order or channels last."""
+    """The order of axes that `x` counts as having, as :mod:`pycuda_conv.arrays` says: C order or channels last."""
     ndim = x.dim() - 2
     return None if _layout(x, ndim) == "NCHW" else channels_last(ndim + 2, ndim)
 
