@@ -294,7 +294,7 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
     truth = Truth(torch, problem, sets.x[0], sets.w[0], seed)
     turned = on_gpu and problem.layout == "NHWC" and not reads_channels_last(problem, plan.device)
     if turned:  # as in the public functions: to NCHW and back, with a filter that is packed in the call, if at all
-        plan = cached_plan(dataclasses.replace(problem, layout="NCHW"), plan.device).settled()
+        plan = cached_plan(dataclasses.replace(problem, layout="NCHW"), plan.device).final_form()
     call = public(problem) if turned else plan
     bound = [partial(call, weight=w) if turned else plan.bind(w) for w in sets.w]
     function = rival(torch, problem, sets.x, sets.w)

@@ -557,7 +557,7 @@ def measure_training(
     with arithmetic(torch, case.mode):
         asked = convolutions(torch, copy.deepcopy(base).to("meta"), images.to("meta"), case.mode)  # compiled several at a time
         plans(asked, device)
-        plans([problem for problem in asked if problem.direction == "fprop" and not problem.has_bias], device, noted=True)
+        plans([problem for problem in asked if problem.direction == "fprop" and not problem.has_bias], device, with_moments=True)
         steps, failed = _begun(torch, chosen, step_of, device)
         apart = {name: abs(losses[name] / losses[EAGER] - 1) for name in steps if name in (LIGHT, INDUCTOR)}
         peaks = [_peak(torch, models[name], steps[name]) for name in (LIGHT, EAGER)]

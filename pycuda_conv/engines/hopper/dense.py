@@ -233,11 +233,11 @@ def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
 DensePhase = kernel_struct("hopper_dense", "DensePhase")
 
 
-def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
+def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
     scratch = Arena(WORKSPACE)
-    layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
+    layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
     parts = layout.parts if layout.moments else None
 
     def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
@@ -344,7 +344,7 @@ def _tiles(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing)
     return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(addressing.phase.size), config.BLOCK_M)
 
 
-def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, noted: bool) -> Any:
+def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, with_moments: bool) -> Any:
     """The kernel's arguments of a phase."""
     unpacked, _ = _addressed(problem)
     size, plane = addressing.phase.size, math.prod(addressing.phase.size)
@@ -357,7 +357,7 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddress
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
         rows=problem.result_channels, **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
-        wide=wide_stores(problem, config.BLOCK_N, addressing.phase), noted=int(noted), **finish(problem),
+        wide=wide_stores(problem, config.BLOCK_N, addressing.phase), noted=int(with_moments), **finish(problem),
     )  # fmt: skip
 
 

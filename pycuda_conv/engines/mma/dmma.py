@@ -232,7 +232,7 @@ def _lies_along_m(problem: ConvProblem) -> bool:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: Dmma, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Dmma, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     form, split = _Form.of(problem), config.SPLIT
     workspace, target = (8 * math.prod(problem.result_shape) * split, WORKSPACE) if split > 1 else (0, RESULT)

@@ -210,7 +210,7 @@ def _phase(
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_moments: bool = False) -> Schedule:
     """The launch of `config`, which can run `problem`; it notes no moments."""
     tile = _tile(problem, config)
     assert tile is not None

@@ -126,7 +126,7 @@ def _w_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
     return 64 * limbs(problem) * row_blocks(problem, packed) * packed.load // 8
 
 
-def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     multiprocessors = device.multiprocessors
 

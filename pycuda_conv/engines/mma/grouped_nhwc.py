@@ -216,7 +216,7 @@ def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
 GroupedPhase = kernel_struct("grouped_nhwc", "GroupedPhase")
 
 
-def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     group, row, channel = filter_strides(problem)
     steps = _products(problem, config, device, (group, row, channel, 1))
