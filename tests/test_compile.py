@@ -1355,7 +1355,8 @@ def test_inductor_puts_nothing_in_front_of_our_operators(where, tmp_path, monkey
     body = code[code.index("def call") :]
     assert body.count("torch.ops.pycuda_conv.fold_norms.default(") == body.count("torch.ops.pycuda_conv.scaled.default(") == 1
     assert body.count("torch.ops.pycuda_conv.evaluate.default(") == 2
-    assert not [line for line in body.splitlines() if "aten.copy" in line or ".clone(" in line or "aten.clone" in line]
+    calls = [line for line in body.splitlines() if not line.lstrip().startswith("#")]  # comments name the steps that a kernel is made of
+    assert not [line for line in calls if "aten.copy" in line or ".clone(" in line or "aten.clone" in line]
 
 
 @pytest.mark.gpu

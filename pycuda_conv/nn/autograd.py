@@ -571,8 +571,8 @@ def _fake(operator: Operator, settings: Settings, first: Any, second: Any, bias:
 def lies_in(x: Any, order: Sequence[int]) -> bool:
     """Whether a tensor, whose sizes may be symbols, is known to lie without gaps with its axes in this order.
 
-    Its strides are compared, since torch's own answer, ``is_contiguous``, is sometimes no for symbols although the strides say yes. So it is
-    for sums in torch 2.11.
+    Its strides are compared. Torch's own answer, ``is_contiguous``, is sometimes no for symbols although the strides say yes, as for sums
+    in torch 2.11.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # torch's compiler, which takes a second to import
 
