@@ -33,7 +33,7 @@ ACTIVATION_INLINE double at_most_6(double v) { return v > 6 ? 6 : v; }
 ACTIVATION_INLINE float at_most_6(float v) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   float kept;
-  asm("min.NaN.f32 %0, %1, 0f40C00000;" : "=f"(kept) : "f"(v));
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(kept) : "f"(v), "f"(6.f));
   return kept;
 #else
   return v > 6 ? 6 : v;
