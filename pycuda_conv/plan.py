@@ -17,7 +17,7 @@ from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.explain import explain
 from pycuda_conv.memo import forget_launches, forget_plans, remember_plans
-from pycuda_conv.problem import ConvProblem, channels_last
+from pycuda_conv.problem import DTYPE_BYTES, ConvProblem, channels_last
 from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime import Device, contexts, get_device
 from pycuda_conv.runtime.compiler import CompileError
@@ -137,7 +137,8 @@ class Plan:
         self.result_shape = problem.result_shape
         self.result_bytes = math.prod(self.result_shape) * problem.itemsize
         #: bytes of input, weight, bias, scale and residual
-        self.operand_bytes = tuple(math.prod(shape or (0,)) * problem.itemsize for shape in problem.operand_shapes)
+        operands = zip(problem.operand_shapes, problem.operand_dtypes, strict=True)
+        self.operand_bytes = tuple(math.prod(shape or (0,)) * DTYPE_BYTES[dtype] for shape, dtype in operands)
         #: whether the kernels take arrays by address alone, without tensor maps
         self.by_address = not any(launch.maps for launch in background.launches(schedule))
         #: whether a residual must not be the result's own memory
