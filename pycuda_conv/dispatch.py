@@ -21,7 +21,7 @@ from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.memo import remember_plans
 from pycuda_conv.plan import Plan, as_called, cached_plan
 from pycuda_conv.problem import ConvProblem, channels_last, check_element_type
-from pycuda_conv.runtime import cuda_device, device_count, get_device, pycudas_device
+from pycuda_conv.runtime import cuda_device, device_count, get_device, pycuda_device
 
 #: Modules that take calls over: "torch" records them, "autocast" casts their tensors, "dask" divides them into chunks. They import
 #: this module, so :mod:`pycuda_conv.handlers` puts here how each is imported when a call needs it.
@@ -77,7 +77,7 @@ def convolve(
     if kind.imports:
         arrays = kind.imported(arrays, call.operand_names)
     if device is None and not kind.on_gpu(arrays.input):  # not only after the plan was looked up: PyCUDA's current context may change
-        device = pycudas_device()
+        device = pycuda_device()
     layout = _layout(call, kind, arrays)
     plan = plan_for_call(call, kind, kind.signatures(arrays, (*call.operand_names, *Operands._fields[2:])), device, layout, tune)
     plan = plan.better or plan

@@ -508,8 +508,8 @@ def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False
 
 def as_called(problem: ConvProblem, device: Device, tune: bool = False) -> ConvProblem:
     """The problem that a call plans for `problem` on a GPU's arrays: those that are channels last may be put in order first."""
-    turned = problem.layout == "NHWC" and not reads_channels_last(problem, device, tune)
-    return replace(problem, layout="NCHW") if turned else problem
+    converted = problem.layout == "NHWC" and not reads_channels_last(problem, device, tune)
+    return replace(problem, layout="NCHW") if converted else problem
 
 
 #: Taps from which on other kernels of arrays in NCHW, or their Fourier transforms, may be worth the conversion: fewer have unrolled loops.

@@ -359,8 +359,8 @@ def lying_as(grad: Any, order: tuple[int, ...] | None) -> Any:
         return grad
     if order is None:
         return grad.contiguous()
-    turned = grad.permute(order)
-    return grad if turned.is_contiguous() else turned.contiguous().permute([order.index(axis) for axis in range(len(order))])
+    permuted = grad.permute(order)
+    return grad if permuted.is_contiguous() else permuted.contiguous().permute([order.index(axis) for axis in range(len(order))])
 
 
 class _Transformed(_Function):
