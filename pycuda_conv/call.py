@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from pycuda_conv import borders
+from pycuda_conv.elements import dtype_name
 from pycuda_conv.errors import brief
 from pycuda_conv.problem import PRECISIONS, ConvProblem, checked_activation, checked_algorithm, checked_shape, integer
 
@@ -38,6 +40,10 @@ class Call(NamedTuple):
     size: Any = 0
     activation: Any = None
     algorithm: Any = None
+    padding_mode: Any = "zeros"
+    padding_value: Any = 0.0
+    #: the type of the result; by default that of the arithmetic
+    dtype: Any = None
 
     @property
     def name(self) -> str:
@@ -59,7 +65,7 @@ class Call(NamedTuple):
         TypeError
             An option is of a wrong type.
         """
-        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm = self
+        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, dtype = self
         if function in GRADIENT_OPERANDS and not isinstance(size, (list, tuple)):
             raise TypeError(f"{function}_size must be the shape of the convolution's {function}, got {brief(size)}")
         if not isinstance(precision, str):  # torch.compile follows this, and not always a comparison of classes
@@ -75,15 +81,18 @@ class Call(NamedTuple):
             groups = integer("groups", groups)
         if size.__class__ is not int:
             size = _key("output_padding" if function == "conv_transpose" else f"each size in {function}_size", size)
-        return Call(function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm)
+        mode, value = borders.hashable(mode), value if value.__class__ is float else borders.fill_value(value)
+        return Call(
+            function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, dtype_name(dtype)
+        )
 
     def problem(self, shapes: Sequence[Any], dtype: str, **more: Any) -> ConvProblem:
         """The problem for operands of these shapes, which it checks; a shape is None where the operand is missing."""
-        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm = self
+        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, _ = self
         first, second, bias, scale, residual = shapes
         options = {
             "stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "precision": precision, "dtype": dtype,
-            "algorithm": algorithm, **more,
+            "algorithm": algorithm, "padding_mode": mode, "padding_value": value, **more,
         }
         if function in GRADIENT_OPERANDS:
             size = checked_shape(f"{function}_size", size)

@@ -13,6 +13,7 @@ from pycuda_conv import behind, engines, execute, quick
 from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
 from pycuda_conv.engines.schedule import Schedule
+from pycuda_conv.elements import bytes_of
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.explain import explain
 from pycuda_conv.memo import forget_launches, forget_plans, remember_plans
@@ -128,9 +129,13 @@ class Plan:
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
-        self.result_bytes = math.prod(self.result_shape) * problem.itemsize
+        self.result_bytes = math.prod(self.result_shape) * problem.result_itemsize
+        #: the dtype of results; None where it is that of the input
+        self.new_dtype = (problem.result_dtype or problem.dtype) if problem.input_dtype or problem.result_dtype else None
         #: bytes of input, weight, bias, scale and residual
-        self.operand_bytes = tuple(math.prod(shape or (0,)) * problem.itemsize for shape in problem.operand_shapes)
+        self.operand_bytes = tuple(
+            math.prod(shape or (0,)) * bytes_of(dtype) for shape, dtype in zip(problem.operand_shapes, problem.operand_dtypes, strict=True)
+        )
         #: whether the kernels take arrays by address alone, without tensor maps
         self.by_address = not any(launch.maps for launch in behind.launches(schedule))
         #: whether a residual must not be the result's own memory
@@ -503,6 +508,8 @@ MANY_TAPS = 50
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
     if problem.C == problem.K == 1:  # see ConvProblem.launched
         return True
+    if problem.adapted:  # a border is copied in either layout
+        problem, found = problem.padded, None
     config = found.config if found else engines.find(problem, device)
     if config is None or not engines.reads_c_order(config):
         return config is not None and (math.prod(problem.filter_size) < MANY_TAPS or _gains(problem, device, found))

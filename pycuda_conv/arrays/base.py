@@ -83,14 +83,16 @@ class ArrayKind:
         """
         return False
 
-    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+    def for_launcher(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int, dtype: str | None = None
+    ) -> tuple[Any, ...]:
         """What the launcher in C needs to repeat a call: see ``ready`` in ``runtime/launch/ready.c``.
 
         Returns
         -------
         tuple
             The function of the current stream or None, the GPU's number, and functions with their arguments: what makes a result like
-            `like` with its axes in `order`, and what makes a workspace of `nbytes`, or None where that is 0.
+            `like` with its axes in `order`, or of another `dtype`, and what makes a workspace of `nbytes`, or None where that is 0.
         """
         raise NotImplementedError
 
@@ -115,8 +117,14 @@ class ArrayKind:
         """The array that :meth:`to_pickle` gave. The device must be current."""
         return pickled
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
-        """An array of the dtype of `like` from the kind's own allocator, its axes in the `order` of memory, outermost first."""
+    def empty(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None, dtype: str | None = None
+    ) -> Any:
+        """An array from the kind's own allocator, its axes in the `order` of memory, outermost first; by default of the dtype of `like`."""
+        raise NotImplementedError
+
+    def converted(self, array: Any, dtype: str) -> Any:
+        """A copy of `array` in another type."""
         raise NotImplementedError
 
     def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:

@@ -86,8 +86,9 @@ def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
     axis = 3 - problem.ndim
     whole_in, whole_out = slice(0, problem.operand_size[axis]), slice(0, problem.result_size[axis])
     image_bytes = max(
-        problem.operand_channels * math.prod(problem.operand_size), problem.result_channels * math.prod(problem.result_size), 1
-    ) * problem.itemsize
+        problem.operand_channels * math.prod(problem.operand_size) * problem.input_itemsize,
+        problem.result_channels * math.prod(problem.result_size) * problem.result_itemsize, 1,
+    )
     images = min(problem.N, max(1, chunk_bytes // image_bytes))
     if image_bytes <= 2 * chunk_bytes:
         cuts = staging.cuts(problem.N, -(-problem.N // images))
@@ -141,8 +142,9 @@ class _Chunk:
     def __init__(self, piece: Piece, plan: Plan) -> None:
         self.piece, self.plan = piece, plan
         problem = piece.problem
-        self.in_bytes = math.prod(problem.input_shape) * problem.itemsize
-        self.out_bytes = math.prod(problem.result_shape) * problem.itemsize
+        self.in_bytes = math.prod(problem.input_shape) * problem.input_itemsize
+        self.out_bytes = math.prod(problem.result_shape) * problem.result_itemsize
+        self.residual_bytes = math.prod(problem.result_shape) * problem.itemsize
         before_rows = (piece.images,) if problem.layout == "NHWC" else (piece.images, slice(None))
         self._in, self._out = (*before_rows, piece.rows_in), (*before_rows, piece.rows_out)
 
@@ -233,7 +235,7 @@ class _Lane:
         self._outputs = [device.allocate(out_bytes) for _ in range(self.depth)]
         #: blocks for inputs, and for residuals: one for each of the chunks on the device
         self.places = [device.allocate(in_bytes) for _ in range(self.depth)], [
-            device.allocate(out_bytes) if residual else 0 for _ in range(self.depth)
+            device.allocate(max(chunk.residual_bytes for chunk in chunks)) if residual else 0 for _ in range(self.depth)
         ]
         kept = filters.on(device)
         #: whether the filter has to be sent
@@ -333,7 +335,7 @@ class _Pipeline:
         self._lanes: list[_Lane] = []
         device, chunks = gpus[0]  # all GPUs have the same chunks, but for their plans
         # arrays to copy up: the filter, then the chunks; in parts where they have to be staged
-        total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.out_bytes if residual is not None else 0) for chunk in chunks)
+        total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.residual_bytes if residual is not None else 0) for chunk in chunks)
         self._part_bytes = staging.part_bytes(total, device.copier is not None)
         self._up: list[np.ndarray] = []
         #: the numbers of the filter's arrays that are copied up
@@ -589,12 +591,13 @@ def _convolve(
     problem, device = plan.problem, plan.device
     shape = plan.result_shape if plan.result_order is None else tuple(plan.result_shape[i] for i in plan.result_order)
     if device.backend != "cuda":
-        y = allocate(shape, np.dtype(problem.storage)) if out is None else out
+        y = allocate(shape, np.dtype(problem.result_storage)) if out is None else out
         if not plan.empty:
             if residual is not None and np.may_share_memory(residual, y):
                 residual = residual.copy()  # OpenCL's buffers must not overlap
             arrays = (x, *filters.arrays, residual)
-            ready = [None if a is None else np.ascontiguousarray(a, dtype=problem.storage) for a in arrays]
+            storages = problem.input_storage, *(problem.storage,) * 4
+            ready = [None if a is None else np.ascontiguousarray(a, dtype=one) for a, one in zip(arrays, storages, strict=True)]
             if stream is not None or not _by_library(plan, ready, y):
                 device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
         return y
@@ -606,7 +609,7 @@ def _convolve(
         if not devices and nbytes <= SMALL_BYTES and not plan.empty:
             in_place = nbytes <= IN_PLACE_BYTES and plan.by_address
             return _convolve_small(gpu, plan, x, filters, out, shape, stream, residual, allocate if in_place else None)
-        y = gpu.result_array(shape, np.dtype(problem.storage)) if out is None else out
+        y = gpu.result_array(shape, np.dtype(problem.result_storage)) if out is None else out
         if plan.empty:
             return y
     missing = () if problem.batched else (None, None) if problem.bare else (None,)
@@ -628,7 +631,7 @@ def _by_library(plan: Plan, arrays: Sequence[Any], y: np.ndarray) -> bool:
     """Whether a library has computed `y`: where nothing but a bias follows its transforms, and few sums may be off."""
     call, problem = plan.schedule.whole[0][0], plan.problem
     x, weight, bias, *others = arrays
-    if not isinstance(call, LibraryCall) or problem.itemsize < 4 or problem.activation or any(one is not None for one in others):
+    if not isinstance(call, LibraryCall) or problem.adapted or problem.itemsize < 4 or problem.activation or any(one is not None for one in others):
         return False
     return transforms.convolve(call.told[0], x, weight, bias, y)
 
@@ -656,7 +659,8 @@ def _convolve_small(
 
     With a `allocate`, which makes the result, there are no copies: the kernels read and write page-locked memory.
     """
-    dtype = np.dtype(plan.problem.storage)
+    problem = plan.problem
+    dtype, made_of = np.dtype(problem.storage), np.dtype(problem.result_storage)
     host, locked, device, own = gpu.small_buffers(2 * SMALL_BYTES)
     in_place = allocate is not None and locked != 0
     at = locked if in_place else device
@@ -669,7 +673,7 @@ def _convolve_small(
             places.append(0)
         else:
             places.append(at + used)
-            np.copyto(np.ndarray(array.shape, dtype, host, used), array)
+            np.copyto(np.ndarray(array.shape, np.dtype(problem.input_storage) if array is x else dtype, host, used), array)
             used += -(-array.nbytes // 256) * 256
     packed = 0
     if kept:
@@ -687,14 +691,14 @@ def _convolve_small(
     try:
         if in_place:
             plan.launch(buffers, own, packed)
-            y = (allocate or np.empty)(shape, dtype) if out is None else out  # while the kernels run
+            y = (allocate or np.empty)(shape, made_of) if out is None else out  # while the kernels run
         else:
-            y = gpu.result_array(shape, dtype) if out is None else out
+            y = gpu.result_array(shape, made_of) if out is None else out
             gpu.copy_in(device, host[:used], host[:used], own)
             plan.launch(buffers, own, packed)
             gpu.copy_out(y, y, device + used, own)
     finally:
         own.synchronize()
     if in_place:
-        np.copyto(y, np.ndarray(shape, dtype, host, used))
+        np.copyto(y, np.ndarray(shape, made_of, host, used))
     return y

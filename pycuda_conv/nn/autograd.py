@@ -27,10 +27,12 @@ import torch
 from torch.nn import functional as _F
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from pycuda_conv import dispatch, quick
+from pycuda_conv import borders, dispatch, quick
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
+from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, check_taken, result_type
+from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.nn import operators
 from pycuda_conv.problem import (
@@ -39,7 +41,6 @@ from pycuda_conv.problem import (
     SLOPE,
     ConvProblem,
     channels_last,
-    check_element_type,
     integers,
     padding_in_numbers,
     padding_pairs,
@@ -62,13 +63,24 @@ class Settings(NamedTuple):
     device: str | None
     tune: bool
     algorithm: str | None = None
+    padding_mode: Any = "zeros"
+    padding_value: float = 0.0
+
+    @property
+    def linear(self) -> Settings:
+        """Those of the part that is linear in the input: what a constant border adds is the same for all inputs."""
+        if self.padding_value == 0:
+            return self
+        pairs = borders.mode_pairs(self.padding_mode, self.ndim)
+        modes = tuple(tuple("zeros" if mode == "constant" else mode for mode in pair) for pair in pairs)
+        return self._replace(padding_mode=modes, padding_value=0.0)
 
 
 #: Of an operator's list of options.
 _ALGORITHMS = (None, *ALGORITHMS)
 _SCHEMA = (
     "(Tensor {}, Tensor {}, Tensor? bias, SymInt[] {}, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, "
-    "str precision, str? device, bool tune, str? algorithm=None) -> Tensor"
+    "str precision, str? device, bool tune, str? algorithm=None, str padding_mode='', float padding_value=0.) -> Tensor"
 )
 
 
@@ -81,12 +93,21 @@ def _in_numbers(settings: Settings, filter_size: Sequence[int]) -> Settings:
 
 
 def _flat(settings: Settings) -> tuple[Any, ...]:
-    """Settings in numbers, flattened for the schema: the padding is one list, before and after in turn."""
-    return settings.stride, [n for pair in settings.padding for n in pair], *settings[3:]
+    """Settings in numbers, flattened for the schema: the padding is a list, before and after in turn, and so are the words of its modes."""
+    *others, mode, value = settings[3:]
+    flat = settings.stride, [n for pair in settings.padding for n in pair], *others
+    if mode == "zeros" and value == 0:
+        return flat
+    return *flat, " ".join(word for pair in borders.mode_pairs(mode, settings.ndim) for word in pair), value
 
 
-def _from_flat(stride: Sequence[int], padding: Sequence[int], *rest: Any) -> Settings:
-    return Settings(len(stride), tuple(stride), tuple(zip(padding[::2], padding[1::2], strict=True)), *rest)
+def _from_flat(
+    stride: Sequence[int], padding: Sequence[int], dilation: Any, groups: int, precision: str, device: Any, tune: bool, algorithm: Any = None,
+    padding_mode: str = "", padding_value: float = 0.0,
+) -> Settings:
+    pairs, modes = (tuple(zip(of_sides[::2], of_sides[1::2], strict=True)) for of_sides in (padding, padding_mode.split()))
+    options = dilation, groups, precision, device, tune, algorithm, modes or "zeros", padding_value
+    return Settings(len(stride), tuple(stride), pairs, *options)
 
 
 class Operator:
@@ -108,9 +129,11 @@ class Operator:
 
     def asked(self, settings: Settings, size: Any) -> tuple[Any, ...]:
         """The options, as :func:`pycuda_conv.dispatch.convolve` takes them."""
-        ndim, stride, padding, dilation, groups, precision, *_ = settings
+        ndim, stride, padding, dilation, groups, precision, _, _, algorithm, mode, value = settings
         asked = self.function, ndim, stride, padding, dilation, groups, precision, size, None
-        return asked if settings.algorithm is None else (*asked, settings.algorithm)
+        if mode == "zeros" and not value:
+            return asked if algorithm is None else (*asked, algorithm, "zeros", 0.0, None)
+        return *asked, algorithm, mode, value, None
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         """The shape of the result. Sizes may be symbols; the settings are in numbers."""
@@ -197,10 +220,10 @@ class _ConvInput(_Gradient):
         return ConvProblem.gradient(self.function, ndim, size, second, first, **settings)
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
-        return call_operator(CONV, settings, grad, second, None, ())
+        return call_operator(CONV, settings.linear, grad, second, None, ())
 
     def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
-        return call_operator(CONV_WEIGHT, settings, grad, first, None, shape)
+        return call_operator(CONV_WEIGHT, settings.linear, grad, first, None, shape)
 
 
 class _ConvWeight(_Gradient):
@@ -229,11 +252,18 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
         x, w, bias, scale, residual = operands
         with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
         return convolve(call, with_channels, device, tune)[0]
-    settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune, call.algorithm)
+    settings = _settings(call, device, tune)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size
-    operands = Operands(*_cast(*operands))
+    operands = Operands(*_cast(*_of_one_type(call, operands)))
     input, weight, bias, scale, residual = operands
+    if call.dtype is not None and call.dtype not in INTEGER_BYTES:
+        result_type(arithmetic([TORCH.dtype_name(input.dtype)], call.dtype), call.dtype)
+        call = call._replace(dtype=None)
+    if call.dtype is not None:  # integers have no gradients
+        if _traced(*operands):
+            return _rounded(convolve(call._replace(dtype=None), operands, device, tune), call.dtype)
+        return dispatch.convolve(call, Operands(*(one if one is None else one.detach() for one in operands)), None, (device, None, None, tune), True)
     if scale is None and residual is None and call.activation is None:
         return call_operator(operator, settings, input, weight, bias, size)
     if not _differentiated(*operands) and not _traced(*operands):  # but cast
@@ -247,6 +277,40 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
         y = y if bias is None else y + bias.view(channels)
     y = y if residual is None else y + residual
     return activated(y, call.activation)
+
+
+def _settings(call: Call, device: str | None, tune: bool) -> Settings:
+    return Settings(
+        call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune, call.algorithm, call.padding_mode,
+        call.padding_value,
+    )
+
+
+def _of_one_type(call: Call, operands: Operands) -> Operands:
+    """The operands, all but the first in the type of the arithmetic if any holds integers."""
+    dtypes = [None if one is None else TORCH.dtype_name(one.dtype) for one in operands]
+    if not any(dtype in INTEGER_BYTES for dtype in dtypes):
+        return operands
+    for name, dtype in zip((*call.operand_names, *Operands._fields[2:]), dtypes, strict=True):
+        if dtype is not None:
+            check_taken(name, dtype, TORCH.conversion)
+    own, first = getattr(torch, arithmetic(dtypes, call.dtype)), operands[0]
+    converts = dtypes[0] in INTEGER_BYTES
+    return Operands(first, *(
+        one if one is None or not (converts or dtype in INTEGER_BYTES) else one.to(own) for one, dtype in zip(operands[1:], dtypes[1:], strict=True)
+    ))  # fmt: skip
+
+
+def _rounded(y: Any, dtype: str) -> Any:
+    """A result in the type that was asked for, by torch's own operations, which compilers see."""
+    wanted = getattr(torch, result_type(TORCH.dtype_name(y.dtype), dtype))
+    if y.dtype is wanted:
+        return y
+    least, most = (0, 1) if wanted is torch.bool else (torch.iinfo(wanted).min, torch.iinfo(wanted).max)
+    whole = y.detach().round()
+    beyond = whole >= float(most)
+    inside = torch.where(beyond | ~(whole >= float(least)), float(least), whole).to(torch.int64)  # NaN too
+    return torch.where(beyond, most, inside).to(wanted)
 
 
 def _hardswish(y: Any) -> Any:
@@ -379,16 +443,14 @@ class Again:
 
     def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int], order: tuple[int, ...] | None) -> None:
         self.operator = _BY_FUNCTION[call.function]
-        self.settings = settings = Settings(
-            call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False, call.algorithm
-        )
+        self.settings = settings = _settings(call, None, False)
         self.size = call.size
         self.shapes = first_shape, second_shape
         #: in which the result lies
         self.order = order
         self.transposed = self.operator is CONV_TRANSPOSE
         #: the key's options of both gradients together
-        self.both = call.function, *settings[:6], settings.algorithm, call.size
+        self.both = call.function, *settings[:6], *settings[8:], call.size
         #: the keys' options of the gradients; None where they take more than one convolution
         self.by_first: tuple[Any, ...] | None = CONV_INPUT.asked(settings, first_shape)
         self.by_second: tuple[Any, ...] | None = CONV_WEIGHT.asked(settings, second_shape)
@@ -543,7 +605,8 @@ def _tangent(ctx: Any, first: Any, second: Any, bias: Any) -> Any:
     """The derivative of the result in the direction of these operands, each of which may be None: the operator is linear in each."""
     operator, settings, *_ = ctx.call
     of_first, of_second = ctx.saved_tensors
-    terms = [] if first is None else [call_operator(operator, settings, first, of_second, None, ctx.size)]
+    of_first_alone = settings if operator is CONV_INPUT else settings.linear
+    terms = [] if first is None else [call_operator(operator, of_first_alone, first, of_second, None, ctx.size)]
     if second is not None:
         terms.append(call_operator(operator, settings, of_first, second, None, ctx.size))
     if bias is not None:
@@ -565,16 +628,17 @@ def _derivatives(ctx: Any, grad: Any) -> tuple[Any, Any, Any]:
 def _fake(operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
     """A tensor without numbers that has the result's shape and strides."""
     _check(operator, settings, first, second, bias, None, None, size, None)
-    return _empty_like(first, operator.shape(settings, first.shape, second.shape, size), settings.ndim)
+    like = second if TORCH.dtype_name(first.dtype) in INTEGER_BYTES else first
+    return _empty_like(first, operator.shape(settings, first.shape, second.shape, size), settings.ndim, like.dtype)
 
 
-def _empty_like(first: Any, shape: Sequence[int], ndim: int) -> Any:
+def _empty_like(first: Any, shape: Sequence[int], ndim: int, dtype: Any) -> Any:
     """A tensor of `shape`, whose sizes may be symbols, in the layout that `first` counts as."""
     if _layout(first, ndim) == "NCHW":
-        return first.new_empty(shape)
+        return first.new_empty(shape, dtype=dtype)
     order = channels_last(len(shape), ndim)
     assert order is not None
-    return first.new_empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
+    return first.new_empty([shape[axis] for axis in order], dtype=dtype).permute([order.index(axis) for axis in range(len(order))])
 
 
 def _check(
@@ -583,10 +647,13 @@ def _check(
     """Refuse operands that don't fit together, as far as their sizes are known."""
     more = {"bias": bias, "scale": scale, "residual": residual}
     given = {name: tensor for name, tensor in more.items() if tensor is not None}
-    for name, tensor in {operator.words[0]: first, operator.words[1]: second, **given}.items():
+    own = TORCH.dtype_name(first.dtype)
+    check_taken(operator.words[0], own, TORCH.conversion)
+    for name, tensor in {operator.words[1]: second, **given}.items():
         check_element_type(name, TORCH.dtype_name(tensor.dtype), TORCH.conversion)
+    read, computed = (own, second.dtype) if own in INTEGER_BYTES else ("", first.dtype)
     for name, other in {operator.words[1]: second, **given}.items():
-        if other.device != first.device or other.dtype != first.dtype:
+        if other.device != first.device or other.dtype != computed:
             raise ConvArgumentError(
                 f"{operator.words[0]} and {name} should be the same in device and dtype, but are on {first.device} in {first.dtype} and "
                 f"on {other.device} in {other.dtype}"
@@ -595,8 +662,9 @@ def _check(
         shapes = {f"{name}_shape": tensor.shape for name, tensor in given.items() if name != "bias"}
         operator.problem(
             settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
-            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(first.dtype),
-            precision=settings.precision, algorithm=settings.algorithm, **shapes,
+            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(computed), input_dtype=read,
+            precision=settings.precision, algorithm=settings.algorithm, padding_mode=settings.padding_mode,
+            padding_value=settings.padding_value, **shapes,
             **({} if activation is None else {"activation": activation}),
         )
 
@@ -634,25 +702,29 @@ def _spec(operator: Operator, settings: Settings) -> list[int]:
     """An operator and its settings in numbers as one list of ints.
 
     They are: number of the operator, of the precision and of the algorithm, device (-2: the tensors', -1: OpenCL, else the number of a
-    GPU), tune, groups; then for each axis stride, padding before, padding after, dilation.
+    GPU), tune, groups, the bits of the value that fills; then for each axis stride, padding before, padding after, dilation, and the numbers
+    of the modes before and after.
     """
     device = settings.device
     place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])
     how = PRECISIONS.index(settings.precision), _ALGORITHMS.index(settings.algorithm)
-    spec = [OPERATORS.index(operator), *how, place, int(settings.tune), settings.groups]
-    for step, pair, spread in zip(settings.stride, settings.padding, settings.dilation, strict=True):
-        spec += step, *pair, spread
+    spec = [OPERATORS.index(operator), *how, place, int(settings.tune), settings.groups, bits(settings.padding_value, 8)]
+    modes = borders.mode_pairs(settings.padding_mode, settings.ndim)
+    for step, pair, spread, words in zip(settings.stride, settings.padding, settings.dilation, modes, strict=True):
+        spec += step, *pair, spread, *map(borders.MODES.index, words)
     return spec
 
 
 @lru_cache(maxsize=4096)
 def _from_spec(spec: tuple[int, ...]) -> tuple[Operator, Settings]:
     """The operator and its settings from the list of :func:`_spec`."""
-    number, precision, algorithm, place, tune, groups, *axes = spec
-    stride, before, after, dilation = (tuple(axes[i::4]) for i in range(4))
+    number, precision, algorithm, place, tune, groups, value, *axes = spec
+    stride, before, after, dilation, *modes = (tuple(axes[i::6]) for i in range(6))
     device = None if place == -2 else "opencl" if place == -1 else f"cuda:{place}"
     padding = tuple(zip(before, after, strict=True))
-    how = PRECISIONS[precision], device, bool(tune), _ALGORITHMS[algorithm]
+    words = tuple((borders.MODES[first], borders.MODES[last]) for first, last in zip(*modes, strict=True))
+    mode = "zeros" if {word for pair in words for word in pair} == {"zeros"} else words
+    how = PRECISIONS[precision], device, bool(tune), _ALGORITHMS[algorithm], mode, from_bits(value, 8)
     return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, *how)
 
 
