@@ -4,6 +4,9 @@ Chunks of images and of space stay what they are. A spatial chunk is computed fr
 neighbours (:func:`_with_neighbours`), so nothing is computed twice. Each result pixel belongs to the chunk in which the middle of
 its window lies, shifted by the padding: with ``padding="same"`` and stride 1 the result's chunks are the input's.
 
+A border that mirrors or wraps the image is joined to it first: its rows come from other chunks (:func:`_widened`). The gradient by the input
+is that of the wider array, whose border is then added to the rows that it shows (:func:`_folded`).
+
 Workers get the filter once: it is a key of the graph on which all chunks depend. A chunk also needs three numbers for each spatial axis
 (:class:`_Where`), from which :func:`pycuda_conv.execute.pipeline.band` makes the chunk's own problem.
 """
@@ -28,9 +31,11 @@ from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph
 from dask.layers import ArrayBlockwiseDep
 
-from pycuda_conv import dispatch
+from pycuda_conv import borders, dispatch
 from pycuda_conv.arrays import LAZY, ArrayKind, CupyKind, NumpyKind, check_same_type, kind_of
+from pycuda_conv.arrays.host import numpy_dtype
 from pycuda_conv.call import Call, Operands
+from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_taken
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
 from pycuda_conv.execute import pipeline, staging
 from pycuda_conv.problem import ConvProblem
@@ -62,12 +67,15 @@ class _Axis:
         return tuple(last - first for first, last in pairwise(self.cuts))
 
 
-def _axis(problem: ConvProblem, axis: int, chunks: Sequence[int]) -> _Axis:
-    """`chunks` of the input along `axis`; neighbours are merged where one has fewer rows than the other needs, or gives none."""
+def _axis(problem: ConvProblem, axis: int, chunks: Sequence[int], joined: int = 0) -> _Axis:
+    """`chunks` of the input along `axis`; neighbours are merged where one has fewer rows than the other needs, or gives none.
+
+    `joined` rows of a border lie before the image, as a part of it.
+    """
     size, total = problem.operand_size[axis], problem.result_size[axis]
     stride, before = problem.stride[axis], problem.padding_before[axis]
     reach = problem.dilation[axis] * (problem.filter_size[axis] - 1)
-    centre = min(before, reach)  # rows before the middle of a window
+    centre = min(before + joined, reach)  # rows before the middle of a window
     if problem.direction == "dgrad":
         depth = (reach - centre) // stride, -(-centre // stride)
     else:
@@ -250,8 +258,6 @@ class _Chunks:
     place: ChunkPlace
     #: the names of those of bias, scale and residual that are given
     names: tuple[str, ...] = ()
-    #: whether the padding repeats the border instead of zeros
-    repeated: bool = False
 
     def _part(self, x: Any, where: Sequence[tuple[int, int, int]]) -> tuple[ConvProblem, Any]:
         """The problem of one chunk, without its channels, and the part of `x` that it reads."""
@@ -263,8 +269,7 @@ class _Chunks:
         x = x[here]
         if self.lead > 1:
             x = x.reshape(-1, *x.shape[self.lead :])
-        problem = replace(problem, N=x.shape[0] if self.lead else 1, batched=self.lead > 0)
-        return (problem, x) if not self.repeated else _with_border(problem, x)
+        return replace(problem, N=x.shape[0] if self.lead else 1, batched=self.lead > 0), x
 
     def __call__(self, x: Any, weight: Any, where: Any, *rest: Any) -> Any:
         x, weight = _only(x), _only(weight)
@@ -283,15 +288,6 @@ class _Chunks:
             residual = residual.reshape(problem.result_shape)
         y = _run(problem, (x, weight, given.get("bias"), given.get("scale"), residual), self.place)
         return y.reshape(*images, *y.shape[1:]) if self.lead > 1 else y
-
-
-def _with_border(problem: ConvProblem, x: Any) -> tuple[ConvProblem, Any]:
-    """`problem` and `x` with the border of `x` repeated outwards instead of the padding."""
-    ndim = problem.ndim
-    around = list(zip(problem.padding_before, problem.padding_after, strict=True))[3 - ndim :]
-    x = np.pad(x, ((0, 0),) * (x.ndim - ndim) + tuple(around), mode="edge")
-    d, h, w = (1,) * (3 - ndim) + x.shape[-ndim:]
-    return replace(problem, input_size=(d, h, w), padding_before=(0, 0, 0), padding_after=(0, 0, 0)), x
 
 
 @dataclass(frozen=True)
@@ -344,8 +340,9 @@ def convolve(call: Call, operands: Operands, out: Any, stream: Any, place: Chunk
     names = *call.operand_names, *Operands._fields[2:]
     x = _checked(names[0], operands.input, call.ndim)
     operands = operands._replace(input=x)
-    dtype = _same_dtype(names, *operands)
-    problem = call.problem([_shape(a) for a in operands], dtype, in_chunks=True)
+    operands = _of_one_type(call, names, operands)
+    _check_dtypes(names, *operands)
+    problem = dispatch.problem_of(call, LAZY, [_signature(a) for a in operands], in_chunks=True)
     lead = x.ndim - call.ndim - 1
     if call.function == "weight":
         return _weight_graph(problem, x, _checked(names[1], _as_dask(operands.weight), call.ndim), place, lead)
@@ -368,18 +365,20 @@ def sum_channels(ndim: int, grad_output: Any, stream: Any, place: ChunkPlace) ->
     return _sum(parts, x.ndim - 1, x.dtype)
 
 
-def graph(
-    problem: ConvProblem, x: Any, weight: Any, others: dict[str, Any], place: ChunkPlace, lead: int, repeated: bool = False
-) -> Any:
-    """The dask array of `problem`, whose images lie along the first `lead` axes of `x`.
-
-    `others` are bias, scale and residual, or None. With `repeated`, the padding repeats the border of `x` instead of zeros.
-    """
+def graph(problem: ConvProblem, x: Any, weight: Any, others: dict[str, Any], place: ChunkPlace, lead: int) -> Any:
+    """The dask array of `problem`, whose images lie along the first `lead` axes of `x`. `others` are bias, scale and residual, or None."""
+    if problem.direction == "dgrad" and problem.border is not None:
+        folded = replace(problem.padded, input_dtype=problem.input_dtype)
+        wide = graph(folded, x, weight, others | {"residual": None}, place, lead)
+        made, residual = _folded(problem, wide, lead + 1), others.get("residual")
+        made = made if residual is None else made + residual
+        return made.astype(wide.dtype) if not problem.result_dtype else made.map_blocks(_integers, problem.result_dtype, dtype=problem.result_dtype)
+    problem, x, joined = _widened(problem, x, lead)
     ndim, transposed = problem.ndim, problem.direction == "dgrad"
     grouped = problem.groups > 1
     first = problem.operand_channels // problem.groups
     _check_channel_chunks(x, lead, first, grouped)
-    axes = [_axis(problem, 3 - ndim + i, chunks) for i, chunks in enumerate(x.chunks[lead + 1 :])]
+    axes = [_axis(problem, 3 - ndim + i, chunks, joined[i]) for i, chunks in enumerate(x.chunks[lead + 1 :])]
     images, space = tuple(f"n{i}" for i in range(lead)), tuple(f"s{i}" for i in range(ndim))
     channels_in, channels_out = ("g", "g") if grouped else ("c", "k")
     # the filter in chunks: whole groups to match the chunks of the input's channels, or the given chunks of the result's channels
@@ -410,21 +409,22 @@ def graph(
         chunks, index = (result_chunks, result_index) if name == "residual" else ((result_channels,), (channels_out,))
         arguments += [_as_dask(array).rechunk(chunks), index]
     return da.blockwise(
-        _Chunks(problem, lead, place, tuple(others), repeated), result_index,
+        _Chunks(problem, lead, place, tuple(others)), result_index,
         _with_neighbours(x, axes, lead, place), (*images, channels_in, *space), *filters, _Where(axes), space, *arguments,
         adjust_chunks={channels_out: result_channels, **{s: axis.result_chunks for s, axis in zip(space, axes, strict=True)}},
-        align_arrays=False, token=f"conv{'_transpose' * transposed}{ndim}d", dtype=x.dtype, meta=_meta(x, x.ndim),
+        align_arrays=False, token=f"conv{'_transpose' * transposed}{ndim}d", **_of_type(problem, x, x.ndim),
     )
 
 
 def _weight_graph(problem: ConvProblem, x: Any, grad_output: Any, place: ChunkPlace, lead: int) -> Any:
     """The gradient of a filter: a sum over all chunks of images and of space."""
     ndim, grouped = problem.ndim, problem.groups > 1
-    forward = replace(problem, direction="fprop")
+    written = problem.result_dtype
+    forward, x, joined = _widened(replace(problem, direction="fprop", result_dtype=""), x, lead)
     per_group = problem.C // problem.groups
     if grouped:
         _check_channel_chunks(x, lead, per_group, grouped)
-    axes = [_axis(forward, 3 - ndim + i, chunks) for i, chunks in enumerate(x.chunks[lead + 1 :])]
+    axes = [_axis(forward, 3 - ndim + i, chunks, joined[i]) for i, chunks in enumerate(x.chunks[lead + 1 :])]
     _check_chunk_size(forward, axes)
     images, space = tuple(f"n{i}" for i in range(lead)), tuple(f"s{i}" for i in range(ndim))
     taps = tuple(f"t{i}" for i in range(ndim))
@@ -439,9 +439,10 @@ def _weight_graph(problem: ConvProblem, x: Any, grad_output: Any, place: ChunkPl
         _with_neighbours(x, axes, lead, place), (*images, "g" if grouped else c, *space), grad_output, (*images, k, *space),
         _Where(axes), space,
         new_axes={**new_axes, "u": per_group} if grouped else new_axes, adjust_chunks={**dict.fromkeys((*images, *space), 1), k: k_chunks},
-        align_arrays=False, token=f"conv{ndim}d_weight", dtype=x.dtype, meta=_meta(x, lead + 2 * ndim + 2),
+        align_arrays=False, token=f"conv{ndim}d_weight", **_of_type(forward, x, lead + 2 * ndim + 2),
     )
-    return _sum(parts, lead + ndim, x.dtype)
+    made = _sum(parts, lead + ndim, parts.dtype)
+    return made.map_blocks(_integers, written, dtype=written) if written else made
 
 
 def _sum(parts: Any, axes: int, dtype: Any) -> Any:
@@ -493,9 +494,110 @@ def _with_neighbours(x: Any, axes: Sequence[_Axis], lead: int, where: ChunkPlace
     return da.Array(HighLevelGraph.from_collections(name, graph, dependencies=[x]), name, tuple(chunks), dtype=x.dtype, meta=x._meta)
 
 
-def _meta(x: Any, axes: int) -> Any:
+def _meta(x: Any, axes: int, dtype: Any = None) -> Any:
     """An empty array of the kind of the chunks of `x`."""
-    return np.empty_like(x._meta, shape=(0,) * axes)
+    return np.empty_like(x._meta, shape=(0,) * axes, dtype=dtype)
+
+
+def _of_type(problem: ConvProblem, x: Any, axes: int) -> dict[str, Any]:
+    """The dtype of the problem's result, and an empty array of that type and of the kind of the chunks of `x`."""
+    dtype = x.dtype if not problem.adapted else numpy_dtype(problem.result_dtype or problem.dtype)
+    return {"dtype": dtype, "meta": _meta(x, axes, dtype)}
+
+
+def _integers(y: Any, dtype: str) -> Any:
+    """A chunk rounded to the nearest integers, ties to even, and clipped."""
+    limits = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    whole = np.rint(y)
+    beyond = whole >= float(limits[1])
+    inside = np.where(beyond | ~(whole >= limits[0]), limits[0], whole).astype(dtype)  # NaN too
+    inside[beyond] = limits[1]
+    return inside
+
+
+# ---- borders of rows that lie elsewhere
+
+
+def _widened(problem: ConvProblem, x: Any, lead: int) -> tuple[ConvProblem, Any, tuple[int, ...]]:
+    """The problem on `x` joined with borders whose rows lie in other chunks, `x` with these, and the rows that were joined before each axis."""
+    ndim = problem.ndim
+    joined = [0] * ndim
+    if problem.border is None or problem.direction == "dgrad":
+        return problem, x, tuple(joined)
+    for i in range(ndim):
+        number, axis = 3 - ndim + i, lead + 1 + i
+        words, n = problem.border[number], problem.input_size[number]
+        sides = [
+            padding if mode in ("reflect", "symmetric", "circular") else 0
+            for mode, padding in zip(words, (problem.padding_before[number], problem.padding_after[number]), strict=True)
+        ]
+        if not any(sides):
+            continue
+        rows = borders.rows(words, n, -sides[0], n + sides[1])
+        first, last = (_rows_of(x, axis, some) for some in (rows[: sides[0]], rows[sides[0] + n :]))
+        chunks = x.chunks[axis]
+        merged = (chunks[0] + sides[0], *chunks[1:]) if len(chunks) > 1 else (sum(chunks) + sides[0],)
+        merged = (*merged[:-1], merged[-1] + sides[1])
+        x = da.concatenate([part for part in (first, x, last) if part is not None], axis).rechunk({axis: merged})
+        joined[i] = sides[0]
+
+        def at(values: tuple[int, int, int], less: int, number: int = number) -> tuple[int, int, int]:
+            d, h, w = (value - less if j == number else value for j, value in enumerate(values))
+            return d, h, w
+
+        problem = replace(
+            problem, input_size=at(problem.input_size, -sum(sides)), padding_before=at(problem.padding_before, sides[0]),
+            padding_after=at(problem.padding_after, sides[1]),
+        )
+    return problem.with_settled_border(), x, tuple(joined)
+
+
+def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of `rows` that go one up, go one down or stay: the first, how many, and the step."""
+    start = 0
+    while start < len(rows):
+        end = start + 1
+        step = rows[end] - rows[start] if end < len(rows) and abs(rows[end] - rows[start]) < 2 else 1
+        while end < len(rows) and rows[end] - rows[end - 1] == step:
+            end += 1
+        yield start, end - start, step
+        start = end
+
+
+def _rows_of(x: Any, axis: int, rows: Sequence[int]) -> Any:
+    """These rows of `x`, or None if there are none."""
+    parts = []
+    for start, count, step in _runs(rows):
+        low, high = sorted((rows[start], rows[start] + (count - 1) * step))
+        part = x[(slice(None),) * axis + (slice(low, high + 1),)]
+        if step < 0:
+            part = da.flip(part, axis)
+        parts.append(da.repeat(part, count, axis) if step == 0 else part)
+    return da.concatenate(parts, axis) if parts else None
+
+
+def _folded(problem: ConvProblem, wide: Any, first_axis: int) -> Any:
+    """The gradient of a wider array with its border added to the rows that it shows, a run of rows after the other."""
+    before, after = problem.border_sizes
+    border = problem.border or borders.NONE
+    for i in range(problem.ndim):
+        number, axis = 3 - problem.ndim + i, first_axis + i
+        n, b, a = problem.input_size[number], before[number], after[number]
+
+        def part(array: Any, start: int, end: int, axis: int = axis) -> Any:
+            return array[(slice(None),) * axis + (slice(start, end),)]
+
+        made = part(wide, b, b + n)
+        for start, rows in ((0, borders.rows(border[number], n, -b, 0)), (b + n, borders.rows(border[number], n, n, n + a))):
+            for at, count, step in _runs(rows):
+                low, high = sorted((rows[at], rows[at] + (count - 1) * step))
+                more = part(wide, start + at, start + at + count)
+                more = da.flip(more, axis) if step < 0 else more.sum(axis, keepdims=True, dtype=wide.dtype) if step == 0 else more
+                middle = part(made, low, high + 1) + more
+                pieces = part(made, 0, low), middle, part(made, high + 1, n)
+                made = da.concatenate([piece for piece in pieces if piece.shape[axis]], axis)
+        wide = made
+    return wide
 
 
 # ---- what is refused when the graph is built
@@ -505,8 +607,24 @@ def _rank(array: Any) -> int:
     return len(getattr(array, "shape", ()))
 
 
-def _shape(array: Any) -> Any:
-    return None if array is None else tuple(array.shape)
+def _signature(array: Any) -> Any:
+    return None if array is None else (tuple(array.shape), array.dtype, None)
+
+
+def _of_one_type(call: Call, names: Sequence[str], operands: Operands) -> Operands:
+    """The operands, all but the first in the type of the arithmetic if any holds integers."""
+    dtypes = [None if one is None else LAZY.dtype_name(np.dtype(one.dtype)) for one in operands]
+    if INTEGER_BYTES.keys().isdisjoint(dtypes):
+        return operands
+    for name, dtype in zip(names, dtypes, strict=True):
+        if dtype is not None:
+            check_taken(name, dtype)
+    own, converts = arithmetic(dtypes, call.dtype), dtypes[0] in INTEGER_BYTES
+    first, *others = operands
+    return Operands(first, *(
+        one if one is None or not (converts or dtype in INTEGER_BYTES) else one.astype(numpy_dtype(own))
+        for one, dtype in zip(others, dtypes[1:], strict=True)
+    ))  # fmt: skip
 
 
 def _as_dask(array: Any) -> Any:
@@ -555,8 +673,8 @@ def _checked(name: str, array: Any, ndim: int) -> Any:
     return _as_dask(array)
 
 
-def _same_dtype(names: Sequence[str], x: Any, *others: Any) -> str:
-    """The name of the dtype that all arrays have."""
+def _check_dtypes(names: Sequence[str], x: Any, *others: Any) -> None:
+    """Refuse arrays whose kinds or types don't go together."""
     own = kind_of(names[0], x._meta)
     for name, array in zip(names[1:], others, strict=False):
         if array is not None:
@@ -565,12 +683,7 @@ def _same_dtype(names: Sequence[str], x: Any, *others: Any) -> str:
                 raise TypeError(f"{names[0]} has chunks of {own.name} but {name} is of {kind.name}; pass arrays of one kind")
     if not isinstance(own, NumpyKind | CupyKind):
         raise TypeError(f"{names[0]} must have chunks of numpy.ndarray or cupy.ndarray, but they are of {own.name}")
-
-    def signature(array: Any) -> Any:
-        return None if array is None else (tuple(array.shape), array.dtype, None)
-
-    check_same_type(LAZY, signature(x), *map(signature, others), names=names)
-    return LAZY.dtype_name(x.dtype)
+    check_same_type(LAZY, _signature(x), *map(_signature, others), names=names)
 
 
 def _check_channel_chunks(x: Any, lead: int, per_group: int, grouped: bool) -> None:

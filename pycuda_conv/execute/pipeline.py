@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pycuda_conv import engines
+from pycuda_conv import borders, engines
 from pycuda_conv.execute import staging
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime import contexts, transforms
@@ -68,11 +68,14 @@ AGAIN = frozenset(16 * 4**i for i in range(16))
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a problem: some images and, along the first spatial axis, rows to read and rows to write."""
+    """A part of a problem: some images and, along the first spatial axis, rows to read and rows to write.
+
+    The rows to read are a list where they are not neighbours: at a border that shows rows from elsewhere.
+    """
 
     problem: ConvProblem
     images: slice
-    rows_in: slice
+    rows_in: slice | list[int]
     rows_out: slice
 
 
@@ -94,6 +97,9 @@ def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
         cuts = staging.cuts(problem.N, -(-problem.N // images))
         return [Piece(replace(problem, N=end - first), slice(first, end), whole_in, whole_out) for first, end in cuts]
     rows = problem.result_size[axis]
+    if problem.direction == "dgrad" and problem.border is not None and set(problem.border[axis]) != {"zeros"}:
+        cuts = staging.cuts(problem.N, problem.N)  # what is folded comes from rows elsewhere
+        return [Piece(replace(problem, N=1), slice(first, end), whole_in, whole_out) for first, end in cuts]
     bands = [_rows(problem, axis, *cut) for cut in staging.cuts(rows, min(rows, -(-image_bytes // chunk_bytes)))]
     return [replace(band, images=slice(n, n + 1)) for n in range(problem.N) for band in bands]
 
@@ -101,7 +107,42 @@ def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
 def _rows(problem: ConvProblem, axis: int, first: int, last: int) -> Piece:
     """The piece of one image that gives rows `first` to `last` of the result along `axis`."""
     part, low, high = band(replace(problem, N=1), axis, first, last)
+    found = with_rows_from_elsewhere(part, problem, axis, low, high)
+    if found is not None:
+        return Piece(found[0], slice(0, 1), found[1], slice(first, last))
     return Piece(part, slice(0, 1), slice(low, high), slice(first, last))
+
+
+def with_rows_from_elsewhere(
+    part: ConvProblem, problem: ConvProblem, axis: int, low: int, high: int
+) -> tuple[ConvProblem, list[int]] | None:
+    """The part of a problem that reads rows `low` to `high`, without a border along `axis`, and the rows that it reads then.
+
+    None where the part can make its border from its own rows: mirrors of so few rows, repeated ones, and those that are filled.
+    """
+    if problem.border is None:
+        return None
+    n, before, after = problem.input_size[axis], part.padding_before[axis], part.padding_after[axis]
+    words, own = problem.border[axis], high - low
+    if all(
+        padding == 0 or mode in (*borders.FILLED, "replicate") or (mode == "symmetric" and padding <= own)
+        or (mode == "reflect" and padding < own) or own == n
+        for mode, padding in zip(words, (before, after), strict=True)
+    ):  # fmt: skip
+        return None
+    rows = borders.rows(words, n, low - before, high + after)
+    first, last = (0 if mode not in borders.FILLED else padding for mode, padding in zip(words, (before, after), strict=True))
+    rows = rows[first : len(rows) - last]  # those that are filled stay padding
+
+    def at(values: Size3, value: int) -> Size3:
+        d, h, w = (value if i == axis else v for i, v in enumerate(values))
+        return d, h, w
+
+    found = replace(
+        part, input_size=at(part.input_size, len(rows)), padding_before=at(part.padding_before, first),
+        padding_after=at(part.padding_after, last),
+    )
+    return found.with_settled_border(), rows
 
 
 def band(problem: ConvProblem, axis: int, first: int, last: int) -> tuple[ConvProblem, int, int]:
@@ -130,7 +171,7 @@ def band(problem: ConvProblem, axis: int, first: int, last: int) -> tuple[ConvPr
             problem, output_size=at(problem.output_size, high - low), input_size=at(problem.input_size, last - first),
             padding_before=at(problem.padding_before, first + before - low * stride),
         )
-    return part, low, high
+    return part.with_settled_border(), low, high
 
 
 # ---- running the pieces
@@ -149,7 +190,7 @@ class _Chunk:
         self._in, self._out = (*before_rows, piece.rows_in), (*before_rows, piece.rows_out)
 
     def of(self, x: np.ndarray) -> np.ndarray:
-        """The part of `x` that this chunk reads."""
+        """The part of `x` that this chunk reads: a copy if its rows are no neighbours."""
         return x[self._in]
 
     def into(self, y: np.ndarray) -> np.ndarray:
@@ -172,8 +213,9 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice) -> list[_Chunk]:
         config = measured.config if measured else engines.choose(largest, device)
     plans: dict[ConvProblem, Plan] = {}
     for problem in {piece.problem for piece in cut}:
-        fits = engines.refusal(problem, config, device) is None
-        plans[problem] = type(plan)(problem, device, config=config if fits else None)
+        one = engines.alike(problem, config)
+        fits = engines.refusal(problem, one, device) is None
+        plans[problem] = type(plan)(problem, device, config=one if fits else None)
     return [_Chunk(piece, plans[piece.problem]) for piece in cut]
 
 
@@ -350,6 +392,7 @@ class _Pipeline:
         for which, array, part_of in ((0, x, _Chunk.of), (1, residual, _Chunk.into)):
             if array is not None and array.nbytes:
                 straight = array.flags.c_contiguous and array.dtype.isnative and device.is_pinned(array)
+                straight = straight and not (array is x and any(isinstance(chunk.piece.rows_in, list) for chunk in chunks))
                 (self._straight if straight else staged).append((which, array, part_of))
         #: the lane's places for the other arrays of each chunk
         self._staged = [which for which, _, _ in staged]

@@ -384,7 +384,7 @@ def call_operator(operator: Operator, settings: Settings, first: Any, second: An
 
 
 def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *options: Any) -> Any:
-    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups and precision.
+    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups, precision and the mode of the padding.
 
     The operator is called at once. Torch.compile would follow all that a call of :func:`pycuda_conv.conv2d` does, which takes it 0.1 s.
     """
@@ -395,8 +395,11 @@ def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *opti
 
 
 @torch_internals.constant
-def _flat_options(sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str) -> tuple[Any, ...]:
-    return _flat(_in_numbers(Settings(len(sizes), stride, padding, dilation, groups, precision, None, False), sizes))
+def _flat_options(
+    sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str, padding_mode: Any = "zeros"
+) -> tuple[Any, ...]:
+    settings = Settings(len(sizes), stride, padding, dilation, groups, precision, None, False, None, padding_mode)
+    return _flat(_in_numbers(settings, sizes))
 
 
 def _is_transformed() -> bool:

@@ -58,6 +58,14 @@ def refusal(problem: ConvProblem, config: Bordered) -> str | None:
     return inner_refusal(_inner(problem), config.INNER)
 
 
+def alike(problem: ConvProblem, config: Config) -> Config:
+    """The configuration with the sums of `config`, which is for another problem, one with a border or without."""
+    if isinstance(config, Bordered):
+        return config if problem.adapted else parsed(config.INNER) or config
+    engine = registry.engine_of(config)
+    return Bordered(str(config)) if problem.adapted and not registry.adapts(engine) else config
+
+
 # ---- launches
 
 
