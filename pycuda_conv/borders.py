@@ -14,7 +14,7 @@ here, torch     the image a b c d    scipy.ndimage       numpy.pad
 ``circular``    c d | abcd | a b     ``wrap``            ``wrap``
 ==============  ===================  ==================  ==========
 
-An axis may go on differently on its two sides, and each mode goes on for as long as the padding does. A mirror in a single pixel repeats it.
+An axis may go on differently on its two sides, and each mode goes on for as long as the padding does. A mirror in one pixel repeats it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def mode_pairs(value: Any, ndim: int) -> Pairs:
         word = _mode(value, value)
         return ((word, word),) * ndim
     if len(value) not in (1, ndim):
-        raise ConvArgumentError(f"expected padding_mode to be one word, or a list of {ndim}, one an axis, but got padding_mode={brief(value)}")
+        raise ConvArgumentError(f"expected padding_mode to be a word or a list of {ndim}, one an axis, but got padding_mode={brief(value)}")
     found = []
     for one in value if len(value) == ndim else list(value) * ndim:
         if isinstance(one, (list, tuple)):
@@ -111,11 +111,12 @@ def settled(
 ) -> tuple[Border | None, float]:
     """Modes in their simplest form, and the value that fills; None where zeros are all there is.
 
-    A side without padding is one of zeros. In a corner between a side of zeros and one of another number the inner axis counts. For the `gradient` by the input, what fills is of no interest.
+    A side without padding, or one that is cut off, is one of zeros. In a corner between a side of zeros and one of another number the inner
+    axis counts. For the `gradient` by the input, what fills is of no interest.
     """
 
     def simplest(mode: str, padding: int, n: int) -> str:
-        if padding == 0 or (mode == "constant" and (value == 0 or gradient)):
+        if padding <= 0 or (mode == "constant" and (value == 0 or gradient)):
             return "zeros"
         return "replicate" if mode in ("reflect", "symmetric", "circular") and n == 1 else mode
 
@@ -162,7 +163,7 @@ def source(mode: str, n: int, a: int) -> int:
 
 
 def rows(pair: tuple[str, str], n: int, first: int, last: int) -> list[int]:
-    """For each row from `first` to `last`, which may lie outside of an axis of `n`, the row of the axis that it shows; -1 where it is filled."""
+    """For each row from `first` to `last`, which may lie outside of an axis of `n`, the row that it shows; -1 where it is filled."""
     before, after = pair
     found = []
     for i in range(first, last):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pycuda_conv import borders
-from pycuda_conv.elements import dtype_name
+from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_taken, dtype_name
 from pycuda_conv.errors import brief
 from pycuda_conv.problem import PRECISIONS, ConvProblem, checked_activation, checked_algorithm, checked_shape, integer
 
@@ -56,6 +56,35 @@ class Call(NamedTuple):
     def operand_names(self) -> tuple[str, str]:
         """The names of the first two operands in messages."""
         return GRADIENT_OPERANDS.get(self.function, ("input", "weight"))
+
+    def of_one_type(
+        self, operands: Operands, dtypes: Sequence[str | None], convert: Callable[[Any, str], Any], conversion: str
+    ) -> Operands:
+        """The operands, whose types these are; if any holds integers, all but the first in the type of the arithmetic.
+
+        Parameters
+        ----------
+        convert : callable
+            Gives an array in another type.
+        conversion : str
+            As for :func:`pycuda_conv.elements.check_taken`.
+
+        Raises
+        ------
+        TypeError
+            An operand is of a type that no kernel has.
+        """
+        if not any(dtype in INTEGER_BYTES for dtype in dtypes):
+            return operands
+        for name, dtype in zip((*self.operand_names, *Operands._fields[2:]), dtypes, strict=True):
+            if dtype is not None:
+                check_taken(name, dtype, conversion)
+        own, converts = arithmetic(dtypes, self.dtype), dtypes[0] in INTEGER_BYTES
+        found = [operands[0]]
+        for one, dtype in zip(operands[1:], dtypes[1:], strict=True):  # beside integers any other type is converted, else integers alone
+            stays = one is None or dtype == own or not (converts or dtype in INTEGER_BYTES)
+            found.append(one if stays else convert(one, own))
+        return Operands(*found)
 
     def hashable(self) -> Call:
         """The call with each option in the one hashable form of its value.

@@ -4,8 +4,7 @@ Chunks of images and of space stay what they are. A spatial chunk is computed fr
 neighbours (:func:`_with_neighbours`), so nothing is computed twice. Each result pixel belongs to the chunk in which the middle of
 its window lies, shifted by the padding: with ``padding="same"`` and stride 1 the result's chunks are the input's.
 
-A border that mirrors or wraps the image is joined to it first: its rows come from other chunks (:func:`_widened`). The gradient by the input
-is that of the wider array, whose border is then added to the rows that it shows (:func:`_folded`).
+A border that mirrors or wraps the image is joined to it first, as its rows may lie in other chunks (:mod:`pycuda_conv.chunk_borders`).
 
 Workers get the filter once: it is a key of the graph on which all chunks depend. A chunk also needs three numbers for each spatial axis
 (:class:`_Where`), from which :func:`pycuda_conv.execute.pipeline.band` makes the chunk's own problem.
@@ -31,11 +30,10 @@ from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph
 from dask.layers import ArrayBlockwiseDep
 
-from pycuda_conv import borders, dispatch
+from pycuda_conv import chunk_borders, dispatch
 from pycuda_conv.arrays import LAZY, ArrayKind, CupyKind, NumpyKind, check_same_type, kind_of
-from pycuda_conv.arrays.host import numpy_dtype
+from pycuda_conv.arrays.base import numpy_dtype
 from pycuda_conv.call import Call, Operands
-from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_taken
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
 from pycuda_conv.execute import pipeline, staging
 from pycuda_conv.problem import ConvProblem
@@ -141,7 +139,6 @@ class ChunkPlace:
         finally:
             with _lock:
                 _busy[gpu.name] -= 1
-
 
     def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
         """An uninitialised array like `like`. For a GPU it is page-locked, as the GPU reads that without another copy."""
@@ -340,7 +337,8 @@ def convolve(call: Call, operands: Operands, out: Any, stream: Any, place: Chunk
     names = *call.operand_names, *Operands._fields[2:]
     x = _checked(names[0], operands.input, call.ndim)
     operands = operands._replace(input=x)
-    operands = _of_one_type(call, names, operands)
+    dtypes = [None if one is None else LAZY.dtype_name(np.dtype(one.dtype)) for one in operands]
+    operands = call.of_one_type(operands, dtypes, lambda array, dtype: array.astype(numpy_dtype(dtype)), LAZY.conversion)
     _check_dtypes(names, *operands)
     problem = dispatch.problem_of(call, LAZY, [_signature(a) for a in operands], in_chunks=True)
     lead = x.ndim - call.ndim - 1
@@ -370,10 +368,10 @@ def graph(problem: ConvProblem, x: Any, weight: Any, others: dict[str, Any], pla
     if problem.direction == "dgrad" and problem.border is not None:
         folded = replace(problem.padded, input_dtype=problem.input_dtype)
         wide = graph(folded, x, weight, others | {"residual": None}, place, lead)
-        made, residual = _folded(problem, wide, lead + 1), others.get("residual")
-        made = made if residual is None else made + residual
-        return made.astype(wide.dtype) if not problem.result_dtype else made.map_blocks(_integers, problem.result_dtype, dtype=problem.result_dtype)
-    problem, x, joined = _widened(problem, x, lead)
+        made, residual = chunk_borders.folded(problem, wide, lead + 1), others.get("residual")
+        made, written = made if residual is None else made + residual, problem.result_dtype
+        return made.map_blocks(chunk_borders.integers, written, dtype=written) if written else made.astype(wide.dtype)
+    problem, x, joined = chunk_borders.widened(problem, x, lead)
     ndim, transposed = problem.ndim, problem.direction == "dgrad"
     grouped = problem.groups > 1
     first = problem.operand_channels // problem.groups
@@ -420,7 +418,7 @@ def _weight_graph(problem: ConvProblem, x: Any, grad_output: Any, place: ChunkPl
     """The gradient of a filter: a sum over all chunks of images and of space."""
     ndim, grouped = problem.ndim, problem.groups > 1
     written = problem.result_dtype
-    forward, x, joined = _widened(replace(problem, direction="fprop", result_dtype=""), x, lead)
+    forward, x, joined = chunk_borders.widened(replace(problem, direction="fprop", result_dtype=""), x, lead)
     per_group = problem.C // problem.groups
     if grouped:
         _check_channel_chunks(x, lead, per_group, grouped)
@@ -442,7 +440,7 @@ def _weight_graph(problem: ConvProblem, x: Any, grad_output: Any, place: ChunkPl
         align_arrays=False, token=f"conv{ndim}d_weight", **_of_type(forward, x, lead + 2 * ndim + 2),
     )
     made = _sum(parts, lead + ndim, parts.dtype)
-    return made.map_blocks(_integers, written, dtype=written) if written else made
+    return made.map_blocks(chunk_borders.integers, written, dtype=written) if written else made
 
 
 def _sum(parts: Any, axes: int, dtype: Any) -> Any:
@@ -505,101 +503,6 @@ def _of_type(problem: ConvProblem, x: Any, axes: int) -> dict[str, Any]:
     return {"dtype": dtype, "meta": _meta(x, axes, dtype)}
 
 
-def _integers(y: Any, dtype: str) -> Any:
-    """A chunk rounded to the nearest integers, ties to even, and clipped."""
-    limits = (0, 1) if dtype == "bool" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
-    whole = np.rint(y)
-    beyond = whole >= float(limits[1])
-    inside = np.where(beyond | ~(whole >= limits[0]), limits[0], whole).astype(dtype)  # NaN too
-    inside[beyond] = limits[1]
-    return inside
-
-
-# ---- borders of rows that lie elsewhere
-
-
-def _widened(problem: ConvProblem, x: Any, lead: int) -> tuple[ConvProblem, Any, tuple[int, ...]]:
-    """The problem on `x` joined with borders whose rows lie in other chunks, `x` with these, and the rows that were joined before each axis."""
-    ndim = problem.ndim
-    joined = [0] * ndim
-    if problem.border is None or problem.direction == "dgrad":
-        return problem, x, tuple(joined)
-    for i in range(ndim):
-        number, axis = 3 - ndim + i, lead + 1 + i
-        words, n = problem.border[number], problem.input_size[number]
-        sides = [
-            padding if mode in ("reflect", "symmetric", "circular") else 0
-            for mode, padding in zip(words, (problem.padding_before[number], problem.padding_after[number]), strict=True)
-        ]
-        if not any(sides):
-            continue
-        rows = borders.rows(words, n, -sides[0], n + sides[1])
-        first, last = (_rows_of(x, axis, some) for some in (rows[: sides[0]], rows[sides[0] + n :]))
-        chunks = x.chunks[axis]
-        merged = (chunks[0] + sides[0], *chunks[1:]) if len(chunks) > 1 else (sum(chunks) + sides[0],)
-        merged = (*merged[:-1], merged[-1] + sides[1])
-        x = da.concatenate([part for part in (first, x, last) if part is not None], axis).rechunk({axis: merged})
-        joined[i] = sides[0]
-
-        def at(values: tuple[int, int, int], less: int, number: int = number) -> tuple[int, int, int]:
-            d, h, w = (value - less if j == number else value for j, value in enumerate(values))
-            return d, h, w
-
-        problem = replace(
-            problem, input_size=at(problem.input_size, -sum(sides)), padding_before=at(problem.padding_before, sides[0]),
-            padding_after=at(problem.padding_after, sides[1]),
-        )
-    return problem.with_settled_border(), x, tuple(joined)
-
-
-def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Runs of `rows` that go one up, go one down or stay: the first, how many, and the step."""
-    start = 0
-    while start < len(rows):
-        end = start + 1
-        step = rows[end] - rows[start] if end < len(rows) and abs(rows[end] - rows[start]) < 2 else 1
-        while end < len(rows) and rows[end] - rows[end - 1] == step:
-            end += 1
-        yield start, end - start, step
-        start = end
-
-
-def _rows_of(x: Any, axis: int, rows: Sequence[int]) -> Any:
-    """These rows of `x`, or None if there are none."""
-    parts = []
-    for start, count, step in _runs(rows):
-        low, high = sorted((rows[start], rows[start] + (count - 1) * step))
-        part = x[(slice(None),) * axis + (slice(low, high + 1),)]
-        if step < 0:
-            part = da.flip(part, axis)
-        parts.append(da.repeat(part, count, axis) if step == 0 else part)
-    return da.concatenate(parts, axis) if parts else None
-
-
-def _folded(problem: ConvProblem, wide: Any, first_axis: int) -> Any:
-    """The gradient of a wider array with its border added to the rows that it shows, a run of rows after the other."""
-    before, after = problem.border_sizes
-    border = problem.border or borders.NONE
-    for i in range(problem.ndim):
-        number, axis = 3 - problem.ndim + i, first_axis + i
-        n, b, a = problem.input_size[number], before[number], after[number]
-
-        def part(array: Any, start: int, end: int, axis: int = axis) -> Any:
-            return array[(slice(None),) * axis + (slice(start, end),)]
-
-        made = part(wide, b, b + n)
-        for start, rows in ((0, borders.rows(border[number], n, -b, 0)), (b + n, borders.rows(border[number], n, n, n + a))):
-            for at, count, step in _runs(rows):
-                low, high = sorted((rows[at], rows[at] + (count - 1) * step))
-                more = part(wide, start + at, start + at + count)
-                more = da.flip(more, axis) if step < 0 else more.sum(axis, keepdims=True, dtype=wide.dtype) if step == 0 else more
-                middle = part(made, low, high + 1) + more
-                pieces = part(made, 0, low), middle, part(made, high + 1, n)
-                made = da.concatenate([piece for piece in pieces if piece.shape[axis]], axis)
-        wide = made
-    return wide
-
-
 # ---- what is refused when the graph is built
 
 
@@ -609,22 +512,6 @@ def _rank(array: Any) -> int:
 
 def _signature(array: Any) -> Any:
     return None if array is None else (tuple(array.shape), array.dtype, None)
-
-
-def _of_one_type(call: Call, names: Sequence[str], operands: Operands) -> Operands:
-    """The operands, all but the first in the type of the arithmetic if any holds integers."""
-    dtypes = [None if one is None else LAZY.dtype_name(np.dtype(one.dtype)) for one in operands]
-    if INTEGER_BYTES.keys().isdisjoint(dtypes):
-        return operands
-    for name, dtype in zip(names, dtypes, strict=True):
-        if dtype is not None:
-            check_taken(name, dtype)
-    own, converts = arithmetic(dtypes, call.dtype), dtypes[0] in INTEGER_BYTES
-    first, *others = operands
-    return Operands(first, *(
-        one if one is None or not (converts or dtype in INTEGER_BYTES) else one.astype(numpy_dtype(own))
-        for one, dtype in zip(others, dtypes[1:], strict=True)
-    ))  # fmt: skip
 
 
 def _as_dask(array: Any) -> Any:

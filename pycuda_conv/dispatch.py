@@ -16,11 +16,11 @@ from typing import Any
 from pycuda_conv import execute, quick
 from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, is_torchs, same_kind
 from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
+from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, dtype_name, result_type
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.memo import remember_plans
 from pycuda_conv.plan import Plan, as_called, cached_plan
-from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, check_taken, dtype_name, result_type
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import cuda_device, device_count, get_device, pycudas_device
 
@@ -108,20 +108,8 @@ def _typed(call: Call, kind: ArrayKind, arrays: Operands, out: Any) -> tuple[Cal
     written = None if out is None else kind.dtype_name(kind.signature(out)[1])
     if call.dtype is None and written in INTEGER_BYTES:
         call = call._replace(dtype=written)
-    if INTEGER_BYTES.keys().isdisjoint(dtypes):
-        return call, arrays, signatures
-    for name, dtype in zip(names, dtypes, strict=True):
-        if dtype is not None:
-            check_taken(name, dtype, kind.conversion)
-    own = arithmetic(dtypes, call.dtype)
-    first, *others = arrays
-    converts = dtypes[0] in INTEGER_BYTES  # any other type beside it is converted, else integers alone
-    changed = [
-        array if array is None or dtype == own or not (converts or dtype in INTEGER_BYTES) else kind.converted(array, own)
-        for array, dtype in zip(others, dtypes[1:], strict=True)
-    ]
-    arrays = Operands(first, *changed)
-    return call, arrays, kind.signatures(arrays, names)
+    typed = call.of_one_type(arrays, dtypes, kind.converted, kind.conversion)
+    return call, typed, signatures if typed is arrays else kind.signatures(typed, names)
 
 
 def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pycuda_conv import behind, engines, execute, quick
 from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
-from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.elements import bytes_of
+from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.explain import explain
 from pycuda_conv.memo import forget_launches, forget_plans, remember_plans
@@ -438,6 +438,8 @@ class BoundPlan:
         #: of weight, bias and scale
         self._signatures = signatures[1:4]
         input, *_, residual = (None if shape is None else (shape, *of_weight[1:]) for shape in plan.problem.operand_shapes)
+        if plan.problem.input_dtype and input is not None:
+            input = input[0], kind.dtype_of(plan.problem.input_dtype), input[2]
         execute.check_fit(plan, kind, (input, *self._signatures, residual))  # the others will be checked when they come
         self._filter, self._kept = execute.keep(kind, plan, weight, bias, scale)
         #: calls that were made before

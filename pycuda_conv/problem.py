@@ -340,9 +340,9 @@ class ConvProblem:
                 f"Calculated padded input size per channel: {_times(padded[-ndim:])}. Kernel size: {_times(reach[-ndim:])}. "
                 "Kernel size can't be greater than actual input size"
             )
-        made = replace(
-            common, C=channels, K=k, output_size=output_size, has_bias=bias_shape is not None,
-        )._with_types(input_dtype, result_dtype)._checked_sizes(in_chunks)._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
+        made = replace(common, C=channels, K=k, output_size=output_size, has_bias=bias_shape is not None)
+        made = made._with_types(input_dtype, result_dtype)._checked_sizes(in_chunks)
+        made = made._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
         return made if padding_mode == "zeros" and padding_value == 0 else made._with_border(padding_mode, padding_value, in_chunks)
 
     def _with_border(self, padding_mode: Any, padding_value: Any, in_chunks: bool) -> ConvProblem:
@@ -461,10 +461,11 @@ class ConvProblem:
                 f"{_times(size[-ndim:])}. Output size is too small"
             )
         d, h, w = size
-        return replace(
+        made = replace(
             common, direction="dgrad", C=channels, K=k, input_size=(d, h, w), output_size=common.input_size, padding_before=before,
             padding_after=after, has_bias=bias_shape is not None,
-        )._with_types(input_dtype, result_dtype)._checked_sizes(in_chunks)._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
+        )._with_types(input_dtype, result_dtype)._checked_sizes(in_chunks)
+        return made._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
 
     @classmethod
     def gradient(
@@ -638,8 +639,8 @@ class ConvProblem:
             before, after = _plus(before, first, -1), _plus(after, last, -1)
         folded = self.border is not None and self.direction == "dgrad"
         return replace(
-            self, input_size=size, padding_before=before, padding_after=after, border=None, border_value=0.0, input_dtype="", result_dtype="",
-            has_residual=self.has_residual and not folded,
+            self, input_size=size, padding_before=before, padding_after=after, border=None, border_value=0.0, input_dtype="",
+            result_dtype="", has_residual=self.has_residual and not folded,
         )
 
     @property

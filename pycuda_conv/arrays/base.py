@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from pycuda_conv.call import Operands
 from pycuda_conv.runtime import Device
@@ -15,6 +18,13 @@ from pycuda_conv.runtime.contexts import NotCurrent
 Signature = tuple[Any, Any, Any]
 
 ALIGNMENT = 16  # bytes; the kernels load four floats at once
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """numpy's dtype of that name. It knows bfloat16 from the package ml_dtypes, which jax needs, too."""
+    if name == "bfloat16":
+        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    return np.dtype(name)
 
 
 class ArrayKind:
@@ -59,6 +69,10 @@ class ArrayKind:
     def dtype_name(self, dtype: Any) -> str:
         """numpy's name for a dtype of this kind."""
         return str(dtype)
+
+    def dtype_of(self, name: str) -> Any:
+        """The dtype of this kind that numpy calls so."""
+        return numpy_dtype(name)
 
     def type_name(self, signature: Signature) -> str:
         """The array's type as messages show it."""

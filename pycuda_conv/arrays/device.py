@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature, c_strides, is_contiguous, strides_of
-from pycuda_conv.arrays.host import numpy_dtype
+from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature, c_strides, is_contiguous, numpy_dtype, strides_of
 from pycuda_conv.elements import bytes_of
 from pycuda_conv.engines.geometry import divider
 from pycuda_conv.engines.layout import border

@@ -20,9 +20,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pycuda_conv.arrays.base import Signature, c_strides, is_contiguous, strides_of
+from pycuda_conv.arrays.base import Signature, c_strides, is_contiguous, numpy_dtype, strides_of
 from pycuda_conv.arrays.device import DeviceKind, InterfaceKind, copy_strided, stream_of
-from pycuda_conv.arrays.host import HostKind, Memory, numpy_dtype
+from pycuda_conv.arrays.host import HostKind, Memory
 from pycuda_conv.call import Operands
 from pycuda_conv.elements import bytes_of
 from pycuda_conv.errors import ConvArgumentError, no_memory
@@ -349,6 +349,9 @@ class DLPackKind(InterfaceKind, HostKind):
 
     def dtype_name(self, dtype: Any) -> str:
         return str(dtype)
+
+    def dtype_of(self, name: str) -> str:
+        return name
 
     def type_name(self, signature: Signature) -> str:
         where = "in host memory" if signature[2] is None else f"on cuda:{contexts.ordinal_of(signature[2])}"

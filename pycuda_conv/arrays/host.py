@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 
-from pycuda_conv.arrays.base import ArrayKind, Signature
+from pycuda_conv.arrays.base import ArrayKind, Signature, numpy_dtype
 from pycuda_conv.runtime import Device, get_device
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """numpy's dtype of that name. It knows bfloat16 from the package ml_dtypes, which jax needs, too."""
-    if name == "bfloat16":
-        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
-    return np.dtype(name)
 
 
 class Memory:

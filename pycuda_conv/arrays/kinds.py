@@ -14,8 +14,8 @@ from pycuda_conv.arrays.device import CupyKind, GPUArrayKind, InterfaceKind
 from pycuda_conv.arrays.dlpack import dlpack_kind, speaks_dlpack
 from pycuda_conv.arrays.host import NumpyKind
 from pycuda_conv.call import Operands
+from pycuda_conv.elements import DTYPE_BYTES, INTEGER_BYTES, arithmetic, check_taken
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, check_taken
 from pycuda_conv.runtime import contexts
 
 
@@ -162,13 +162,12 @@ def check_same_type(
     The input may be of integers: then the others are of the type in which it is convolved. `names` are what the operands are called.
     """
     first, own = names[0], kind.dtype_name(input[1])
-    check_taken(first, own, kind.conversion)
-    for name, given in zip(names[1:], others, strict=False):
+    for name, given in zip(names, (input, *others), strict=False):
         if given is not None:
-            check_element_type(name, kind.dtype_name(given[1]), kind.conversion)
+            check_taken(name, kind.dtype_name(given[1]), kind.conversion)
     if own in INTEGER_BYTES:
         given_types = [None if one is None else kind.dtype_name(one[1]) for one in others]
-        own = next((dtype for dtype in given_types if dtype is not None), arithmetic((own,)))
+        own = next((dtype for dtype in given_types if dtype in DTYPE_BYTES), arithmetic((own,)))
     for name, other in zip(names[1:], others, strict=False):
         if other is None or (kind.dtype_name(other[1]) == own and other[2] == input[2]):
             continue

@@ -76,6 +76,9 @@ class TorchKind(DeviceKind, HostKind):
     def dtype_name(self, dtype: Any) -> str:
         return self._dtypes.get(dtype) or str(dtype).removeprefix("torch.")
 
+    def dtype_of(self, name: str) -> Any:
+        return self._of_names[name]
+
     def type_name(self, signature: Signature) -> str:
         words = {"float16": "Half", "float32": "Float", "float64": "Double", "bfloat16": "BFloat16"}
         dtype = words.get(self.dtype_name(signature[1]), self.dtype_name(signature[1]))

@@ -46,7 +46,7 @@ def guarded(
     return [
         replace(
             step, defines={**step.defines, "FIXUP": 1, "A_VEC": 1, "B_VEC": 1},  # one kernel for all sizes, since it seldom has work
-            arguments=cast(direct_gemm.GemmArguments, step.arguments)._replace(
+            arguments=cast(Any, step.arguments)._replace(
                 n_blocks=step.grid, **units, patch_rows=patch_rows, by_patch_rows=divider(patch_rows), followed=int(step is not last),
                 noted=int(redone is not None),
             ),

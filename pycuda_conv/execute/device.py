@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from pycuda_conv.arrays import ALIGNMENT, DeviceKind, stream_of
 from pycuda_conv.call import Operands
+from pycuda_conv.elements import bytes_of
 from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.execute.out import OVERLAP, check_out_shape, not_contiguous
-from pycuda_conv.elements import bytes_of
 from pycuda_conv.runtime import contexts
 from pycuda_conv.runtime.base import Launcher
 

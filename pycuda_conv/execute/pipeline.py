@@ -125,14 +125,17 @@ def with_rows_from_elsewhere(
     n, before, after = problem.input_size[axis], part.padding_before[axis], part.padding_after[axis]
     words, own = problem.border[axis], high - low
     if all(
-        padding == 0 or mode in (*borders.FILLED, "replicate") or (mode == "symmetric" and padding <= own)
+        padding <= 0 or mode in (*borders.FILLED, "replicate") or (mode == "symmetric" and padding <= own)
         or (mode == "reflect" and padding < own) or own == n
         for mode, padding in zip(words, (before, after), strict=True)
     ):  # fmt: skip
         return None
     rows = borders.rows(words, n, low - before, high + after)
-    first, last = (0 if mode not in borders.FILLED else padding for mode, padding in zip(words, (before, after), strict=True))
-    rows = rows[first : len(rows) - last]  # those that are filled stay padding
+    shown = [i for i, row in enumerate(rows) if row >= 0]
+    if not shown:
+        return None
+    first, last = shown[0], len(rows) - 1 - shown[-1]  # rows that are filled stay padding
+    rows = rows[first : len(rows) - last]
 
     def at(values: Size3, value: int) -> Size3:
         d, h, w = (value if i == axis else v for i, v in enumerate(values))
@@ -674,7 +677,8 @@ def _by_library(plan: Plan, arrays: Sequence[Any], y: np.ndarray) -> bool:
     """Whether a library has computed `y`: where nothing but a bias follows its transforms, and few sums may be off."""
     call, problem = plan.schedule.whole[0][0], plan.problem
     x, weight, bias, *others = arrays
-    if not isinstance(call, LibraryCall) or problem.adapted or problem.itemsize < 4 or problem.activation or any(one is not None for one in others):
+    plain = not (problem.adapted or problem.activation or any(one is not None for one in others))
+    if not isinstance(call, LibraryCall) or problem.itemsize < 4 or not plain:
         return False
     return transforms.convolve(call.told[0], x, weight, bias, y)
 

@@ -102,8 +102,8 @@ def _flat(settings: Settings) -> tuple[Any, ...]:
 
 
 def _from_flat(
-    stride: Sequence[int], padding: Sequence[int], dilation: Any, groups: int, precision: str, device: Any, tune: bool, algorithm: Any = None,
-    padding_mode: str = "", padding_value: float = 0.0,
+    stride: Sequence[int], padding: Sequence[int], dilation: Any, groups: int, precision: str, device: Any, tune: bool,
+    algorithm: Any = None, padding_mode: str = "", padding_value: float = 0.0,
 ) -> Settings:
     pairs, modes = (tuple(zip(of_sides[::2], of_sides[1::2], strict=True)) for of_sides in (padding, padding_mode.split()))
     options = dilation, groups, precision, device, tune, algorithm, modes or "zeros", padding_value
@@ -255,7 +255,9 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
     settings = _settings(call, device, tune)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size
-    operands = Operands(*_cast(*_of_one_type(call, operands)))
+    dtypes = [None if one is None else TORCH.dtype_name(one.dtype) for one in operands]
+    operands = call.of_one_type(operands, dtypes, lambda tensor, dtype: tensor.to(getattr(torch, dtype)), TORCH.conversion)
+    operands = Operands(*_cast(*operands))
     input, weight, bias, scale, residual = operands
     if call.dtype is not None and call.dtype not in INTEGER_BYTES:
         result_type(arithmetic([TORCH.dtype_name(input.dtype)], call.dtype), call.dtype)
@@ -263,7 +265,8 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
     if call.dtype is not None:  # integers have no gradients
         if _traced(*operands):
             return _rounded(convolve(call._replace(dtype=None), operands, device, tune), call.dtype)
-        return dispatch.convolve(call, Operands(*(one if one is None else one.detach() for one in operands)), None, (device, None, None, tune), True)
+        detached = tuple(one if one is None else one.detach() for one in operands)
+        return dispatch.convolve(call, detached, None, (device, None, None, tune), True)
     if scale is None and residual is None and call.activation is None:
         return call_operator(operator, settings, input, weight, bias, size)
     if not _differentiated(*operands) and not _traced(*operands):  # but cast
@@ -284,21 +287,6 @@ def _settings(call: Call, device: str | None, tune: bool) -> Settings:
         call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune, call.algorithm, call.padding_mode,
         call.padding_value,
     )
-
-
-def _of_one_type(call: Call, operands: Operands) -> Operands:
-    """The operands, all but the first in the type of the arithmetic if any holds integers."""
-    dtypes = [None if one is None else TORCH.dtype_name(one.dtype) for one in operands]
-    if not any(dtype in INTEGER_BYTES for dtype in dtypes):
-        return operands
-    for name, dtype in zip((*call.operand_names, *Operands._fields[2:]), dtypes, strict=True):
-        if dtype is not None:
-            check_taken(name, dtype, TORCH.conversion)
-    own, first = getattr(torch, arithmetic(dtypes, call.dtype)), operands[0]
-    converts = dtypes[0] in INTEGER_BYTES
-    return Operands(first, *(
-        one if one is None or not (converts or dtype in INTEGER_BYTES) else one.to(own) for one, dtype in zip(operands[1:], dtypes[1:], strict=True)
-    ))  # fmt: skip
 
 
 def _rounded(y: Any, dtype: str) -> Any:
@@ -635,7 +623,7 @@ def _fake(operator: Operator, settings: Settings, first: Any, second: Any, bias:
     return _empty_like(first, operator.shape(settings, first.shape, second.shape, size), settings.ndim, like.dtype)
 
 
-def _empty_like(first: Any, shape: Sequence[int], ndim: int, dtype: Any) -> Any:
+def _empty_like(first: Any, shape: Sequence[int], ndim: int, dtype: Any = None) -> Any:
     """A tensor of `shape`, whose sizes may be symbols, in the layout that `first` counts as."""
     if _layout(first, ndim) == "NCHW":
         return first.new_empty(shape, dtype=dtype)
@@ -665,8 +653,8 @@ def _check(
         shapes = {f"{name}_shape": tensor.shape for name, tensor in given.items() if name != "bias"}
         operator.problem(
             settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
-            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(computed), input_dtype=read,
-            precision=settings.precision, algorithm=settings.algorithm, padding_mode=settings.padding_mode,
+            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(computed),
+            input_dtype=read, precision=settings.precision, algorithm=settings.algorithm, padding_mode=settings.padding_mode,
             padding_value=settings.padding_value, **shapes,
             **({} if activation is None else {"activation": activation}),
         )
@@ -705,8 +693,8 @@ def _spec(operator: Operator, settings: Settings) -> list[int]:
     """An operator and its settings in numbers as one list of ints.
 
     They are: number of the operator, of the precision and of the algorithm, device (-2: the tensors', -1: OpenCL, else the number of a
-    GPU), tune, groups, the bits of the value that fills; then for each axis stride, padding before, padding after, dilation, and the numbers
-    of the modes before and after.
+    GPU), tune, groups, the bits of the value that fills; then for each axis stride, padding before, padding after, dilation, and the
+    numbers of the modes before and after.
     """
     device = settings.device
     place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])

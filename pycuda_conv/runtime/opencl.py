@@ -229,7 +229,8 @@ class OpenCLDevice(Device):
             dtype = np.dtype(told.storage)
             try:
                 counts = math.prod(told.x_memory + told.size), math.prod(told.w_memory + told.taps)
-                x, w = (one[: n * dtype.itemsize].view(dtype) for one, n in zip((x, w), counts, strict=True))  # a part goes to a buffer's end
+                # a part of a buffer goes to its end
+                x, w = (one[: n * dtype.itemsize].view(dtype) for one, n in zip((x, w), counts, strict=True))
                 transforms.fill(told, x, w, sums, limits)
             finally:
                 for one in mapped:

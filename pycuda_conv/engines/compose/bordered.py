@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
@@ -89,7 +90,7 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, noted: bool
     if _copies(problem):
         places[INPUT] = scratch.take(problem.itemsize * math.prod(padded.input_shape))
         first.append(border.copy(problem, places[INPUT]))
-    exact = RESULT, 0
+    exact: tuple[int, int] = RESULT, 0
     if problem.result_dtype:
         exact = scratch.take(problem.itemsize * math.prod(problem.result_shape))
     if _folds(problem):
@@ -104,10 +105,9 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, noted: bool
     def around(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
         return [*([launch] for launch in first), *moved(steps, places), *([launch] for launch in last)]
 
-    return Schedule(
-        moved(made.prepare, places), around(made.steps), around(made.whole), scratch.used, made.filter_bytes, made.redoes and not (first or last),
-        filter_last=made.filter_last and around(made.filter_last),
-    )
+    redoes, last_form = made.redoes and RESULT not in places, made.filter_last and around(made.filter_last)
+    steps, whole = around(made.steps), around(made.whole)
+    return Schedule(moved(made.prepare, places), steps, whole, scratch.used, made.filter_bytes, redoes, filter_last=last_form)
 
 
 def filter_key(problem: ConvProblem, config: Bordered) -> Hashable:
