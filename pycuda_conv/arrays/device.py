@@ -13,7 +13,7 @@ import numpy as np
 from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature, c_strides, is_contiguous, numpy_dtype, strides_of
 from pycuda_conv.elements import bytes_of
 from pycuda_conv.engines.geometry import divider
-from pycuda_conv.engines.layout import border
+from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.errors import ConvArgumentError, DeviceMemoryError, brief
 from pycuda_conv.problem import DTYPE_CODES
@@ -90,7 +90,7 @@ class DeviceKind(ArrayKind):
         with device.current():
             dense = self.as_kernel_input(array, None)
             made = self.empty(shape, array, device, None, dtype)
-            launch = border.converting(math.prod(shape), given, dtype, 0, 1)
+            launch = border_copy.converting(math.prod(shape), given, dtype, 0, 1)
             if math.prod(shape):
                 device.launcher(launch)((self.pointer(dense), self.pointer(made)), self.current_stream(device))
         return made

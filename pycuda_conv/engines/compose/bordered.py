@@ -1,4 +1,4 @@
-"""Images with borders of their own pixels, images and results of integers: ``cu/layout/border.cu`` around another engine.
+"""Images with borders of their own pixels, images and results of integers: ``cu/layout/bordered.cu`` around another engine.
 
 The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. The gradient by the input is that of
 the wider image, whose border is then added to the pixels that it shows. A result of integers is rounded behind the other engine.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
-from pycuda_conv.engines.layout import border
+from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -36,7 +36,7 @@ LAYOUTS = "NCHW", "NHWC", "CNHW", "CHWN"
 TENSOR_CORES = True
 #: It takes problems that are :attr:`ConvProblem.adapted`, and no others.
 ADAPTS = True
-MOST_TEXTS = border.MOST_TEXTS
+MOST_TEXTS = border_copy.MOST_TEXTS
 
 
 def unsupported(device: Device) -> str | None:
@@ -89,17 +89,17 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, noted: bool
     first, last = [], []
     if _copies(problem):
         places[INPUT] = scratch.take(problem.itemsize * math.prod(padded.input_shape))
-        first.append(border.copy(problem, places[INPUT]))
+        first.append(border_copy.copy(problem, places[INPUT]))
     exact: tuple[int, int] = RESULT, 0
     if problem.result_dtype:
         exact = scratch.take(problem.itemsize * math.prod(problem.result_shape))
     if _folds(problem):
         places[RESULT] = scratch.take(problem.itemsize * math.prod(padded.result_shape))
-        last.append(border.fold(problem, places[RESULT], exact))
+        last.append(border_copy.fold(problem, places[RESULT], exact))
     elif problem.result_dtype:
         places[RESULT] = exact
     if problem.result_dtype:
-        last.append(border.round_to(problem, exact))
+        last.append(border_copy.round_to(problem, exact))
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
 
     def around(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
@@ -122,7 +122,7 @@ def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for each type."""
-    yield from border.texts()
+    yield from border_copy.texts()
 
 
 # ---- the choice

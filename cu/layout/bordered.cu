@@ -1,4 +1,4 @@
-// border.cu: images with a border of their own pixels, and the way back; and other types than the arithmetic's on the way in and out.
+// bordered.cu: images with a border of their own pixels, and the way back; and other types than the arithmetic's on the way in and out.
 //
 //   border_copy   wide[outer, i, j, k, inner] = x[outer, D(i), H(j), W(k), inner], or a value where a side is filled. D, H and W say which pixel of an axis
 //                 stands at a place of the wider one: the place itself inside, and outside what the side's mode says
@@ -12,7 +12,7 @@
 // Sums     border_fold adds a pixel's own place first. Then come, axis by axis from the outermost, the places before it and behind it, the nearest of each
 //          of a side's two families first: always in the same order.
 //
-// By hand: nvcc -cubin -I cu cu/layout/border.cu
+// By hand: nvcc -cubin -I cu cu/layout/bordered.cu
 #include "core/portable.cuh"
 
 #ifndef THREADS

@@ -1,4 +1,4 @@
-"""Launches of ``cu/layout/border.cu``: images with their borders, the way back, and other types than the arithmetic's."""
+"""Launches of ``cu/layout/bordered.cu``: images with their borders, the way back, and other types than the arithmetic's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import KernelLaunch, Place
 
 THREADS, EACH = 256, 4  # threads of a block, and elements that a thread copies
-#: The numbers of types in border.cu; 0 is the arithmetic's.
+#: The numbers of types in bordered.cu; 0 is the arithmetic's.
 TYPES = {
     "": 0, "bool": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "uint32": 6, "int32": 7, "uint64": 8, "int64": 9, "float16": 10,
     "bfloat16": 11, "float32": 12, "float64": 13,
@@ -23,7 +23,7 @@ TYPES = {
 #: The most texts, as an engine says it.
 MOST_TEXTS = {"cuda": 4, "opencl": 4}
 
-BorderArguments = kernel_struct("border", "BorderArguments")
+BorderArguments = kernel_struct("bordered", "BorderArguments")
 
 
 def _outer_and_inner(problem: ConvProblem, channels: int) -> tuple[int, int]:
@@ -73,7 +73,7 @@ def copy(problem: ConvProblem, to: Place) -> KernelLaunch:
         value=bits(problem.border_value, accumulator_bytes(problem)), type=TYPES[problem.input_dtype], has_residual=0,
     )  # fmt: skip
     blocks = ceil(written, EACH * THREADS)
-    return KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (INPUT, to), (), "border", arguments=told)
+    return KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (INPUT, to), (), "bordered", arguments=told)
 
 
 def fold(problem: ConvProblem, wide: Place, to: Place) -> KernelLaunch:
@@ -83,8 +83,8 @@ def fold(problem: ConvProblem, wide: Place, to: Place) -> KernelLaunch:
     told, written = _told(
         outer, problem.input_size, inner, border, *problem.border_sizes, big, True, value=0, type=0, has_residual=int(problem.has_residual)
     )
-    buffers = wide, RESIDUAL, to
-    return KernelLaunch("border_fold", _defines(problem.dtype, big), ceil(written, THREADS), THREADS, buffers, (), "border", arguments=told)
+    blocks, buffers = ceil(written, THREADS), (wide, RESIDUAL, to)
+    return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=told)
 
 
 def round_to(problem: ConvProblem, exact: Place) -> KernelLaunch:
@@ -94,7 +94,7 @@ def round_to(problem: ConvProblem, exact: Place) -> KernelLaunch:
 
 def _rounding(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
     numbers = size, TYPES[dtype]
-    return KernelLaunch("border_round", _defines(given, False), ceil(size, THREADS), THREADS, (source, target), numbers, "border")
+    return KernelLaunch("border_round", _defines(given, False), ceil(size, THREADS), THREADS, (source, target), numbers, "bordered")
 
 
 def converting(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
@@ -102,9 +102,9 @@ def converting(size: int, given: str, dtype: str, source: Place, target: Place) 
     big, none = size >= 2**31 - 2**20, (0, 0, 0)
     told, _ = _told(1, (1, 1, size), 1, borders.NONE, none, none, big, False, value=0, type=TYPES[given], has_residual=0)
     blocks = ceil(size, EACH * THREADS)
-    return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "border", arguments=told)
+    return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=told)
 
 
 def texts() -> Iterator[TextFamily]:
     """A text for each type."""
-    yield TextFamily("border", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield TextFamily("bordered", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
