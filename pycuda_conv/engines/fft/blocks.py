@@ -59,7 +59,7 @@ FORWARD, WHOLE = range(2)  # columns.cu's MODE
 NUMBERS, BYTES, BESIDES = 2, 16, 5 << 10
 #: Factors of a length between its first and last, which are 8; the shortest and the longest length.
 FACTORS = 9, 8, 5, 4, 3, 2
-SHORTEST, LONGEST = 128, 7168
+SHORTEST, LONGEST = 128, 6912
 #: Entries of the list of results that may be off; blocks of the launch that sums them.
 MOST_LISTED, SUMS_GRID = 1 << 18, 264
 #: Bytes of pairs that a row of launches takes at once; of the filters' spectra.
