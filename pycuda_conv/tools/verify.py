@@ -8,7 +8,6 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -17,16 +16,19 @@ from typing import Any
 import numpy as np
 
 import pycuda_conv
+from pycuda_conv import engines
 from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import BESIDE, beside_limit, relative_limit
 from pycuda_conv.runtime import Device
+from pycuda_conv.tools.compiling import compile_for
 from pycuda_conv.tools.distributions import DISTRIBUTIONS
 from pycuda_conv.tools.engine_cases import EngineCase, engine_cases
 from pycuda_conv.tools.oracle import compare, reference, torch_function, torch_gradient, torch_precision
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import number
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, print_pairs, table, track
+from pycuda_conv.tune import lookup
 
 SHARPEN = ((0, -1, 0), (-1, 5, -1), (0, -1, 0))
 
@@ -354,17 +356,23 @@ def judged(
 # ---- every engine
 
 
-def verify_engines(device: Device, seed: int) -> list[Result]:
-    """Check every engine that the device has, on problems of its kind and on all kinds of numbers."""
-    cases = engine_cases(device)
-    pool = ThreadPoolExecutor()
-    try:
-        found = list(dict.fromkeys((case.problem, case.config) for case in cases))
-        coming = [pool.submit(Plan, problem, device, config=config) for problem, config in found]
-        made = dict(zip(found, [plan.result() for plan in track(coming, lambda _: "compiling")], strict=True))
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [_of_engine(case, made[case.problem, case.config], seed) for case in track(cases, lambda case: case.name)]
+def verify_engines(cases: Sequence[EngineCase], device: Device, seed: int) -> list[Result]:
+    """Check engines on problems of their kinds and on kinds of numbers."""
+    made: dict[tuple[ConvProblem, engines.Config], Plan] = {}
+    results = []
+    for case in track(cases, lambda case: case.name):
+        key = case.problem, case.config
+        if key not in made:
+            made[key] = Plan(case.problem, device, config=case.config)
+        results.append(_of_engine(case, made[key], seed))
+    return results
+
+
+def compile_cases(cases: Sequence[Case], of_engines: Sequence[EngineCase], device: Device) -> None:
+    """Compile the kernels of all cases together. What fails is tried again, and told, by the case that needs it."""
+    planned = ((problem, lookup(problem, device)) for problem in (case.problem for case in cases))
+    wanted = [(problem, found.config if found else engines.choose(problem, device)) for problem, found in planned]
+    compile_for(dict.fromkeys([*wanted, *((case.problem, case.config) for case in of_engines)]), device)
 
 
 def _of_engine(case: EngineCase, plan: Plan, seed: int) -> Result:
@@ -444,13 +452,17 @@ def run(cases: str | None = None, device: Any = None, seed: int | None = None, a
     if not as_json:
         out = console()
     start = time.perf_counter()
-    results = verify(chosen, where, seed)
-    if cases is None:
-        results += verify_engines(where, seed)
+    of_engines = engine_cases(where) if cases is None else []
+    compile_cases(chosen, of_engines, where)
+    compiled = time.perf_counter()
+    results = verify(chosen, where, seed) + verify_engines(of_engines, where, seed)
     elapsed = time.perf_counter() - start
     failed = [r for r in results if not r.passed]
     if as_json:
-        facts = {"device": where.name, "seed": seed, "seconds": elapsed, "passed": not failed, "results": [asdict(r) for r in results]}
+        facts = {
+            "device": where.name, "model": where.model, "seed": seed, "seconds": elapsed, "compiling_seconds": compiled - start,
+            "passed": not failed, "results": [asdict(r) for r in results],
+        }  # fmt: skip
         print(json_text(facts))
         return FAILED if failed else OK
     beside = any(r.torch_relative is not None for r in results)
