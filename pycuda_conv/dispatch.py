@@ -1,6 +1,6 @@
 """The way of a call from its arguments to a plan, and to the arrays' memory.
 
-A call that was made before is repeated by :mod:`pycuda_conv.quick`. Any other call is decided step by step: the kind of its arrays, who
+A call that was made before is repeated by :mod:`pycuda_conv.repeat`. Any other call is decided step by step: the kind of its arrays, who
 has to know of it, the problem, the layout and the plan. Then :mod:`pycuda_conv.execute` runs the plan.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pycuda_conv import execute, quick
+from pycuda_conv import execute, repeat
 from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, is_torchs, same_kind
 from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
 from pycuda_conv.engines.nn import batch_norm
@@ -50,12 +50,12 @@ def convolve(
     if algorithm is not None:
         asked = (*asked, algorithm)
     device, devices, stream, tune = place
-    repeatable = device is None and devices is None and stream is None and tune is False and quick.may_repeat(operands[0])
+    repeatable = device is None and devices is None and stream is None and tune is False and repeat.may_repeat(operands[0])
     if repeatable:
-        made = quick.call(quick.table, asked, recorded, *operands, out)
+        made = repeat.call(repeat.public_calls, asked, recorded, *operands, out)
         if made is not None:
             return made
-        if out is None and is_torchs(operands[0]) and quick.autocasts(operands[0]):
+        if out is None and is_torchs(operands[0]) and repeat.autocasts(operands[0]):
             return handlers["autocast"]().convolve_cast(asked, operands, place, recorded)
     call, arrays = Call(*asked), Operands(*operands)
     kind = same_kind(arrays, out, call.operand_names)
@@ -92,7 +92,7 @@ def convolve(
     if repeatable and kind.remembered:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
         plain = plain and not plan.problem.bare  # torch gives their gradients by way of views with channels
-        quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
+        repeat.remember(repeat.public_calls, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
     return kind.exported(result, arrays, stream) if kind.imports else result
 
 
@@ -109,7 +109,7 @@ def _recorded(call: Call) -> list[Callable[..., Any]]:
     """A function that tells torch of a convolution repeated by the launcher in C, as torch has to give gradients; in a list."""
 
     def first(input: Any, weight: Any, bias: Any, made: Any) -> Any:
-        tell[0] = handlers["torch"]().told_again(call, input.shape, weight.shape, made[0])
+        tell[0] = handlers["repeated"]().recorder(call, input.shape, weight.shape, made[0])
         return tell[0](input, weight, bias, made)
 
     tell: list[Callable[..., Any]] = [first]

@@ -14,7 +14,7 @@ import numpy as np
 
 from pycuda_conv import engines, execute
 from pycuda_conv.arrays import DeviceKind, kind_of, same_kind
-from pycuda_conv.behind import launches
+from pycuda_conv.background import launches
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
 from pycuda_conv.problem import ConvProblem, integer

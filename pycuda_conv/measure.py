@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv import behind, engines, tune
+from pycuda_conv import background, engines, tune
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import SPACING, depth, relative_limit
@@ -54,7 +54,7 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def start(self, problem: ConvProblem) -> None:
-        """Begin to compile the kernels for `problem`, behind all that was begun before."""
+        """Begin to compile the kernels for `problem`, after all that was begun before."""
         if problem in self._begun:
             return
         configs = engines.candidates(problem, self._device)
@@ -79,8 +79,8 @@ def _steps(problem: ConvProblem, configs: Sequence[engines.Config], device: Devi
     """The launches of plans of `configs` in their final form."""
     for config in configs:
         schedule = engines.schedule(problem, config, device)
-        if behind.enabled():
-            schedule = behind.with_constants(schedule)
+        if background.enabled():
+            schedule = background.with_constants(schedule)
         for steps in (schedule.prepare, schedule.steps, schedule.whole, schedule.filter_last or ()):
             for step in steps:
                 yield from step

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pycuda_conv import behind, engines, execute, quick
+from pycuda_conv import background, engines, execute, repeat
 from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
 from pycuda_conv.engines.schedule import Schedule
@@ -109,15 +109,15 @@ class Plan:
         #: bytes of workspace for a call that packs the filter itself
         self.workspace_bytes = schedule.workspace_bytes + schedule.filter_bytes
         self.empty = 0 in problem.result_shape
-        known = behind.form(schedule, self.device)
+        known = background.initial_form(schedule, self.device)
         self._load(known)
-        #: the plan of a better configuration for the same problem, made behind the calls of this plan: the next call should take it
+        #: the plan of a better configuration for the same problem, made in the background: the next call should take it
         self.better: Plan | None = None
         self._better_config: engines.Config | None = None
-        self._behind: behind.Behind | None = None
+        self._background: background.BackgroundCompile | None = None
         #: where calls of this plan are remembered: tables, by their identities, and keys. A table dies with its owner, a bound filter say
         self._repeated: dict[int, tuple[weakref.ref[RepeatTable], set[Any]]] = {}
-        if behind.has_constants(known):
+        if background.has_constants(known):
             self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
         self.reads_filter_last = bool(schedule.filter_last) and not (self.empty or problem.bare) and problem.direction != "wgrad"
@@ -132,7 +132,7 @@ class Plan:
         #: bytes of input, weight, bias, scale and residual
         self.operand_bytes = tuple(math.prod(shape or (0,)) * problem.itemsize for shape in problem.operand_shapes)
         #: whether the kernels take arrays by address alone, without tensor maps
-        self.by_address = not any(launch.maps for launch in behind.launches(schedule))
+        self.by_address = not any(launch.maps for launch in background.launches(schedule))
         #: whether a residual must not be the result's own memory
         self.redoes = schedule.redoes
 
@@ -154,8 +154,8 @@ class Plan:
     def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
         """A plan that does not wait for the compiler if compiled kernels can serve it.
 
-        Then its configuration is not the best one, which is compiled behind its calls, for :attr:`better`. If a call has to wait for the
-        compiler, it waits as short as possible, and the compiler also makes what may be asked for next.
+        Then its configuration is not the best one: that is compiled in the background, for :attr:`better`. If a call has to wait for the
+        compiler, it waits as short as possible, and the compiler also makes kernels that may be asked for next.
         """
         self = cls.__new__(cls)
         self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
@@ -163,49 +163,52 @@ class Plan:
         if noted:
             config = engines.with_moments(problem, config, device)
         schedules = {} if noted else {config: engines.schedule(problem, config, device)}
-        missing = [] if noted or 0 in problem.result_shape else behind.missing(behind.form(schedules[config], device), device)
+        missing = []
+        if not (noted or 0 in problem.result_shape):
+            missing = background.missing(background.initial_form(schedules[config], device), device)
         serves = config
         if missing:
-            serves = behind.stand_in(problem, config, device, schedules) or behind.quickest(problem, config, device)
+            substitute = background.same_bits_substitute(problem, config, device, schedules)
+            serves = substitute or background.fastest_to_compile(problem, config, device)
             if serves not in schedules:
                 schedules[serves] = engines.schedule(problem, serves, device)
-            waited_for = behind.missing(behind.form(schedules[serves], device), device)
-            if waited_for and behind.foresees(device):
-                behind.foresee(problem, waited_for, device)
+            waited_for = background.missing(background.initial_form(schedules[serves], device), device)
+            if waited_for and background.foresees(device):
+                background.foresee(problem, waited_for, device)
         try:
             self._set_up(serves, noted, schedules.get(serves))
         except CompileError as error:
-            resort = None if noted else behind.last_resort(problem, device)
+            resort = None if noted else background.last_resort(problem, device)
             if resort is None:
                 raise
-            behind.say(error)
+            background.log_once(error)
             self._set_up(resort, noted)
         else:
             if serves != config:
-                self._better_config, self._behind = config, behind.Behind(device, missing, tell=self._forget_repeated)
-        behind.used[self.config] = None
+                self._better_config, self._background = config, background.BackgroundCompile(device, missing, tell=self._forget_repeated)
+        background.configs_used[self.config] = None
         return self
 
     def _await_constants(self) -> None:
-        """Count calls of general kernels; after several, the compiler builds the layer's constants in."""
-        if not self.empty and behind.enabled() and self.device.constants_pay and behind.has_constants(self.schedule):
-            kernels = behind.launches(behind.with_constants(self.schedule))
-            self._behind = behind.Behind(self.device, kernels, behind.OFTEN, self._forget_repeated)
+        """Count calls of general kernels: after several, kernels with the layer's constants are compiled."""
+        if not self.empty and background.enabled() and self.device.constants_pay and background.has_constants(self.schedule):
+            kernels = background.launches(background.with_constants(self.schedule))
+            self._background = background.BackgroundCompile(self.device, kernels, background.OFTEN, self._forget_repeated)
 
-    def _improve(self, coming: behind.Behind, stream: Any) -> None:
-        """Take the kernels that were compiled behind the calls, if they are ready."""
+    def _improve(self, coming: background.BackgroundCompile, stream: Any) -> None:
+        """Take the kernels that were compiled in the background, if they are ready."""
         done = True
         try:
             done = coming.ready(stream)
             if done and self._better_config is not None:
                 self._make_better(self._better_config)
             elif done:
-                self._load(behind.with_constants(self.schedule))
+                self._load(background.with_constants(self.schedule))
         except Exception as error:  # the kernels that serve go on serving
-            behind.say(error)
+            background.log_once(error)
         finally:
             if done:
-                self._behind = None
+                self._background = None
                 self._forget_repeated()
 
     def _make_better(self, config: engines.Config) -> None:
@@ -229,7 +232,7 @@ class Plan:
         """The plan in its final form: the best configuration, with the layer's constants compiled in. Waits for the compiler."""
         if self._better_config is not None and self.better is None:
             self._make_better(self._better_config)
-            self._behind = None
+            self._background = None
         plan = self.better or self
         plan.specialise()
         return plan
@@ -238,23 +241,23 @@ class Plan:
         """Compile the layer's constants into the kernels now, where that makes them faster. The results stay the same, bit by bit.
 
         On a GPU, kernels with these constants serve from the first call on, unless only general kernels were compiled then. In that case
-        the other kernels are compiled behind the calls, after ten of them.
+        the other kernels are compiled in the background, after ten calls.
         """
-        if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
-            self._load(behind.with_constants(self.schedule))
-            self._behind = None
+        if not self.empty and background.enabled() and background.has_constants(self.schedule):
+            self._load(background.with_constants(self.schedule))
+            self._background = None
             self.made_before.clear()
             forget_launches()
 
     @property
     def settles(self) -> bool:
         """Whether later calls will launch the same kernels as the last one did."""
-        return not self.empty and self._behind is None and self.better is None
+        return not self.empty and self._background is None and self.better is None
 
     @property
     def may_be_repeated(self) -> bool:
         """Whether a call may be repeated as the last one was made: not where better kernels are ready."""
-        return not self.empty and self.better is None and (self._behind is None or not self._behind.is_done())
+        return not self.empty and self.better is None and (self._background is None or not self._background.is_done())
 
     def repeat_in(self, table: RepeatTable, name: Any) -> int:
         """Note where a call of this plan is remembered. Returns how often it may be repeated before Python makes it again; -1: any number.
@@ -265,7 +268,7 @@ class Plan:
         if at not in repeated:
             repeated[at] = weakref.ref(table, lambda _: repeated.pop(at, None)), set()
         repeated[at][1].add(name)
-        coming = self._behind
+        coming = self._background
         return -1 if coming is None else 0 if coming.is_done() else coming.lend()
 
     def _forget_repeated(self) -> None:
@@ -302,7 +305,7 @@ class Plan:
         place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)
         self.device.check_current()
         self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual), stream)
-        coming = self._behind
+        coming = self._background
         if coming is not None:
             self._improve(coming, stream)
 
@@ -317,7 +320,7 @@ class Plan:
     ) -> Array:
         """Convolve arrays of the problem's shapes and dtype; the arguments are those of :func:`pycuda_conv.conv2d`."""
         if stream is None:
-            made: Array | None = quick.call(self.made_before, (), False, input, weight, bias, scale, residual, out)
+            made: Array | None = repeat.call(self.made_before, (), False, input, weight, bias, scale, residual, out)
             if made is not None:
                 return made
         result: Array = execute.call_plan(self, Operands(input, weight, bias, scale, residual), out, stream)
@@ -448,7 +451,7 @@ class BoundPlan:
         """Convolve one input; the arguments are those of :func:`pycuda_conv.conv2d`."""
         filter = self._filter
         if stream is None:
-            made: Array | None = quick.call(self._made_before, (), False, input, *filter, residual, out)
+            made: Array | None = repeat.call(self._made_before, (), False, input, *filter, residual, out)
             if made is not None:
                 return made
         given = Operands(input, input, residual=residual)
@@ -462,7 +465,7 @@ class BoundPlan:
         operands = Operands(given.input, *filter, given.residual)
         result: Array = execute.run(kind, self.plan, operands, out, stream, kept=self._kept)
         if stream is None:
-            quick.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
+            repeat.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
         return kind.exported(result, operands, stream)
 
 
@@ -476,7 +479,7 @@ def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:
 @remember_plans
 def cached_plan(problem: ConvProblem, device: Device, tune: bool = False, noted: bool = False) -> Plan:
     """The plan for `problem`, made at its first use. ``cached_plan.cache_info()`` and ``.cache_clear()`` serve the curious."""
-    if tune or not behind.enabled():
+    if tune or not background.enabled():
         return Plan(problem, device, tune=tune, noted=noted)
     return Plan._at_once(problem, device, noted)
 

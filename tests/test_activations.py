@@ -127,11 +127,11 @@ def test_kernels(device, case, config, dtype, activation):
 
 
 def test_a_layer_s_constants_hold_the_activation_but_not_the_slope():
-    from pycuda_conv import behind, engines
+    from pycuda_conv import background, engines
 
     def texts(activation):
         schedule = engines.schedule(finishing(DEPTHWISE.problem("float32"), activation), Single(), implicit.H200)
-        return [launch.source() for launch in behind.launches(behind.with_constants(schedule))]
+        return [launch.source() for launch in background.launches(background.with_constants(schedule))]
 
     assert texts("leaky_relu") == texts(("leaky_relu", 0.2)) != texts("silu")
 

@@ -15,7 +15,7 @@ from pycuda_conv.problem import ConvProblem
 
 torch = pytest.importorskip("torch")
 
-from test_quick import IN_C, warm  # noqa: E402, F401  (a fixture)
+from test_repeat import IN_C, warm  # noqa: E402, F401  (a fixture)
 
 from pycuda_conv.arrays.tensors import TORCH  # noqa: E402
 from pycuda_conv.errors import ConvArgumentError  # noqa: E402

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pycuda_conv import ConvProblem, behind, engines
+from pycuda_conv import ConvProblem, background, engines
 from pycuda_conv import plan as plan_module
 from pycuda_conv.engines import geometry, registry
 from pycuda_conv.engines.geometry import Phase
@@ -92,7 +92,7 @@ def test_blocks_fit_in_a_gpu_s_shared_memory(architecture):
         for engine in registry._engines(device, problem):
             for config in engine.configs(problem.launched, device):
                 if engine.refusal(problem.launched, config) is None:
-                    launches = behind.launches(engine.schedule(problem.launched, config, device, False))
+                    launches = background.launches(engine.schedule(problem.launched, config, device, False))
                     assert max(launch.shared for launch in launches) <= shared_limit(device), f"{config} {problem}"
 
 
@@ -178,7 +178,7 @@ def test_a_text_has_all_its_defines(architecture):
     """Texts of kernels outside the portable dialect once left LAYER out, without which they ask their arguments for a layer's constants."""
     device, layered = Target(architecture), set()
     for problem in map(plan_module.as_called, PROBLEMS, [device] * len(PROBLEMS)):
-        for launch in behind.launches(behind.with_constants(engines.schedule(problem, engines.choose(problem, device), device))):
+        for launch in background.launches(background.with_constants(engines.schedule(problem, engines.choose(problem, device), device))):
             lines = launch.source().partition("#line")[0].splitlines()
             assert {f"#define {name} {value}" for name, value in launch.defines.items()} == set(lines) - {'#include "core/portable.cuh"'}
             if "LAYER" in launch.defines and "DTYPE" not in launch.defines:

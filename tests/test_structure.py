@@ -63,13 +63,8 @@ LONG = {
     "tools/bench.py": "one idea: layers measured against torch",
     "nn/graph.py": "one idea: which nodes of a graph become one call",
     # to be cut along their sections
-    "nn/autograd.py": "operators and their gradients; repeated gradients",
     "runtime/transforms.py": "the libraries' plans; the fft of the host",
-    "engines/depthwise/nhwc.py": "four configurations and two models of time",
-    "engines/direct/direct.py": "forward and filter gradients",
     "engines/hopper/gemm.py": "the product and its choice",
-    "engines/packing.py": "forms of loads; launches that pack; repeats",
-    "engines/hopper/wgrad.py": "the product; folds of channels; sums",
 }  # fmt: skip
 
 
@@ -90,8 +85,8 @@ def test_folders_have_few_files():
 
 # ---- the way of an argument
 
-#: The floors that the input of conv2d passes, the highest first. `quick` is where calls of arrays are repeated: `arrays` tell it their classes.
-FLOORS = ("ops",), ("dispatch",), ("plan",), ("execute",), ("arrays", "quick", "repeat"), ("runtime",)
+#: The floors that the input of conv2d passes, the highest first. `repeat` is where calls of arrays are repeated: `arrays` tell it their classes.
+FLOORS = ("ops",), ("dispatch",), ("plan",), ("execute",), ("arrays", "repeat"), ("runtime",)
 
 
 def floor(name: str) -> int | None:

@@ -21,7 +21,7 @@ class ArrayKind:
     """How to handle one kind of array. `name` is the word for it in messages."""
 
     name: str
-    #: whether calls can be remembered by :mod:`pycuda_conv.quick`
+    #: whether calls can be remembered by :mod:`pycuda_conv.repeat`
     remembered = False
     #: whether arrays are made in the current context; torch and CuPy have allocators that use the primary one, but for special cases
     any_context = False

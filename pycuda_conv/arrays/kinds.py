@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays.base import ArrayKind, Signature
 from pycuda_conv.arrays.device import CupyKind, GPUArrayKind, InterfaceKind
 from pycuda_conv.arrays.dlpack import dlpack_kind, speaks_dlpack
@@ -87,7 +87,7 @@ def _found(array: Any) -> ArrayKind | None:
     if cupy is not None and isinstance(array, cupy.ndarray):
         return CUPY
     if gpuarray is not None and isinstance(array, gpuarray.GPUArray):
-        quick.learn_arrays(gpuarray.GPUArray)
+        repeat.learn_arrays(gpuarray.GPUArray)
         return GPU_ARRAY
     if speaks_dlpack(array):
         return dlpack_kind(array)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.base import Signature, strides_of
 from pycuda_conv.arrays.device import DeviceKind
@@ -33,7 +33,7 @@ class TorchKind(DeviceKind, HostKind):
     conversion = "{}.to(torch.{})"
 
     def __init__(self) -> None:
-        quick.learn(torch)
+        repeat.learn(torch)
         self.pointer = torch.Tensor.data_ptr  # type: ignore[method-assign]  # a method around it would take 0.1 us
         self._dtypes = {
             torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",

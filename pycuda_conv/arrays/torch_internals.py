@@ -15,13 +15,13 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 
-def _part(path: str, stand_in: Any) -> Any:
+def _part(path: str, substitute: Any) -> Any:
     """The part of ``torch._C`` of that name, or the stand-in."""
     found: Any = torch._C
     for name in path.split("."):
         found = getattr(found, name, None)
         if found is None:
-            return stand_in
+            return substitute
     return found
 
 
@@ -80,7 +80,7 @@ def empty_strided(kind: str) -> Any:
     return _part(f"_dynamo.guards._empty_strided_{kind}", None)
 
 
-#: what :func:`pycuda_conv.quick.learn` needs; None if a part is missing
+#: what :func:`pycuda_conv.repeat.learn` needs; None if a part is missing
 ASKED_BY_LAUNCHER: tuple[Callable[[], Any], ...] | None = (transforms_are_active, count_of_modes, tracing_state)
 if not all(hasattr(torch._C, name) for name in ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")):
     ASKED_BY_LAUNCHER = None

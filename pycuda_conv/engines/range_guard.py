@@ -72,7 +72,7 @@ def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_l
         tap_strides = tuple(n * w_tap for n in tap_strides)
     if problem.direction == "fprop":  # the launch's phase may have folded taps
         launched = phases(problem)
-    told = [
+    args = [
         MendPhase(*phase.taps, *phase.pad, sum(f * n for f, n in zip(phase.first, tap_strides, strict=True))) for phase in launched
     ]
     # phases with taps along an axis say how far these are apart
@@ -82,7 +82,7 @@ def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_l
     arrays = MendArrays(
         channels, *problem.operand_size, x.image, x.group, x.channel, x.pixel, w_group, w_m, w_c, *taps, *stride, *dilation
     )
-    return *told, *told[-1:] * (room - len(told)), arrays
+    return *args, *args[-1:] * (room - len(args)), arrays
 
 
 class MomentsLayout:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays import ArrayKind, DeviceKind, HostKind, Signature, check_same_type, same_kind
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import ConvArgumentError
@@ -135,5 +135,5 @@ def call_plan(plan: Plan, operands: Operands, out: Any, stream: Any) -> Any:
     check_fit(plan, kind, signatures)
     result = run(kind, plan, operands, out, stream)
     if stream is None:
-        quick.remember(table, (), kind, plan, operands, out)
+        repeat.remember(table, (), kind, plan, operands, out)
     return kind.exported(result, operands, stream)

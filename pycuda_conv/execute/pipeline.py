@@ -54,8 +54,8 @@ SMALL_BYTES = 1 << 20
 IN_PLACE_BYTES = 16 << 10
 #: Fewer bytes than this, in and out together, are not shared among GPUs: each would have but one chunk.
 LEAST_SHARED_BYTES = 8 * LEAST_CHUNK_BYTES
-#: Bytes of the input with which the pace of copies to GPUs and back is measured, and rounds. Fewer bytes would lie in the host's cache.
-PACE_BYTES, PACE_ROUNDS = 256 << 20, 3
+#: The throughput of copies to GPUs and back is measured with so many bytes of input and rounds. Fewer bytes would be in the host's cache.
+THROUGHPUT_BYTES, THROUGHPUT_ROUNDS = 256 << 20, 3
 #: Factor up to which times count as the same; calls of a plan by which a number of GPUs is judged; and factor to the best expected time up
 #: to which a number of GPUs is tried.
 WORTH, TRIES, NEAR = 1.03, 3, 1.25
@@ -421,7 +421,7 @@ class _Pipeline:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Throughput:
     """The time that a host takes to copy arrays to GPUs and back: seconds to begin, and seconds a byte."""
 
     start: float
@@ -451,22 +451,22 @@ def copy_only(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> None:
     _run([(one, chunks) for one in gpus], x, Filter(np.zeros((1, 1, 1), x.dtype), None), y, None)
 
 
-_pacing = threading.Lock()
-_paces: dict[Hashable, dict[int, Pace]] = {}
+_measuring = threading.Lock()
+_throughputs: dict[Hashable, dict[int, Throughput]] = {}
 
 
-def paces(gpus: Sequence[CudaDevice], from_ordinary: bool, to_ordinary: bool) -> dict[int, Pace]:
-    """The pace of 1, 2, 4 ... and of all of `gpus`, measured once in a process, which takes some 0.1 s."""
+def throughputs(gpus: Sequence[CudaDevice], from_ordinary: bool, to_ordinary: bool) -> dict[int, Throughput]:
+    """The throughput of 1, 2, 4 ... and of all of `gpus`, measured once in a process, which takes some 0.1 s."""
     key = tuple(gpus), from_ordinary, to_ordinary
-    with _pacing:
-        if key not in _paces:
-            shape, dtype, first = (PACE_BYTES >> 20, 1, 1 << 18), np.dtype(np.float32), gpus[0]
+    with _measuring:
+        if key not in _throughputs:
+            shape, dtype, first = (THROUGHPUT_BYTES >> 20, 1, 1 << 18), np.dtype(np.float32), gpus[0]
             with first.current():
                 x, y = (np.empty(shape, dtype) if ordinary else first.pinned_or_ordinary(shape, dtype) for ordinary in key[1:])
             x.fill(1)  # otherwise all its pages would be the same page of zeros
             y.fill(0)
-            _paces[key] = {count: _pace(gpus[:count], x, y) for count in numbers_of_gpus(len(gpus))}
-    return _paces[key]
+            _throughputs[key] = {count: _measured_throughput(gpus[:count], x, y) for count in numbers_of_gpus(len(gpus))}
+    return _throughputs[key]
 
 
 def numbers_of_gpus(most: int) -> list[int]:
@@ -474,19 +474,19 @@ def numbers_of_gpus(most: int) -> list[int]:
     return sorted({1 << i for i in range(most.bit_length())} | {most})
 
 
-def _pace(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> Pace:
-    """The pace of copies, measured on `x` and `y` and on a part of them."""
+def _measured_throughput(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> Throughput:
+    """The throughput of copies, measured on `x` and `y` and on a part of them."""
     part = len(x) // 4
     sizes = (x[:part], y[:part]), (x, y)
     seconds = [math.inf] * len(sizes)
-    for _ in range(PACE_ROUNDS):
+    for _ in range(THROUGHPUT_ROUNDS):
         for i, (one, other) in enumerate(sizes):
             began = time.perf_counter()
             copy_only(gpus, one, other)
             seconds[i] = min(seconds[i], time.perf_counter() - began)
     nbytes = [one.nbytes + other.nbytes for one, other in sizes]
     per_byte = max(seconds[1] - seconds[0], 0.0) / (nbytes[1] - nbytes[0])
-    return Pace(max(seconds[1] - per_byte * nbytes[1], 0.0), per_byte)
+    return Throughput(max(seconds[1] - per_byte * nbytes[1], 0.0), per_byte)
 
 
 @lru_cache(maxsize=256)
@@ -512,7 +512,7 @@ def gpus_that_pay(
 ) -> tuple[int, Callable[[float], Any]]:
     """How many of `gpus` to use for a call, and a function that takes the call's seconds.
 
-    The number is the one that takes the least time, or the smallest of equals. At first :func:`paces` predicts the times; later the
+    The number is the one that takes the least time, or the smallest of equals. At first :func:`throughputs` predicts the times; later the
     plan's own calls give them. Numbers predicted to be near the best are tried, and tried again after 16, 64, 256 ... calls.
     """
     nbytes = y.nbytes + sum(a.nbytes for a in (x, residual) if a is not None)
@@ -522,7 +522,8 @@ def gpus_that_pay(
         ordinary = [not (a.flags.c_contiguous and a.dtype.isnative and first.is_pinned(a)) for a in (x, y)]
     kernels = _kernel_seconds(plan)
     expected = {
-        count: pace.start + max(pace.seconds(nbytes) - pace.start, kernels / count) for count, pace in paces(gpus, *ordinary).items()
+        count: copies.start + max(copies.seconds(nbytes) - copies.start, kernels / count)
+        for count, copies in throughputs(gpus, *ordinary).items()
     }
     of_plan = _taken.setdefault(plan, {})
     taken = of_plan.setdefault((tuple(gpus), *ordinary), _Taken({count: deque(maxlen=TRIES) for count in expected}))

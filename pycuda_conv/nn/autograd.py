@@ -11,40 +11,26 @@ each other's derivatives:
 ==================  ============================================================
 
 They are called in one of two ways. Torch has to see an operator, ``torch.ops.pycuda_conv.*``, in ``torch.compile``, inside a mode or a
-transform, and on tensors without numbers. The four of the table are made of one that computes, ``convolve``, which is what compiled code
-calls. Otherwise a ``torch.autograd.Function`` is called, in less time. :mod:`pycuda_conv.ops` computes the results and checks everything. A
-repeated convolution has a Function of its own, :class:`_Again`, which checks nothing and plans nothing, forward or backward.
+transform, and on tensors without numbers: :mod:`pycuda_conv.nn.conv_operators` defines them. Otherwise a ``torch.autograd.Function`` is
+called, in less time. :mod:`pycuda_conv.ops` computes the results and checks everything. A repeated convolution has a Function of its own,
+in :mod:`pycuda_conv.nn.repeated`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as _F
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from pycuda_conv import dispatch, quick
+from pycuda_conv import dispatch
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.nn import operators
-from pycuda_conv.problem import (
-    ALGORITHMS,
-    PRECISIONS,
-    SLOPE,
-    ConvProblem,
-    channels_last,
-    check_element_type,
-    integers,
-    padding_in_numbers,
-    padding_pairs,
-)
-from pycuda_conv.repeat import RepeatTable
+from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, check_element_type, integers, padding_in_numbers, padding_pairs
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
 _is_batched = torch_internals.is_batched
@@ -62,14 +48,6 @@ class Settings(NamedTuple):
     device: str | None
     tune: bool
     algorithm: str | None = None
-
-
-#: Of an operator's list of options.
-_ALGORITHMS = (None, *ALGORITHMS)
-_SCHEMA = (
-    "(Tensor {}, Tensor {}, Tensor? bias, SymInt[] {}, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, "
-    "str precision, str? device, bool tune, str? algorithm=None) -> Tensor"
-)
 
 
 def _in_numbers(settings: Settings, filter_size: Sequence[int]) -> Settings:
@@ -224,7 +202,7 @@ _BY_FUNCTION = {operator.function: operator for operator in OPERATORS}
 
 
 def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> Any:
-    """A convolution or a gradient in a call that torch is told of; the options are hashable."""
+    """A convolution or a gradient in a call that torch knows of; the options are hashable."""
     if call.function == "conv" and operands.input.dim() == operands.weight.dim() == call.ndim:  # arrays of spatial axes alone
         x, w, bias, scale, residual = operands
         with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
@@ -292,7 +270,7 @@ class without_autocast:
 
 
 def sum_channels(ndim: int, grad_output: Any, device: str | None) -> Any:
-    """The gradient of a bias, in a call that torch is told of: torch's own sum."""
+    """The gradient of a bias, in a call that torch knows of: torch's own sum."""
     if not _differentiated(grad_output, grad_output, None, None, None) and not _traced(grad_output, grad_output, None):
         return dispatch.sum_channels(ndim, grad_output, device, None, True)
     dispatch.check_summed(ndim, grad_output.shape, TORCH.dtype_name(grad_output.dtype), TORCH.conversion)
@@ -366,101 +344,6 @@ class _Function(torch.autograd.Function):
 #: Whether torch.compile traces the call, which it may also do in a backward pass.
 _is_followed = torch.compiler.is_dynamo_compiling
 
-#: Both gradients of convolutions by their keys, as the launcher in C repeats them.
-_both = RepeatTable()
-
-
-class Again:
-    """A repeated convolution that torch asks for gradients of: see :mod:`pycuda_conv.quick`.
-
-    Its gradients are those of :class:`_Function`, but found by keys that are made once. A gradient that is not ready, or that torch has to
-    know of in its turn, is computed by an operator.
-    """
-
-    def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int], order: tuple[int, ...] | None) -> None:
-        self.operator = _BY_FUNCTION[call.function]
-        self.settings = settings = Settings(
-            call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False, call.algorithm
-        )
-        self.size = call.size
-        self.shapes = first_shape, second_shape
-        #: in which the result lies
-        self.order = order
-        self.transposed = self.operator is CONV_TRANSPOSE
-        #: the key's options of both gradients together
-        self.both = call.function, *settings[:6], settings.algorithm, call.size
-        #: the keys' options of the gradients; None where they take more than one convolution
-        self.by_first: tuple[Any, ...] | None = CONV_INPUT.asked(settings, first_shape)
-        self.by_second: tuple[Any, ...] | None = CONV_WEIGHT.asked(settings, second_shape)
-        if self.transposed:
-            self.by_first = CONV.asked(settings, ())
-            more, steps = integers("", call.size, call.ndim), integers("", call.stride, call.ndim)
-            if any(m >= step for m, step in zip(more, steps, strict=True)):
-                self.by_first = self.by_second = None
-        #: what the launcher in C needs
-        self.known = _both, self.both, quick.table, self.by_first, self.by_second, self.transposed
-
-    def gradients(self, first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
-        """The gradients by both operands, in one row of launches if the launcher has it."""
-        possible = self.by_first is not None and not torch.is_grad_enabled() and quick.possible()
-        if possible:
-            made = quick.again(_both, self.both, first, second, grad)
-            if made is not None:
-                _, by_first, by_second = made
-                return by_first, by_second
-        found = self.gradient_by_first(second, grad), self.gradient_by_second(first, grad)
-        if possible:
-            self._remember(first, second, grad)
-        return found
-
-    def _remember(self, first: Any, second: Any, grad: Any) -> None:
-        """Make a row of the launches of both gradients, which were just computed, unless a plan waits for better kernels."""
-        name = quick.key(self.both, first, second, grad)
-        if name is None or name in _both or TORCH.traced(first, second, grad):
-            return
-        ndim, layout = self.settings.ndim, _layout(grad, self.settings.ndim)
-        by_first = (grad, second, None, None, None)
-        by_second = ((grad, first) if self.transposed else (first, grad)) + by_first[2:]
-        plans, alike = [], layout == _layout(first, ndim)
-        for asked, operands in ((self.by_first, by_first), (self.by_second, by_second)):
-            call = Call(*asked).hashable()  # type: ignore[misc]  # it is not None
-            plan = dispatch.plan_for_call(call, TORCH, TORCH.signatures(Operands(*operands)), None, layout, False)
-            plans.append(plan.better or plan)
-        of_first, of_second = plans
-        if not (of_first.may_be_repeated and of_second.may_be_repeated) or of_first.device.capturing():
-            return
-        ready = None
-        filter_last, last = (
-            able and TORCH.is_laid_out_as(second, plan.filter_order)
-            for able, plan in ((of_first.reads_filter_last, of_first), (of_second.writes_filter_last, of_second))
-        )
-        fit = alike and layout == of_first.problem.layout == of_second.problem.layout
-        if fit and quick.fits(TORCH, of_first, by_first, filter_last) and quick.fits(TORCH, of_second, by_second, False):
-            # first, second, gradient of the result | gradients of first and second | workspace | none
-            x, w, dy, dx, dw, scratch, none = ((i, 0) for i in range(7))
-            places = (dy, w, none, dx, scratch, none), (*((dy, x) if self.transposed else (x, dy)), none, dw, scratch, none)
-            steps = quick.in_a_row(of_first, filter_last, places[0], of_second, last, places[1])
-            nbytes = quick.bytes_of_row(of_first, filter_last, of_second, last)
-            orders = of_first.result_order, of_second.filter_order if last else None
-            results = [
-                TORCH.maker(plan.result_shape, grad.dtype, grad.device, order) for plan, order in zip(plans, orders, strict=True)
-            ]
-            ready = quick.row(TORCH, of_first.device, steps, grad, 3, results, nbytes)
-        _both.put(name, ready, of_first, of_second)
-
-    def gradient_by_first(self, second: Any, grad: Any) -> Any:
-        made = None
-        if not torch.compiler.is_dynamo_compiling():
-            made = quick.call(quick.table, self.by_first, False, grad, second, None, None, None, None)
-        return self.operator.by_first(self.settings, self.shapes[0], second, grad) if made is None else made
-
-    def gradient_by_second(self, first: Any, grad: Any) -> Any:
-        made = None
-        if not torch.compiler.is_dynamo_compiling():
-            operands = (grad, first) if self.transposed else (first, grad)
-            made = quick.call(quick.table, self.by_second, False, *operands, None, None, None, None)
-        return self.operator.by_second(self.settings, first, self.shapes[1], grad) if made is None else made
-
 
 def without_gaps(grad: Any, order: tuple[int, ...] | None) -> Any:
     """A gradient that lies in `order`, as the result does: a copy if its elements lie apart, repeat, or lie in another order.
@@ -468,44 +351,6 @@ def without_gaps(grad: Any, order: tuple[int, ...] | None) -> Any:
     The gradient of ``torch.cat`` is a slice of another one, and that of a sum repeats one number.
     """
     return grad if TORCH.is_kernel_input(grad, order) else TORCH.copy(grad, order)
-
-
-class _Again(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, again: Again, first: Any, second: Any, bias: Any, made: tuple[Any]) -> Any:
-        _, by_first, by_second, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(first if by_second else None, second if by_first else None)
-        ctx.again = again
-        return made[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        first, second = saved = ctx.saved_tensors  # torch.utils.checkpoint gives them once
-        again, followed = ctx.again, _is_followed()
-        made = None if followed else quick.gradients(ctx, saved, grad)
-        if made is None and not (followed or torch.is_grad_enabled() or _traced(grad, grad, None) or _is_batched(grad)):
-            dense = without_gaps(grad, again.order)
-            if dense is not grad:
-                grad, made = dense, quick.gradients(ctx, saved, dense)
-        if made is not None:
-            return made
-        _, by_first, by_second, by_bias, _ = ctx.needs_input_grad
-        if by_first and by_second:
-            dx, dw = again.gradients(first, second, grad)
-        else:
-            dx = again.gradient_by_first(second, grad) if by_first else None
-            dw = again.gradient_by_second(first, grad) if by_second else None
-        return None, dx, dw, _summed(again.settings.ndim, grad) if by_bias else None, None
-
-
-def told_again(call: Call, first_shape: Sequence[int], second_shape: Sequence[int], result: Any) -> Callable[..., Any]:
-    """(first, second, bias, (result,)) -> the result of a convolution that the launcher in C has just repeated, known to torch.
-
-    It is ``_Again.apply`` without checks that the launcher has already made. They take 3 us. `result` lies as all results of the call do.
-    """
-    batched = result.dim() == call.ndim + 2
-    order = channels_last(call.ndim + 2, call.ndim) if batched and _layout(result, call.ndim) == "NHWC" else None
-    return partial(super(torch.autograd.Function, _Again).apply, Again(call, first_shape, second_shape, order))
 
 
 class _Transformed(_Function):
@@ -622,108 +467,3 @@ def _vmap(
     )
     axis = filters if operator is CONV_WEIGHT else channels
     return made.unflatten(axis, (count, made.shape[axis] // count)).movedim(axis - 1, 0), 0
-
-
-# ---- the operators
-
-
-_ALGORITHMS = None, *ALGORITHMS
-
-
-def _spec(operator: Operator, settings: Settings) -> list[int]:
-    """An operator and its settings in numbers as one list of ints.
-
-    They are: number of the operator, of the precision and of the algorithm, device (-2: the tensors', -1: OpenCL, else the number of a
-    GPU), tune, groups; then for each axis stride, padding before, padding after, dilation.
-    """
-    device = settings.device
-    place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])
-    how = PRECISIONS.index(settings.precision), _ALGORITHMS.index(settings.algorithm)
-    spec = [OPERATORS.index(operator), *how, place, int(settings.tune), settings.groups]
-    for step, pair, spread in zip(settings.stride, settings.padding, settings.dilation, strict=True):
-        spec += step, *pair, spread
-    return spec
-
-
-@lru_cache(maxsize=4096)
-def _from_spec(spec: tuple[int, ...]) -> tuple[Operator, Settings]:
-    """The operator and its settings from the list of :func:`_spec`."""
-    number, precision, algorithm, place, tune, groups, *axes = spec
-    stride, before, after, dilation = (tuple(axes[i::4]) for i in range(4))
-    device = None if place == -2 else "opencl" if place == -1 else f"cuda:{place}"
-    padding = tuple(zip(before, after, strict=True))
-    how = PRECISIONS[precision], device, bool(tune), _ALGORITHMS[algorithm]
-    return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, *how)
-
-
-def _convolve(first: Any, second: Any, bias: Any, size: Sequence[int], spec: Sequence[int]) -> Any:
-    operator, settings = _from_spec(tuple(spec))
-    made = operator.compute(settings, first, second, bias, size)
-    if operator is CONV_WEIGHT and _layout(first, settings.ndim) == "NHWC":  # some kernels write this gradient in C order nevertheless
-        made = TORCH.as_kernel_input(made, channels_last(made.dim(), settings.ndim))
-    return made
-
-
-def _fake_convolve(first: Any, second: Any, bias: Any, size: Any, spec: Sequence[int]) -> Any:
-    operator, settings = _from_spec(tuple(spec))
-    return _fake(operator, settings, first, second, bias, size)
-
-
-def _vmap_convolve(info: Any, in_dims: Any, first: Any, second: Any, bias: Any, size: Any, spec: Sequence[int]) -> Any:
-    return _vmap(info.batch_size, in_dims, *_from_spec(tuple(spec)), first, second, bias, size)
-
-
-class _OfOperators(_Transformed):
-    """:class:`_Function` whose result an operator computes, for compilers and modes."""
-
-    @staticmethod
-    def forward(first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:  # type: ignore[override]
-        return torch.ops.pycuda_conv.convolve.default(first, second, bias, size, _spec(operator, settings))
-
-
-def _named(operator: Operator) -> Callable[..., Any]:
-    """The operator that torch differentiates."""
-
-    def of_operators(first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
-        settings = _from_flat(*flat)
-        if _differentiated(first, second, bias, None, None) or torch_internals.transforms_are_active():
-            return _OfOperators.apply(first, second, bias, operator, settings, size)
-        return _OfOperators.forward(first, second, bias, operator, settings, size)
-
-    return of_operators
-
-
-operators.define("convolve(Tensor first, Tensor second, Tensor? bias, SymInt[] size, int[] spec) -> Tensor", _convolve, _fake_convolve)
-operators.define_vmap("convolve", _vmap_convolve)
-for _operator in OPERATORS:
-    operators.define_by_others(_operator.name + _SCHEMA.format(*_operator.words), _named(_operator))
-
-
-# ---- FlopCounterMode
-
-
-def flops(result: Sequence[int], weight: Sequence[int]) -> int:
-    """Operations of a convolution with these shapes of result and filter, and of each of its gradients, as torch counts them."""
-    return 2 * math.prod(result) * math.prod(weight[1:])
-
-
-def count_flops(operator: Any, formula: Callable[..., int]) -> None:
-    """Let torch's counters count `operator` by a formula of shapes; counters that already exist count it too."""
-    register_flop_formula(operator)(formula)
-    for mode in torch_internals.modes():
-        counter = getattr(mode, "counter", mode)
-        if isinstance(counter, FlopCounterMode):
-            counter.flop_registry[operator] = flop_registry[operator]
-
-
-def _flops(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *flat: Any, out_shape: Any) -> int:
-    return flops(*{CONV: (out_shape, second), CONV_WEIGHT: (second, out_shape)}.get(operator, (first, second)))
-
-
-def _flops_of_spec(first: Any, second: Any, bias: Any, size: Any, spec: Sequence[int], out_shape: Any) -> int:
-    return _flops(_from_spec(tuple(spec))[0], first, second, bias, size, out_shape=out_shape)
-
-
-count_flops(torch.ops.pycuda_conv.convolve, _flops_of_spec)
-for _operator in OPERATORS:
-    count_flops(getattr(torch.ops.pycuda_conv, _operator.name), partial(_flops, _operator))

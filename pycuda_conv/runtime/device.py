@@ -302,8 +302,8 @@ class CudaDevice(Device):
     def begin(self, steps: Sequence[KernelLaunch]) -> None:
         self.queue.begin(steps)
 
-    def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
-        return self.queue.compile_behind(steps)
+    def compile_in_background(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
+        return self.queue.compile_in_background(steps)
 
     def all_compiled(self) -> bool:
         """Whether nothing is being compiled for the device, and nothing waits to be."""

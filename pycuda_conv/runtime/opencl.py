@@ -252,7 +252,7 @@ class OpenCLDevice(Device):
         future = self._coming.get(step.source())
         return future is not None and not (future.running() or future.done())
 
-    def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
+    def compile_in_background(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
         """Begin to compile the kernels of `steps` in other processes."""
         found = []
         with self._asking:

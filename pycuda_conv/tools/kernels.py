@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from pycuda_conv.behind import launches
+from pycuda_conv.background import launches
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm, max_pool

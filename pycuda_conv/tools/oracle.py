@@ -159,13 +159,13 @@ def torch_gradient(problem: ConvProblem) -> Callable[..., Any]:
     """torch's result for `problem`, which may be a gradient by the filter: (first, second) -> output."""
     if problem.direction != "wgrad":
         return torch_for(problem)
-    told = options(replace(problem, direction="fprop"))
+    arguments = options(replace(problem, direction="fprop"))
     size = problem.result_shape
 
     def gradient(x: Any, dy: Any) -> Any:
-        if isinstance(told["padding"][0], tuple):
-            x, told["padding"] = require("torch.nn.functional").pad(x, [v for pair in reversed(told["padding"]) for v in pair]), 0
-        return getattr(require("torch").nn.grad, f"conv{problem.ndim}d_weight")(x, size, dy, **told)
+        if isinstance(arguments["padding"][0], tuple):
+            x, arguments["padding"] = require("torch.nn.functional").pad(x, [v for pair in reversed(arguments["padding"]) for v in pair]), 0
+        return getattr(require("torch").nn.grad, f"conv{problem.ndim}d_weight")(x, size, dy, **arguments)
 
     return gradient
 

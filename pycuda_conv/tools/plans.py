@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from pycuda_conv.behind import OFTEN
+from pycuda_conv.background import OFTEN
 from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, waiting

@@ -14,7 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pycuda_conv import behind, engines, interrupt
+from pycuda_conv import background, engines, interrupt
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.plan import as_called
@@ -81,7 +81,7 @@ def launches_of(problem: ConvProblem, target: Device, constants: bool = False, n
     problem = as_called(problem, target)
     found = lookup(problem, target)
     schedule = engines.schedule(problem, found.config if found else engines.choose(problem, target), target, noted)
-    launches = behind.launches(schedule) + (behind.launches(behind.with_constants(schedule)) if constants else [])
+    launches = background.launches(schedule) + (background.launches(background.with_constants(schedule)) if constants else [])
     return [*launches, *_batch_norm(problem, schedule, target)] if noted else launches
 
 

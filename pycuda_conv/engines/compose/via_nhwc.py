@@ -157,12 +157,12 @@ class _Transposition:
     def launch(self, source: Place, target: Place) -> KernelLaunch:
         size = self.itemsize
         row_bits, columns = self._tile
-        told = arguments(
+        args = arguments(
             ViaNhwcArguments, rows=self.rows, columns=self.columns, pitch=self.pitch, row_bits=row_bits,
             tiles_r=ceil(self.pitch * size, 4 << row_bits), tiles_c=ceil(self.columns, columns), vector=self._vector,
             wide=int(self._wide == 16),
         )  # fmt: skip
-        return KernelLaunch("via_nhwc", {"BYTES": size}, self.tiles, THREADS, (source, target), (), arguments=told)
+        return KernelLaunch("via_nhwc", {"BYTES": size}, self.tiles, THREADS, (source, target), (), arguments=args)
 
 
 def _together(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch:
@@ -242,8 +242,8 @@ def _only_fills_up(launch: KernelLaunch) -> bool:
     """Whether `launch` copies an array with zeros behind its channels, and folds no taps into them."""
     if launch.kernel != "fold_channels":
         return False
-    told: Any = launch.arguments
-    return bool(told.folded == told.channels and (told.h, told.w) == (told.p, told.q))
+    args: Any = launch.arguments
+    return bool(args.folded == args.channels and (args.h, args.w) == (args.p, args.q))
 
 
 def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing
 from pycuda_conv.engines.geometry import Phase, by_axis
-from pycuda_conv.engines.packing import PackedLayout, PhaseAddressing
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, TensorMap
 

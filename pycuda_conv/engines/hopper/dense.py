@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import (
     arguments,
@@ -46,15 +47,7 @@ from pycuda_conv.engines.hopper.common import (
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
-from pycuda_conv.engines.packing import (
-    MOST_PIXELS,
-    PackedLayout,
-    PhaseAddressing,
-    phase_addressing,
-    repeat_arguments,
-    tap_numbers,
-    written_places,
-)
+from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -291,19 +284,19 @@ def _product(
 ) -> KernelLaunch:
     """The launch of some phases. It notes moments if it is given a place for their `parts`."""
     lying, _ = _walks(problem)
-    told = tuple(_arguments(problem, config, walk, parts is not None) for walk in walks)
+    args = tuple(_arguments(problem, config, walk, parts is not None) for walk in walks)
     phases = 1 if count_phases(problem) == 1 else PHASES
-    told += (told[-1]._replace(tiles=0),) * (phases - len(walks))  # empty phases fill the kernel's parameter
+    args += (args[-1]._replace(tiles=0),) * (phases - len(walks))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
     maps = []
     for row in rows:
         images = [image_map(problem, INPUT, lying, walk, config.BLOCK_M, row) for walk in walks]
         maps += images + [images[-1]] * (phases - len(walks))
     maps += [_filter_map(problem, config, place, mn_major, row) for row in rows]
-    structs: tuple[tuple[int, ...], ...] = told
+    structs: tuple[tuple[int, ...], ...] = args
     if phases > 1:
         structs += (repeat_arguments(problem, lying, 1, repeats(problem)),)
-    tiles, turned = sum(phase.tiles for phase in told), mn_major and problem.itemsize == 4
+    tiles, turned = sum(phase.tiles for phase in args), mn_major and problem.itemsize == 4
     fitting = multiprocessors * _beside(config)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
@@ -316,7 +309,7 @@ def _product(
     return KernelLaunch(
         "hopper_dense", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TRANSPOSERS if turned else 0), buffers, (),
         maps=tuple(maps), shared=_ring(config, mn_major and not turned).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
-        layer=finish_constants(told[0]) | {"NOTED": told[0].noted, "LAST_STEPS": told[0].last_steps},
+        layer=finish_constants(args[0]) | {"NOTED": args[0].noted, "LAST_STEPS": args[0].last_steps},
     )  # fmt: skip
 
 

@@ -15,30 +15,23 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks, why_not
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import Phase, arguments, by_axis, ceil, repeats
 from pycuda_conv.engines.hopper.common import MEMORY, SHARED_BYTES, THREADS, read_bytes, unsupported
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, why_not_so_many
-from pycuda_conv.engines.packing import (
+from pycuda_conv.engines.packed_product import (
     ARITHMETICS,
-    Operands,
-    PackedLayout,
-    PhaseAddressing,
     arithmetic,
     assemble,
-    filter_sizes,
     first_ones,
-    overhead,
-    packed_key,
-    packed_layout,
-    packs_filter_last,
     repeat_arguments,
-    row_blocks,
     tap_numbers,
-    why_not,
     written_places,
     written_so,
 )
+from pycuda_conv.engines.packing import Operands, packs_filter_last
+from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
@@ -419,9 +412,9 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
 
 def _launches(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
     """The phases of each launch, without their repeats, which the launch computes too; in the order of their first pixels."""
-    told = first_ones(*_alike(problem))
-    for first in range(0, len(told), PHASES):
-        yield told[first : first + PHASES]
+    args = first_ones(*_alike(problem))
+    for first in range(0, len(args), PHASES):
+        yield args[first : first + PHASES]
 
 
 @lru_cache(maxsize=64)  # the planner asks for it once a configuration

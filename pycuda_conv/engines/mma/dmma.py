@@ -319,13 +319,13 @@ def _pack(problem: ConvProblem, filter_last: bool) -> list[KernelLaunch]:
         (_, r, s), (_, h, w) = part.phase.taps, part.many
         w_base = sum(first * stride for first, stride in zip(part.phase.first, lying, strict=True))
         w_t, w_r, w_s = (every * stride for every, stride in zip(part.phase.every, lying, strict=True))
-        told = DmmaFilterArguments(
+        args = DmmaFilterArguments(
             groups * rows, rows, channels, part.taps, r * s, s, part.phases, h * w, w, groups * rows * part.at,
             w_base, w_group, w_row, w_channel, w_t, w_r, w_s, *lying,
         )
         blocks = ceil(groups * rows * channels * part.phases * part.taps, FILTER_THREADS)
         if blocks:
-            found.append(KernelLaunch("dmma_filter", {}, blocks, FILTER_THREADS, (WEIGHT, PACKED), (), "dmma", arguments=told))
+            found.append(KernelLaunch("dmma_filter", {}, blocks, FILTER_THREADS, (WEIGHT, PACKED), (), "dmma", arguments=args))
     return found
 
 
@@ -353,11 +353,11 @@ def _product(
     """The launch of a part."""
     tile = _tile(problem, config)
     assert tile is not None, "refused"
-    defines, told = _defines(config, tile, form, device), _arguments(problem, config, form, part, packed)
+    defines, args = _defines(config, tile, form, device), _arguments(problem, config, form, part, packed)
     shared = defines["STAGES"] * stage_bytes(config, form)
     grid = _tiles(problem, config, part) * config.SPLIT
     buffers = (INPUT, weight, BIAS, SCALE, RESIDUAL, target)
-    return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=told)
+    return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=args)
 
 
 def _tiles(problem: ConvProblem, config: Dmma, part: _Part) -> int:

@@ -220,7 +220,7 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
     else:
         wide = int(problem.result_channels % (8 if problem.itemsize == 2 and config.BLOCK_N % 32 == 0 else 4) == 0)
     workers = _workers(tile, device)
-    told = arguments(
+    args = arguments(
         FewInputsArguments, workers=workers, tiles=tile.tiles, tiles_w=tile.tiles_w, tiles_h=tile.tiles_h, out_d=o,
         column_bits=config.COLUMNS.bit_length() - 1, rows=tile.rows, k=problem.result_channels // problem.groups, steps=tile.steps,
         words=tile.words, row_words=tile.row_words, run=tile.run, lead=tile.lead,
@@ -237,8 +237,8 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     return KernelLaunch(
-        "few_inputs", defines, workers * tile.chunks, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told,
-        layer=finish_constants(told),
+        "few_inputs", defines, workers * tile.chunks, 32 * WARPS, buffers, (), shared=tile.shared, arguments=args,
+        layer=finish_constants(args),
     )  # fmt: skip
 
 

@@ -173,8 +173,8 @@ def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
         slot = _Slot.of(problem, config, units, pitch)
         shared = max(ring_at + min(STAGES, ceil(part, units)) * slot.nbytes, sums)
         if shared + STATIC_SHARED <= MOST_SHARED:
-            told = (_phase(problem, config, phase, of, slot, pitch, ring_at) for phase, of in zip(ordered, positions, strict=True))
-            return _Tile(tuple(told), shared)
+            args = (_phase(problem, config, phase, of, slot, pitch, ring_at) for phase, of in zip(ordered, positions, strict=True))
+            return _Tile(tuple(args), shared)
     return None
 
 
@@ -214,13 +214,13 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: boo
     """The launch of `config`, which can run `problem`; it notes no moments."""
     tile = _tile(problem, config)
     assert tile is not None
-    told = tile.phases
-    if len(told) > 1:
-        told += (told[-1]._replace(tiles=0),) * (PHASES - len(told))  # empty phases fill the kernel's parameter
+    args = tile.phases
+    if len(args) > 1:
+        args += (args[-1]._replace(tiles=0),) * (PHASES - len(args))  # empty phases fill the kernel's parameter
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
         "mma_few_pixels", _defines(problem, config), _blocks(tile, config), 32 * WARPS, buffers, (),
-        shared=tile.shared, arguments=told, layer=finish_constants(told[0]),
+        shared=tile.shared, arguments=args, layer=finish_constants(args[0]),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 

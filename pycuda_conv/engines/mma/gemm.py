@@ -11,28 +11,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
 
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks
+from pycuda_conv.engines.addressing import why_not as why_not_packed
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.hopper.ring import Ring
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
-from pycuda_conv.engines.packing import (
-    ARITHMETICS,
-    Operands,
-    PackedLayout,
-    PhaseAddressing,
-    arithmetic,
-    assemble,
-    filter_sizes,
-    overhead,
-    packed_key,
-    packed_layout,
-    packs_filter_last,
-    row_blocks,
-    tap_numbers,
-    written_places,
-    written_so,
-)
-from pycuda_conv.engines.packing import why_not as why_not_packed
+from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, assemble, tap_numbers, written_places, written_so
+from pycuda_conv.engines.packing import Operands, packs_filter_last
+from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.split_sum import splits
@@ -167,7 +154,7 @@ def _product(
     blocks, _, channel_blocks = filter_sizes(problem, packed)
     plane, row = math.prod(phase.size), phase.size[2]
     tiles_m, tiles_pixels = _tiles(problem, config, walk)
-    told = arguments(
+    args = arguments(
         GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(walk.taps) * chunks, 4), config.SPLIT),
         tiles_pixels=tiles_pixels, chunks=math.prod(walk.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
         rows_group=rows // problem.groups, rows=rows, blocks_group=blocks, channel_blocks=channel_blocks,
@@ -182,8 +169,8 @@ def _product(
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid, shared = _blocks(problem, config, walk), config.STAGES * _ring(config, limbs(problem)).stage
     return KernelLaunch(
-        "mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=told,
-        layer=finish_constants(told),
+        "mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=args,
+        layer=finish_constants(args),
     )  # fmt: skip
 
 

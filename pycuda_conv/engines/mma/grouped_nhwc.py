@@ -14,11 +14,11 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major, too_many_phases
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
-from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
@@ -242,15 +242,15 @@ def _product(
     """The launch of some phases, with as much shared memory as the largest of all takes."""
     count, unrolled = _phase_count(problem), _unrolled(problem)
     slabs, blocks = _slabs(problem, config), _blocks(problem, config, device, walks)
-    told = tuple(_arguments(problem, config, lying, walk, blocks) for walk in walks)
-    told += (told[-1]._replace(tiles=0),) * (count - len(walks))  # empty phases fill the kernel's parameter
+    args = tuple(_arguments(problem, config, lying, walk, blocks) for walk in walks)
+    args += (args[-1]._replace(tiles=0),) * (count - len(walks))  # empty phases fill the kernel's parameter
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": walks[0].down.stride if unrolled > 1 else 1, "PHASES": count,
     }  # fmt: skip
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     return KernelLaunch(
-        "grouped_nhwc", defines, slabs * count * blocks, THREADS, buffers, (), shared=shared, arguments=told,
-        layer=finish_constants(told[0]),
+        "grouped_nhwc", defines, slabs * count * blocks, THREADS, buffers, (), shared=shared, arguments=args,
+        layer=finish_constants(args[0]),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.nn.autograd import CONV, _is_batched, _traced, activated, call_operator, without_gaps
@@ -128,14 +128,14 @@ _apply = super(torch.autograd.Function, _Function).apply
 
 
 def _forward_again(asked: tuple[Any, ...], input: Tensor, residual: Any, tensors: tuple[Any, ...], passes_on: bool) -> Any:
-    """The layer by a repeated forward pass, in a call that torch is told of; else None. `tensors` are those of ``modules._tensors``."""
+    """The layer by a repeated forward pass, in a call that torch knows of; else None. `tensors` are those of ``modules._tensors``."""
     weight, bias, gamma, beta, running_mean, running_var, batches = tensors
     counts = asked[1] is not None
     if not counts and batches is not None:  # the kernels take the mean over batches, this one included
-        if quick.key(asked, input, residual, *tensors) not in _again:
+        if repeat.key(asked, input, residual, *tensors) not in _again:
             return None
         batches.add_(1)
-    made = quick.again(_again, asked, input, residual, *tensors)
+    made = repeat.replay(_again, asked, input, residual, *tensors)
     if made is None:
         if not counts and batches is not None:
             batches.sub_(1)

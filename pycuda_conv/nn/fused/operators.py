@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.nn import evaluation, operators
-from pycuda_conv.nn.autograd import CONV, _empty_like, count_flops, flops
+from pycuda_conv.nn.autograd import CONV, _empty_like
+from pycuda_conv.nn.conv_operators import count_flops, flops
 from pycuda_conv.nn.fused.autograd import _gradients, _save
 from pycuda_conv.nn.fused.launches import _LayerSpec, _new_statistics, _normalised, _order, _statistics
 from pycuda_conv.nn.fused.repeat import _again, _backward, _backward_again, _remember_forward
@@ -54,13 +55,13 @@ def _fused_forward(
     """The layer by the batch's statistics, its convolution y, and the statistics; the running ones move."""
     options = _known(tuple(spec))
     asked, operands = _asked_of(options, momentum, eps), (x, residual, weight, bias, gamma, beta, running_mean, running_var, None)
-    made = quick.again(_again, asked, *operands) if quick.possible() else None
+    made = repeat.replay(_again, asked, *operands) if repeat.possible() else None
     if made is not None:
         _, y, statistics, out = made
         return out, y, statistics
     y, statistics = _statistics(x, weight, bias, running_mean, running_var, None, momentum, eps, options)
     out = _normalised(y, statistics, gamma, beta, residual, options.activation)
-    if quick.possible():
+    if repeat.possible():
         _remember_forward(asked, operands, momentum, eps, options, True, out)
     return out, y, statistics
 
