@@ -21,7 +21,6 @@ if interrupt.is_command():
     # numpy's threads spin while they wait for each other. Its products are small in the command, which has other work for the cores
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# ruff: noqa: E402
 from importlib.metadata import PackageNotFoundError, version
 
 from pycuda_conv import handlers, measure  # noqa: F401 dispatch and tune ask them

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from typing import Any
 
-from pycuda_conv import behind, engines
+from pycuda_conv import background, engines
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.cache import trusted_folder
@@ -50,8 +50,8 @@ def compile_together(launches: Iterable[KernelLaunch], device: Device) -> list[s
 
 def compile_for(wanted: Iterable[tuple[ConvProblem, engines.Config]], device: Device) -> list[str]:
     """The same for the kernels that plans of such problems and configurations take at first."""
-    schedules = (engines.schedule(problem, config, device) for problem, config in wanted)
-    return compile_together([one for schedule in schedules for one in behind.launches(behind.form(schedule, device))], device)
+    schedules = (background.initial_form(engines.schedule(problem, config, device), device) for problem, config in wanted)
+    return compile_together([launch for schedule in schedules for launch in background.launches(schedule)], device)
 
 
 def _on_gpu(missing: Sequence[KernelLaunch], device: Any) -> list[str]:
