@@ -1270,7 +1270,7 @@ def test_operators_are_checked_by_torch():
         torch.library.opcheck(torch.ops.pycuda_conv.frozen_statistics.default, (*given, None, *vectors[2:], 1e-5, flat))
         trained = launches._LayerSpec("relu", True, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
         moved_ones = [one.clone() for one in vectors[2:]]
-        torch.library.opcheck(torch.ops.pycuda_conv.fused_forward.default, (*given, None, *vectors[:2], *moved_ones, None, 0.1, 1e-5, trained))
+        torch.library.opcheck(torch.ops.pycuda_conv.fused_forward.default, (*given, None, *vectors[:2], *moved_ones, torch.tensor(3), None, 0.1, 1e-5, trained))
         torch.library.opcheck(torch.ops.pycuda_conv.scaled.default, (*given, torch.rand(12), None, 0, spec))
     torch.library.opcheck(torch.ops.pycuda_conv.fold_norms.default, ([*vectors, None, None, None, *vectors[2:], vectors[0]], [1e-5, 1e-3], False))
 
@@ -1302,6 +1302,43 @@ def test_inductor_puts_nothing_in_front_of_our_operators(where, tmp_path, monkey
     assert body.count("torch.ops.pycuda_conv.fold_norms.default(") == body.count("torch.ops.pycuda_conv.scaled.default(") == 1
     assert body.count("torch.ops.pycuda_conv.evaluate.default(") == 2
     assert not [line for line in body.splitlines() if "aten.copy" in line or ".clone(" in line or "aten.clone" in line]
+
+
+def test_gradients_of_a_trace_lie_as_the_results_do():
+    """Every gradient that AOTAutograd hands to our operators has its channels last as the layer's result has: nothing is laid out twice."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    found = []
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = conv_bn(4, 8, padding=1, bias=False), conv_bn(8, 8, padding=1), nn.Conv2d(8, 6, 1)
+
+        def forward(self, x):
+            y = F.relu(self.a(x))
+            y = F.relu(self.b(y) + y)  # the mask of a sum
+            return self.c(y).mean((2, 3))  # the gradient repeats one number for each channel
+
+    def backward(gm, inputs):
+        for node in gm.graph.nodes:
+            if str(node.target).startswith("pycuda_conv."):
+                found.append((str(node.target), [a.meta["val"].stride() for a in node.args if isinstance(a, torch.fx.Node) and a.meta["val"].dim() == 4]))
+        return gm.forward
+
+    def traced(gm, inputs):
+        compiler.rewritten(gm, inputs, "default", raises=True)
+        return aot_autograd(fw_compiler=lambda gm, inputs: gm.forward, bw_compiler=backward)(gm, inputs)
+
+    x = images(channels_last=True)
+    m = Net().train()
+    expected = copy.deepcopy(m)
+    torch.compile(m, backend=traced)(x).sum().backward()
+    assert {name for name, _ in found} == {"pycuda_conv.fused_conv_bn_relu_backward.default", "pycuda_conv.convolve.default"}
+    for name, (first, *_) in found:  # the gradient, or the input where the filter's gradient is asked for
+        assert first[1] == 1, name
+    expected(x).sum().backward()
+    assert all(close(a.grad, b.grad) for a, b in zip(m.parameters(), expected.parameters(), strict=True))
 
 
 @pytest.mark.gpu

@@ -353,6 +353,16 @@ def without_gaps(grad: Any, order: tuple[int, ...] | None) -> Any:
     return grad if TORCH.is_kernel_input(grad, order) else TORCH.copy(grad, order)
 
 
+def lying_as(grad: Any, order: tuple[int, ...] | None) -> Any:
+    """A gradient in a trace, laid out in `order`. A compiler lets the step that computes it write it so, where it can."""
+    if torch_internals.transforms_are_active() or _is_batched(grad):
+        return grad
+    if order is None:
+        return grad.contiguous()
+    turned = grad.permute(order)
+    return grad if turned.is_contiguous() else turned.contiguous().permute([order.index(axis) for axis in range(len(order))])
+
+
 class _Transformed(_Function):
     """:class:`_Function` for torch.func's transforms, which don't see through an operator with gradients (torch 2.13)."""
 

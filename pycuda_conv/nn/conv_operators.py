@@ -28,6 +28,7 @@ from pycuda_conv.nn.autograd import (
     _layout,
     _Transformed,
     _vmap,
+    lying_as,
 )
 from pycuda_conv.problem import ALGORITHMS, PRECISIONS, channels_last
 
@@ -88,6 +89,16 @@ class _OfOperators(_Transformed):
     @staticmethod
     def forward(first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:  # type: ignore[override]
         return torch.ops.pycuda_conv.convolve.default(first, second, bias, size, _spec(operator, settings))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _Transformed.setup_context(ctx, inputs, output)
+        ndim = inputs[4].ndim
+        ctx.order = channels_last(ndim + 2, ndim) if output.dim() == ndim + 2 and _layout(output, ndim) == "NHWC" else None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Transformed.backward(ctx, None if grad is None else lying_as(grad, ctx.order))
 
 
 def _named(operator: Operator) -> Callable[..., Any]:

@@ -255,7 +255,7 @@ def _spec(options: Options) -> list[int]:
 class Operators(_Folding):
     """Operators for graphs that torch's compilers take apart."""
 
-    sums_in_training = True
+    sums_in_training = counts = True
 
     def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         vectors, eps = ((None,) * 4, 0.0) if norm is None else (norm.vectors, norm.eps)
@@ -276,7 +276,8 @@ class Operators(_Folding):
         ours, call = torch.ops.pycuda_conv, self.graph.call_function
         layer = _LayerSpec(options.activation, norm.of_batch, options.settings)
         if norm.of_batch:
-            given = (x, weight, bias, *norm.vectors, residual, norm.momentum, norm.eps, layer.in_integers())
+            counted = None if norm.counts is None else norm.counts[1]
+            given = (x, weight, bias, *norm.vectors, counted, residual, norm.momentum, norm.eps, layer.in_integers())
             return call(ours.fused_layer.default, given)
         gamma, beta, mean, var = norm.vectors
         flat = (layer if residual is None else layer._replace(activation=None)).in_integers()

@@ -81,6 +81,8 @@ class Settings:
     host_calls: bool = False
     device: Any = None
     seed: int | None = None
+    #: begin no further case after so many
+    seconds: float | None = None
     json: Path | None = None
     csv: Path | None = None
     plots: Path | None = None

@@ -12,10 +12,10 @@ from torch import Tensor
 from pycuda_conv import repeat
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.nn import evaluation, operators
-from pycuda_conv.nn.autograd import CONV, _empty_like
+from pycuda_conv.nn.autograd import CONV, _empty_like, without_gaps
 from pycuda_conv.nn.conv_operators import count_flops, flops
 from pycuda_conv.nn.fused.autograd import _gradients, _save
-from pycuda_conv.nn.fused.launches import _LayerSpec, _new_statistics, _normalised, _order, _statistics
+from pycuda_conv.nn.fused.launches import _counted_by_kernels, _LayerSpec, _new_statistics, _normalised, _order, _statistics
 from pycuda_conv.nn.fused.repeat import _again, _backward, _backward_again, _remember_forward
 
 
@@ -50,16 +50,19 @@ def _asked_of(spec: _LayerSpec, momentum: float, eps: float) -> tuple[Any, ...]:
 @torch.no_grad()
 def _fused_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, residual: Tensor | None, momentum: float, eps: float, spec: Sequence[int],
+    running_var: Tensor | None, batches: Tensor | None, residual: Tensor | None, momentum: float, eps: float, spec: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The layer by the batch's statistics, its convolution y, and the statistics; the running ones move."""
+    """The layer by the batch's statistics, its convolution y, and the statistics. The running ones move, and `batches` is raised by 1."""
     options = _known(tuple(spec))
-    asked, operands = _asked_of(options, momentum, eps), (x, residual, weight, bias, gamma, beta, running_mean, running_var, None)
+    if batches is not None and not _counted_by_kernels(batches, x):
+        batches.add_(1)
+        batches = None
+    asked, operands = _asked_of(options, momentum, eps), (x, residual, weight, bias, gamma, beta, running_mean, running_var, batches)
     made = repeat.replay(_again, asked, *operands) if repeat.possible() else None
     if made is not None:
         _, y, statistics, out = made
         return out, y, statistics
-    y, statistics = _statistics(x, weight, bias, running_mean, running_var, None, momentum, eps, options)
+    y, statistics = _statistics(x, weight, bias, running_mean, running_var, None, momentum, eps, options, batches)
     out = _normalised(y, statistics, gamma, beta, residual, options.activation)
     if repeat.possible():
         _remember_forward(asked, operands, momentum, eps, options, True, out)
@@ -67,8 +70,8 @@ def _fused_forward(
 
 
 def _fake_forward(
-    x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, residual: Any, momentum: float,
-    eps: float, spec: Sequence[int],
+    x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, batches: Any, residual: Any,
+    momentum: float, eps: float, spec: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, statistics = _fake_statistics(x, weight, bias, running_mean, running_var, None, momentum, eps, spec)
     return torch.empty_like(y), y, statistics
@@ -93,11 +96,11 @@ class _OfOneOperator(torch.autograd.Function):
 
 def _fused_layer(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, residual: Tensor | None, momentum: float, eps: float, spec: Sequence[int],
+    running_var: Tensor | None, batches: Tensor | None, residual: Tensor | None, momentum: float, eps: float, spec: Sequence[int],
 ) -> Any:
     with torch.no_grad():
         made = torch.ops.pycuda_conv.fused_forward.default(
-            x, weight, bias, gamma, beta, running_mean, running_var, residual, momentum, eps, spec
+            x, weight, bias, gamma, beta, running_mean, running_var, batches, residual, momentum, eps, spec
         )
     return _OfOneOperator.apply(x, weight, bias, gamma, beta, residual, _known(tuple(spec)), made)
 
@@ -117,7 +120,7 @@ def _fake_frozen(x: Tensor, weight: Tensor, bias: Any, mean: Tensor, var: Tensor
 @torch.no_grad()
 def _fused_normalised(y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, spec: Sequence[int]) -> Tensor:
     y = TORCH.as_kernel_input(y, _order(y))  # a compiler of torch's may have laid it out in another order
-    return _normalised(y, statistics, gamma, beta, None, _LayerSpec.of(spec).activation)
+    return _normalised(y, statistics, gamma, beta, None, _known(tuple(spec)).activation)
 
 
 def _fake_normalised(y: Tensor, statistics: Any, gamma: Any, beta: Any, spec: Any) -> Tensor:
@@ -130,8 +133,9 @@ def _fused_backward(
     of_weight: bool, spec: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same as :func:`_backward`; gradients that are not asked for have no elements."""
-    given = dout, x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _LayerSpec.of(spec)
-    dx, dweight, sums, _ = _backward_again(*given) or _backward(*given)
+    given = x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _known(tuple(spec))
+    dout = without_gaps(dout, _order(y))
+    dx, dweight, sums, _ = _backward_again(dout, *given) or _backward(dout, *given)
     dweight = weight.new_empty(0) if dweight is None else TORCH.as_kernel_input(dweight, _order(weight))
     return x.new_empty(0) if dx is None else dx, dweight, sums
 
@@ -184,7 +188,8 @@ operators.define(
     _fused_statistics, _fake_statistics,
 )  # fmt: skip
 _TRAINED = (
-    f"{_LAYER}, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? residual, float momentum, float eps, int[] spec"
+    f"{_LAYER}, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? batches, Tensor? residual, float momentum, "
+    "float eps, int[] spec"
 )
 operators.define(f"fused_forward({_TRAINED}) -> (Tensor, Tensor, Tensor)", _fused_forward, _fake_forward)
 operators.define_by_others(f"fused_layer({_TRAINED}) -> Tensor", _fused_layer)
