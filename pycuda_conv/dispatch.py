@@ -169,25 +169,28 @@ def gpus_of(devices: Any, device: Any = None) -> tuple[Any, ...]:
 
 @remember_plans
 def plan_for_call(
-    call: Call, kind: ArrayKind, signatures: tuple[Signature | None, ...], device: Any, layout: str, tune: bool, noted: bool = False
+    call: Call, kind: ArrayKind, signatures: tuple[Signature | None, ...], device: Any, layout: str, tune: bool,
+    with_moments: bool = False,
 ) -> Plan:
     """The plan for a call with hashable options. It may be one for NCHW although the result's `layout` is not.
 
-    `signatures` are those of the :class:`Operands`, and `noted` is as for :class:`Plan`.
+    `signatures` are those of the :class:`Operands`, and `with_moments` is as for :class:`Plan`.
     """
     input, *others = signatures
     assert input is not None
     check_same_type(kind, input, *others, names=(*call.operand_names, *Operands._fields[2:]))
     shapes = [None if one is None else one[0] for one in signatures]
-    return plan_for(call.problem(shapes, kind.dtype_name(input[1])), kind, input, device, layout, tune, noted)
+    return plan_for(call.problem(shapes, kind.dtype_name(input[1])), kind, input, device, layout, tune, with_moments)
 
 
-def plan_for(problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool, noted: bool = False) -> Plan:
+def plan_for(
+    problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool, with_moments: bool = False
+) -> Plan:
     """The plan for a problem that was checked; `input` is its first array."""
     own = kind.device(input, device)
     if layout == "NHWC" and input[2] not in (None, -1):  # arrays in host memory are put in order on their way
         problem = as_called(replace(problem, layout="NHWC"), own, tune)
-    return cached_plan(problem, own, tune, noted) if tune or noted else cached_plan(problem, own)
+    return cached_plan(problem, own, tune, with_moments) if tune or with_moments else cached_plan(problem, own)
 
 
 # ---- the gradient of a bias

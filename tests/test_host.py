@@ -1004,7 +1004,7 @@ def packing(monkeypatch):
     """Plans on simulated GPUs take their filters packed: copied. The list is of every packing: its bytes."""
     original, packed, pack = engines.schedule, [], Plan.pack
 
-    def program(problem, config, device, noted=False):
+    def program(problem, config, device, with_moments=False):
         plain = original(problem, config, device)
         if device.backend != "cuda":
             return plain

@@ -15,7 +15,7 @@ from pycuda_conv.engines import registry
 from pycuda_conv.rounding import BESIDE_ON_TENSOR_CORES, RELATIVE_LIMIT, beside_limit
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools import compiling, verify
+from pycuda_conv.tools import plans, verify
 from pycuda_conv.tools.engine_cases import engine_cases
 from pycuda_conv.tools.oracle import compare
 
@@ -148,12 +148,12 @@ def test_all_kernels_are_compiled_before_the_first_case(monkeypatch):
     """Together, so that every core has work; and on OpenCL they are few: a minute has room for 30 on two cores."""
     device, asked = device_of("opencl"), []
     monkeypatch.setattr(type(device), "compiled", lambda self, step: False)
-    monkeypatch.setattr(compiling, "_on_opencl", lambda missing: asked.extend(missing) or [])
+    monkeypatch.setattr(plans, "_on_opencl", lambda missing: asked.extend(missing) or [])
     cases = engine_cases(device)
     verify.compile_cases(verify.select(None), cases, device)
     sources = [launch.source() for launch in asked]
-    plans = [*(Plan(case.problem, device) for case in verify.select(None)), *(Plan(case.problem, device, config=case.config) for case in cases)]
-    assert {launch.source() for plan in plans for launch in background.launches(plan.loaded)} == set(sources)
+    made = [*(Plan(case.problem, device) for case in verify.select(None)), *(Plan(case.problem, device, config=case.config) for case in cases)]
+    assert {launch.source() for plan in made for launch in background.launches(plan.loaded)} == set(sources)
     assert len(sources) == len(set(sources)) <= 30
 
 

@@ -128,11 +128,11 @@ class PackedArray:
         slices = max(1, min(array.tiles, SLOTS * multiprocessors // array.images)) if array.defines["IN"] == FLOAT else 1
         return replace(array, arguments=array.arguments._replace(slices=slices, by_slices=divider(slices)))
 
-    def noted(self, room: Arena, scales: Place, flags: Place) -> tuple[Place, ...]:
-        """Where a launch writes scales and flags; and, without clusters, the extremes of tiles, which get a place in `room`."""
+    def scale_places(self, scratch: Arena, scales: Place, flags: Place) -> tuple[Place, ...]:
+        """Where a launch writes scales and flags; and, without clusters, the extremes of tiles, which get a place in `scratch`."""
         if self.clustered:
             return scales, flags
-        return scales, flags, room.take(16 * self.images * self.tiles) if self.settling else NOWHERE
+        return scales, flags, scratch.take(16 * self.images * self.tiles) if self.settling else NOWHERE
 
 
 def packed_array(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filter: bool) -> PackedArray:
@@ -267,7 +267,7 @@ def pack_operands(
         x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.stored) * problem.groups * packed.pixel)
         if flagged(problem, packed):
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
-    of_images, tiles = images.noted(scratch, x_scales, x_flags), _shared_tiles(images)
+    of_images, tiles = images.scale_places(scratch, x_scales, x_flags), _shared_tiles(images)
     x_tiles: Place = of_images[-1] if tiles else NOWHERE
     w_tiles: Place = NOWHERE
     tickets_at = scratch.take(4 * tickets) if tickets else NOWHERE
@@ -280,7 +280,7 @@ def pack_operands(
 
     if problem.layout == "CNHW":  # wgrad: the filter is as large as the images
         rows = packed_array(problem, packed, True, True).settled(clusters, multiprocessors)
-        of_rows = rows.noted(kept, w_scales, w_flags)
+        of_rows = rows.scale_places(kept, w_scales, w_flags)
         tiles, w_tiles = tiles + (_shared_tiles(rows) << 32), of_rows[-1] if rows.settling else NOWHERE
         of_filter = (WEIGHT, WEIGHT, w_limbs, *of_rows, w_limbs, w_scales, w_flags, NOWHERE)
         one = rows.arguments._replace(slices=min(rows.arguments.slices, 1), by_slices=divider(1))  # no product follows to clear the tiles

@@ -254,8 +254,8 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
                 steps.append([casting.widen_filter(word, w_shape, to, dw)])
             else:
                 narrow_ones.append((math.prod(w_shape), to, dw))
-            lying = channels_last(len(w_shape), ndim) if ctx.last else None
-            results.append(TORCH.maker(tuple(w_shape), torch.float32, grad.device, lying))
+            order = channels_last(len(w_shape), ndim) if ctx.last else None
+            results.append(TORCH.maker(tuple(w_shape), torch.float32, grad.device, order))
         if db is not None:
             to = buffer.take(2 * pixels.K)
             steps += repeat.rebind_buffers([[one] for one in summed], (ag, to, scratch))

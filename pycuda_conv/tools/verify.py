@@ -22,10 +22,10 @@ from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import BESIDE, BESIDE_ON_TENSOR_CORES, beside_limit, relative_limit
 from pycuda_conv.runtime import Device
-from pycuda_conv.tools.compiling import compile_for
 from pycuda_conv.tools.distributions import DISTRIBUTIONS
 from pycuda_conv.tools.engine_cases import EngineCase, engine_cases
 from pycuda_conv.tools.oracle import compare, reference, torch_function, torch_gradient, torch_precision
+from pycuda_conv.tools.plans import compile_for
 from pycuda_conv.tools.report import number
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, print_pairs, table, track
 from pycuda_conv.tune import lookup

@@ -197,7 +197,7 @@ def _written(problem: ConvProblem) -> _Transposition | None:
     return _Transposition(RESULT, problem.N, plane, channels, problem.itemsize) if plane > 1 and channels > 1 else None
 
 
-def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     inner = parsed(config.INNER)
     assert inner is not None

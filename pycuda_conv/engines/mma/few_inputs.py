@@ -195,7 +195,7 @@ def _workers(tile: _Tile, device: Device) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: FewInputs, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: FewInputs, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     group, k, c = filter_strides(problem)
     last = filter_last_strides(problem)
