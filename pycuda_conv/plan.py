@@ -240,12 +240,13 @@ class Plan:
         return found
 
     def final_form(self) -> Plan:
-        """The plan in its final form: the best configuration, with the layer's constants compiled in. Waits for the compiler."""
+        """The plan in its final form: the best configuration, on a GPU with the layer's constants compiled in. Waits for the compiler."""
         if self._better_config is not None and self.better is None:
             self._make_better(self._better_config)
             self._background = None
         plan = self.better or self
-        plan.specialise()
+        if plan.device.constants_pay:
+            plan.specialise()
         return plan
 
     def settled(self) -> Plan:
