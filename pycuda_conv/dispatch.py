@@ -21,7 +21,7 @@ from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.memo import remember_plans
 from pycuda_conv.plan import Plan, as_called, cached_plan
 from pycuda_conv.problem import ConvProblem, channels_last, check_element_type
-from pycuda_conv.runtime import cuda_device, device_count, get_device, pycudas_device
+from pycuda_conv.runtime import cuda_device, device_count, get_device, pycuda_device
 
 #: Modules that take calls over: "torch" records them, "autocast" casts their tensors, "dask" divides them into chunks. They import
 #: this module, so :mod:`pycuda_conv.handlers` puts here how each is imported when a call needs it.
@@ -77,7 +77,7 @@ def convolve(
     if kind.imports:
         arrays = kind.imported(arrays, call.operand_names)
     if device is None and not kind.on_gpu(arrays.input):  # not only after the plan was looked up: PyCUDA's current context may change
-        device = pycudas_device()
+        device = pycuda_device()
     layout = _layout(call, kind, arrays)
     plan = plan_for_call(call, kind, kind.signatures(arrays, (*call.operand_names, *Operands._fields[2:])), device, layout, tune)
     plan = plan.better or plan
@@ -169,25 +169,28 @@ def gpus_of(devices: Any, device: Any = None) -> tuple[Any, ...]:
 
 @remember_plans
 def plan_for_call(
-    call: Call, kind: ArrayKind, signatures: tuple[Signature | None, ...], device: Any, layout: str, tune: bool, noted: bool = False
+    call: Call, kind: ArrayKind, signatures: tuple[Signature | None, ...], device: Any, layout: str, tune: bool,
+    with_moments: bool = False,
 ) -> Plan:
     """The plan for a call with hashable options. It may be one for NCHW although the result's `layout` is not.
 
-    `signatures` are those of the :class:`Operands`, and `noted` is as for :class:`Plan`.
+    `signatures` are those of the :class:`Operands`, and `with_moments` is as for :class:`Plan`.
     """
     input, *others = signatures
     assert input is not None
     check_same_type(kind, input, *others, names=(*call.operand_names, *Operands._fields[2:]))
     shapes = [None if one is None else one[0] for one in signatures]
-    return plan_for(call.problem(shapes, kind.dtype_name(input[1])), kind, input, device, layout, tune, noted)
+    return plan_for(call.problem(shapes, kind.dtype_name(input[1])), kind, input, device, layout, tune, with_moments)
 
 
-def plan_for(problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool, noted: bool = False) -> Plan:
+def plan_for(
+    problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool, with_moments: bool = False
+) -> Plan:
     """The plan for a problem that was checked; `input` is its first array."""
     own = kind.device(input, device)
     if layout == "NHWC" and input[2] not in (None, -1):  # arrays in host memory are put in order on their way
         problem = as_called(replace(problem, layout="NHWC"), own, tune)
-    return cached_plan(problem, own, tune, noted) if tune or noted else cached_plan(problem, own)
+    return cached_plan(problem, own, tune, with_moments) if tune or with_moments else cached_plan(problem, own)
 
 
 # ---- the gradient of a bias

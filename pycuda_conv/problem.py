@@ -576,6 +576,12 @@ class ConvProblem:
         return self.input_shape, self.weight_shape, self.bias_shape, self.scale_shape, self.residual_shape
 
     @property
+    def operand_dtypes(self) -> tuple[str, ...]:
+        """Their element types."""
+        of_channel = "float32" if self.float_scale else self.dtype
+        return self.dtype, self.dtype, of_channel, of_channel, self.dtype
+
+    @property
     def result_shape(self) -> tuple[int, ...]:
         """Shape of the array that is written, as the caller gets it."""
         return self._filter_shape if self.direction == "wgrad" else self._shape(self.result_channels, self.result_size)

@@ -59,7 +59,7 @@ def cpu(monkeypatch, stand_in):
     monkeypatch.setattr(bench, "describe", lambda *_: {"date": "2026-01-01T", "GPU": "none, such", "torch": "2"})
     monkeypatch.setattr(models, "gpu_times", lambda torch, ways, sets, effort, captured: (models.wall_times(ways, sets, effort), "graph" if captured == math.inf else ""))
     monkeypatch.setattr(ahead, "first_calls", lambda *_: set())
-    monkeypatch.setattr(models, "plans", lambda problems, device, noted=False: [])
+    monkeypatch.setattr(models, "plans", lambda problems, device, with_moments=False: [])
     for name in ("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10**9)

@@ -217,3 +217,12 @@ def test_a_plan_keeps_no_table_of_repeated_calls_alive(device):
     assert died() is None and len(plan._repeated) == 1
     plan._forget_repeated()
     assert not table and not plan._repeated
+
+
+def test_former_names_warn(device):
+    problem = ConvProblem.forward(2, (2, 3, 9, 9), (4, 3, 3, 3))
+    with pytest.warns(DeprecationWarning, match="final_form"):
+        settled = Plan(problem, device).settled()
+    assert settled.config == Plan(problem, device).final_form().config
+    with pytest.warns(DeprecationWarning, match="with_moments"):
+        assert Plan(problem, device, noted=True).with_moments

@@ -1,4 +1,4 @@
-"""The interface of all kinds of array, and how arrays lie in memory."""
+"""The interface of all kinds of array, and the order of arrays in memory."""
 
 from __future__ import annotations
 

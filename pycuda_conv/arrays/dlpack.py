@@ -1,7 +1,7 @@
 """Arrays of any library that speaks DLPack, such as jax: their memory is read through it, and results go back through it.
 
-A call imports its arrays, which tells where each lies, and exports its result, which makes an array of the same library. Between the two,
-an :class:`ArrayView` stands for each array. Host memory goes the way of numpy arrays, and memory of a GPU that of a ``GPUArray``.
+A call imports its arrays, so it knows where the memory of each is. It exports its result as an array of the same library. In between, an
+:class:`ArrayView` represents each array. Host memory is treated as numpy arrays are, and memory of a GPU as a ``GPUArray`` is.
 """
 
 from __future__ import annotations

@@ -160,15 +160,15 @@ def same_bits(problem: ConvProblem, config: Config, others: Iterable[Config]) ->
             yield one
 
 
-def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem` on `device`; a ``ValueError`` if it can't run it.
 
-    With `noted` they note the moments of the result, if they can: see :attr:`Schedule.moments`.
+    With `with_moments` they compute the moments of the result, if they can: see :attr:`Schedule.moments`.
     """
     reason = refusal(problem, config, device)
     if reason:
         raise ValueError(f"{config} can't run {problem}: {reason}")
-    return engine_of(config).schedule(problem.launched, config, device, noted)
+    return engine_of(config).schedule(problem.launched, config, device, with_moments)
 
 
 def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config:

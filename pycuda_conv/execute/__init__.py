@@ -1,6 +1,6 @@
-"""Runs plans on arrays; where the arrays lie decides how.
+"""Runs plans on arrays. The way depends on the memory that the arrays are in.
 
-Arrays on a GPU are convolved where they lie (:mod:`pycuda_conv.execute.device`). Arrays in the host's memory go to the device and back,
+Arrays on a GPU are convolved there (:mod:`pycuda_conv.execute.device`). Arrays in the host's memory go to the device and back,
 large ones in chunks (:mod:`pycuda_conv.execute.host`, :mod:`pycuda_conv.execute.pipeline`).
 """
 

@@ -25,7 +25,7 @@ def convolve(
     """Run `plan` on arrays that fit it. The result has the `layout`, by default the plan's; `kept` is a filter on devices."""
     layout = layout or plan.problem.layout
     order = result_order(plan, layout)
-    turned = layout != plan.problem.layout  # whether the plan's result has to be put into another order
+    reordered = layout != plan.problem.layout  # whether the plan's result has to be put into another order
     named = zip(Operands._fields, operands, strict=True)
     given = Operands(*[None if a is None else kind.to_numpy(a, name) for name, a in named])
     target = None
@@ -45,13 +45,13 @@ def convolve(
         kind.will_write(out)
     filters = kept or pipeline.Filter(given.weight, given.bias, given.scale)
     on = None if stream is None else stream_of(stream)
-    result = pipeline.convolve(plan, given.input, filters, None if turned else target, on, devices, given.residual, kind.allocate)
+    result = pipeline.convolve(plan, given.input, filters, None if reordered else target, on, devices, given.residual, kind.allocate)
     if target is not None:
-        if turned:
+        if reordered:
             np.copyto(target, result)
         return out
     made = kind.from_numpy(result, operands.input)
-    return kind.in_order(made, order) if turned and order else made
+    return kind.in_order(made, order) if reordered and order else made
 
 
 def keep(kind: HostKind, plan: Plan, weight: Any, bias: Any, scale: Any) -> tuple[tuple[Any, Any, Any], pipeline.Filter]:

@@ -359,8 +359,8 @@ def lying_as(grad: Any, order: tuple[int, ...] | None) -> Any:
         return grad
     if order is None:
         return grad.contiguous()
-    turned = grad.permute(order)
-    return grad if turned.is_contiguous() else turned.contiguous().permute([order.index(axis) for axis in range(len(order))])
+    permuted = grad.permute(order)
+    return grad if permuted.is_contiguous() else permuted.contiguous().permute([order.index(axis) for axis in range(len(order))])
 
 
 class _Transformed(_Function):
@@ -423,9 +423,41 @@ def _fake(operator: Operator, settings: Settings, first: Any, second: Any, bias:
     return _empty_like(first, operator.shape(settings, first.shape, second.shape, size), settings.ndim)
 
 
+def lies_in(x: Any, order: Sequence[int]) -> bool:
+    """Whether a tensor, whose sizes may be symbols, is known to lie without gaps with its axes in this order.
+
+    Its strides are compared. Torch's own answer, ``is_contiguous``, is sometimes no for symbols although the strides say yes, as for sums
+    in torch 2.11.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # torch's compiler, which takes a second to import
+
+    expected: Any = 1
+    for axis in reversed(order):
+        if not (statically_known_true(x.shape[axis] == 1) or statically_known_true(x.stride(axis) == expected)):
+            return False
+        expected = expected * x.shape[axis]
+    return True
+
+
+def _is_one(x: Any, axis: int) -> bool:
+    """Whether an axis has one element and the stride 1, so that its place in a tensor's order is last."""
+    return isinstance(x.shape[axis], int) and isinstance(x.stride(axis), int) and x.shape[axis] == x.stride(axis) == 1
+
+
+def traced_layout(x: Any, ndim: int) -> str:
+    """The layout that a tensor counts as, whose sizes may be symbols."""
+    order = channels_last(x.dim(), ndim)
+    if order is None or x.layout is not torch.strided or all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+        return _layout(x, ndim)
+    axis = x.dim() - ndim - 1
+    if lies_in(x, range(x.dim())) and not _is_one(x, axis):
+        return "NCHW"
+    return "NHWC" if lies_in(x, order) else "NCHW"
+
+
 def _empty_like(first: Any, shape: Sequence[int], ndim: int) -> Any:
     """A tensor of `shape`, whose sizes may be symbols, in the layout that `first` counts as."""
-    if _layout(first, ndim) == "NCHW":
+    if traced_layout(first, ndim) == "NCHW":
         return first.new_empty(shape)
     order = channels_last(len(shape), ndim)
     assert order is not None

@@ -233,7 +233,7 @@ def compile_gradients(torch: Any, case: Case, base: Any, images: Any, device: De
     """Compile the kernels of a training step, several at a time."""
     asked = convolutions(torch, copy.deepcopy(base).to("meta"), images.to("meta"), case.mode)
     plans(asked, device)
-    plans([problem for problem in asked if problem.direction == "fprop" and not problem.has_bias], device, noted=True)
+    plans([problem for problem in asked if problem.direction == "fprop" and not problem.has_bias], device, with_moments=True)
 
 
 def measure_training(torch: Any, case: Case, device: Device, effort: Effort, seed: int, chosen: Sequence[Side]) -> Trained:

@@ -16,12 +16,15 @@ from pycuda_conv.tools.terminal import track
 MOST_WAITING = 120  # seconds to wait for compilers
 
 
-def plans(problems: Sequence[ConvProblem], device: Device, noted: bool = False) -> list[Plan]:
-    """The plans in the final form that calls take, compiled several at a time where the device can; `noted` as for :class:`Plan`."""
+def plans(problems: Sequence[ConvProblem], device: Device, with_moments: bool = False) -> list[Plan]:
+    """The plans in the final form that calls take; `with_moments` as for :class:`Plan`.
+
+    They are compiled several at a time where the device can do so.
+    """
     pool = ThreadPoolExecutor()
     try:
-        options = (False, True) if noted else ()  # in the form of calls: the cache distinguishes a default from a given argument
-        coming = [pool.submit(lambda problem: cached_plan(problem, device, *options).settled(), problem) for problem in problems]
+        options = (False, True) if with_moments else ()  # in the form of calls: the cache distinguishes a default from a given argument
+        coming = [pool.submit(lambda problem: cached_plan(problem, device, *options).final_form(), problem) for problem in problems]
         return [plan.result() for plan in track(coming, lambda _: "compiling")]
     except BaseException:
         waiting.stop()  # after Ctrl-C, plans that are not begun are left

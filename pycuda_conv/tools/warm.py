@@ -76,13 +76,13 @@ def texts(launches: Iterable[KernelLaunch], target: Target) -> Iterator[Text]:
         yield Text(launch.source(), target.arch(launch), launch.file or launch.kernel)
 
 
-def launches_of(problem: ConvProblem, target: Device, constants: bool = False, noted: bool = False) -> list[KernelLaunch]:
+def launches_of(problem: ConvProblem, target: Device, constants: bool = False, with_moments: bool = False) -> list[KernelLaunch]:
     """The launches of a call of `problem`; with `constants` also those of kernels that know the layer's constants."""
     problem = as_called(problem, target)
     found = lookup(problem, target)
-    schedule = engines.schedule(problem, found.config if found else engines.choose(problem, target), target, noted)
+    schedule = engines.schedule(problem, found.config if found else engines.choose(problem, target), target, with_moments)
     launches = background.launches(schedule) + (background.launches(background.with_constants(schedule)) if constants else [])
-    return [*launches, *_batch_norm(problem, schedule, target)] if noted else launches
+    return [*launches, *_batch_norm(problem, schedule, target)] if with_moments else launches
 
 
 def _batch_norm(problem: ConvProblem, schedule: engines.Schedule, target: Device) -> Iterator[KernelLaunch]:
@@ -121,10 +121,10 @@ def most_used(target: Target, count: int, each: int, seed: int = 0) -> list[Text
 
 
 def needed(wanted: Iterable[tuple[ConvProblem, bool]], target: Target) -> Counter[Needed]:
-    """How many of the problems need each text. Each problem comes with whether moments of its result are noted."""
+    """How many of the problems need each text. Each problem comes with whether moments of its result are computed."""
     used: Counter[Needed] = Counter()
-    for problem, noted in wanted:
-        launches = launches_of(problem, target, noted=noted)
+    for problem, with_moments in wanted:
+        launches = launches_of(problem, target, with_moments=with_moments)
         found = ((one.file or one.kernel, tuple(sorted(one.defines.items())), target.arch(one)) for one in launches)
         used.update(dict.fromkeys(found, 1))  # ordered, as the order decides between equal counts
     return used
@@ -203,7 +203,7 @@ def networks() -> Iterator[tuple[ConvProblem, bool]]:
 
 
 def model_problems(name: str, size: tuple[int, ...], modes: Sequence[str], training: bool) -> list[tuple[ConvProblem, bool]]:
-    """The problems of a network of torchvision's for images of `size`; each with whether moments of its result are noted, in training."""
+    """The problems of a network of torchvision's for images of `size`; each with whether its moments are computed, in training."""
     torch, torchvision = require("torch"), require("torchvision")
     try:
         with torch.device("meta"):
@@ -275,8 +275,8 @@ def run(settings: Settings) -> int:
         wanted = most_used(target, settings.random, RANDOM)
     else:
         wanted = list(dict.fromkeys(
-            text for problem, noted in problems(settings)
-            for text in texts(launches_of(problem, target, settings.constants, noted), target)
+            text for problem, with_moments in problems(settings)
+            for text in texts(launches_of(problem, target, settings.constants, with_moments), target)
         ))  # fmt: skip
         wanted += beside(target) if settings.training else ()
     missing = [text for text in wanted if binaries.find(text.source, text.arch, made_by) is None]
@@ -326,8 +326,8 @@ def _run_on_opencl(settings: Settings, device: Any) -> int:
         chosen = list(every_kind())
     used: Counter[str] = Counter()
     found: dict[str, KernelLaunch] = {}
-    for problem, noted in chosen:
-        launches = {launch.source(): launch for launch in launches_of(problem, device, noted=noted)}
+    for problem, with_moments in chosen:
+        launches = {launch.source(): launch for launch in launches_of(problem, device, with_moments=with_moments)}
         used.update(dict.fromkeys(launches, 1))
         found = launches | found
     wanted = [found[source] for source, _ in used.most_common(settings.random)]

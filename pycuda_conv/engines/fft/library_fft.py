@@ -165,7 +165,7 @@ def _lengths(
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: LibraryFft, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: LibraryFft, device: Device, with_moments: bool = False) -> Schedule:
     """The library's call, and the launch that checks and finishes what it has made."""
     told, scratch = transforms(problem), Arena(WORKSPACE)
     if device.backend == "cuda" and problem.algorithm == "fft" and not told.magnitudes:
