@@ -35,8 +35,8 @@ from torch.nn import functional as F
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.torch_internals import leaves
 from pycuda_conv.engines.nn import batch_norm
-from pycuda_conv.nn.autograd import Settings, _in_numbers, _layout
-from pycuda_conv.problem import SLOPE, checked_activation, integers
+from pycuda_conv.nn.autograd import Settings, _in_numbers, lies_in, traced_layout
+from pycuda_conv.problem import SLOPE, channels_last, checked_activation, integers
 
 aten = torch.ops.aten
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -341,8 +341,8 @@ class _Chain:
 
     def lies_right(self, node: Node) -> bool:
         """Whether a value lies as a linear layer with more steps is computed: with the channels last."""
-        form = torch.channels_last if self.moved else torch.contiguous_format
-        return bool(value(node).is_contiguous(memory_format=form))
+        made = value(node)
+        return _lies(made, channels_last(made.dim(), made.dim() - 2) if self.moved else range(made.dim()))
 
     @property
     def last(self) -> Node:
@@ -670,8 +670,9 @@ class Rewrite:
     def _turned(self, x: Node, wanted: Any, ndim: int) -> Any:
         """How an input has to be turned so that the result lies as torch's: "" for not at all; None if it can't."""
         last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(ndim)
-        fits = [order for order in (torch.contiguous_format, last) if order is not None and wanted.is_contiguous(memory_format=order)]
-        ours = torch.contiguous_format if _layout(value(x), ndim) == "NCHW" else last
+        orders = {torch.contiguous_format: range(ndim + 2), last: channels_last(ndim + 2, ndim)}
+        fits = [order for order, axes in orders.items() if order is not None and _lies(wanted, axes)]
+        ours = torch.contiguous_format if traced_layout(value(x), ndim) == "NCHW" else last
         return "" if ours is not None and ours in fits else fits[0] if fits else None
 
     # -- new nodes
@@ -829,6 +830,11 @@ class Rewrite:
             self._replace(chain.nodes, new, [n for n, _ in chain.writes] + ([counts[1]] if chain.counter is not None and counts else []))
             self._drop_counter(chain)
             self.found.others.append(steps)
+
+
+def _lies(x: Any, order: Sequence[int] | None) -> bool:
+    """Whether a tensor lies without gaps with its axes in this order; one without elements lies in any."""
+    return order is not None and (statically_known_true(x.numel() == 0) or lies_in(x, order))
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
