@@ -98,7 +98,7 @@ def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None =
         with Compiler(device) as own:
             return trials(problem, device, own)
     configs = compiler.configs(problem)
-    times = device_times([Plan(problem, device, config=config).settled() for config in configs])
+    times = device_times([Plan(problem, device, config=config).final_form() for config in configs])
     return sorted((Choice(config, round(us, 3)) for config, us in zip(configs, times, strict=True)), key=lambda choice: choice.us)
 
 
@@ -256,7 +256,7 @@ def operands(problem: ConvProblem, most: int) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     scales = (1.0, 1 / math.sqrt(max(depth(problem), 1)), 1.0, 1.0, 1.0)
     counts = (min(math.prod(shape or (0,)), most) for shape in problem.operand_shapes)
-    return [_normal(rng, problem.dtype, count, scale) for count, scale in zip(counts, scales, strict=True)]
+    return [_normal(rng, dtype, count, scale) for dtype, count, scale in zip(problem.operand_dtypes, counts, scales, strict=True)]
 
 
 def _normal(rng: np.random.Generator, dtype: str, count: int, scale: float) -> np.ndarray:

@@ -193,7 +193,7 @@ def _product_grid(problem: ConvProblem, tiles: _Tiles) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Fft, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`.
 
     On a GPU the filter's spectrum is its packed form. OpenCL launches take whole buffers, so there it lies in the workspace.

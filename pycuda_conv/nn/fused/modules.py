@@ -84,12 +84,12 @@ class Layer:
 
     def _by_operators(self, named: Any, running: Any, batches: Tensor | None, residual: Tensor | None) -> Tensor:
         """The same where torch has to see operators."""
-        if batches is not None:
-            batches.add_(1)
         ours, spec = torch.ops.pycuda_conv, self._spec
         options = self._momentum, self._eps
         if spec.of_batch:
-            return cast(Tensor, ours.fused_layer(*named, *running, residual, *options, spec.in_integers()))
+            return cast(Tensor, ours.fused_layer(*named, *running, batches, residual, *options, spec.in_integers()))
+        if batches is not None:
+            batches.add_(1)
         flat = (spec if residual is None else spec._replace(activation=None)).in_integers()
         with torch.no_grad():
             made = ours.frozen_statistics(*named[:3], *running, self._eps, flat)
