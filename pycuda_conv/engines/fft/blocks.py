@@ -164,7 +164,7 @@ class _Blocks:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: BlockFft, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`.
 
     On a GPU the filters' spectra are their packed form. OpenCL launches take whole buffers, so there they lie in the workspace.
