@@ -394,8 +394,8 @@ def test_first_calls_of_another_process(cpu, monkeypatch, what):
 
     for module in (models, training_steps):
         monkeypatch.setattr(module, "made", made)
-    monkeypatch.setattr("pycuda_conv.runtime.get_device", lambda place: cpu)
-    ahead.child(what, "net", "2", "fp32", "cpu", "3", EAGER, LIGHT)
+    monkeypatch.setattr(models, "get_device", lambda place: cpu)
+    models.child(what, "net", "2", "fp32", "cpu", "3", EAGER, LIGHT)
     assert seen == [LIGHT, EAGER]
 
 
@@ -422,7 +422,7 @@ def test_processes_end_with_the_time(monkeypatch):
     sides = [Side(LIGHT, True, "light"), Side(EAGER), Side(INDUCTOR, True, "default"), Side(COMPILED, compiled="default")]
     ready = ahead.first_calls([(CASE, sides)], "cuda:0", 7, started + 2)
     assert time.perf_counter() - started < 20 and ready == {(CASE, LIGHT), (CASE, EAGER)}
-    assert begun[0][1:] == ["-m", "pycuda_conv.tools.ahead", "evaluated", "resnet50", "32", "fp32", "cuda:0", "7", LIGHT, EAGER]
+    assert begun[0][1:] == ["-m", "pycuda_conv.tools.models", "evaluated", "resnet50", "32", "fp32", "cuda:0", "7", LIGHT, EAGER]
 
 
 def test_no_case_is_begun_after_the_time(cpu, capsys, tmp_path):
