@@ -201,6 +201,8 @@ def drawn(torch: Any, place: str, seed: int, count: int) -> list[str]:
         try:
             with torch.no_grad():
                 call = evaluation_of(torch, case, place, seed)[0](Side(EAGER))
+                if not bool(torch.isfinite(call()).all()):
+                    raise ToolError("its results are not finite in float16")
                 share = convolutions_share(torch, call)
         except Exception as error:  # a network may need what is not here, or refuse such images
             print(f"{name}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}", file=sys.stderr)
