@@ -230,6 +230,30 @@ print(*got)
     assert (done.returncode, done.stdout) == (0, "usr2 term\n"), done.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_the_import_of_pyopencl(monkeypatch, number):
+    """Its nanobind ends the process where a handler raises."""
+    imported = []
+
+    def importing(name):
+        signal.raise_signal(number)
+        time.sleep(0.01)
+        imported.append(name)
+        raise ImportError("no such module")
+
+    def stop(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(opencl.importlib, "import_module", importing)
+    before = signal.signal(number, stop)
+    try:
+        with pytest.raises(InterruptedError):
+            opencl._pyopencl()
+        assert imported == ["pyopencl"] and signal.getsignal(number) is stop
+    finally:
+        signal.signal(number, before)
+
+
 def test_what_another_thread_raises_comes_back():
     def work():
         raise OSError(28, "No space left on device")
