@@ -256,7 +256,7 @@ def operands(problem: ConvProblem, most: int) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     scales = (1.0, 1 / math.sqrt(max(depth(problem), 1)), 1.0, 1.0, 1.0)
     counts = (min(math.prod(shape or (0,)), most) for shape in problem.operand_shapes)
-    return [_normal(rng, problem.dtype, count, scale) for count, scale in zip(counts, scales, strict=True)]
+    return [_normal(rng, dtype, count, scale) for dtype, count, scale in zip(problem.operand_dtypes, counts, scales, strict=True)]
 
 
 def _normal(rng: np.random.Generator, dtype: str, count: int, scale: float) -> np.ndarray:

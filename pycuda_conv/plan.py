@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pycuda_conv import background, engines, execute, repeat
 from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
+from pycuda_conv.elements import bytes_of
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.explain import explain
@@ -135,9 +136,12 @@ class Plan:
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
-        self.result_bytes = math.prod(self.result_shape) * problem.itemsize
+        self.result_bytes = math.prod(self.result_shape) * problem.result_itemsize
+        #: the dtype of results; None where it is that of the input
+        self.new_dtype = (problem.result_dtype or problem.dtype) if problem.input_dtype or problem.result_dtype else None
         #: bytes of input, weight, bias, scale and residual
-        self.operand_bytes = tuple(math.prod(shape or (0,)) * problem.itemsize for shape in problem.operand_shapes)
+        operands = zip(problem.operand_shapes, problem.operand_dtypes, strict=True)
+        self.operand_bytes = tuple(math.prod(shape or (0,)) * bytes_of(dtype) for shape, dtype in operands)
         #: whether the kernels take arrays by address alone, without tensor maps
         self.by_address = not any(launch.maps for launch in background.launches(schedule))
         #: whether a residual must not be the result's own memory
@@ -449,6 +453,8 @@ class BoundPlan:
         #: of weight, bias and scale
         self._signatures = signatures[1:4]
         input, *_, residual = (None if shape is None else (shape, *of_weight[1:]) for shape in plan.problem.operand_shapes)
+        if plan.problem.input_dtype and input is not None:
+            input = input[0], kind.dtype_of(plan.problem.input_dtype), input[2]
         execute.check_fit(plan, kind, (input, *self._signatures, residual))  # the others will be checked when they come
         self._filter, self._kept = execute.keep(kind, plan, weight, bias, scale)
         #: calls that were made before
@@ -508,8 +514,8 @@ def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False
 
 def as_called(problem: ConvProblem, device: Device, tune: bool = False) -> ConvProblem:
     """The problem that a call plans for `problem` on a GPU's arrays: those that are channels last may be put in order first."""
-    turned = problem.layout == "NHWC" and not reads_channels_last(problem, device, tune)
-    return replace(problem, layout="NCHW") if turned else problem
+    converted = problem.layout == "NHWC" and not reads_channels_last(problem, device, tune)
+    return replace(problem, layout="NCHW") if converted else problem
 
 
 #: Taps from which on other kernels of arrays in NCHW, or their Fourier transforms, may be worth the conversion: fewer have unrolled loops.
@@ -519,6 +525,8 @@ MANY_TAPS = 50
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
     if problem.C == problem.K == 1:  # see ConvProblem.launched
         return True
+    if problem.adapted:  # a border is copied in either layout
+        problem, found = problem.padded, None
     config = found.config if found else engines.find(problem, device)
     if config is None or not engines.reads_c_order(config):
         return config is not None and (math.prod(problem.filter_size) < MANY_TAPS or _gains(problem, device, found))

@@ -15,12 +15,12 @@ import pytest
 
 from pycuda_conv import ConvProblem, background, engines
 from pycuda_conv import plan as plan_module
+from pycuda_conv.elements import DTYPE_BYTES
 from pycuda_conv.engines import geometry, registry
 from pycuda_conv.engines.geometry import Phase
 from pycuda_conv.engines.hopper import gemm as hopper_gemm
 from pycuda_conv.engines.schedule import shared_limit
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.families import draw

@@ -294,11 +294,11 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
     filter_order = plan.filter_order if plan.reads_filter_last else None  # both sides read it fastest in this order
     sets = Operands(torch, problem, place, operand_sets(problem, cache_bytes) if on_gpu else 1, generator, filter_order)
     truth = Truth(torch, problem, sets.x[0], sets.w[0], seed)
-    turned = on_gpu and problem.layout == "NHWC" and not reads_channels_last(problem, plan.device)
-    if turned:  # as in the public functions: to NCHW and back, with a filter that is packed in the call, if at all
+    converted = on_gpu and problem.layout == "NHWC" and not reads_channels_last(problem, plan.device)
+    if converted:  # as in the public functions: to NCHW and back, with a filter that is packed in the call, if at all
         plan = cached_plan(dataclasses.replace(problem, layout="NCHW"), plan.device).final_form()
-    call = public(problem) if turned else plan
-    bound = [partial(call, weight=w) if turned else plan.bind(w) for w in sets.w]
+    call = public(problem) if converted else plan
+    bound = [partial(call, weight=w) if converted else plan.bind(w) for w in sets.w]
     function = rival(torch, problem, sets.x, sets.w)
     theirs_out: list[Any] = [None] * sets.count  # results are kept, so that torch writes to as much memory as we do
 

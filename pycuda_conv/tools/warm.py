@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from pycuda_conv import background, engines, interrupt
+from pycuda_conv.elements import DTYPE_BYTES
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.plan import as_called
-from pycuda_conv.problem import DTYPE_BYTES, ConvProblem
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import binaries
 from pycuda_conv.runtime.base import Device, KernelLaunch, source_of
 from pycuda_conv.runtime.cache import trusted_folder

@@ -95,7 +95,7 @@ SLICE = 64  # pixels of a slice of moments
 #: An MN-major filter is transposed first if it has at most so many channels, and x at least so many stages of 128 pixels.
 FEW_CHANNELS, MANY_STAGES = 192, 32 * 132
 #: Stages of a multiprocessor up to which its blocks transpose the filter themselves: with tiles of their own, and with shared tiles.
-MOST_TURNED = 32, 128
+MOST_TRANSPOSED = 32, 128
 TRANSPOSERS = 3  # a block's warps that transpose the filter
 NOTED_COLUMNS = 192  # the widest tile whose sums leave registers for moments
 
@@ -207,24 +207,24 @@ def _reads_mn_major(problem: ConvProblem) -> bool:
     return stages < MANY_STAGES
 
 
-def _may_turn(rows: int, columns: int) -> bool:
+def _may_transpose(rows: int, columns: int) -> bool:
     """Whether a tile leaves shared memory and registers for warps that transpose a filter: small tiles do."""
     return rows == 64 and columns < 128
 
 
-def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
+def _transposes(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
     """Whether blocks transpose a float32 filter of dgrad themselves, stage by stage, instead of a launch before them.
 
     They do if a multiprocessor has few stages. With a shared tile a block has so few that transposing hides behind the loads.
     """
     gradient = problem.direction == "dgrad" and problem.itemsize == 4 and problem.weight_shape[1] % 4 == 0
-    if not gradient or not _may_turn(config.BLOCK_M, config.BLOCK_N):
+    if not gradient or not _may_transpose(config.BLOCK_M, config.BLOCK_N):
         return False
     _, addressings = _addressed(problem)
-    # MOST_TURNED is for a sum that counts repeats twice
+    # MOST_TRANSPOSED is for a sum that counts repeats twice
     many, slots = math.prod(repeats(problem)) ** 2 * config.CLUSTER, at_once(device, config.CLUSTER)
     stages = sum(ceil(_blocks(problem, one), config.CLUSTER) * math.prod(_tiles(problem, config, one)) * many for one in addressings)
-    return stages <= MOST_TURNED[config.CLUSTER > 1] * slots
+    return stages <= MOST_TRANSPOSED[config.CLUSTER > 1] * slots
 
 
 # ---- launches
@@ -249,7 +249,7 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_momen
 
     # a filter with its second axis last is K-major in fprop, and MN-major in dgrad
     last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
-    mn_major = _reads_mn_major(problem) or _turns(problem, config, device)
+    mn_major = _reads_mn_major(problem) or _transposes(problem, config, device)
     in_place = products(WEIGHT, mn_major) if last or mn_major else None
     if in_place and taps == 1:
         return Schedule([], in_place, in_place, scratch.used, 0, moments=layout.moments, filter_last=in_place)
@@ -297,7 +297,7 @@ def _product(
     structs: tuple[tuple[int, ...], ...] = args
     if phases > 1:
         structs += (repeat_arguments(problem, unpacked, 1, repeats(problem)),)
-    tiles, turned = sum(phase.tiles for phase in args), mn_major and problem.itemsize == 4
+    tiles, transposing = sum(phase.tiles for phase in args), mn_major and problem.itemsize == 4
     fitting = multiprocessors * _beside(config)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
@@ -308,8 +308,8 @@ def _product(
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the kernel's NOTES
         buffers += (parts or RESULT,)
     return KernelLaunch(
-        "hopper_dense", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TRANSPOSERS if turned else 0), buffers, (),
-        maps=tuple(maps), shared=_ring(config, mn_major and not turned).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
+        "hopper_dense", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TRANSPOSERS if transposing else 0), buffers, (),
+        maps=tuple(maps), shared=_ring(config, mn_major and not transposing).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
         layer=finish_constants(args[0]) | {"NOTED": args[0].noted, "LAST_STEPS": args[0].last_steps},
     )  # fmt: skip
 
@@ -386,7 +386,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 def _is_listed(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever launched."""
-    if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_turn(d["BLOCK_M"], d["BLOCK_N"]):
+    if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_transpose(d["BLOCK_M"], d["BLOCK_N"]):
         return False
     return d["CLUSTER"] in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
 
@@ -478,7 +478,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     result_bytes = size * math.prod(problem.result_shape)
     if many > 1 and problem.result_channels * size < ROW:  # each phase writes parts of cache lines
         us = max(us, result_bytes / PARTS_OF_LINES)
-    lies = problem.direction == "fprop" or mn_major or _turns(problem, config, device)
+    lies = problem.direction == "fprop" or mn_major or _transposes(problem, config, device)
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
     return SINCE * max(us, BEGIN + moved / MEMORY) + transposed
 
