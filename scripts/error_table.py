@@ -54,8 +54,8 @@ def page(report: dict[str, Any]) -> str:
     if report.get("cudnn"):
         where += f", cuDNN {report['cudnn']}"
     parts = [
-        f"Measured by `pycuda-conv verify --json` on {report['date'][:10]}: {where}; {len(report['results'])} results. An error is the "
-        "largest of an element, divided by what rounding explains of it (more than 1 is wrong). Torch's result is of the same arrays."
+        f"Measured by `pycuda-conv verify --json` on {report['date'][:10]}: {where}; {len(report['results'])} results. An error is an "
+        "element's largest, divided by what rounding explains (more than 1 is wrong): ours, and torch's on the same arrays."
     ]
     rows: list[tuple[str, ...]] = []
     for arithmetic in ARITHMETICS:
