@@ -430,6 +430,9 @@ def _ended(error: BaseException, status: int) -> int:
             print("stopping: a kernel is still being compiled", file=sys.stderr, flush=True)
             break
         time.sleep(0.02)
+    # Python notes where Ctrl-C left a text that exec() was given, a dataclass's methods for one, and ends the process by the signal itself,
+    # even though the exception was caught. It forgets that when the next text begins.
+    exec("")
     return status
 
 
