@@ -100,7 +100,7 @@ def convolve2d(
     ValueError
         As for :func:`convolve`, or an unknown boundary.
     """
-    return _both(in1, in2, mode, False, _boundary("convolve2d", in1, in2, boundary), fillvalue, device, stream)
+    return _both(in1, in2, mode, False, _boundary("convolve2d", in1, in2, boundary), _fill(fillvalue, in1, in2), device, stream)
 
 
 def correlate2d(
@@ -122,7 +122,7 @@ def correlate2d(
     ValueError
         As for :func:`convolve2d`.
     """
-    return _both(in1, in2, mode, True, _boundary("correlate2d", in1, in2, boundary), fillvalue, device, stream)
+    return _both(in1, in2, mode, True, _boundary("correlate2d", in1, in2, boundary), _fill(fillvalue, in1, in2), device, stream)
 
 
 def fftconvolve(in1: Any, in2: Any, mode: str = "full", axes: Any = None, *, device: Any = None, stream: Any = None) -> Any:
@@ -186,6 +186,17 @@ def _boundary(name: str, in1: Any, in2: Any, boundary: Any) -> str:
     return BOUNDARIES[boundary]
 
 
+def _fill(value: Any, in1: Any, in2: Any) -> Any:
+    if np.size(value) != 1:
+        raise ValueError(f"`fillvalue` must be scalar or an array with one element, got {value!r}")
+    made = np.asarray(value).reshape(()).item()
+    if isinstance(made, complex) and not any("complex" in str(one.dtype) for one in (in1, in2) if hasattr(one, "dtype")):
+        raise ValueError(f"could not cast `fillvalue` directly to the output type, which is real: got {value!r}")
+    if not isinstance(made, (int, float, complex)):
+        raise ValueError(f"could not cast `fillvalue` to a number, got {value!r}")
+    return made
+
+
 def _is_larger(mode: str, one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether a "valid" call has to swap its inputs: the second is at least as large along each axis."""
     if mode != "valid" or all(a >= b for a, b in zip(one, other, strict=True)):
@@ -208,6 +219,8 @@ def _both(in1: Any, in2: Any, mode: str, correlates: bool, border: str, value: A
     if len(in1.shape) != len(in2.shape):
         raise ValueError(f"in1 and in2 should have the same dimensionality, got shapes {tuple(in1.shape)} and {tuple(in2.shape)}")
     swap = _is_larger(mode, tuple(in1.shape), tuple(in2.shape))
+    if not len(in1.shape):
+        return in1 * (in2.conj() if correlates else in2)
     larger = prod(in2.shape) > prod(in1.shape) and mode == "full" and border == "constant" and not value
     return _linear(in1, in2, mode, tuple(range(len(in1.shape))), correlates, border, value, swap or larger, device, stream)
 
@@ -227,10 +240,10 @@ def _linear(
     weights = _host("in2", given)
     if dtype is None:
         dtype = np.result_type(first.dtype(in1), _host("in2", in2).dtype if not swap else space_of(kind_of("in2", in2)).dtype(in2))
-    # a convolution is the correlation with the flipped filter; a correlation with swapped inputs is one that is flipped itself
+    # a convolution is the correlation with the flipped filter; a correlation with swapped inputs is flipped at the end
     if correlates:
         weights = weights.conj()
-    if not correlates or swap:
+    else:
         weights = weights[(slice(None, None, -1),) * weights.ndim]
     places = [_place(mode, x.shape[axis], n) for axis, n in zip(axes, weights.shape, strict=True)]
     if correlates and mode == "same":  # the middle of a correlation is that of a convolution
@@ -257,6 +270,8 @@ def _along(in1: Any, in2: Any, mode: str, axes: Any, device: Any, stream: Any) -
     in1, in2 = as_array("in1", in1), as_array("in2", in2)
     _mode(mode)
     rank = len(in1.shape)
+    if not rank and not len(in2.shape):
+        return in1 * in2
     if rank != len(in2.shape):
         raise ValueError(f"in1 and in2 should have the same dimensionality, got shapes {tuple(in1.shape)} and {tuple(in2.shape)}")
     found = range(rank) if axes is None else [axes] if np.isscalar(axes) else list(axes)

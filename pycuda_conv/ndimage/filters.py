@@ -66,6 +66,16 @@ def _axes(axes: Any, rank: int) -> tuple[int, ...]:
     return tuple(found)
 
 
+def _in_order(values: Sequence[Any], axes: Sequence[int], rank: int, other: Any) -> list[Any]:
+    """A value for each axis of the array. As in scipy, values for all axes are in the array's order, whatever that of `axes`."""
+    if len(axes) == rank:
+        return list(values)
+    found = [other] * rank
+    for axis, value in zip(axes, values, strict=True):
+        found[axis] = value
+    return found
+
+
 def _axis(axis: Any, rank: int) -> int:
     axis = operator.index(axis)
     if not -rank <= axis < rank:
@@ -161,9 +171,11 @@ def convolve1d(
 def _along(
     input: Any, weights: np.ndarray, axis: Any, output: Any, mode: Any, cval: Any, origin: int, device: Any, stream: Any, rounding: str
 ) -> Any:
+    input = as_array("input", input)
+    if weights.dtype.kind == "c" and "complex" not in str(input.dtype) and isinstance(cval, complex):
+        raise ValueError(f"Cannot provide a complex-valued cval when the input is real, got {cval!r}")
     if weights.ndim != 1 or not len(weights):
         raise RuntimeError(f"no filter weights given: weights must have one axis, got shape {weights.shape}")
-    input = as_array("input", input)
     axis = _axis(axis, _rank(input))
     front, edge = before(len(weights), origin), border(mode)
     return _run(
@@ -411,9 +423,7 @@ def gaussian_laplace(
     input = as_array("input", input)
     rank = _rank(input)
     found = _axes(axes, rank)
-    widths = [0.0] * rank
-    for axis, width in zip(found, _sequence("sigma", sigma, len(found)), strict=True):
-        widths[axis] = width
+    widths = _in_order(_sequence("sigma", sigma, len(found)), found, rank, 0.0)
     terms = _derivatives(found, widths, 2, mode, kwargs, rank)
     return _run(input, output, cval, device, stream, rounding, lambda _: terms)
 
@@ -527,18 +537,16 @@ def _dense(
         raise RuntimeError(f"weights.ndim ({weights.ndim}) must match len(axes) ({len(found)})")
     if 0 in weights.shape:
         raise RuntimeError(f"no filter weights given: weights has shape {weights.shape}")
-    origins = _sequence("origin", origin, len(found))
-    fronts = [before(n, shift, flip) for n, shift in zip(weights.shape, origins, strict=True)]
+    places = tuple(sorted(found))  # as in scipy, the filter's axes are those of the array, in rising order
+    origins = _in_order(_sequence("origin", origin, len(found)), found, _rank(input), 0)
+    front = tuple(before(n, origins[axis], flip) for n, axis in zip(weights.shape, places, strict=True))
     if not isinstance(mode, str):
         raise RuntimeError(f"A sequence of modes is not supported: mode must be a str, got {mode!r}")
     edge = border(mode)
     if flip:
         weights = weights[(slice(None, None, -1),) * weights.ndim]
-    order = np.argsort(found)  # filters lie as the array's axes do
-    weights, places = weights.transpose(order), tuple(found[i] for i in order)
-    front = tuple(fronts[i] for i in order)
     if getattr(given, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-        return _by_weights(input, given, flip, order, places, front, edge, output, cval, device, stream)
+        return _by_weights(input, given, flip, places, front, edge, output, cval, device, stream)
     if not places:
         terms: Callable[[Any], list[Term]] = lambda taps: [_scaled(input, taps)]  # noqa: E731
     else:
@@ -551,7 +559,7 @@ def _scaled(input: Any, tap: np.ndarray) -> list[Pass]:
 
 
 def _by_weights(
-    input: Any, weights: Any, flip: bool, order: Any, axes: tuple[int, ...], front: tuple[int, ...], edge: str, output: Any, cval: Any,
+    input: Any, weights: Any, flip: bool, axes: tuple[int, ...], front: tuple[int, ...], edge: str, output: Any, cval: Any,
     device: Any, stream: Any,
 ) -> Any:
     from pycuda_conv.ndimage import gradients
@@ -565,5 +573,5 @@ def _by_weights(
     taps = weights.flip(tuple(range(weights.ndim))) if flip else weights
     asked = None if device is None else get_device(device)
     bench = Bench(space_of(kind), kind.device(kind.signature(input), asked), stream)
-    made = gradients.by_weights(bench, input, taps.permute(tuple(int(i) for i in order)), axes, front, edge, float(cval))
+    made = gradients.by_weights(bench, input, taps, axes, front, edge, float(cval))
     return made.to(input.dtype) if input.dtype.is_floating_point else made

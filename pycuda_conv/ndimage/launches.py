@@ -296,7 +296,7 @@ def _steps(shape: Sequence[int], result: Sequence[int], rows: Sequence[Any], col
     axes = [row[0] for row in rows]
     groups, start = [], 0
     for axis in axes:
-        between = range(start, min(axis, len(shape)))
+        between = range(start, axis) if axis < len(shape) else range(0)  # all that lies behind the axes is one row
         count = prod(shape[i] for i in between)
         groups.append((count, step(shape, between[-1]) if between else 0, step(result, between[-1]) if between else 0))
         start = axis + 1
