@@ -1,7 +1,7 @@
 """Convolution with the signatures of :mod:`scipy.signal`, for arrays of numpy, CuPy, torch and PyCUDA: full, same and valid.
 
-As in :mod:`pycuda_conv.ndimage`, sums are float32 for float32 and integers of 8 and 16 bits, and integer results are rounded to the nearest and
-clipped. The smaller operand is the filter; it is read on the host.
+As in :mod:`pycuda_conv.ndimage`, sums are float32 for float32 and integers of 8 and 16 bits, and integer results are rounded to the
+nearest and clipped. The smaller operand is the filter; it is read on the host.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def correlate2d(
     ValueError
         As for :func:`convolve2d`.
     """
-    return _both(in1, in2, mode, True, _boundary("correlate2d", in1, in2, boundary), _fill(fillvalue, in1, in2), device, stream)
+    edge = _boundary("correlate2d", in1, in2, boundary)
+    return _both(in1, in2, mode, True, edge, _fill(fillvalue, in1, in2), device, stream, early=True)
 
 
 def fftconvolve(in1: Any, in2: Any, mode: str = "full", axes: Any = None, *, device: Any = None, stream: Any = None) -> Any:
@@ -213,7 +214,9 @@ def _place(mode: str, n: int, taps: int) -> tuple[int, int]:
     return (taps - 1, n + taps - 1) if mode == "full" else (taps - 1 - (taps - 1) // 2, n)
 
 
-def _both(in1: Any, in2: Any, mode: str, correlates: bool, border: str, value: Any, device: Any, stream: Any) -> Any:
+def _both(
+    in1: Any, in2: Any, mode: str, correlates: bool, border: str, value: Any, device: Any, stream: Any, early: bool = False
+) -> Any:
     in1, in2 = as_array("in1", in1), as_array("in2", in2)
     _mode(mode)
     if len(in1.shape) != len(in2.shape):
@@ -222,12 +225,12 @@ def _both(in1: Any, in2: Any, mode: str, correlates: bool, border: str, value: A
     if not len(in1.shape):
         return in1 * (in2.conj() if correlates else in2)
     larger = prod(in2.shape) > prod(in1.shape) and mode == "full" and border == "constant" and not value
-    return _linear(in1, in2, mode, tuple(range(len(in1.shape))), correlates, border, value, swap or larger, device, stream)
+    return _linear(in1, in2, mode, tuple(range(len(in1.shape))), correlates, border, value, swap or larger, device, stream, early=early)
 
 
 def _linear(
     in1: Any, in2: Any, mode: str, axes: tuple[int, ...], correlates: bool, border: str, value: Any, swap: bool, device: Any, stream: Any,
-    dtype: Any = None,
+    dtype: Any = None, early: bool = False,
 ) -> Any:
     """The sums along `axes` of one operand with the other as the filter; with `swap` the first is the filter."""
     kind = kind_of("in1", in1)
@@ -246,8 +249,8 @@ def _linear(
     else:
         weights = weights[(slice(None, None, -1),) * weights.ndim]
     places = [_place(mode, x.shape[axis], n) for axis, n in zip(axes, weights.shape, strict=True)]
-    if correlates and mode == "same":  # the middle of a correlation is that of a convolution
-        places = [(n - 1 - (n - 1) // 2, size) for n, (_, size) in zip(weights.shape, places, strict=True)]
+    if early and mode == "same":  # scipy's correlate2d has the middle of an even filter one tap earlier than its correlate
+        places = [((n - 1) // 2, size) for n, (_, size) in zip(weights.shape, places, strict=True)]
     shape = [next((p[1] for a, p in zip(axes, places, strict=True) if a == i), n) for i, n in enumerate(x.shape)]
     if 0 in (*weights.shape, *shape):
         return first.empty(tuple(max(n, 0) for n in shape) if 0 not in weights.shape else (0,), np.dtype(dtype).name, in1)
@@ -256,14 +259,14 @@ def _linear(
     assert call is not None
     if correlates and swap:
         made = compute.run(call, lambda taps: [Dense(axes, taps, before, (border,) * len(axes), sizes)], _parts(weights))
-        return _flipped(first, made)
+        return _flipped(first, made, not early)
     return compute.run(call, lambda taps: [Dense(axes, taps, before, (border,) * len(axes), sizes)], _parts(weights))
 
 
-def _flipped(space: Any, made: Any) -> Any:
+def _flipped(space: Any, made: Any, conjugates: bool) -> Any:
     for axis, n in enumerate(made.shape):
         made = space.take(made, np.arange(n)[::-1].copy(), axis)
-    return made.conj() if space.dtype(made).startswith("complex") else made
+    return made.conj() if conjugates and space.dtype(made).startswith("complex") else made
 
 
 def _along(in1: Any, in2: Any, mode: str, axes: Any, device: Any, stream: Any) -> Any:
@@ -274,7 +277,7 @@ def _along(in1: Any, in2: Any, mode: str, axes: Any, device: Any, stream: Any) -
         return in1 * in2
     if rank != len(in2.shape):
         raise ValueError(f"in1 and in2 should have the same dimensionality, got shapes {tuple(in1.shape)} and {tuple(in2.shape)}")
-    found = range(rank) if axes is None else [axes] if np.isscalar(axes) else list(axes)
+    found: list[Any] = list(range(rank)) if axes is None else [axes] if np.isscalar(axes) else list(axes)
     if not all(isinstance(a, (int, np.integer)) and -rank <= a < rank for a in found):
         raise ValueError(f"axes exceeds dimensionality of input: axes must be from {-rank} to {rank - 1}, got {axes!r}")
     along = tuple(sorted({int(a) % rank for a in found}))
@@ -293,6 +296,12 @@ def _along(in1: Any, in2: Any, mode: str, axes: Any, device: Any, stream: Any) -
     return _by_groups(in1, in2, mode, along, others, swap, dtype, device, stream)
 
 
+def _real_and_imaginary(space: Any, array: Any) -> tuple[Any, Any]:
+    if not space.dtype(array).startswith("complex"):
+        return array, None
+    return space.contiguous(array.real), space.contiguous(array.imag)
+
+
 def _by_groups(
     in1: Any, in2: Any, mode: str, axes: tuple[int, ...], others: Sequence[int], swap: bool, dtype: np.dtype, device: Any, stream: Any
 ) -> Any:
@@ -301,13 +310,12 @@ def _by_groups(
     if rank > 3:
         raise ValueError(f"filters of their own may have up to three axes, got axes={axes}")
     if dtype.kind == "c":
-        parts = [(space.contiguous(one.real), space.contiguous(one.imag)) if space.dtype(one).startswith("complex") else (one, None) for one in (in1, in2)]
         part = np.dtype("float64" if dtype.itemsize == 16 else "float32")
 
         def of(a: Any, b: Any) -> Any:
             return 0 if a is None or b is None else _by_groups(a, b, mode, axes, others, swap, part, device, stream)
 
-        (a, b), (c, d) = parts
+        (a, b), (c, d) = (_real_and_imaginary(space, one) for one in (in1, in2))
         real, imaginary = of(a, c) - of(b, d), of(a, d) + of(b, c)
         return space.complex(real, imaginary)
     x, w = (in2, in1) if swap else (in1, in2)
@@ -317,12 +325,14 @@ def _by_groups(
 
     def planes(array: np.ndarray) -> np.ndarray:
         moved = np.moveaxis(array, axes, behind)
-        return np.ascontiguousarray(np.broadcast_to(moved, (*batch, *moved.shape[len(batch) :])), sums).reshape(-1, *moved.shape[len(batch) :])
+        size = moved.shape[len(batch) :]
+        return np.ascontiguousarray(np.broadcast_to(moved, (*batch, *size)), sums).reshape(-1, *size)
 
     images, filters = planes(_host("in1", x)), planes(_host("in2", w))
-    filters = np.ascontiguousarray(filters[(slice(None), *(slice(None, None, -1),) * rank)])
+    filters = np.ascontiguousarray(filters[(slice(None),) + (slice(None, None, -1),) * rank])
     places = [_place(mode, n, taps) for n, taps in zip(images.shape[1:], filters.shape[1:], strict=True)]
-    around = tuple((before, size + taps - 1 - before - n) for (before, size), n, taps in zip(places, images.shape[1:], filters.shape[1:], strict=True))
+    each = zip(places, images.shape[1:], filters.shape[1:], strict=True)
+    around = tuple((before, size + taps - 1 - before - n) for (before, size), n, taps in each)
     put: Any = space.upload
     on_gpu = space.kind.on_gpu(in1)
     where: dict[str, Any] = {"stream": stream} if on_gpu else {"device": get_device(device) if device is not None else pycudas_device()}

@@ -1,4 +1,4 @@
-// correlate.cu: a filter of up to three axes over images or volumes of one channel.
+// images/correlate.cu: a filter of up to three axes over images or volumes of one channel.
 //
 //   y[n, o, p, q] = sum over t,r,s of f[t, r, s] * x[n, o + t - pad_d, p + r - pad_h, q + s - pad_w]
 //
@@ -6,7 +6,7 @@
 //
 // Mapping  block -> tile_p x tile_q numbers of one slice of one image, as in separable.cu.
 //          thread -> 8 neighbours of a column; neighbouring threads have neighbouring columns. Column after column of the filter, eight taps meet eight results in
-//          64 multiplications, for which a thread loads eight numbers and eight taps. The products of a column are summed by themselves, which keeps more digits.
+//          64 multiplications, for which a thread loads eight numbers and eight taps.
 //          On OpenCL a block is one work-item, which has four vectors of neighbours of a row at a time.
 // Memory   shared: the windows of the t slices that the tile reads, [t][halo_p][pitch]; the filter, [t][s][r], which comes so.
 //
@@ -30,11 +30,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_correlate(const GLOBAL_MEM in_t* RE
     for (int q = 0; q < columns; q += 4 * LANES) {
       lanes_t sums[4] = NO_SUMS;
       for (int t = 0; t < taps_d; ++t)
-        for (int s = 0; s < taps_w; ++s) {
-          lanes_t part[4] = NO_SUMS;
-          ADD_PRODUCTS(part, room + t * slice + down * pitch + q + s * colours, pitch, taps + (t * taps_w + s) * taps_h, 1, taps_h, 1)
-          for (int i = 0; i < 4; ++i) sums[i] += part[i];
-        }
+        for (int s = 0; s < taps_w; ++s)
+          ADD_PRODUCTS(sums, room + t * slice + down * pitch + q + s * colours, pitch, taps + (t * taps_w + s) * taps_h, 1, taps_h, 1)
       for (int i = 0; i < 4; ++i)
         if (q + LANES * i < columns) store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q + LANES * i, columns - q - LANES * i, sums[i]);
     }
@@ -44,12 +41,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_correlate(const GLOBAL_MEM in_t* RE
     const int eight = divided(i, arg.by_tile_q), column = i - eight * tile_q, down = eight * 8, q = at.q + column;
     acc_t sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     for (int t = 0; t < taps_d; ++t)
-      for (int s = 0; s < taps_w; ++s) {
-        acc_t part[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        ADD_PRODUCTS(part, room + t * slice + down * pitch + column + s * colours, pitch, taps + (t * taps_w + s) * taps_h, 1, taps_h, 1)
-#pragma unroll
-        for (int j = 0; j < 8; ++j) sums[j] += part[j];
-      }
+      for (int s = 0; s < taps_w; ++s)
+        ADD_PRODUCTS(sums, room + t * slice + down * pitch + column + s * colours, pitch, taps + (t * taps_w + s) * taps_h, 1, taps_h, 1)
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const int p = at.p + down + j;

@@ -1,4 +1,4 @@
-// separable.cu: a filter along rows and then one along columns, of images, in one launch.
+// images/separable.cu: a filter along rows and then one along columns, of images, in one launch.
 //
 //   y[n, p, q] = sum over r of f_h[r] * (sum over s of f_w[s] * x[n, p + r - pad_h, q + s - pad_w])
 //

@@ -169,16 +169,22 @@ WITHIN_KERNEL void store_lanes(GLOBAL_MEM out_t* y, const GLOBAL_MEM acc_t* prev
   }
 }
 
-// sums[i] += sum over j < count of the LANES numbers at from + j * apart + LANES * i, times taps[j * taps_apart]; with `skip`, taps of 0 meet nothing.
-#define ADD_PRODUCTS(sums, from, apart, taps, taps_apart, count, skip) \
-  for (int j_ = 0; j_ < (count); ++j_) {                              \
-    const acc_t tap_ = (taps)[j_ * (taps_apart)];                     \
-    if ((skip) && tap_ == 0) continue;                                \
-    const LOCAL_MEM_POINTER acc_t* const v_ = (from) + j_ * (apart);  \
-    (sums)[0] += LOAD_LANES(0, v_) * tap_;                                \
-    (sums)[1] += LOAD_LANES(1, v_) * tap_;                                \
-    (sums)[2] += LOAD_LANES(2, v_) * tap_;                                \
-    (sums)[3] += LOAD_LANES(3, v_) * tap_;                                \
+// sums[i] += sum over j < count of the LANES numbers at from + j * apart + LANES * i, times taps[j * taps_apart]: eight taps are summed by themselves, which keeps
+// more digits. With `skip`, taps of 0 meet nothing.
+#define ADD_PRODUCTS(sums, from, apart, taps, taps_apart, count, skip)                                    \
+  for (int first_ = 0; first_ < (count); first_ += 8) {                                                  \
+    const int end_ = first_ + 8 < (count) ? first_ + 8 : (count);                                        \
+    lanes_t part_[4] = NO_SUMS;                                                                          \
+    for (int j_ = first_; j_ < end_; ++j_) {                                                             \
+      const acc_t tap_ = (taps)[j_ * (taps_apart)];                                                      \
+      if ((skip) && tap_ == 0) continue;                                                                 \
+      const LOCAL_MEM_POINTER acc_t* const v_ = (from) + j_ * (apart);                                   \
+      part_[0] += LOAD_LANES(0, v_) * tap_;                                                              \
+      part_[1] += LOAD_LANES(1, v_) * tap_;                                                              \
+      part_[2] += LOAD_LANES(2, v_) * tap_;                                                              \
+      part_[3] += LOAD_LANES(3, v_) * tap_;                                                              \
+    }                                                                                                    \
+    for (int i_ = 0; i_ < 4; ++i_) (sums)[i_] += part_[i_];                                              \
   }
 #else
 // The window of slice `depth`. Tiles whose window is inside check nothing.
@@ -216,30 +222,34 @@ WITHIN_KERNEL void store_one(GLOBAL_MEM out_t* RESTRICT y, const GLOBAL_MEM acc_
 #endif
 }
 
-// sums[i] += sum over j < count of from[(i + j) * apart] * taps[j * taps_apart] for eight i: eight taps at a time, the rest one by one, so that no number outside
-// the window is multiplied, not even by 0. With `skip`, taps of 0 meet nothing.
-#define ADD_PRODUCTS(sums, from, apart, taps, taps_apart, count, skip)                        \
-  {                                                                                           \
-    acc_t v_[15];                                                                             \
-    int j_ = 0;                                                                               \
-    _Pragma("unroll") for (int i_ = 0; i_ < 7; ++i_) v_[i_] = (from)[i_ * (apart)];           \
-    for (; j_ + 8 <= (count); j_ += 8) {                                                      \
-      _Pragma("unroll") for (int i_ = 7; i_ < 15; ++i_) v_[i_] = (from)[(j_ + i_) * (apart)]; \
-      _Pragma("unroll") for (int t_ = 0; t_ < 8; ++t_) {                                      \
-        const acc_t tap_ = (taps)[(j_ + t_) * (taps_apart)];                                  \
-        if (!(skip) || tap_ != 0) {                                                           \
-          _Pragma("unroll") for (int i_ = 0; i_ < 8; ++i_) (sums)[i_] += v_[i_ + t_] * tap_;  \
-        }                                                                                     \
-      }                                                                                       \
-      _Pragma("unroll") for (int i_ = 0; i_ < 7; ++i_) v_[i_] = v_[i_ + 8];                   \
-    }                                                                                         \
-    _Pragma("unroll") for (int t_ = 0; t_ < 7; ++t_)                                          \
-      if (j_ + t_ < (count)) {                                                                \
-        const acc_t tap_ = (taps)[(j_ + t_) * (taps_apart)];                                  \
-        v_[t_ + 7] = (from)[(j_ + t_ + 7) * (apart)];                                         \
-        if (!(skip) || tap_ != 0) {                                                           \
-          _Pragma("unroll") for (int i_ = 0; i_ < 8; ++i_) (sums)[i_] += v_[i_ + t_] * tap_;  \
-        }                                                                                     \
-      }                                                                                       \
+// sums[i] += sum over j < count of from[(i + j) * apart] * taps[j * taps_apart] for eight i. Eight taps at a time are summed by themselves, which keeps more digits;
+// no number outside the window is multiplied, not even by 0. With `skip`, taps of 0 meet nothing.
+#define ADD_PRODUCTS(sums, from, apart, taps, taps_apart, count, skip)                                                        \
+  {                                                                                                                           \
+    acc_t v_[15];                                                                                                             \
+    int j_ = 0;                                                                                                               \
+    _Pragma("unroll") for (int i_ = 0; i_ < 7; ++i_) v_[i_] = (from)[i_ * (apart)];                                           \
+    for (; j_ + 8 <= (count); j_ += 8) {                                                                                      \
+      acc_t part_[8] = {0, 0, 0, 0, 0, 0, 0, 0};                                                                              \
+      _Pragma("unroll") for (int i_ = 7; i_ < 15; ++i_) v_[i_] = (from)[(j_ + i_) * (apart)];                                 \
+      _Pragma("unroll") for (int t_ = 0; t_ < 8; ++t_) {                                                                      \
+        const acc_t tap_ = (taps)[(j_ + t_) * (taps_apart)];                                                                  \
+        if (!(skip) || tap_ != 0) {                                                                                           \
+          _Pragma("unroll") for (int i_ = 0; i_ < 8; ++i_) part_[i_] += v_[i_ + t_] * tap_;                                   \
+        }                                                                                                                     \
+      }                                                                                                                       \
+      _Pragma("unroll") for (int i_ = 0; i_ < 8; ++i_) (sums)[i_] += part_[i_];                                               \
+      _Pragma("unroll") for (int i_ = 0; i_ < 7; ++i_) v_[i_] = v_[i_ + 8];                                                   \
+    }                                                                                                                         \
+    acc_t rest_[8] = {0, 0, 0, 0, 0, 0, 0, 0};                                                                                \
+    _Pragma("unroll") for (int t_ = 0; t_ < 7; ++t_)                                                                          \
+      if (j_ + t_ < (count)) {                                                                                                \
+        const acc_t tap_ = (taps)[(j_ + t_) * (taps_apart)];                                                                  \
+        v_[t_ + 7] = (from)[(j_ + t_ + 7) * (apart)];                                                                         \
+        if (!(skip) || tap_ != 0) {                                                                                           \
+          _Pragma("unroll") for (int i_ = 0; i_ < 8; ++i_) rest_[i_] += v_[i_ + t_] * tap_;                                   \
+        }                                                                                                                     \
+      }                                                                                                                       \
+    _Pragma("unroll") for (int i_ = 0; i_ < 8; ++i_) (sums)[i_] += rest_[i_];                                                 \
   }
 #endif

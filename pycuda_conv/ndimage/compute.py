@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,14 +12,12 @@ import numpy as np
 from pycuda_conv.arrays import LAZY, kind_of
 from pycuda_conv.engines.images.window import CODES
 from pycuda_conv.ndimage import launches
-from pycuda_conv.ndimage.launches import Bench, Dense, Join, Pass, sums_of
+from pycuda_conv.ndimage.launches import Bench, Dense, Join, Term, sums_of
 from pycuda_conv.ndimage.spaces import INTEGERS, PARTS, Space, as_array, space_of
 from pycuda_conv.runtime import get_device, pycudas_device
 
 #: What float32 sums serve.
 NARROW = {"bool", "uint8", "int8", "uint16", "int16", "float16", "bfloat16", "float32"}
-#: A filter of one term: passes along axes one after another, or one along several axes at once.
-Term = Sequence[Pass] | Dense
 
 
 class Call(NamedTuple):
@@ -52,7 +51,7 @@ def called(input: Any, output: Any, value: Any, device: Any, stream: Any, roundi
     kind = kind_of("input", input)
     if rounding not in ("nearest", "scipy"):
         raise ValueError(f"rounding must be 'nearest' or 'scipy', got {rounding!r}")
-    if not np.isscalar(value) and getattr(value, "ndim", 1):
+    if not np.isscalar(value) and getattr(value, "shape", True):
         raise TypeError(f"cval must be a number, got {value!r}")
     if kind is LAZY:
         return None
@@ -84,13 +83,9 @@ def run(call: Call, terms: Callable[[Any], Sequence[Term]], weights: Sequence[An
     device = space.kind.device(space.kind.signature(x), asked)
     bench = Bench(space, device, call.stream)
     work = _Work(bench, call.rounding, norm)
-    if device.backend == "cuda" and not on_gpu:
-        from pycuda_conv.ndimage import staged
-
-        if call.stream is not None:
-            raise ValueError(f"stream is for arrays on a GPU, but the input lies in host memory; got stream={call.stream!r}")
-        made = staged.run(device, call, terms, weights, norm, want)
-    elif complex_output:
+    if not on_gpu and call.stream is not None:
+        raise ValueError(f"stream is for arrays on a GPU, but the input lies in host memory; got stream={call.stream!r}")
+    if complex_output:
         made = _complex(work, x, terms, weights, call.value, want)
     else:
         if isinstance(call.value, complex):
@@ -111,7 +106,9 @@ def _is_array(output: Any) -> bool:
 
 def _can_hold(space: Space, target: Any, x: Any) -> bool:
     free = not getattr(x, "requires_grad", False) and not getattr(target, "requires_grad", False)
-    return free and bool(x.size if not callable(x.size) else x.numel()) and space.is_contiguous(target) and space.writeable(target) and not space.overlap(x, target)
+    if not free or 0 in x.shape or not space.is_contiguous(target) or not space.writeable(target):
+        return False
+    return not space.overlap(x, target)
 
 
 def _wanted(call: Call, input: str, complex_output: bool) -> str:
@@ -175,12 +172,18 @@ class _Work(NamedTuple):
         return made if straight == want else _converted(space, made, want, self.rounding)
 
     def _joined(self, x: Any, terms: Sequence[Term], value: float, output: str, target: Any) -> Any:
+        if self.bench.backend == "cuda" and not self.bench.space.kind.on_gpu(x):
+            from pycuda_conv.ndimage import staged
+
+            return staged.joined(
+                self.bench, x, output, target, lambda on, there: self._replace(bench=on)._joined(there, terms, value, output, None)
+            )
         made = None
         sums = sums_of(self.bench.space.dtype(x), output)
         for number, term in enumerate(terms):
             last = number == len(terms) - 1
             join = Join(self.norm, made is not None, self.norm and last)
-            made = run_term(self.bench, x, term, value, output if last else sums, target if last else None, made, join)
+            made = launches.run_term(self.bench, x, term, value, output if last else sums, target if last else None, made, join)
         return made
 
 
@@ -188,17 +191,10 @@ def _result_shape(shape: Sequence[int], terms: Sequence[Term]) -> tuple[int, ...
     """The shape of a filter's result, of which some axes may have another size than the input's."""
     sizes = list(shape)
     for term in terms[:1]:
-        for axis, size in zip(term.axes, term.sizes or (), strict=False) if isinstance(term, Dense) else ((one.axis, one.size) for one in term):
+        resized = zip(term.axes, term.sizes or (), strict=False) if isinstance(term, Dense) else [(one.axis, one.size) for one in term]
+        for axis, size in resized:
             sizes[axis] = sizes[axis] if size is None else size
     return tuple(sizes)
-
-
-def run_term(
-    bench: Bench, x: Any, term: Term, value: float, output: str, target: Any = None, previous: Any = None, join: Join = Join()
-) -> Any:
-    """One term of a filter: see :func:`.launches.passes`."""
-    function: Callable[..., Any] = launches.dense if isinstance(term, Dense) else launches.passes
-    return function(bench, x, term, value, output, target, previous, join)
 
 
 def _converted(space: Space, made: Any, want: str, rounding: str) -> Any:
@@ -234,7 +230,7 @@ def _complex(work: _Work, x: Any, terms: Callable[[Any], Sequence[Term]], weight
         return made if space.dtype(made) == want else space.cast(made, want)
     if work.norm:
         alone = work._replace(norm=False)
-        each = [_complex(alone, x, lambda _, term=term: [term], (None,), value, want) for term in terms(weights[0])]
+        each = [_complex(alone, x, partial(_only, term), (None,), value, want) for term in terms(weights[0])]
         return sum(one * one for one in each) ** 0.5
     if not is_complex:
         made = space.complex(of(x, weights[0], value), of(x, weights[1], value))
@@ -248,6 +244,10 @@ def _complex(work: _Work, x: Any, terms: Callable[[Any], Sequence[Term]], weight
             w, v = weights
             made = space.complex(of(real, w, a) - of(imaginary, v, b), of(real, v, a) + of(imaginary, w, b))
     return made if space.dtype(made) == want else space.cast(made, want)
+
+
+def _only(term: Term, _: Any) -> list[Term]:
+    return [term]
 
 
 def _is_constant(terms: Sequence[Term]) -> bool:

@@ -12,15 +12,14 @@ import numpy as np
 
 from pycuda_conv.arrays import kind_of
 from pycuda_conv.ndimage import compute
-from pycuda_conv.ndimage.compute import Term
-from pycuda_conv.ndimage.launches import Dense, Pass
+from pycuda_conv.ndimage.launches import Dense, Pass, Term
 from pycuda_conv.ndimage.spaces import as_array
 from pycuda_conv.ndimage.taps import before, border, gaussian
 
 _NOTES = """
     input : array
-        Of numpy, CuPy, torch or dask, or a ``GPUArray``; what is none of these, numpy makes an array of. Sums are float32 for bool, integers of
-        8 and 16 bits, float16, bfloat16 and float32, unless `output` is float64; else float64.
+        Of numpy, CuPy, torch or dask, or a ``GPUArray``; what is none of these, numpy makes an array of. Sums are float32 for bool,
+        integers of 8 and 16 bits, float16, bfloat16 and float32, unless `output` is float64; else float64.
     output : array or dtype, optional
         Where the result goes, or its type; by default the input's. Integers are rounded to the nearest, halves to even, and clipped.
     mode : str

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pycuda_conv.ndimage import compute, launches
+from pycuda_conv.ndimage import launches
 from pycuda_conv.ndimage.launches import Bench, Dense, Pass, mapped
 
 
@@ -26,23 +26,23 @@ def joined(bench: Bench, x: Any, terms: Sequence[Any], value: float, sums: str, 
 
 class _Filtered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, bench: Bench, term: Any, value: float) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: Any, bench: Bench, term: Any, value: float) -> Any:
         ctx.bench, ctx.term, ctx.shape = bench, term, tuple(x.shape)
-        return compute.run_term(bench, x, term, value, bench.space.dtype(x))
+        return launches.run_term(bench, x, term, value, bench.space.dtype(x))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         return _Adjoint.apply(gradient.contiguous(), ctx.bench, ctx.term, ctx.shape), None, None, None
 
 
 class _Adjoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: Any, bench: Bench, term: Any, shape: tuple[int, ...]) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, gradient: Any, bench: Bench, term: Any, shape: tuple[int, ...]) -> Any:
         ctx.bench, ctx.term = bench, term
         return adjoint(bench, gradient, term, shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         return _Filtered.apply(gradient.contiguous(), ctx.bench, ctx.term, 0.0), None, None, None
 
 
@@ -57,10 +57,10 @@ def adjoint(bench: Bench, gradient: Any, term: Any, shape: Sequence[int]) -> Any
         made = launches.dense(bench, gradient, back, 0.0, dtype)
         each = zip(term.axes, term.before, term.borders, strict=True)
     else:
-        passes = [
-            Pass(one.axis, np.ascontiguousarray(one.taps[::-1]), len(one.taps) - 1, "constant", gradient.shape[one.axis] + len(one.taps) - 1)
-            for one in term
-        ]
+        passes = []
+        for one in term:
+            more = len(one.taps) - 1
+            passes.append(Pass(one.axis, np.ascontiguousarray(one.taps[::-1]), more, "constant", gradient.shape[one.axis] + more))
         made = launches.passes(bench, gradient, passes, 0.0, dtype)
         each = ((one.axis, one.before, one.border) for one in term)  # type: ignore[assignment]
     for axis, before, border in each:
@@ -92,23 +92,23 @@ class _Gathered(torch.autograd.Function):
     """The pixels at `places` along an axis; its gradient is folded in a fixed order."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, axis: int, before: int, after: int, border: str, value: float, bench: Bench) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, x: Any, axis: int, before: int, after: int, border: str, value: float, bench: Bench) -> Any:
         ctx.told = axis, before, after, border, bench, x.shape[axis]
-        return launches.padded(bench.space, x, axis, before, after, border, value)
+        return launches.padded(bench, x.contiguous(), axis, before, after, border, value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         return (_Folded.apply(gradient, *ctx.told), *(None,) * 6)
 
 
 class _Folded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, wide: Any, axis: int, before: int, after: int, border: str, bench: Bench, n: int) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, wide: Any, axis: int, before: int, after: int, border: str, bench: Bench, n: int) -> Any:
         ctx.told = axis, before, after, border, 0.0, bench
         return folded(wide, axis, before, border, n)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Any) -> Any:
         return (_Gathered.apply(gradient, *ctx.told), *(None,) * 6)
 
 

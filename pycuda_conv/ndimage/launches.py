@@ -1,4 +1,4 @@
-"""Filters of arrays of any rank as launches: which axes a launch has, how the array lies for it, and what goes through memory between two."""
+"""Filters of arrays of any rank as launches: which axes a launch has, how the array lies for it, what lies in memory between two."""
 
 from __future__ import annotations
 
@@ -44,12 +44,19 @@ class Dense(NamedTuple):
     sizes: tuple[int, ...] | None = None
 
 
+#: A filter of one term: passes along axes one after another, or one along several axes at once.
+Term = Sequence[Pass] | Dense
+
+
 class Join(NamedTuple):
     """What is done with the sums of a filter's last launch: see ``cu/images/window.cuh``."""
 
     square: bool = False
     add: bool = False
     root: bool = False
+
+
+PLAIN = Join()
 
 
 class Bench(NamedTuple):
@@ -72,8 +79,16 @@ def sums_of(input: str, output: str) -> str:
 # ---- a filter
 
 
+def run_term(
+    bench: Bench, x: Any, term: Term, value: float, output: str, target: Any = None, previous: Any = None, join: Join = PLAIN
+) -> Any:
+    """One term of a filter: see :func:`passes`."""
+    function: Callable[..., Any] = dense if isinstance(term, Dense) else passes
+    return function(bench, x, term, value, output, target, previous, join)
+
+
 def passes(
-    bench: Bench, x: Any, along: Sequence[Pass], value: float, output: str, target: Any = None, previous: Any = None, join: Join = Join()
+    bench: Bench, x: Any, along: Sequence[Pass], value: float, output: str, target: Any = None, previous: Any = None, join: Join = PLAIN
 ) -> Any:
     """`x`, in C order and of a type that the kernels read, correlated along one axis after another.
 
@@ -96,8 +111,10 @@ def passes(
     groups = _groups(bench, x, along, value, sums, output)
     for number, group in enumerate(groups):
         last = number == len(groups) - 1
-        x = _separable(bench, x, group, value, output if last else sums, target if last else None, previous if last else None, join if last else Join())
-    return x
+        if last:
+            return _separable(bench, x, group, value, output, target, previous, join)
+        x = _separable(bench, x, group, value, sums, None, None, PLAIN)
+    raise AssertionError("a filter has a launch at least")
 
 
 def _groups(bench: Bench, x: Any, along: Sequence[Pass], value: float, sums: str, output: str) -> list[tuple[Pass, ...]]:
@@ -107,7 +124,8 @@ def _groups(bench: Bench, x: Any, along: Sequence[Pass], value: float, sums: str
         return [(Pass(x.ndim - 1, np.ones(1), 0, "nearest"),)]
     if value and any(one.border == "constant" for one in along):
         return [(one,) for one in along]
-    waiting, groups = sorted(along, key=lambda one: one.axis), []
+    waiting = sorted(along, key=lambda one: one.axis)
+    groups: list[tuple[Pass, ...]] = []
     while waiting:
         pair = tuple(waiting[-2:])
         if len(pair) == 2 and _goes_together(bench, x, pair, sums):
@@ -121,7 +139,7 @@ def _groups(bench: Bench, x: Any, along: Sequence[Pass], value: float, sums: str
 def _goes_together(bench: Bench, x: Any, pair: tuple[Pass, ...], sums: str) -> bool:
     if prod(x.shape[pair[1].axis + 1 :]) > MOST_COLOURS or max(len(one.taps) for one in pair) >= LONG[bench.backend]:
         return False
-    window = _window_of_pair(x.shape, pair, sums, sums, 0.0, Join())
+    window = _window_of_pair(x.shape, pair, sums, sums, 0.0, PLAIN)
     return images.fits(window, (1, len(pair[0].taps), len(pair[1].taps)), False, bench.device) is not None
 
 
@@ -157,9 +175,10 @@ def _window_of_pair(shape: Sequence[int], pair: Sequence[Pass], input: str, outp
     h, w, p, q = shape[down.axis], shape[across.axis], result[down.axis], result[across.axis]
     x_row, y_row = w * colours, q * colours
     return Window(
-        input, output, ((1, 0, 0), (outer, h * between * x_row, p * between * y_row), (between, x_row, y_row)), (1, h, w), (1, p, q),
-        (0, between * x_row), (0, between * y_row), colours, (0, down.before, across.before), ("nearest", down.border, across.border), value,
-        *join,
+        input, output, ((1, 0, 0), (outer, h * between * x_row, p * between * y_row), (between, x_row, y_row)), (1, h, w),
+        (1, p, q), (0, between * x_row), (0, between * y_row), colours, (0, down.before, across.before),
+        ("nearest", down.border, across.border),
+        value, *join,
     )  # fmt: skip
 
 
@@ -184,7 +203,7 @@ def _window_of_one(shape: Sequence[int], one: Pass, input: str, output: str, val
 
 
 def dense(
-    bench: Bench, x: Any, filter: Dense, value: float, output: str, target: Any = None, previous: Any = None, join: Join = Join()
+    bench: Bench, x: Any, filter: Dense, value: float, output: str, target: Any = None, previous: Any = None, join: Join = PLAIN
 ) -> Any:
     """`x` correlated along several axes at once; the arguments are those of :func:`passes`."""
     filter = _without_single_taps(filter)
@@ -207,7 +226,8 @@ def _without_single_taps(filter: Dense) -> Dense:
     sizes = filter.sizes or (None,) * len(filter.axes)
     kept = [i for i, n in enumerate(filter.weights.shape) if n != 1 or sizes[i] is not None] or [len(filter.axes) - 1]
     weights = filter.weights.reshape([filter.weights.shape[i] for i in kept])
-    axes, before, borders = (tuple(each[i] for i in kept) for each in (filter.axes, filter.before, filter.borders))
+    axes, before = (tuple(each[i] for i in kept) for each in (filter.axes, filter.before))
+    borders = tuple(filter.borders[i] for i in kept)
     return Dense(axes, weights, before, borders, tuple(filter.sizes[i] for i in kept) if filter.sizes else None)
 
 
@@ -270,7 +290,7 @@ def _in_one_launch(
     steps = _steps(shape, result, rows, colours)
     rows = [(-1, 1, 1, 1, 0, "nearest")] * (3 - len(rows)) + rows
     window = Window(
-        input, output, steps.images, tuple(row[1] for row in rows), tuple(row[2] for row in rows), steps.x, steps.y, colours,  # type: ignore[arg-type]
+        input, output, steps.images, tuple(row[1] for row in rows), tuple(row[2] for row in rows), steps.x, steps.y, colours,
         tuple(row[4] for row in rows), tuple(row[5] for row in rows), value, *join,  # type: ignore[arg-type]
     )  # fmt: skip
     taps: Any = tuple(row[3] for row in rows)
@@ -316,7 +336,7 @@ def _tap_by_tap(
     """A sum of filters along all axes but the first, one for each tap along that."""
     axis, weights = filter.axes[0], filter.weights
     size = filter.sizes[0] if filter.sizes else x.shape[axis]
-    wide = padded(bench.space, x, axis, filter.before[0], size + len(weights) - 1 - filter.before[0] - x.shape[axis], filter.borders[0], value)
+    wide = padded(bench, x, axis, filter.before[0], size + len(weights) - 1 - filter.before[0] - x.shape[axis], filter.borders[0], value)
     sums = sums_of(bench.space.dtype(x), output)
     rest = Dense(filter.axes[1:], weights, filter.before[1:], filter.borders[1:], filter.sizes[1:] if filter.sizes else None)
     made = None
@@ -335,19 +355,10 @@ def _dense_or_passes(bench: Bench, x: Any, filter: Dense, value: float, output: 
     return dense(bench, x, filter, value, output, None, previous, join)
 
 
-def padded(space: Space, x: Any, axis: int, before: int, after: int, border: str, value: float) -> Any:
+def padded(bench: Bench, x: Any, axis: int, before: int, after: int, border: str, value: float) -> Any:
     """A copy of `x` with `before` and `after` more places along an axis, filled as the border says. Negative numbers cut."""
-    n = x.shape[axis]
-    places = np.arange(-before, n + after)
-    inside = (places >= 0) & (places < n)
-    wide = space.take(x, mapped(border, n, places), axis)
-    if border == "constant" and not inside.all():
-        for part in (slice(0, int((places < 0).sum())), slice(len(places) - int((places >= n).sum()), len(places))):
-            if part.start < part.stop:
-                cut = [slice(None)] * x.ndim
-                cut[axis] = part
-                wide[tuple(cut)] = value
-    return wide
+    one = Pass(axis, np.ones(1), before, border, x.shape[axis] + before + after)
+    return passes(bench, x, [one], value, bench.space.dtype(x))
 
 
 def mapped(border: str, n: int, places: np.ndarray) -> np.ndarray:
@@ -367,7 +378,7 @@ def by_convolution(
     x = space.cast(x, sums)
     sizes = filter.sizes or tuple(x.shape[axis] for axis in filter.axes)
     for axis, n, before, border, size in zip(filter.axes, filter.weights.shape, filter.before, filter.borders, sizes, strict=True):
-        x = padded(space, x, axis, before, size + n - 1 - before - x.shape[axis], border, value)
+        x = padded(bench, x, axis, before, size + n - 1 - before - x.shape[axis], border, value)
     rank, behind = len(filter.axes), tuple(range(x.ndim - len(filter.axes), x.ndim))
     turned = space.contiguous(space.moved(x, filter.axes, behind))
     shape = turned.shape

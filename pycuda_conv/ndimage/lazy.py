@@ -25,8 +25,8 @@ def _reach(terms: Sequence[Any]) -> tuple[dict[int, int], dict[int, str]]:
 
 
 def run(
-    input: Any, output: Any, cval: Any, device: Any, stream: Any, rounding: str, terms: Callable[[Any], Sequence[Any]], weights: Sequence[Any],
-    norm: bool,
+    input: Any, output: Any, cval: Any, device: Any, stream: Any, rounding: str, terms: Callable[[Any], Sequence[Any]],
+    weights: Sequence[Any], norm: bool,
 ) -> Any:
     """The dask array of a filter's result; `output` is a dtype or None."""
     import dask.array as da

@@ -1,4 +1,4 @@
-"""The few operations on whole arrays that filters need besides kernels, for each kind of array: making, converting, picking along an axis."""
+"""The few operations on whole arrays that filters need besides kernels, for each kind of array: making, converting, picking."""
 
 from __future__ import annotations
 
@@ -190,7 +190,11 @@ class GPUArraySpace(Space):
     """GPUArrays of PyCUDA, of the types that the kernels read."""
 
     def contiguous(self, array: Any) -> Any:
-        return array if self.is_contiguous(array) else self.kind.copy(array)  # type: ignore[attr-defined]
+        if self.is_contiguous(array):
+            return array
+        if self.dtype(array) not in ("float32", "float64"):
+            raise TypeError(f"a GPUArray of {self.dtype(array)} must lie in C order, but its strides are {array.strides}")
+        return self.kind.copy(array)  # type: ignore[attr-defined]
 
     def is_contiguous(self, array: Any) -> bool:
         return bool(array.flags.c_contiguous)
@@ -228,7 +232,7 @@ class GPUArraySpace(Space):
         return importlib.import_module("pycuda.cumath").sqrt(array)
 
     def clip(self, array: Any, least: float, most: float) -> Any:
-        raise TypeError(f"a GPUArray of {self.dtype(array)} can't be rounded to integers of more than 16 bits: pass output='float32' or 'float64'")
+        raise TypeError("a GPUArray can't be rounded to integers of more than 16 bits: pass output='float32' or 'float64'")
 
     rint = trunc = where = is_nan = clip  # type: ignore[assignment]
 

@@ -109,4 +109,35 @@ def _rounded(given: bytes) -> np.ndarray:
         if abs(float(moved) - taps[i]) <= 2 * step:
             for j in pair:
                 made[j] = moved
+    return _kept_constant(made, taps)
+
+
+def _summed(taps: np.ndarray) -> np.float32:
+    """The sum of a window of ones, in the kernels' order: eight taps at a time by themselves."""
+    total = np.float32(0)
+    for first in range(0, len(taps), 8):
+        part = np.float32(0)
+        for tap in taps[first : first + 8]:
+            part += tap
+        total += part
+    return total
+
+
+def _kept_constant(made: np.ndarray, taps: np.ndarray) -> np.ndarray:
+    """Taps of nearly the same sum of which the kernels' sum of a window of ones is the nearest to the filter's sum, if some are found.
+
+    A pair of taps is moved by a few steps, and the middle one the other way.
+    """
+    want, middle, n = np.float32(taps.sum()), len(made) // 2, len(made)
+    allowed = max(abs(taps.sum() - made.sum(dtype=np.float64)), 2.0**-28 * abs(taps.sum()))
+    if _summed(made) == want:
+        return made
+    for i in sorted(range(middle), key=lambda i: -abs(taps[i])):
+        for steps in (1, -1, 2, -2, 3, -3):
+            moved = np.float32(steps) * np.spacing(np.abs(made[i]))
+            tried = made.copy()
+            tried[[i, n - 1 - i]] += moved
+            tried[middle] -= 2 * moved
+            if _summed(tried) == want and abs(taps.sum() - tried.sum(dtype=np.float64)) <= allowed:
+                return tried
     return made

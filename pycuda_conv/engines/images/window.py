@@ -1,4 +1,4 @@
-"""Filters over images and volumes of one channel: launches of ``cu/images``. These are no engines: no problem of a convolution chooses them.
+"""Filters over images and volumes of one channel: launches of ``cu/images``. These are no engines: no convolution chooses them.
 
 A :class:`Window` says how the arrays lie, which pixels a filter meets and what stands for those outside. :func:`separable` and
 :func:`correlate` make a launch of it.
@@ -134,10 +134,10 @@ def tile_for(p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bo
     A smaller one of `limits`, the most sums of a block, counts before that.
     """
     unit = lcm(32, colours) if host else 8 * colours
-    downs = (64, 32, 16, 8, 4, 2, 1) if host else (256, 128, 64, 32, 16, 8)
     widths = {max(1, about // unit) * unit for about in ((256, 128, 64, 32) if host else (256, 128, 64, 32, 16, 8))}
     widths = {min(width, ceil(q, unit) * unit) for width in widths}
-    downs = sorted({min(down, p if host else ceil(p, 8) * 8) for down in downs}, reverse=True)
+    heights = (64, 32, 16, 8, 4, 2, 1) if host else (256, 128, 64, 32, 16, 8)
+    downs = sorted({min(height, p if host else ceil(p, 8) * 8) for height in heights}, reverse=True)
     tiles = [_tile(down, width, colours, taps, dense, host) for down, width in product(downs, sorted(widths, reverse=True))]
     if not host:
         tiles = [tile for tile in tiles if tile.p * tile.q <= 16 * THREADS] or tiles
