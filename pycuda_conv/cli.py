@@ -185,6 +185,8 @@ def parser() -> argparse.ArgumentParser:
         help="measure these networks of torchvision's, timm:NAME, segformer_b0, vae_decoder or small_unet, by default seven; "
         "with --training, training too",
     )
+    bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N networks of timm's too, drawn by the seed")
+    bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models: begin no further case after so many seconds")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
     bench.add_argument("--seed", type=_seed, help="seed of the random data; by default a new one")
@@ -324,12 +326,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
         wishes = tune.Settings(**{name: value for name, value in vars(arguments).items() if name not in ("command", "list")})
         return tune.list_problems(wishes) if arguments.list else tune.run(wishes)
-    from pycuda_conv.tools import bench, hostbench, training
+    from pycuda_conv.tools import bench, training
+    from pycuda_conv.tools.benchmarks import hostbench
 
     modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
     settings = bench.Settings(
         only=arguments.only, kind=arguments.kind, modes=modes or ("fp32",), quick=arguments.quick, host_calls=arguments.host_calls,
-        device=arguments.device, seed=arguments.seed, json=arguments.json, csv=arguments.csv, plots=arguments.plots, pages=arguments.pages,
+        device=arguments.device, seed=arguments.seed, seconds=arguments.seconds, json=arguments.json, csv=arguments.csv,
+        plots=arguments.plots, pages=arguments.pages,
     )
     _check_benchmarks(arguments)
     if arguments.host:
@@ -337,19 +341,19 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.devices is not None:
         raise ToolError("--devices goes with --host only")
     if arguments.cold:
-        from pycuda_conv.tools import coldbench
+        from pycuda_conv.tools.benchmarks import coldbench
 
         return coldbench.run(settings)
     if arguments.host_cost:
-        from pycuda_conv.tools import hostcost
+        from pycuda_conv.tools.benchmarks import hostcost
 
         return hostcost.list_cases() if arguments.list else hostcost.run(settings)
     if arguments.loop:
-        from pycuda_conv.tools import loopbench
+        from pycuda_conv.tools.benchmarks import loopbench
 
         return loopbench.run(settings)
     if arguments.images:
-        from pycuda_conv.tools import imagebench
+        from pycuda_conv.tools.pictures import bench as imagebench
 
         return imagebench.run(settings)
     if arguments.families:
@@ -359,7 +363,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.models is not None:
         from pycuda_conv.tools import models
 
-        return (models.list_cases if arguments.list else models.run)(settings, modes, arguments.training, arguments.models)
+        if arguments.list:
+            return models.list_cases(settings, modes, arguments.training, arguments.models)
+        return models.run(settings, modes, arguments.training, arguments.models, arguments.draw or 0)
     if arguments.training:
         return training.list_problems(settings) if arguments.list else training.run(settings)
     return bench.list_problems(settings) if arguments.list else bench.run(settings)
@@ -374,6 +380,9 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
     if len(asked) > 1 and asked != ["training", "models"]:
         flags = [f"--{name.replace('_', '-')}" for name in asked]
         raise ToolError(f"{' and '.join(flags[:2])} are two benchmarks; ask for one at a time")
+    for option in ("draw", "seconds"):
+        if getattr(arguments, option) is not None and arguments.models is None:
+            raise ToolError(f"--{option} goes with --models only")
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
     of_others_alone = (
         ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]),

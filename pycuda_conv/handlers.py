@@ -13,6 +13,12 @@ def _torch() -> Any:
     return autograd
 
 
+def _repeated() -> Any:
+    from pycuda_conv.nn import repeated
+
+    return repeated
+
+
 def _autocast() -> Any:
     from pycuda_conv.nn import mixed
 
@@ -25,4 +31,4 @@ def _dask() -> Any:
     return dask
 
 
-dispatch.handlers.update(torch=_torch, autocast=_autocast, dask=_dask)
+dispatch.handlers.update(torch=_torch, repeated=_repeated, autocast=_autocast, dask=_dask)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv import behind, engines, tune
+from pycuda_conv import background, engines, tune
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import SPACING, depth, relative_limit
@@ -54,7 +54,7 @@ class Compiler:
         self._pool.shutdown(cancel_futures=True)
 
     def start(self, problem: ConvProblem) -> None:
-        """Begin to compile the kernels for `problem`, behind all that was begun before."""
+        """Begin to compile the kernels for `problem`, after all that was begun before."""
         if problem in self._begun:
             return
         configs = engines.candidates(problem, self._device)
@@ -79,8 +79,8 @@ def _steps(problem: ConvProblem, configs: Sequence[engines.Config], device: Devi
     """The launches of plans of `configs` in their final form."""
     for config in configs:
         schedule = engines.schedule(problem, config, device)
-        if behind.enabled():
-            schedule = behind.with_constants(schedule)
+        if background.enabled():
+            schedule = background.with_constants(schedule)
         for steps in (schedule.prepare, schedule.steps, schedule.whole, schedule.filter_last or ()):
             for step in steps:
                 yield from step
@@ -98,7 +98,7 @@ def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None =
         with Compiler(device) as own:
             return trials(problem, device, own)
     configs = compiler.configs(problem)
-    times = device_times([Plan(problem, device, config=config).settled() for config in configs])
+    times = device_times([Plan(problem, device, config=config).final_form() for config in configs])
     return sorted((Choice(config, round(us, 3)) for config, us in zip(configs, times, strict=True)), key=lambda choice: choice.us)
 
 
@@ -256,7 +256,7 @@ def operands(problem: ConvProblem, most: int) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     scales = (1.0, 1 / math.sqrt(max(depth(problem), 1)), 1.0, 1.0, 1.0)
     counts = (min(math.prod(shape or (0,)), most) for shape in problem.operand_shapes)
-    return [_normal(rng, problem.dtype, count, scale) for count, scale in zip(counts, scales, strict=True)]
+    return [_normal(rng, dtype, count, scale) for dtype, count, scale in zip(problem.operand_dtypes, counts, scales, strict=True)]
 
 
 def _normal(rng: np.random.Generator, dtype: str, count: int, scale: float) -> np.ndarray:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from pycuda_conv import behind, engines, execute, quick
+from pycuda_conv import background, engines, execute, repeat
 from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
+from pycuda_conv.elements import bytes_of
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.explain import explain
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 contexts.when_forgotten.append(forget_plans)
 
-#: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or lying in :attr:`Plan.filter_order`.
+#: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or in :attr:`Plan.filter_order`.
 PACK, WITH_PACKED, WHOLE, FILTER_LAST = range(4)
 
 
@@ -46,9 +48,11 @@ class Plan:
     tune : bool
         Measure a problem that has not been measured, which takes seconds, and keep what is found for later plans and processes.
         On OpenCL nothing is measured.
-    noted : bool
-        Note the moments of the result's channels in the workspace while it is computed, if the kernels can: see
+    with_moments : bool
+        Compute the moments of the result's channels beside the result, in the workspace, if the kernels can: see
         :class:`pycuda_conv.engines.schedule.Moments`. It serves work that continues with the moments in the same workspace.
+    noted : bool, optional
+        The former name of `with_moments`, which warns.
 
     Raises
     ------
@@ -72,7 +76,8 @@ class Plan:
     """
 
     def __init__(
-        self, problem: ConvProblem, device: Any = None, *, config: engines.Config | None = None, tune: bool = False, noted: bool = False
+        self, problem: ConvProblem, device: Any = None, *, config: engines.Config | None = None, tune: bool = False,
+        with_moments: bool = False, noted: bool | None = None,
     ) -> None:
         if not isinstance(problem, ConvProblem):
             raise TypeError(f"problem must be a ConvProblem, as ConvProblem.forward makes it, got {brief(problem)}")
@@ -80,6 +85,9 @@ class Plan:
             raise TypeError(f"config must be one of the configurations in pycuda_conv.engines, or None, got {brief(config)}")
         if not isinstance(tune, bool):
             raise TypeError(f"tune must be True or False, got {brief(tune)}")
+        if noted is not None:
+            warnings.warn("noted= is called with_moments=", DeprecationWarning, stacklevel=2)
+            with_moments = noted
         self.problem = problem
         self.device = get_device(device)
         #: whether the caller chose the configuration
@@ -90,18 +98,18 @@ class Plan:
         self.tuned = None if self.fixed else (tuned if tune else lookup)(problem, self.device)
         if config is None:
             config = self.tuned.config if self.tuned else engines.choose(problem, self.device)
-            if noted:
+            if with_moments:
                 config = engines.with_moments(problem, config, self.device)
-        self._set_up(config, noted)
+        self._set_up(config, with_moments)
         if tune:
             self.specialise()
 
-    def _set_up(self, config: engines.Config, noted: bool, schedule: Schedule | None = None) -> None:
+    def _set_up(self, config: engines.Config, with_moments: bool, schedule: Schedule | None = None) -> None:
         """Make the plan's launches by `config`, or take `schedule`, which `config` made before."""
         problem = self.problem
         self.config = config
-        self.noted = noted
-        self.schedule = schedule = schedule or engines.schedule(problem, config, self.device, noted)
+        self.with_moments = with_moments
+        self.schedule = schedule = schedule or engines.schedule(problem, config, self.device, with_moments)
         #: bytes of the packed filter; 0 where the kernels read the filter as it is
         self.filter_bytes = schedule.filter_bytes
         #: equal for plans whose packed filters are interchangeable
@@ -109,15 +117,15 @@ class Plan:
         #: bytes of workspace for a call that packs the filter itself
         self.workspace_bytes = schedule.workspace_bytes + schedule.filter_bytes
         self.empty = 0 in problem.result_shape
-        known = behind.form(schedule, self.device)
+        known = background.initial_form(schedule, self.device)
         self._load(known)
-        #: the plan of a better configuration for the same problem, made behind the calls of this plan: the next call should take it
+        #: the plan of a better configuration for the same problem, made in the background: the next call should take it
         self.better: Plan | None = None
         self._better_config: engines.Config | None = None
-        self._behind: behind.Behind | None = None
+        self._background: background.BackgroundCompile | None = None
         #: where calls of this plan are remembered: tables, by their identities, and keys. A table dies with its owner, a bound filter say
         self._repeated: dict[int, tuple[weakref.ref[RepeatTable], set[Any]]] = {}
-        if behind.has_constants(known):
+        if background.has_constants(known):
             self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
         self.reads_filter_last = bool(schedule.filter_last) and not (self.empty or problem.bare) and problem.direction != "wgrad"
@@ -128,11 +136,14 @@ class Plan:
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
-        self.result_bytes = math.prod(self.result_shape) * problem.itemsize
+        self.result_bytes = math.prod(self.result_shape) * problem.result_itemsize
+        #: the dtype of results; None where it is that of the input
+        self.new_dtype = (problem.result_dtype or problem.dtype) if problem.input_dtype or problem.result_dtype else None
         #: bytes of input, weight, bias, scale and residual
-        self.operand_bytes = tuple(math.prod(shape or (0,)) * problem.itemsize for shape in problem.operand_shapes)
+        operands = zip(problem.operand_shapes, problem.operand_dtypes, strict=True)
+        self.operand_bytes = tuple(math.prod(shape or (0,)) * bytes_of(dtype) for shape, dtype in operands)
         #: whether the kernels take arrays by address alone, without tensor maps
-        self.by_address = not any(launch.maps for launch in behind.launches(schedule))
+        self.by_address = not any(launch.maps for launch in background.launches(schedule))
         #: whether a residual must not be the result's own memory
         self.redoes = schedule.redoes
 
@@ -151,67 +162,70 @@ class Plan:
         self.made_before = RepeatTable(of_plan=True)
 
     @classmethod
-    def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
+    def _at_once(cls, problem: ConvProblem, device: Device, with_moments: bool) -> Plan:
         """A plan that does not wait for the compiler if compiled kernels can serve it.
 
-        Then its configuration is not the best one, which is compiled behind its calls, for :attr:`better`. If a call has to wait for the
-        compiler, it waits as short as possible, and the compiler also makes what may be asked for next.
+        Then its configuration is not the best one: that is compiled in the background, for :attr:`better`. If a call has to wait for the
+        compiler, it waits as short as possible, and the compiler also makes kernels that may be asked for next.
         """
         self = cls.__new__(cls)
         self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
         config = self.tuned.config if self.tuned else engines.choose(problem, device)
-        if noted:
+        if with_moments:
             config = engines.with_moments(problem, config, device)
-        schedules = {} if noted else {config: engines.schedule(problem, config, device)}
-        missing = [] if noted or 0 in problem.result_shape else behind.missing(behind.form(schedules[config], device), device)
+        schedules = {} if with_moments else {config: engines.schedule(problem, config, device)}
+        missing = []
+        if not (with_moments or 0 in problem.result_shape):
+            missing = background.missing(background.initial_form(schedules[config], device), device)
         serves = config
         if missing:
-            serves = behind.stand_in(problem, config, device, schedules) or behind.quickest(problem, config, device)
+            substitute = background.same_bits_substitute(problem, config, device, schedules)
+            serves = substitute or background.fastest_to_compile(problem, config, device)
             if serves not in schedules:
                 schedules[serves] = engines.schedule(problem, serves, device)
-            waited_for = behind.missing(behind.form(schedules[serves], device), device)
-            if waited_for and behind.foresees(device):
-                behind.foresee(problem, waited_for, device)
+            waited_for = background.missing(background.initial_form(schedules[serves], device), device)
+            if waited_for and background.foresees(device):
+                background.foresee(problem, waited_for, device)
         try:
-            self._set_up(serves, noted, schedules.get(serves))
+            self._set_up(serves, with_moments, schedules.get(serves))
         except CompileError as error:
-            resort = None if noted else behind.last_resort(problem, device)
+            resort = None if with_moments else background.last_resort(problem, device)
             if resort is None:
                 raise
-            behind.say(error)
-            self._set_up(resort, noted)
+            background.log_once(error)
+            self._set_up(resort, with_moments)
         else:
             if serves != config:
-                self._better_config, self._behind = config, behind.Behind(device, missing, tell=self._forget_repeated)
-        behind.used[self.config] = None
+                self._better_config, self._background = config, background.BackgroundCompile(device, missing, tell=self._forget_repeated)
+        background.configs_used[self.config] = None
         return self
 
     def _await_constants(self) -> None:
-        """Count calls of general kernels; after several, the compiler builds the layer's constants in."""
-        if not self.empty and behind.enabled() and self.device.constants_pay and behind.has_constants(self.schedule):
-            kernels = behind.launches(behind.with_constants(self.schedule))
-            self._behind = behind.Behind(self.device, kernels, behind.OFTEN, self._forget_repeated)
+        """Count calls of general kernels: after several, kernels with the layer's constants are compiled."""
+        if not self.empty and background.enabled() and self.device.constants_pay and background.has_constants(self.schedule):
+            kernels = background.launches(background.with_constants(self.schedule))
+            self._background = background.BackgroundCompile(self.device, kernels, background.OFTEN, self._forget_repeated)
 
-    def _improve(self, coming: behind.Behind, stream: Any) -> None:
-        """Take the kernels that were compiled behind the calls, if they are ready."""
+    def _improve(self, coming: background.BackgroundCompile, stream: Any) -> None:
+        """Take the kernels that were compiled in the background, if they are ready."""
         done = True
         try:
             done = coming.ready(stream)
             if done and self._better_config is not None:
                 self._make_better(self._better_config)
             elif done:
-                self._load(behind.with_constants(self.schedule))
+                self._load(background.with_constants(self.schedule))
         except Exception as error:  # the kernels that serve go on serving
-            behind.say(error)
+            background.log_once(error)
         finally:
             if done:
-                self._behind = None
+                self._background = None
                 self._forget_repeated()
 
     def _make_better(self, config: engines.Config) -> None:
         better = type(self).__new__(type(self))
         better.problem, better.device, better.fixed, better.tuned = self.problem, self.device, self.fixed, self.tuned
-        better._set_up(config, self.noted)
+        better._set_up(config, self.with_moments)
         self.better = better
         self._forget_repeated()
 
@@ -221,40 +235,46 @@ class Plan:
         if found is None:
             found = type(self).__new__(type(self))
             found.problem, found.device, found.fixed, found.tuned = self.problem, device, self.fixed, self.tuned
-            found._set_up(self.config, self.noted, self.schedule)
+            found._set_up(self.config, self.with_moments, self.schedule)
             device.plans[self] = found
         return found
 
-    def settled(self) -> Plan:
-        """The plan in its final form: the best configuration, with the layer's constants compiled in. Waits for the compiler."""
+    def final_form(self) -> Plan:
+        """The plan in its final form: the best configuration, on a GPU with the layer's constants compiled in. Waits for the compiler."""
         if self._better_config is not None and self.better is None:
             self._make_better(self._better_config)
-            self._behind = None
+            self._background = None
         plan = self.better or self
-        plan.specialise()
+        if plan.device.constants_pay:
+            plan.specialise()
         return plan
+
+    def settled(self) -> Plan:
+        """The former name of :meth:`final_form`, which warns."""
+        warnings.warn("Plan.settled() is called final_form()", DeprecationWarning, stacklevel=2)
+        return self.final_form()
 
     def specialise(self) -> None:
         """Compile the layer's constants into the kernels now, where that makes them faster. The results stay the same, bit by bit.
 
         On a GPU, kernels with these constants serve from the first call on, unless only general kernels were compiled then. In that case
-        the other kernels are compiled behind the calls, after ten of them.
+        the other kernels are compiled in the background, after ten calls.
         """
-        if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
-            self._load(behind.with_constants(self.schedule))
-            self._behind = None
+        if not self.empty and background.enabled() and background.has_constants(self.schedule):
+            self._load(background.with_constants(self.schedule))
+            self._background = None
             self.made_before.clear()
             forget_launches()
 
     @property
     def settles(self) -> bool:
         """Whether later calls will launch the same kernels as the last one did."""
-        return not self.empty and self._behind is None and self.better is None
+        return not self.empty and self._background is None and self.better is None
 
     @property
     def may_be_repeated(self) -> bool:
         """Whether a call may be repeated as the last one was made: not where better kernels are ready."""
-        return not self.empty and self.better is None and (self._behind is None or not self._behind.is_done())
+        return not self.empty and self.better is None and (self._background is None or not self._background.is_done())
 
     def repeat_in(self, table: RepeatTable, name: Any) -> int:
         """Note where a call of this plan is remembered. Returns how often it may be repeated before Python makes it again; -1: any number.
@@ -265,7 +285,7 @@ class Plan:
         if at not in repeated:
             repeated[at] = weakref.ref(table, lambda _: repeated.pop(at, None)), set()
         repeated[at][1].add(name)
-        coming = self._behind
+        coming = self._background
         return -1 if coming is None else 0 if coming.is_done() else coming.lend()
 
     def _forget_repeated(self) -> None:
@@ -302,7 +322,7 @@ class Plan:
         place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)
         self.device.check_current()
         self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual), stream)
-        coming = self._behind
+        coming = self._background
         if coming is not None:
             self._improve(coming, stream)
 
@@ -317,7 +337,7 @@ class Plan:
     ) -> Array:
         """Convolve arrays of the problem's shapes and dtype; the arguments are those of :func:`pycuda_conv.conv2d`."""
         if stream is None:
-            made: Array | None = quick.call(self.made_before, (), False, input, weight, bias, scale, residual, out)
+            made: Array | None = repeat.call(self.made_before, (), False, input, weight, bias, scale, residual, out)
             if made is not None:
                 return made
         result: Array = execute.call_plan(self, Operands(input, weight, bias, scale, residual), out, stream)
@@ -375,14 +395,14 @@ class Plan:
         return explain(self, measure)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made_of = self.problem, self.device.name, self.device.model, self.config, self.noted
+        made_of = self.problem, self.device.name, self.device.model, self.config, self.with_moments
         return _plan_again, made_of, {"fixed": self.fixed, "tuned": self.tuned}
 
     def __repr__(self) -> str:
         return f"<Plan {self.problem} on {self.device.name}: {self.config}>"
 
 
-def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Config, noted: bool) -> Plan:
+def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Config, with_moments: bool) -> Plan:
     """A plan that was pickled."""
     device = get_device(name)
     if device.model != model:
@@ -390,7 +410,7 @@ def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Con
             f"this plan was made for {name}, an {model}, but here {name} is an {device.model}: pickle the plan's problem instead, and "
             "make a plan of it with pycuda_conv.Plan(problem)"
         )
-    return Plan(problem, device, config=config, noted=noted)
+    return Plan(problem, device, config=config, with_moments=with_moments)
 
 
 class BoundPlan:
@@ -433,6 +453,8 @@ class BoundPlan:
         #: of weight, bias and scale
         self._signatures = signatures[1:4]
         input, *_, residual = (None if shape is None else (shape, *of_weight[1:]) for shape in plan.problem.operand_shapes)
+        if plan.problem.input_dtype and input is not None:
+            input = input[0], kind.dtype_of(plan.problem.input_dtype), input[2]
         execute.check_fit(plan, kind, (input, *self._signatures, residual))  # the others will be checked when they come
         self._filter, self._kept = execute.keep(kind, plan, weight, bias, scale)
         #: calls that were made before
@@ -448,7 +470,7 @@ class BoundPlan:
         """Convolve one input; the arguments are those of :func:`pycuda_conv.conv2d`."""
         filter = self._filter
         if stream is None:
-            made: Array | None = quick.call(self._made_before, (), False, input, *filter, residual, out)
+            made: Array | None = repeat.call(self._made_before, (), False, input, *filter, residual, out)
             if made is not None:
                 return made
         given = Operands(input, input, residual=residual)
@@ -462,7 +484,7 @@ class BoundPlan:
         operands = Operands(given.input, *filter, given.residual)
         result: Array = execute.run(kind, self.plan, operands, out, stream, kept=self._kept)
         if stream is None:
-            quick.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
+            repeat.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
         return kind.exported(result, operands, stream)
 
 
@@ -474,11 +496,11 @@ def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:
 
 
 @remember_plans
-def cached_plan(problem: ConvProblem, device: Device, tune: bool = False, noted: bool = False) -> Plan:
+def cached_plan(problem: ConvProblem, device: Device, tune: bool = False, with_moments: bool = False) -> Plan:
     """The plan for `problem`, made at its first use. ``cached_plan.cache_info()`` and ``.cache_clear()`` serve the curious."""
-    if tune or not behind.enabled():
-        return Plan(problem, device, tune=tune, noted=noted)
-    return Plan._at_once(problem, device, noted)
+    if tune or not background.enabled():
+        return Plan(problem, device, tune=tune, with_moments=with_moments)
+    return Plan._at_once(problem, device, with_moments)
 
 
 def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False) -> bool:
@@ -492,8 +514,8 @@ def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False
 
 def as_called(problem: ConvProblem, device: Device, tune: bool = False) -> ConvProblem:
     """The problem that a call plans for `problem` on a GPU's arrays: those that are channels last may be put in order first."""
-    turned = problem.layout == "NHWC" and not reads_channels_last(problem, device, tune)
-    return replace(problem, layout="NCHW") if turned else problem
+    converted = problem.layout == "NHWC" and not reads_channels_last(problem, device, tune)
+    return replace(problem, layout="NCHW") if converted else problem
 
 
 #: Taps from which on other kernels of arrays in NCHW, or their Fourier transforms, may be worth the conversion: fewer have unrolled loops.
@@ -503,6 +525,8 @@ MANY_TAPS = 50
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
     if problem.C == problem.K == 1:  # see ConvProblem.launched
         return True
+    if problem.adapted:  # a border is copied in either layout
+        problem, found = problem.padded, None
     config = found.config if found else engines.find(problem, device)
     if config is None or not engines.reads_c_order(config):
         return config is not None and (math.prod(problem.filter_size) < MANY_TAPS or _gains(problem, device, found))
@@ -521,8 +545,8 @@ def _gains(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
 
     10 us for the launches that convert; an H200 moves 3 MB a microsecond, there and back.
     """
-    lying, turned = (engines.predictions(one, device) for one in (problem, replace(problem, layout="NCHW")))
-    return (found.us if found else lying[0][0]) <= turned[0][0] + 10 + _converted_bytes(problem) / 3e6 * 132 / device.multiprocessors
+    in_place, transposed = (engines.predictions(one, device) for one in (problem, replace(problem, layout="NCHW")))
+    return (found.us if found else in_place[0][0]) <= transposed[0][0] + 10 + _converted_bytes(problem) / 3e6 * 132 / device.multiprocessors
 
 
 def _converted_time(problem: ConvProblem, device: Device) -> float:

@@ -18,7 +18,7 @@ from pycuda_conv.ndimage import compute
 from pycuda_conv.ndimage.filters import _host, _parts
 from pycuda_conv.ndimage.launches import Dense
 from pycuda_conv.ndimage.spaces import as_array, space_of
-from pycuda_conv.runtime import get_device, pycudas_device
+from pycuda_conv.runtime import get_device, pycuda_device
 
 __all__ = ["convolve", "convolve2d", "correlate", "correlate2d", "fftconvolve", "oaconvolve"]
 
@@ -335,7 +335,7 @@ def _by_groups(
     around = tuple((before, size + taps - 1 - before - n) for (before, size), n, taps in each)
     put: Any = space.upload
     on_gpu = space.kind.on_gpu(in1)
-    where: dict[str, Any] = {"stream": stream} if on_gpu else {"device": get_device(device) if device is not None else pycudas_device()}
+    where: dict[str, Any] = {"stream": stream} if on_gpu else {"device": get_device(device) if device is not None else pycuda_device()}
     function = getattr(pycuda_conv, f"conv{rank}d")
     made = function(
         put(images[None], in1), put(filters[:, None], in1), padding=around, groups=len(filters),

@@ -156,7 +156,7 @@ def no_tuned_choices(tmp_path_factory):
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_behind_calls():
-    """Which configuration runs does not depend on what other tests have compiled; test_behind.py turns it on again."""
+    """Which configuration runs does not depend on what other tests have compiled; test_background.py turns it on again."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYCUDA_CONV_BACKGROUND", "0")
         yield

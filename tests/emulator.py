@@ -1489,9 +1489,9 @@ def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5, 
 
 
 def wgrad_sums(problem, config) -> int:
-    from pycuda_conv.engines.hopper.wgrad import _sums
+    from pycuda_conv.engines.hopper.wgrad_launches import part_sums
 
-    return _sums(problem, config)
+    return part_sums(problem, config)
 
 
 def emulate(

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 from reference import kept_file
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays import device as arrays_device
 from pycuda_conv.runtime import contexts, driver, gpu, memory
 from pycuda_conv.runtime import device as device_module
@@ -45,12 +45,12 @@ class _LauncherInC:
     """Which driver the launcher in C calls, and whose arrays it knows: in a process that has a GPU, the true ones again after a test."""
 
     def __init__(self):
-        self._gpuarray = quick._gpuarray
+        self._gpuarray = repeat._gpuarray
 
     def _tell(self, which):
-        native = quick._native
+        native = repeat._native
         if which == "true" and self._gpuarray is not None:
-            quick.learn_arrays(self._gpuarray)
+            repeat.learn_arrays(self._gpuarray)
         if which == "true" and native is not None and driver._initialised:
             contexts._tell(native)
             for ordinal, device in contexts._primaries.items():

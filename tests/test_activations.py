@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import test_epilogue as epilogue
 import test_implicit_gemm as implicit
-from reference import ACTIVATIONS, DTYPES, EPS, SUM_EPS, TINY, Case, activated, assert_close, assert_exact, channels_last, run, tensor
+from reference import (
+    ACTIVATIONS,
+    DTYPES,
+    EPS,
+    NVCC,
+    SUM_EPS,
+    TINY,
+    Case,
+    activated,
+    assert_close,
+    assert_exact,
+    channels_last,
+    needs_nvcc,
+    run,
+    tensor,
+)  # fmt: skip
 from test_epilogue import EMULATED, GPU_RUNS, allowed, arrays, launched, small
 from test_implicit_gemm import asked, dtype_of, emulated
 from test_implicit_gemm import torch as hopper  # noqa: F401  (a fixture)
@@ -127,13 +145,34 @@ def test_kernels(device, case, config, dtype, activation):
 
 
 def test_a_layer_s_constants_hold_the_activation_but_not_the_slope():
-    from pycuda_conv import behind, engines
+    from pycuda_conv import background, engines
 
     def texts(activation):
         schedule = engines.schedule(finishing(DEPTHWISE.problem("float32"), activation), Single(), implicit.H200)
-        return [launch.source() for launch in behind.launches(behind.with_constants(schedule))]
+        return [launch.source() for launch in background.launches(background.with_constants(schedule))]
 
     assert texts("leaky_relu") == texts(("leaky_relu", 0.2)) != texts("silu")
+
+
+@needs_nvcc
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_a_layer_s_activation_is_computed_in_its_place(activation):
+    """A text that knows it calls no function for it: calls, one for four numbers, took several times as long as all else of a 1x1 layer."""
+    from pycuda_conv import behind, engines
+
+    problems = [ConvProblem.forward(2, (2, 32, 9, 9), shape, (32,), groups=groups, dtype="float16", layout="NHWC", activation=activation)
+                for shape, groups in (((32, 1, 3, 3), 32), ((32, 32, 1, 1), 1))]
+    texts = set()
+    for problem in problems:
+        schedule = engines.schedule(problem, engines.choose(problem, implicit.H200), implicit.H200)
+        texts |= {(launch.source(), launch.arch or "sm_90") for launch in behind.launches(behind.with_constants(schedule))}
+    for text, arch in texts:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "kernel.cu").write_text(text)
+            command = [NVCC, "-ptx", "-std=c++17", f"-arch={arch}", "-I", KERNEL_DIR, "-o", "kernel.ptx", "kernel.cu"]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
+            made = Path(folder, "kernel.ptx").read_text()
+        assert "call" not in made and made.count(".entry") == 1
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), EMULATED, ids=epilogue.ids_of(EMULATED))

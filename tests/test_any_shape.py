@@ -13,7 +13,7 @@ from reference import DTYPES, dgrad, fprop, reference, run
 from test_depthwise_nhwc import launched
 
 import pycuda_conv as pc
-from pycuda_conv import ConvProblem, Plan, behind, engines
+from pycuda_conv import ConvProblem, Plan, background, engines
 from pycuda_conv import plan as plan_module
 from pycuda_conv.engines.direct import direct, patch_wgrad
 from pycuda_conv.engines.direct import gemm as direct_gemm
@@ -158,7 +158,7 @@ def test_kernels_that_know_a_layer_do_not_know_its_sizes(rank, c, k, taps, optio
         for one in configs:
             if direct.refusal(problem.launched, one) is None:
                 found.setdefault(replace(one, SLICES=1) if of == "weight" else one, set()).add(
-                    behind.with_constants(engines.schedule(problem, one, GPU)).whole[0][0].source()
+                    background.with_constants(engines.schedule(problem, one, GPU)).whole[0][0].source()
                 )
     assert found and all(len(texts) == 1 for texts in found.values())
 
@@ -226,7 +226,7 @@ def test_the_constants_of_a_layer_change_no_bit(device, case, config, request, m
     operands = case.normals("float32")
     general = run(plan, *operands)
     plan.specialise()
-    made = behind.with_constants(plan.schedule).whole[0][0]
+    made = background.with_constants(plan.schedule).whole[0][0]
     assert made.defines.items() >= launch.layer.items() and made.source() != launch.source()
     assert run(plan, *operands).tobytes() == general.tobytes()
 
@@ -261,7 +261,7 @@ def test_constants_of_what_finishes_a_sum_change_no_bit(device, case, dtype, lay
     general = computed(plan, *operands)
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
     plan.specialise()
-    assert not behind.has_constants(plan.schedule) or any("LAYER" in launch.defines for launch in behind.launches(plan.loaded))
+    assert not background.has_constants(plan.schedule) or any("LAYER" in launch.defines for launch in background.launches(plan.loaded))
     assert computed(plan, *operands).tobytes() == general.tobytes()
 
 

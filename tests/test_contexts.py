@@ -18,7 +18,7 @@ from fake_cuda import FakeCuda
 from test_launch import KINDS
 
 import pycuda_conv as pc
-from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, memo, quick
+from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, memo, repeat
 from pycuda_conv.runtime import contexts, default_backend, get_device
 
 X, W, B = (2, 16, 9, 9), (24, 16, 3, 3), (24,)
@@ -112,7 +112,7 @@ def counted(monkeypatch):
 
 
 def test_python_has_no_part_in_calls_that_are_made_again(fake, counted):
-    if quick._native is None or fake.by_python:
+    if repeat._native is None or fake.by_python:
         pytest.skip("the launcher in C makes them")
     problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
     with context(fake):
@@ -627,8 +627,8 @@ def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
     monkeypatch.setattr(TORCH, "_current_stream", lambda ordinal: 0)
     monkeypatch.setattr(TORCH, "on_gpu", lambda array: True)
     monkeypatch.setattr(TorchKind, "signature", lambda self, array: (array.shape, array.dtype, contexts.where_lies(0, array.data_ptr)))
-    quick.table.clear()
-    quick.learn(torch, -1, exchange=False)
+    repeat.public_calls.clear()
+    repeat.learn(torch, -1, exchange=False)
     try:
         with torch.no_grad():
             primary = contexts.cuda_device(0)
@@ -662,8 +662,8 @@ def test_torch_in_a_context_that_is_no_primary_one(fake, monkeypatch):
             assert pc.conv2d(x, w).shape == Y and launched(fake) == {theirs_id(fake, primary)}
             kept.clear()
     finally:
-        quick.table.clear()
-        quick.learn(torch)
+        repeat.public_calls.clear()
+        repeat.learn(torch)
 
 
 def test_a_forked_child_is_refused_in_every_context(fake):

@@ -9,7 +9,7 @@ import pytest
 import simt
 from reference import assert_exact, fprop
 
-from pycuda_conv import Plan, engines, quick
+from pycuda_conv import Plan, engines, repeat
 from pycuda_conv.engines.schedule import Buffer
 
 torch = pytest.importorskip("torch")
@@ -41,9 +41,9 @@ def test_what_is_launched(which, turned):
     given = {"input": x, "weight": w, "bias": b, "scale": None, "residual": r}
     operands = [one if one is None or which not in (name, "all") else strided(one) for name, one in given.items()]
     order = (0, 2, 3, 1) if turned else None
-    found = quick._strided(TORCH, plan, operands, False)
+    found = repeat._strided(TORCH, plan, operands, False)
     assert len(found) == (4 if which == "all" else 1)
-    steps, nbytes = quick._after_copies(TORCH, plan, schedule.whole, found, order, schedule.workspace_bytes)
+    steps, nbytes = repeat._after_copies(TORCH, plan, schedule.whole, found, order, schedule.workspace_bytes)
     assert len(steps) == len(schedule.whole) + len(found) + turned
     buffers: list = [None] * len(Buffer)
 

@@ -292,7 +292,7 @@ def test_nothing_grows_over_ten_thousand_chunks(here):
         plans.add(cached_plan.cache_info().currsize)
     assert len(plans) == 1
     grown = [after - before for before, after in itertools.pairwise(used)]
-    # over most thousands, for compilers that run behind calls load what they need once
+    # over most thousands, for compilers that run in the background load what they need once
     assert sorted(grown)[5] < (16 << 20) // 10, f"memory grew by {grown} bytes, over 1,000 chunks each"
 
 

@@ -12,6 +12,7 @@ from test_epilogue import allowed, arrays, expected, finishing
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.depthwise import nhwc as depthwise_nhwc
+from pycuda_conv.engines.depthwise import nhwc_launch
 from pycuda_conv.engines.depthwise.nhwc import Depthwise, DepthwiseStrips, DepthwiseWgrad
 from pycuda_conv.runtime import get_device
 
@@ -166,7 +167,7 @@ def test_a_special_number_stays_in_the_windows_that_hold_it(case, special):
 
 
 def test_64_bit_offsets(monkeypatch):
-    monkeypatch.setattr(depthwise_nhwc, "needs_64_bits", lambda problem: True)
+    monkeypatch.setattr(nhwc_launch, "needs_64_bits", lambda problem: True)
     for case in (STRIPS[0], STRIPS[3], BACK[0]):
         check_strips(case, "float32", "opencl", (3,))
     check_gradient(GRADIENTS[0], "float32", "opencl", ((2, 3),))
@@ -263,7 +264,7 @@ def test_parts_of_the_gradient_of_a_filter_are_alike():
         n, c, h, w = r.randint(1, 64), r.choice((8, 30, 96, 144)), r.randint(7, 60), r.randint(7, 60)
         problem = gradient_problem((n, c, h, w), (c, 1, size, size), (stride, stride), (size // 2,) * 2, (1, 1), "float16").launched
         config = next(iter(depthwise_nhwc.configs(problem, GPU)))
-        told = depthwise_nhwc._wgrad_arguments(problem, config)
+        told = nhwc_launch._wgrad_arguments(problem, config)
         assert (config.PARTS - 1) * told.rounds * told.lanes_u < told.units <= config.PARTS * told.rounds * told.lanes_u
 
 
@@ -315,4 +316,4 @@ def test_the_gradient_of_many_filters_of_one_channel_is_chosen_by_its_model():
 def test_strips_of_tall_images_of_few_channels_fill_the_machine():
     problem = ConvProblem.forward(2, (1, 3, 2160, 512), (3, 1, 3, 3), padding=1, groups=3, layout="NHWC")
     config = engines.choose(problem, GPU)
-    assert isinstance(config, DepthwiseStrips) and depthwise_nhwc._grid(problem, config) > GPU.multiprocessors > depthwise_nhwc._grid(problem, DepthwiseStrips(68))
+    assert isinstance(config, DepthwiseStrips) and nhwc_launch.grid_of(problem, config) > GPU.multiprocessors > nhwc_launch.grid_of(problem, DepthwiseStrips(68))

@@ -66,8 +66,7 @@ def test_opencl_divides_so():
 def test_cuda_divides_so(monkeypatch):
     import torch
 
-    from pycuda_conv.runtime import base
-    from pycuda_conv.runtime.device import cuda_device
+    from pycuda_conv.runtime import base, cuda_device
 
     monkeypatch.setattr(base, "_text", lambda file: TEXT)
     device = cuda_device(0)

@@ -15,7 +15,7 @@ from pycuda_conv.problem import ConvProblem
 
 torch = pytest.importorskip("torch")
 
-from test_quick import IN_C, warm  # noqa: E402, F401  (a fixture)
+from test_repeat import IN_C, warm  # noqa: E402, F401  (a fixture)
 
 from pycuda_conv.arrays.tensors import TORCH  # noqa: E402
 from pycuda_conv.errors import ConvArgumentError  # noqa: E402
@@ -362,6 +362,27 @@ def test_wrong_operands():
         evaluate(x, w, bias, gamma, beta, mean, var, 1e-5, x)
     with pytest.raises(ConvArgumentError, match="bias type"):
         evaluate(x, w, bias.half(), gamma, beta, mean, var)
+
+
+def float_scaled(where):
+    problem = ConvProblem.forward(2, (4, 16, 9, 9), (24, 16, 1, 1), (24,), dtype="float16", layout="NHWC", scale_shape=(24,), activation="silu")
+    return Plan(replace(problem, float_scale=True), get_device(where))
+
+
+def test_a_scale_of_float32_is_measured_as_one():
+    from pycuda_conv.measure import operands
+
+    plan = float_scaled("opencl")
+    assert plan.operand_bytes == (4 * 16 * 81 * 2, 24 * 16 * 2, 24 * 4, 24 * 4, 0)
+    assert [one.dtype.name for one in operands(plan.problem, 1000)] == ["float16", "float16", "float32", "float32", "float16"]
+
+
+@pytest.mark.gpu
+def test_candidates_of_a_layer_with_a_scale_of_float32_are_measured():
+    from pycuda_conv.measure import trials
+
+    plan = float_scaled("cuda")
+    assert all(choice.us > 0 for choice in trials(plan.problem, plan.device))
 
 
 def test_a_plan_with_a_scale_of_float32_takes_no_calls():

@@ -906,7 +906,7 @@ def simulated(monkeypatch):
     for target, name, value in (
         (driver, "libcuda", lambda: library), (driver, "pinned", lambda: pool), (driver, "pycuda", lambda: drv), (streams_module, "Streams", Streams),
         (contexts, "_primaries", {i: Simulated(i) for i in range(2)}), (runtime, "default_backend", lambda: "cuda"),
-        (copies, "to_device", to_device), (copies, "to_host", to_host), (copies, "in_2d", in_2d), (contexts, "pycudas_current", lambda: 0),
+        (copies, "to_device", to_device), (copies, "to_host", to_host), (copies, "in_2d", in_2d), (contexts, "pycuda_handle", lambda: 0),
     ):  # fmt: skip
         monkeypatch.setattr(target, name, value)
     forget_plans()
@@ -1004,7 +1004,7 @@ def packing(monkeypatch):
     """Plans on simulated GPUs take their filters packed: copied. The list is of every packing: its bytes."""
     original, packed, pack = engines.schedule, [], Plan.pack
 
-    def program(problem, config, device, noted=False):
+    def program(problem, config, device, with_moments=False):
         plain = original(problem, config, device)
         if device.backend != "cuda":
             return plain
@@ -1678,7 +1678,7 @@ def test_as_many_gpus_are_used_as_pay(simulated, monkeypatch):
         plan = Plan.__new__(Plan)
         plan.problem = plan.config = plan.device = None
         counts = dict(zip(host.numbers_of_gpus(len(per_gb) if len(per_gb) < 3 else 4), per_gb, strict=True))
-        monkeypatch.setattr(host, "paces", lambda *key: asked.append(key) or {n: host.Pace(start * n, s / 1e9) for n, s in counts.items()})
+        monkeypatch.setattr(host, "throughputs", lambda *key: asked.append(key) or {n: host.Throughput(start * n, s / 1e9) for n, s in counts.items()})
         return host.gpus_that_pay(plan, simulated, x, of, residual)[0]
 
     assert [host.numbers_of_gpus(n) for n in (1, 2, 3, 4, 6, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8]]
@@ -1700,7 +1700,7 @@ def test_calls_correct_what_was_expected_of_gpus(simulated, monkeypatch):
 
     def numbers(expected, real, calls, of=plan, later=None):
         monkeypatch.setattr(host, "_taken", weakref.WeakKeyDictionary())
-        monkeypatch.setattr(host, "paces", lambda *_: {n: host.Pace(0.0, s / 2 / x.nbytes) for n, s in expected.items()})
+        monkeypatch.setattr(host, "throughputs", lambda *_: {n: host.Throughput(0.0, s / 2 / x.nbytes) for n, s in expected.items()})
         used = []
         for i in range(calls):
             count, took = host.gpus_that_pay(of, simulated, x, x, None)
@@ -1721,17 +1721,17 @@ def test_calls_correct_what_was_expected_of_gpus(simulated, monkeypatch):
     assert busy[3:16] == [1] * 13 and busy[16:64] == [2] * 48 and busy[67:] == [2] * 33
 
 
-def test_the_pace_of_copies_is_measured_once_and_leaves_nothing(simulated, monkeypatch):
-    monkeypatch.setattr(host, "_paces", {})
-    monkeypatch.setattr(host, "PACE_BYTES", 24 << 20)
+def test_the_throughput_of_copies_is_measured_once_and_leaves_nothing(simulated, monkeypatch):
+    monkeypatch.setattr(host, "_throughputs", {})
+    monkeypatch.setattr(host, "THROUGHPUT_BYTES", 24 << 20)
     ran, original, before = [], host.copy_only, memory(simulated)
     monkeypatch.setattr(host, "copy_only", lambda gpus, x, y: (ran.append((len(gpus), x.nbytes)), original(gpus, x, y)))
     for _ in range(2):
         for ways in ((True, False), (False, True)):
-            found = host.paces(tuple(simulated), *ways)
-            assert set(found) == {1, 2} and all(pace.seconds(1 << 30) > 0 for pace in found.values())
+            found = host.throughputs(tuple(simulated), *ways)
+            assert set(found) == {1, 2} and all(one.seconds(1 << 30) > 0 for one in found.values())
     assert {count for count, _ in ran} == {1, 2} and len({nbytes for _, nbytes in ran}) == 2
-    assert len(ran) == 2 * 2 * 2 * host.PACE_ROUNDS and memory(simulated) == before
+    assert len(ran) == 2 * 2 * 2 * host.THROUGHPUT_ROUNDS and memory(simulated) == before
 
 
 def test_devices_that_cannot_be_are_refused(gpus):

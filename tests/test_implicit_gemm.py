@@ -22,13 +22,14 @@ from test_kernels import FORWARD, TRANSPOSED_CASES, check_refused
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import packing as packed_module
+from pycuda_conv.engines import addressing
+from pycuda_conv.engines import packing as packing_launches
+from pycuda_conv.engines.addressing import flagged, packing
 from pycuda_conv.engines.direct import gemm as direct_gemm
 from pycuda_conv.engines.hopper import gemm as ig
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.mma.few_inputs import FewInputs
-from pycuda_conv.engines.packing import flagged, packing
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import Im2col, kernel_file
 from pycuda_conv.runtime.cache import cache_dir
@@ -453,7 +454,7 @@ def test_windows_of_few_channels(case, pixel, rows, shift, taps, load):
 
 @pytest.fixture
 def flags_pay_always(monkeypatch):
-    monkeypatch.setattr(packed_module, "WORTH_FLAGS", 0)
+    monkeypatch.setattr(addressing, "WORTH_FLAGS", 0)
     packing.cache_clear()
     yield
     packing.cache_clear()
@@ -617,9 +618,9 @@ def test_planning_asks_for_what_it_knows_once(monkeypatch):
 
     for module in (ig, direct_gemm):
         monkeypatch.setattr(module, "replace", made_again)
-    before = packed_module.why_not.cache_info().misses
+    before = addressing.why_not.cache_info().misses
     assert engines.choose(replace(problem, N=33), H200)
-    assert packed_module.why_not.cache_info().misses - before <= 4
+    assert addressing.why_not.cache_info().misses - before <= 4
 
 
 def test_columns_that_a_stride_meets_repeat_after_it():
@@ -627,7 +628,7 @@ def test_columns_that_a_stride_meets_repeat_after_it():
     for stride, dilation, taps in itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 4), (1, 2, 3, 5, 40)):
         problem = fprop((1, 8, 9, 400), (8, 8, 3, taps), stride=(1, stride), dilation=(1, dilation), padding=(0, 1)).problem()
         met = {tap * dilation % stride for tap in range(taps)}
-        found = packed_module._columns(problem, True)
+        found = packing_launches._columns(problem, True)
         assert (found["step_w"], found["met_w"]) == ((1, 1) if len(met) == stride else (stride, sum(1 << column for column in met)))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import toy_engine
 
-from pycuda_conv import ConvProblem, behind, engines, tune
+from pycuda_conv import ConvProblem, background, engines, tune
 from pycuda_conv.cli import main
 from pycuda_conv.engines import packing, registry, split_sum
 from pycuda_conv.engines.hopper import dense as hopper_dense
@@ -41,9 +41,9 @@ def check_listed(problems, architecture, choose=engines.choose):
         if config is None:
             continue
         plain = problem.direction == "fprop" and not problem.has_residual and not problem.activation
-        for noted in (False, True)[: 1 + plain]:
-            schedule = engines.schedule(problem, config, device, noted)
-            launches = [*behind.launches(schedule), *(_batch_norm(problem, schedule, device) if plain else ())]
+        for with_moments in (False, True)[: 1 + plain]:
+            schedule = engines.schedule(problem, config, device, with_moments)
+            launches = [*background.launches(schedule), *(_batch_norm(problem, schedule, device) if plain else ())]
             for launch in launches:
                 file = launch.file or launch.kernel
                 if file != UNLISTED:
@@ -118,7 +118,7 @@ def test_what_mends_float32_is_one_kernel_for_all_sizes(monkeypatch, layout):
             problem = ConvProblem.forward(2, (32, 256, size, size), (256, 256, taps, taps), padding=taps // 2, layout=layout)
             config = ImplicitGemm(64, 128, SPLIT=2)  # the others mend their own results
             assert engines.refusal(problem, config, device) is None
-            launches = behind.launches(engines.schedule(problem, config, device))
+            launches = background.launches(engines.schedule(problem, config, device))
             found |= {launch.source() for launch in launches if launch.defines.get("FIXUP")}
     assert len(found) == 1
 
@@ -148,7 +148,7 @@ def test_what_is_listed_is_what_is_launched():
     """A text of the list is the text of the launch, letter by letter."""
     device = device_of("sm_80")
     problem = next(p for p in draw(1, 1) if p.direction == "fprop")
-    for launch in behind.launches(engines.schedule(problem, engines.choose(problem, device), device)):
+    for launch in background.launches(engines.schedule(problem, engines.choose(problem, device), device)):
         family = next(family for family in families("sm_80") if launch in family)
         assert launch.source() in set(family.sources())
 

@@ -10,7 +10,7 @@ from reference import DTYPES, assert_close, assert_exact, dgrad, fprop, run
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.direct import direct
 from pycuda_conv.engines.direct import gemm as direct_gemm
-from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
+from pycuda_conv.engines.direct.configs import TILES, Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.direct.gemm import Gemm
 
 GEMM = Gemm(64, 64, 8, 4, 4, 1)
@@ -44,7 +44,7 @@ OPTIMISED = [  # every kernel
 ]  # fmt: skip
 assert set(OPTIMISED) <= set(MIXED)
 ONCE = [  # what the planner chooses from, and shapes that differ from those; large ones take seconds to compile on PoCL
-    *((DEPTHWISE, tile, "float32") for tile in direct.TILES),
+    *((DEPTHWISE, tile, "float32") for tile in TILES),
     (GENERAL, Batched(256, 1, 8), "float32"), (GENERAL, Batched(BLOCK_K=4, BLOCK_C=16), "float32"), (TRANSPOSED, Dgrad(256, 8, 1), "float32"),
     *((GENERAL, gemm, "float32") for gemm in direct_gemm.GEMM_RATES), *((GENERAL, gemm, "float64") for gemm in direct_gemm.GEMM_RATES_64),
     (GENERAL, Gemm(128, 64, 8, 8, 4, 1), "float32"), (GENERAL, Gemm(32, 64, 16, 4, 8, 1), "float32"),

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from fake_cuda import FakeCuda
 
-from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, behind, engines
+from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, background, engines
 from pycuda_conv.call import Operands
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.execute.device import convolve
@@ -107,7 +107,7 @@ def test_a_plan_loads_all_kernels_and_makes_the_launchers_that_are_asked_for(fak
     """So its first call may be captured, in which nothing may be loaded."""
     plan = Plan(problem, fake.device("python"))
     loaded = set(plan.device._modules)
-    assert loaded == {launch.source() for launch in behind.launches(plan.loaded)}
+    assert loaded == {launch.source() for launch in background.launches(plan.loaded)}
     assert [made is not None for made in plan._launchers] == [False, False, True, False]
     plan.launch(buffers(1 << 40), 0, 7 << 50)
     plan.pack(1 << 45, 7 << 50)
@@ -119,7 +119,7 @@ def test_what_is_compared_has_tensor_maps_packed_filters_structs_and_side_stream
     device = fake.device("c")
     layouts = [replace(p, dtype=dtype, layout=layout) for p in PROBLEMS[:8] for dtype in ("float32", "float16") for layout in ("NCHW", "NHWC")]
     made = [Plan(problem, device) for problem in (*PROBLEMS, *layouts)]
-    launches = [launch for plan in made for launch in behind.launches(plan.schedule)]
+    launches = [launch for plan in made for launch in background.launches(plan.schedule)]
     assert any(one.maps for one in launches) and any(one.arguments for one in launches)
     assert any(plan.filter_bytes for plan in made) and any(plan.reads_filter_last for plan in made)
     assert any(isinstance(one, launcher.StreamWait) for plan in made for one in device._operations(plan.schedule.whole))
@@ -129,7 +129,7 @@ def test_what_is_compared_has_tensor_maps_packed_filters_structs_and_side_stream
 def test_the_epilogue_and_what_is_noted_for_a_batch_norm(fake):
     problem = PROBLEMS[2]
     check_same(fake, *plans(fake, replace(problem, has_bias=True, has_scale=True, has_residual=True, activation="relu")))
-    check_same(fake, *plans(fake, problem, noted=True))
+    check_same(fake, *plans(fake, problem, with_moments=True))
 
 
 @IN_C
@@ -261,7 +261,7 @@ def test_threads_share_a_plan(fake, kind, monkeypatch):
     """Each has tensor maps and addresses of its own, and side streams."""
     problem = replace(PROBLEMS[2], dtype="float16")
     plan = Plan(replace(problem, layout="NHWC"), fake.device(kind))
-    assert any(launch.maps for launch in behind.launches(plan.schedule))
+    assert any(launch.maps for launch in background.launches(plan.schedule))
     expected = set()
     for i in range(4):
         fake.asked()
@@ -291,7 +291,7 @@ def test_threads_share_a_plan(fake, kind, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypatch):
     """Not in a capture; and each of its schedules is prepared again."""
-    monkeypatch.setattr(behind, "OFTEN", 2)
+    monkeypatch.setattr(background, "OFTEN", 2)
     monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
     problem = PROBLEMS[0]
     real = engines.schedule
@@ -305,7 +305,7 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
     monkeypatch.setattr(device_module.CudaDevice, "compiled", lambda self, launch: "OF_THE_LAYER" not in launch.defines)
     plan = Plan(problem, fake.device(kind))
     coming = []
-    monkeypatch.setattr(device_module.CudaDevice, "compile_behind", lambda self, steps: coming)
+    monkeypatch.setattr(device_module.CudaDevice, "compile_in_background", lambda self, steps: coming)
 
     def functions(stream=None):
         fake.asked()
@@ -313,11 +313,11 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
         return [line.split()[1] for line in fake.asked() if line.startswith("launch")]
 
     first = functions()
-    assert functions() == first and plan._behind is not None
+    assert functions() == first and plan._background is not None
     assert functions(0xCA9) == first  # which is being captured
     assert functions(0xCA9) == first
     assert functions() == first  # now it takes them
-    assert plan._behind is None
+    assert plan._background is None
     second = functions()
     assert len(second) == len(first) and not set(second) & set(first)
 

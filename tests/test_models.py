@@ -13,8 +13,9 @@ from conftest import why_no_opencl
 
 from pycuda_conv.cli import main
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, models, networks, report
-from pycuda_conv.tools.models import COMPILED, EAGER, INDUCTOR, LIGHT, OURS_REDUCED, REDUCED, Case, Curve, Evaluated, Side, Trained
+from pycuda_conv.tools import ahead, bench, model_rows, models, networks, report, rivals, training_steps
+from pycuda_conv.tools.model_rows import Case, Curve, Evaluated, Trained
+from pycuda_conv.tools.rivals import COMPILED, EAGER, INDUCTOR, LIGHT, OURS_REDUCED, REDUCED, Side
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
 
 torch = pytest.importorskip("torch")
@@ -39,10 +40,10 @@ def stand_in(monkeypatch):
     """Small networks of few, small images."""
     monkeypatch.setattr(networks, "torchvision", lambda: SimpleNamespace(get_model=small))
     monkeypatch.setattr(networks, "PHOTOGRAPH", (3, 8, 8))
-    for name, value in {
-        "EVALUATED": ("broken", "net"), "BATCHES": (2,), "TRAINED": {"net": (4,)}, "CURVE_IMAGES": 4, "CURVE_SIZE": 8, "CURVE_STEPS": 4, "CURVE_RUNS": 3,
-    }.items():  # fmt: skip
+    for name, value in {"EVALUATED": ("broken", "net"), "BATCHES": (2,), "TRAINED": {"net": (4,)}}.items():
         monkeypatch.setattr(models, name, value)
+    for name, value in {"CURVE_SIZE": 8, "CURVE_STEPS": 4, "CURVE_RUNS": 3}.items():
+        monkeypatch.setattr(training_steps, name, value)
     models._evaluated.cache_clear()
     yield
     models._evaluated.cache_clear()
@@ -57,7 +58,8 @@ def cpu(monkeypatch, stand_in):
     monkeypatch.setattr(bench, "gpu_for", lambda settings, flag: device)
     monkeypatch.setattr(bench, "describe", lambda *_: {"date": "2026-01-01T", "GPU": "none, such", "torch": "2"})
     monkeypatch.setattr(models, "gpu_times", lambda torch, ways, sets, effort, captured: (models.wall_times(ways, sets, effort), "graph" if captured == math.inf else ""))
-    monkeypatch.setattr(models, "plans", lambda problems, device, noted=False: [])
+    monkeypatch.setattr(ahead, "first_calls", lambda *_: set())
+    monkeypatch.setattr(models, "plans", lambda problems, device, with_moments=False: [])
     for name in ("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10**9)
@@ -70,7 +72,7 @@ def cpu(monkeypatch, stand_in):
 
 def test_what_is_measured():
     texts = [str(case) for case in models.cases((), True, False)]
-    assert len(texts) == len(set(texts)) == 7 * 3 * 2 + 7 + 6 and "vae_decoder, 2 images, fp32, evaluated" in texts
+    assert len(texts) == len(set(texts)) == 9 * 3 * 2 + 13 + 12 and "vae_decoder, 2 images, fp32, evaluated" in texts
     assert {"resnet50, 1 image, fp32, evaluated", "resnet50, 256 images, bf16-nhwc, trained", "mobilenet_v2, 16 images, fp32, loss curve"} < set(texts)
     assert "resnet50, 256 images, fp32, trained" not in texts
     assert {case.what for case in models.cases((), True, True)} == {"evaluated", "trained"}
@@ -79,15 +81,18 @@ def test_what_is_measured():
 
 
 def test_cases_are_listed(capsys):
-    assert main(["bench", "--models", "--training", "--list", "--only", "dense.* 32 .*(fp32|16)|256"]) == OK
+    assert main(["bench", "--models", "--training", "--list", "--only", "dense.* 32 .*(fp32|fp16)|256"]) == OK
     assert capsys.readouterr().out.splitlines() == [
-        "densenet121, 32 images, fp32, evaluated", "densenet121, 32 images, fp16-nhwc, evaluated", "resnet50, 256 images, bf16-nhwc, trained",
+        "densenet121, 32 images, fp16-nhwc, evaluated", "densenet121, 32 images, fp32, evaluated", "resnet50, 256 images, bf16-nhwc, trained",
+        "densenet121, 32 images, fp32, trained",
     ]
     assert main(["bench", "--models", "--list", "--mode", "tf32", "bf16"]) == OK
-    assert capsys.readouterr().out.count("\n") == 7 * 2 * 2
+    assert capsys.readouterr().out.count("\n") == 9 * 2 * 2
     assert main(["bench", "--models", "vgg11", "resnet50", "--training", "--quick", "--list", "--mode", "bf16"]) == OK
     trained = [line for line in capsys.readouterr().out.splitlines() if line.endswith("trained")]
     assert trained == ["vgg11, 32 images, bf16, trained", "resnet50, 64 images, bf16, trained", "resnet50, 256 images, bf16, trained"]
+    texts = [str(case) for case in models.cases((), True, True)]  # what tells most comes first
+    assert texts.index("small_unet, 4 images, fp16-nhwc, evaluated") < texts.index("resnet50, 32 images, fp32, evaluated") < texts.index("resnet50, 1 image, fp16-nhwc, evaluated")
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -111,26 +116,30 @@ def test_torchvision_that_is_missing_or_does_not_fit(monkeypatch):
 
 def test_sides_are_known_by_name():
     def names(*given):
-        return [side.name for side in models.sides(*given)]
+        return [side.name for side in rivals.sides(*given)]
 
     assert names("fp16-nhwc", True) == [LIGHT, EAGER]
     assert names("fp16-nhwc", False) == [LIGHT, EAGER, INDUCTOR, COMPILED, OURS_REDUCED, REDUCED]
-    assert names("bf16", False, True)[-1] == models.AUTOTUNED
-    assert names("fp32", True) == [LIGHT, EAGER, models.EAGER_TF32] and names("fp32-nhwc", False)[-2:] == [models.EAGER_TF32, models.COMPILED_TF32]
-    assert all(side.captures == ("reduce" in side.name or "autotune" in side.name) for side in models.sides("fp32", False, True))
+    assert names("bf16", False, True)[-1] == rivals.AUTOTUNED
+    assert names("fp32", True) == [LIGHT, EAGER, rivals.EAGER_TF32] and names("fp32-nhwc", False)[-2:] == [rivals.EAGER_TF32, rivals.COMPILED_TF32]
+    assert all(side.captures == ("reduce" in side.name or "autotune" in side.name) for side in rivals.sides("fp32", False, True))
 
 
 def test_the_arithmetic_of_rows():
     times = {LIGHT: 2.0, EAGER: 3.0, REDUCED: 1.5, OURS_REDUCED: 1.2}
     evaluated = Evaluated(CASE, "ok", times, {LIGHT: 1.0, INDUCTOR: 0.8, EAGER: 4.0, COMPILED: 1.2}, {LIGHT: 1e-7, INDUCTOR: 3e-7, EAGER: 2e-7}, {}, 53)
-    assert evaluated.cells()[:13] == ("resnet50", "32", "fp32", "53", "1.00", "0.80", "4.00", "1.20", "1.20", "1.50", "2.00", "3.00", "1.50")
-    assert evaluated.cells()[13:] == ("1.20", "1.50", "1.25", "-", "-", "-", "3.0e-07", "2.0e-07", "-", "ok")
+    assert evaluated.cells()[:14] == ("resnet50", "32", "fp32", "53", "-", "1.00", "0.80", "4.00", "1.20", "1.20", "1.50", "2.00", "3.00", "1.50")
+    assert evaluated.cells()[14:] == ("-", "1.20", "1.50", "1.25", "-", "-", "-", "-", "3.0e-07", "2.0e-07", "-", "ok")
+    early = Evaluated(CASE, "ok", times, {INDUCTOR: 2.0, rivals.COMPILED_TF32: 2.2}, early_ms={LIGHT: 2.0, EAGER: 5.0}, share=0.416)
+    assert early.cells()[4] == "42%" and early.cells()[14] == "2.50" and early.tf32_ratio == pytest.approx(1.1)
     record = evaluated.record()
     assert record["network"] == "resnet50" and record["graph_ms"][COMPILED] == 1.2 and record["errors"][EAGER] == 2e-7
-    assert [record[name] for name in Evaluated.COMPUTED] == pytest.approx([1.2, 1.5, 1.25, 1.5])
+    assert [record[name] for name in Evaluated.COMPUTED[:4]] == pytest.approx([1.2, 1.5, 1.25, 1.5])
     assert Evaluated(CASE, "ok", times, {LIGHT: 1.0, EAGER: 4.0}).light_ratio == 4.0  # nothing was compiled
     trained = Trained(TRAINED, "ok", {LIGHT: 20.0, EAGER: 40.0, COMPILED: 25.0, INDUCTOR: 16.0}, {LIGHT: 1e-3, INDUCTOR: 2e-3}, {}, 3e9, 4e9)
-    assert trained.cells()[3:] == ("3200", "4000", "1600", "2560", "-", "-", "2.00", "1.25", "1.56", "3.00", "4.00", "0.75", "2.0e-03", "ok")
+    assert trained.cells()[3:] == ("3200", "4000", "1600", "2560", "-", "-", "2.00", "1.25", "1.56", "-", "-", "3.00", "4.00", "0.75", "2.0e-03", "-", "-", "ok")
+    graphs = Trained(TRAINED, "ok", {}, graph_ms={LIGHT: 2.0, EAGER: 3.0, COMPILED: 5.0, INDUCTOR: 4.0}, errors={LIGHT: 2e-3, INDUCTOR: 3e-3, EAGER: 1e-3})
+    assert (graphs.light_graph_ratio, graphs.inductor_graph_ratio) == (1.5, 1.25) and graphs.figures()[-2:] == ("3.0e-03", "1.0e-03")
     curve = Curve(CASE, "WRONG", (1.0, 2.0, 6.0), (3.0,), (), (), 7.0, 0.25)
     assert curve.figures() == ("7.00 to 0.25", "2.0e+00 / 6.0e+00", "3.0e+00 / 3.0e+00", "-", "-")
     for row in (evaluated, trained, curve):
@@ -143,11 +152,11 @@ def test_means_are_of_what_is_right():
         Evaluated(CASE, "ok", {}, {LIGHT: 1.0, COMPILED: 2.0}), Evaluated(CASE, "ok", {LIGHT: 1.0, EAGER: 4.0}, {LIGHT: 1.0, COMPILED: 8.0}), Evaluated(CASE, "failed: why"),
         Trained(TRAINED, "ok", {LIGHT: 1.0, EAGER: 3.0}), Trained(TRAINED, "WRONG", {LIGHT: 1.0, EAGER: 9.0}),
     ]  # fmt: skip
-    assert models.mean_lines(rows) == [
+    assert model_rows.mean_lines(rows) == [
         "evaluated, fp32, 32 images: geometric means light 4.00, calls in light mode 4.00", "trained, fp32: geometric means light 3.00"
     ]  # fmt: skip
-    text = models.markdown({"command": "c", "date": "2026-01-01T", "GPU": "g, x", "torch": "2", "method": "m"}, rows)
-    assert "| resnet50 | 32 | fp32 | - | 1.00 | - | - | 2.00 | 2.00 |" in text and "nan" not in text
+    text = model_rows.markdown({"command": "c", "date": "2026-01-01T", "GPU": "g, x", "torch": "2", "method": "m"}, rows)
+    assert "| resnet50 | 32 | fp32 | - | - | 1.00 | - | - | 2.00 | 2.00 |" in text and "nan" not in text
 
 
 def test_rounds_by_turns(monkeypatch):
@@ -173,7 +182,7 @@ def test_rounds_by_turns(monkeypatch):
 
 
 def test_nothing_of_a_network_is_left_to_chance(stand_in):
-    one, same, other = (models.network(torch, "net", "cpu", seed).train() for seed in (1, 1, 2))
+    one, same, other = (networks.network(torch, "net", "cpu", seed).train() for seed in (1, 1, 2))
     x = torch.randn(2, 3, 8, 8)
     assert torch.equal(one(x), same(x)) and torch.equal(one(x), one(x)) and not torch.equal(one(x), other(x))
     assert one[0].layer_scale.item() == 1 and one[0][1].momentum == 0.1
@@ -185,16 +194,16 @@ def test_what_a_network_computes_in_training():
     n = torch.nn
     model = n.Sequential(n.Conv2d(3, 8, 3, stride=2), n.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), n.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)).to("meta")
     images = torch.randn(2, 3, 9, 9, device="meta")
-    found = models.convolutions(torch, model, images, "fp32")
+    found = training_steps.convolutions(torch, model, images, "fp32")
     assert [problem.direction for problem in found] == ["fprop", "wgrad", "fprop", "dgrad", "wgrad"]  # images have no gradient; the last two are one
     assert found[0].has_bias and found[0].stride == (1, 2, 2) and found[3].groups == 2
-    assert {(p.dtype, p.layout) for p in models.convolutions(torch, model, images, "bf16-nhwc")} == {("bfloat16", "NHWC")}
+    assert {(p.dtype, p.layout) for p in training_steps.convolutions(torch, model, images, "bf16-nhwc")} == {("bfloat16", "NHWC")}
 
 
 def test_arithmetic_is_set_and_put_back():
     before = torch.get_float32_matmul_precision()
     for mode, matmul, conv in (("tf32-nhwc", "high", "tf32"), ("fp32", "highest", "ieee"), ("fp16", "highest", "ieee")):
-        with models.arithmetic(torch, mode):
+        with rivals.arithmetic(torch, mode):
             assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.conv.fp32_precision) == (matmul, conv)
         assert torch.get_float32_matmul_precision() == before
 
@@ -202,12 +211,12 @@ def test_arithmetic_is_set_and_put_back():
 @pytest.mark.parametrize("mode, weights, inside", [("bf16-nhwc", torch.float32, torch.bfloat16), ("fp32", torch.float32, torch.float32), ("fp64", torch.float64, torch.float64)])
 def test_a_step_is_of_its_mode(stand_in, mode, weights, inside):
     case = Case("trained", "net", 2, mode)
-    images, labels = models._data(torch, case, "cpu", (3, 8, 8))
-    model = models._in_training(torch, models.network(torch, "net", "cpu", 0), mode, Side(EAGER))
+    images, labels = training_steps.data(torch, case, "cpu", (3, 8, 8))
+    model = training_steps.in_training(torch, networks.network(torch, "net", "cpu", 0), mode, Side(EAGER))
     assert images.is_contiguous(memory_format=torch.channels_last) == (mode == "bf16-nhwc") and model.training
     seen, before = [], copy.deepcopy(model.state_dict())
     model[0][3].register_forward_hook(lambda module, given, result: seen.append(result.dtype))
-    step = models.stepper(torch, model, images, labels, mode, 0.1)
+    step = training_steps.stepper(torch, model, images, labels, mode, 0.1)
     losses = [float(step()) for _ in range(20)]
     assert seen[0] is inside and {p.dtype for p in model.parameters()} == {weights} and losses[-1] < 0.9 * losses[0]
     assert all(not torch.equal(before[name], p) for name, p in model.named_parameters() if name != "0.layer_scale")
@@ -217,13 +226,13 @@ def test_a_step_is_of_its_mode(stand_in, mode, weights, inside):
 
 
 def test_the_distance_of_curves():
-    assert models.distance([1.0, 2.0], [1.0, 2.0]) == 0 and models.distance([1.0, 5.0], [1.0, 2.0]) == pytest.approx(math.sqrt(4.5))
+    assert training_steps.distance([1.0, 2.0], [1.0, 2.0]) == 0 and training_steps.distance([1.0, 5.0], [1.0, 2.0]) == pytest.approx(math.sqrt(4.5))
 
 
 def test_inputs_are_perturbed_by_a_unit_of_rounding():
     x = torch.randint(1, 9, (2, 3, 8, 8)).float().contiguous(memory_format=torch.channels_last)
-    assert models.perturbed(torch, x, 0.5, 0) is x
-    one, same, other = (models.perturbed(torch, x, 0.5, seed) for seed in (1, 1, 2))
+    assert training_steps.perturbed(torch, x, 0.5, 0) is x
+    one, same, other = (training_steps.perturbed(torch, x, 0.5, seed) for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other) and one.is_contiguous(memory_format=torch.channels_last)
     assert set((one / x).unique().tolist()) == {0.5, 1.0, 1.5}
 
@@ -231,10 +240,10 @@ def test_inputs_are_perturbed_by_a_unit_of_rounding():
 @pytest.mark.parametrize("mode", ["fp32", "bf16-nhwc"])
 def test_a_loss_curve_like_torch_s_is_right_and_another_is_wrong(cpu, monkeypatch, mode):
     case = Case("loss curve", "net", 4, mode)
-    found = models.measure_curve(torch, case, "cpu", 3, runs=3, size=8)
+    found = training_steps.measure_curve(torch, case, "cpu", 3, runs=3, size=8)
     assert (len(found.exact), len(found.torch_exact), len(found.apart), len(found.torch_apart)) == (3, 3, 3, 2)
     assert max(found.exact) < (1e-5 if mode == "fp32" else 0.05) and found.first_loss > found.last_loss > 0
-    right = models._in_training
+    right = training_steps.in_training
 
     def wrong(torch, base, mode, side):
         base = copy.deepcopy(base)
@@ -243,8 +252,8 @@ def test_a_loss_curve_like_torch_s_is_right_and_another_is_wrong(cpu, monkeypatc
                 base[0][3].weight[0] *= 3
         return right(torch, base, mode, side)
 
-    monkeypatch.setattr(models, "_in_training", wrong)
-    assert models.measure_curve(torch, case, "cpu", 3, runs=3, size=8).verdict == "WRONG"
+    monkeypatch.setattr(training_steps, "in_training", wrong)
+    assert training_steps.measure_curve(torch, case, "cpu", 3, runs=3, size=8).verdict == "WRONG"
 
 
 # ---- all of it
@@ -257,14 +266,15 @@ def test_all_of_it_on_a_device_that_counts_as_a_gpu(cpu, capsys, tmp_path):
     assert main(["bench", "--models", "--training", "--quick", "--mode", "fp32", "bf16-nhwc", "--seed", "5", "--json", str(file), "--pages", str(tmp_path)]) == FAILED
     rows = json.loads(file.read_text())["rows"]
     assert [(row["network"], row["what"], row["mode"]) for row in rows] == [
-        *itertools.product(("broken", "net"), ("evaluated",), ("fp32", "bf16-nhwc")), ("net", "trained", "fp32"), ("net", "trained", "bf16-nhwc")
+        *((name, "evaluated", mode) for mode in ("fp32", "bf16-nhwc") for name in ("broken", "net")), ("net", "trained", "fp32"), ("net", "trained", "bf16-nhwc")
     ]  # fmt: skip
-    assert [row["verdict"] for row in rows] == ["failed: ValueError: there is no network 'broken'"] * 2 + ["ok"] * 4
-    for row in rows[2:4]:
+    assert [row["verdict"] for row in rows] == ["failed: ValueError: there is no network 'broken'", "ok"] * 2 + ["ok"] * 2
+    for row in rows[1:4:2]:
         assert row["call_ratio"] == pytest.approx(row["wall_ms"][EAGER] / row["wall_ms"][LIGHT]) and row["graph_ms"][LIGHT] > 0 and row["fused"] == 2
         assert row["errors"][LIGHT] < (1e-6 if row["mode"] == "fp32" else 0.05)
     for row in rows[4:]:
         assert (row["peak"], row["torch_peak"]) == (2e9, 2e9) and row["light_ratio"] > 0 and row["apart"][LIGHT] < 0.01
+        assert row["errors"].keys() == {LIGHT, EAGER} and row["errors"][LIGHT] < (1e-5 if row["mode"] == "fp32" else 0.1) and row["graph_ms"][LIGHT] > 0
     out, err = capsys.readouterr()
     assert "Evaluation, ms" in out and "Training, images per second" in out and "Loss curves" not in out
     assert out.count("\nbroken, 2 images, fp32, evaluated: failed: ValueError: there is no network 'broken'\n") == 1
@@ -278,7 +288,7 @@ def test_what_is_wrong_is_told(cpu, monkeypatch, what):
     case, effort = Case(what, "net", 4, "fp32"), Effort(rounds=1, seconds=0)
 
     def measure():
-        return (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1)
+        return (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1, models.sides_of(case, True, False))
 
     assert measure().verdict == "ok"
     right = models.made
@@ -290,13 +300,15 @@ def test_what_is_wrong_is_told(cpu, monkeypatch, what):
                 model[4].weight.mul_(30)
         return right(torch, model, side, mode)
 
-    monkeypatch.setattr(models, "made", wrong)
+    for module in (models, training_steps):
+        monkeypatch.setattr(module, "made", wrong)
     assert measure().verdict == "WRONG"
 
 
 def test_what_is_not_captured_has_no_time_of_a_graph(cpu, monkeypatch):
     monkeypatch.setattr(models, "gpu_times", lambda *_, **__: ([[1.0], [1.0], [1.0]], "events"))
-    row = models.measure_evaluation(torch, Case("evaluated", "net", 1, "fp32"), cpu, Effort(rounds=1, seconds=0), 1)
+    case = Case("evaluated", "net", 1, "fp32")
+    row = models.measure_evaluation(torch, case, cpu, Effort(rounds=1, seconds=0), 1, models.sides_of(case, True, False))
     assert row.verdict == "ok, not captured" and not row.graph_ms and row.wall_ms[LIGHT] > 0
 
 
@@ -311,8 +323,9 @@ def test_a_rival_that_fails_is_left_out(cpu, monkeypatch, what):
             return copy.deepcopy(model)
         return right(torch, model, side, mode)
 
-    monkeypatch.setattr(models, "made", half)
-    row = (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1, quick=False)
+    for module in (models, training_steps):
+        monkeypatch.setattr(module, "made", half)
+    row = (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1, models.sides_of(case, False, False))
     assert row.verdict == "ok" and row.failed == {COMPILED: "ValueError: compiler fails"}
     times = row.wall_ms if what == "evaluated" else row.step_ms
     assert COMPILED not in times and set(times) >= {LIGHT, EAGER, INDUCTOR, REDUCED} and math.isnan(row.inductor_ratio)
@@ -324,7 +337,107 @@ def test_networks_that_are_written_here():
         assert unet(torch.empty(4, 4, 64, 64)).shape == (4, 4, 64, 64) and decoder(torch.empty(2, 4, 64, 64)).shape == (2, 3, 512, 512)
     for model, count in ((unet, 20), (decoder, 35)):
         assert sum(isinstance(module, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for module in model.modules()) == count
-    assert networks.drawn(3) == networks.drawn(3) != networks.drawn(4) and len(set(networks.drawn(1))) == 6
+
+
+class Drawn:
+    """A stand-in for timm: networks by name, some of which no benchmark takes."""
+
+    made = {"large": (30, 3000, 224), "few": (2, 8, 224), "high": (30, 8, 512), "a": (30, 8, 224), "b": (30, 8, 224), "c": (30, 8, 192), "d": (30, 8, 256)}  # noqa: RUF012
+
+    def list_models(self):
+        return [*self.made, "broken"]
+
+    def create_model(self, name, pretrained):
+        assert not pretrained
+        count, width, size = self.made[name]
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, width, 3), *[torch.nn.Conv2d(width, width, 3, padding=1) for _ in range(count - 1)])
+        model.default_cfg = {"input_size": (3, size, size)}
+        return model
+
+
+def test_networks_are_drawn(cpu, monkeypatch, capsys):
+    monkeypatch.setattr(networks, "require", lambda name: Drawn())
+    orders = [list(networks.candidates(torch, seed)) for seed in range(4)]
+    assert all(sorted(order) == ["timm:a", "timm:b", "timm:c", "timm:d"] for order in orders) and len(set(map(tuple, orders))) > 1
+    shares = {"timm:a": 0.5, "timm:b": 0.2, "timm:c": math.nan, "timm:d": 0.9}
+    asked = []
+    evaluated = lambda torch, name, *rest: (asked.append(name), (None, None))[1]  # noqa: E731
+    evaluated.cache_clear = lambda: None
+    monkeypatch.setattr(models, "_evaluated", evaluated)
+    monkeypatch.setattr(models, "convolutions_share", lambda torch, call: shares[asked[-1]])
+    assert sorted(models.drawn(torch, "cpu", 1, 3)) == ["timm:a", "timm:c", "timm:d"] and len(models.drawn(torch, "cpu", 1, 2)) == 2
+    assert "timm:b: convolutions are 20% of torch eager's time" in capsys.readouterr().err
+
+
+def test_the_share_of_convolutions(monkeypatch):
+    class Event:
+        def __init__(self, key, own, whole):
+            self.key, self.self_device_time_total, self.device_time_total = key, own, whole
+
+    events = [Event("aten::convolution", 0, 30), Event("aten::cudnn_convolution", 30, 30), Event("aten::relu", 70, 70)]
+    monkeypatch.setattr(torch.autograd.profiler.profile, "key_averages", lambda self: events)
+    monkeypatch.setattr(torch.profiler.profile, "key_averages", lambda self: events)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert rivals.convolutions_share(torch, lambda: None) == 0.3
+    events.clear()
+    assert math.isnan(rivals.convolutions_share(torch, lambda: None))
+
+
+@pytest.mark.parametrize("what", ["evaluated", "trained"])
+def test_first_calls_of_another_process(cpu, monkeypatch, what):
+    """What the child does, in this process."""
+    seen, right = [], rivals.made
+
+    def made(torch, model, side, mode):
+        seen.append(side.name)
+        return right(torch, model, side, mode)
+
+    for module in (models, training_steps):
+        monkeypatch.setattr(module, "made", made)
+    monkeypatch.setattr("pycuda_conv.runtime.get_device", lambda place: cpu)
+    ahead.child(what, "net", "2", "fp32", "cpu", "3", EAGER, LIGHT)
+    assert seen == [LIGHT, EAGER]
+
+
+def test_what_each_process_does():
+    sides = models.sides_of(CASE, False, False)
+    found = ahead.parts([(CASE, sides), (TRAINED, models.sides_of(TRAINED, False, False))])
+    assert [[side.name for side in part.sides] for part in found[:2]] == [[LIGHT, EAGER, rivals.EAGER_TF32], [LIGHT, EAGER]]
+    assert [(part.case, [side.name for side in part.sides]) for part in found[2:6]] == [(CASE, [INDUCTOR]), (TRAINED, [INDUCTOR]), (CASE, [COMPILED]), (TRAINED, [COMPILED])]
+    assert sorted(side.name for part in found if part.case is CASE for side in part.sides) == sorted(side.name for side in sides)
+
+
+def test_processes_end_with_the_time(monkeypatch):
+    """A process that takes too long is killed; what failed is not ready."""
+    begun = []
+
+    class Child(ahead.subprocess.Popen):
+        def __init__(self, command, **options):
+            begun.append(command)
+            how = ["/bin/sleep", "60"] if COMPILED in command else ["/bin/false"] if INDUCTOR in command else ["/bin/true"]
+            super().__init__(how, **options)
+
+    monkeypatch.setattr(ahead.subprocess, "Popen", Child)
+    started = time.perf_counter()
+    sides = [Side(LIGHT, True, "light"), Side(EAGER), Side(INDUCTOR, True, "default"), Side(COMPILED, compiled="default")]
+    ready = ahead.first_calls([(CASE, sides)], "cuda:0", 7, started + 2)
+    assert time.perf_counter() - started < 20 and ready == {(CASE, LIGHT), (CASE, EAGER)}
+    assert begun[0][1:] == ["-m", "pycuda_conv.tools.ahead", "evaluated", "resnet50", "32", "fp32", "cuda:0", "7", LIGHT, EAGER]
+
+
+def test_no_case_is_begun_after_the_time(cpu, capsys, tmp_path):
+    file = tmp_path / "models.json"
+    assert main(["bench", "--models", "net", "--quick", "--mode", "fp32", "bf16", "--seconds", "0.001", "--json", str(file)]) == OK
+    assert "2 of 2 cases were not begun within 0.001 s" in capsys.readouterr().out and not file.exists()
+    assert main(["bench", "--seconds", "3"]) == UNUSABLE
+    assert "--seconds goes with --models only" in capsys.readouterr().err
+
+
+def test_sides_that_were_not_compiled_in_time_are_left_out(cpu, caplog, tmp_path):
+    file = tmp_path / "models.json"
+    assert main(["bench", "--models", "net", "--mode", "bf16", "--seconds", "100", "--json", str(file)]) == OK
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["wall_ms"].keys() == {LIGHT, EAGER} and f"net, 2 images, bf16, evaluated: {COMPILED} is left out: it was not compiled in time" in caplog.text
 
 
 @pytest.mark.gpu

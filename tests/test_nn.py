@@ -613,7 +613,7 @@ def test_models_of_torchvision(name, order):
         assert error(run(compiled, x.to(memory_format=order)), expected) < 1e-5
         (graph,) = pn.report(compiled).graphs
         assert not graph.left and (len(graph.fused) == count or not name.startswith(("resnet", "mobilenet")))
-    assert error(run(pn.revert(pn.convert(model)), x.to(memory_format=order)), expected) < 1e-3  # torch rounds to TF32
+    assert error(run(pn.revert(pn.convert(model)), x.to(memory_format=order)), expected) < 3e-3  # torch rounds to TF32
 
 
 def losses(model, x, labels, steps=20, lr=0.001):

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_quick import IN_C, strided, warm  # noqa: E402, F401  (a fixture)
+from test_repeat import IN_C, strided, warm  # noqa: E402, F401  (a fixture)
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 

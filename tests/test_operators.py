@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import pycuda_conv.nn as pnn  # noqa: E402
-from pycuda_conv.nn import autograd, evaluation  # noqa: E402
+from pycuda_conv.nn import autograd, conv_operators, evaluation  # noqa: E402
 from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_TRANSPOSE, CONV_WEIGHT, Settings  # noqa: E402
 
 OURS = torch.ops.pycuda_conv
@@ -32,8 +32,8 @@ def test_the_operator_that_computes_all_convolutions(operator, last):
     x, w, y = forms(torch.randn(2, 4, 9, 8), torch.randn(6, 2, 3, 3), torch.randn(2, 6, 4, 8), last=last)
     given = {CONV: (x, w, torch.randn(6), ()), CONV_TRANSPOSE: (y, w, torch.randn(4), (1, 0)), CONV_INPUT: (y, w, None, x.shape), CONV_WEIGHT: (x, y, None, w.shape)}
     first, second, bias, size = given[operator]
-    spec = autograd._spec(operator, settings)
-    assert autograd._from_spec(tuple(spec)) == (operator, settings)
+    spec = conv_operators._spec(operator, settings)
+    assert conv_operators._from_spec(tuple(spec)) == (operator, settings)
     torch.library.opcheck(OURS.convolve.default, (first, second, bias, size, spec))
     named = getattr(OURS, operator.name).default(first, second, bias, size, *autograd._flat(settings))
     assert torch.equal(OURS.convolve.default(first, second, bias, size, spec), named)
@@ -42,7 +42,7 @@ def test_the_operator_that_computes_all_convolutions(operator, last):
 @pytest.mark.parametrize("device", [None, "opencl", "cuda:0", "cuda:3"])
 def test_a_spec_tells_where_and_how(device):
     settings = Settings(1, (3,), ((2, 0),), (2,), 4, "tf32", device, True)
-    assert autograd._from_spec(tuple(autograd._spec(CONV_WEIGHT, settings))) == (CONV_WEIGHT, settings)
+    assert conv_operators._from_spec(tuple(conv_operators._spec(CONV_WEIGHT, settings))) == (CONV_WEIGHT, settings)
 
 
 def test_all_operators_have_the_tag_and_no_python_layers():
@@ -81,7 +81,7 @@ def test_a_call_costs_little(monkeypatch):
     settings = Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)
     given = {
         "evaluate": (x, w, None, *vectors, None, 1e-5, evaluation.spec_of(2, (3, 3), padding=1, activation="relu")),
-        "convolve": (x, w, None, [], autograd._spec(CONV, settings)),
+        "convolve": (x, w, None, [], conv_operators._spec(CONV, settings)),
     }
     calls = [partial(getattr(space, name).default, *given[name]) for name in given for space in (torch.ops.pycuda_conv_test, OURS)]
     with torch.no_grad():

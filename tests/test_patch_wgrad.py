@@ -11,8 +11,9 @@ from test_gradients import bound, gradient
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import registry, split_sum
 from pycuda_conv.engines.direct import direct, patch_wgrad
-from pycuda_conv.engines.direct.direct import Wgrad
+from pycuda_conv.engines.direct.configs import Wgrad
 from pycuda_conv.engines.direct.patch_wgrad import RUN, TILES, PatchWgrad
+from pycuda_conv.engines.direct.wgrad import WGRAD_RUN
 from pycuda_conv.engines.mma.few_channels_wgrad import FewChannelsWgrad
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
@@ -125,7 +126,7 @@ def test_no_launch_walks_a_long_sum_in_few_blocks(case, dtype):
         us, config = engine.choose(launched, H200)
         product, *others = [launch for step in engines.schedule(asked, config, H200).steps for launch in step]
         assert us > 0 and (product.grid >= H200.multiprocessors or pixels <= 128 * 8)
-        assert product.arguments.run <= (RUN + 16 if engine is patch_wgrad else direct.WGRAD_RUN * config.THREADS)
+        assert product.arguments.run <= (RUN + 16 if engine is patch_wgrad else WGRAD_RUN * config.THREADS)
         for launch in others:  # adds the slices
             assert launch.arguments.run <= max(split_sum.LONGEST, math.ceil(config.SLICES / split_sum.MOST_LANES))
     # more slices than there are pixels help nobody

@@ -13,14 +13,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from pycuda_conv import ConvProblem, behind, engines
+from pycuda_conv import ConvProblem, background, engines
 from pycuda_conv import plan as plan_module
+from pycuda_conv.elements import DTYPE_BYTES
 from pycuda_conv.engines import geometry, registry
 from pycuda_conv.engines.geometry import Phase
 from pycuda_conv.engines.hopper import gemm as hopper_gemm
 from pycuda_conv.engines.schedule import shared_limit
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.families import draw
@@ -92,7 +92,7 @@ def test_blocks_fit_in_a_gpu_s_shared_memory(architecture):
         for engine in registry._engines(device, problem):
             for config in engine.configs(problem.launched, device):
                 if engine.refusal(problem.launched, config) is None:
-                    launches = behind.launches(engine.schedule(problem.launched, config, device, False))
+                    launches = background.launches(engine.schedule(problem.launched, config, device, False))
                     assert max(launch.shared for launch in launches) <= shared_limit(device), f"{config} {problem}"
 
 
@@ -178,7 +178,7 @@ def test_a_text_has_all_its_defines(architecture):
     """Texts of kernels outside the portable dialect once left LAYER out, without which they ask their arguments for a layer's constants."""
     device, layered = Target(architecture), set()
     for problem in map(plan_module.as_called, PROBLEMS, [device] * len(PROBLEMS)):
-        for launch in behind.launches(behind.with_constants(engines.schedule(problem, engines.choose(problem, device), device))):
+        for launch in background.launches(background.with_constants(engines.schedule(problem, engines.choose(problem, device), device))):
             lines = launch.source().partition("#line")[0].splitlines()
             assert {f"#define {name} {value}" for name, value in launch.defines.items()} == set(lines) - {'#include "core/portable.cuh"'}
             if "LAYER" in launch.defines and "DTYPE" not in launch.defines:
@@ -217,3 +217,12 @@ def test_a_plan_keeps_no_table_of_repeated_calls_alive(device):
     assert died() is None and len(plan._repeated) == 1
     plan._forget_repeated()
     assert not table and not plan._repeated
+
+
+def test_former_names_warn(device):
+    problem = ConvProblem.forward(2, (2, 3, 9, 9), (4, 3, 3, 3))
+    with pytest.warns(DeprecationWarning, match="final_form"):
+        settled = Plan(problem, device).settled()
+    assert settled.config == Plan(problem, device).final_form().config
+    with pytest.warns(DeprecationWarning, match="with_moments"):
+        assert Plan(problem, device, noted=True).with_moments

@@ -59,17 +59,11 @@ MOST_LINES, MOST_FILES = 600, 30
 LONG = {
     "execute/pipeline.py": "one idea: copies and kernels that overlap, whose parts make no sense alone",
     "problem.py": "one idea: what a convolution is, and all that is refused",
-    "tools/models.py": "one idea: networks measured against torch",
     "tools/bench.py": "one idea: layers measured against torch",
     "nn/graph.py": "one idea: which nodes of a graph become one call",
     # to be cut along their sections
-    "nn/autograd.py": "operators and their gradients; repeated gradients",
     "runtime/transforms.py": "the libraries' plans; the fft of the host",
-    "engines/depthwise/nhwc.py": "four configurations and two models of time",
-    "engines/direct/direct.py": "forward and filter gradients",
     "engines/hopper/gemm.py": "the product and its choice",
-    "engines/packing.py": "forms of loads; launches that pack; repeats",
-    "engines/hopper/wgrad.py": "the product; folds of channels; sums",
 }  # fmt: skip
 
 
@@ -90,8 +84,8 @@ def test_folders_have_few_files():
 
 # ---- the way of an argument
 
-#: The floors that the input of conv2d passes, the highest first. `quick` is where calls of arrays are repeated: `arrays` tell it their classes.
-FLOORS = ("ops",), ("dispatch",), ("plan",), ("execute",), ("arrays", "quick", "repeat"), ("runtime",)
+#: The floors that the input of conv2d passes, the highest first. `repeat` is where calls of arrays are repeated: `arrays` tell it their classes.
+FLOORS = ("ops",), ("dispatch",), ("plan",), ("execute",), ("arrays", "repeat"), ("runtime",)
 
 
 def floor(name: str) -> int | None:

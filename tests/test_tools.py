@@ -23,7 +23,7 @@ from conftest import why_no_cuda, why_no_opencl
 from reference import python, started
 
 import pycuda_conv as pc
-from pycuda_conv import behind, cli, timing
+from pycuda_conv import background, cli, timing
 from pycuda_conv.engines.direct.direct import Batched
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.hopper.pointwise import Pointwise
@@ -34,7 +34,8 @@ from pycuda_conv.runtime import cache as kernel_cache
 from pycuda_conv.runtime import get_device, launcher, pinned
 from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, hostbench, info, report, suite, terminal, training, verify
+from pycuda_conv.tools import bench, info, report, suite, terminal, training, verify
+from pycuda_conv.tools.benchmarks import hostbench
 from pycuda_conv.tools.floors import Floor, _places, floor, for_plain_units, plain_floor, tensor_floor
 from pycuda_conv.tools.oracle import compare, reference, torch_for
 from pycuda_conv.tools.report import Row, geometric_mean, quantile
@@ -871,7 +872,7 @@ def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, argumen
 
 
 @pytest.mark.parametrize("variable, value, call", [
-    ("PYCUDA_CONV_CACHE_LIMIT", "1 GB", kernel_cache.limit), ("PYCUDA_CONV_BACKGROUND", "no", behind.enabled), ("PYCUDA_CONV_PINNED_LIMIT", "much", pinned.default_limit),
+    ("PYCUDA_CONV_CACHE_LIMIT", "1 GB", kernel_cache.limit), ("PYCUDA_CONV_BACKGROUND", "no", background.enabled), ("PYCUDA_CONV_PINNED_LIMIT", "much", pinned.default_limit),
     ("PYCUDA_CONV_LAUNCHER", "rust", launcher.launcher_in_c),
 ])  # fmt: skip
 def test_a_variable_of_the_environment_is_told_in_one_line(command, monkeypatch, variable, value, call):

@@ -14,7 +14,7 @@ import pytest
 from conftest import why_no_opencl
 
 import pycuda_conv
-from pycuda_conv import ConvProblem, behind, engines
+from pycuda_conv import ConvProblem, background, engines
 from pycuda_conv.cli import main
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import max_pool
@@ -53,10 +53,10 @@ def planned_once():
     """The layers of common networks are the same in every test."""
     launches_of, known = warm.launches_of, {}
 
-    def once(problem, target, constants=False, noted=False):
-        key = problem, target.name, constants, noted
+    def once(problem, target, constants=False, with_moments=False):
+        key = problem, target.name, constants, with_moments
         if key not in known:
-            known[key] = launches_of(problem, target, constants, noted)
+            known[key] = launches_of(problem, target, constants, with_moments)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -306,7 +306,7 @@ def opencl(monkeypatch, tmp_path, fast_env):
 
 def test_on_opencl_the_problems_need_nearly_every_text(opencl):
     texts = {source_of(family.file, defines) for family in kernels.families("opencl") for defines in family if not defines.get("INDEX_64")}
-    found = {launch.source() for problem, noted in warm.every_kind() for launch in warm.launches_of(problem, opencl, noted=noted)}
+    found = {launch.source() for problem, with_moments in warm.every_kind() for launch in warm.launches_of(problem, opencl, with_moments=with_moments)}
     assert len(found & texts) >= 0.95 * len(texts)
 
 
@@ -335,22 +335,22 @@ def test_on_opencl_what_is_refused(opencl, capsys, arguments, words):
 def test_on_opencl_a_compiled_kernel_stands_in_while_another_process_compiles(opencl, monkeypatch):
     """The first call waits for no compiler, a later one has the planner's choice, and the bits are the same."""
     monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
-    monkeypatch.setattr(behind, "used", {})
+    monkeypatch.setattr(background, "configs_used", {})
     cached_plan.cache_clear()
     x, w = (np.random.default_rng(0).standard_normal(shape).astype("f") for shape in ((2, 6, 37, 45), (6, 1, 3, 3)))
     problem = ConvProblem.forward(2, x.shape, w.shape, groups=6)
     best = engines.choose(problem, opencl)
     other = engines.alternatives(problem, best, opencl)[0]
-    for launch in behind.launches(engines.schedule(problem, other, opencl)):
+    for launch in background.launches(engines.schedule(problem, other, opencl)):
         opencl.compile(launch)
     compiled, waited = type(opencl)._compile, []
     monkeypatch.setattr(type(opencl), "_compile", lambda self, step, *rest: (waited.append(step.source()), compiled(self, step, *rest))[1])
     first = pycuda_conv.conv2d(x, w, groups=6, device="opencl")
     plan = cached_plan(problem, opencl)
-    assert plan.config == other != best and not waited and plan._behind is not None
+    assert plan.config == other != best and not waited and plan._background is not None
     for future in opencl._coming.values():
         future.result(timeout=300)
-    assert opencl._coming and all(map(opencl.compiled, behind.launches(engines.schedule(problem, best, opencl))))
+    assert opencl._coming and all(map(opencl.compiled, background.launches(engines.schedule(problem, best, opencl))))
     for _ in range(3):
         assert pycuda_conv.conv2d(x, w, groups=6, device="opencl").tobytes() == first.tobytes()
     assert cached_plan(problem, opencl).better.config == best

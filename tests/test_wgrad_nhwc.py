@@ -17,6 +17,7 @@ from test_implicit_gemm import H200, MARGIN, NVCC, check_compiled, check_noticed
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines.hopper import wgrad as wn
+from pycuda_conv.engines.hopper import wgrad_form
 from pycuda_conv.engines.hopper.wgrad import WgradNhwc
 from pycuda_conv.engines.schedule import RESULT
 from pycuda_conv.tools import families
@@ -65,7 +66,7 @@ class Filter:
     def legal(self, config: WgradNhwc, dtype: str = "float16") -> WgradNhwc:
         """`config`, with a sum in two parts if x is folded: the launch that adds them writes the result."""
         problem = self.problem(dtype).launched
-        return replace(config, SPLIT=max(config.SPLIT, 1 if wn._loaded(problem).C == self.x[1] else 2))
+        return replace(config, SPLIT=max(config.SPLIT, 1 if wgrad_form.as_loaded(problem).C == self.x[1] else 2))
 
     def arrays(self, dtype: str, make) -> tuple[np.ndarray, np.ndarray]:
         return make(self.x).astype(dtype), make(self.dy).astype(dtype)
@@ -216,8 +217,8 @@ def test_every_kind_of_case_is_among_them():
     assert {s.taps_fastest for s in structs} == {0, 1} and {s.channels % 4 for s in added} == {0, 1, 2, 3}
     copied = [launch.arguments for launch in launches if launch.kernel == "fold_channels"]
     assert {s.chunks == 1 for s in copied} == {s.stride_h > 1 for s in copied} == {s.dilation_w > 1 for s in copied} == {True, False} and any(s.channels == 1 for s in copied)
-    assert {wn._level(case.problem(dtype).launched) for case, dtype in PLANNED} == {0, 1, 2}
-    assert {wn._level(wn._flipped(case.problem().launched)) for case in FEW} == {0, 1, 2}
+    assert {wgrad_form.fold_level(case.problem(dtype).launched) for case, dtype in PLANNED} == {0, 1, 2}
+    assert {wgrad_form.fold_level(wgrad_form.flip(case.problem().launched)) for case in FEW} == {0, 1, 2}
     assert {s.taps_inner for s in structs} == {0, 1}
     assert {s.rank for s in structs} == {0, 1, 2, 3} and {s.taps > 1 for s in structs} == {s.bundles > 1 for s in structs} == {s.own_columns < s.columns for s in structs} == {True, False}
     assert {s.tiles_m > 1 for s in structs} == {s.tiles_n > 1 for s in structs} == {s.stages < s.splits for s in structs} == {True, False}

@@ -8,10 +8,12 @@
 //   GELU        v / 2 * (1 + erf(v / sqrt(2)))
 //   GELU_TANH   v / 2 * (1 + tanh(u)), which is v * s(2u),  u = sqrt(2 / pi) * (v + 0.044715 v^3)
 //
-// A NaN stays one. `acc_t`, the type, is defined before this is included. The activation's number is an argument of every launch.
-// A kernel's own text has ReLU alone. The others are in a function that is called, one branch away, the same for all threads: inlined
-// for each number they would multiply the kernel's text. A call takes registers beside those in use, and each further call makes it harder to find
-// some, so kernels pass several numbers at once.
+// A NaN stays one. `acc_t`, the type, is defined before this is included.
+//
+// With LAYER the activation's number is a constant, and its instructions stand where the numbers are finished. Without it the number is an argument of
+// the launch, and the kernel's own text has ReLU alone. The others are in a function that is called, one branch away, the same for all
+// threads: inlined for each number they would multiply the kernel's text. A call takes registers beside those in use, and each further call makes it
+// harder to find some, so kernels pass several numbers at once. Calls take long: with them 1x1 layers of a MobileNet took ten times as long on an H200.
 #pragma once
 
 enum { NO_ACTIVATION, RELU, RELU6, LEAKY_RELU, HARDSWISH, SILU, GELU, GELU_TANH };  // problem.py's ACTIVATIONS, in its order
@@ -19,24 +21,43 @@ enum { NO_ACTIVATION, RELU, RELU6, LEAKY_RELU, HARDSWISH, SILU, GELU, GELU_TANH 
 #ifdef __OPENCL_VERSION__
 #define ACTIVATION_INLINE static inline
 #define INVERSE(v) (1 / (v))
+#define AT_MOST_6(v) ((v) > 6 ? 6 : (v))
 #else
 #define ACTIVATION_INLINE static __device__ __forceinline__
 // for numbers from 1 to 2, of which one instruction gives the inverse to an ulp
 ACTIVATION_INLINE float inverse(float v) { return __fdividef(1, v); }
 ACTIVATION_INLINE double inverse(double v) { return 1 / v; }
 #define INVERSE inverse
+// the lesser of v and 6; a NaN stays one
+ACTIVATION_INLINE double at_most_6(double v) { return v > 6 ? 6 : v; }
+ACTIVATION_INLINE float at_most_6(float v) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float kept;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(kept) : "f"(v), "f"(6.f));
+  return kept;
+#else
+  return v > 6 ? 6 : v;
+#endif
+}
+#define AT_MOST_6 at_most_6
+#if (defined(DTYPE) && DTYPE < 32) || (!defined(DTYPE) && defined(TYPE) && TYPE < 32)
+#define BRIEF  // results of 16 bits: a relative error of 1e-6, and 0 for what is nearly 0
+#endif
 #endif
 
 // The activations beyond ReLU, of `count` numbers, a constant. Each branch is taken once, so the numbers' chains of instructions run side by side.
 ACTIVATION_INLINE void beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
 #define EACH _Pragma("unroll") for (int i = 0; i < count; ++i)
   if (kind == RELU6) {
-    EACH v[i] = v[i] < 0 ? 0 : v[i] > 6 ? 6 : v[i];
+    EACH {
+      const acc_t kept = AT_MOST_6(v[i]);
+      v[i] = kept < 0 ? 0 : kept;
+    }
   } else if (kind == LEAKY_RELU) {
     EACH v[i] = v[i] < 0 ? v[i] * slope : v[i];
   } else if (kind == HARDSWISH) {
     EACH {
-      const acc_t above = v[i] + 3, kept = above < 0 ? 0 : above > 6 ? 6 : above;
+      const acc_t above = AT_MOST_6(v[i] + 3), kept = above < 0 ? 0 : above;
       v[i] *= kept * (acc_t)(1 / 6.);
     }
   } else if (kind == GELU) {
@@ -44,8 +65,12 @@ ACTIVATION_INLINE void beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
   } else if (kind == SILU || kind == GELU_TANH) {
     EACH {
       const acc_t z = kind == SILU ? v[i] : (acc_t)1.59576912160573071176 * (v[i] + (acc_t)0.044715 * v[i] * v[i] * v[i]);
+#ifdef BRIEF
+      v[i] = __fdividef(v[i], 1 + __expf(-z));
+#else
       const acc_t e = exp(-fabs(z)), s = INVERSE(1 + e);  // at most 1, so that nothing overflows
       v[i] *= z < 0 ? e * s : s;
+#endif
     }
   }
 #undef EACH
@@ -88,6 +113,16 @@ static inline void activate_some(int kind, acc_t slope, acc_t* v, int count) {
 }
 #define ACTIVATE_SOME(kind, slope, v, count) activate_some(kind, slope, v, count);
 #else
+template <int count> ACTIVATION_INLINE void relu_or_nothing(int kind, acc_t* v) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) v[i] = kind && v[i] < 0 ? 0 : v[i];
+}
+#ifdef LAYER
+template <int count> ACTIVATION_INLINE void activate_some(int kind, acc_t slope, acc_t* v) {
+  if (kind > RELU) beyond_relu(kind, slope, v, count);
+  else relu_or_nothing<count>(kind, v);
+}
+#else
 template <int count> struct Numbers {
   acc_t v[count];
 };
@@ -112,9 +147,9 @@ template <int count> ACTIVATION_INLINE void activate_some(int kind, acc_t slope,
       for (int i = 0; i < AT_ONCE; ++i) v[first + i] = some.v[i];
     }
   } else {
-#pragma unroll
-    for (int i = 0; i < count; ++i) v[i] = kind && v[i] < 0 ? 0 : v[i];
+    relu_or_nothing<count>(kind, v);
   }
 }
+#endif
 #define ACTIVATE_SOME(kind, slope, v, count) activate_some<count>(kind, slope, v);
 #endif

@@ -1,7 +1,7 @@
-"""What this package uses of torch that torch does not document, with a stand-in for each part that a version of torch lacks.
+"""The undocumented parts of torch that this package uses, each with a substitute for versions of torch that lack it.
 
-Results are right with the stand-ins too. Calls take longer where nothing tells that the short way is safe; inside a transform of torch.func
-that nothing tells of, torch raises an error. Other modules use no such part when they are imported.
+Results are right with the substitutes too, but calls take longer if nothing says that the short way is safe. If a transform of torch.func
+can't be detected, torch raises an error inside of it. Other modules use no such part when they are imported.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 
-def _part(path: str, stand_in: Any) -> Any:
-    """The part of ``torch._C`` of that name, or the stand-in."""
+def _part(path: str, substitute: Any) -> Any:
+    """The part of ``torch._C`` of that name, or the substitute."""
     found: Any = torch._C
     for name in path.split("."):
         found = getattr(found, name, None)
         if found is None:
-            return stand_in
+            return substitute
     return found
 
 
@@ -80,7 +80,7 @@ def empty_strided(kind: str) -> Any:
     return _part(f"_dynamo.guards._empty_strided_{kind}", None)
 
 
-#: what :func:`pycuda_conv.quick.learn` needs; None if a part is missing
+#: what :func:`pycuda_conv.repeat.learn` needs; None if a part is missing
 ASKED_BY_LAUNCHER: tuple[Callable[[], Any], ...] | None = (transforms_are_active, count_of_modes, tracing_state)
 if not all(hasattr(torch._C, name) for name in ("_are_functorch_transforms_active", "_len_torch_dispatch_stack", "_get_tracing_state")):
     ASKED_BY_LAUNCHER = None

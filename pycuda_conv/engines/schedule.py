@@ -134,7 +134,7 @@ def finish(problem: ConvProblem, split: bool = False, asks_residual: bool = True
     return dict.fromkeys(asked, 0) if split else asked
 
 
-def finish_constants(told: Any) -> dict[str, int]:
-    """:attr:`KernelLaunch.layer` of a kernel whose arguments, `told`, include those of :func:`finish`."""
+def finish_constants(args: Any) -> dict[str, int]:
+    """:attr:`KernelLaunch.layer` of a kernel whose arguments, `args`, include those of :func:`finish`."""
     names = "has_scale", "has_bias", "has_residual", "activation"
-    return {"LAYER": 1} | {name.upper(): getattr(told, name) for name in names if name in told._fields}
+    return {"LAYER": 1} | {name.upper(): getattr(args, name) for name in names if name in args._fields}

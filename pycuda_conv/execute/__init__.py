@@ -1,6 +1,6 @@
-"""Runs plans on arrays; where the arrays lie decides how.
+"""Runs plans on arrays. The way depends on the memory that the arrays are in.
 
-Arrays on a GPU are convolved where they lie (:mod:`pycuda_conv.execute.device`). Arrays in the host's memory go to the device and back,
+Arrays on a GPU are convolved there (:mod:`pycuda_conv.execute.device`). Arrays in the host's memory go to the device and back,
 large ones in chunks (:mod:`pycuda_conv.execute.host`, :mod:`pycuda_conv.execute.pipeline`).
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays import ArrayKind, DeviceKind, HostKind, Signature, check_same_type, same_kind
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import ConvArgumentError
@@ -104,8 +104,9 @@ def check_fit(plan: Plan, kind: ArrayKind, signatures: tuple[Signature | None, .
         given = None if signature is None else tuple(signature[0])
         if given != shape:
             raise ConvArgumentError(f"this plan takes {name} of shape {shape}, but got {given}")
-        if signature is not None and kind.dtype_name(signature[1]) != problem.dtype:
-            raise ConvArgumentError(f"this plan takes {problem.dtype} arrays, but {name} is {kind.dtype_name(signature[1])}")
+    for name, signature, dtype in zip(Operands._fields, signatures, problem.operand_dtypes, strict=True):
+        if signature is not None and kind.dtype_name(signature[1]) != dtype:
+            raise ConvArgumentError(f"this plan takes {dtype} arrays, but {name} is {kind.dtype_name(signature[1])}")
     if elsewhere:
         raise ConvArgumentError(f"this plan is for {plan.device.name}, but the arrays lie elsewhere")
     known.add((kind, signatures))
@@ -135,5 +136,5 @@ def call_plan(plan: Plan, operands: Operands, out: Any, stream: Any) -> Any:
     check_fit(plan, kind, signatures)
     result = run(kind, plan, operands, out, stream)
     if stream is None:
-        quick.remember(table, (), kind, plan, operands, out)
+        repeat.remember(table, (), kind, plan, operands, out)
     return kind.exported(result, operands, stream)

@@ -14,7 +14,7 @@ from pycuda_conv.engines.images.window import CODES
 from pycuda_conv.ndimage import launches
 from pycuda_conv.ndimage.launches import Bench, Dense, Join, Term, sums_of
 from pycuda_conv.ndimage.spaces import INTEGERS, PARTS, Space, as_array, space_of
-from pycuda_conv.runtime import get_device, pycudas_device
+from pycuda_conv.runtime import get_device, pycuda_device
 
 #: What float32 sums serve.
 NARROW = {"bool", "uint8", "int8", "uint16", "int16", "float16", "bfloat16", "float32"}
@@ -79,7 +79,7 @@ def run(call: Call, terms: Callable[[Any], Sequence[Term]], weights: Sequence[An
     if target is not None and kind_of("output", target) is not space.kind:
         raise TypeError(f"input is a {space.kind.name} but output is a {kind_of('output', target).name}; pass arrays of one kind")
     on_gpu = space.kind.on_gpu(x)
-    asked = get_device(call.device) if call.device is not None else None if on_gpu else pycudas_device()
+    asked = get_device(call.device) if call.device is not None else None if on_gpu else pycuda_device()
     device = space.kind.device(space.kind.signature(x), asked)
     bench = Bench(space, device, call.stream)
     work = _Work(bench, call.rounding, norm)

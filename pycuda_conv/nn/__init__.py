@@ -5,9 +5,11 @@ Files of ``torch.export.save`` name operators of this package, so import this mo
 ``import pycuda_conv`` does not.
 """
 
-from pycuda_conv.nn import autograd as autograd  # importing these two defines the operators
+from pycuda_conv.nn import autograd as autograd
+from pycuda_conv.nn import conv_operators as conv_operators  # importing these two defines the operators
 from pycuda_conv.nn import evaluation as evaluation
 from pycuda_conv.nn import folding as folding
+from pycuda_conv.nn import repeated as repeated
 from pycuda_conv.nn.compiler import CompiledGraph, backend, compile
 from pycuda_conv.nn.convert import Conversion, Converted, convert, report, revert
 from pycuda_conv.nn.fused import FusedConvBnReLU1d, FusedConvBnReLU2d, FusedConvBnReLU3d

@@ -11,40 +11,27 @@ each other's derivatives:
 ==================  ============================================================
 
 They are called in one of two ways. Torch has to see an operator, ``torch.ops.pycuda_conv.*``, in ``torch.compile``, inside a mode or a
-transform, and on tensors without numbers. The four of the table are made of one that computes, ``convolve``, which is what compiled code
-calls. Otherwise a ``torch.autograd.Function`` is called, in less time. :mod:`pycuda_conv.ops` computes the results and checks everything. A
-repeated convolution has a Function of its own, :class:`_Again`, which checks nothing and plans nothing, forward or backward.
+transform, and on tensors without numbers: :mod:`pycuda_conv.nn.conv_operators` defines them. Otherwise a ``torch.autograd.Function`` is
+called, in less time. :mod:`pycuda_conv.ops` computes the results and checks everything. A repeated convolution has a Function of its own,
+in :mod:`pycuda_conv.nn.repeated`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as _F
-from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from pycuda_conv import dispatch, quick
+from pycuda_conv import borders, dispatch
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
+from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, check_taken, result_type
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.nn import operators
-from pycuda_conv.problem import (
-    ALGORITHMS,
-    PRECISIONS,
-    SLOPE,
-    ConvProblem,
-    channels_last,
-    check_element_type,
-    integers,
-    padding_in_numbers,
-    padding_pairs,
-)
-from pycuda_conv.repeat import RepeatTable
+from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
 _is_batched = torch_internals.is_batched
@@ -62,14 +49,17 @@ class Settings(NamedTuple):
     device: str | None
     tune: bool
     algorithm: str | None = None
+    padding_mode: Any = "zeros"
+    padding_value: float = 0.0
 
-
-#: Of an operator's list of options.
-_ALGORITHMS = (None, *ALGORITHMS)
-_SCHEMA = (
-    "(Tensor {}, Tensor {}, Tensor? bias, SymInt[] {}, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, "
-    "str precision, str? device, bool tune, str? algorithm=None) -> Tensor"
-)
+    @property
+    def linear(self) -> Settings:
+        """Those of the part that is linear in the input: what a constant border adds is the same for all inputs."""
+        if self.padding_value == 0:
+            return self
+        pairs = borders.mode_pairs(self.padding_mode, self.ndim)
+        modes = tuple(tuple("zeros" if mode == "constant" else mode for mode in pair) for pair in pairs)
+        return self._replace(padding_mode=modes, padding_value=0.0)
 
 
 def _in_numbers(settings: Settings, filter_size: Sequence[int]) -> Settings:
@@ -81,12 +71,21 @@ def _in_numbers(settings: Settings, filter_size: Sequence[int]) -> Settings:
 
 
 def _flat(settings: Settings) -> tuple[Any, ...]:
-    """Settings in numbers, flattened for the schema: the padding is one list, before and after in turn."""
-    return settings.stride, [n for pair in settings.padding for n in pair], *settings[3:]
+    """Settings in numbers, flattened for the schema: the padding is a list, before and after in turn, and so are the words of its modes."""
+    *others, mode, value = settings[3:]
+    flat = settings.stride, [n for pair in settings.padding for n in pair], *others
+    if mode == "zeros" and value == 0:
+        return flat
+    return *flat, " ".join(word for pair in borders.mode_pairs(mode, settings.ndim) for word in pair), value
 
 
-def _from_flat(stride: Sequence[int], padding: Sequence[int], *rest: Any) -> Settings:
-    return Settings(len(stride), tuple(stride), tuple(zip(padding[::2], padding[1::2], strict=True)), *rest)
+def _from_flat(
+    stride: Sequence[int], padding: Sequence[int], dilation: Any, groups: int, precision: str, device: Any, tune: bool,
+    algorithm: Any = None, padding_mode: str = "", padding_value: float = 0.0,
+) -> Settings:
+    pairs, modes = (tuple(zip(of_sides[::2], of_sides[1::2], strict=True)) for of_sides in (padding, padding_mode.split()))
+    options = dilation, groups, precision, device, tune, algorithm, modes or "zeros", padding_value
+    return Settings(len(stride), tuple(stride), pairs, *options)
 
 
 class Operator:
@@ -108,9 +107,11 @@ class Operator:
 
     def asked(self, settings: Settings, size: Any) -> tuple[Any, ...]:
         """The options, as :func:`pycuda_conv.dispatch.convolve` takes them."""
-        ndim, stride, padding, dilation, groups, precision, *_ = settings
+        ndim, stride, padding, dilation, groups, precision, _, _, algorithm, mode, value = settings
         asked = self.function, ndim, stride, padding, dilation, groups, precision, size, None
-        return asked if settings.algorithm is None else (*asked, settings.algorithm)
+        if mode == "zeros" and not value:
+            return asked if algorithm is None else (*asked, algorithm, "zeros", 0.0, None)
+        return *asked, algorithm, mode, value, None
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         """The shape of the result. Sizes may be symbols; the settings are in numbers."""
@@ -197,10 +198,10 @@ class _ConvInput(_Gradient):
         return ConvProblem.gradient(self.function, ndim, size, second, first, **settings)
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
-        return call_operator(CONV, settings, grad, second, None, ())
+        return call_operator(CONV, settings.linear, grad, second, None, ())
 
     def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
-        return call_operator(CONV_WEIGHT, settings, grad, first, None, shape)
+        return call_operator(CONV_WEIGHT, settings.linear, grad, first, None, shape)
 
 
 class _ConvWeight(_Gradient):
@@ -224,16 +225,26 @@ _BY_FUNCTION = {operator.function: operator for operator in OPERATORS}
 
 
 def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> Any:
-    """A convolution or a gradient in a call that torch is told of; the options are hashable."""
+    """A convolution or a gradient in a call that torch knows of; the options are hashable."""
     if call.function == "conv" and operands.input.dim() == operands.weight.dim() == call.ndim:  # arrays of spatial axes alone
         x, w, bias, scale, residual = operands
         with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
         return convolve(call, with_channels, device, tune)[0]
-    settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune, call.algorithm)
+    settings = _settings(call, device, tune)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size
+    dtypes = [None if one is None else TORCH.dtype_name(one.dtype) for one in operands]
+    operands = call.of_one_type(operands, dtypes, lambda tensor, dtype: tensor.to(getattr(torch, dtype)), TORCH.conversion)
     operands = Operands(*_cast(*operands))
     input, weight, bias, scale, residual = operands
+    if call.dtype is not None and call.dtype not in INTEGER_BYTES:
+        result_type(arithmetic([TORCH.dtype_name(input.dtype)], call.dtype), call.dtype)
+        call = call._replace(dtype=None)
+    if call.dtype is not None:  # integers have no gradients
+        if _traced(*operands):
+            return _rounded(convolve(call._replace(dtype=None), operands, device, tune), call.dtype)
+        detached = tuple(one if one is None else one.detach() for one in operands)
+        return dispatch.convolve(call, detached, None, (device, None, None, tune), True)
     if scale is None and residual is None and call.activation is None:
         return call_operator(operator, settings, input, weight, bias, size)
     if not _differentiated(*operands) and not _traced(*operands):  # but cast
@@ -247,6 +258,25 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
         y = y if bias is None else y + bias.view(channels)
     y = y if residual is None else y + residual
     return activated(y, call.activation)
+
+
+def _settings(call: Call, device: str | None, tune: bool) -> Settings:
+    return Settings(
+        call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune, call.algorithm, call.padding_mode,
+        call.padding_value,
+    )
+
+
+def _rounded(y: Any, dtype: str) -> Any:
+    """A result in the type that was asked for, by torch's own operations, which compilers see."""
+    wanted = getattr(torch, result_type(TORCH.dtype_name(y.dtype), dtype))
+    if y.dtype is wanted:
+        return y
+    least, most = (0, 1) if wanted is torch.bool else (torch.iinfo(wanted).min, torch.iinfo(wanted).max)
+    whole = y.detach().round()
+    beyond = whole >= float(most)
+    inside = torch.where(beyond | ~(whole >= float(least)), float(least), whole).to(torch.int64)  # NaN too
+    return torch.where(beyond, most, inside).to(wanted)
 
 
 def _hardswish(y: Any) -> Any:
@@ -292,7 +322,7 @@ class without_autocast:
 
 
 def sum_channels(ndim: int, grad_output: Any, device: str | None) -> Any:
-    """The gradient of a bias, in a call that torch is told of: torch's own sum."""
+    """The gradient of a bias, in a call that torch knows of: torch's own sum."""
     if not _differentiated(grad_output, grad_output, None, None, None) and not _traced(grad_output, grad_output, None):
         return dispatch.sum_channels(ndim, grad_output, device, None, True)
     dispatch.check_summed(ndim, grad_output.shape, TORCH.dtype_name(grad_output.dtype), TORCH.conversion)
@@ -320,7 +350,7 @@ def call_operator(operator: Operator, settings: Settings, first: Any, second: An
 
 
 def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *options: Any) -> Any:
-    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups and precision.
+    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups, precision and the mode of the padding.
 
     The operator is called at once. Torch.compile would follow all that a call of :func:`pycuda_conv.conv2d` does, which takes it 0.1 s.
     """
@@ -331,8 +361,11 @@ def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *opti
 
 
 @torch_internals.constant
-def _flat_options(sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str) -> tuple[Any, ...]:
-    return _flat(_in_numbers(Settings(len(sizes), stride, padding, dilation, groups, precision, None, False), sizes))
+def _flat_options(
+    sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str, padding_mode: Any = "zeros"
+) -> tuple[Any, ...]:
+    settings = Settings(len(sizes), stride, padding, dilation, groups, precision, None, False, None, padding_mode)
+    return _flat(_in_numbers(settings, sizes))
 
 
 def _is_transformed() -> bool:
@@ -366,101 +399,6 @@ class _Function(torch.autograd.Function):
 #: Whether torch.compile traces the call, which it may also do in a backward pass.
 _is_followed = torch.compiler.is_dynamo_compiling
 
-#: Both gradients of convolutions by their keys, as the launcher in C repeats them.
-_both = RepeatTable()
-
-
-class Again:
-    """A repeated convolution that torch asks for gradients of: see :mod:`pycuda_conv.quick`.
-
-    Its gradients are those of :class:`_Function`, but found by keys that are made once. A gradient that is not ready, or that torch has to
-    know of in its turn, is computed by an operator.
-    """
-
-    def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int], order: tuple[int, ...] | None) -> None:
-        self.operator = _BY_FUNCTION[call.function]
-        self.settings = settings = Settings(
-            call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False, call.algorithm
-        )
-        self.size = call.size
-        self.shapes = first_shape, second_shape
-        #: in which the result lies
-        self.order = order
-        self.transposed = self.operator is CONV_TRANSPOSE
-        #: the key's options of both gradients together
-        self.both = call.function, *settings[:6], settings.algorithm, call.size
-        #: the keys' options of the gradients; None where they take more than one convolution
-        self.by_first: tuple[Any, ...] | None = CONV_INPUT.asked(settings, first_shape)
-        self.by_second: tuple[Any, ...] | None = CONV_WEIGHT.asked(settings, second_shape)
-        if self.transposed:
-            self.by_first = CONV.asked(settings, ())
-            more, steps = integers("", call.size, call.ndim), integers("", call.stride, call.ndim)
-            if any(m >= step for m, step in zip(more, steps, strict=True)):
-                self.by_first = self.by_second = None
-        #: what the launcher in C needs
-        self.known = _both, self.both, quick.table, self.by_first, self.by_second, self.transposed
-
-    def gradients(self, first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
-        """The gradients by both operands, in one row of launches if the launcher has it."""
-        possible = self.by_first is not None and not torch.is_grad_enabled() and quick.possible()
-        if possible:
-            made = quick.again(_both, self.both, first, second, grad)
-            if made is not None:
-                _, by_first, by_second = made
-                return by_first, by_second
-        found = self.gradient_by_first(second, grad), self.gradient_by_second(first, grad)
-        if possible:
-            self._remember(first, second, grad)
-        return found
-
-    def _remember(self, first: Any, second: Any, grad: Any) -> None:
-        """Make a row of the launches of both gradients, which were just computed, unless a plan waits for better kernels."""
-        name = quick.key(self.both, first, second, grad)
-        if name is None or name in _both or TORCH.traced(first, second, grad):
-            return
-        ndim, layout = self.settings.ndim, _layout(grad, self.settings.ndim)
-        by_first = (grad, second, None, None, None)
-        by_second = ((grad, first) if self.transposed else (first, grad)) + by_first[2:]
-        plans, alike = [], layout == _layout(first, ndim)
-        for asked, operands in ((self.by_first, by_first), (self.by_second, by_second)):
-            call = Call(*asked).hashable()  # type: ignore[misc]  # it is not None
-            plan = dispatch.plan_for_call(call, TORCH, TORCH.signatures(Operands(*operands)), None, layout, False)
-            plans.append(plan.better or plan)
-        of_first, of_second = plans
-        if not (of_first.may_be_repeated and of_second.may_be_repeated) or of_first.device.capturing():
-            return
-        ready = None
-        filter_last, last = (
-            able and TORCH.is_laid_out_as(second, plan.filter_order)
-            for able, plan in ((of_first.reads_filter_last, of_first), (of_second.writes_filter_last, of_second))
-        )
-        fit = alike and layout == of_first.problem.layout == of_second.problem.layout
-        if fit and quick.fits(TORCH, of_first, by_first, filter_last) and quick.fits(TORCH, of_second, by_second, False):
-            # first, second, gradient of the result | gradients of first and second | workspace | none
-            x, w, dy, dx, dw, scratch, none = ((i, 0) for i in range(7))
-            places = (dy, w, none, dx, scratch, none), (*((dy, x) if self.transposed else (x, dy)), none, dw, scratch, none)
-            steps = quick.in_a_row(of_first, filter_last, places[0], of_second, last, places[1])
-            nbytes = quick.bytes_of_row(of_first, filter_last, of_second, last)
-            orders = of_first.result_order, of_second.filter_order if last else None
-            results = [
-                TORCH.maker(plan.result_shape, grad.dtype, grad.device, order) for plan, order in zip(plans, orders, strict=True)
-            ]
-            ready = quick.row(TORCH, of_first.device, steps, grad, 3, results, nbytes)
-        _both.put(name, ready, of_first, of_second)
-
-    def gradient_by_first(self, second: Any, grad: Any) -> Any:
-        made = None
-        if not torch.compiler.is_dynamo_compiling():
-            made = quick.call(quick.table, self.by_first, False, grad, second, None, None, None, None)
-        return self.operator.by_first(self.settings, self.shapes[0], second, grad) if made is None else made
-
-    def gradient_by_second(self, first: Any, grad: Any) -> Any:
-        made = None
-        if not torch.compiler.is_dynamo_compiling():
-            operands = (grad, first) if self.transposed else (first, grad)
-            made = quick.call(quick.table, self.by_second, False, *operands, None, None, None, None)
-        return self.operator.by_second(self.settings, first, self.shapes[1], grad) if made is None else made
-
 
 def without_gaps(grad: Any, order: tuple[int, ...] | None) -> Any:
     """A gradient that lies in `order`, as the result does: a copy if its elements lie apart, repeat, or lie in another order.
@@ -470,42 +408,14 @@ def without_gaps(grad: Any, order: tuple[int, ...] | None) -> Any:
     return grad if TORCH.is_kernel_input(grad, order) else TORCH.copy(grad, order)
 
 
-class _Again(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, again: Again, first: Any, second: Any, bias: Any, made: tuple[Any]) -> Any:
-        _, by_first, by_second, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(first if by_second else None, second if by_first else None)
-        ctx.again = again
-        return made[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        first, second = saved = ctx.saved_tensors  # torch.utils.checkpoint gives them once
-        again, followed = ctx.again, _is_followed()
-        made = None if followed else quick.gradients(ctx, saved, grad)
-        if made is None and not (followed or torch.is_grad_enabled() or _traced(grad, grad, None) or _is_batched(grad)):
-            dense = without_gaps(grad, again.order)
-            if dense is not grad:
-                grad, made = dense, quick.gradients(ctx, saved, dense)
-        if made is not None:
-            return made
-        _, by_first, by_second, by_bias, _ = ctx.needs_input_grad
-        if by_first and by_second:
-            dx, dw = again.gradients(first, second, grad)
-        else:
-            dx = again.gradient_by_first(second, grad) if by_first else None
-            dw = again.gradient_by_second(first, grad) if by_second else None
-        return None, dx, dw, _summed(again.settings.ndim, grad) if by_bias else None, None
-
-
-def told_again(call: Call, first_shape: Sequence[int], second_shape: Sequence[int], result: Any) -> Callable[..., Any]:
-    """(first, second, bias, (result,)) -> the result of a convolution that the launcher in C has just repeated, known to torch.
-
-    It is ``_Again.apply`` without checks that the launcher has already made. They take 3 us. `result` lies as all results of the call do.
-    """
-    batched = result.dim() == call.ndim + 2
-    order = channels_last(call.ndim + 2, call.ndim) if batched and _layout(result, call.ndim) == "NHWC" else None
-    return partial(super(torch.autograd.Function, _Again).apply, Again(call, first_shape, second_shape, order))
+def lying_as(grad: Any, order: tuple[int, ...] | None) -> Any:
+    """A gradient in a trace, laid out in `order`. A compiler lets the step that computes it write it so, where it can."""
+    if torch_internals.transforms_are_active() or _is_batched(grad):
+        return grad
+    if order is None:
+        return grad.contiguous()
+    permuted = grad.permute(order)
+    return grad if permuted.is_contiguous() else permuted.contiguous().permute([order.index(axis) for axis in range(len(order))])
 
 
 class _Transformed(_Function):
@@ -543,7 +453,8 @@ def _tangent(ctx: Any, first: Any, second: Any, bias: Any) -> Any:
     """The derivative of the result in the direction of these operands, each of which may be None: the operator is linear in each."""
     operator, settings, *_ = ctx.call
     of_first, of_second = ctx.saved_tensors
-    terms = [] if first is None else [call_operator(operator, settings, first, of_second, None, ctx.size)]
+    of_first_alone = settings if operator is CONV_INPUT else settings.linear
+    terms = [] if first is None else [call_operator(operator, of_first_alone, first, of_second, None, ctx.size)]
     if second is not None:
         terms.append(call_operator(operator, settings, of_first, second, None, ctx.size))
     if bias is not None:
@@ -565,16 +476,49 @@ def _derivatives(ctx: Any, grad: Any) -> tuple[Any, Any, Any]:
 def _fake(operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
     """A tensor without numbers that has the result's shape and strides."""
     _check(operator, settings, first, second, bias, None, None, size, None)
-    return _empty_like(first, operator.shape(settings, first.shape, second.shape, size), settings.ndim)
+    like = second if TORCH.dtype_name(first.dtype) in INTEGER_BYTES else first
+    return _empty_like(first, operator.shape(settings, first.shape, second.shape, size), settings.ndim, like.dtype)
 
 
-def _empty_like(first: Any, shape: Sequence[int], ndim: int) -> Any:
+def lies_in(x: Any, order: Sequence[int]) -> bool:
+    """Whether a tensor, whose sizes may be symbols, is known to lie without gaps with its axes in this order.
+
+    Its strides are compared. Torch's own answer, ``is_contiguous``, is sometimes no for symbols although the strides say yes, as for sums
+    in torch 2.11.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # torch's compiler, which takes a second to import
+
+    expected: Any = 1
+    for axis in reversed(order):
+        if not (statically_known_true(x.shape[axis] == 1) or statically_known_true(x.stride(axis) == expected)):
+            return False
+        expected = expected * x.shape[axis]
+    return True
+
+
+def _is_one(x: Any, axis: int) -> bool:
+    """Whether an axis has one element and the stride 1, so that its place in a tensor's order is last."""
+    return isinstance(x.shape[axis], int) and isinstance(x.stride(axis), int) and x.shape[axis] == x.stride(axis) == 1
+
+
+def traced_layout(x: Any, ndim: int) -> str:
+    """The layout that a tensor counts as, whose sizes may be symbols."""
+    order = channels_last(x.dim(), ndim)
+    if order is None or x.layout is not torch.strided or all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+        return _layout(x, ndim)
+    axis = x.dim() - ndim - 1
+    if lies_in(x, range(x.dim())) and not _is_one(x, axis):
+        return "NCHW"
+    return "NHWC" if lies_in(x, order) else "NCHW"
+
+
+def _empty_like(first: Any, shape: Sequence[int], ndim: int, dtype: Any = None) -> Any:
     """A tensor of `shape`, whose sizes may be symbols, in the layout that `first` counts as."""
-    if _layout(first, ndim) == "NCHW":
-        return first.new_empty(shape)
+    if traced_layout(first, ndim) == "NCHW":
+        return first.new_empty(shape, dtype=dtype)
     order = channels_last(len(shape), ndim)
     assert order is not None
-    return first.new_empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
+    return first.new_empty([shape[axis] for axis in order], dtype=dtype).permute([order.index(axis) for axis in range(len(order))])
 
 
 def _check(
@@ -583,10 +527,13 @@ def _check(
     """Refuse operands that don't fit together, as far as their sizes are known."""
     more = {"bias": bias, "scale": scale, "residual": residual}
     given = {name: tensor for name, tensor in more.items() if tensor is not None}
-    for name, tensor in {operator.words[0]: first, operator.words[1]: second, **given}.items():
+    own = TORCH.dtype_name(first.dtype)
+    check_taken(operator.words[0], own, TORCH.conversion)
+    for name, tensor in {operator.words[1]: second, **given}.items():
         check_element_type(name, TORCH.dtype_name(tensor.dtype), TORCH.conversion)
+    read, computed = (own, second.dtype) if own in INTEGER_BYTES else ("", first.dtype)
     for name, other in {operator.words[1]: second, **given}.items():
-        if other.device != first.device or other.dtype != first.dtype:
+        if other.device != first.device or other.dtype != computed:
             raise ConvArgumentError(
                 f"{operator.words[0]} and {name} should be the same in device and dtype, but are on {first.device} in {first.dtype} and "
                 f"on {other.device} in {other.dtype}"
@@ -595,8 +542,9 @@ def _check(
         shapes = {f"{name}_shape": tensor.shape for name, tensor in given.items() if name != "bias"}
         operator.problem(
             settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
-            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(first.dtype),
-            precision=settings.precision, algorithm=settings.algorithm, **shapes,
+            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(computed),
+            input_dtype=read, precision=settings.precision, algorithm=settings.algorithm, padding_mode=settings.padding_mode,
+            padding_value=settings.padding_value, **shapes,
             **({} if activation is None else {"activation": activation}),
         )
 
@@ -622,108 +570,3 @@ def _vmap(
     )
     axis = filters if operator is CONV_WEIGHT else channels
     return made.unflatten(axis, (count, made.shape[axis] // count)).movedim(axis - 1, 0), 0
-
-
-# ---- the operators
-
-
-_ALGORITHMS = None, *ALGORITHMS
-
-
-def _spec(operator: Operator, settings: Settings) -> list[int]:
-    """An operator and its settings in numbers as one list of ints.
-
-    They are: number of the operator, of the precision and of the algorithm, device (-2: the tensors', -1: OpenCL, else the number of a
-    GPU), tune, groups; then for each axis stride, padding before, padding after, dilation.
-    """
-    device = settings.device
-    place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])
-    how = PRECISIONS.index(settings.precision), _ALGORITHMS.index(settings.algorithm)
-    spec = [OPERATORS.index(operator), *how, place, int(settings.tune), settings.groups]
-    for step, pair, spread in zip(settings.stride, settings.padding, settings.dilation, strict=True):
-        spec += step, *pair, spread
-    return spec
-
-
-@lru_cache(maxsize=4096)
-def _from_spec(spec: tuple[int, ...]) -> tuple[Operator, Settings]:
-    """The operator and its settings from the list of :func:`_spec`."""
-    number, precision, algorithm, place, tune, groups, *axes = spec
-    stride, before, after, dilation = (tuple(axes[i::4]) for i in range(4))
-    device = None if place == -2 else "opencl" if place == -1 else f"cuda:{place}"
-    padding = tuple(zip(before, after, strict=True))
-    how = PRECISIONS[precision], device, bool(tune), _ALGORITHMS[algorithm]
-    return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, *how)
-
-
-def _convolve(first: Any, second: Any, bias: Any, size: Sequence[int], spec: Sequence[int]) -> Any:
-    operator, settings = _from_spec(tuple(spec))
-    made = operator.compute(settings, first, second, bias, size)
-    if operator is CONV_WEIGHT and _layout(first, settings.ndim) == "NHWC":  # some kernels write this gradient in C order nevertheless
-        made = TORCH.as_kernel_input(made, channels_last(made.dim(), settings.ndim))
-    return made
-
-
-def _fake_convolve(first: Any, second: Any, bias: Any, size: Any, spec: Sequence[int]) -> Any:
-    operator, settings = _from_spec(tuple(spec))
-    return _fake(operator, settings, first, second, bias, size)
-
-
-def _vmap_convolve(info: Any, in_dims: Any, first: Any, second: Any, bias: Any, size: Any, spec: Sequence[int]) -> Any:
-    return _vmap(info.batch_size, in_dims, *_from_spec(tuple(spec)), first, second, bias, size)
-
-
-class _OfOperators(_Transformed):
-    """:class:`_Function` whose result an operator computes, for compilers and modes."""
-
-    @staticmethod
-    def forward(first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:  # type: ignore[override]
-        return torch.ops.pycuda_conv.convolve.default(first, second, bias, size, _spec(operator, settings))
-
-
-def _named(operator: Operator) -> Callable[..., Any]:
-    """The operator that torch differentiates."""
-
-    def of_operators(first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
-        settings = _from_flat(*flat)
-        if _differentiated(first, second, bias, None, None) or torch_internals.transforms_are_active():
-            return _OfOperators.apply(first, second, bias, operator, settings, size)
-        return _OfOperators.forward(first, second, bias, operator, settings, size)
-
-    return of_operators
-
-
-operators.define("convolve(Tensor first, Tensor second, Tensor? bias, SymInt[] size, int[] spec) -> Tensor", _convolve, _fake_convolve)
-operators.define_vmap("convolve", _vmap_convolve)
-for _operator in OPERATORS:
-    operators.define_by_others(_operator.name + _SCHEMA.format(*_operator.words), _named(_operator))
-
-
-# ---- FlopCounterMode
-
-
-def flops(result: Sequence[int], weight: Sequence[int]) -> int:
-    """Operations of a convolution with these shapes of result and filter, and of each of its gradients, as torch counts them."""
-    return 2 * math.prod(result) * math.prod(weight[1:])
-
-
-def count_flops(operator: Any, formula: Callable[..., int]) -> None:
-    """Let torch's counters count `operator` by a formula of shapes; counters that already exist count it too."""
-    register_flop_formula(operator)(formula)
-    for mode in torch_internals.modes():
-        counter = getattr(mode, "counter", mode)
-        if isinstance(counter, FlopCounterMode):
-            counter.flop_registry[operator] = flop_registry[operator]
-
-
-def _flops(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *flat: Any, out_shape: Any) -> int:
-    return flops(*{CONV: (out_shape, second), CONV_WEIGHT: (second, out_shape)}.get(operator, (first, second)))
-
-
-def _flops_of_spec(first: Any, second: Any, bias: Any, size: Any, spec: Sequence[int], out_shape: Any) -> int:
-    return _flops(_from_spec(tuple(spec))[0], first, second, bias, size, out_shape=out_shape)
-
-
-count_flops(torch.ops.pycuda_conv.convolve, _flops_of_spec)
-for _operator in OPERATORS:
-    count_flops(getattr(torch.ops.pycuda_conv, _operator.name), partial(_flops, _operator))

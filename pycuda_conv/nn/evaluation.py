@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.errors import ConvArgumentError
@@ -65,7 +65,7 @@ def _evaluate(
     var: Tensor | None, residual: Tensor | None,
 ) -> Tensor:
     operands = x, weight, bias, gamma, beta, mean, var, residual
-    made = quick.again(_again, asked, *operands)
+    made = repeat.replay(_again, asked, *operands)
     return _computed(asked, operands) if made is None else made[1]
 
 
@@ -100,7 +100,7 @@ def _computed(asked: tuple[Any, ...], operands: tuple[Tensor | None, ...]) -> Te
 def _remember(asked: tuple[Any, ...], operands: Sequence[Tensor | None], ways: Any, y: Tensor) -> None:
     """Put a call that was just made into the table, unless better kernels for it are ready."""
     plan, (order, filter_order) = ways.plan, ways.orders
-    name = quick.key(asked, *operands) if plan.may_be_repeated and quick.possible() else None
+    name = repeat.key(asked, *operands) if plan.may_be_repeated and repeat.possible() else None
     if name is None or name in _again or plan.device.capturing():
         return
     ready, orders = None, (order, filter_order, None, None, None, None, None, order)
@@ -123,9 +123,9 @@ def _remember(asked: tuple[Any, ...], operands: Sequence[Tensor | None], ways: A
             steps = folding.fold(TORCH.dtype_name(y.dtype), [norm], (scratch[0], start))
             scale, bias = (scratch[0], start), (scratch[0], start + channels * each)
             nbytes = start + 2 * channels * each
-        steps += quick.steps_of(plan, ways.filter_last, (x, w, bias, made, scratch, none), residual, scale)
+        steps += repeat.steps_of(plan, ways.filter_last, (x, w, bias, made, scratch, none), residual, scale)
         results = [TORCH.maker(plan.result_shape, y.dtype, y.device, plan.result_order)]
-        ready = quick.row(TORCH, plan.device, steps, y, len(operands), results, nbytes)
+        ready = repeat.launch_sequence(TORCH, plan.device, steps, y, len(operands), results, nbytes)
     _again.put(name, ready, plan)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pycuda_conv import dispatch, execute, quick
+from pycuda_conv import dispatch, execute, repeat
 from pycuda_conv.arrays import Signature, check_same_type
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
@@ -60,7 +60,7 @@ def fold_norms(vectors: Sequence[Tensor | None], eps: Sequence[float], wide: boo
     """
     name = (*eps, wide, len(vectors))
     for ready, expected in _prepared.get(name, ()):
-        made: Tensor | None = quick.fold(ready, expected, *vectors)
+        made: Tensor | None = repeat.fold(ready, expected, *vectors)
         if made is not None:
             return made
     return _folded(vectors, eps, wide, name)
@@ -100,9 +100,9 @@ def _folded(vectors: Sequence[Tensor | None], eps: Sequence[float], wide: bool, 
         folded = like.new_empty(starts[-1], dtype=dtype)
         _launch(device, device.schedule_launcher(steps), read, folded)
     same = all(a is b for a, b in zip(given, read, strict=True))
-    if quick.possible() and same and TORCH.on_gpu(like) and not device.capturing():
+    if repeat.possible() and same and TORCH.on_gpu(like) and not device.capturing():
         results = [TORCH.maker((starts[-1],), dtype, like.device, None)]
-        ready = quick.row(TORCH, device, steps, like, len(vectors), results, 0)
+        ready = repeat.launch_sequence(TORCH, device, steps, like, len(vectors), results, 0)
         prepared = _prepared.get(name, ())
         if ready is not None and len(prepared) < MOST_PREPARED:
             _prepared.put(name, [*prepared, (ready, _expected(read))])
@@ -140,7 +140,7 @@ def scaled(asked: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, folded
 
     `asked` is as :func:`pycuda_conv.nn.evaluation._evaluate` takes it; its last member is not read.
     """
-    made = quick.again(_again, (start, *asked), x, weight, folded, residual)
+    made = repeat.replay(_again, (start, *asked), x, weight, folded, residual)
     return computed(asked, start, x, weight, folded, residual) if made is None else made[1]
 
 
@@ -215,7 +215,7 @@ def computed(asked: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, fold
     channels = ways.plan.problem.result_channels
     y = result(ways, x, weight, folded[start : start + channels], folded[start + channels : start + 2 * channels], residual)
     plan, (order, filter_order) = ways.plan, ways.orders
-    name = quick.key((start, *asked), *operands) if plan.may_be_repeated and quick.possible() else None
+    name = repeat.key((start, *asked), *operands) if plan.may_be_repeated and repeat.possible() else None
     if name is None or name in _again or plan.device.capturing() or TORCH.layout(x, plan.problem.ndim) != plan.problem.layout:
         return y
     ready = None
@@ -225,9 +225,9 @@ def computed(asked: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, fold
         # x, w, folded, residual | y | workspace | none
         ax, aw, af, ar, ay, scratch, none = ((i, 0) for i in range(7))
         scale, bias = (af[0], start * each), (af[0], (start + channels) * each)
-        steps = quick.steps_of(plan, ways.filter_last, (ax, aw, bias, ay, scratch, none), ar, scale)
+        steps = repeat.steps_of(plan, ways.filter_last, (ax, aw, bias, ay, scratch, none), ar, scale)
         results = [TORCH.maker(plan.result_shape, y.dtype, y.device, plan.result_order)]
-        ready = quick.row(TORCH, plan.device, steps, y, len(operands), results, plan.workspace_bytes)
+        ready = repeat.launch_sequence(TORCH, plan.device, steps, y, len(operands), results, plan.workspace_bytes)
     _again.put(name, ready, plan)
     return y
 

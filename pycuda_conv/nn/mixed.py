@@ -1,8 +1,9 @@
 """Repeated convolutions inside ``torch.autocast``: their launches also round float32 operands, and give gradients in float32.
 
 Torch's autocast casts input, filter and bias one by one, and each cast has a backward pass of its own. These six launches of torch's take
-the host longer than the convolution. Here they are in the same row of launches as the convolution: see :func:`pycuda_conv.quick.row`. The
-numbers are the same: gradients too are rounded to 16 bits first, so a gradient that overflows there is infinite.
+the host longer than the convolution. Here they and the convolution are one sequence of launches: see
+:func:`pycuda_conv.repeat.launch_sequence`. The numbers are the same: gradients too are rounded to 16 bits first, so a gradient that
+overflows there is infinite.
 
 The rounded operands are results beside the convolution's, so that torch can differentiate gradients in their turn.
 """
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pycuda_conv import dispatch, quick
+from pycuda_conv import dispatch, repeat
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
 from pycuda_conv.engines.geometry import ceil
@@ -47,7 +48,7 @@ class _Ready(NamedTuple):
     order: Any
 
 
-class _Room:
+class PackBuffer:
     """Places in a workspace."""
 
     def __init__(self, buffer: int) -> None:
@@ -71,7 +72,7 @@ def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tupl
             return made
     given = operands if recorded else autograd._cast(*operands)  # gradients have the dtype in which the result was computed
     with autograd.without_autocast(first):
-        made = quick.call(quick.table, asked, recorded, *given, None)
+        made = repeat.call(repeat.public_calls, asked, recorded, *given, None)
         if made is None:
             made = dispatch.convolve(asked, given, None, place, recorded)
         elif plain and given[1] is not second and autograd._differentiated(first, second, bias, None, None):
@@ -80,10 +81,10 @@ def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tupl
 
 
 def convolve(asked: tuple[Any, ...], input: Any, weight: Any, bias: Any, wanted: Any) -> Any:
-    """A convolution in a call that torch is told of; None if it has to be computed another way. ``torch.autocast`` is switched off."""
+    """A convolution in a call that torch knows of; None if it has to be computed another way. ``torch.autocast`` is switched off."""
     if not autograd._differentiated(input, weight, bias, None, None):
         return None
-    made = quick.again(_table, (_WORDS.get(wanted), *asked), input, weight, bias)
+    made = repeat.replay(_table, (_WORDS.get(wanted), *asked), input, weight, bias)
     if made is None:
         return None
     ready, *results = made
@@ -94,7 +95,7 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
     """Put a convolution that was just computed into the table: of `given`, which torch cast from the `wide` operands."""
     x, weight, bias = given
     word = _WORDS.get(x.dtype)
-    name = None if word is None else quick.key((word, *asked), *wide)
+    name = None if word is None else repeat.key((word, *asked), *wide)
     if name is None or name in _table:
         return
     assert word is not None
@@ -115,18 +116,18 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
         if narrows:
             results.append(TORCH.maker(tuple(x.shape), x.dtype, x.device, plan.order))
         (ax, aw, ab, ay, w16, *more, scratch, none) = ((i, 0) for i in range(3 + len(results) + 2))
-        x16, room = more[0] if narrows else ax, _Room(scratch[0])
-        room.take(plan.workspace_bytes)
+        x16, buffer = more[0] if narrows else ax, PackBuffer(scratch[0])
+        buffer.take(plan.workspace_bytes)
         wide_ones: list[casting.Part] = [(weight.numel(), aw, w16)]
         if narrows:
             wide_ones.append((x.numel(), ax, x16))
         b16 = none
         if bias is not None:
-            b16 = room.take(bias.numel() * 2)
+            b16 = buffer.take(bias.numel() * 2)
             wide_ones.append((bias.numel(), ab, b16))
         steps = [[casting.narrow(word, *wide_ones)]]
-        steps += quick.steps_of(plan, filter_last, (x16, w16, b16, ay, scratch, none))
-        row = quick.row(TORCH, plan.device, steps, x, 3, results, room.used)
+        steps += repeat.steps_of(plan, filter_last, (x16, w16, b16, ay, scratch, none))
+        row = repeat.launch_sequence(TORCH, plan.device, steps, x, 3, results, buffer.used)
         if row is not None:
             settings = autograd.Settings(
                 call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False
@@ -168,7 +169,7 @@ class _Function(torch.autograd.Function):
         found: list[Any] = [None, None, None]
         if grad is not None:
             made = None
-            if again and quick.possible() and not autograd._traced(grad, grad, None) and not autograd._is_batched(grad):
+            if again and repeat.possible() and not autograd._traced(grad, grad, None) and not autograd._is_batched(grad):
                 made = _gradients(ctx, grad, x16, w16)
                 if made is None:
                     dense = autograd.without_gaps(grad, ready.order)
@@ -198,7 +199,7 @@ def _gradients(ctx: Any, grad: Any, x16: Any, w16: Any) -> list[Any] | None:
     """The gradients by input, filter and bias, by a repeated backward pass; None if they have to be computed another way."""
     ready, asked = ctx.ready, [int(needed) for needed in ctx.needs_input_grad[:3]]
     options = "backward", ready.dtype, int(ready.narrows), int(ctx.last), *asked, *ready.call[:-2], *ctx.shapes
-    made = quick.again(_table, options, grad, x16, w16)
+    made = repeat.replay(_table, options, grad, x16, w16)
     if made is None:
         _remember_gradients(options, ctx, grad, x16, w16)
         return None
@@ -208,7 +209,7 @@ def _gradients(ctx: Any, grad: Any, x16: Any, w16: Any) -> list[Any] | None:
 
 def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any, w16: Any) -> None:
     """Put a backward pass into the table."""
-    name = quick.key(options, grad, x16, w16)
+    name = repeat.key(options, grad, x16, w16)
     if name is None or name in _table:
         return
     ready, (by_x, by_weight, by_bias, *_) = ctx.ready, ctx.needs_input_grad
@@ -234,33 +235,33 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
         steps: list[list[KernelLaunch]] = []
         results: list[Any] = []
         narrow_ones: list[casting.Part] = []  # one launch widens these at the end
-        room = _Room(scratch[0])
+        buffer = PackBuffer(scratch[0])
         pixels = batch_norm.Pixels(word, TORCH.layout(grad, ndim), grad.shape[0], grad.shape[1], math.prod(grad.shape[2:]))
         summed, nbytes = batch_norm.channel_sums(pixels, device.multiprocessors) if by_bias else ((), 0)
-        room.take(max(nbytes, *(plan.workspace_bytes for plan in plans)))  # the plans use it one after the other
+        buffer.take(max(nbytes, *(plan.workspace_bytes for plan in plans)))  # the plans use it one after the other
         if by_first is not None and dx is not None:
             size = math.prod(x_shape)
-            to = room.take(2 * size) if ready.narrows else dx
-            steps += quick.steps_of(by_first, last, (ag, aw, none, to, scratch, none))
+            to = buffer.take(2 * size) if ready.narrows else dx
+            steps += repeat.steps_of(by_first, last, (ag, aw, none, to, scratch, none))
             if ready.narrows:
                 narrow_ones.append((size, to, dx))
             results.append(TORCH.maker(tuple(x_shape), torch.float32 if ready.narrows else grad.dtype, grad.device, order))
         if by_second is not None and dw is not None:
-            to = room.take(2 * math.prod(w_shape))
+            to = buffer.take(2 * math.prod(w_shape))
             writes_last = ctx.last and by_second.writes_filter_last
-            steps += quick.steps_of(by_second, writes_last, (ax, ag, none, to, scratch, none))
-            if ctx.last and not writes_last and casting.turns(w_shape):
+            steps += repeat.steps_of(by_second, writes_last, (ax, ag, none, to, scratch, none))
+            if ctx.last and not writes_last and casting.moves_axis(w_shape):
                 steps.append([casting.widen_filter(word, w_shape, to, dw)])
             else:
                 narrow_ones.append((math.prod(w_shape), to, dw))
-            lying = channels_last(len(w_shape), ndim) if ctx.last else None
-            results.append(TORCH.maker(tuple(w_shape), torch.float32, grad.device, lying))
+            order = channels_last(len(w_shape), ndim) if ctx.last else None
+            results.append(TORCH.maker(tuple(w_shape), torch.float32, grad.device, order))
         if db is not None:
-            to = room.take(2 * pixels.K)
-            steps += quick.moved([[one] for one in summed], (ag, to, scratch))
+            to = buffer.take(2 * pixels.K)
+            steps += repeat.rebind_buffers([[one] for one in summed], (ag, to, scratch))
             narrow_ones.append((pixels.K, to, db))
             results.append(TORCH.maker((grad.shape[1],), torch.float32, grad.device, None))
         if narrow_ones:
             steps.append([casting.widen(word, *narrow_ones)])
-        row = quick.row(TORCH, device, steps, grad, 3, results, room.used)
+        row = repeat.launch_sequence(TORCH, device, steps, grad, 3, results, buffer.used)
     _table.put(name, row, *plans)

@@ -4,7 +4,7 @@
 and its host makes twice as many calls. The input is kept for the backward pass, which computes the activation's mask again. A convolution
 behind it is a call of its own: see :mod:`pycuda_conv.nn.autograd` and :mod:`pycuda_conv.nn.mixed`.
 
-A repeated pass is one call of the launcher in C: see :mod:`pycuda_conv.quick`.
+A repeated pass is one call of the launcher in C: see :mod:`pycuda_conv.repeat`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.nn.autograd import _is_batched, _traced, activated, without_autocast, without_gaps
@@ -49,7 +49,7 @@ def norm_act(
     ``torch.autocast`` casts nothing here, as it casts nothing for torch's batch norm. Second derivatives are torch's. What the kernels do
     not take, torch computes.
     """
-    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") and quick.possible():
+    if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") and repeat.possible():
         with without_autocast(x):  # the call is then like those outside of autocast
             return _norm_act(x, gamma, beta, running_mean, running_var, batches, momentum, eps, activation)
     return _norm_act(x, gamma, beta, running_mean, running_var, batches, momentum, eps, activation)
@@ -60,8 +60,8 @@ def _norm_act(
     momentum: float, eps: float, activation: Any,
 ) -> Tensor:
     asked, running = (activation, momentum, eps), (running_mean, running_var)
-    if quick.possible():
-        made = quick.again(_again, asked, x, gamma, beta, *running, batches)
+    if repeat.possible():
+        made = repeat.replay(_again, asked, x, gamma, beta, *running, batches)
         if made is not None:
             _, statistics, out = made
             fused._were_written(running, batches, batches is not None)
@@ -101,7 +101,7 @@ def _remember(
     """Put a forward pass into the table. `operands` are those of its key."""
     x, batches = operands[0], operands[-1]
     assert x is not None
-    name = quick.key(asked, *operands) if quick.possible() and counts else None
+    name = repeat.key(asked, *operands) if repeat.possible() and counts else None
     order = fused._order(x)
     if name is None or name in _again or not TORCH.is_kernel_input(x, order):
         return
@@ -115,14 +115,14 @@ def _remember(
     invstd, counted = (mean[0], pixels.K * pixels.sum_bytes), none if batches is None else an
     if pixels.whole:
         both, nbytes = batch_norm.whole_forward(pixels, device.multiprocessors, eps, momentum, activation)
-        steps = quick.moved([[one] for one in both], (ax, none, ag, at, none, mean, invstd, am, av, counted, ao))
+        steps = repeat.rebind_buffers([[one] for one in both], (ax, none, ag, at, none, mean, invstd, am, av, counted, ao))
     else:
         of_batch, nbytes = batch_norm.statistics(pixels, device.multiprocessors, eps, momentum)
         normalised, _ = batch_norm.forward(pixels, device.multiprocessors, activation)
-        steps = quick.moved([[one] for one in of_batch], (ax, none, mean, invstd, am, av, counted, scratch))
-        steps += quick.moved([[one] for one in normalised], (ax, mean, invstd, ag, at, none, ao))
+        steps = repeat.rebind_buffers([[one] for one in of_batch], (ax, none, mean, invstd, am, av, counted, scratch))
+        steps += repeat.rebind_buffers([[one] for one in normalised], (ax, mean, invstd, ag, at, none, ao))
     results = [TORCH.maker((2, pixels.K), fused._sums_dtype(x), x.device, None), TORCH.maker(tuple(x.shape), x.dtype, x.device, order)]
-    _again.put(name, quick.row(TORCH, device, steps, out, len(operands), results, nbytes))
+    _again.put(name, repeat.launch_sequence(TORCH, device, steps, out, len(operands), results, nbytes))
 
 
 class _Function(torch.autograd.Function):
@@ -165,11 +165,11 @@ def _backward(
     """The gradient of x, and (2, C): those of beta and gamma."""
     asked = "backward", activation
     operands = dout, x, gamma, beta, statistics
-    made = quick.again(_again, asked, *operands) if quick.possible() else None
+    made = repeat.replay(_again, asked, *operands) if repeat.possible() else None
     if made is None:
         order = fused._order(x)
         dense, images = without_gaps(dout, order), TORCH.as_kernel_input(x, order)
-        made = quick.again(_again, asked, dense, *operands[1:]) if dense is not dout and quick.possible() else None
+        made = repeat.replay(_again, asked, dense, *operands[1:]) if dense is not dout and repeat.possible() else None
         if made is None:
             options, sign = (checked_activation(activation), True, False), TORCH.signature(images)
             dx, sums = TORCH.empty(x.shape, x, None, order), fused._new_statistics(x)
@@ -185,7 +185,7 @@ def _remember_backward(asked: tuple[Any, ...], operands: Sequence[Tensor | None]
     """Put a backward pass into the table."""
     x = operands[1]
     assert x is not None
-    name, order = quick.key(asked, *operands) if quick.possible() else None, fused._order(x)
+    name, order = repeat.key(asked, *operands) if repeat.possible() else None, fused._order(x)
     if name is None or name in _again or not TORCH.is_kernel_input(x, order):
         return
     found = fused._compiled(batch_norm.backward, TORCH.signature(x), order, *options)
@@ -197,7 +197,7 @@ def _remember_backward(asked: tuple[Any, ...], operands: Sequence[Tensor | None]
     ad, ax, ag, at, mean, sums, dx, scratch, none = ((i, 0) for i in range(9))
     steps, nbytes = batch_norm.backward(pixels, device.multiprocessors, *options)
     invstd = mean[0], pixels.K * pixels.sum_bytes
-    made = quick.moved([[one] for one in steps], (ax, ad, mean, invstd, ag, at, none, dx, sums, none, scratch))
+    made = repeat.rebind_buffers([[one] for one in steps], (ax, ad, mean, invstd, ag, at, none, dx, sums, none, scratch))
     results = [TORCH.maker((2, pixels.K), fused._sums_dtype(x), x.device, None), TORCH.maker(tuple(x.shape), x.dtype, x.device, order)]
-    _again.put(name, quick.row(TORCH, device, made, x, len(operands), results, nbytes))
+    _again.put(name, repeat.launch_sequence(TORCH, device, made, x, len(operands), results, nbytes))
 

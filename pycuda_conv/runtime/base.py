@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -130,7 +131,7 @@ class KernelLaunch:
         return *(number for struct in self.structs for number in struct), *self.scalars
 
     def source(self) -> str:
-        """The kernel's text behind a prelude of its defines; compilers still report the file's own lines.
+        """A prelude of the kernel's defines, then its text; compilers still report the file's own lines.
 
         Raises
         ------
@@ -161,8 +162,17 @@ class LibraryCall(KernelLaunch):
         return ""
 
 
+def pycuda_context() -> Any:
+    """PyCUDA's current context in this thread, or None; PyCUDA is not imported.
+
+    The driver may have another one: torch makes its own current.
+    """
+    context = getattr(sys.modules.get("pycuda.driver"), "Context", None)  # another thread may be importing the module
+    return None if context is None else context.get_current()
+
+
 def source_of(file: str, defines: Mapping[str, int]) -> str:
-    """The text of a kernel file behind a prelude of defines, in any order. Equal arguments give the same string: it is hashed once."""
+    """A prelude of defines, in any order, then the text of a kernel file. Equal arguments give the same string: it is hashed once."""
     return _joined(file, _text(file), tuple(sorted(defines.items())))
 
 
@@ -185,7 +195,7 @@ def _text(file: str) -> str:
 
 @lru_cache(maxsize=8)
 def _files(folder: Path) -> dict[str, Path]:
-    """The files of kernels by the names that they have: their stem, and that behind their folder's name. Headers have their file's name."""
+    """The files of kernels by their names: the stem, and the folder's name with the stem. Headers have their file's name."""
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*.cu*")):
         if path.suffix == ".cuh":
@@ -198,7 +208,7 @@ def _files(folder: Path) -> dict[str, Path]:
 def kernel_file(name: str) -> Path:
     """The file of a kernel of this name, or of a header with its ``.cuh``.
 
-    A kernel has the name of its file's stem, or that behind the name of the folder: ``direct_gemm`` lies in ``direct/gemm.cu``.
+    A kernel's name is its file's stem, or the name of the folder and the stem: ``direct_gemm`` is ``direct/gemm.cu``.
 
     Raises
     ------
@@ -213,7 +223,7 @@ def kernel_file(name: str) -> Path:
 
 
 def kernel_names() -> list[str]:
-    """The names of all kernels' files, each behind its folder's."""
+    """The names of all kernels, with their folders' names."""
     return sorted(f"{path.parent.name}_{path.stem}" for path in KERNEL_DIR.rglob("*.cu"))
 
 
@@ -319,13 +329,13 @@ class Device(AbstractContextManager["Device"]):
         return False
 
     def queued(self, step: KernelLaunch) -> bool:
-        """Whether the kernel of `step` will be compiled behind calls, but is not begun yet."""
+        """Whether the kernel of `step` will be compiled in the background, but is not begun yet."""
         return False
 
     def begin(self, steps: Sequence[KernelLaunch]) -> None:
         """Begin to compile the kernels of `steps`, because the caller is about to wait for them."""
 
-    def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
+    def compile_in_background(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
         """Begin to compile the kernels of `steps` in other threads. The device does not change until :meth:`launcher` is called."""
         return []
 

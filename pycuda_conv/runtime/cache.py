@@ -51,8 +51,8 @@ def cache_dir() -> Path:
 
     It is relative only where nothing says which folder is the user's home: then there is none to use.
     """
-    told = os.environ.get("PYCUDA_CONV_CACHE_DIR")
-    return Path(told).expanduser().absolute() if told else Path(platformdirs.user_cache_dir("pycuda_conv"))
+    chosen = os.environ.get("PYCUDA_CONV_CACHE_DIR")
+    return Path(chosen).expanduser().absolute() if chosen else Path(platformdirs.user_cache_dir("pycuda_conv"))
 
 
 def limit() -> int:

@@ -55,9 +55,9 @@ class CompileQueue:
             made_by = compiler(driver.newest())
         return binaries.find(source, arch or self.arch, made_by)
 
-    def cubin(self, source: str, arch: str, behind: bool = False) -> Future[bytes]:
-        """The cubin of a text, which is compiled once, whoever asks. With `behind`, another thread compiles it."""
-        coming, make = self._claimed(source, arch, behind)
+    def cubin(self, source: str, arch: str, background: bool = False) -> Future[bytes]:
+        """The cubin of a text, which is compiled once, whoever asks. With `background`, another thread compiles it."""
+        coming, make = self._claimed(source, arch, background)
         if make:
             make()
         return coming
@@ -71,14 +71,14 @@ class CompileQueue:
             self._cubins.pop((source, arch), None)
         return cubin
 
-    def _claimed(self, source: str, arch: str, behind: bool) -> tuple[Future[bytes], Callable[[], None] | None]:
+    def _claimed(self, source: str, arch: str, background: bool) -> tuple[Future[bytes], Callable[[], None] | None]:
         """The cubin of a text, and the function that compiles it if the caller has to do so, or else None."""
         with self._lock:
             coming = self._cubins.get((source, arch))
             failed = coming is not None and coming.done() and coming.exception() is not None
-            if coming is not None and not failed and (behind or not coming.cancel()):  # the caller takes a text out of the queue
+            if coming is not None and not failed and (background or not coming.cancel()):  # the caller takes a text out of the queue
                 return coming, None
-            if behind:
+            if background:
                 coming = self._cubins[source, arch] = workers.submit(partial(self.compile, source, arch))
                 return coming, None
             coming = self._cubins[source, arch] = Future()
@@ -123,13 +123,13 @@ class CompileQueue:
     def begin(self, steps: Sequence[KernelLaunch]) -> None:
         """Compile the texts of `steps`, each in a thread of its own, because the caller is about to wait for them."""
         for source, arch in self._to_load(steps):
-            make = self._claimed(source, arch, behind=False)[1]
+            make = self._claimed(source, arch, background=False)[1]
             if make:
                 threading.Thread(target=make, daemon=True).start()
 
-    def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
+    def compile_in_background(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
         """Queue the texts of `steps` for threads in the background."""
-        return [self.cubin(source, arch, behind=True) for source, arch in self._to_load(steps)]
+        return [self.cubin(source, arch, background=True) for source, arch in self._to_load(steps)]
 
     def _to_load(self, steps: Sequence[KernelLaunch]) -> list[tuple[str, str]]:
         """The texts of `steps`, each once, without those that were loaded."""

@@ -76,7 +76,7 @@ def _measure(todo: Sequence[tuple[str, ConvProblem]], device: Any) -> Iterator[R
                 compiler.start(later)
             configs = compiler.configs(problem)
             try:
-                times = device_times([Plan(problem, device, config=config).settled() for config in configs])
+                times = device_times([Plan(problem, device, config=config).final_form() for config in configs])
             except (DeviceMemoryError, WrongResultError) as error:
                 console(stderr=True).print(f"{problem}: {error}")
                 continue
@@ -106,13 +106,14 @@ def run(device: Any, modes: Sequence[str], seed: int | None, each: int, json_fil
     out.print(row_table(f"Choices on {gpu.model}, {', '.join(modes)}, seed {seed}", rows))
     if rows:
         good = sum(row.loss <= NEAR for row in rows)
-        told = [row.candidates[0].us / row.candidates[0].predicted for row in rows if row.candidates[0].predicted]
+        ratios = [row.candidates[0].us / row.candidates[0].predicted for row in rows if row.candidates[0].predicted]
         out.print(
             f"{good} of {len(rows)} choices are within {NEAR - 1:.0%} of the fastest candidate; the worst takes "
             f"{max(row.loss for row in rows):.2f} times its time, the geometric mean is {geometric_mean([row.loss for row in rows]):.3f}"
         )
-        if told:
-            out.print(f"times are {geometric_mean(told):.2f} of the predictions in the geometric mean, {min(told):.2f} to {max(told):.2f}")
+        if ratios:
+            mean, least, most = geometric_mean(ratios), min(ratios), max(ratios)
+            out.print(f"times are {mean:.2f} of the predictions in the geometric mean, {least:.2f} to {most:.2f}")
     return OK if len(rows) == len(todo) else FAILED
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from pycuda_conv.behind import launches
+from pycuda_conv.background import launches
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.images import window as images
 from pycuda_conv.engines.layout import cast as casting
@@ -59,8 +59,8 @@ def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:
         choice = shipped_table(device.model).get(device.model, key(problem))
         if choice is None or registry.refusal(problem, choice.config, device):
             continue
-        for noted in (False, True):
-            for launch in launches(registry.schedule(problem, choice.config, device, noted)):
+        for with_moments in (False, True):
+            for launch in launches(registry.schedule(problem, choice.config, device, with_moments)):
                 file = launch.file or launch.kernel
                 if file != UNLISTED and not any(launch in family for family in planned):
                     choices = {name: (value,) for name, value in launch.defines.items()}

@@ -7,6 +7,7 @@ A name is one of torchvision's; ``timm:NAME`` is one of timm's, ``segformer_b0``
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 from pycuda_conv.tools.terminal import ToolError, require
@@ -17,21 +18,27 @@ INPUTS = {"segformer_b0": (3, 512, 512), "vae_decoder": (4, 64, 64), "small_unet
 PHOTOGRAPH = 3, 224, 224
 #: Numbers of images, where 32 would be too many.
 FEWER = {"segformer_b0": 8, "vae_decoder": 2, "small_unet": 4}
-#: Families of timm's from which :func:`drawn` draws: most of their time are convolutions.
-FAMILIES = (
-    "resnet26d", "resnet34", "resnext50_32x4d", "seresnet50", "ecaresnet26t", "skresnet18", "res2net50_26w_4s", "resnest26d", "dla34",
-    "hrnet_w18_small", "dpn68b", "regnetx_008", "regnety_016", "regnetz_b16", "efficientnet_b1", "efficientnet_lite0",
-    "tf_efficientnetv2_b0", "efficientnetv2_rw_t", "mnasnet_100", "mobilenetv3_large_100", "mobilenetv4_conv_small", "fbnetc_100",
-    "spnasnet_100", "ghostnet_100", "tinynet_a", "hardcorenas_a", "mixnet_s", "lcnet_100", "convnextv2_atto", "convnext_nano",
-    "inception_next_tiny", "repvgg_a2", "vgg11_bn", "darknet53", "cspresnet50", "cspdarknet53", "vovnet39a", "ese_vovnet19b_dw",
-    "densenet121", "xception41", "inception_v3", "nf_resnet50", "resnetv2_50", "selecsls42b", "repghostnet_100", "rexnet_100",
-    "semnasnet_100", "gernet_m",
-)  # fmt: skip
+#: Networks of timm's that may be drawn: most parameters, largest images that they were made for, and least number of convolutions.
+MOST_PARAMETERS, LARGEST, LEAST_CONVOLUTIONS = 60_000_000, 256, 8
 
 
-def drawn(seed: int, count: int = 6) -> list[str]:
-    """Names of `count` of timm's networks, drawn by a seed."""
-    return [f"timm:{name}" for name in random.Random(seed).sample(FAMILIES, count)]
+def candidates(torch: Any, seed: int) -> Iterator[str]:
+    """Names of timm's networks in an order drawn by a seed: those of a size that a benchmark bears, with convolutions in them."""
+    timm = require("timm")
+    names = sorted(timm.list_models())
+    random.Random(seed).shuffle(names)
+    for name in names:
+        try:
+            with torch.device("meta"):
+                model = timm.create_model(name, pretrained=False)
+        except Exception:  # it may need a package that is not here, or numbers while it is made
+            continue
+        size = model.default_cfg.get("input_size", (0, 0, 0)) if isinstance(getattr(model, "default_cfg", None), dict) else (0, 0, 0)
+        count = sum(isinstance(module, torch.nn.Conv2d) for module in model.modules())
+        if 0 < size[-1] <= LARGEST and size[0] == 3 and count >= LEAST_CONVOLUTIONS and (
+            sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
+        ):
+            yield f"timm:{name}"
 
 
 def input_shape(name: str) -> tuple[int, ...]:

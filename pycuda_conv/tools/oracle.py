@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.rounding import bound, relative_limit
+from pycuda_conv.rounding import bound, overflows, relative_limit
 from pycuda_conv.tools.terminal import require
 
 
@@ -49,8 +49,16 @@ class ErrorSums:
         self._within = True
 
     def add(self, out: Any, reference: Any, magnitude: Any, rest: Any = 0.0) -> None:
-        """Compare one piece; all are float64 arrays of one shape. `rest` is the part that a float64 reference lacks, if it is known."""
+        """Compare one piece; all are float64 arrays of one shape. `rest` is the part that a float64 reference lacks, if it is known.
+
+        Elements that are infinite because the dtype has no such large numbers are right, and left out.
+        """
         error, limit = abs((out - reference) - rest), bound(self.problem, reference, magnitude)
+        if not bool((error < math.inf).all()):
+            kept = ~overflows(self.problem, out, reference, limit)
+            if not bool(kept.any()):
+                return
+            error, limit, reference = error[kept], limit[kept], reference[kept]
         self._within = self._within and bool((error <= limit).all())  # <=: NaN fails
         self._count += math.prod(error.shape)
         self._sum += float(error.sum())
@@ -159,13 +167,13 @@ def torch_gradient(problem: ConvProblem) -> Callable[..., Any]:
     """torch's result for `problem`, which may be a gradient by the filter: (first, second) -> output."""
     if problem.direction != "wgrad":
         return torch_for(problem)
-    told = options(replace(problem, direction="fprop"))
+    arguments = options(replace(problem, direction="fprop"))
     size = problem.result_shape
 
     def gradient(x: Any, dy: Any) -> Any:
-        if isinstance(told["padding"][0], tuple):
-            x, told["padding"] = require("torch.nn.functional").pad(x, [v for pair in reversed(told["padding"]) for v in pair]), 0
-        return getattr(require("torch").nn.grad, f"conv{problem.ndim}d_weight")(x, size, dy, **told)
+        if isinstance(arguments["padding"][0], tuple):
+            x, arguments["padding"] = require("torch.nn.functional").pad(x, [v for pair in reversed(arguments["padding"]) for v in pair]), 0
+        return getattr(require("torch").nn.grad, f"conv{problem.ndim}d_weight")(x, size, dy, **arguments)
 
     return gradient
 

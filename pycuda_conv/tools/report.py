@@ -262,8 +262,8 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _part_lines(words: str, part: dict[str, Any], told: dict[str, Any]) -> list[str]:
-    """The lines of `part`; problems that `told` has named are not named again."""
+def _part_lines(words: str, part: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    """The lines of `part`; problems that `known` has named are not named again."""
     ours, kept = part["packed"], part["kept"]
 
     def named(problems: Sequence[str], before: Sequence[str]) -> str:
@@ -280,8 +280,8 @@ def _part_lines(words: str, part: dict[str, Any], told: dict[str, Any]) -> list[
         f"{words}: geometric mean of the ratio {number(ours['geometric_mean'], '.2f')}, "
         f"with the filter kept {number(kept['geometric_mean'], '.2f')}{floor}",
         f"  lowest: {lowest(ours)}, kept {lowest(kept)}",
-        f"  below 1: {named(ours['below_one'], told['packed']['below_one'])}, kept {named(kept['below_one'], told['kept']['below_one'])}",
-        f"  error above torch's: {named(part['less_exact'], told['less_exact'])}",
+        f"  below 1: {named(ours['below_one'], known['packed']['below_one'])}, kept {named(kept['below_one'], known['kept']['below_one'])}",
+        f"  error above torch's: {named(part['less_exact'], known['less_exact'])}",
     ]
 
 
@@ -383,9 +383,9 @@ def _markdown_summary(means: dict[str, Any]) -> str:
         "mode", "layers", "ratio", "filter kept", "lowest ratio", "slower than torch", "less exact", "lower bound / ours", "filter kept",
     )
     lines = []
-    for mode, told in means.items():
-        kinds = [("{} " + kind, part) for kind, part in told["kinds"].items()] if len(told["kinds"]) > 1 else []
-        for words, part in (("{} dense, above 1 GFLOP", told["dense"]), *kinds, ("all {}", told["all"])):
+    for mode, sums in means.items():
+        kinds = [("{} " + kind, part) for kind, part in sums["kinds"].items()] if len(sums["kinds"]) > 1 else []
+        for words, part in (("{} dense, above 1 GFLOP", sums["dense"]), *kinds, ("all {}", sums["all"])):
             ours, kept = part["packed"], part["kept"]
             if part["rows"]:
                 lines.append((
@@ -393,7 +393,7 @@ def _markdown_summary(means: dict[str, Any]) -> str:
                     number(ours["lowest"], ".2f"), str(len(ours["below_one"])), str(len(part["less_exact"])),
                     number(ours["of_floor"], ".0%"), number(kept["of_floor"], ".0%"),
                 ))
-    timed = (f"{mode}: {told['all']['rows']} of {told['rows']} layers timed, {told['wrong_rows']} wrong." for mode, told in means.items())
+    timed = (f"{mode}: {sums['all']['rows']} of {sums['rows']} layers timed, {sums['wrong_rows']} wrong." for mode, sums in means.items())
     return "\n\n".join(([markdown_table(columns, 2, lines)] if lines else []) + ["Ratios are geometric means. " + " ".join(timed)])
 
 

@@ -21,7 +21,7 @@ import emulator
 import numpy as np
 from reference import kept_file
 
-from pycuda_conv import behind
+from pycuda_conv import background
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col, KernelLaunch, TensorMap
 from simt.ptx import translated
 
@@ -211,7 +211,7 @@ def computed(
     layer's constants.  `seeds`, `broken`: see :func:`run`.
     """
     program = emulator.program_of(problem, config, multiprocessors)
-    program = behind.with_constants(program) if constants else program
+    program = background.with_constants(program) if constants else program
     stages = program.filter_last if filter_last else (*program.prepare, *program.steps) if kept else program.whole
     results = []
     for seed in seeds:

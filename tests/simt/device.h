@@ -62,6 +62,7 @@ inline int __float_as_int(float v) { return bits_as<int>(v); }
 inline float __uint_as_float(unsigned v) { return bits_as<float>(v); }
 inline float __int_as_float(int v) { return bits_as<float>(v); }
 inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float v) { return __builtin_expf(v); }
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
 inline double rsqrt(double v) { return 1 / __builtin_sqrt(v); }
 inline float exp(float v) { return __builtin_expf(v); }

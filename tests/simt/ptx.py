@@ -174,6 +174,7 @@ INSTRUCTIONS = {
     r"cvt(?:\.rn|\.rna)?\.(f16x2|bf16x2|f16|bf16|tf32|f32)\.(f32|f16|bf16)": converted,
     r"mov\.b(?:16|32|64)": move,
     r"mov\.u64": "{0} = 0x123456789abcdef",  # the number of the launch
+    r"min\.NaN\.f32": "{0} = {1} < {2} || {1} != {1} ? {1} : {2}",
     r"min\.NaN\.xorsign\.abs\.f32": "{0} = ptx::least_magnitude({1}, {2})",
     r"setp\.ne\.b32": "{0} = {1} != {2}",
     r"selp\.\w32": "{0} = {3} ? {1} : {2}",

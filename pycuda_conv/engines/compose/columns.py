@@ -94,7 +94,7 @@ def refusal(problem: ConvProblem, config: Columns) -> str | None:
 ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
 
 
-def schedule(problem: ConvProblem, config: Columns, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     inner, product = parsed(config.INNER), _product(problem)
     assert inner is not None
@@ -121,7 +121,7 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
     if not last:
         channel, tap = channel * read, tap * read
     size = math.prod(problem.result_shape)
-    told = arguments(
+    args = arguments(
         ColumnsArguments, size=size, channels=channels, plane=math.prod(problem.result_size), hw=h * w, h=h, w=w, last=int(last),
         image=channels * taps * read, channel=channel, tap=tap, pixel=channels * taps if last else 1,
         **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"), **by_axis("stride_", problem.stride),
@@ -130,7 +130,7 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
     buffers = columns, BIAS, SCALE, RESIDUAL, RESULT
-    return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told)
+    return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=args)
 
 
 def filter_key(problem: ConvProblem, config: Columns) -> Hashable:

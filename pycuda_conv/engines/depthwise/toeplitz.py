@@ -222,14 +222,14 @@ def _sixteens(problem: ConvProblem, unit: _Unit) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, with_moments: bool = False) -> Schedule:
     """The launch of `config`, which can run `problem`; it notes no moments."""
     (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
     (_, stride_h, stride_w), (_, dil_h, dil_w), (pad_h, pad_w) = problem.stride, problem.dilation, _padding(problem)
     unit, grad = _unit(problem, config), _strided(problem)
     assert unit is not None
     check_shared(problem, config, device, unit.shared)
-    told = arguments(
+    args = arguments(
         DepthwiseToeplitzArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands,
         sixteens=_sixteens(problem, unit), groups=unit.groups, k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, r=r, s=s,
         stride_h=stride_h, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flipped=int(problem.direction == "dgrad" and not grad),
@@ -247,7 +247,7 @@ def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, no
     threads = 32 * WARPS[problem.layout]
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
-        "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=told, layer=finish_constants(told)
+        "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=args, layer=finish_constants(args)
     )
     return Schedule.plain([[launch]])
 
@@ -276,7 +276,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 # ---- the choice
 
 
-class _Pace(NamedTuple):
+class CostTerms(NamedTuple):
     """What each part of the work costs, in cycles of a multiprocessor if nothing else is said."""
 
     product: float  # a product of 16 x 8 x 16
@@ -292,9 +292,9 @@ class _Pace(NamedTuple):
 
 
 #: Fitted to 56 and 50 times of 20 and 20 layers in float16 on an H100: root mean square of the error 13% and 7%.
-PACES = {
-    "NCHW": _Pace(1.96, 4.22, 92.2, 0.1, 0.89, 0.84, 47.0, 3.86, 0.095, 2.95e6),
-    "NHWC": _Pace(2.54, 4.35, 33.6, 0.37, 0.83, 0.94, 134.0, 4.71, 0.19, 1.46e6),
+COST_TERMS = {
+    "NCHW": CostTerms(1.96, 4.22, 92.2, 0.1, 0.89, 0.84, 47.0, 3.86, 0.095, 2.95e6),
+    "NHWC": CostTerms(2.54, 4.35, 33.6, 0.37, 0.83, 0.94, 134.0, 4.71, 0.19, 1.46e6),
 }  # fmt: skip
 RESIDENT = {"NCHW": 5, "NHWC": 3}  # blocks of a multiprocessor, as registers allow
 CLOCK = 1700.0  # cycles a microsecond
@@ -310,18 +310,18 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwiseToeplitz]
 
 def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> float:
     """Microseconds that `config` should take: memory and multiprocessors overlap in part, and blocks wait."""
-    unit, stride, steps, pace = _unit(problem, config), problem.stride[2], _steps(problem), PACES[problem.layout]
+    unit, stride, steps, terms = _unit(problem, config), problem.stride[2], _steps(problem), COST_TERMS[problem.layout]
     assert unit is not None and steps is not None
     r, whole = problem.filter_size[1], problem.layout == "NCHW" and problem.operand_size[2] % EIGHT == 0
     tasks = unit.planes * _sixteens(problem, unit) * unit.groups
     met, tiles = (r / 2, GRAD_TILES) if _strided(problem) else (r, TILES[stride])
-    cycles = tasks * (met * (tiles * steps * pace.product + pace.row) + pace.task) + pace.block
-    cycles += unit.planes * (unit.x_rows * unit.units * (pace.whole if whole else pace.eight) + r * unit.taps_pitch * pace.tap)
+    cycles = tasks * (met * (tiles * steps * terms.product + terms.row) + terms.task) + terms.block
+    cycles += unit.planes * (unit.x_rows * unit.units * (terms.whole if whole else terms.eight) + r * unit.taps_pitch * terms.tap)
     resident = max(1, min(RESIDENT[problem.layout], SHARED_KIB * 1024 // (unit.shared + 1024)))
     busy = max(1.0, unit.blocks / device.multiprocessors) * cycles / CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
-    moving = moved / pace.memory * 132 / device.multiprocessors
-    us = pace.begin + math.hypot(busy, moving) + pace.wave * ceil(unit.blocks, device.multiprocessors * resident)
+    moving = moved / terms.memory * 132 / device.multiprocessors
+    us = terms.begin + math.hypot(busy, moving) + terms.wave * ceil(unit.blocks, device.multiprocessors * resident)
     return us * LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us
 
 

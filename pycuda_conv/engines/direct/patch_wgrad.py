@@ -82,18 +82,18 @@ def _grid(problem: ConvProblem, config: PatchWgrad) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
-    told, size, slices = _arguments(problem, config), math.prod(problem.result_shape), config.SLICES
+    args, size, slices = _arguments(problem, config), math.prod(problem.result_shape), config.SLICES
     thread_m, thread_n = TILES[config.BLOCK_M, config.BLOCK_N]
     defines = {
-        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, slices * max(size, told.run))),
+        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, slices * max(size, args.run))),
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "BLOCK_K": STEP, "THREAD_M": thread_m, "THREAD_N": thread_n,
         "CHANNELS_LAST": int(problem.layout == "CHWN"),
     }  # fmt: skip
     buffers = INPUT, WEIGHT, RESULT if slices == 1 else WORKSPACE
     threads = config.BLOCK_M // thread_m * (config.BLOCK_N // thread_n)
-    launch = KernelLaunch("patch_wgrad", defines, _grid(problem, config), threads, buffers, (), arguments=told)
+    launch = KernelLaunch("patch_wgrad", defines, _grid(problem, config), threads, buffers, (), arguments=args)
     if slices == 1:
         return Schedule.plain([[launch]])
     return Schedule.plain([[launch], [reduce_launch(problem, slices, WORKSPACE)]], slices * size * accumulator_bytes(problem))

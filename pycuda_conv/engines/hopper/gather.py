@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
@@ -33,7 +34,7 @@ from pycuda_conv.engines.hopper.common import (
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
-from pycuda_conv.engines.packing import MOST_PIXELS, written_places
+from pycuda_conv.engines.packed_product import written_places
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -166,7 +167,7 @@ def _most_stages(rows: int, columns: int, cluster: int) -> int:
 GatherPhase = kernel_struct("hopper_gather", "GatherPhase")
 
 
-def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     taps, size = math.prod(problem.filter_size), problem.itemsize
     elements = taps * problem.operand_channels
@@ -196,17 +197,17 @@ def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, noted: bo
 
 
 def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int, device: Device) -> KernelLaunch:
-    told, runs = _arguments(problem, config), _runs(problem)
+    args, runs = _arguments(problem, config), _runs(problem)
     fitting = device.multiprocessors * _beside(config)
-    grid = told.tiles * config.CLUSTER if config.CLUSTER > 1 else min(told.tiles, fitting)
+    grid = args.tiles * config.CLUSTER if config.CLUSTER > 1 else min(args.tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype], "COPY": runs.copy,
         "CLUSTER": config.CLUSTER,
     }  # fmt: skip
     return KernelLaunch(
         "hopper_gather", defines, grid, 4 * config.BLOCK_M, (INPUT, BIAS, SCALE, RESIDUAL, RESULT), (),
-        maps=(_filter_map(problem, config, place, pitch),), shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told,
-        layer=finish_constants(told),
+        maps=(_filter_map(problem, config, place, pitch),), shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args,
+        layer=finish_constants(args),
     )  # fmt: skip
 
 

@@ -10,11 +10,11 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
+from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
 from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, unsupported
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
-from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
@@ -117,14 +117,14 @@ def _max_stages_of(rows: int, pixels: int, cluster: int, groups: int) -> Gathere
 GatheredPlanesProduct = kernel_struct("hopper_gathered_planes", "GatheredPlanesProduct")
 
 
-def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
     (depth, height, width), (_, high, wide) = problem.operand_size, problem.result_size
     channels, rows = problem.operand_channels, problem.result_channels
     x_plane, plane = depth * height * width, math.prod(problem.result_size)
     backward, gathers = problem.direction == "dgrad", _gathers_filter(problem)
-    told = arguments(
+    args = arguments(
         GatheredPlanesProduct, tiles_m=down, steps=steps, part=ceil(steps, config.CLUSTER), rows=rows, channels=channels, depth=depth,
         height=height, width=width, x_image=channels * x_plane, x_channel=x_plane, pixels=problem.N * plane,
         **by_axis("stride_", (1, 1, 1) if backward else problem.stride),
@@ -146,7 +146,7 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted
     launch = KernelLaunch(
         "hopper_gathered_planes", defines, down * across * config.CLUSTER, 2 * config.BLOCK_M + 128 * config.GROUPS,
         (*((WEIGHT,) if gathers else ()), INPUT, BIAS, SCALE, RESIDUAL, RESULT), (), maps=maps,
-        shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told, layer=finish_constants(told),
+        shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args, layer=finish_constants(args),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 

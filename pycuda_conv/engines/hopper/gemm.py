@@ -15,30 +15,23 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks, why_not
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import Phase, arguments, by_axis, ceil, repeats
 from pycuda_conv.engines.hopper.common import MEMORY, SHARED_BYTES, THREADS, read_bytes, unsupported
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, why_not_so_many
-from pycuda_conv.engines.packing import (
+from pycuda_conv.engines.packed_product import (
     ARITHMETICS,
-    Operands,
-    PackedLayout,
-    PhaseAddressing,
     arithmetic,
     assemble,
-    filter_sizes,
     first_ones,
-    overhead,
-    packed_key,
-    packed_layout,
-    packs_filter_last,
     repeat_arguments,
-    row_blocks,
     tap_numbers,
-    why_not,
     written_places,
     written_so,
 )
+from pycuda_conv.engines.packing import Operands, packs_filter_last
+from pycuda_conv.engines.packing_time import overhead
 from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
@@ -338,22 +331,23 @@ def _consumer_pixels(config: ImplicitGemm) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, noted: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
+def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     multiprocessors = device.multiprocessors
-    made = _schedule(problem, config, multiprocessors, noted)
+    made = _schedule(problem, config, multiprocessors, with_moments)
     if _reads_filter(problem):
-        return replace(made, filter_last=_schedule(problem, config, multiprocessors, noted, map_w=_filter_map(problem)).steps)
+        return replace(made, filter_last=_schedule(problem, config, multiprocessors, with_moments, map_w=_filter_map(problem)).steps)
     if packs_filter_last(problem):
-        return replace(made, filter_last=_schedule(problem, config, multiprocessors, noted, filter_last=True).whole)
+        return replace(made, filter_last=_schedule(problem, config, multiprocessors, with_moments, filter_last=True).whole)
     return made
 
 
 def _schedule(
-    problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool, map_w: TensorMap | None = None, filter_last: bool = False
+    problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, with_moments: bool, map_w: TensorMap | None = None,
+    filter_last: bool = False,
 ) -> Schedule:
     """:func:`schedule` for a filter that is packed (from channels last if `filter_last`), or read as it lies through `map_w`."""
-    moments = _moments(problem, config) if noted else None
+    moments = _moments(problem, config) if with_moments else None
 
     def products(
         packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
@@ -419,9 +413,9 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
 
 def _launches(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
     """The phases of each launch, without their repeats, which the launch computes too; in the order of their first pixels."""
-    told = first_ones(*_alike(problem))
-    for first in range(0, len(told), PHASES):
-        yield told[first : first + PHASES]
+    args = first_ones(*_alike(problem))
+    for first in range(0, len(args), PHASES):
+        yield args[first : first + PHASES]
 
 
 @lru_cache(maxsize=64)  # the planner asks for it once a configuration
@@ -538,8 +532,8 @@ def _product(
         maps.append(map_w or maps[0])  # the text has this parameter even where the filter is packed
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[-1]))
-    noted, tiles = layout.moments is not None, _tiles(problem, config, walks)
-    bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * noted, "x_tiles": operands.tiles}
+    with_moments, tiles = layout.moments is not None, _tiles(problem, config, walks)
+    bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * with_moments, "x_tiles": operands.tiles}
     phases = tuple(_arguments(problem, config, packed, walk, tiles, bits) for walk in walks)
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
     if defines["PHASES"] > 1:
@@ -547,7 +541,7 @@ def _product(
     if _may_mend(problem, config):
         structs += mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
     if not config.halo and _may_note(defines):
-        buffers += (layout.parts if noted else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
+        buffers += (layout.parts if with_moments else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
     else:
         buffers += flagged
     if defines["OUT"] == FLOAT and not (defines["BF16"] or config.halo or config.takes_turns):  # the kernel's JOINS
@@ -561,7 +555,8 @@ def _product(
         _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
         buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
         arguments=structs,
-        layer={} if tickets else finish_constants(phases[0]) | {"NOTED": int(noted)},  # the epilogue runs on whole sums, not on a part
+        # the epilogue runs on whole sums, not on a part
+        layer={} if tickets else finish_constants(phases[0]) | {"NOTED": int(with_moments)},
     )
 
 

@@ -110,11 +110,11 @@ def _max_stages_of(rows: int, pixels: int) -> Planes:
 PlanesProduct = kernel_struct("hopper_planes", "PlanesProduct")
 
 
-def schedule(problem: ConvProblem, config: Planes, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
     plane, own = math.prod(problem.operand_size), TILES[config.BLOCK_M, config.BLOCK_N]
-    told = arguments(
+    args = arguments(
         PlanesProduct, tiles=problem.N * down * across, tiles_m=down, tiles_n=across, steps=steps, rows=problem.result_channels,
         plane=plane, **finish(problem),
     )  # fmt: skip
@@ -126,10 +126,10 @@ def schedule(problem: ConvProblem, config: Planes, device: Device, noted: bool =
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": own.pixels, "STAGES": config.STAGES,
         "TYPE": ELEMENTS[problem.dtype], "W_MN_MAJOR": int(backward), "OWN_M": own.rows, "RESULTS": own.results,
     }  # fmt: skip
-    grid = min(told.tiles, device.multiprocessors * _beside(config))
+    grid = min(args.tiles, device.multiprocessors * _beside(config))
     launch = KernelLaunch(
         "hopper_planes", defines, grid, _threads(config), (BIAS, SCALE, RESIDUAL), (),
-        maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=told, layer=finish_constants(told),
+        maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args, layer=finish_constants(args),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 

@@ -209,11 +209,11 @@ def _busy(boxes: int, across: int, multiprocessors: int, one_product: bool) -> i
     return ceil(boxes, rounds * multiprocessors // across) if one_product or rounds == 1 else WARPS
 
 
-def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
+def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     multiprocessors = device.multiprocessors
     scratch, kept = Arena(WORKSPACE), Arena(PACKED)
-    layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
+    layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
     product, split = _Product.of(problem, config, multiprocessors), config.SPLIT > 1
     defines = {
         "BLOCK_N": config.BLOCK_N, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
@@ -233,10 +233,10 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
         prepare, maps = [[step]], [_images(problem, config), of_filter]
     noted_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
     buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
-    shared, told = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
+    shared, args = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
     launch = KernelLaunch(
-        "hopper_pointwise", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=told,
-        layer=finish_constants(told),
+        "hopper_pointwise", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=args,
+        layer=finish_constants(args),
     )  # fmt: skip
     steps = [[launch]]
     if split:
@@ -279,9 +279,9 @@ def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[
     padded = ceil(channels, 4) * 4
     place = kept.take(4 * limbs(problem) * rows * padded)
     _, row_step, channel_step = filter_strides(problem)
-    told = arguments(SplitFilter, rows=rows, channels=channels, padded=padded, row_step=row_step, channel_step=channel_step)
+    args = arguments(SplitFilter, rows=rows, channels=channels, padded=padded, row_step=row_step, channel_step=channel_step)
     grid = ceil(rows * padded, 256)
-    step = KernelLaunch("split_filter", defines, grid, 256, (WEIGHT, place), (), "hopper_pointwise", arch="sm_90a", arguments=told)
+    step = KernelLaunch("split_filter", defines, grid, 256, (WEIGHT, place), (), "hopper_pointwise", arch="sm_90a", arguments=args)
     sizes, strides = (padded, rows, limbs(problem)), (4 * padded, 4 * padded * rows)
     return step, TensorMap(*place, sizes, strides, (32, config.BLOCK_N, 1), 128, "float32")
 

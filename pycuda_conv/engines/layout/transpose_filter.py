@@ -28,12 +28,12 @@ def launch(problem: ConvProblem, place: Place, steps: tuple[int, int, int], pitc
     pitch = pitch or taps * channels
     if steps[:2] == (taps, 1) and pitch == taps * channels:  # taps are contiguous before and after: each counts as a row
         rows, taps, pitch, steps = rows * taps, 1, channels, (1, 0, steps[2])
-    told = arguments(
+    args = arguments(
         TransposedFilter, rows=rows, taps=taps, channels=channels, tiles_c=ceil(channels, TILE), pitch=pitch,
         **dict(zip(("row_step", "tap_step", "channel_step"), steps, strict=True)),
     )  # fmt: skip
-    grid = ceil(rows, TILE) * taps * told.tiles_c
-    return KernelLaunch("transpose_filter", {"BYTES": problem.itemsize}, grid, 256, (WEIGHT, place), (), arguments=told)
+    grid = ceil(rows, TILE) * taps * args.tiles_c
+    return KernelLaunch("transpose_filter", {"BYTES": problem.itemsize}, grid, 256, (WEIGHT, place), (), arguments=args)
 
 
 def texts() -> Iterator[TextFamily]:

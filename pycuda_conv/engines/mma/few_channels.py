@@ -199,7 +199,7 @@ def _wide_loads(problem: ConvProblem) -> bool:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: FewChannels, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: FewChannels, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     _, k, c = filter_strides(problem)
     plain = Schedule.plain([[_launch(problem, config, device, (k, c, 1))]])
@@ -220,7 +220,7 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
     written: Strides = written_strides(problem)
     w_k, w_c, w_tap = filter_steps
     workers = _workers(problem, tile, device)
-    told = arguments(
+    args = arguments(
         FewChannelsArguments, workers=workers, chunks=tile.chunks, chunk=tile.chunk, tiles=tile.tiles, tiles_h=tile.tiles_h,
         tiles_w=tile.tiles_w, warps_w=config.WARPS_W, warps_h=tile.rows // rows, parts=config.PARTS,
         part_steps=ceil(tile.steps, config.PARTS), tile_q=tile.tile_q, tile_rows=tile.rows, first_w=tile.first_w, tile_w=tile.tile_w,
@@ -239,7 +239,7 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     grid = workers * tile.combinations
     return KernelLaunch(
-        "few_channels", defines, grid, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told, layer=finish_constants(told)
+        "few_channels", defines, grid, 32 * WARPS, buffers, (), shared=tile.shared, arguments=args, layer=finish_constants(args)
     )
 
 

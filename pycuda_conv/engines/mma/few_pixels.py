@@ -173,13 +173,13 @@ def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
         slot = _Slot.of(problem, config, units, pitch)
         shared = max(ring_at + min(STAGES, ceil(part, units)) * slot.nbytes, sums)
         if shared + STATIC_SHARED <= MOST_SHARED:
-            told = (_phase(problem, config, phase, of, slot, pitch, ring_at) for phase, of in zip(ordered, positions, strict=True))
-            return _Tile(tuple(told), shared)
+            args = (_phase(problem, config, phase, of, slot, pitch, ring_at) for phase, of in zip(ordered, positions, strict=True))
+            return _Tile(tuple(args), shared)
     return None
 
 
 def _phase(
-    problem: ConvProblem, config: FewPixels, phase: Phase, lying: _Positions, slot: _Slot, pitch: int, ring_at: int
+    problem: ConvProblem, config: FewPixels, phase: Phase, at: _Positions, slot: _Slot, pitch: int, ring_at: int
 ) -> Any:
     """The kernel's arguments of a phase."""
     (_, size_h, size_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
@@ -201,8 +201,8 @@ def _phase(
         tap_base=base, tap_step_r=-across_r if step_h < 0 else across_r, tap_step_s=-across_s if step_w < 0 else across_s,
         step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N, plane=size_h * size_w, q=size_w, stride_h=phase.stride[1],
         stride_w=phase.stride[2], low_h=-phase.pad[1] + min(0, (r - 1) * step_h), low_w=-phase.pad[2] + min(0, (s - 1) * step_w), h=h,
-        w=w, x_image=channels * h * w, x_channel=h * w, flat=int(lying.flat), positions=lying.positions, chunks=ring_at // 128,
-        slot=lying.slot, width=lying.width, pitch=pitch, ring_at=ring_at, slot_bytes=slot.nbytes, x_at=slot.w_bytes, y_image=rows * p * q,
+        w=w, x_image=channels * h * w, x_channel=h * w, flat=int(at.flat), positions=at.positions, chunks=ring_at // 128,
+        slot=at.slot, width=at.width, pitch=pitch, ring_at=ring_at, slot_bytes=slot.nbytes, x_at=slot.w_bytes, y_image=rows * p * q,
         y_channel=p * q, out_base=out_base, out_h=out_h, out_w=out_w, **finish(problem),
     )  # fmt: skip
 
@@ -210,17 +210,17 @@ def _phase(
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_moments: bool = False) -> Schedule:
     """The launch of `config`, which can run `problem`; it notes no moments."""
     tile = _tile(problem, config)
     assert tile is not None
-    told = tile.phases
-    if len(told) > 1:
-        told += (told[-1]._replace(tiles=0),) * (PHASES - len(told))  # empty phases fill the kernel's parameter
+    args = tile.phases
+    if len(args) > 1:
+        args += (args[-1]._replace(tiles=0),) * (PHASES - len(args))  # empty phases fill the kernel's parameter
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     launch = KernelLaunch(
         "mma_few_pixels", _defines(problem, config), _blocks(tile, config), 32 * WARPS, buffers, (),
-        shared=tile.shared, arguments=told, layer=finish_constants(told[0]),
+        shared=tile.shared, arguments=args, layer=finish_constants(args[0]),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 

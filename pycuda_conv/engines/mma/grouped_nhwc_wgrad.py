@@ -9,11 +9,11 @@ from itertools import product
 from typing import Any
 
 from pycuda_conv.engines import split_sum
+from pycuda_conv.engines.addressing import MOST_PIXELS
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
-from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
@@ -149,7 +149,7 @@ def _shared_bytes(problem: ConvProblem, config: GroupedWgrad) -> int:
 GroupedWgradArguments = kernel_struct("grouped_nhwc_wgrad", "GroupedWgradArguments")
 
 
-def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     defines = {"TYPE": ELEMENTS[problem.dtype], "TAPS": _taps(problem), "WHOLE": int(config.PARTS == 1)}
     buffers = INPUT, WEIGHT, RESULT if config.PARTS == 1 else WORKSPACE

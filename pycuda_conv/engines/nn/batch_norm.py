@@ -137,8 +137,8 @@ class _Cut:
     ) -> KernelLaunch:
         """A launch that reads the array, and applies the activation or its derivative."""
         number, slope = activation_and_slope(activation)
-        told, beyond_relu = (number, bits(slope, self.pixels.sum_bytes)), activation not in (None, "relu")
-        return self.step(kernel, buffers, *told, *scalars, residual=residual, beyond_relu=beyond_relu)
+        args, beyond_relu = (number, bits(slope, self.pixels.sum_bytes)), activation not in (None, "relu")
+        return self.step(kernel, buffers, *args, *scalars, residual=residual, beyond_relu=beyond_relu)
 
     def adding_step(
         self, kernel: str, columns: int, slices: int, buffers: tuple[Place, ...], *scalars: int, noted: bool = False
@@ -258,9 +258,9 @@ def whole_forward(
     Buffers: y, num_batches_tracked or None, gamma or None, beta or None, residual or None | mean, invstd, running_mean or None,
     running_var or None, num_batches_tracked or None, out.
     """
-    cut, told = _Cut.of_channels(pixels), (bits(eps, pixels.sum_bytes), bits(momentum, pixels.sum_bytes))
+    cut, args = _Cut.of_channels(pixels), (bits(eps, pixels.sum_bytes), bits(momentum, pixels.sum_bytes))
     places = (0, 1, 5, 6, 7, 8, 9, 2, 3, 4, 10)
-    return (cut.activating_step("batch_norm_whole_forward", places, activation, *told, residual=residual),), 0
+    return (cut.activating_step("batch_norm_whole_forward", places, activation, *args, residual=residual),), 0
 
 
 def backward(

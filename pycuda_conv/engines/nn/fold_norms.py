@@ -48,12 +48,12 @@ def fold(dtype: str, norms: Sequence[Norm], folded: Place, at_once: int = MOST) 
         some = norms[first : first + at_once]
         count = 1 if len(some) == 1 else at_once
         types = [sum(bit << i for i, bit in enumerate(one.of_arrays)) for one in some]
-        told = [FoldedNorm(one.channels, one.start, bits(one.eps, sum_bytes), own) for one, own in zip(some, types, strict=True)]
+        args = [FoldedNorm(one.channels, one.start, bits(one.eps, sum_bytes), own) for one, own in zip(some, types, strict=True)]
         missing = count - len(some)
         places = [place for one in some for place in one.places] + [folded] * (VECTORS * missing)
         blocks = ceil(max(one.channels for one in some), THREADS)
         defines = {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": 0, "NORMS": count, "THREADS": THREADS}
-        arguments = (*told, *[FoldedNorm(0, 0, 0, 0)] * missing)
+        arguments = (*args, *[FoldedNorm(0, 0, 0, 0)] * missing)
         steps.append([KernelLaunch("fold_norms", defines, len(some) * blocks, THREADS, (*places, folded), (blocks,), arguments=arguments)])
     return steps
 

@@ -66,13 +66,13 @@ class Pool:
         (_, _, down, across), last = made, self.layout == "NHWC"
         groups = c // self._vector if last else 1
         threads = n * c // self._vector * down * across
-        told = arguments(
+        args = arguments(
             PoolArguments, threads=threads, groups=groups, across=across, down=down, h=h, w=w, p=p, q=q, r=self.taps[0], s=self.taps[1],
             stride_h=self.stride[0], stride_w=self.stride[1], pad_h=self.padding[0], pad_w=self.padding[1], dil_h=self.dilation[0],
             dil_w=self.dilation[1],
         )  # fmt: skip
         defines = {"TYPE": DTYPE_CODES[self.dtype], "VEC": self._vector}
-        return KernelLaunch(kernel, defines, ceil(threads, THREADS), THREADS, buffers, (), "max_pool", arguments=told)
+        return KernelLaunch(kernel, defines, ceil(threads, THREADS), THREADS, buffers, (), "max_pool", arguments=args)
 
     def forward(self) -> KernelLaunch:
         """Buffers: x | y, the tap of each maximum (a byte) or None."""

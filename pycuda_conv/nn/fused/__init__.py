@@ -11,7 +11,7 @@ saved tensors. Where something else reads the layer's input too, the launch that
 
 Evaluated without gradients, the layer is a convolution whose kernel reads the norm's vectors: see :mod:`pycuda_conv.nn.evaluation`.
 
-A repeated pass of a training step is one call of the launcher in C, which makes all its launches: see :mod:`pycuda_conv.quick`. Layers are
+A repeated pass of a training step is one call of the launcher in C, which makes all its launches: see :mod:`pycuda_conv.repeat`. Layers are
 called in one of two ways, as the convolutions are (see :mod:`pycuda_conv.nn.autograd`). One is a ``torch.autograd.Function``. The other,
 where torch has to see operators, is ``torch.ops.pycuda_conv.fused_*``; to dispatch these takes the host longer than all the rest. A forward
 pass with gradients then takes two operators. The first computes the statistics, moves the running ones and has no gradient of its own. The

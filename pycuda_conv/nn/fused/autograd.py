@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
-from pycuda_conv.nn.autograd import CONV, _is_batched, _traced, activated, call_operator, without_gaps
+from pycuda_conv.nn.autograd import CONV, _is_batched, _traced, activated, call_operator, lying_as, without_gaps
 from pycuda_conv.nn.fused.launches import _LayerSpec, _order, _were_written
 from pycuda_conv.nn.fused.repeat import _again, _backward, _backward_again
 
@@ -41,7 +41,8 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
             made = _backward_again(*given, spec, added, spent)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         if out is not None:
-            dout, spec = dout.masked_fill(out <= 0, 0), spec._replace(activation=None)
+            dout, spec = _masked(dout, out), spec._replace(activation=None)
+        dout = lying_as(dout, _order(y))
         dx, dweight, sums = _FirstDerivatives.apply(
             dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, spec.in_integers()
         )
@@ -67,7 +68,7 @@ def _differentiable_gradients(ctx: Any, dout: Tensor, added: Tensor | None, bias
     (spec, bias_dtype, _), needed = ctx.layer, ctx.needs_input_grad
     shape, activation = (-1, *(1,) * spec.settings.ndim), spec.activation
     if out is not None:  # a sum with a residual, and a ReLU
-        dout, activation = dout.masked_fill(out <= 0, 0), None
+        dout, activation = _masked(dout, out), None
     y = call_operator(CONV, spec.settings, x, weight, bias, ()).to(mean.dtype)
     if spec.of_batch:  # the numbers are those of the forward pass, and the derivatives those of mean and variance
         axes = [axis for axis in range(y.dim()) if axis != 1]
@@ -90,6 +91,11 @@ def _differentiable_gradients(ctx: Any, dout: Tensor, added: Tensor | None, bias
     if dx is not None and added is not None:
         dx = dx + added
     return dx, dweight, dbias, dgamma, dbeta, dout
+
+
+def _masked(dout: Tensor, out: Tensor) -> Tensor:
+    """The gradient behind a sum and a ReLU, whose result is `out`. It lies as `dout` does; that of ``masked_fill`` is in C order."""
+    return torch.where(out <= 0, dout.new_zeros(()), dout)
 
 
 def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -128,14 +134,14 @@ _apply = super(torch.autograd.Function, _Function).apply
 
 
 def _forward_again(asked: tuple[Any, ...], input: Tensor, residual: Any, tensors: tuple[Any, ...], passes_on: bool) -> Any:
-    """The layer by a repeated forward pass, in a call that torch is told of; else None. `tensors` are those of ``modules._tensors``."""
+    """The layer by a repeated forward pass, in a call that torch knows of; else None. `tensors` are those of ``modules._tensors``."""
     weight, bias, gamma, beta, running_mean, running_var, batches = tensors
     counts = asked[1] is not None
     if not counts and batches is not None:  # the kernels take the mean over batches, this one included
-        if quick.key(asked, input, residual, *tensors) not in _again:
+        if repeat.key(asked, input, residual, *tensors) not in _again:
             return None
         batches.add_(1)
-    made = quick.again(_again, asked, input, residual, *tensors)
+    made = repeat.replay(_again, asked, input, residual, *tensors)
     if made is None:
         if not counts and batches is not None:
             batches.sub_(1)

@@ -60,11 +60,11 @@ class _LayerSpec(NamedTuple):
 
 
 #: The axes of an array as they lie in memory, outermost first; None for C order.
-_Order = tuple[int, ...] | None
+AxisOrder = tuple[int, ...] | None
 
 
-def _order(x: Tensor) -> _Order:
-    """The order in which `x` counts as lying, as :mod:`pycuda_conv.arrays` says: C order or channels last."""
+def _order(x: Tensor) -> AxisOrder:
+    """The order of axes that `x` counts as having, as :mod:`pycuda_conv.arrays` says: C order or channels last."""
     ndim = x.dim() - 2
     return None if _layout(x, ndim) == "NCHW" else channels_last(ndim + 2, ndim)
 
@@ -86,7 +86,7 @@ def _pixels(shape: Sequence[int], dtype: str, layout: str) -> batch_norm.Pixels:
 
 
 @lru_cache(maxsize=1024)
-def _compiled(maker: batch_norm.Maker, like: Signature, order: _Order, *options: Any) -> tuple[Device, Launcher, int] | None:
+def _compiled(maker: batch_norm.Maker, like: Signature, order: AxisOrder, *options: Any) -> tuple[Device, Launcher, int] | None:
     """The device, launcher and workspace bytes of `maker` for arrays (N, K, *size) of that signature; None for arrays without elements."""
     shape, dtype, _ = like
     if not math.prod(shape):
@@ -97,7 +97,8 @@ def _compiled(maker: batch_norm.Maker, like: Signature, order: _Order, *options:
 
 
 def _launch(
-    maker: batch_norm.Maker, like: Signature, order: _Order, inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None], *options: Any
+    maker: batch_norm.Maker, like: Signature, order: AxisOrder, inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None],
+    *options: Any,
 ) -> None:
     found = _compiled(maker, like, order, *options)
     if found is not None:
@@ -120,7 +121,7 @@ class _Forward(NamedTuple):
     filter_last: bool
 
     @property
-    def filter_order(self) -> _Order:
+    def filter_order(self) -> AxisOrder:
         """The order in which the filter has to lie."""
         return self.plan.filter_order if self.filter_last else None
 
@@ -132,8 +133,8 @@ def _forward_launches(
     device, tune = spec.settings.device, spec.settings.tune
     call = Call(*CONV.asked(spec.settings, ()))
     pixels = _pixels(CONV.shape(spec.settings, x[0], weight[0], ()), TORCH.dtype_name(x[1]), layout)
-    noted = spec.of_batch and not (0 not in x[0] and pixels.whole)
-    plan = dispatch.plan_for_call(call, TORCH, (x, weight, bias, None, None), device, layout, tune, noted)
+    with_moments = spec.of_batch and not (0 not in x[0] and pixels.whole)
+    plan = dispatch.plan_for_call(call, TORCH, (x, weight, bias, None, None), device, layout, tune, with_moments)
     plan = plan.better or plan
     if plan.empty:
         return _Forward(plan, None, 0, False)
@@ -228,12 +229,12 @@ class _Backward(NamedTuple):
     writes_last: bool
 
     @property
-    def filter_order(self) -> _Order:
+    def filter_order(self) -> AxisOrder:
         """The order in which the filter has to lie."""
         return self.by_x.filter_order if self.by_x is not None and self.filter_last else None
 
     @property
-    def gradient_order(self) -> _Order:
+    def gradient_order(self) -> AxisOrder:
         """The order in which the filter's gradient is written."""
         return self.by_weight.filter_order if self.by_weight is not None and self.writes_last else None
 
@@ -286,7 +287,7 @@ def _backward_of(
 
 
 def _all_gradients(
-    dx: Tensor | None, dweight: Tensor | None, dy: Tensor | None, x: Tensor, weight: Tensor, order: _Order, of_x: bool, of_weight: bool,
+    dx: Tensor | None, dweight: Tensor | None, dy: Tensor | None, x: Tensor, weight: Tensor, order: AxisOrder, of_x: bool, of_weight: bool,
     spec: _LayerSpec, added: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and filter, also those that the layer's own launches have not computed, in the order of their arrays."""

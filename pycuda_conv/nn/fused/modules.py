@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pycuda_conv import quick
+from pycuda_conv import repeat
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.nn.autograd import CONV, Settings, _cast, _differentiated, _in_numbers, _traced, activated, without_autocast
@@ -56,7 +56,7 @@ class Layer:
         gradient adds theirs.
         """
         spec, momentum, eps = self._spec, self._momentum, self._eps
-        remembers, running = spec.of_batch and quick.possible(), (running_mean, running_var)
+        remembers, running = spec.of_batch and repeat.possible(), (running_mean, running_var)
         tensors = weight, bias, gamma, beta, running_mean, running_var, batches
         if remembers:
             made = _forward_again(self._asked, x, residual, tensors, passes_on)
@@ -84,12 +84,12 @@ class Layer:
 
     def _by_operators(self, named: Any, running: Any, batches: Tensor | None, residual: Tensor | None) -> Tensor:
         """The same where torch has to see operators."""
-        if batches is not None:
-            batches.add_(1)
         ours, spec = torch.ops.pycuda_conv, self._spec
         options = self._momentum, self._eps
         if spec.of_batch:
-            return cast(Tensor, ours.fused_layer(*named, *running, residual, *options, spec.in_integers()))
+            return cast(Tensor, ours.fused_layer(*named, *running, batches, residual, *options, spec.in_integers()))
+        if batches is not None:
+            batches.add_(1)
         flat = (spec if residual is None else spec._replace(activation=None)).in_integers()
         with torch.no_grad():
             made = ours.frozen_statistics(*named[:3], *running, self._eps, flat)
@@ -195,7 +195,7 @@ def conv_bn_act(
     else:
         weight, bias, *rest = tensors
         x, *cast = _cast(input, weight, bias)  # torch's sum does not cast the residual either
-        with without_autocast(input) if quick.possible() else nullcontext():  # the call is then like those outside of autocast
+        with without_autocast(input) if repeat.possible() else nullcontext():  # the call is then like those outside of autocast
             made = _conv_bn_act(conv, bn, activation, precision, ndim, x, residual, (*cast, *rest), passes_on and x is input)
     return (made, input) if passes_on and isinstance(made, Tensor) else made
 

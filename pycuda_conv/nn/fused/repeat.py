@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pycuda_conv import execute, quick
+from pycuda_conv import execute, repeat
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.nn.autograd import _layout
 from pycuda_conv.nn.fused.launches import (
+    AxisOrder,
     _all_gradients,
     _Backward,
     _backward_of,
@@ -19,7 +20,6 @@ from pycuda_conv.nn.fused.launches import (
     _LayerSpec,
     _like_sums,
     _new_statistics,
-    _Order,
     _order,
     _pixels,
     _sums_dtype,
@@ -30,7 +30,7 @@ from pycuda_conv.repeat import RepeatTable
 _again = RepeatTable()
 
 
-def _readable(array: Tensor | None, order: _Order) -> bool:
+def _readable(array: Tensor | None, order: AxisOrder) -> bool:
     """Whether kernels can read the array as it is; True for None."""
     return array is None or TORCH.is_kernel_input(array, order)
 
@@ -47,7 +47,7 @@ def _remember_forward(
     x, residual, weight, bias, gamma, beta, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
     found = _forward_of(x, weight, bias, momentum, eps, spec)
-    plan, name = found.plan, quick.key(asked, *operands) if found.plan.may_be_repeated else None
+    plan, name = found.plan, repeat.key(asked, *operands) if found.plan.may_be_repeated else None
     if name is None or name in _again or plan.device.capturing():
         return
     ready = None
@@ -64,23 +64,24 @@ def _remember_forward(
         if nbytes <= made.nbytes:  # out is written last and has room for the workspace
             scratch, nbytes = ao, 0
         tracked, counted = (none, an) if counts else (an, none)
-        steps, asked_for = quick.steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none)), (spec.activation, residual is not None)
+        steps = repeat.steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none))
+        asked_for = spec.activation, residual is not None
         if plan.schedule.moments is None and pixels.whole:
             both, _ = batch_norm.whole_forward(pixels, processors, eps, momentum, *asked_for)
-            steps += quick.moved([[one] for one in both], (ay, tracked, ag, at, ar, mean, invstd, am, av, counted, ao))
+            steps += repeat.rebind_buffers([[one] for one in both], (ay, tracked, ag, at, ar, mean, invstd, am, av, counted, ao))
         else:
             normalised, _ = batch_norm.forward(pixels, processors, *asked_for)
-            steps += quick.moved([[one] for one in statistics], (ay, tracked, mean, invstd, am, av, counted, scratch))
-            steps += quick.moved([[one] for one in normalised], (ay, mean, invstd, ag, at, ar, ao))
+            steps += repeat.rebind_buffers([[one] for one in statistics], (ay, tracked, mean, invstd, am, av, counted, scratch))
+            steps += repeat.rebind_buffers([[one] for one in normalised], (ay, mean, invstd, ag, at, ar, ao))
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
         results = y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y
-        ready = quick.row(TORCH, plan.device, steps, x, count, results, nbytes)
+        ready = repeat.launch_sequence(TORCH, plan.device, steps, x, count, results, nbytes)
     _again.put(name, None if ready is None else (ready, spec), plan)
 
 
 def _asked_forward(conv: Any, bn: Any, activation: batch_norm.Activation, precision: str) -> tuple[Any, ...] | None:
     """The options in a forward pass's key; None for one that is not remembered."""
-    if not quick.possible():
+    if not repeat.possible():
         return None
     own, of_norm = conv.__dict__, bn.__dict__  # a module's attributes are slow
     try:
@@ -101,6 +102,8 @@ class _BackwardAgain(NamedTuple):
     makes_dweight: bool
     #: whether it computes all gradients, in the order in which they have to lie
     complete: bool
+    #: whether its results are the sums and the gradients that were asked for, of input and filter, each lying as its array does
+    plain: bool
 
 
 def _asked_backward(of_x: bool, of_weight: bool, spec: _LayerSpec, spent: bool) -> tuple[Any, ...]:
@@ -113,13 +116,18 @@ def _backward_again(
     of_x: bool, of_weight: bool, spec: _LayerSpec, added: Tensor | None = None, spent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None] | None:
     """The same as :func:`_backward`, by a repeated pass; else None."""
-    if not quick.possible():
+    if not repeat.possible():
         return None
     operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
-    made = quick.again(_again, _asked_backward(of_x, of_weight, spec, spent), *operands)
-    if made is None:
-        return None
-    again, sums, *results = made
+    made = repeat.replay(_again, _asked_backward(of_x, of_weight, spec, spent), *operands)
+    return None if made is None else _gradients_of(made, operands, of_x, of_weight, spec)
+
+
+def _gradients_of(
+    made: Any, operands: Sequence[Any], of_x: bool, of_weight: bool, spec: _LayerSpec
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """What :func:`_backward` gives, from the results of a repeated pass of these operands."""
+    (_, x, weight, _, _, y, out, _, added), (again, sums, *results) = operands, made
     masked = None if out is None else results.pop(0)
     dy = results.pop(0) if again.makes_dy else y
     dx = results.pop(0) if again.makes_dx else None
@@ -134,7 +142,7 @@ def _remember_backward(
 ) -> None:
     """Put a backward pass into the table. `operands` are those of :func:`_backward`."""
     plans = [plan for plan in (found.by_x, found.by_weight) if plan is not None]
-    name = quick.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.may_be_repeated for plan in plans) else None
+    name = repeat.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.may_be_repeated for plan in plans) else None
     if name is None or name in _again or found.device.capturing():
         return
     dout, x, weight, gamma, beta, y, out, statistics, added = operands
@@ -155,7 +163,7 @@ def _remember_backward(
         scratch, none, *_ = more
         nbytes, by_x, by_weight = found.workspace, found.by_x, found.by_weight
         if by_x is not None and by_weight is not None:
-            nbytes = max(nbytes, quick.bytes_of_row(by_x, found.filter_last, by_weight, found.writes_last))
+            nbytes = max(nbytes, repeat.concatenated_bytes(by_x, found.filter_last, by_weight, found.writes_last))
         if spent:
             dy = ay
         elif dy is None:  # then dy is workspace
@@ -163,7 +171,7 @@ def _remember_backward(
             dy, nbytes = (scratch[0], start), start + y.nbytes
         invstd = mean[0], pixels.K * pixels.sum_bytes
         normalised, _ = batch_norm.backward(pixels, found.device.multiprocessors, spec.activation, spec.of_batch, out is not None)
-        steps = quick.moved([[one] for one in normalised], (ay, ad, mean, invstd, ag, at, ao, dy, sums, masked or none, scratch))
+        steps = repeat.rebind_buffers([[one] for one in normalised], (ay, ad, mean, invstd, ag, at, ao, dy, sums, masked or none, scratch))
         results = [TORCH.maker((2, pixels.K), _sums_dtype(y), y.device, None)]
         if masked is not None:
             results.append(TORCH.maker(tuple(y.shape), y.dtype, y.device, order))
@@ -172,18 +180,20 @@ def _remember_backward(
         for_dx, for_dw = (dy, aw, none, dx or none, scratch, none), (ax, dy, none, dw or none, scratch, none)
         residual = None if added is None else ap
         if by_x is not None and by_weight is not None:
-            steps += quick.in_a_row(by_x, found.filter_last, for_dx, by_weight, found.writes_last, for_dw, residual)
+            steps += repeat.concatenated(by_x, found.filter_last, for_dx, by_weight, found.writes_last, for_dw, residual)
         elif by_x is not None:
-            steps += quick.steps_of(by_x, found.filter_last, for_dx, residual)
+            steps += repeat.steps_of(by_x, found.filter_last, for_dx, residual)
         elif by_weight is not None:
-            steps += quick.steps_of(by_weight, found.writes_last, for_dw)
+            steps += repeat.steps_of(by_weight, found.writes_last, for_dw)
         if by_x is not None:
             results.append(TORCH.maker(tuple(x.shape), x.dtype, x.device, order))
         if by_weight is not None:
             results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, found.gradient_order))
-        ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
+        ready = repeat.launch_sequence(TORCH, found.device, steps, y, count, results, nbytes)
     complete = not needs_dy and (not of_x or _order(x) == order)
-    again = None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete)
+    plain = complete and (makes_dx, makes_dweight) == (of_x, of_weight) and out is None
+    plain = plain and (not of_weight or found.gradient_order == _order(weight))
+    again = None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete, plain)
     _again.put(name, again, *plans)
 
 
@@ -215,6 +225,6 @@ def _backward(
         )
         execute.launch(TORCH, found.device, found.launch, given, (dy, sums, masked, dx, dweight), found.workspace)
         del given  # a copy of dout must be gone before the convolutions take its memory
-        if quick.possible():
+        if repeat.possible():
             _remember_backward(operands, of_x, of_weight, spec, spent, found)
     return *_all_gradients(dx, dweight, dy, x, weight, order, of_x, of_weight, spec, added), sums, masked

@@ -15,7 +15,7 @@
 // Calls. Its options and the shapes, strides, types and GPU of its tensors decide a convolution of torch's tensors. key() writes all of that as
 // bytes. For each key a dict holds the decision that ready() made: the schedule, how to make the result, the context. call() writes the key,
 // looks it up, asks torch whether anything is unusual, allocates and launches. For all that is unusual or unknown it returns None; then Python
-// makes the call, and may remember it for the next time: quick.py. again() does the same for several kernels in a row with one or more results,
+// makes the call, and may remember it for the next time: repeat.py. again() does the same for several kernels in a row with one or more results,
 // such as a pass of a fused layer.
 //
 // Threads. A call releases the GIL around all its launches, because those wait where the driver's queue is full, maybe for a callback that

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -212,7 +213,7 @@ def _replayed(cupy: Any, ways: list[Callable[[], Any]]) -> list[float]:
     stream = cupy.cuda.Stream(non_blocking=True)
     found: list[list[float]] = [[] for _ in ways]
     with stream:
-        works = []
+        works: list[tuple[int, Callable[[], Any]]] = []
         for way in ways:
             for _ in range(3):
                 way()
@@ -224,7 +225,7 @@ def _replayed(cupy: Any, ways: list[Callable[[], Any]]) -> list[float]:
                 graph = stream.end_capture()
                 graph.launch(stream)
                 stream.synchronize()
-                works.append((5, lambda graph=graph: graph.launch(stream)))
+                works.append((5, partial(graph.launch, stream)))
             except Exception:  # CuPy refuses some calls while it captures
                 if stream.is_capturing():
                     stream.end_capture()
@@ -244,11 +245,9 @@ def _replayed(cupy: Any, ways: list[Callable[[], Any]]) -> list[float]:
 def _host_to_host(case: Case, x: np.ndarray, peer: Any, row: Row) -> Row:
     try:
         cupy = require("cupy")
-        import cupyx
-
-        locked = cupyx.empty_pinned(x.shape, x.dtype)
+        locked = require("cupyx").empty_pinned(x.shape, x.dtype)
         np.copyto(locked, x)
-    except (ToolError, ImportError):
+    except ToolError:
         cupy, locked = None, x
     start = time.perf_counter()
     made = getattr(ndimage, case.function)(locked, **case.arguments)

@@ -1,7 +1,7 @@
-"""Compilation behind calls: of a better configuration's kernels, and of kernels that know a layer's constants.
+"""Compilation in the background: of a better configuration's kernels, and of kernels that know a layer's constants.
 
 A call waits for the compiler only if no compiled kernel can serve it. The results don't show which kernel served a call, nor when another
-one took over: only configurations that add up in the same order stand in for one another.
+one took over: only configurations that add up in the same order substitute for one another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OFTEN = 10
 
 
 def enabled() -> bool:
-    """Whether kernels are compiled behind calls, and know layers' constants: unless ``PYCUDA_CONV_BACKGROUND`` is ``0``."""
+    """Whether kernels are compiled in the background, and know layers' constants: unless ``PYCUDA_CONV_BACKGROUND`` is ``0``."""
     text = os.environ.get("PYCUDA_CONV_BACKGROUND", "1")
     if text not in ("0", "1"):
         raise VariableError(f"PYCUDA_CONV_BACKGROUND must be 0 or 1, got {text!r}")
@@ -48,24 +48,24 @@ def launches(schedule: Schedule) -> list[KernelLaunch]:
 
 
 #: The configurations that served calls of this process, in that order: their kernels are probably compiled.
-used: dict[engines.Config, None] = {}
+configs_used: dict[engines.Config, None] = {}
 
-#: How many times as long as the better configuration, by prediction, a stand-in may take on a GPU: a captured graph keeps it for good.
+#: How many times as long as the better configuration, by prediction, a substitute may take on a GPU: a captured graph keeps it for good.
 SLOWEST = 3
-#: On OpenCL, where no model predicts times, larger problems have no stand-in: a slow one may take longer than the compiler does.
+#: On OpenCL, where no model predicts times, larger problems have no substitute: a slow one may take longer than the compiler does.
 MOST_FLOPS = 1e8
-#: How many times as long a configuration may take that a call waits for because it takes less time to compile.
+#: How many times as long a configuration may take that is preferred because it compiles faster.
 HARDLY = 1.15
 
 
-def stand_in(
+def same_bits_substitute(
     problem: ConvProblem, config: engines.Config, device: Device, schedules: dict[engines.Config, Schedule] | None = None
 ) -> engines.Config | None:
     """A configuration that gives the same bits as `config`, is not much slower, and whose kernels are compiled; or None.
 
-    It is the best of the configurations that this process has used, or else the best of all. Configurations measured on such a GPU count as
-    used: their kernels may have served the layer at other sizes. If no kernels are compiled, those being compiled are ready before those
-    that nobody has begun. The schedules made on the way are added to `schedules`.
+    Preferred is a configuration that this process has used, then any that is compiled, then any whose compilation has begun. Configurations
+    measured on such a GPU count as used: their kernels may have served the layer at other sizes. The schedules made on the way are added to
+    `schedules`.
     """
     known: dict[engines.Config, Schedule] = {} if schedules is None else schedules
     coming = []
@@ -77,7 +77,7 @@ def stand_in(
                 known[one] = engines.schedule(problem, one, device)
             except ValueError:  # it served on a GPU of this process whose blocks have more shared memory
                 continue
-        left = missing(form(known[one], device), device)
+        left = missing(initial_form(known[one], device), device)
         if not left:
             return one
         if all(map(device.coming, left)):
@@ -88,9 +88,9 @@ def stand_in(
 def _alike(problem: ConvProblem, config: engines.Config, device: Device) -> Iterator[engines.Config]:
     """Other configurations that give the same bits as `config`, the fastest first: of those that this process has used, then of all.
 
-    Mostly one of the used ones serves. The others take longer to find, and are looked for only if none does.
+    Mostly a used one serves. The others take longer to find, and are looked for only if none does.
     """
-    before = tuple(used)
+    before = tuple(configs_used)
     yield from engines.fastest_first(problem, (one for one in engines.same_bits(problem, config, before) if one != config), device)
     yield from (one for one in engines.alternatives(problem, config, device, measured_configs(device)) if one not in before)
 
@@ -103,8 +103,8 @@ def _not_slow(problem: ConvProblem, config: engines.Config, others: Iterable[eng
             yield one
 
 
-def quickest(problem: ConvProblem, config: engines.Config, device: Device) -> engines.Config:
-    """`config`, or one with the same bits that takes hardly longer and compiles much faster, as its tile is at most half as large."""
+def fastest_to_compile(problem: ConvProblem, config: engines.Config, device: Device) -> engines.Config:
+    """`config`, or one that gives the same bits, takes hardly longer and compiles much faster: its tile is at most half as large."""
     best = engines.predicted(problem, config, device) if foresees(device) else None
     if best is None or products(problem) == 1:  # a text for one product is short
         return config
@@ -116,7 +116,7 @@ def quickest(problem: ConvProblem, config: engines.Config, device: Device) -> en
 def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:
     """Where no compiler works: any configuration whose kernels are compiled."""
     configs = engines.candidates(problem, device)
-    return next((one for one in configs if not missing(form(engines.schedule(problem, one, device), device), device)), None)
+    return next((one for one in configs if not missing(initial_form(engines.schedule(problem, one, device), device), device)), None)
 
 
 # ---- compilation ahead of calls
@@ -131,8 +131,8 @@ LAYERS = ((3, 1), (1, 1), (3, 2), (1, 2))
 MOST_LIKELY = 32  # kernels to compile
 SPARE_CORES = 8  # cores that a machine has to have: on fewer, such kernels would slow down those that are waited for
 
-#: An order of sums is a rival up to this many times the shortest prediction: it is likely to be chosen for the layer's next size of images.
-RIVAL = 1.3
+#: An order of sums counts up to this many times the shortest prediction: it is likely to be chosen for the layer's next size of images.
+NEARLY_AS_FAST = 1.3
 
 #: By kinds of arrays: the layers of a common network whose kernels are still to be foreseen.
 _foreseen: dict[Hashable, deque[ConvProblem]] = {}
@@ -147,22 +147,22 @@ def foresee(problem: ConvProblem, missing: list[KernelLaunch], device: Device) -
     """Begin with the kernels that a call of `problem` waits for, and meanwhile compile those that may be asked for next."""
     device.begin(missing)
     for launch in islice(likely(problem, missing, device), MOST_LIKELY):
-        device.compile_behind([launch])
+        device.compile_in_background([launch])
         if not any(map(device.coming, missing)):
             return
 
 
 def likely(problem: ConvProblem, own: Iterable[KernelLaunch], device: Device) -> Iterator[KernelLaunch]:
-    """Launches whose kernels a process may soon wait for while it waits for its `own` of `problem`, the likeliest first.
+    """Launches whose kernels a process may soon wait for, the likeliest first; it waits for its `own` of `problem` now.
 
-    First come the layer's :func:`rivals`. Then come the layers of a common network, once for each kind of array and direction, and then the
-    same layer with more and with fewer images, and with larger and smaller ones. The latter kernels are general ones, each of which serves
-    many layers. A kernel is left out if others could stand in for it. Rivals know the layer's constants, which takes half the time to
-    compile, unless the layer ends with a scale or an activation, as layers of networks do in several ways.
+    First come the layer's :func:`other_orders`. Then come the layers of a common network, once for each kind of array and direction. Last
+    comes the same layer with more and with fewer images, and with larger and smaller ones. These kernels take the layer's numbers as
+    arguments, so each serves many layers. Those of other orders get constants if the layer's epilogue is at most a bias: that halves their
+    compile time. A kernel is left out if others could substitute for it.
     """
     found = {launch.source() for launch in own}
-    of_rivals = _absent(((problem, config) for config in rivals(problem, device)), found, device)
-    yield from of_rivals if _fused(problem) else map(_known, of_rivals)
+    of_other_orders = _absent(((problem, config) for config in other_orders(problem, device)), found, device)
+    yield from of_other_orders if _fused(problem) else map(_known, of_other_orders)
     yield from _absent(((one, _choice(one, device)) for one in chain((problem,), _related(problem))), found, device)
 
 
@@ -170,11 +170,11 @@ def _fused(problem: ConvProblem) -> bool:
     return problem.has_scale or problem.activation is not None
 
 
-def rivals(problem: ConvProblem, device: Device) -> list[engines.Config]:
+def other_orders(problem: ConvProblem, device: Device) -> list[engines.Config]:
     """For each other order of sums that should take hardly longer than the planner's choice, its configuration that compiles fastest.
 
-    The planner may choose any of these orders for other numbers and sizes of the layer's images, and no kernel of another order may stand
-    in then. Among configurations that should take about as long, the one with the smallest tile compiles fastest.
+    The planner may choose any of these orders for other numbers and sizes of the layer's images, and then no kernel of another order may
+    substitute. Among configurations that should take about as long, the one with the smallest tile compiles fastest.
     """
     orders: dict[Hashable, list[tuple[float, engines.Config]]] = {}
     for us, config in engines.predictions(problem, device):
@@ -183,14 +183,14 @@ def rivals(problem: ConvProblem, device: Device) -> list[engines.Config]:
     choice = _choice(problem, device)
     if choice is not None:
         orders.pop(engines.order(problem, choice), None)
-    near = (timed for timed in orders.values() if timed[0][0] <= RIVAL * shortest)
-    return [min((config for us, config in timed if us <= RIVAL * timed[0][0]), key=lambda config: config.tile) for timed in near]
+    near = (timed for timed in orders.values() if timed[0][0] <= NEARLY_AS_FAST * shortest)
+    return [min((config for us, config in timed if us <= NEARLY_AS_FAST * timed[0][0]), key=lambda config: config.tile) for timed in near]
 
 
 def _absent(
     choices: Iterable[tuple[ConvProblem, engines.Config | None]], found: set[str], device: Device
 ) -> Iterator[KernelLaunch]:
-    """General launches of `choices` whose kernels are not compiled, being compiled or in `found`, and that no compiled kernel can replace.
+    """General launches of `choices` that no compiled kernel can replace, whose kernels are not compiled, being compiled or in `found`.
 
     Their texts are added to `found`.
     """
@@ -272,11 +272,11 @@ def missing(schedule: Schedule, device: Device) -> list[KernelLaunch]:
     return [launch for launch in launches(schedule) if not device.compiled(launch)]
 
 
-def form(schedule: Schedule, device: Device) -> Schedule:
+def initial_form(schedule: Schedule, device: Device) -> Schedule:
     """The form of a plan's launches at first.
 
-    A kernel knows its layer's constants if the kernel with them is compiled, or if a compiler has to run anyway. So a general kernel serves
-    where it alone is compiled, or on its way.
+    A kernel knows its layer's constants if the kernel with them is compiled, or if a compiler has to run anyway. A general kernel serves
+    where it alone is compiled or being compiled.
     """
     if not (enabled() and device.constants_pay and has_constants(schedule)):
         return schedule
@@ -312,8 +312,8 @@ def has_constants(schedule: Schedule) -> bool:
     return any(launch.layer for launch in launches(schedule))
 
 
-class Behind:
-    """Kernels that are compiled behind a plan's calls.
+class BackgroundCompile:
+    """Kernels that are compiled in the background of a plan's calls.
 
     Parameters
     ----------
@@ -337,7 +337,7 @@ class Behind:
     def _start(self) -> None:
         with self._lock:
             if self._coming is None:
-                self._coming = self._device.compile_behind(self._kernels)
+                self._coming = self._device.compile_in_background(self._kernels)
         for one in self._coming:
             one.add_done_callback(lambda _: self._tell() if self.is_done() else None)
 
@@ -368,7 +368,7 @@ class Behind:
         if not all(one.done() for one in self._coming) or self._device.capturing(stream):
             return False
         if any(one.cancelled() for one in self._coming):  # a caller could not wait for its turn
-            self._coming = self._device.compile_behind(self._kernels)
+            self._coming = self._device.compile_in_background(self._kernels)
             return False
         for one in self._coming:
             one.result()
@@ -380,8 +380,8 @@ class Behind:
 _said: set[str] = set()
 
 
-def say(error: Exception) -> None:
-    """Log that the compiler failed behind a call: once for each message, whatever the kernel."""
+def log_once(error: Exception) -> None:
+    """Log that the compiler failed in the background: once for each message, whatever the kernel."""
     how = str(error) if isinstance(error, CompileError) else repr(error)
-    log.log(logging.DEBUG if _said else logging.WARNING, "compiling behind calls failed, so slower kernels go on: %s", how)
+    log.log(logging.DEBUG if _said else logging.WARNING, "compiling in the background failed, so slower kernels go on: %s", how)
     _said.add(how)

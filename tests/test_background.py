@@ -1,4 +1,4 @@
-"""Compiling behind calls: which configurations stand in for one another, when the better one takes over, what never shows."""
+"""Compiling in the background: which configurations substitute for one another, when the better one takes over, what never shows."""
 
 import itertools
 import logging
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from reference import dgrad, fprop, python, run
 
-from pycuda_conv import Plan, behind, engines
+from pycuda_conv import Plan, background, engines
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.depthwise.toeplitz import DepthwiseToeplitz
 from pycuda_conv.engines.direct import direct
@@ -50,7 +50,7 @@ def check_same_bits(case, dtype, place, most, **options):
     chosen = {order: configs[:: -(len(configs) // most or 1)][:most] for order, configs in orders.items()}  # from the last, whose tiles are small
     chosen = {order: configs for order, configs in chosen.items() if len(configs) > 1}
     schedules = [engines.schedule(problem, config, device) for configs in chosen.values() for config in configs]
-    device.compile_all([launch for schedule in schedules for launch in behind.launches(schedule)])
+    device.compile_all([launch for schedule in schedules for launch in background.launches(schedule)])
     compared = 0
     for (_, order), (first, *rest) in chosen.items():
         expected = run(Plan(problem, device, config=first), *arrays)
@@ -127,7 +127,7 @@ class Slow:
         self.futures, self.under_way, self.waiting, self.begun = [], set(), set(), []
         kind = type(device)
         monkeypatch.setattr(kind, "compiled", lambda _, launch: launch.source() in self.ready)
-        monkeypatch.setattr(kind, "compile_behind", lambda _, launches: self._compile_behind(launches))
+        monkeypatch.setattr(kind, "compile_in_background", lambda _, launches: self._compile_in_background(launches))
         monkeypatch.setattr(kind, "coming", lambda _, launch: launch.source() in self.under_way)
         monkeypatch.setattr(kind, "queued", lambda _, launch: launch.source() in self.waiting)
         monkeypatch.setattr(kind, "begin", lambda _, launches: self.begun.extend(launch.source() for launch in launches))
@@ -135,9 +135,9 @@ class Slow:
         monkeypatch.setattr(kind, "constants_pay", True)
 
     def know(self, problem, config, form=lambda schedule: schedule):
-        self.ready |= {launch.source() for launch in behind.launches(form(engines.schedule(problem, config, self.device)))}
+        self.ready |= {launch.source() for launch in background.launches(form(engines.schedule(problem, config, self.device)))}
 
-    def _compile_behind(self, launches):
+    def _compile_in_background(self, launches):
         self.asked += [launch.source() for launch in launches]
         self.futures = [Future() for _ in launches]
         return self.futures
@@ -154,8 +154,8 @@ def slow(monkeypatch):
 
     if why_not():
         pytest.skip(why_not())
-    monkeypatch.setattr(behind, "_said", set())
-    monkeypatch.setattr(behind, "used", {})
+    monkeypatch.setattr(background, "_said", set())
+    monkeypatch.setattr(background, "configs_used", {})
     monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
     cached_plan.cache_clear()
     yield Slow(get_device("opencl"), monkeypatch)
@@ -208,7 +208,7 @@ def test_what_calls_will_take_in_the_end(slow):
     best = direct.choose(problem, slow.device)[1]
     slow.know(problem, engines.alternatives(problem, best, slow.device)[0])
     plan = cached_plan(problem, slow.device)
-    assert plan.config != best and plan.settled().config == best and plan.better is plan.settled()
+    assert plan.config != best and plan.final_form().config == best and plan.better is plan.final_form()
     assert run(plan, *arrays).tobytes() == run(plan.better, *arrays).tobytes()
 
 
@@ -240,7 +240,7 @@ def test_a_compiler_that_fails_behind_is_said_once_and_what_serves_goes_on(slow,
             arrays = case.integers("float32")
             for _ in range(3):
                 assert np.array_equal(run(plan, *arrays), case.reference(*arrays))
-            assert plan.better is None and plan._behind is None
+            assert plan.better is None and plan._background is None
     (record,) = caplog.records
     assert "nvcc failed (-9): killed" in record.getMessage()
 
@@ -292,7 +292,7 @@ def constants(monkeypatch):
 
     real = engines.schedule
     monkeypatch.setattr(engines, "schedule", schedule)
-    monkeypatch.setattr(behind, "OFTEN", 3)
+    monkeypatch.setattr(background, "OFTEN", 3)
 
 
 def _known(plan, monkeypatch):
@@ -319,17 +319,17 @@ def test_a_layer_that_is_used_often_gets_its_constants(slow, constants, monkeypa
         assert slow.asked and all("OF_THE_LAYER 7" in text for text in slow.asked) and not seen
         slow.finish()
         run(plan, *arrays)
-        assert seen and all(defines["OF_THE_LAYER"] == 7 for defines in seen) and plan._behind is None
+        assert seen and all(defines["OF_THE_LAYER"] == 7 for defines in seen) and plan._background is None
         assert run(plan, *arrays).tobytes() == first.tobytes()
 
 
 def test_a_general_kernel_that_is_on_its_way_is_not_compiled_anew_with_constants(slow, constants):
     problem = CASE.problem()
     schedule = engines.schedule(problem, direct.choose(problem, slow.device)[1], slow.device)
-    general, known = ({launch.source() for launch in behind.launches(one)} for one in (schedule, behind.with_constants(schedule)))
+    general, known = ({launch.source() for launch in background.launches(one)} for one in (schedule, background.with_constants(schedule)))
 
     def served():
-        return {launch.source() for launch in behind.launches(behind.form(schedule, slow.device))}
+        return {launch.source() for launch in background.launches(background.initial_form(schedule, slow.device))}
 
     assert served() == known
     slow.waiting = general
@@ -344,15 +344,15 @@ def test_each_launch_has_its_own_form(slow, constants):
     """Of one kernel the general text is compiled, of the other the one with constants: nothing is missing."""
     problem = fprop((1, 64, 8, 8), (64, 64, 3, 3), padding=1).problem()
     schedule = engines.schedule(problem, direct_gemm.Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2), slow.device)
-    first, second = behind.launches(schedule)
-    slow.ready = {first.source(), behind._known(second).source()}
-    found = behind.form(schedule, slow.device)
-    assert {launch.source() for launch in behind.launches(found)} == slow.ready and behind.has_constants(found)
-    assert not behind.missing(found, slow.device)
+    first, second = background.launches(schedule)
+    slow.ready = {first.source(), background._known(second).source()}
+    found = background.initial_form(schedule, slow.device)
+    assert {launch.source() for launch in background.launches(found)} == slow.ready and background.has_constants(found)
+    assert not background.missing(found, slow.device)
 
 
 def _with_constants(plan):
-    return all(launch.defines.get("OF_THE_LAYER") == 7 for launch in behind.launches(plan.loaded))
+    return all(launch.defines.get("OF_THE_LAYER") == 7 for launch in background.launches(plan.loaded))
 
 
 @pytest.mark.parametrize("general", [True, False])
@@ -363,9 +363,9 @@ def test_kernels_that_know_a_layer_serve_at_once_if_they_are_compiled(slow, cons
         best = direct.choose(problem, slow.device)[1]
         if general:
             slow.know(problem, best)
-        slow.know(problem, best, behind.with_constants)
+        slow.know(problem, best, background.with_constants)
         for plan in (cached_plan(problem, slow.device), Plan(problem, slow.device)):
-            assert plan.config == best and _with_constants(plan) and plan._behind is None and not slow.asked
+            assert plan.config == best and _with_constants(plan) and plan._background is None and not slow.asked
 
 
 def test_a_compiler_that_has_to_run_makes_kernels_that_know_their_layer(slow, constants, monkeypatch):
@@ -383,7 +383,7 @@ def test_kernels_that_know_a_layer_stand_in_too(slow, constants):
     problem, arrays = CASE.problem(), CASE.normals("float32")
     best = direct.choose(problem, slow.device)[1]
     other = engines.alternatives(problem, best, slow.device)[0]
-    slow.know(problem, other, behind.with_constants)
+    slow.know(problem, other, background.with_constants)
     plan = cached_plan(problem, slow.device)
     assert plan.config == other and _with_constants(plan) and all("OF_THE_LAYER 7" in text for text in slow.asked)
     first = run(plan, *arrays)
@@ -396,7 +396,7 @@ def test_kernels_that_know_a_layer_stand_in_too(slow, constants):
 def test_general_kernels_serve_where_constants_do_not_pay(slow, constants, monkeypatch):
     monkeypatch.setattr(type(slow.device), "constants_pay", False)
     plan = Plan(CASE.problem(), slow.device)
-    assert not _with_constants(plan) and plan._behind is None
+    assert not _with_constants(plan) and plan._background is None
 
 
 def test_constants_at_once(slow, constants, monkeypatch):
@@ -540,9 +540,9 @@ class Empty(Target):
 
 @pytest.fixture
 def empty(monkeypatch):
-    monkeypatch.setattr(behind, "_foreseen", {})
+    monkeypatch.setattr(background, "_foreseen", {})
     monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
-    monkeypatch.setattr(behind, "used", {})
+    monkeypatch.setattr(background, "configs_used", {})
     device = Empty("sm_90a")
     device.model = ""
     return device
@@ -550,20 +550,20 @@ def empty(monkeypatch):
 
 def sources(problem, device):
     schedule = engines.schedule(problem, engines.choose(problem, device), device)
-    return {launch.source() for launch in behind.launches(behind.form(schedule, device))}
+    return {launch.source() for launch in background.launches(background.initial_form(schedule, device))}
 
 
 def likely(problem, device):
     """The texts of what is foreseen beside a problem's own."""
     schedule = engines.schedule(problem, engines.choose(problem, device), device)
-    return {launch.source() for launch in behind.likely(problem, behind.launches(behind.form(schedule, device)), device)}
+    return {launch.source() for launch in background.likely(problem, background.launches(background.initial_form(schedule, device)), device)}
 
 
 def waits(problem, device):
     """Whether a call would wait for the compiler."""
     config = engines.choose(problem, device)
-    missing = behind.missing(behind.form(engines.schedule(problem, config, device), device), device)
-    return bool(missing) and behind.stand_in(problem, config, device) is None
+    missing = background.missing(background.initial_form(engines.schedule(problem, config, device), device), device)
+    return bool(missing) and background.same_bits_substitute(problem, config, device) is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
@@ -591,13 +591,13 @@ def test_another_size_or_batch_of_a_layer_hardly_ever_waits(empty, monkeypatch):
     for problem in draw(3, 3):
         n, part = max(1, round(problem.N * r.choice((0.25, 0.5, 1, 1.2, 2, 4)))), r.choice((0.5, 0.75, 1, 1.15, 1.5, 2))
         try:
-            other = behind._resized(replace(problem, N=n), tuple(max(1, round(part * size)) for size in problem.input_size))
+            other = background._resized(replace(problem, N=n), tuple(max(1, round(part * size)) for size in problem.input_size))
         except ConvArgumentError:
             continue
         if other is None or other == problem or not other.macs:
             continue
         with monkeypatch.context() as patch:
-            patch.setattr(behind, "_foreseen", {})
+            patch.setattr(background, "_foreseen", {})
             patch.setattr(Empty, "known", likely(problem, empty) | sources(problem, empty))
             made, waiting = made + 1, waiting + waits(other, empty)
     assert made > 25 and waiting <= made // 12
@@ -606,27 +606,27 @@ def test_another_size_or_batch_of_a_layer_hardly_ever_waits(empty, monkeypatch):
 def test_what_a_network_still_needs_is_foreseen_by_the_next_layer(empty):
     """The first one may not have to wait for long enough."""
     problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
-    whole = list(behind._network(problem, (8,)))
-    behind._foreseen.clear()
-    first = list(itertools.islice(behind._network(problem, (8,)), 3))
-    assert first + list(behind._network(replace(problem, N=9, C=32), (9,))) == whole and len(whole) > 9
-    assert not list(behind._network(problem, (8,)))
+    whole = list(background._network(problem, (8,)))
+    background._foreseen.clear()
+    first = list(itertools.islice(background._network(problem, (8,)), 3))
+    assert first + list(background._network(replace(problem, N=9, C=32), (9,))) == whole and len(whole) > 9
+    assert not list(background._network(problem, (8,)))
 
 
-# ---- rivals
+# ---- other orders of sums
 
 
 def test_rivals_are_other_orders_of_sums_that_take_hardly_longer(empty):
     problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
-    chosen, found = engines.choose(problem, empty), behind.rivals(problem, empty)
+    chosen, found = engines.choose(problem, empty), background.other_orders(problem, empty)
     orders = [engines.order(problem, config) for config in (chosen, *found)]
     assert len(set(orders)) == len(orders) > 1
     for config in found:
         same = engines.alternatives(problem, config, empty)
         best = min(engines.predicted(problem, one, empty) for one in (config, *same))
-        assert engines.predicted(problem, config, empty) <= behind.RIVAL * best
-        assert best <= behind.RIVAL * engines.predicted(problem, chosen, empty)
-        assert all(one.tile >= config.tile or engines.predicted(problem, one, empty) > behind.RIVAL * best for one in same)
+        assert engines.predicted(problem, config, empty) <= background.NEARLY_AS_FAST * best
+        assert best <= background.NEARLY_AS_FAST * engines.predicted(problem, chosen, empty)
+        assert all(one.tile >= config.tile or engines.predicted(problem, one, empty) > background.NEARLY_AS_FAST * best for one in same)
 
 
 def test_a_size_that_is_given_another_order_of_sums_need_not_wait_for_it(empty, monkeypatch):
@@ -635,17 +635,17 @@ def test_a_size_that_is_given_another_order_of_sums_need_not_wait_for_it(empty, 
     assert engines.order(problem, first) != engines.order(other, second)
     monkeypatch.setattr(Empty, "known", texts_of(problem, first, empty))
     assert waits(other, empty)
-    monkeypatch.setattr(Empty, "known", set().union(*(texts_of(problem, config, empty) for config in behind.rivals(problem, empty))))
+    monkeypatch.setattr(Empty, "known", set().union(*(texts_of(problem, config, empty) for config in background.other_orders(problem, empty))))
     assert not waits(other, empty)
 
 
 def test_rivals_are_foreseen_first_and_know_an_unfused_layer(empty):
     problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
-    rivals = {launch.file or launch.kernel for config in behind.rivals(problem, empty) for launch in behind.launches(engines.schedule(problem, config, empty))}
-    own = behind.launches(engines.schedule(problem, engines.choose(problem, empty), empty))
+    others_named = {launch.file or launch.kernel for config in background.other_orders(problem, empty) for launch in background.launches(engines.schedule(problem, config, empty))}
+    own = background.launches(engines.schedule(problem, engines.choose(problem, empty), empty))
     for one, known in ((problem, True), (replace(problem, has_scale=True, activation="relu"), False)):
-        first = next(behind.likely(one, own, empty))
-        assert (first.file or first.kernel) in rivals and ("LAYER" in first.defines) == known
+        first = next(background.likely(one, own, empty))
+        assert (first.file or first.kernel) in others_named and ("LAYER" in first.defines) == known
 
 
 # ---- what compiles fastest
@@ -655,24 +655,24 @@ def test_a_call_waits_for_the_text_that_compiles_fastest(empty, monkeypatch):
     problem = fprop((64, 256, 28, 28), (256, 256, 3, 3), padding=1).problem()
     chosen = engines.choose(problem, empty)
     for cores in (2, 16):
-        monkeypatch.setattr(behind, "cores", lambda cores=cores: cores)
+        monkeypatch.setattr(background, "cores", lambda cores=cores: cores)
         for dtype in ("float32", "float16"):
             one = replace(problem, dtype=dtype)
             config = engines.choose(one, empty)
-            quick = behind.quickest(one, config, empty)
+            quick = background.fastest_to_compile(one, config, empty)
             if cores == 2 or dtype == "float16":
                 assert quick == config
-    assert engines.order(problem, behind.quickest(problem, chosen, empty)) == engines.order(problem, chosen)
-    assert 2 * behind.quickest(problem, chosen, empty).tile <= chosen.tile
+    assert engines.order(problem, background.fastest_to_compile(problem, chosen, empty)) == engines.order(problem, chosen)
+    assert 2 * background.fastest_to_compile(problem, chosen, empty).tile <= chosen.tile
     small = ImplicitGemm(64, 64, 6)
-    assert behind.quickest(problem, small, empty) == small
+    assert background.fastest_to_compile(problem, small, empty) == small
 
 
 def test_the_better_one_follows_where_a_smaller_text_was_waited_for(slow, monkeypatch):
     problem, arrays = CASE.problem(), CASE.normals("float32")
     best = direct.choose(problem, slow.device)[1]
     other = engines.alternatives(problem, best, slow.device)[0]
-    monkeypatch.setattr(behind, "quickest", lambda *_: other)
+    monkeypatch.setattr(background, "fastest_to_compile", lambda *_: other)
     plan = cached_plan(problem, slow.device)
     assert plan.config == other and plan.better is None and slow.asked
     first = run(plan, *arrays)
@@ -687,7 +687,7 @@ def test_what_would_be_foreseen_is_not_if_it_is_on_its_way(empty, monkeypatch):
     assert found
     for name in "coming", "queued":
         with monkeypatch.context() as patch:
-            patch.setattr(behind, "_foreseen", {})
+            patch.setattr(background, "_foreseen", {})
             patch.setattr(Empty, name, lambda _, launch: launch.source() in found)
             assert not likely(problem, empty) & found
 
@@ -701,16 +701,16 @@ def test_what_is_likely_is_on_the_closed_list(case, dtype, empty):
     from pycuda_conv.tools.kernels import families
 
     known = families("sm_90a")
-    found = [launch for launch in behind.likely(case.problem(dtype), (), empty) if "LAYER" not in launch.defines]  # those are a layer's own
+    found = [launch for launch in background.likely(case.problem(dtype), (), empty) if "LAYER" not in launch.defines]  # those are a layer's own
     assert all(any(launch in family for family in known) for launch in found)
 
 
 def test_what_is_likely_is_compiled_beside_what_is_waited_for(slow, monkeypatch):
     problem = CASE.problem()
     own = sources(problem, slow.device)
-    monkeypatch.setattr(behind, "foresees", lambda _: True)
+    monkeypatch.setattr(background, "foresees", lambda _: True)
     other = engines.schedule(problem, direct.Single(), slow.device).whole[0]
-    monkeypatch.setattr(behind, "likely", lambda *_: iter(other * 9))
+    monkeypatch.setattr(background, "likely", lambda *_: iter(other * 9))
     begin = type(slow.device).begin
     monkeypatch.setattr(type(slow.device), "begin", lambda _, launches: (begin(_, launches), slow.under_way.update(slow.begun))[0])
     cached_plan(problem, slow.device)
@@ -725,8 +725,8 @@ def test_what_is_likely_is_compiled_beside_what_is_waited_for(slow, monkeypatch)
 def test_nothing_more_is_foreseen_once_nothing_is_waited_for(slow, monkeypatch):
     problem = CASE.problem()
     other = engines.schedule(problem, direct.Single(), slow.device).whole[0]
-    monkeypatch.setattr(behind, "foresees", lambda _: True)
-    monkeypatch.setattr(behind, "likely", lambda *_: iter(other * 9))
+    monkeypatch.setattr(background, "foresees", lambda _: True)
+    monkeypatch.setattr(background, "likely", lambda *_: iter(other * 9))
     cached_plan(problem, slow.device)
     assert len(slow.asked) == 1
 
@@ -736,7 +736,7 @@ def test_nothing_more_is_foreseen_once_nothing_is_waited_for(slow, monkeypatch):
 ], ids=str)  # fmt: skip
 def test_other_sizes_of_a_layer_are_possible_problems(case):
     problem = case.problem()
-    found = [one for one in behind._related(problem) if one.input_size != problem.input_size and one.C == problem.C]
+    found = [one for one in background._related(problem) if one.input_size != problem.input_size and one.C == problem.C]
     assert len(found) >= 3 and all(one.input_size[0] == 1 for one in found)
     for one in found:
         n = problem.ndim
@@ -744,11 +744,11 @@ def test_other_sizes_of_a_layer_are_possible_problems(case):
         w = (one.K, one.C // one.groups, *one.filter_size[-n:])
         options = {name: getattr(one, name)[-n:] for name in ("stride", "dilation")} | {"padding": one.padding_before[-n:]}
         assert type(one).forward(n, x, w, **options).result_shape == y
-    assert behind._resized(fprop((1, 8, 9, 9), (8, 8, 9, 9)).problem(), (1, 8, 8)) is None
+    assert background._resized(fprop((1, 8, 9, 9), (8, 8, 9, 9)).problem(), (1, 8, 8)) is None
 
 
 def texts_of(problem, config, device):
-    return {launch.source() for launch in behind.launches(engines.schedule(problem, config, device))}
+    return {launch.source() for launch in background.launches(engines.schedule(problem, config, device))}
 
 
 def test_what_is_being_compiled_stands_in_sooner_than_what_is_not_begun(empty, monkeypatch):
@@ -758,17 +758,17 @@ def test_what_is_being_compiled_stands_in_sooner_than_what_is_not_begun(empty, m
     one, two, three = (texts_of(problem, config, empty) for config in (best, other, third))
     assert (two - three) and (three - two)
 
-    def stand_in(**known):
+    def substitute(**known):
         with monkeypatch.context() as patch:
             for name in "compiled", "coming", "queued":
                 patch.setattr(Empty, name, lambda _, launch, name=name: launch.source() in known.get(name, ()))
-            return behind.stand_in(problem, best, empty)
+            return background.same_bits_substitute(problem, best, empty)
 
-    assert stand_in() is stand_in(queued=two) is None
-    assert stand_in(coming=three, queued=two) == third
-    assert stand_in(coming=two | three) == other
-    assert stand_in(coming=one | two) == best  # which is waited for then
-    assert stand_in(compiled=three, coming=one | two) == third
+    assert substitute() is substitute(queued=two) is None
+    assert substitute(coming=three, queued=two) == third
+    assert substitute(coming=two | three) == other
+    assert substitute(coming=one | two) == best  # which is waited for then
+    assert substitute(compiled=three, coming=one | two) == third
 
 
 def test_what_the_process_has_used_stands_in_first(empty, monkeypatch):
@@ -776,14 +776,14 @@ def test_what_the_process_has_used_stands_in_first(empty, monkeypatch):
     best = engines.choose(problem, empty)
     other, third = (one for one in engines.alternatives(problem, best, empty)[1:3])
     monkeypatch.setattr(Empty, "known", texts_of(problem, other, empty) | texts_of(problem, third, empty))
-    assert behind.stand_in(problem, best, empty) == other
-    behind.used[third] = None
-    assert behind.stand_in(problem, best, empty) == third
+    assert background.same_bits_substitute(problem, best, empty) == other
+    background.configs_used[third] = None
+    assert background.same_bits_substitute(problem, best, empty) == third
     tile = ImplicitGemm(128, 224, 4)  # not one that the planner chooses from here
     monkeypatch.setattr(Empty, "known", texts_of(problem, tile, empty))
-    assert behind.stand_in(problem, best, empty) is None
-    behind.used[tile] = None
-    assert tile not in engines.alternatives(problem, best, empty) and behind.stand_in(problem, best, empty) == tile
+    assert background.same_bits_substitute(problem, best, empty) is None
+    background.configs_used[tile] = None
+    assert tile not in engines.alternatives(problem, best, empty) and background.same_bits_substitute(problem, best, empty) == tile
 
 
 def test_what_another_gpu_has_used_does_not_stand_in_where_it_does_not_fit(empty, monkeypatch):
@@ -791,9 +791,9 @@ def test_what_another_gpu_has_used_does_not_stand_in_where_it_does_not_fit(empty
     problem, large = fprop((32, 96, 32, 32), (96, 1, 9, 9), padding=4, groups=96).problem("float16", layout="NHWC"), DepthwiseToeplitz(110)
     best = engines.choose(problem, Target("sm_86"))
     assert isinstance(best, DepthwiseToeplitz) and best != large and engines.order(problem, best) == engines.order(problem, large)
-    behind.used[large] = None
+    background.configs_used[large] = None
     monkeypatch.setattr(empty, "capability", (8, 6))
-    assert behind.stand_in(problem, best, empty) is None
+    assert background.same_bits_substitute(problem, best, empty) is None
 
 
 def test_the_rest_is_not_looked_for_where_what_was_used_serves(empty, monkeypatch):
@@ -801,36 +801,36 @@ def test_the_rest_is_not_looked_for_where_what_was_used_serves(empty, monkeypatc
     best = engines.choose(problem, empty)
     other = engines.alternatives(problem, best, empty)[0]
     monkeypatch.setattr(Empty, "known", texts_of(problem, other, empty))
-    behind.used[other] = None
-    monkeypatch.setattr(behind, "measured_configs", None)
-    assert behind.stand_in(problem, best, empty) == other
+    background.configs_used[other] = None
+    monkeypatch.setattr(background, "measured_configs", None)
+    assert background.same_bits_substitute(problem, best, empty) == other
 
 
 def test_a_measured_tile_stands_in(monkeypatch, empty):
     """One that the planner does not choose from: it may have served another size of the layer."""
     problem = fprop((8, 64, 56, 56), (128, 64, 3, 3), padding=1).problem("float16")
     chosen, tile = ImplicitGemm(128, 128, 6), ImplicitGemm(128, 224, 4)
-    known = {launch.source() for launch in behind.launches(engines.schedule(problem, tile, empty))}
+    known = {launch.source() for launch in background.launches(engines.schedule(problem, tile, empty))}
     monkeypatch.setattr(Empty, "compiled", lambda _, launch: launch.source() in known)
-    assert behind.stand_in(problem, chosen, empty) is None
-    monkeypatch.setattr(behind, "measured_configs", lambda _: (direct_gemm.Gemm(32, 128, 16, 4, 8, 4), tile, chosen))
-    assert behind.stand_in(problem, chosen, empty) == tile
+    assert background.same_bits_substitute(problem, chosen, empty) is None
+    monkeypatch.setattr(background, "measured_configs", lambda _: (direct_gemm.Gemm(32, 128, 16, 4, 8, 4), tile, chosen))
+    assert background.same_bits_substitute(problem, chosen, empty) == tile
 
 
-def test_what_is_much_slower_does_not_stand_in(monkeypatch, empty):
+def test_what_is_much_slower_does_not_substitute(monkeypatch, empty):
     """A graph that is captured by its first call would keep it."""
     problem = fprop((1, 256, 56, 56), (256, 1, 7, 7), padding=3, groups=256).problem()
     chosen = engines.choose(problem, empty)
     others = [chosen, *engines.alternatives(problem, chosen, empty)]
     times = [engines.predicted(problem, config, empty) for config in others]
-    assert type(chosen) is direct.Tile and times[-1] > behind.SLOWEST * times[0] > times[1]
+    assert type(chosen) is direct.Tile and times[-1] > background.SLOWEST * times[0] > times[1]
     for config, us in list(zip(others, times, strict=True))[1:]:
-        known = {launch.source() for launch in behind.launches(engines.schedule(problem, config, empty))}
+        known = {launch.source() for launch in background.launches(engines.schedule(problem, config, empty))}
         monkeypatch.setattr(Empty, "compiled", lambda _, launch, known=known: launch.source() in known)
-        assert behind.stand_in(problem, chosen, empty) == (config if us <= behind.SLOWEST * times[0] else None)
+        assert background.same_bits_substitute(problem, chosen, empty) == (config if us <= background.SLOWEST * times[0] else None)
 
 
 def test_machines_with_few_cores_compile_what_is_waited_for_alone(monkeypatch):
     for cores, backend, expected in ((2, "cuda", False), (16, "cuda", True), (16, "opencl", False)):
-        monkeypatch.setattr(behind, "cores", lambda cores=cores: cores)
-        assert behind.foresees(SimpleNamespace(backend=backend)) == expected
+        monkeypatch.setattr(background, "cores", lambda cores=cores: cores)
+        assert background.foresees(SimpleNamespace(backend=backend)) == expected

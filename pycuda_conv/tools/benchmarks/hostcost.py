@@ -225,7 +225,7 @@ def warm_up(
 ) -> None:
     """Make calls until everything that is compiled behind them is there; each of `ways` inside one of `arounds`."""
     end = time.monotonic() + MOST_WAITING
-    for _ in range(3):  # first a better configuration, then constants of the layer, may be compiled behind calls
+    for _ in range(3):  # first a better configuration, then constants of the layer, may be compiled in the background
         for way, around in zip(ways, arounds, strict=True):
             with around():
                 for _ in range(CALLS):

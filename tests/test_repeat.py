@@ -20,7 +20,7 @@ from fake_cuda import FakeCuda
 from test_launch import IN_C
 
 import pycuda_conv as pc
-from pycuda_conv import ConvArgumentError, ConvProblem, Plan, behind, engines, memo, quick
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan, background, engines, memo, repeat
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.execute import device
 
@@ -31,7 +31,7 @@ from pycuda_conv.nn import mixed  # noqa: E402
 from pycuda_conv.nn.evaluation import evaluate  # noqa: E402
 from pycuda_conv.runtime import get_device  # noqa: E402
 
-fused_modules, autograd_module = (sys.modules[f"pycuda_conv.nn.{name}"] for name in ("fused", "autograd"))
+fused_modules, repeated = (sys.modules[f"pycuda_conv.nn.{name}"] for name in ("fused", "repeated"))
 pytestmark = IN_C
 
 
@@ -81,12 +81,12 @@ def warm(tmp_path, monkeypatch):
     monkeypatch.setattr(kind, "on_gpu", lambda array: True)
     monkeypatch.setattr(device, "convolve", convolve)
     monkeypatch.setattr(TorchKind, "signature", lambda self, array: (array.shape, array.dtype, array.get_device() + 1))
-    quick.table.clear()
-    quick.learn(torch, -1)
+    repeat.public_calls.clear()
+    repeat.learn(torch, -1)
     fake.library.cuCtxPushCurrent_v2(warm.device.handle)
     yield warm
     fake.library.cuCtxPopCurrent_v2(None)
-    quick.learn(torch)
+    repeat.learn(torch)
     memo.forget_plans()
     fused_modules.launches._compiled.cache_clear()
     batch_norm.compiled.cache_clear()
@@ -148,7 +148,7 @@ def test_the_gradient_of_a_filter_lies_as_the_kernels_write_it_or_as_out_does(wa
 def test_slopes_are_told_apart(warm):
     with torch.no_grad():
         for known, slope in ((0, 0.2), (1, 0.25), (2, 0.2)):
-            assert len(quick.table) == known
+            assert len(repeat.public_calls) == known
             pc.conv2d(x, w, activation=("leaky_relu", slope))
 
 
@@ -156,7 +156,7 @@ def test_slopes_are_told_apart(warm):
 def test_a_call_with_out_is_made_again(warm, name):
     with torch.no_grad():
         out = torch.empty_like(CALLS[name]())
-        quick.table.clear()
+        repeat.public_calls.clear()
         version = out._version
         warm.again(partial(CALLS[name], out=out))
         assert CALLS[name](out=out) is out and out._version == version + 3
@@ -164,7 +164,7 @@ def test_a_call_with_out_is_made_again(warm, name):
 
 @pytest.mark.parametrize("name", ["conv2d", "epilogue", "channels last", "unbatched", "weight"])
 def test_a_torch_that_does_not_describe_its_tensors_is_asked_for_attributes(warm, name):
-    quick.learn(torch, -1, exchange=False)
+    repeat.learn(torch, -1, exchange=False)
     with torch.no_grad():
         warm.again(CALLS[name])
         out = torch.empty_like(CALLS[name]())
@@ -315,7 +315,7 @@ def test_unusual_calls_go_the_whole_way(warm, name):
 @pytest.mark.parametrize("exchange", [True, False])
 def test_negated_views_are_copied(warm, exchange):
     """Also those that look like any other tensor."""
-    quick.learn(torch, -1, exchange)
+    repeat.learn(torch, -1, exchange)
     strided, dense = torch.randn(2, 16, 9, 9, dtype=torch.cfloat).conj().imag, torch._neg_view(x)
     assert strided.is_neg() and dense.is_neg() and dense.stride() == x.stride()
     with torch.no_grad():
@@ -330,7 +330,7 @@ def test_negated_views_are_copied(warm, exchange):
 
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_tensor_whose_memory_is_gone_is_refused(warm, exchange):
-    quick.learn(torch, -1, exchange)
+    repeat.learn(torch, -1, exchange)
     gone, zeros = torch.randn(2, 16, 9, 9), torch._efficientzerotensor((2, 16, 9, 9))
     with torch.no_grad():
         warm.again(lambda: pc.conv2d(gone, w))
@@ -362,18 +362,18 @@ def test_modes_and_transforms_see_their_operators(warm):
     with torch.no_grad():
         warm.again(lambda: pc.conv2d(x, w, padding=1))
     seen = []
-    table = quick.table.copy()
+    table = repeat.public_calls.copy()
     for ready in table:
-        quick.table[ready] = None  # were one taken, it would be none
+        repeat.public_calls[ready] = None  # were one taken, it would be none
     with Mode(), torch.no_grad():
-        assert not quick.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None)
+        assert not repeat.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None)
     with torch.no_grad():
-        assert quick.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None) is not None
+        assert repeat.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None) is not None
         with forward_ad.dual_level():
-            assert not quick.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None)
+            assert not repeat.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None)
 
         def transformed(one):
-            seen.append(quick.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None))
+            seen.append(repeat.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None))
             return one
 
         torch.vmap(transformed)(x)
@@ -406,7 +406,7 @@ def test_inference_mode(warm):
         assert pc.conv2d(x, w).is_inference()
     with torch.no_grad():
         assert not pc.conv2d(x, w).is_inference()
-    quick.table.clear()
+    repeat.public_calls.clear()
     with torch.inference_mode():
         warm.again(lambda: pc.conv2d(x, w))
     with torch.no_grad():
@@ -443,7 +443,7 @@ def test_gradients_are_made_again(warm, name, wanted):
     warm.asked()
     forward_only = GRADIENTS[name](xs, ws, bs)
     launches = len(warm.asked())
-    assert forward_only.requires_grad and type(forward_only.grad_fn).__name__ == "_AgainBackward"
+    assert forward_only.requires_grad and type(forward_only.grad_fn).__name__ == "_RepeatedFunctionBackward"
     made = step()
     if "more" not in name:
         assert warm.whole == before
@@ -463,7 +463,7 @@ def test_both_gradients_are_made_by_one_call(warm, monkeypatch, name):
         made = GRADIENTS[name](xs, ws, b)
         warm.asked()
         if again == 2:
-            monkeypatch.setattr(autograd_module.Again, "gradients", None)
+            monkeypatch.setattr(repeated.RepeatedGradients, "gradients", None)
         gradients = torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
         lines.append(named_by_turns(warm.asked(), 0))
         assert [(g.shape, g.stride()) for g in gradients] == [(xs.shape, xs.stride()), (ws.shape, ws.stride())]
@@ -480,7 +480,7 @@ def test_python_has_no_part_in_a_gradient_that_is_made_again(warm, monkeypatch, 
         made = GRADIENTS[name](xs, ws, b)
         warm.asked()
         if again == 2:
-            monkeypatch.setattr(autograd_module.Again, f"gradient_by_{'first' if by_first else 'second'}", None)
+            monkeypatch.setattr(repeated.RepeatedGradients, f"gradient_by_{'first' if by_first else 'second'}", None)
         (gradient,) = torch.autograd.grad(made, xs if by_first else ws, torch.ones_like(made))
         lines.append(named_by_turns(warm.asked(), 0))
         assert gradient.shape == (xs if by_first else ws).shape
@@ -492,7 +492,7 @@ def test_a_saved_operand_that_was_written_since_is_noticed(warm):
     for _ in range(3):
         torch.autograd.grad(pc.conv2d(xs, ws), (xs, ws), torch.ones(2, 24, 7, 7))
     made = pc.conv2d(xs, ws)
-    assert type(made.grad_fn).__name__ == "_AgainBackward"
+    assert type(made.grad_fn).__name__ == "_RepeatedFunctionBackward"
     with torch.no_grad():
         ws.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -513,7 +513,7 @@ def test_saved_operands_are_asked_for_once(warm, wanted):
 @pytest.mark.parametrize("most", [0, 1 << 30])
 def test_one_launch_adds_the_parts_of_both_gradients(warm, monkeypatch, most):
     """Where they are few."""
-    monkeypatch.setattr(quick, "MOST_TOGETHER", most)
+    monkeypatch.setattr(repeat, "MOST_TOGETHER", most)
     images, filters = torch.randn(4, 16, 32, 32, requires_grad=True), torch.randn(24, 16, 3, 3, requires_grad=True)
     asked = []
     for _ in range(4):  # at the second one they are remembered
@@ -532,8 +532,8 @@ def test_one_launch_adds_the_parts_of_both_gradients(warm, monkeypatch, most):
 
 def test_what_is_unusual_in_a_backward_pass_is_made_apart(warm, monkeypatch):
     apart = []
-    original = autograd_module.Again.gradient_by_first
-    monkeypatch.setattr(autograd_module.Again, "gradient_by_first", lambda *given: (apart.append(1), original(*given))[1])
+    original = repeated.RepeatedGradients.gradient_by_first
+    monkeypatch.setattr(repeated.RepeatedGradients, "gradient_by_first", lambda *given: (apart.append(1), original(*given))[1])
     xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
 
     def ways(dy):
@@ -661,7 +661,7 @@ def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
     """By one row of launches for each pass, the same as the first time but for where the arrays lie; and Python plans nothing."""
     kept, lines, launch, empty = [], [], device.launch, TorchKind.empty
     monkeypatch.setattr(batch_norm, "MOST_WHOLE", 0)
-    monkeypatch.setattr(quick, "MOST_TOGETHER", 0)
+    monkeypatch.setattr(repeat, "MOST_TOGETHER", 0)
 
     def run(*given):
         launch(*given)
@@ -728,6 +728,34 @@ def test_a_layer_that_counts_no_batches(warm, monkeypatch):
     layer = FUSED["mean of batches"]()
     layer.bn.num_batches_tracked = None
     warm.again(lambda: layer(x))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_operators_of_fused_layers_are_made_again(warm, monkeypatch, last):
+    """Compiled code's passes: Python has no part in the second, and results lie as the operator says."""
+    from pycuda_conv.nn.autograd import Settings
+    from pycuda_conv.nn.fused import operators
+    from pycuda_conv.nn.fused.launches import _LayerSpec
+
+    form = torch.channels_last if last else torch.contiguous_format
+    x, w, y = (torch.randn(*shape).half().to(memory_format=form) for shape in ((2, 16, 9, 9), (24, 16, 3, 3), (2, 24, 9, 9)))
+    vectors, batches = [torch.rand(24) for _ in range(4)], torch.tensor(3)
+    spec = _LayerSpec("relu", True, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
+    ours, statistics = torch.ops.pycuda_conv, torch.rand(2, 24)
+    forward = lambda residual=None: ours.fused_forward(x, w, None, *vectors, batches, residual, 0.1, 1e-5, spec)  # noqa: E731
+    backward = lambda of_x=True, of_weight=True: ours.fused_conv_bn_relu_backward(y, x, w, *vectors[:2], y, statistics, of_x, of_weight, spec)  # noqa: E731
+    calls = [forward, partial(forward, y), backward, partial(backward, False), partial(backward, of_weight=False)]
+    for call in calls:
+        for _ in range(2):
+            call()
+    monkeypatch.setattr(operators, "_first_forward", None)
+    monkeypatch.setattr(operators, "_other_backward", None)
+    for call in calls:
+        warm.again(call)
+        results = call()
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            expected = call()
+        assert [(r.shape, r.dtype, r.stride()) for r in results] == [(r.shape, r.dtype, r.stride()) for r in expected]
 
 
 def test_fused_layers_that_are_unusual_go_the_whole_way(warm, monkeypatch):
@@ -1017,7 +1045,7 @@ def test_mixed_calls_are_the_same_byte_for_byte_however_they_are_made(warm, monk
         warm.device = warm.fake.device(launcher)
         with warm.device:
             made.append(mixed_calls(warm, monkeypatch, MIXED_CALLS, 1))
-        assert any(quick.table.values()) is (launcher == "c")
+        assert any(repeat.public_calls.values()) is (launcher == "c")
     for i, (in_c, by_python) in enumerate(zip(*made, strict=True)):
         assert in_c == by_python, f"call {i}"
     assert sum(map(len, made[0])) > MIXED_CALLS
@@ -1096,7 +1124,7 @@ def test_where_torch_lends_no_memory_a_tensor_is_made(warm, monkeypatch):
 @pytest.mark.parametrize("exchange", [True, False])
 def test_no_call_keeps_an_array(warm, exchange):
     """Nor waits for the garbage collector to free one: calls with and without gradients, the first and later ones."""
-    quick.learn(torch, -1, exchange)
+    repeat.learn(torch, -1, exchange)
     gc.collect()
     gc.disable()
     try:
@@ -1114,7 +1142,7 @@ def test_no_call_keeps_an_array(warm, exchange):
 
 
 def test_refused_calls_keep_nothing_either(warm):
-    native = quick._native
+    native = repeat._native
     ready, address = object(), "no capsule"
     schedule = native.prepare((1, 1, 1), ())
     counts = [sys.getrefcount(one) for one in (x, w, ready, address)]
@@ -1151,10 +1179,10 @@ def test_a_driver_error_says_what_failed(warm):
 
 
 def test_tables_are_bounded(warm, monkeypatch):
-    monkeypatch.setattr(quick.table, "most", 4)
+    monkeypatch.setattr(repeat.public_calls, "most", 4)
     for size in range(3, 13):
         pc.conv2d(torch.zeros(1, 4, size, size), torch.zeros(4, 4, 3, 3))
-        assert len(quick.table) <= 4
+        assert len(repeat.public_calls) <= 4
 
 
 class Compiling:
@@ -1163,7 +1191,7 @@ class Compiling:
     def __init__(self):
         self.coming, self.asked = Future(), 0
 
-    def compile_behind(self, kernels):
+    def compile_in_background(self, kernels):
         self.asked += 1
         return [self.coming]
 
@@ -1183,7 +1211,7 @@ def test_calls_are_repeated_while_better_kernels_are_compiled(warm, monkeypatch,
         original(plan, *given)
         plans.append(plan)
         plan.compiler = Compiling()
-        plan._behind = behind.Behind(plan.compiler, [], behind.OFTEN, plan._forget_repeated)
+        plan._background = background.BackgroundCompile(plan.compiler, [], background.OFTEN, plan._forget_repeated)
 
     monkeypatch.setattr(Plan, "_set_up", set_up)
     monkeypatch.setattr(Plan, "_load", lambda plan, schedule, original=Plan._load: original(plan, plan.schedule))
@@ -1211,7 +1239,7 @@ def test_calls_are_repeated_while_better_kernels_are_compiled(warm, monkeypatch,
         return len(launched) / max(len(plans), 1)
 
     few = 4 if way == "autocast" else 2  # it casts by torch first
-    assert made_by_python(behind.OFTEN + few) <= few and all(one.compiler.asked == 1 for one in plans) and plans
+    assert made_by_python(background.OFTEN + few) <= few and all(one.compiler.asked == 1 for one in plans) and plans
     assert made_by_python(50) == 0
     for one in plans:
         one.compiler.coming.set_result(None)
@@ -1248,23 +1276,23 @@ def test_gradients_with_gaps_go_the_short_way(warm, monkeypatch, way, how):
 
 def test_better_kernels_take_over(warm):
     warm.again(lambda: pc.conv2d(x, w, padding=1))
-    assert quick.table
+    assert repeat.public_calls
     plan = pc.plan.cached_plan(ConvProblem.forward(2, x.shape, w.shape, padding=1), warm.device)
     plan._make_better(plan.config)
-    assert not quick.table
+    assert not repeat.public_calls
     warm.again(lambda: pc.conv2d(x, w, padding=1))
     pc.tune.store(plan.problem, warm.device, pc.tune.Choice(plan.config, 1.0))
-    assert not quick.table
+    assert not repeat.public_calls
 
 
 def test_calls_are_not_remembered_while_better_kernels_are_loaded(warm, monkeypatch):
     """Another thread's call would be remembered with the old ones, for ever."""
-    monkeypatch.setattr(behind, "OFTEN", 1)
+    monkeypatch.setattr(background, "OFTEN", 1)
     monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
-    monkeypatch.setattr(behind, "has_constants", lambda schedule: True)
+    monkeypatch.setattr(background, "has_constants", lambda schedule: True)
     monkeypatch.setattr(type(warm.device), "compiled", lambda self, launch: False)
     plan = Plan(ConvProblem.forward(2, x.shape, w.shape, padding=1), warm.device)
-    plan._behind = behind.Behind(warm.device, [])
+    plan._background = background.BackgroundCompile(warm.device, [])
     load, seen = plan._load, []
     monkeypatch.setattr(plan, "_load", lambda schedule: (seen.append(plan.settles), plan(x, w), load(schedule)))
     for _ in range(3):
@@ -1274,7 +1302,7 @@ def test_calls_are_not_remembered_while_better_kernels_are_loaded(warm, monkeypa
 
 
 def test_one_thread_takes_the_better_kernels(warm):
-    coming = behind.Behind(warm.device, [])
+    coming = background.BackgroundCompile(warm.device, [])
     assert [coming.ready(None) for _ in range(3)] == [True, False, False]
 
 
@@ -1313,7 +1341,7 @@ def on_gpu(monkeypatch):
     whole = []
     convolve = device.convolve
     monkeypatch.setattr(device, "convolve", lambda *args: (whole.append(1), convolve(*args))[1])
-    quick.table.clear()
+    repeat.public_calls.clear()
     yield whole
     torch.cuda.synchronize()
 
@@ -1463,8 +1491,8 @@ def test_ten_thousand_calls_leave_memory_where_it_was(on_gpu):
 
     with torch.no_grad():
         ways = list(ways_to_call())
-        for _ in range(3):  # better configurations, and then constants of layers, are compiled behind calls
-            for way in ways * (2 * behind.OFTEN):
+        for _ in range(3):  # better configurations, and then constants of layers, are compiled in the background
+            for way in ways * (2 * background.OFTEN):
                 way()
             counted()
         before = counted()

@@ -1,0 +1,142 @@
+"""Gradients of filters on plain cores (``cu/direct/wgrad.cu``): limits, launch, variants, time and choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pycuda_conv.engines.direct.configs import Made, Wgrad, layer_constants
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, divider
+from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES, grid_refusal
+from pycuda_conv.engines.split_sum import time as reduce_time
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device
+
+#: TAPS of a block for filters that are not :func:`_square`, by FILTERS of a block.
+WGRAD_TAPS: dict[str, dict[int, tuple[int, ...]]] = {"cuda": {1: (1, 9, 16), 4: (1, 3, 9, 16)}, "opencl": {1: (1, 9)}}
+SQUARE = (3, 5, 7)  # R and S of the filters that are
+MOST_SUMS = 64  # of a thread with several filters
+#: Pixels that a thread of direct/wgrad.cu adds up before other threads' sums are added: longer sums would lose more digits.
+WGRAD_RUN = 128
+
+
+def _summed_pixels(problem: ConvProblem) -> int:
+    """Pixels of all images over which wgrad sums."""
+    return problem.operand_channels // max(problem.groups, 1) * math.prod(problem.filter_size)
+
+
+def _square(problem: ConvProblem) -> bool:
+    """Whether the problem is wgrad of a filter of 3 x 3, 5 x 5 or 7 x 7 without dilation."""
+    return problem.output_size in [(1, q, q) for q in SQUARE] and problem.stride[1:] == (1, 1)
+
+
+def _few_sums(filters: int, taps: int) -> bool:
+    return filters == 1 or filters * taps <= MOST_SUMS
+
+
+# ---- limits
+
+
+def wgrad_refusal(problem: ConvProblem, config: Wgrad) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    if problem.layout != "CNHW":
+        return "it computes gradients of filters"
+    shared = _shared_bytes(config.TAPS, config.THREADS, accumulator_bytes(problem))
+    if shared > STATIC_SHARED_BYTES:
+        return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
+    return grid_refusal(wgrad_grid(problem, config))
+
+
+def wgrad_grid(problem: ConvProblem, config: Wgrad) -> int:
+    """Blocks of the launch."""
+    return _blocks(problem, config.TAPS, config.FILTERS) * config.SLICES
+
+
+def _blocks(problem: ConvProblem, taps: int, filters: int) -> int:
+    """Blocks of one slice of the pixels."""
+    groups = problem.groups
+    return groups * ceil(problem.K // max(groups, 1), filters) * problem.N * ceil(math.prod(problem.output_size), taps)
+
+
+def _shared_bytes(taps: int, threads: int, acc: int) -> int:
+    """Bytes of shared memory of a block with sums of `acc` bytes."""
+    return taps * ((threads + 8) * acc + 32)  # 8 sums between two taps' rows; 32 bytes for the offsets of a tap
+
+
+# ---- launch and variants
+
+
+WgradArguments = kernel_struct("direct_wgrad", "WgradArguments")
+SIZES = "slices total run d h w pixels r s"  # members that depend on the batch and on sizes of images
+
+
+def wgrad_launch(problem: ConvProblem, config: Wgrad) -> Made:
+    """The arguments and defines of the launch, and the constants of its layer."""
+    (_, r, s), (_, p, q), groups = problem.filter_size, problem.output_size, problem.groups
+    taps, pixels, total = math.prod(problem.output_size), math.prod(problem.filter_size), _summed_pixels(problem)
+    chunks, kg = ceil(taps, config.TAPS), problem.K // groups
+    k_blocks, run = ceil(kg, config.FILTERS), ceil(ceil(total, config.SLICES), config.THREADS) * config.THREADS
+    args = arguments(
+        WgradArguments, slices=config.SLICES, chunks=chunks, images=problem.N, groups=groups, kg=kg, k_blocks=k_blocks, total=total,
+        run=run, **by_axis("", problem.input_size), pixels=pixels, by_rs=divider(r * s), r=r, s=s, taps=taps, by_pq=divider(p * q), p=p,
+        q=q, **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
+    )  # fmt: skip
+    defines = {"THREADS": config.THREADS, "TAPS": config.TAPS, "FILTERS": config.FILTERS}
+    common = {"Q": q} if _square(problem) and config.TAPS == taps else {}
+    return defines | common, args, layer_constants(problem, args, SIZES, TAPS=config.TAPS, ALL_TAPS=taps), 0
+
+
+def wgrad_variants(code: int, acc: int, device: Device) -> Iterator[TextFamily]:
+    """The texts for arrays of the type `code`, whose sums have `acc` bytes."""
+    for filters, taps_at_once in WGRAD_TAPS[device.backend].items():
+        wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": (filters,)}
+        yield TextFamily("direct_wgrad", wgrad | {"TAPS": taps_at_once})
+        for q in SQUARE:
+            if _few_sums(filters, q**2) and _shared_bytes(q**2, 128, acc) <= STATIC_SHARED_BYTES:
+                yield TextFamily("direct_wgrad", wgrad | {"TAPS": (q**2,), "Q": (q,)})
+
+
+# ---- time and choice
+
+
+#: direct/wgrad.cu: from MANY_TAPS taps on it takes LONGER times what its pixels and taps say. A filter one tap wide and several high, of a
+#: convolution with a stride along w, takes SKIPPING times as long.
+MANY_TAPS, LONGER, SKIPPING = 81, 1.9, 1.5
+
+
+def wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> float:
+    """A thread waits for memory at each of its pixels; loads and multiplications keep a full multiprocessor busy."""
+    filters, taps = config.FILTERS, config.TAPS
+    fit = 16 if filters * taps <= 16 else 5 if filters * taps <= 40 else 3  # blocks that fit a multiprocessor by their registers
+    step = 0.3 + fit / 16 * (0.03 * filters + taps * (0.02 + 0.01 * filters))
+    rounds = max(1.0, _blocks(problem, taps, filters) * config.SLICES / (fit * multiprocessors))
+    us = 0.5 + 1.28 * rounds * ((0.6 if filters == 1 else 1.8) + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
+    all_taps, across = math.prod(problem.output_size), problem.output_size[2]
+    if all_taps >= MANY_TAPS:
+        us *= LONGER
+    elif all_taps > across == 1 < problem.dilation[2]:  # a strided convolution: columns between its taps are loaded for nothing
+        us *= SKIPPING
+    if config.SLICES > 1:
+        us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
+    return us
+
+
+def wgrad_config(problem: ConvProblem, device: Device) -> Wgrad:
+    """The best configuration of ``direct/wgrad.cu``."""
+    return min(wgrad_configs(problem, device), key=lambda config: wgrad_time(problem, config, device.multiprocessors))
+
+
+def wgrad_configs(problem: ConvProblem, device: Device) -> Iterator[Wgrad]:
+    """One for each number of filters a block: few idle sums, and slices that fill the GPU and keep a thread's sums short."""
+    taps, total, kg = math.prod(problem.output_size), _summed_pixels(problem), problem.K // max(problem.groups, 1)
+    for filters, known in WGRAD_TAPS[device.backend].items():
+        # reading y costs a chunk of taps as much as two more taps
+        at_once = min(known, key=lambda n: ceil(taps, n) * (n + 2))
+        if _square(problem) and _few_sums(filters, taps) and wgrad_refusal(problem, Wgrad(128, taps)) is None:
+            at_once = taps
+        if filters == 1 or filters < 2 * kg:
+            blocks = max(_blocks(problem, at_once, filters), 1)
+            full, short = ceil(8 * device.multiprocessors, blocks), ceil(total, 128 * WGRAD_RUN)
+            yield Wgrad(128, at_once, max(1, min(ceil(total, 4 * 128), max(full, short))), filters)

@@ -1,0 +1,166 @@
+"""The convolution whose gradient by the filter ``cu/hopper/wgrad.cu`` computes, as its loads see it.
+
+An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind its channels. If x has few channels, the copy also
+folds taps into channels: one row of taps, or all. Flipped tiles see x and dy exchanged. Groups are packed together, so that their channels
+fill a row of an operand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, phase_addressing
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import ceil, forward_of, phases
+from pycuda_conv.engines.hopper.common import CLOCK, map_type, pixel_cycles, stage_channels
+from pycuda_conv.problem import ConvProblem
+
+
+@dataclass(frozen=True)
+class WgradNhwc(Config):
+    """One tile of ``hopper/wgrad.cu``: BLOCK_M channels of dy, BLOCK_N columns (channels of x for some taps), STAGES of its ring, and
+    SPLIT runs of positions. FLIPPED: x and dy are exchanged."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 192
+    STAGES: int = 4
+    SPLIT: int = 1
+    FLIPPED: bool = False
+
+
+def word_elements(problem: ConvProblem) -> int:
+    """Elements in 16 bytes."""
+    return 16 // problem.itemsize
+
+
+def limb_count(problem: ConvProblem) -> int:
+    """The TF32 or 16-bit numbers that an element is split into."""
+    return 2 if problem.dtype == "float32" and problem.precision == "fp32" else 1
+
+
+def factor_bytes(problem: ConvProblem) -> int:
+    """Bytes of an element's limbs."""
+    return problem.itemsize * limb_count(problem)
+
+
+def tensor_map_type(problem: ConvProblem) -> str:
+    """The element type of the tensor maps: they round float32 to TF32, unless the kernel splits it."""
+    return "float32" if limb_count(problem) == 2 else map_type(problem)
+
+
+def block_channels(problem: ConvProblem) -> int:
+    """Channels of a block: a row of an operand in shared memory. A stage has equally many positions."""
+    return stage_channels(problem)
+
+
+def in_planes(problem: ConvProblem) -> bool:
+    """Whether the arrays are NCHW."""
+    return problem.layout == "CNHW"
+
+
+def fold_taps(problem: ConvProblem, level: int) -> ConvProblem:
+    """:func:`forward_of` with `level` innermost axes of taps folded into channels of x, and with as many channels as tensor loads need."""
+    forward = forward_of(problem)
+    if forward.groups > 1 or in_planes(problem):
+        return forward
+
+    def outer(values: tuple[int, int, int], *inner: int) -> Any:
+        return *values[: 3 - level], *inner[3 - level :]
+
+    taps = math.prod(forward.filter_size[3 - level :])
+    word = word_elements(problem)
+    return replace(
+        forward, C=ceil(forward.C * taps, word) * word, K=ceil(forward.K, word) * word, filter_size=outer(forward.filter_size, 1, 1, 1),
+        input_size=outer(forward.input_size, *forward.output_size), stride=outer(forward.stride, 1, 1, 1),
+        padding_before=outer(forward.padding_before, 0, 0, 0), padding_after=outer(forward.padding_after, 0, 0, 0),
+        dilation=outer(forward.dilation, 1, 1, 1),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def fold_level(problem: ConvProblem) -> int:
+    """How many innermost axes are folded: the number for which folding and loading take the least time."""
+    forward = forward_of(problem)
+
+    def microseconds(level: int) -> float:
+        folded = fold_taps(problem, level)
+        blocks = ceil(folded.C, block_channels(problem)) * math.prod(folded.filter_size)
+        loading = blocks * position_count(problem) * pixel_cycles(problem.itemsize * folded.C) / CLOCK / 132
+        size = math.prod(folded.input_shape)
+        return loading + (
+            0 if folded.C == forward.C and not level else COPY + problem.itemsize * (math.prod(forward.input_shape) + 2 * size) / COPIED
+        )
+
+    few = not in_planes(problem) and forward.groups == 1 and forward.C < block_channels(problem) and 0 not in forward.result_shape
+    return min((0, 1, 2) if few else (0,), key=microseconds)
+
+
+@lru_cache(maxsize=1024)
+def as_loaded(problem: ConvProblem) -> ConvProblem:
+    """The convolution as the loads see it."""
+    return fold_taps(problem, fold_level(problem))
+
+
+@lru_cache(maxsize=1024)
+def load_form(problem: ConvProblem) -> tuple[PackedLayout, PhaseAddressing] | None:
+    """The layout of x as the loads see it, and the addresses that they read; None if tensor loads can't make that."""
+    forward = as_loaded(problem)
+    layout = PackedLayout(True, 0, (1, 1, 1), forward.input_size, forward.C, block_channels(problem), forward.filter_size)
+    (whole,) = phases(forward)
+    addressing = phase_addressing(forward, whole, layout)
+    return None if addressing is None else (layout, addressing)
+
+
+@lru_cache(maxsize=1024)
+def flip(problem: ConvProblem) -> ConvProblem:
+    """The problem with x and dy exchanged, which has the same sums with the taps in reverse. It has no strides and one group."""
+    forward = forward_of(problem)
+
+    def mirrored(padding: tuple[int, int, int]) -> Any:
+        return tuple((tap - 1) * d - p for tap, d, p in zip(forward.filter_size, forward.dilation, padding, strict=True))
+
+    return replace(
+        problem, N=forward.K, K=forward.C, input_size=forward.output_size, filter_size=forward.input_size,
+        padding_before=mirrored(forward.padding_before), padding_after=mirrored(forward.padding_after),
+    )  # fmt: skip
+
+
+def as_seen(problem: ConvProblem, config: WgradNhwc) -> ConvProblem:
+    """`problem` as the tiles of `config` see it."""
+    return flip(problem) if config.FLIPPED else problem
+
+
+def group_pack(problem: ConvProblem) -> int:
+    """Groups that are packed together: as many as fit a row of an operand with their channels of x.
+
+    0 if no such number has a multiple of 16 bytes.
+    """
+    forward = forward_of(problem)
+    if forward.groups == 1:
+        return 1
+    own = forward.C // forward.groups, forward.K // forward.groups
+    fitting = range(1, max(block_channels(problem) // own[0], 1) + 1)
+    return max((n for n in fitting if forward.groups % n == 0 and not any(n * count % word_elements(problem) for count in own)), default=0)
+
+
+def group_packs(problem: ConvProblem) -> int:
+    """Packs of groups."""
+    return problem.groups // group_pack(problem)
+
+
+def reads_flat(problem: ConvProblem) -> bool:
+    """Whether position n of dy reads pixel n of x, as for 1x1 filters without stride and padding."""
+    form = load_form(problem)
+    return form is not None and form[1].flat
+
+
+def position_count(problem: ConvProblem) -> int:
+    """Positions of the convolution's result."""
+    forward = forward_of(problem)
+    return forward.N * math.prod(forward.output_size)
+
+
+COPY, COPIED = 1.3, 2.23e6  # the same of a launch of fold_channels.cu
