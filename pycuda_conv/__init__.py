@@ -12,32 +12,34 @@ Neither CUDA nor OpenCL survives a fork. A worker that is forked after the first
 the workers.
 """
 
+import os
+
 from pycuda_conv import interrupt
 
-interrupt.end_in_one_line()
+if interrupt.is_command():
+    interrupt.end_in_one_line()
+    # numpy's threads spin while they wait for each other. Its products are small in the command, which has other work for the cores
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# ruff: noqa: E402
 from importlib.metadata import PackageNotFoundError, version
 
 from pycuda_conv import handlers, measure  # noqa: F401 dispatch and tune ask them
 from pycuda_conv.arrays.dlpack import dlpack
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
 from pycuda_conv.kernels import Kernel, include_dirs, source
+from pycuda_conv.many import conv1d_many, conv2d_many, conv3d_many
 from pycuda_conv.ops import (
     conv1d,
     conv1d_bias,
     conv1d_input,
-    conv1d_many,
     conv1d_weight,
     conv2d,
     conv2d_bias,
     conv2d_input,
-    conv2d_many,
     conv2d_weight,
     conv3d,
     conv3d_bias,
     conv3d_input,
-    conv3d_many,
     conv3d_weight,
     conv_transpose1d,
     conv_transpose2d,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from pycuda_conv import borders
+from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_taken, dtype_name
 from pycuda_conv.errors import brief
 from pycuda_conv.problem import PRECISIONS, ConvProblem, checked_activation, checked_algorithm, checked_shape, integer
 
@@ -38,6 +40,10 @@ class Call(NamedTuple):
     size: Any = 0
     activation: Any = None
     algorithm: Any = None
+    padding_mode: Any = "zeros"
+    padding_value: Any = 0.0
+    #: the type of the result; by default that of the arithmetic
+    dtype: Any = None
 
     @property
     def name(self) -> str:
@@ -51,6 +57,35 @@ class Call(NamedTuple):
         """The names of the first two operands in messages."""
         return GRADIENT_OPERANDS.get(self.function, ("input", "weight"))
 
+    def of_one_type(
+        self, operands: Operands, dtypes: Sequence[str | None], convert: Callable[[Any, str], Any], conversion: str
+    ) -> Operands:
+        """The operands, whose types these are; if any holds integers, all but the first in the type of the arithmetic.
+
+        Parameters
+        ----------
+        convert : callable
+            Gives an array in another type.
+        conversion : str
+            As for :func:`pycuda_conv.elements.check_taken`.
+
+        Raises
+        ------
+        TypeError
+            An operand is of a type that no kernel has.
+        """
+        if not any(dtype in INTEGER_BYTES for dtype in dtypes):
+            return operands
+        for name, dtype in zip((*self.operand_names, *Operands._fields[2:]), dtypes, strict=True):
+            if dtype is not None:
+                check_taken(name, dtype, conversion)
+        own, converts = arithmetic(dtypes, self.dtype), dtypes[0] in INTEGER_BYTES
+        found = [operands[0]]
+        for one, dtype in zip(operands[1:], dtypes[1:], strict=True):  # beside integers any other type is converted, else integers alone
+            stays = one is None or dtype == own or not (converts or dtype in INTEGER_BYTES)
+            found.append(one if stays else convert(one, own))
+        return Operands(*found)
+
     def hashable(self) -> Call:
         """The call with each option in the one hashable form of its value.
 
@@ -59,7 +94,7 @@ class Call(NamedTuple):
         TypeError
             An option is of a wrong type.
         """
-        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm = self
+        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, dtype = self
         if function in GRADIENT_OPERANDS and not isinstance(size, (list, tuple)):
             raise TypeError(f"{function}_size must be the shape of the convolution's {function}, got {brief(size)}")
         if not isinstance(precision, str):  # torch.compile follows this, and not always a comparison of classes
@@ -75,15 +110,18 @@ class Call(NamedTuple):
             groups = integer("groups", groups)
         if size.__class__ is not int:
             size = _key("output_padding" if function == "conv_transpose" else f"each size in {function}_size", size)
-        return Call(function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm)
+        mode, value = borders.hashable(mode), value if value.__class__ is float else borders.fill_value(value)
+        return Call(
+            function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, dtype_name(dtype)
+        )
 
     def problem(self, shapes: Sequence[Any], dtype: str, **more: Any) -> ConvProblem:
         """The problem for operands of these shapes, which it checks; a shape is None where the operand is missing."""
-        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm = self
+        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, _ = self
         first, second, bias, scale, residual = shapes
         options = {
             "stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "precision": precision, "dtype": dtype,
-            "algorithm": algorithm, **more,
+            "algorithm": algorithm, "padding_mode": mode, "padding_value": value, **more,
         }
         if function in GRADIENT_OPERANDS:
             size = checked_shape(f"{function}_size", size)

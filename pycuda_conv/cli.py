@@ -325,7 +325,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
         wishes = tune.Settings(**{name: value for name, value in vars(arguments).items() if name not in ("command", "list")})
         return tune.list_problems(wishes) if arguments.list else tune.run(wishes)
-    from pycuda_conv.tools import bench, hostbench, training
+    from pycuda_conv.tools import bench, training
+    from pycuda_conv.tools.benchmarks import hostbench
 
     modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
     settings = bench.Settings(
@@ -339,15 +340,15 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.devices is not None:
         raise ToolError("--devices goes with --host only")
     if arguments.cold:
-        from pycuda_conv.tools import coldbench
+        from pycuda_conv.tools.benchmarks import coldbench
 
         return coldbench.run(settings)
     if arguments.host_cost:
-        from pycuda_conv.tools import hostcost
+        from pycuda_conv.tools.benchmarks import hostcost
 
         return hostcost.list_cases() if arguments.list else hostcost.run(settings)
     if arguments.loop:
-        from pycuda_conv.tools import loopbench
+        from pycuda_conv.tools.benchmarks import loopbench
 
         return loopbench.run(settings)
     if arguments.families:

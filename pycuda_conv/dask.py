@@ -4,6 +4,8 @@ Chunks of images and of space stay what they are. A spatial chunk is computed fr
 neighbours (:func:`_with_neighbours`), so nothing is computed twice. Each result pixel belongs to the chunk in which the middle of
 its window lies, shifted by the padding: with ``padding="same"`` and stride 1 the result's chunks are the input's.
 
+A border that mirrors or wraps the image is joined to it first, as its rows may lie in other chunks (:mod:`pycuda_conv.chunk_borders`).
+
 Workers get the filter once: it is a key of the graph on which all chunks depend. A chunk also needs three numbers for each spatial axis
 (:class:`_Where`), from which :func:`pycuda_conv.execute.pipeline.band` makes the chunk's own problem.
 """
@@ -28,8 +30,9 @@ from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph
 from dask.layers import ArrayBlockwiseDep
 
-from pycuda_conv import dispatch
+from pycuda_conv import chunk_borders, dispatch
 from pycuda_conv.arrays import LAZY, ArrayKind, CupyKind, NumpyKind, check_same_type, kind_of
+from pycuda_conv.arrays.base import numpy_dtype
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
 from pycuda_conv.execute import pipeline, staging
@@ -62,12 +65,15 @@ class _Axis:
         return tuple(last - first for first, last in pairwise(self.cuts))
 
 
-def _axis(problem: ConvProblem, axis: int, chunks: Sequence[int]) -> _Axis:
-    """`chunks` of the input along `axis`; neighbours are merged where one has fewer rows than the other needs, or gives none."""
+def _axis(problem: ConvProblem, axis: int, chunks: Sequence[int], joined: int = 0) -> _Axis:
+    """`chunks` of the input along `axis`; neighbours are merged where one has fewer rows than the other needs, or gives none.
+
+    `joined` rows of a border lie before the image, as a part of it.
+    """
     size, total = problem.operand_size[axis], problem.result_size[axis]
     stride, before = problem.stride[axis], problem.padding_before[axis]
     reach = problem.dilation[axis] * (problem.filter_size[axis] - 1)
-    centre = min(before, reach)  # rows before the middle of a window
+    centre = min(before + joined, reach)  # rows before the middle of a window
     if problem.direction == "dgrad":
         depth = (reach - centre) // stride, -(-centre // stride)
     else:
@@ -133,7 +139,6 @@ class ChunkPlace:
         finally:
             with _lock:
                 _busy[gpu.name] -= 1
-
 
     def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
         """An uninitialised array like `like`. For a GPU it is page-locked, as the GPU reads that without another copy."""
@@ -250,8 +255,6 @@ class _Chunks:
     place: ChunkPlace
     #: the names of those of bias, scale and residual that are given
     names: tuple[str, ...] = ()
-    #: whether the padding repeats the border instead of zeros
-    repeated: bool = False
 
     def _part(self, x: Any, where: Sequence[tuple[int, int, int]]) -> tuple[ConvProblem, Any]:
         """The problem of one chunk, without its channels, and the part of `x` that it reads."""
@@ -263,8 +266,7 @@ class _Chunks:
         x = x[here]
         if self.lead > 1:
             x = x.reshape(-1, *x.shape[self.lead :])
-        problem = replace(problem, N=x.shape[0] if self.lead else 1, batched=self.lead > 0)
-        return (problem, x) if not self.repeated else _with_border(problem, x)
+        return replace(problem, N=x.shape[0] if self.lead else 1, batched=self.lead > 0), x
 
     def __call__(self, x: Any, weight: Any, where: Any, *rest: Any) -> Any:
         x, weight = _only(x), _only(weight)
@@ -283,15 +285,6 @@ class _Chunks:
             residual = residual.reshape(problem.result_shape)
         y = _run(problem, (x, weight, given.get("bias"), given.get("scale"), residual), self.place)
         return y.reshape(*images, *y.shape[1:]) if self.lead > 1 else y
-
-
-def _with_border(problem: ConvProblem, x: Any) -> tuple[ConvProblem, Any]:
-    """`problem` and `x` with the border of `x` repeated outwards instead of the padding."""
-    ndim = problem.ndim
-    around = list(zip(problem.padding_before, problem.padding_after, strict=True))[3 - ndim :]
-    x = np.pad(x, ((0, 0),) * (x.ndim - ndim) + tuple(around), mode="edge")
-    d, h, w = (1,) * (3 - ndim) + x.shape[-ndim:]
-    return replace(problem, input_size=(d, h, w), padding_before=(0, 0, 0), padding_after=(0, 0, 0)), x
 
 
 @dataclass(frozen=True)
@@ -344,8 +337,10 @@ def convolve(call: Call, operands: Operands, out: Any, stream: Any, place: Chunk
     names = *call.operand_names, *Operands._fields[2:]
     x = _checked(names[0], operands.input, call.ndim)
     operands = operands._replace(input=x)
-    dtype = _same_dtype(names, *operands)
-    problem = call.problem([_shape(a) for a in operands], dtype, in_chunks=True)
+    dtypes = [None if one is None else LAZY.dtype_name(np.dtype(one.dtype)) for one in operands]
+    operands = call.of_one_type(operands, dtypes, lambda array, dtype: array.astype(numpy_dtype(dtype)), LAZY.conversion)
+    _check_dtypes(names, *operands)
+    problem = dispatch.problem_of(call, LAZY, [_signature(a) for a in operands], in_chunks=True)
     lead = x.ndim - call.ndim - 1
     if call.function == "weight":
         return _weight_graph(problem, x, _checked(names[1], _as_dask(operands.weight), call.ndim), place, lead)
@@ -368,18 +363,20 @@ def sum_channels(ndim: int, grad_output: Any, stream: Any, place: ChunkPlace) ->
     return _sum(parts, x.ndim - 1, x.dtype)
 
 
-def graph(
-    problem: ConvProblem, x: Any, weight: Any, others: dict[str, Any], place: ChunkPlace, lead: int, repeated: bool = False
-) -> Any:
-    """The dask array of `problem`, whose images lie along the first `lead` axes of `x`.
-
-    `others` are bias, scale and residual, or None. With `repeated`, the padding repeats the border of `x` instead of zeros.
-    """
+def graph(problem: ConvProblem, x: Any, weight: Any, others: dict[str, Any], place: ChunkPlace, lead: int) -> Any:
+    """The dask array of `problem`, whose images lie along the first `lead` axes of `x`. `others` are bias, scale and residual, or None."""
+    if problem.direction == "dgrad" and problem.border is not None:
+        folded = replace(problem.padded, input_dtype=problem.input_dtype)
+        wide = graph(folded, x, weight, others | {"residual": None}, place, lead)
+        made, residual = chunk_borders.folded(problem, wide, lead + 1), others.get("residual")
+        made, written = made if residual is None else made + residual, problem.result_dtype
+        return made.map_blocks(chunk_borders.integers, written, dtype=written) if written else made.astype(wide.dtype)
+    problem, x, joined = chunk_borders.widened(problem, x, lead)
     ndim, transposed = problem.ndim, problem.direction == "dgrad"
     grouped = problem.groups > 1
     first = problem.operand_channels // problem.groups
     _check_channel_chunks(x, lead, first, grouped)
-    axes = [_axis(problem, 3 - ndim + i, chunks) for i, chunks in enumerate(x.chunks[lead + 1 :])]
+    axes = [_axis(problem, 3 - ndim + i, chunks, joined[i]) for i, chunks in enumerate(x.chunks[lead + 1 :])]
     images, space = tuple(f"n{i}" for i in range(lead)), tuple(f"s{i}" for i in range(ndim))
     channels_in, channels_out = ("g", "g") if grouped else ("c", "k")
     # the filter in chunks: whole groups to match the chunks of the input's channels, or the given chunks of the result's channels
@@ -410,21 +407,22 @@ def graph(
         chunks, index = (result_chunks, result_index) if name == "residual" else ((result_channels,), (channels_out,))
         arguments += [_as_dask(array).rechunk(chunks), index]
     return da.blockwise(
-        _Chunks(problem, lead, place, tuple(others), repeated), result_index,
+        _Chunks(problem, lead, place, tuple(others)), result_index,
         _with_neighbours(x, axes, lead, place), (*images, channels_in, *space), *filters, _Where(axes), space, *arguments,
         adjust_chunks={channels_out: result_channels, **{s: axis.result_chunks for s, axis in zip(space, axes, strict=True)}},
-        align_arrays=False, token=f"conv{'_transpose' * transposed}{ndim}d", dtype=x.dtype, meta=_meta(x, x.ndim),
+        align_arrays=False, token=f"conv{'_transpose' * transposed}{ndim}d", **_of_type(problem, x, x.ndim),
     )
 
 
 def _weight_graph(problem: ConvProblem, x: Any, grad_output: Any, place: ChunkPlace, lead: int) -> Any:
     """The gradient of a filter: a sum over all chunks of images and of space."""
     ndim, grouped = problem.ndim, problem.groups > 1
-    forward = replace(problem, direction="fprop")
+    written = problem.result_dtype
+    forward, x, joined = chunk_borders.widened(replace(problem, direction="fprop", result_dtype=""), x, lead)
     per_group = problem.C // problem.groups
     if grouped:
         _check_channel_chunks(x, lead, per_group, grouped)
-    axes = [_axis(forward, 3 - ndim + i, chunks) for i, chunks in enumerate(x.chunks[lead + 1 :])]
+    axes = [_axis(forward, 3 - ndim + i, chunks, joined[i]) for i, chunks in enumerate(x.chunks[lead + 1 :])]
     _check_chunk_size(forward, axes)
     images, space = tuple(f"n{i}" for i in range(lead)), tuple(f"s{i}" for i in range(ndim))
     taps = tuple(f"t{i}" for i in range(ndim))
@@ -439,9 +437,10 @@ def _weight_graph(problem: ConvProblem, x: Any, grad_output: Any, place: ChunkPl
         _with_neighbours(x, axes, lead, place), (*images, "g" if grouped else c, *space), grad_output, (*images, k, *space),
         _Where(axes), space,
         new_axes={**new_axes, "u": per_group} if grouped else new_axes, adjust_chunks={**dict.fromkeys((*images, *space), 1), k: k_chunks},
-        align_arrays=False, token=f"conv{ndim}d_weight", dtype=x.dtype, meta=_meta(x, lead + 2 * ndim + 2),
+        align_arrays=False, token=f"conv{ndim}d_weight", **_of_type(forward, x, lead + 2 * ndim + 2),
     )
-    return _sum(parts, lead + ndim, x.dtype)
+    made = _sum(parts, lead + ndim, parts.dtype)
+    return made.map_blocks(chunk_borders.integers, written, dtype=written) if written else made
 
 
 def _sum(parts: Any, axes: int, dtype: Any) -> Any:
@@ -493,9 +492,15 @@ def _with_neighbours(x: Any, axes: Sequence[_Axis], lead: int, where: ChunkPlace
     return da.Array(HighLevelGraph.from_collections(name, graph, dependencies=[x]), name, tuple(chunks), dtype=x.dtype, meta=x._meta)
 
 
-def _meta(x: Any, axes: int) -> Any:
+def _meta(x: Any, axes: int, dtype: Any = None) -> Any:
     """An empty array of the kind of the chunks of `x`."""
-    return np.empty_like(x._meta, shape=(0,) * axes)
+    return np.empty_like(x._meta, shape=(0,) * axes, dtype=dtype)
+
+
+def _of_type(problem: ConvProblem, x: Any, axes: int) -> dict[str, Any]:
+    """The dtype of the problem's result, and an empty array of that type and of the kind of the chunks of `x`."""
+    dtype = x.dtype if not problem.adapted else numpy_dtype(problem.result_dtype or problem.dtype)
+    return {"dtype": dtype, "meta": _meta(x, axes, dtype)}
 
 
 # ---- what is refused when the graph is built
@@ -505,8 +510,8 @@ def _rank(array: Any) -> int:
     return len(getattr(array, "shape", ()))
 
 
-def _shape(array: Any) -> Any:
-    return None if array is None else tuple(array.shape)
+def _signature(array: Any) -> Any:
+    return None if array is None else (tuple(array.shape), array.dtype, None)
 
 
 def _as_dask(array: Any) -> Any:
@@ -555,8 +560,8 @@ def _checked(name: str, array: Any, ndim: int) -> Any:
     return _as_dask(array)
 
 
-def _same_dtype(names: Sequence[str], x: Any, *others: Any) -> str:
-    """The name of the dtype that all arrays have."""
+def _check_dtypes(names: Sequence[str], x: Any, *others: Any) -> None:
+    """Refuse arrays whose kinds or types don't go together."""
     own = kind_of(names[0], x._meta)
     for name, array in zip(names[1:], others, strict=False):
         if array is not None:
@@ -565,12 +570,7 @@ def _same_dtype(names: Sequence[str], x: Any, *others: Any) -> str:
                 raise TypeError(f"{names[0]} has chunks of {own.name} but {name} is of {kind.name}; pass arrays of one kind")
     if not isinstance(own, NumpyKind | CupyKind):
         raise TypeError(f"{names[0]} must have chunks of numpy.ndarray or cupy.ndarray, but they are of {own.name}")
-
-    def signature(array: Any) -> Any:
-        return None if array is None else (tuple(array.shape), array.dtype, None)
-
-    check_same_type(LAZY, signature(x), *map(signature, others), names=names)
-    return LAZY.dtype_name(x.dtype)
+    check_same_type(LAZY, _signature(x), *map(_signature, others), names=names)
 
 
 def _check_channel_chunks(x: Any, lead: int, per_group: int, grouped: bool) -> None:

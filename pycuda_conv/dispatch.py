@@ -16,12 +16,13 @@ from typing import Any
 from pycuda_conv import execute, repeat
 from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, is_torchs, same_kind
 from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
+from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, dtype_name, result_type
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.memo import remember_plans
 from pycuda_conv.plan import Plan, as_called, cached_plan
-from pycuda_conv.problem import ConvProblem, channels_last, check_element_type
-from pycuda_conv.runtime import cuda_device, device_count, get_device, pycudas_device
+from pycuda_conv.problem import ConvProblem, channels_last
+from pycuda_conv.runtime import cuda_device, device_count, get_device, pycuda_device
 
 #: Modules that take calls over: "torch" records them, "autocast" casts their tensors, "dask" divides them into chunks. They import
 #: this module, so :mod:`pycuda_conv.handlers` puts here how each is imported when a call needs it.
@@ -29,7 +30,8 @@ handlers: dict[str, Callable[[], Any]] = {}
 
 
 def convolve(
-    asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False, algorithm: Any = None
+    asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False,
+    more: tuple[Any, ...] = (None, "zeros", 0.0, None),
 ) -> Any:
     """A convolution, transposed or not, or a gradient of one.
 
@@ -44,11 +46,12 @@ def convolve(
         The members of :class:`Place`.
     recorded : bool
         Whether the arrays' library knows of the call.
-    algorithm : optional
-        The last member of the :class:`Call`, where `asked` lacks it.
+    more : tuple
+        The last members of the :class:`Call`, from its algorithm on, where `asked` lacks them.
     """
-    if algorithm is not None:
-        asked = (*asked, algorithm)
+    algorithm, mode, value, dtype = more
+    if algorithm is not None or mode.__class__ is not str or mode != "zeros" or value.__class__ is not float or value or dtype is not None:
+        asked = *asked, algorithm, mode, value, dtype_name(dtype)
     device, devices, stream, tune = place
     repeatable = device is None and devices is None and stream is None and tune is False and repeat.may_repeat(operands[0])
     if repeatable:
@@ -77,9 +80,10 @@ def convolve(
     if kind.imports:
         arrays = kind.imported(arrays, call.operand_names)
     if device is None and not kind.on_gpu(arrays.input):  # not only after the plan was looked up: PyCUDA's current context may change
-        device = pycudas_device()
+        device = pycuda_device()
     layout = _layout(call, kind, arrays)
-    plan = plan_for_call(call, kind, kind.signatures(arrays, (*call.operand_names, *Operands._fields[2:])), device, layout, tune)
+    call, arrays, signatures = _typed(call, kind, arrays, out)
+    plan = plan_for_call(call, kind, signatures, device, layout, tune)
     plan = plan.better or plan
     if gpus:
         if not isinstance(kind, HostKind) or kind.signature(arrays.input)[2] not in (None, -1):
@@ -94,6 +98,18 @@ def convolve(
         plain = plain and not plan.problem.bare  # torch gives their gradients by way of views with channels
         repeat.remember(repeat.public_calls, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
     return kind.exported(result, arrays, stream) if kind.imports else result
+
+
+def _typed(call: Call, kind: ArrayKind, arrays: Operands, out: Any) -> tuple[Call, Operands, tuple[Signature | None, ...]]:
+    """The call with the type of its result, the arrays with all but the first in the arithmetic's type, and their signatures."""
+    names = *call.operand_names, *Operands._fields[2:]
+    signatures = kind.signatures(arrays, names)
+    dtypes = [None if one is None else kind.dtype_name(one[1]) for one in signatures]
+    written = None if out is None else kind.dtype_name(kind.signature(out)[1])
+    if call.dtype is None and written in INTEGER_BYTES:
+        call = call._replace(dtype=written)
+    typed = call.of_one_type(arrays, dtypes, kind.converted, kind.conversion)
+    return call, typed, signatures if typed is arrays else kind.signatures(typed, names)
 
 
 def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:
@@ -169,25 +185,37 @@ def gpus_of(devices: Any, device: Any = None) -> tuple[Any, ...]:
 
 @remember_plans
 def plan_for_call(
-    call: Call, kind: ArrayKind, signatures: tuple[Signature | None, ...], device: Any, layout: str, tune: bool, noted: bool = False
+    call: Call, kind: ArrayKind, signatures: tuple[Signature | None, ...], device: Any, layout: str, tune: bool,
+    with_moments: bool = False,
 ) -> Plan:
     """The plan for a call with hashable options. It may be one for NCHW although the result's `layout` is not.
 
-    `signatures` are those of the :class:`Operands`, and `noted` is as for :class:`Plan`.
+    `signatures` are those of the :class:`Operands`, and `with_moments` is as for :class:`Plan`.
     """
     input, *others = signatures
     assert input is not None
     check_same_type(kind, input, *others, names=(*call.operand_names, *Operands._fields[2:]))
+    return plan_for(problem_of(call, kind, signatures), kind, input, device, layout, tune, with_moments)
+
+
+def problem_of(call: Call, kind: ArrayKind, signatures: Sequence[Signature | None], **more: Any) -> ConvProblem:
+    """The problem of a call of arrays whose types go together."""
+    dtypes = [None if one is None else kind.dtype_name(one[1]) for one in signatures]
+    own = arithmetic(dtypes, call.dtype)
     shapes = [None if one is None else one[0] for one in signatures]
-    return plan_for(call.problem(shapes, kind.dtype_name(input[1])), kind, input, device, layout, tune, noted)
+    written = "" if call.dtype is None else result_type(own, call.dtype)
+    read = dtypes[0] if dtypes[0] in INTEGER_BYTES else ""
+    return call.problem(shapes, own, input_dtype=read, result_dtype=written, **more)
 
 
-def plan_for(problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool, noted: bool = False) -> Plan:
+def plan_for(
+    problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool, with_moments: bool = False
+) -> Plan:
     """The plan for a problem that was checked; `input` is its first array."""
     own = kind.device(input, device)
     if layout == "NHWC" and input[2] not in (None, -1):  # arrays in host memory are put in order on their way
         problem = as_called(replace(problem, layout="NHWC"), own, tune)
-    return cached_plan(problem, own, tune, noted) if tune or noted else cached_plan(problem, own)
+    return cached_plan(problem, own, tune, with_moments) if tune or with_moments else cached_plan(problem, own)
 
 
 # ---- the gradient of a bias

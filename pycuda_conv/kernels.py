@@ -185,7 +185,7 @@ def of_plan(plan: Plan, operands: Operands, out: Any, workspace: Any) -> list[Ke
     addresses, filter_last = execute.device.addresses_for_kernels(kind, plan, operands, out)
     if plan.empty:
         return []
-    if contexts.pycudas_current() != device.handle:
+    if contexts.pycuda_handle() != device.handle:
         raise ConvArgumentError(
             "functions are made in PyCUDA's current context, and that is not the one of the arrays: make theirs current, the primary one "
             "of torch and CuPy by import pycuda.autoprimaryctx"

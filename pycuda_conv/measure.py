@@ -98,7 +98,7 @@ def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None =
         with Compiler(device) as own:
             return trials(problem, device, own)
     configs = compiler.configs(problem)
-    times = device_times([Plan(problem, device, config=config).settled() for config in configs])
+    times = device_times([Plan(problem, device, config=config).final_form() for config in configs])
     return sorted((Choice(config, round(us, 3)) for config, us in zip(configs, times, strict=True)), key=lambda choice: choice.us)
 
 

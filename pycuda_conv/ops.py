@@ -2,73 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
-from pycuda_conv.arrays import NumpyKind, kind_of
 from pycuda_conv.dispatch import convolve, sum_channels
-from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.problem import integer
-from pycuda_conv.runtime import bound_to_thread
-from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, Precision, Sizes
+from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args: Any, **options: Any) -> Iterator[Any]:
-    """`function` of each of `inputs`, in order, with up to `ahead` calls under way while the caller uses a result."""
-    for name in ("out", "stream", "residual"):
-        if name in options:
-            raise TypeError(f"{name} is for one call; here several are under way at once")
-    if not isinstance(inputs, Iterable):
-        raise TypeError(f"inputs must be an iterable of arrays, got {brief(inputs)}")
-    ahead = integer("ahead", ahead)
-    if ahead < 1:
-        raise ConvArgumentError(f"ahead must be at least 1, but got ahead={ahead}")
-
-    def results() -> Iterator[Any]:
-        coming: deque[Future[Any]] = deque()
-        with ThreadPoolExecutor(ahead) as pool:
-
-            def begun(one: Any) -> Future[Any]:
-                if isinstance(kind_of("an input", one), NumpyKind) and not bound_to_thread():
-                    return pool.submit(function, one, *args, **options)
-                # launches don't wait, and streams, torch's modes and PyCUDA's contexts are those of the caller's thread
-                made: Future[Any] = Future()
-                made.set_result(function(one, *args, **options))
-                return made
-
-            def calls() -> Iterator[Future[Any]]:
-                try:
-                    for one in inputs:
-                        yield begun(one)
-                except Exception as error:  # it is raised behind the results of the inputs before it
-                    failed: Future[Any] = Future()
-                    failed.set_exception(error)
-                    yield failed
-
-            try:
-                for call in calls():
-                    coming.append(call)
-                    if len(coming) > ahead:
-                        yield coming.popleft().result()
-                while coming:
-                    yield coming.popleft().result()
-            finally:
-                for future in coming:
-                    future.cancel()
-
-    return results()
 
 
 def conv2d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """Convolve with two spatial axes. It is a cross-correlation, as in torch: the filter is not flipped.
 
@@ -81,16 +30,19 @@ def conv2d(
     ----------
     input : array of shape (N, C, H, W), (C, H, W) or (H, W)
         A numpy, torch or CuPy array, a PyCUDA ``GPUArray``, or any object with ``__cuda_array_interface__``. Its dtype is float16,
-        bfloat16 (in numpy that of ml_dtypes), float32 or float64. Its strides may be any. A torch tensor that is channels last
+        bfloat16 (in numpy that of ml_dtypes), float32 or float64, or bool or integers, which go to the device as they are. Integers of
+        up to 16 bits are convolved in float32, and exactly so with a filter of integers while ``sum(|w|) * max|x|`` is below 2^24. Wider
+        ones are convolved in float64. Its strides may be any. A torch tensor that is channels last
         (NHWC in memory) gives a result that is. A dask array of numpy or CuPy chunks gives one that is computed later.
     weight : array of shape (K, C/groups, R, S), or (R, S) for an input of shape (H, W)
-        The filters. One image and one filter may both come without their other axes; the result is an image of shape (P, Q).
+        The filters. One image and one filter may both come without their other axes; the result is an image of shape (P, Q). Filters
+        have the input's dtype, or integers. For an input of integers they may be of any type: float64 makes the arithmetic float64.
     bias : array of shape (K,), optional
         What is added to each output channel.
     stride : int or (int, int)
         The step from one output pixel to the next. The stride, the padding and ``dilation * (R - 1)`` are below 2^29.
     padding : int, (int, int), ((top, bottom), (left, right)), "same" or "valid"
-        Zeros around the input. No padded copy is made. ``"same"`` needs stride 1; where it is uneven, the extra zero is at the
+        Zeros around the input, or what `padding_mode` says. ``"same"`` needs stride 1; where it is uneven, the extra zero is at the
         bottom and right, as in torch.
     dilation : int or (int, int)
         The distance between neighbouring filter taps.
@@ -129,12 +81,22 @@ def conv2d(
         transforms in float64, which are checked. ``"direct"`` is for sums of products alone. ``"fft"`` is for Fourier transforms
         wherever there are some for the problem. On a GPU these are float32's: errors are relative to the norms of the filter and of
         the pixels that it meets, not to each element.
+    padding_mode : str, a list of one for each axis, or of a pair (before, after) for each axis
+        What the padding is: ``"zeros"``, ``"constant"`` (`padding_value`), ``"replicate"`` (the edge's pixel), ``"reflect"``
+        (``d c b | a b c d``), ``"symmetric"`` (``c b a | a b c d``) or ``"circular"`` (the other end's pixels): torch's words and
+        numpy's ``"symmetric"``. scipy calls them ``constant``, ``nearest``, ``mirror``, ``reflect`` and ``wrap``. The padding may be wider
+        than the image, which is then repeated or mirrored again.
+    padding_value : float
+        What ``"constant"`` padding is filled with, rounded to the arrays' dtype.
+    dtype : optional
+        The result's type: the one in which the arrays are convolved, which is the default, or a type of integers. Then results are rounded
+        to the nearest, ties to even, once, and those out of range are clipped; NaN becomes the least. An `out` of integers means the same.
 
     Returns
     -------
     array of shape (N, K, P, Q), (K, P, Q) or (P, Q)
-        The result, of the input's kind and dtype, or `out` if it was given. It is channels last where the input is a tensor that is,
-        else C-contiguous.
+        The result, of the input's kind and dtype, for integers of float32 or float64, or `out` if it was given. It is channels last
+        where the input is a tensor that is, else C-contiguous.
         ``P = (H + top + bottom - dilation*(R - 1) - 1) // stride + 1``, Q likewise.
 
     Raises
@@ -158,14 +120,16 @@ def conv2d(
     (64, 64)
     """
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
 def conv1d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -174,7 +138,8 @@ def conv1d(
     input : array of shape (N, C, W), (C, W) or (W,)
     weight : array of shape (K, C/groups, S), or (S,) for an input of shape (W,)
     padding : int, (int,), ((left, right),), "same" or "valid"
-    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm
+    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm,
+    padding_mode, padding_value, dtype
         As for :func:`conv2d`.
 
     Returns
@@ -187,14 +152,16 @@ def conv1d(
         As for :func:`conv2d`.
     """
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
 def conv3d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -203,7 +170,8 @@ def conv3d(
     input : array of shape (N, C, D, H, W), (C, D, H, W) or (D, H, W)
     weight : array of shape (K, C/groups, T, R, S), or (T, R, S) for an input of shape (D, H, W)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
-    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm
+    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm,
+    padding_mode, padding_value, dtype
         As for :func:`conv2d`.
 
     Returns
@@ -216,14 +184,16 @@ def conv3d(
         As for :func:`conv2d`.
     """
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
 def conv_transpose2d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
-    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None,
+    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros",
+    padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The transposed convolution with two spatial axes. It is the gradient of :func:`conv2d` by its input.
 
@@ -241,7 +211,8 @@ def conv_transpose2d(
         Rows and columns that are taken off the result.
     output_padding : int or (int, int)
         Rows and columns that are added at the result's bottom and right. They are fewer than the stride or the dilation.
-    stride, dilation, groups, residual, activation, out, precision, device, devices, stream, tune, algorithm
+    stride, dilation, groups, residual, activation, out, precision, device, devices, stream, tune, algorithm,
+    padding_mode, padding_value, dtype
         As for :func:`conv2d`.
 
     Returns
@@ -255,14 +226,16 @@ def conv_transpose2d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 2, stride, padding, dilation, groups, precision, output_padding, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
 def conv_transpose1d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
-    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None,
+    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros",
+    padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The transposed convolution with one spatial axis: see :func:`conv_transpose2d`.
 
@@ -271,7 +244,8 @@ def conv_transpose1d(
     input : array of shape (N, K, Q) or (K, Q)
     weight : array of shape (K, C/groups, S)
     padding : int, (int,) or ((left, right),)
-    bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm
+    bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm,
+    padding_mode, padding_value, dtype
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -284,14 +258,16 @@ def conv_transpose1d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
 def conv_transpose3d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
-    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None,
+    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros",
+    padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The transposed convolution with three spatial axes: see :func:`conv_transpose2d`.
 
@@ -300,7 +276,8 @@ def conv_transpose3d(
     input : array of shape (N, K, O, P, Q) or (K, O, P, Q)
     weight : array of shape (K, C/groups, T, R, S)
     padding : int, three ints or ((front, back), (top, bottom), (left, right))
-    bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm
+    bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm,
+    padding_mode, padding_value, dtype
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -313,13 +290,15 @@ def conv_transpose3d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
 def conv2d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv2d` by its input, as in ``torch.nn.grad``.
 
@@ -334,7 +313,7 @@ def conv2d_input(
         The gradient by the convolution's result. The gradient that is computed has the same layout.
     stride, padding, dilation, groups
         Those of the convolution.
-    out, precision, device, stream, tune, algorithm
+    out, precision, device, stream, tune, algorithm, padding_mode, padding_value, dtype
         As for :func:`conv2d`.
 
     Returns
@@ -348,13 +327,15 @@ def conv2d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 2, stride, padding, dilation, groups, precision, input_size, None
-    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), more=more)
 
 
 def conv1d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv1d` by its input: see :func:`conv2d_input`.
 
@@ -363,7 +344,7 @@ def conv1d_input(
     input_size : (N, C, W) or (C, W)
     weight : array of shape (K, C/groups, S)
     grad_output : array of shape (N, K, Q) or (K, Q)
-    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm
+    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm, padding_mode, padding_value, dtype
         As for :func:`conv2d_input`.
 
     Returns
@@ -376,13 +357,15 @@ def conv1d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 1, stride, padding, dilation, groups, precision, input_size, None
-    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), more=more)
 
 
 def conv3d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv3d` by its input: see :func:`conv2d_input`.
 
@@ -391,7 +374,7 @@ def conv3d_input(
     input_size : (N, C, D, H, W) or (C, D, H, W)
     weight : array of shape (K, C/groups, T, R, S)
     grad_output : array of shape (N, K, O, P, Q) or (K, O, P, Q)
-    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm
+    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm, padding_mode, padding_value, dtype
         As for :func:`conv2d_input`.
 
     Returns
@@ -404,13 +387,15 @@ def conv3d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 3, stride, padding, dilation, groups, precision, input_size, None
-    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), more=more)
 
 
 def conv2d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv2d` by its filter, as in ``torch.nn.grad``.
 
@@ -425,7 +410,7 @@ def conv2d_weight(
         The gradient by the convolution's result.
     stride, padding, dilation, groups
         Those of the convolution.
-    out, precision, device, stream, tune, algorithm
+    out, precision, device, stream, tune, algorithm, padding_mode, padding_value, dtype
         As for :func:`conv2d`. `out` is C-contiguous, or lies as the result would. Both host arrays must fit the device's memory at the
         same time.
 
@@ -441,13 +426,15 @@ def conv2d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 2, stride, padding, dilation, groups, precision, weight_size, None
-    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), more=more)
 
 
 def conv1d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv1d` by its filter: see :func:`conv2d_weight`.
 
@@ -456,7 +443,7 @@ def conv1d_weight(
     input : array of shape (N, C, W) or (C, W)
     weight_size : (K, C/groups, S)
     grad_output : array of shape (N, K, Q) or (K, Q)
-    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm
+    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm, padding_mode, padding_value, dtype
         As for :func:`conv2d_weight`.
 
     Returns
@@ -469,13 +456,15 @@ def conv1d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 1, stride, padding, dilation, groups, precision, weight_size, None
-    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), more=more)
 
 
 def conv3d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv3d` by its filter: see :func:`conv2d_weight`.
 
@@ -484,7 +473,7 @@ def conv3d_weight(
     input : array of shape (N, C, D, H, W) or (C, D, H, W)
     weight_size : (K, C/groups, T, R, S)
     grad_output : array of shape (N, K, O, P, Q) or (K, O, P, Q)
-    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm
+    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm, padding_mode, padding_value, dtype
         As for :func:`conv2d_weight`.
 
     Returns
@@ -497,54 +486,8 @@ def conv3d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 3, stride, padding, dilation, groups, precision, weight_size, None
-    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), algorithm=algorithm)
-
-
-def conv1d_many(
-    inputs: Iterable[Array], weight: Array, bias: Array | None = None, *args: Any, ahead: int = 2, **options: Any,
-) -> Iterator[Array]:
-    """Convolve a stream of inputs by :func:`conv1d`: see :func:`conv2d_many`."""
-    return _many(conv1d, inputs, ahead, weight, bias, *args, **options)
-
-
-def conv2d_many(
-    inputs: Iterable[Array], weight: Array, bias: Array | None = None, *args: Any, ahead: int = 2, **options: Any,
-) -> Iterator[Array]:
-    """Convolve a stream of inputs, as a data loader gives them: see :func:`conv2d`. A generator goes in, a generator comes out.
-
-    While the caller uses one result, the next inputs are being convolved. Each numpy array has a thread of its own; arrays on a GPU
-    are convolved by launches that do not wait. At most `ahead` + 1 inputs are taken before the first of their results is.
-
-    Parameters
-    ----------
-    inputs : iterable of arrays
-        Batches; they may differ in shape.
-    weight, bias, scale, activation, stride, padding, dilation, groups, precision, device, devices, tune
-        As for :func:`conv2d`.
-    ahead : int
-        How many calls may be under way, at least 1.
-
-    Yields
-    ------
-    array
-        The results, in the order of the inputs. An exception in the iterable or in a call ends the stream, behind the results of the
-        inputs before it.
-
-    Examples
-    --------
-    >>> import numpy as np, pycuda_conv as pc
-    >>> w = np.ones((1, 1, 3, 3), "f")
-    >>> [y.shape for y in pc.conv2d_many((np.ones((n, 1, 8, 8), "f") for n in (1, 2)), w)]
-    [(1, 1, 6, 6), (2, 1, 6, 6)]
-    """
-    return _many(conv2d, inputs, ahead, weight, bias, *args, **options)
-
-
-def conv3d_many(
-    inputs: Iterable[Array], weight: Array, bias: Array | None = None, *args: Any, ahead: int = 2, **options: Any,
-) -> Iterator[Array]:
-    """Convolve a stream of inputs by :func:`conv3d`: see :func:`conv2d_many`."""
-    return _many(conv3d, inputs, ahead, weight, bias, *args, **options)
+    more = algorithm, padding_mode, padding_value, dtype
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), more=more)
 
 
 @overload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from pycuda_conv import background, engines, execute, repeat
 from pycuda_conv.arrays import same_kind
 from pycuda_conv.call import Operands
+from pycuda_conv.elements import bytes_of
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.explain import explain
 from pycuda_conv.memo import forget_launches, forget_plans, remember_plans
-from pycuda_conv.problem import DTYPE_BYTES, ConvProblem, channels_last
+from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime import Device, contexts, get_device
 from pycuda_conv.runtime.compiler import CompileError
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 contexts.when_forgotten.append(forget_plans)
 
-#: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or lying in :attr:`Plan.filter_order`.
+#: What a plan has launchers for: to pack the filter; and to compute with it packed, as it is, or in :attr:`Plan.filter_order`.
 PACK, WITH_PACKED, WHOLE, FILTER_LAST = range(4)
 
 
@@ -46,9 +48,11 @@ class Plan:
     tune : bool
         Measure a problem that has not been measured, which takes seconds, and keep what is found for later plans and processes.
         On OpenCL nothing is measured.
-    noted : bool
-        Note the moments of the result's channels in the workspace while it is computed, if the kernels can: see
+    with_moments : bool
+        Compute the moments of the result's channels beside the result, in the workspace, if the kernels can: see
         :class:`pycuda_conv.engines.schedule.Moments`. It serves work that continues with the moments in the same workspace.
+    noted : bool, optional
+        The former name of `with_moments`, which warns.
 
     Raises
     ------
@@ -72,7 +76,8 @@ class Plan:
     """
 
     def __init__(
-        self, problem: ConvProblem, device: Any = None, *, config: engines.Config | None = None, tune: bool = False, noted: bool = False
+        self, problem: ConvProblem, device: Any = None, *, config: engines.Config | None = None, tune: bool = False,
+        with_moments: bool = False, noted: bool | None = None,
     ) -> None:
         if not isinstance(problem, ConvProblem):
             raise TypeError(f"problem must be a ConvProblem, as ConvProblem.forward makes it, got {brief(problem)}")
@@ -80,6 +85,9 @@ class Plan:
             raise TypeError(f"config must be one of the configurations in pycuda_conv.engines, or None, got {brief(config)}")
         if not isinstance(tune, bool):
             raise TypeError(f"tune must be True or False, got {brief(tune)}")
+        if noted is not None:
+            warnings.warn("noted= is called with_moments=", DeprecationWarning, stacklevel=2)
+            with_moments = noted
         self.problem = problem
         self.device = get_device(device)
         #: whether the caller chose the configuration
@@ -90,18 +98,18 @@ class Plan:
         self.tuned = None if self.fixed else (tuned if tune else lookup)(problem, self.device)
         if config is None:
             config = self.tuned.config if self.tuned else engines.choose(problem, self.device)
-            if noted:
+            if with_moments:
                 config = engines.with_moments(problem, config, self.device)
-        self._set_up(config, noted)
+        self._set_up(config, with_moments)
         if tune:
             self.specialise()
 
-    def _set_up(self, config: engines.Config, noted: bool, schedule: Schedule | None = None) -> None:
+    def _set_up(self, config: engines.Config, with_moments: bool, schedule: Schedule | None = None) -> None:
         """Make the plan's launches by `config`, or take `schedule`, which `config` made before."""
         problem = self.problem
         self.config = config
-        self.noted = noted
-        self.schedule = schedule = schedule or engines.schedule(problem, config, self.device, noted)
+        self.with_moments = with_moments
+        self.schedule = schedule = schedule or engines.schedule(problem, config, self.device, with_moments)
         #: bytes of the packed filter; 0 where the kernels read the filter as it is
         self.filter_bytes = schedule.filter_bytes
         #: equal for plans whose packed filters are interchangeable
@@ -128,10 +136,12 @@ class Plan:
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
-        self.result_bytes = math.prod(self.result_shape) * problem.itemsize
+        self.result_bytes = math.prod(self.result_shape) * problem.result_itemsize
+        #: the dtype of results; None where it is that of the input
+        self.new_dtype = (problem.result_dtype or problem.dtype) if problem.input_dtype or problem.result_dtype else None
         #: bytes of input, weight, bias, scale and residual
         operands = zip(problem.operand_shapes, problem.operand_dtypes, strict=True)
-        self.operand_bytes = tuple(math.prod(shape or (0,)) * DTYPE_BYTES[dtype] for shape, dtype in operands)
+        self.operand_bytes = tuple(math.prod(shape or (0,)) * bytes_of(dtype) for shape, dtype in operands)
         #: whether the kernels take arrays by address alone, without tensor maps
         self.by_address = not any(launch.maps for launch in background.launches(schedule))
         #: whether a residual must not be the result's own memory
@@ -152,7 +162,7 @@ class Plan:
         self.made_before = RepeatTable(of_plan=True)
 
     @classmethod
-    def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
+    def _at_once(cls, problem: ConvProblem, device: Device, with_moments: bool) -> Plan:
         """A plan that does not wait for the compiler if compiled kernels can serve it.
 
         Then its configuration is not the best one: that is compiled in the background, for :attr:`better`. If a call has to wait for the
@@ -161,11 +171,11 @@ class Plan:
         self = cls.__new__(cls)
         self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
         config = self.tuned.config if self.tuned else engines.choose(problem, device)
-        if noted:
+        if with_moments:
             config = engines.with_moments(problem, config, device)
-        schedules = {} if noted else {config: engines.schedule(problem, config, device)}
+        schedules = {} if with_moments else {config: engines.schedule(problem, config, device)}
         missing = []
-        if not (noted or 0 in problem.result_shape):
+        if not (with_moments or 0 in problem.result_shape):
             missing = background.missing(background.initial_form(schedules[config], device), device)
         serves = config
         if missing:
@@ -177,13 +187,13 @@ class Plan:
             if waited_for and background.foresees(device):
                 background.foresee(problem, waited_for, device)
         try:
-            self._set_up(serves, noted, schedules.get(serves))
+            self._set_up(serves, with_moments, schedules.get(serves))
         except CompileError as error:
-            resort = None if noted else background.last_resort(problem, device)
+            resort = None if with_moments else background.last_resort(problem, device)
             if resort is None:
                 raise
             background.log_once(error)
-            self._set_up(resort, noted)
+            self._set_up(resort, with_moments)
         else:
             if serves != config:
                 self._better_config, self._background = config, background.BackgroundCompile(device, missing, tell=self._forget_repeated)
@@ -215,7 +225,7 @@ class Plan:
     def _make_better(self, config: engines.Config) -> None:
         better = type(self).__new__(type(self))
         better.problem, better.device, better.fixed, better.tuned = self.problem, self.device, self.fixed, self.tuned
-        better._set_up(config, self.noted)
+        better._set_up(config, self.with_moments)
         self.better = better
         self._forget_repeated()
 
@@ -225,18 +235,24 @@ class Plan:
         if found is None:
             found = type(self).__new__(type(self))
             found.problem, found.device, found.fixed, found.tuned = self.problem, device, self.fixed, self.tuned
-            found._set_up(self.config, self.noted, self.schedule)
+            found._set_up(self.config, self.with_moments, self.schedule)
             device.plans[self] = found
         return found
 
-    def settled(self) -> Plan:
-        """The plan in its final form: the best configuration, with the layer's constants compiled in. Waits for the compiler."""
+    def final_form(self) -> Plan:
+        """The plan in its final form: the best configuration, on a GPU with the layer's constants compiled in. Waits for the compiler."""
         if self._better_config is not None and self.better is None:
             self._make_better(self._better_config)
             self._background = None
         plan = self.better or self
-        plan.specialise()
+        if plan.device.constants_pay:
+            plan.specialise()
         return plan
+
+    def settled(self) -> Plan:
+        """The former name of :meth:`final_form`, which warns."""
+        warnings.warn("Plan.settled() is called final_form()", DeprecationWarning, stacklevel=2)
+        return self.final_form()
 
     def specialise(self) -> None:
         """Compile the layer's constants into the kernels now, where that makes them faster. The results stay the same, bit by bit.
@@ -379,14 +395,14 @@ class Plan:
         return explain(self, measure)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made_of = self.problem, self.device.name, self.device.model, self.config, self.noted
+        made_of = self.problem, self.device.name, self.device.model, self.config, self.with_moments
         return _plan_again, made_of, {"fixed": self.fixed, "tuned": self.tuned}
 
     def __repr__(self) -> str:
         return f"<Plan {self.problem} on {self.device.name}: {self.config}>"
 
 
-def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Config, noted: bool) -> Plan:
+def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Config, with_moments: bool) -> Plan:
     """A plan that was pickled."""
     device = get_device(name)
     if device.model != model:
@@ -394,7 +410,7 @@ def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Con
             f"this plan was made for {name}, an {model}, but here {name} is an {device.model}: pickle the plan's problem instead, and "
             "make a plan of it with pycuda_conv.Plan(problem)"
         )
-    return Plan(problem, device, config=config, noted=noted)
+    return Plan(problem, device, config=config, with_moments=with_moments)
 
 
 class BoundPlan:
@@ -437,6 +453,8 @@ class BoundPlan:
         #: of weight, bias and scale
         self._signatures = signatures[1:4]
         input, *_, residual = (None if shape is None else (shape, *of_weight[1:]) for shape in plan.problem.operand_shapes)
+        if plan.problem.input_dtype and input is not None:
+            input = input[0], kind.dtype_of(plan.problem.input_dtype), input[2]
         execute.check_fit(plan, kind, (input, *self._signatures, residual))  # the others will be checked when they come
         self._filter, self._kept = execute.keep(kind, plan, weight, bias, scale)
         #: calls that were made before
@@ -478,11 +496,11 @@ def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:
 
 
 @remember_plans
-def cached_plan(problem: ConvProblem, device: Device, tune: bool = False, noted: bool = False) -> Plan:
+def cached_plan(problem: ConvProblem, device: Device, tune: bool = False, with_moments: bool = False) -> Plan:
     """The plan for `problem`, made at its first use. ``cached_plan.cache_info()`` and ``.cache_clear()`` serve the curious."""
     if tune or not background.enabled():
-        return Plan(problem, device, tune=tune, noted=noted)
-    return Plan._at_once(problem, device, noted)
+        return Plan(problem, device, tune=tune, with_moments=with_moments)
+    return Plan._at_once(problem, device, with_moments)
 
 
 def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False) -> bool:
@@ -496,8 +514,8 @@ def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False
 
 def as_called(problem: ConvProblem, device: Device, tune: bool = False) -> ConvProblem:
     """The problem that a call plans for `problem` on a GPU's arrays: those that are channels last may be put in order first."""
-    turned = problem.layout == "NHWC" and not reads_channels_last(problem, device, tune)
-    return replace(problem, layout="NCHW") if turned else problem
+    converted = problem.layout == "NHWC" and not reads_channels_last(problem, device, tune)
+    return replace(problem, layout="NCHW") if converted else problem
 
 
 #: Taps from which on other kernels of arrays in NCHW, or their Fourier transforms, may be worth the conversion: fewer have unrolled loops.
@@ -507,6 +525,8 @@ MANY_TAPS = 50
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
     if problem.C == problem.K == 1:  # see ConvProblem.launched
         return True
+    if problem.adapted:  # a border is copied in either layout
+        problem, found = problem.padded, None
     config = found.config if found else engines.find(problem, device)
     if config is None or not engines.reads_c_order(config):
         return config is not None and (math.prod(problem.filter_size) < MANY_TAPS or _gains(problem, device, found))
@@ -525,8 +545,8 @@ def _gains(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
 
     10 us for the launches that convert; an H200 moves 3 MB a microsecond, there and back.
     """
-    lying, turned = (engines.predictions(one, device) for one in (problem, replace(problem, layout="NCHW")))
-    return (found.us if found else lying[0][0]) <= turned[0][0] + 10 + _converted_bytes(problem) / 3e6 * 132 / device.multiprocessors
+    in_place, transposed = (engines.predictions(one, device) for one in (problem, replace(problem, layout="NCHW")))
+    return (found.us if found else in_place[0][0]) <= transposed[0][0] + 10 + _converted_bytes(problem) / 3e6 * 132 / device.multiprocessors
 
 
 def _converted_time(problem: ConvProblem, device: Device) -> float:

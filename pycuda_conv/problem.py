@@ -17,13 +17,15 @@ from functools import lru_cache
 from numbers import Real
 from typing import Any, Literal, SupportsIndex
 
+from pycuda_conv import borders
+from pycuda_conv.borders import Border
+from pycuda_conv.elements import DTYPE_BYTES, INTEGER_BYTES, as_dtype
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
-from pycuda_conv.typing import Activation, Algorithm, Crop, Padding, Precision, Sizes
+from pycuda_conv.typing import Activation, Algorithm, Crop, Padding, PaddingMode, Precision, Sizes
 
 #: Three extents, in the order depth, height, width.
 Size3 = tuple[int, int, int]
 
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: DTYPE in ``cu/core/portable.cuh``.
 DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
 PRECISIONS = ("fp32", "tf32")
@@ -119,30 +121,6 @@ def check_precision(precision: Any) -> None:
         raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={brief(precision)}{hint}")
 
 
-def check_element_type(name: str, dtype: str, conversion: str = "{}.astype('{}')") -> None:
-    """Refuse the array `name` if no kernel has its `dtype`, and say what to do.
-
-    `conversion` is the expression that converts such an array: its two gaps are for the array's name and for a dtype.
-    """
-    if dtype in DTYPE_BYTES:
-        return
-    wide = "float32" if dtype in ("bool", "int8", "uint8", "int16", "uint16") or dtype.startswith("float8") else "float64"
-    converted = f"pass {conversion.format(name, wide)}"
-    if dtype.startswith("complex"):
-        advice = f"convolve {name}.real and {name}.imag, one after the other"
-    elif dtype.startswith(("str", "bytes", "datetime", "timedelta")):
-        advice = "pass numbers"
-    elif dtype == "void16":
-        advice = f"if these are bfloat16 numbers, pass {name}.view(ml_dtypes.bfloat16)"
-    elif dtype.startswith("void"):
-        advice = "pass one of its fields"
-    elif dtype.startswith((">", "<")):
-        advice = "pass a copy in the machine's byte order"
-    else:
-        advice = converted
-    raise TypeError(f"{name} has the type {dtype}, but a convolution takes float16, bfloat16, float32 or float64 arrays: {advice}")
-
-
 def _rank(ndim: Any) -> int:
     if integer("ndim", ndim) not in (1, 2, 3):
         raise ConvArgumentError(f"ndim, the number of spatial axes, must be 1, 2 or 3, but got ndim={ndim}")
@@ -201,6 +179,11 @@ def _pad3(values: Sequence[int], fill: int) -> Size3:
     return d, h, w
 
 
+def _plus(one: Size3, other: Size3, sign: int = 1) -> Size3:
+    d, h, w = (a + sign * b for a, b in zip(one, other, strict=True))
+    return d, h, w
+
+
 @dataclass(frozen=True)
 class ConvProblem:
     """A convolution, a transposed convolution, or a gradient of a convolution, of arrays of known shapes.
@@ -240,6 +223,13 @@ class ConvProblem:
         True for one image of one channel and one filter, whose arrays have spatial axes alone.
     algorithm : {"direct", "fft"} or None
         Whether sums of products, or Fourier transforms, are asked for: see :func:`pycuda_conv.conv2d`.
+    border : ((str, str), (str, str), (str, str)) or None
+        Along each axis the words for the padding before and behind it: see :mod:`pycuda_conv.borders`. None where all are zeros.
+    border_value : float
+        What ``"constant"`` sides are filled with.
+    input_dtype, result_dtype : str
+        The types of the array that is read first, and of the result, where they are integers; ``""`` for `dtype`. The sums are those of
+        `dtype`; a result of integers is rounded to the nearest, ties to even, and clipped.
     """
 
     direction: Literal["fprop", "dgrad", "wgrad"]
@@ -266,6 +256,10 @@ class ConvProblem:
     bare: bool = False
     float_scale: bool = False
     algorithm: str | None = None
+    border: Border | None = None
+    border_value: float = 0.0
+    input_dtype: str = ""
+    result_dtype: str = ""
 
     def __hash__(self) -> int:
         """Computed once: the planner looks problems up hundreds of times."""
@@ -286,7 +280,8 @@ class ConvProblem:
         stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: SupportsIndex = 1, dtype: str = "float32",
         precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW", scale_shape: Sequence[int] | None = None,
         residual_shape: Sequence[int] | None = None, activation: Activation | None = None, in_chunks: bool = False,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, input_dtype: str = "",
+        result_dtype: str = "",
     ) -> ConvProblem:
         """A convolution of rank `ndim` (1, 2 or 3) in the terms of ``torch.nn.functional.conv1d/2d/3d``.
 
@@ -296,7 +291,7 @@ class ConvProblem:
             Or the spatial axes alone, where `weight_shape` has no others either: one image of one channel.
         weight_shape : (K, C/groups, ...)
         bias_shape : (K,) or None
-        stride, padding, dilation, groups, activation, algorithm
+        stride, padding, dilation, groups, activation, algorithm, padding_mode, padding_value
             As for :func:`pycuda_conv.conv2d`.
         layout : {"NCHW", "NHWC"}
             How input and result lie in memory; the shapes are the same.
@@ -304,6 +299,8 @@ class ConvProblem:
         residual_shape : the result's, or None
         in_chunks : bool
             Whether chunks of the problem will be computed, not the whole: then a channel may have more than 2^31 - 1 elements.
+        input_dtype, result_dtype : str
+            See the attributes.
 
         Raises
         ------
@@ -343,9 +340,38 @@ class ConvProblem:
                 f"Calculated padded input size per channel: {_times(padded[-ndim:])}. Kernel size: {_times(reach[-ndim:])}. "
                 "Kernel size can't be greater than actual input size"
             )
-        return replace(
-            common, C=channels, K=k, output_size=output_size, has_bias=bias_shape is not None,
-        )._checked_sizes(in_chunks)._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
+        made = replace(common, C=channels, K=k, output_size=output_size, has_bias=bias_shape is not None)
+        made = made._with_types(input_dtype, result_dtype)._checked_sizes(in_chunks)
+        made = made._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
+        return made if padding_mode == "zeros" and padding_value == 0 else made._with_border(padding_mode, padding_value, in_chunks)
+
+    def _with_border(self, padding_mode: Any, padding_value: Any, in_chunks: bool) -> ConvProblem:
+        """The problem with other padding than zeros."""
+        pairs = borders.mode_pairs(padding_mode, self.ndim)
+        value = as_dtype(borders.fill_value(padding_value, pairs), self.dtype)
+        d, h, w = (("zeros", "zeros"),) * (3 - self.ndim) + pairs
+        made = replace(self, border=(d, h, w), border_value=value).with_settled_border()
+        if made.border is not None:
+            made.padded._checked_sizes(in_chunks)
+        return made
+
+    def with_settled_border(self) -> ConvProblem:
+        """The same problem with its :attr:`border` in the simplest form: one of zeros where there is no padding."""
+        if self.border is None:
+            return self
+        around = self.padding_before, self.padding_after
+        border, value = borders.settled(self.border, self.border_value, self.input_size, *around, self.direction == "dgrad")
+        return replace(self, border=border, border_value=value)
+
+    def _with_types(self, input_dtype: str, result_dtype: str) -> ConvProblem:
+        """The problem for an array of another type than its arithmetic's, or with such a result."""
+        for name, dtype in (("input_dtype", input_dtype), ("result_dtype", result_dtype)):
+            known = ("", self.dtype, *INTEGER_BYTES)
+            if dtype not in known:
+                raise TypeError(f"{name} must be one of {known}, but got {name}={brief(dtype)}")
+        names = ("" if dtype == self.dtype else dtype for dtype in (input_dtype, result_dtype))
+        own, written = names
+        return self if not own and not written else replace(self, input_dtype=own, result_dtype=written)
 
     def output_size_of(self, input_size: Size3) -> Size3:
         """The size of the forward convolution's output for such an input; below 1 along an axis where the filter does not fit."""
@@ -363,7 +389,8 @@ class ConvProblem:
         stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0, groups: SupportsIndex = 1, dilation: Sizes = 1,
         dtype: str = "float32", precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW",
         scale_shape: Sequence[int] | None = None, residual_shape: Sequence[int] | None = None, activation: Activation | None = None,
-        in_chunks: bool = False, algorithm: Algorithm | None = None,
+        in_chunks: bool = False, algorithm: Algorithm | None = None, padding_mode: str = "zeros", padding_value: float = 0.0,
+        input_dtype: str = "", result_dtype: str = "",
     ) -> ConvProblem:
         """A transposed convolution of rank `ndim` in the terms of ``torch.nn.functional.conv_transpose1d/2d/3d``.
 
@@ -375,8 +402,10 @@ class ConvProblem:
         bias_shape : (C,) or None
         stride, padding, output_padding, groups, dilation, activation, algorithm
             As for :func:`pycuda_conv.conv_transpose2d`.
-        layout, in_chunks
+        layout, in_chunks, input_dtype, result_dtype
             As for :meth:`forward`.
+        padding_mode : "zeros"
+            There is no other for a transposed convolution.
         scale_shape : (C,) or None
         residual_shape : the result's, or None
 
@@ -389,6 +418,12 @@ class ConvProblem:
         name = f"conv_transpose{ndim}d"
         input_shape, weight_shape = checked_shape("input_shape", input_shape), checked_shape("weight_shape", weight_shape)
         common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout, algorithm)
+        if padding_mode != "zeros" or padding_value != 0:
+            borders.mode_pairs(padding_mode, ndim)
+            raise ConvArgumentError(
+                f"{name} takes padding_mode='zeros' alone, since its padding is what is taken off the result, but got "
+                f"padding_mode={brief(padding_mode)}" + (f" and padding_value={brief(padding_value)}" if padding_value != 0 else "")
+            )
         if isinstance(padding, str):
             raise TypeError(f"{name}(): padding must be integers or pairs of integers, not the string '{padding}'")
         pairs = padding_pairs(padding, ndim)
@@ -426,25 +461,29 @@ class ConvProblem:
                 f"{_times(size[-ndim:])}. Output size is too small"
             )
         d, h, w = size
-        return replace(
+        made = replace(
             common, direction="dgrad", C=channels, K=k, input_size=(d, h, w), output_size=common.input_size, padding_before=before,
             padding_after=after, has_bias=bias_shape is not None,
-        )._checked_sizes(in_chunks)._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
+        )._with_types(input_dtype, result_dtype)._checked_sizes(in_chunks)
+        return made._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
 
     @classmethod
     def gradient(
         cls, of: str, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], grad_output_shape: Sequence[int], *,
         stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: SupportsIndex = 1, dtype: str = "float32",
         precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW", residual_shape: Sequence[int] | None = None,
-        in_chunks: bool = False, algorithm: Algorithm | None = None,
+        in_chunks: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+        input_dtype: str = "", result_dtype: str = "",
     ) -> ConvProblem:
         """The gradient of a convolution of rank `ndim` by its input or its filter, given that by its result.
 
         Parameters
         ----------
         of : {"input", "weight"}
-        input_shape, weight_shape, stride, padding, dilation, groups, layout, in_chunks, algorithm
+        input_shape, weight_shape, stride, padding, dilation, groups, layout, in_chunks, algorithm, padding_mode, padding_value
             Of the convolution, as for :meth:`forward`.
+        input_dtype, result_dtype : str
+            See the attributes.
         grad_output_shape : (N, K, ...) or (K, ...)
         residual_shape : sequence of int, optional
             The shape of the input: another array is added to the gradient by it.
@@ -462,7 +501,8 @@ class ConvProblem:
             raise ConvArgumentError(_without_channels(f"conv{ndim}d_{of}", ndim, weight_shape))
         forward = cls.forward(
             ndim, input_shape, weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=dtype,
-            precision=precision, layout=layout, in_chunks=in_chunks, algorithm=algorithm,
+            precision=precision, layout=layout, in_chunks=in_chunks, algorithm=algorithm, padding_mode=padding_mode,
+            padding_value=padding_value, input_dtype=input_dtype, result_dtype=result_dtype,
         )
         if checked_shape("grad_output_shape", grad_output_shape) != forward.result_shape:
             raise ConvArgumentError(
@@ -470,7 +510,8 @@ class ConvProblem:
                 f"{_shown(input_shape)} and weight of size {_shown(weight_shape)}, but got {_shown(grad_output_shape)}"
             )
         if of == "input":
-            return replace(forward, direction="dgrad")._with_epilogue(None, residual_shape, None, tuple(weight_shape))
+            made = replace(forward, direction="dgrad").with_settled_border()
+            return made._with_epilogue(None, residual_shape, None, tuple(weight_shape))
         return replace(forward, direction="wgrad")
 
     def _checked_sizes(self, in_chunks: bool = False) -> ConvProblem:
@@ -579,12 +620,43 @@ class ConvProblem:
     def operand_dtypes(self) -> tuple[str, ...]:
         """Their element types."""
         of_channel = "float32" if self.float_scale else self.dtype
-        return self.dtype, self.dtype, of_channel, of_channel, self.dtype
+        return self.input_dtype or self.dtype, self.dtype, of_channel, of_channel, self.dtype
 
     @property
     def result_shape(self) -> tuple[int, ...]:
         """Shape of the array that is written, as the caller gets it."""
         return self._filter_shape if self.direction == "wgrad" else self._shape(self.result_channels, self.result_size)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether the array that is read or written differs from what :attr:`padded` reads or writes: by a border, or by its type."""
+        return self.border is not None or bool(self.input_dtype) or bool(self.result_dtype)
+
+    @property
+    def padded(self) -> ConvProblem:
+        """The problem on the image with its border, which is then a part of it, and in the arithmetic's type. Sides of zeros stay padding.
+
+        The gradient by the input is that of the wider image, which has still to be folded.
+        """
+        size, before, after = self.input_size, self.padding_before, self.padding_after
+        if self.border is not None:
+            first, last = self.border_sizes
+            size = _plus(_plus(size, first), last)
+            before, after = _plus(before, first, -1), _plus(after, last, -1)
+        folded = self.border is not None and self.direction == "dgrad"
+        return replace(
+            self, input_size=size, padding_before=before, padding_after=after, border=None, border_value=0.0, input_dtype="",
+            result_dtype="", has_residual=self.has_residual and not folded,
+        )
+
+    @property
+    def border_sizes(self) -> tuple[Size3, Size3]:
+        """The pixels before and behind each axis that are a part of :attr:`padded`: those that are not zeros, or all beside a constant."""
+        border = self.border or borders.NONE
+        zeros = any(mode == "constant" for pair in border for mode in pair)  # corners tell one from the other
+        before = [n if zeros or mode != "zeros" else 0 for (mode, _), n in zip(border, self.padding_before, strict=True)]
+        after = [n if zeros or mode != "zeros" else 0 for (_, mode), n in zip(border, self.padding_after, strict=True)]
+        return _pad3(before, 0), _pad3(after, 0)
 
     @property
     def launched(self) -> ConvProblem:
@@ -624,7 +696,8 @@ class ConvProblem:
         if free_d or not all(free):
             return self
         return replace(
-            self, ndim=2, input_size=(1, d, h * w), filter_size=(1, self.filter_size[0], 1), output_size=(1, o, p * q),
+            self, border=self.border and (self.border[1], self.border[0], self.border[2]),
+            ndim=2, input_size=(1, d, h * w), filter_size=(1, self.filter_size[0], 1), output_size=(1, o, p * q),
             stride=(1, self.stride[0], 1), dilation=(1, self.dilation[0], 1), padding_before=(0, self.padding_before[0], 0),
             padding_after=(0, self.padding_after[0], 0),
         )  # fmt: skip
@@ -649,13 +722,33 @@ class ConvProblem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
+        """Bytes of one element of `dtype`."""
         return DTYPE_BYTES[self.dtype]
+
+    @property
+    def input_itemsize(self) -> int:
+        """Bytes of one element of the array that is read first."""
+        return INTEGER_BYTES[self.input_dtype] if self.input_dtype else DTYPE_BYTES[self.dtype]
+
+    @property
+    def result_itemsize(self) -> int:
+        """Bytes of one element of the result."""
+        return INTEGER_BYTES[self.result_dtype] if self.result_dtype else DTYPE_BYTES[self.dtype]
 
     @property
     def storage(self) -> str:
         """The numpy dtype of host memory that holds the elements: ``"int16"`` for bfloat16, which numpy does not know."""
         return "int16" if self.dtype == "bfloat16" else self.dtype
+
+    @property
+    def input_storage(self) -> str:
+        """The same for the array that is read first."""
+        return self.input_dtype or self.storage
+
+    @property
+    def result_storage(self) -> str:
+        """The same for the result."""
+        return self.result_dtype or self.storage
 
     @property
     def macs(self) -> int:
@@ -670,8 +763,9 @@ class ConvProblem:
     @property
     def bytes(self) -> int:
         """Bytes that must move at the least: every array read or written once."""
-        elements = math.prod(self.input_shape) + math.prod(self.weight_shape) + math.prod(self.result_shape) * (1 + self.has_residual)
-        return (elements + self.result_channels * (self.has_bias + self.has_scale)) * self.itemsize
+        read, written = math.prod(self.input_shape), math.prod(self.result_shape)
+        others = math.prod(self.weight_shape) + written * self.has_residual + self.result_channels * (self.has_bias + self.has_scale)
+        return read * self.input_itemsize + others * self.itemsize + written * self.result_itemsize
 
     @property
     def largest_array(self) -> int:
@@ -707,7 +801,12 @@ class ConvProblem:
             text += f" d{common(self.dilation[-n:])}"
         if self.groups != 1:
             text += f" g{self.groups}"
+        if self.border is not None:
+            text += " " + common([before if before == behind else f"{before}+{behind}" for before, behind in self.border[-n:]])
+            text += f" {self.border_value:g}" if self.border_value else ""
         text += f" {self.dtype}" + (" tf32" if self.precision == "tf32" else "")
+        text += f" from {self.input_dtype}" if self.input_dtype else ""
+        text += f" to {self.result_dtype}" if self.result_dtype else ""
         text += " channels last" if self.layout == "NHWC" else ""
         text += f" {self.algorithm}" if self.algorithm else ""
         activation = self.activation if isinstance(self.activation, tuple) else (self.activation or "",)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycuda_conv.arrays.base import c_strides
 from pycuda_conv.arrays.device import COPY, copying
+from pycuda_conv.elements import bytes_of
 from pycuda_conv.engines.schedule import Buffer
 from pycuda_conv.engines.split_sum import reduce_two
 from pycuda_conv.memo import MOST, launches_are_in
@@ -303,22 +304,23 @@ def _after_copies(
     places, problem = {buffer: (int(buffer), 0) for buffer in Buffer}, plan.problem
     before, after = [], []
 
-    def place(elements: int) -> tuple[int, int]:
+    def place(elements: int, dtype: str) -> tuple[int, int]:
         nonlocal nbytes
         start = -(-nbytes // 512) * 512
-        nbytes = start + elements * problem.itemsize
+        nbytes = start + elements * bytes_of(dtype)
         return int(Buffer.WORKSPACE), start
 
     for buffer, (array, order) in strided.items():
         axes, strides = order or range(len(array.shape)), kind.strides(array)
-        places[buffer] = to = place(math.prod(array.shape))
-        before.append([copying([array.shape[i] for i in axes], [strides[i] for i in axes], problem.dtype, (int(buffer), 0), to)])
+        dtype = (problem.input_dtype if buffer == Buffer.INPUT else "") or problem.dtype
+        places[buffer] = to = place(math.prod(array.shape), dtype)
+        before.append([copying([array.shape[i] for i in axes], [strides[i] for i in axes], dtype, (int(buffer), 0), to)])
     if result_order is not None:
-        shape = plan.result_shape
-        places[Buffer.RESULT] = made = place(math.prod(shape))
-        strides = c_strides(shape, problem.itemsize)
+        shape, dtype = plan.result_shape, problem.result_dtype or problem.dtype
+        places[Buffer.RESULT] = made = place(math.prod(shape), dtype)
+        strides = c_strides(shape, problem.result_itemsize)
         sizes, steps_of_axes = [shape[i] for i in result_order], [strides[i] for i in result_order]
-        after.append([copying(sizes, steps_of_axes, problem.dtype, made, (int(Buffer.RESULT), 0))])
+        after.append([copying(sizes, steps_of_axes, dtype, made, (int(Buffer.RESULT), 0))])
     return [*before, *rebind_buffers(steps, [places[buffer] for buffer in Buffer]), *after], nbytes
 
 
@@ -354,9 +356,10 @@ def _ready(
         launcher = device.schedule_launcher(steps)
         for i, array in enumerate(operands):
             if array is not None:
-                spans[i] = sum((n - 1) * step for n, step in zip(array.shape, kind.strides(array), strict=True)) + plan.problem.itemsize
+                itemsize = plan.problem.itemsize if i else plan.problem.input_itemsize
+                spans[i] = sum((n - 1) * step for n, step in zip(array.shape, kind.strides(array), strict=True)) + itemsize
     order = result_order or (plan.filter_order if writes_last else plan.result_order)
-    stream, number, result, workspace = kind.for_launcher(plan.result_shape, input, device, order, nbytes)
+    stream, number, result, workspace = kind.for_launcher(plan.result_shape, input, device, order, nbytes, plan.new_dtype)
     types = tuple(None if a is None else a.dtype for a in operands)  # the key has their addresses
     return device.ready(
         launcher, stream, number, 0, (result,), workspace, nbytes, (place, plan.schedule.workspace_bytes), tuple(spans),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Activation", "Algorithm", "Array", "Crop", "DType", "Padding", "Precision", "Sizes"]
+__all__ = ["Activation", "Algorithm", "Array", "Crop", "DType", "Mode", "Padding", "PaddingMode", "Precision", "Sizes"]
 
 
 class _HasShape(Protocol):
@@ -54,6 +54,11 @@ Crop = Sizes | Sequence[Sequence[SupportsIndex]]
 
 #: As :data:`Crop`, or ``"same"`` or ``"valid"``.
 Padding = Crop | str
+
+#: How an image goes on outside: see :mod:`pycuda_conv.borders`.
+Mode = Literal["zeros", "constant", "replicate", "reflect", "circular", "symmetric"]
+#: A word, one for each axis, or a pair (before, after) for each axis.
+PaddingMode = Mode | Sequence[Mode | tuple[Mode, Mode]]
 
 Precision = Literal["fp32", "tf32"]
 Algorithm = Literal["direct", "fft"]

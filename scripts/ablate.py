@@ -193,7 +193,7 @@ def in_turn(of: dict[str, Measured]) -> Iterator[tuple[str, Win]]:
 
 def timed(device: Any, win: Win) -> tuple[float, float]:
     """Microseconds of both configurations."""
-    first, second = measure.device_times([Plan(win.problem, device, config=config).settled() for config in (win.first, win.second)])
+    first, second = measure.device_times([Plan(win.problem, device, config=config).final_form() for config in (win.first, win.second)])
     return first, second
 
 

@@ -71,8 +71,8 @@ def variants(architecture: str, whole: str = "") -> list[Variant]:
             if re.search(whole, family.file):
                 found |= {_named(family.file, family.arch or architecture, one, source_of(family.file, one)): None for one in family}
         return list(found)
-    for problem, config, noted in covering.cases(device):
-        for launch in covering.launches(engines.schedule(problem, config, device, noted)):
+    for problem, config, with_moments in covering.cases(device):
+        for launch in covering.launches(engines.schedule(problem, config, device, with_moments)):
             file = launch.file or launch.kernel
             found[_named(file, launch.arch or architecture, launch.defines, launch.source())] = None
     known = {variant.name for variant in found}

@@ -67,8 +67,8 @@ class Dump:
         for how, config in [("chosen", chosen), *([("tuned", tuned.config)] if tuned else []), *(("candidate", c) for c in sampled)]:
             yield f"  {how} {config}"
             yield f"    filter packed as {engines.filter_key(problem, config)}"
-            for noted in (False, True)[: 1 + (how == "chosen")]:
-                schedule = list(self._schedule(engines.schedule(problem, config, device, noted)))
+            for with_moments in (False, True)[: 1 + (how == "chosen")]:
+                schedule = list(self._schedule(engines.schedule(problem, config, device, with_moments)))
                 yield from [f"    {_digest(schedule)}"] if self.short else schedule
 
     def _schedule(self, schedule: Any) -> Iterator[str]:

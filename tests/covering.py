@@ -104,8 +104,8 @@ def pool(device: Any, count: int, each: int) -> Iterator[tuple[Case, set[tuple]]
             keys = {config: ((_words(config), problem.dtype), (str(config), problem.dtype)) for config in configs}
             for config in sorted(configs, key=lambda one: [came[key] for key in keys[one]])[:each]:
                 came.update(keys[config])
-                noted = r.random() < 0.4
-                yield (problem, config, noted), features(config, engines.schedule(problem, config, device, noted))
+                with_moments = r.random() < 0.4
+                yield (problem, config, with_moments), features(config, engines.schedule(problem, config, device, with_moments))
 
 
 def cases(device: Any, count: int = 5280, each: int = 1) -> list[Case]:
@@ -129,7 +129,7 @@ def cases(device: Any, count: int = 5280, each: int = 1) -> list[Case]:
 
 def missing(device: Any, chosen: Iterable[Case]) -> list[str]:
     """Values of defines that the registry's texts have and no case has."""
-    shown = (launch for problem, config, noted in chosen for launch in launches(engines.schedule(problem, config, device, noted)))
+    shown = (launch for problem, config, with_moments in chosen for launch in launches(engines.schedule(problem, config, device, with_moments)))
     met = {(launch.file or launch.kernel, *define) for launch in shown for define in launch.defines.items()}
     wanted = {(family.file, name, value) for family in registry.texts(device) for name, values in family.choices.items() for value in values}
     return [f"{file} {name}={value}" for file, name, value in sorted(wanted - met)]

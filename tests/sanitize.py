@@ -54,13 +54,13 @@ def launched(plan, arrays, filter_last: bool) -> bool:
     return bool(np.isfinite(out.astype(np.float64)).all())
 
 
-def convolution(problem, config, noted: bool, large: bool) -> bool:
+def convolution(problem, config, with_moments: bool, large: bool) -> bool:
     """One plan, and once more with the filter's channels last if it reads or writes such. With `large` numbers the guarded kernels compute an image and a filter."""
     rng = np.random.default_rng(0)
     arrays = [None if shape is None else rng.integers(-2, 3, shape).astype(problem.dtype) for shape in problem.operand_shapes]
     if large:
         arrays[0].flat[0] = arrays[1].flat[0] = 2.0**61
-    plan = Plan(problem, get_device("cuda"), config=config, noted=noted)
+    plan = Plan(problem, get_device("cuda"), config=config, with_moments=with_moments)
     others = plan.reads_filter_last or plan.writes_filter_last
     good = [launched(plan, arrays, last) for last in (False, True)[: 1 + others]]
     return all(good)
@@ -133,10 +133,10 @@ def with_buffers(launch, inputs, outs, workspace: int = 0) -> bool:
 
 def convolutions(cases: Iterable[covering.Case]) -> Iterator[Run]:
     """The cases; those of float32 in the range that the tensor cores compute, and beyond it."""
-    for problem, config, noted in cases:
-        line = f"{config} {problem} {problem.direction} {problem.layout} {problem.dtype} {problem.precision}{' noted' * noted}"
+    for problem, config, with_moments in cases:
+        line = f"{config} {problem} {problem.direction} {problem.layout} {problem.dtype} {problem.precision}{' with moments' * with_moments}"
         for large in (False, True)[: 1 + (problem.dtype == "float32" and uses_tensor_cores(config))]:
-            yield line + " large" * large, partial(convolution, problem, config, noted, large)
+            yield line + " large" * large, partial(convolution, problem, config, with_moments, large)
 
 
 def others() -> Iterator[Run]:

@@ -234,13 +234,13 @@ def test_masked_arrays_are_refused_with_the_reason(refuses, name):
     refuses(TypeError, rf"{name} is a masked array.* pass {name}.filled\(value\), or {name}.data", "conv2d", **arrays)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8", "bool", "complex64", "complex128", "object", "longdouble", "S4", "U4", "V2", "M8[s]", "f4,f4"])
+@pytest.mark.parametrize("dtype", ["complex64", "complex128", "object", "longdouble", "S4", "U4", "V2", "M8[s]", "f4,f4"])
 @pytest.mark.parametrize("function", ["conv2d", "conv_transpose2d"])
 def test_dtypes_without_a_kernel(refuses, function, dtype):
     x, w = zeros(1, 2, 4, 4, dtype=dtype), zeros(2, 2, 3, 3, dtype=dtype)
-    text = refuses(TypeError, r"^input has the type .*, but a convolution takes float16, bfloat16, float32 or float64 arrays: ", function, x, w)
+    text = refuses(TypeError, r"^input has the type .*, but a convolution takes arrays of float16, .* and integers of 8 to 64 bits: ", function, x, w)
     assert x.dtype.name in text
-    advice = {"complex": "input.real and input.imag", "str": "pass numbers", "void16": "ml_dtypes.bfloat16", "void": "one of its fields", "int64": "input.astype('float64')", "uint8": "input.astype('float32')"}
+    advice = {"complex": "input.real and input.imag", "str": "pass numbers", "void16": "ml_dtypes.bfloat16", "void": "one of its fields", "object": "input.astype('float64')"}
     for kind, words in advice.items():
         if x.dtype.name.startswith(kind) and not (kind == "void" and x.dtype.itemsize == 2):
             assert words in text
@@ -301,7 +301,7 @@ BAD_OUT = [
     (zeros(1, *SHAPE), r"out must have shape \[2, 6, 6, 7\]"),
     (zeros(504), r"out must have shape \[2, 6, 6, 7\]"),
     (zeros(*SHAPE, dtype="float64"), "out must have dtype float32, the input's, but got float64"),
-    (zeros(*SHAPE, dtype="int32"), "out must have dtype float32, the input's, but got int32"),
+    (zeros(*SHAPE, dtype="complex64"), "out must have dtype float32, the input's, but got complex64"),
     (zeros(*SHAPE).astype(">f4"), "(?i)byte order|endian|native"),
     (np.asfortranarray(zeros(*SHAPE)), "out must be C-contiguous, but its strides are"),
     (zeros(2, 6, 6, 14)[..., ::2], "out must be C-contiguous, but its strides are"),
@@ -364,11 +364,11 @@ def test_tensors_of_different_dtypes_in_torch_s_words(refuses):
 
 
 @needs_torch
-@pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn"])
 def test_tensor_dtypes_without_a_kernel(refuses, dtype):
     x, w = (torch.zeros(s, dtype=getattr(torch, dtype)) for s in ((1, 2, 4, 4), (2, 2, 3, 3)))
     for name, arrays in (("input", (x, w)), ("input", (x, w.float())), ("weight", (x.float(), w))):
-        text = refuses(TypeError, f"^{name} has the type {dtype}, but a convolution takes float16, bfloat16, float32 or float64 arrays: ", "conv2d", *arrays)
+        text = refuses(TypeError, f"^{name} has the type {dtype}, but a convolution takes arrays of float16, bfloat16, float32, ", "conv2d", *arrays)
         assert (f"{name}.real" if dtype == "complex64" else f"{name}.to(torch.float") in text
     with pytest.raises(TypeError, match=f"^input has the type {dtype}"):  # where torch differentiates
         pc.conv2d(x, w.float().requires_grad_())
@@ -419,7 +419,7 @@ def test_out_tensors_that_cannot_hold_the_result(refuses, device):
     ):
         refuses(ConvArgumentError, text, "conv2d", x, w, b, out=out)
     refuses(ConvArgumentError, "out must be channels last, as the result is", "conv2d", x.to(memory_format=torch.channels_last), w, b, out=good)
-    refuses(ConvArgumentError, "dtype bfloat16, the input's, but got int16", "conv2d", *(t.bfloat16() for t in (x, w, b)), out=good.short())
+    refuses(ConvArgumentError, "dtype bfloat16, the input's, but got float16", "conv2d", *(t.bfloat16() for t in (x, w, b)), out=good.half())
 
 
 @needs_torch

@@ -208,7 +208,7 @@ def test_what_calls_will_take_in_the_end(slow):
     best = direct.choose(problem, slow.device)[1]
     slow.know(problem, engines.alternatives(problem, best, slow.device)[0])
     plan = cached_plan(problem, slow.device)
-    assert plan.config != best and plan.settled().config == best and plan.better is plan.settled()
+    assert plan.config != best and plan.final_form().config == best and plan.better is plan.final_form()
     assert run(plan, *arrays).tobytes() == run(plan.better, *arrays).tobytes()
 
 

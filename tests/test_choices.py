@@ -43,7 +43,7 @@ class Made:
     def __init__(self, problem, device, config):
         self.problem, self.config = problem, config
 
-    def settled(self):
+    def final_form(self):
         return self
 
 

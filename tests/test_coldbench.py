@@ -10,7 +10,8 @@ import pytest
 
 from pycuda_conv.cli import main
 from pycuda_conv.runtime import binaries
-from pycuda_conv.tools import bench, coldbench
+from pycuda_conv.tools import bench
+from pycuda_conv.tools.benchmarks import coldbench
 from pycuda_conv.tools.terminal import ToolError
 
 

@@ -62,7 +62,7 @@ def test_it_imports_none_of_its_peers_and_its_kernels_have_its_name(engine):
     path = Path(engine.__file__)
     assert not imported(path) & {peer.__name__ for peer in registry.ENGINES}
     assert list(runtime.KERNEL_DIR.rglob(f"{path.stem}*.cu")) or (runtime.KERNEL_DIR / path.stem).is_dir() or engine is toy_engine
-    assert all(cls.__module__ == engine.__name__ for cls in engine.CONFIGS)
+    assert all(cls.__module__.startswith(f"{engine.__package__}.") or engine is toy_engine for cls in engine.CONFIGS)
 
 
 def test_its_configurations_are_frozen_and_made_of_defaults(engine):

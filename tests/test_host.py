@@ -906,7 +906,7 @@ def simulated(monkeypatch):
     for target, name, value in (
         (driver, "libcuda", lambda: library), (driver, "pinned", lambda: pool), (driver, "pycuda", lambda: drv), (streams_module, "Streams", Streams),
         (contexts, "_primaries", {i: Simulated(i) for i in range(2)}), (runtime, "default_backend", lambda: "cuda"),
-        (copies, "to_device", to_device), (copies, "to_host", to_host), (copies, "in_2d", in_2d), (contexts, "pycudas_current", lambda: 0),
+        (copies, "to_device", to_device), (copies, "to_host", to_host), (copies, "in_2d", in_2d), (contexts, "pycuda_handle", lambda: 0),
     ):  # fmt: skip
         monkeypatch.setattr(target, name, value)
     forget_plans()
@@ -1004,7 +1004,7 @@ def packing(monkeypatch):
     """Plans on simulated GPUs take their filters packed: copied. The list is of every packing: its bytes."""
     original, packed, pack = engines.schedule, [], Plan.pack
 
-    def program(problem, config, device, noted=False):
+    def program(problem, config, device, with_moments=False):
         plain = original(problem, config, device)
         if device.backend != "cuda":
             return plain

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from pycuda_conv.cli import main
-from pycuda_conv.tools import hostcost
+from pycuda_conv.tools.benchmarks import hostcost
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("rich")

@@ -40,8 +40,8 @@ def check_listed(problems, architecture, choose=engines.choose):
         if config is None:
             continue
         plain = problem.direction == "fprop" and not problem.has_residual and not problem.activation
-        for noted in (False, True)[: 1 + plain]:
-            schedule = engines.schedule(problem, config, device, noted)
+        for with_moments in (False, True)[: 1 + plain]:
+            schedule = engines.schedule(problem, config, device, with_moments)
             launches = [*background.launches(schedule), *(_batch_norm(problem, schedule, device) if plain else ())]
             for launch in launches:
                 file = launch.file or launch.kernel

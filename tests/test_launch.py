@@ -129,7 +129,7 @@ def test_what_is_compared_has_tensor_maps_packed_filters_structs_and_side_stream
 def test_the_epilogue_and_what_is_noted_for_a_batch_norm(fake):
     problem = PROBLEMS[2]
     check_same(fake, *plans(fake, replace(problem, has_bias=True, has_scale=True, has_residual=True, activation="relu")))
-    check_same(fake, *plans(fake, problem, noted=True))
+    check_same(fake, *plans(fake, problem, with_moments=True))
 
 
 @IN_C

@@ -7,7 +7,7 @@ import pytest
 from reference import fprop
 
 from pycuda_conv.cli import main
-from pycuda_conv.tools import loopbench
+from pycuda_conv.tools.benchmarks import loopbench
 
 
 def one_channel(y, x, w, H, W, add, grid, block, stream):

@@ -15,12 +15,12 @@ import pytest
 
 from pycuda_conv import ConvProblem, background, engines
 from pycuda_conv import plan as plan_module
+from pycuda_conv.elements import DTYPE_BYTES
 from pycuda_conv.engines import geometry, registry
 from pycuda_conv.engines.geometry import Phase
 from pycuda_conv.engines.hopper import gemm as hopper_gemm
 from pycuda_conv.engines.schedule import shared_limit
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.families import draw
@@ -217,3 +217,12 @@ def test_a_plan_keeps_no_table_of_repeated_calls_alive(device):
     assert died() is None and len(plan._repeated) == 1
     plan._forget_repeated()
     assert not table and not plan._repeated
+
+
+def test_former_names_warn(device):
+    problem = ConvProblem.forward(2, (2, 3, 9, 9), (4, 3, 3, 3))
+    with pytest.warns(DeprecationWarning, match="final_form"):
+        settled = Plan(problem, device).settled()
+    assert settled.config == Plan(problem, device).final_form().config
+    with pytest.warns(DeprecationWarning, match="with_moments"):
+        assert Plan(problem, device, noted=True).with_moments

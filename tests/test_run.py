@@ -23,7 +23,8 @@ from pycuda_conv import cli
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.runtime import get_device
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, hostbench, run
+from pycuda_conv.tools import bench, run
+from pycuda_conv.tools.benchmarks import hostbench
 from pycuda_conv.tools.terminal import OK, UNUSABLE
 
 torch = pytest.importorskip("torch", reason="the results are judged by torch")

@@ -4,7 +4,6 @@ import importlib
 import pickle
 import pkgutil
 import re
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -110,15 +109,6 @@ def test_a_struct_may_lie_in_a_header(kernel, tmp_path):
 def test_plain_tuples_are_refused(kernel):
     with pytest.raises(TypeError, match="must be a NamedTuple"):
         step(kernel(TEXT), (1, 2, 3)).source()
-
-
-def test_opencl_refuses_parts_of_buffers(kernel):
-    from pycuda_conv.runtime.opencl import why_not
-
-    if why_not():
-        pytest.skip(why_not())
-    with pytest.raises(ValueError, match="parts of buffers"):
-        get_device("opencl").launcher(replace(step(kernel(TEXT), Toy(1, 2, 3)), buffers=((0, 16),)))
 
 
 def test_a_struct_of_the_text(kernel):

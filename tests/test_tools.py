@@ -34,7 +34,8 @@ from pycuda_conv.runtime import cache as kernel_cache
 from pycuda_conv.runtime import get_device, launcher, pinned
 from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import bench, hostbench, info, report, suite, terminal, training, verify
+from pycuda_conv.tools import bench, info, report, suite, terminal, training, verify
+from pycuda_conv.tools.benchmarks import hostbench
 from pycuda_conv.tools.floors import Floor, _places, floor, for_plain_units, plain_floor, tensor_floor
 from pycuda_conv.tools.oracle import compare, reference, torch_for
 from pycuda_conv.tools.report import Row, geometric_mean, quantile

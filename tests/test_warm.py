@@ -53,10 +53,10 @@ def planned_once():
     """The layers of common networks are the same in every test."""
     launches_of, known = warm.launches_of, {}
 
-    def once(problem, target, constants=False, noted=False):
-        key = problem, target.name, constants, noted
+    def once(problem, target, constants=False, with_moments=False):
+        key = problem, target.name, constants, with_moments
         if key not in known:
-            known[key] = launches_of(problem, target, constants, noted)
+            known[key] = launches_of(problem, target, constants, with_moments)
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -306,7 +306,7 @@ def opencl(monkeypatch, tmp_path, fast_env):
 
 def test_on_opencl_the_problems_need_nearly_every_text(opencl):
     texts = {source_of(family.file, defines) for family in kernels.families("opencl") for defines in family if not defines.get("INDEX_64")}
-    found = {launch.source() for problem, noted in warm.every_kind() for launch in warm.launches_of(problem, opencl, noted=noted)}
+    found = {launch.source() for problem, with_moments in warm.every_kind() for launch in warm.launches_of(problem, opencl, with_moments=with_moments)}
     assert len(found & texts) >= 0.95 * len(texts)
 
 

@@ -158,7 +158,7 @@ def test_a_plan_that_was_pickled_or_copied_is_the_same_plan(device, config, how)
     plan = pc.Plan(problem(), device, config=config)
     again = COPIES[how](plan)
     assert again is not plan and again.device is plan.device
-    for name in ("problem", "config", "fixed", "tuned", "noted", "workspace_bytes", "filter_key"):
+    for name in ("problem", "config", "fixed", "tuned", "with_moments", "workspace_bytes", "filter_key"):
         assert getattr(again, name) == getattr(plan, name)
     x, w, b, scale, residual = arrays_of("numpy", device)
     assert np.array_equal(again(x, w, b, scale=scale, residual=residual), plan(x, w, b, scale=scale, residual=residual))

@@ -69,7 +69,7 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Toy] | None:
     return None if best is None else (BY_RULE, best)
 
 
-def schedule(problem: ConvProblem, config: Toy, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Toy, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     told = ToyArguments(math.prod(problem.result_shape), math.prod(problem.output_size), problem.C)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": config.THREADS}

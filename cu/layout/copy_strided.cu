@@ -3,6 +3,7 @@
 //   dst[i] = src[sum over axes of index_a(i) * stride_a]
 //
 // Mapping  thread -> one element of dst; GID_0 -> THREADS neighbours, so writes are coalesced, reads as the strides allow.
+// Types    with BYTES, 1 or 2, elements are integers of so many bytes.
 // Memory   registers only. Sizes and strides (in elements, 0 for a repeated axis) are arguments: one build serves all.
 //
 // By hand: nvcc -cubin -I cu cu/layout/copy_strided.cu
@@ -10,6 +11,13 @@
 
 #ifndef THREADS
 #define THREADS 256
+#endif
+#if defined(BYTES) && BYTES == 1
+typedef unsigned char element_t;
+#elif defined(BYTES)
+typedef unsigned short element_t;
+#else
+typedef data_t element_t;
 #endif
 
 // n: sizes, of which by_ are prepared divisors, see division.cuh; s: strides.
@@ -28,7 +36,7 @@ typedef struct CopyArguments {
   }
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void copy_strided(
-    const GLOBAL_MEM data_t* RESTRICT src, GLOBAL_MEM data_t* RESTRICT dst, const CopyArguments arg) {
+    const GLOBAL_MEM element_t* RESTRICT src, GLOBAL_MEM element_t* RESTRICT dst, const CopyArguments arg) {
   AFTER_LAST_LAUNCH
   const index_t to = (index_t)GID_0 * THREADS + LID_0;
   if (to < (index_t)arg.size) {
@@ -38,6 +46,10 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void copy_strided(
     NEXT_AXIS(arg.n3, arg.by_n3, arg.s3)
     NEXT_AXIS(arg.n2, arg.by_n2, arg.s2)
     NEXT_AXIS(arg.n1, arg.by_n1, arg.s1)
+#ifdef BYTES
+    dst[to] = src[from + i * arg.s0];
+#else
     STORE(dst, to, LOAD(src, from + i * arg.s0));
+#endif
   }
 }

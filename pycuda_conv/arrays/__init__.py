@@ -8,10 +8,10 @@ A torch tensor counts as NHWC if it is channels last, as ``torch.channels_last``
 of a contiguous (N, W, C) tensor. Then the result is channels last too, and so must `out` be. Everything else counts as NCHW: other kinds
 of array, and tensors that are both, with one channel or one pixel. The filter does not decide, unlike in torch.
 
-The result's layout does not tell which kernels ran. Where kernels that read NCHW save more time than the copies take, the input is copied
-to that order and the result to its own; tensors in host memory are always copied so. A plan keeps the layout of its problem. Arrays in any
-other order, filters that are neither in C order nor in one that the plan's kernels read, and arrays whose address is not a multiple of 16
-bytes are copied first.
+The layout of a result does not show which kernels ran. If kernels for NCHW save more time than copies take, the input is copied to NCHW,
+and the result is copied to its own layout. Tensors in host memory are always copied so. A plan keeps the layout of its problem. Three sorts
+of arrays are copied first: arrays in any other order, filters that are neither in C order nor in an order that the plan's kernels read, and
+arrays whose address is not a multiple of 16 bytes.
 """
 
 from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature

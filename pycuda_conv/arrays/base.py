@@ -1,10 +1,13 @@
-"""The interface of all kinds of array, and how arrays lie in memory."""
+"""The interface of all kinds of array, and the order of arrays in memory."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from pycuda_conv.call import Operands
 from pycuda_conv.runtime import Device
@@ -15,6 +18,13 @@ from pycuda_conv.runtime.contexts import NotCurrent
 Signature = tuple[Any, Any, Any]
 
 ALIGNMENT = 16  # bytes; the kernels load four floats at once
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """numpy's dtype of that name. It knows bfloat16 from the package ml_dtypes, which jax needs, too."""
+    if name == "bfloat16":
+        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+    return np.dtype(name)
 
 
 class ArrayKind:
@@ -60,6 +70,10 @@ class ArrayKind:
         """numpy's name for a dtype of this kind."""
         return str(dtype)
 
+    def dtype_of(self, name: str) -> Any:
+        """The dtype of this kind that numpy calls so."""
+        return numpy_dtype(name)
+
     def type_name(self, signature: Signature) -> str:
         """The array's type as messages show it."""
         return f"{self.name} {self.dtype_name(signature[1])}"
@@ -83,14 +97,16 @@ class ArrayKind:
         """
         return False
 
-    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+    def for_launcher(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int, dtype: str | None = None
+    ) -> tuple[Any, ...]:
         """What the launcher in C needs to repeat a call: see ``ready`` in ``runtime/launch/ready.c``.
 
         Returns
         -------
         tuple
             The function of the current stream or None, the GPU's number, and functions with their arguments: what makes a result like
-            `like` with its axes in `order`, and what makes a workspace of `nbytes`, or None where that is 0.
+            `like` with its axes in `order`, or of another `dtype`, and what makes a workspace of `nbytes`, or None where that is 0.
         """
         raise NotImplementedError
 
@@ -115,8 +131,14 @@ class ArrayKind:
         """The array that :meth:`to_pickle` gave. The device must be current."""
         return pickled
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
-        """An array of the dtype of `like` from the kind's own allocator, its axes in the `order` of memory, outermost first."""
+    def empty(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None, dtype: str | None = None
+    ) -> Any:
+        """An array from the kind's own allocator, its axes in the `order` of memory, outermost first; by default of the dtype of `like`."""
+        raise NotImplementedError
+
+    def converted(self, array: Any, dtype: str) -> Any:
+        """A copy of `array` in another type."""
         raise NotImplementedError
 
     def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:

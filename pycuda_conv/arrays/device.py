@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature, c_strides, is_contiguous, strides_of
+from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature, c_strides, is_contiguous, numpy_dtype, strides_of
+from pycuda_conv.elements import bytes_of
 from pycuda_conv.engines.geometry import divider
+from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.errors import ConvArgumentError, DeviceMemoryError, brief
-from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES
+from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime import Device, KernelLaunch, contexts, get_device
 from pycuda_conv.runtime.base import Place
 from pycuda_conv.runtime.device import CudaDevice, Where
@@ -46,7 +48,7 @@ class DeviceKind(ArrayKind):
         if order is None:
             return self.contiguous(array)
         (shape, dtype, _), strides = self.signature(array), self.strides(array)
-        return is_contiguous([shape[i] for i in order], [strides[i] for i in order], DTYPE_BYTES[self.dtype_name(dtype)])
+        return is_contiguous([shape[i] for i in order], [strides[i] for i in order], bytes_of(self.dtype_name(dtype)))
 
     def writeable(self, array: Any) -> bool:
         return True
@@ -64,7 +66,7 @@ class DeviceKind(ArrayKind):
 
     def workspace(self, nbytes: int, like: Any, device: Any) -> tuple[Any, int]:
         """At least `nbytes` bytes from the kind's own allocator: what holds them, and their address. The device must be current."""
-        made = self.empty((-(-nbytes // DTYPE_BYTES[self.dtype_name(like.dtype)]),), like, device)
+        made = self.empty((-(-nbytes // bytes_of(self.dtype_name(like.dtype))),), like, device)
         return made, self.pointer(made)
 
     def current_stream(self, device: Any) -> Any:
@@ -82,6 +84,17 @@ class DeviceKind(ArrayKind):
             raise ConvArgumentError(f"device {asked} was asked for, but the input lies on {own.name}; move the arrays there first")
         return own
 
+    def converted(self, array: Any, dtype: str) -> Any:
+        given, shape = self.dtype_name(self.signature(array)[1]), tuple(array.shape)
+        device: Any = self.device(self.signature(array), None)
+        with device.current():
+            dense = self.as_kernel_input(array, None)
+            made = self.empty(shape, array, device, None, dtype)
+            launch = border_copy.converting(math.prod(shape), given, dtype, 0, 1)
+            if math.prod(shape):
+                device.launcher(launch)((self.pointer(dense), self.pointer(made)), self.current_stream(device))
+        return made
+
     def fill(self, array: Any, values: Any) -> None:
         """Write `values` into `array`, whose elements may lie in another order."""
         raise NotImplementedError
@@ -96,7 +109,7 @@ COPY = "copy_strided"
 
 def copying(shape: Sequence[int], strides: Sequence[int], dtype: str, source: Place, target: Place) -> KernelLaunch:
     """A launch that gathers a strided array (strides in bytes), of at most five axes, into C order at `target`."""
-    itemsize, rank = DTYPE_BYTES[dtype], 5
+    itemsize, rank = bytes_of(dtype), 5
     fill = (1,) * (rank - len(shape))
     size = math.prod(shape)
     elements = [s // itemsize for s in strides]
@@ -105,7 +118,10 @@ def copying(shape: Sequence[int], strides: Sequence[int], dtype: str, source: Pl
     wide = size >= 2**31 - 2**20
     sizes, steps = (*fill, *shape)[1:], (*(0,) * len(fill), *elements)
     arguments = CopyArguments(size, *sizes, *(0 if wide else divider(n) for n in sizes), *steps)
-    defines = {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": int(wide), "THREADS": 256}
+    # integers of 4 and 8 bytes are copied as floats are, which changes no bit; shorter ones have texts of their own
+    defines = {"DTYPE": DTYPE_CODES.get(dtype, 64 if itemsize == 8 else 32), "INDEX_64": int(wide), "THREADS": 256}
+    if dtype not in DTYPE_CODES and itemsize < 4:
+        defines["BYTES"] = itemsize
     return KernelLaunch(COPY, defines, -(-size // 256), 256, (source, target), (), arguments=arguments)
 
 
@@ -204,8 +220,10 @@ class InterfaceKind(DeviceKind):
         copy_strided(device, self.pointer(array), [shape[i] for i in axes], [strides[i] for i in axes], dtype.name, self.pointer(fresh))
         return fresh
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
-        dtype = self.signature(like)[1]
+    def empty(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None, dtype: Any = None
+    ) -> Any:
+        dtype = self.signature(like)[1] if dtype is None else numpy_dtype(dtype)
         strides = None if order is None else strides_of(shape, dtype.itemsize, order)
         return _made(device, getattr(like, "allocator", None), lambda allocate: _gpuarray(shape, dtype, allocate, strides))
 
@@ -250,12 +268,15 @@ class GPUArrayKind(InterfaceKind):
     has_producers = False  # PyCUDA's calls go to the default stream
     remembered = True
 
-    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+    def for_launcher(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int, dtype: str | None = None
+    ) -> tuple[Any, ...]:
+        of = like.dtype if dtype is None else numpy_dtype(dtype)
         # GPUArray's constructor takes 8 us, mostly for what depends on the shape alone: it is called once, and its attributes are copied
-        strides = None if order is None else strides_of(shape, like.dtype.itemsize, order)
+        strides = None if order is None else strides_of(shape, of.itemsize, order)
         gpuarray = importlib.import_module("pycuda.gpuarray").GPUArray
         with device.current():  # the constructor asks for the current one's GPU
-            pattern = vars(gpuarray(shape, like.dtype, allocator=device.allocate, gpudata=0, strides=strides))
+            pattern = vars(gpuarray(shape, of, allocator=device.allocate, gpudata=0, strides=strides))
         number = contexts.number_of(device.where)
         plain, block, new, pool, result_bytes = device._drv.mem_alloc, block_class(), gpuarray.__new__, device.pool, pattern["nbytes"]
 
@@ -268,7 +289,7 @@ class GPUArrayKind(InterfaceKind):
                 made._pycuda_conv_context = memory, number  # the launcher in C need not ask the driver for it
                 memory.context = device.keep_alive()
                 return made
-            return _made(device, allocator, lambda allocate: _gpuarray(shape, like.dtype, allocate, strides))
+            return _made(device, allocator, lambda allocate: _gpuarray(shape, of, allocate, strides))
 
         return None, 0, (make, (), None), (block, (pool, nbytes), None) if nbytes else None
 
@@ -310,13 +331,20 @@ class CupyKind(InterfaceKind):
         fresh[...] = array
         return fresh
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+    def converted(self, array: Any, dtype: str) -> Any:
+        with array.device:
+            return array.astype(numpy_dtype(dtype))
+
+    def empty(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None, dtype: str | None = None
+    ) -> Any:
         cupy = sys.modules["cupy"]
+        of = like.dtype if dtype is None else numpy_dtype(dtype)
         with like.device:
             if order is None:
-                return cupy.empty(shape, like.dtype)
-            memory = cupy.cuda.alloc(math.prod(shape) * like.dtype.itemsize)
-            return cupy.ndarray(shape, like.dtype, memory, strides_of(shape, like.dtype.itemsize, order))
+                return cupy.empty(shape, of)
+            memory = cupy.cuda.alloc(math.prod(shape) * of.itemsize)
+            return cupy.ndarray(shape, of, memory, strides_of(shape, of.itemsize, order))
 
     def current_stream(self, device: Any) -> Any:
         return sys.modules["cupy"].cuda.get_current_stream(device.ordinal).ptr

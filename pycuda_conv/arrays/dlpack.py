@@ -1,7 +1,7 @@
 """Arrays of any library that speaks DLPack, such as jax: their memory is read through it, and results go back through it.
 
-A call imports its arrays, which tells where each lies, and exports its result, which makes an array of the same library. Between the two,
-an :class:`ArrayView` stands for each array. Host memory goes the way of numpy arrays, and memory of a GPU that of a ``GPUArray``.
+A call imports its arrays, so it knows where the memory of each is. It exports its result as an array of the same library. In between, an
+:class:`ArrayView` represents each array. Host memory is treated as numpy arrays are, and memory of a GPU as a ``GPUArray`` is.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pycuda_conv.arrays.base import Signature, c_strides, is_contiguous, strides_of
+from pycuda_conv.arrays.base import Signature, c_strides, is_contiguous, numpy_dtype, strides_of
 from pycuda_conv.arrays.device import DeviceKind, InterfaceKind, copy_strided, stream_of
 from pycuda_conv.arrays.host import HostKind, Memory
 from pycuda_conv.call import Operands
+from pycuda_conv.elements import bytes_of
 from pycuda_conv.errors import ConvArgumentError, no_memory
-from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.runtime import Device, contexts, get_device
 from pycuda_conv.runtime.device import Where
 
@@ -33,7 +33,7 @@ from pycuda_conv.runtime.device import Where
 HOST, PAGE_LOCKED, CUDA, MANAGED = 1, 3, 2, 13
 _READ_ONLY, _COPIED = 1, 2  # flags of a capsule
 _CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex", 6: "bool"}  # DLPack's numbers of types
-_BFLOAT = 4
+_BFLOAT, _BOOL = 4, 6
 #: Results in host memory begin at multiples of this many bytes: jax copies others.
 _ALIGNED = 64
 
@@ -136,7 +136,7 @@ def read(array: Any, name: str) -> ArrayView:
     tensor, flags = _tensor_of(capsule)
     if tensor.lanes != 1 or tensor.code not in _CODES:
         kind = f"{tensor.code}, with {tensor.bits} bits and {tensor.lanes} lanes"
-        raise TypeError(f"{name} has elements of the type that DLPack numbers {kind}; pass float16, bfloat16, float32 or float64")
+        raise TypeError(f"{name} has elements of the type that DLPack numbers {kind}; pass floats or integers")
     shape, itemsize = tuple(tensor.shape[: tensor.ndim]), tensor.bits // 8
     steps = tensor.strides[: tensor.ndim] if tensor.strides else None
     strides = c_strides(shape, itemsize) if steps is None else tuple([itemsize * step for step in steps])
@@ -147,7 +147,8 @@ def read(array: Any, name: str) -> ArrayView:
         pointer = 0
     where = _context_of(pointer, name) if device in (CUDA, MANAGED) else None
     writeable = not flags & (_READ_ONLY | _COPIED)
-    return ArrayView(shape, f"{_CODES[tensor.code]}{tensor.bits}", where, pointer, strides, capsule, writeable, array)
+    dtype = "bool" if tensor.code == _BOOL else f"{_CODES[tensor.code]}{tensor.bits}"
+    return ArrayView(shape, dtype, where, pointer, strides, capsule, writeable, array)
 
 
 def _not_handed_out(array: Any, name: str, error: Exception) -> ConvArgumentError:
@@ -334,9 +335,9 @@ class DLPackKind(InterfaceKind, HostKind):
         if array.where is not None:
             gpuarray = importlib.import_module("pycuda.gpuarray")
             with contexts.device_at(array.where).current():  # PyCUDA asks for the current context's device
-                return gpuarray.GPUArray(array.shape, _numpy_dtype(array.dtype), gpudata=array.owner, strides=array.strides)
+                return gpuarray.GPUArray(array.shape, numpy_dtype(array.dtype), gpudata=array.owner, strides=array.strides)
         memory = array.memory()
-        return memory.view(_numpy_dtype(array.dtype)) if array.dtype == "bfloat16" else memory
+        return memory.view(numpy_dtype(array.dtype)) if array.dtype == "bfloat16" else memory
 
     @staticmethod
     def _view(array: Any, name: str = "out") -> ArrayView:
@@ -348,6 +349,9 @@ class DLPackKind(InterfaceKind, HostKind):
 
     def dtype_name(self, dtype: Any) -> str:
         return str(dtype)
+
+    def dtype_of(self, name: str) -> str:
+        return name
 
     def type_name(self, signature: Signature) -> str:
         where = "in host memory" if signature[2] is None else f"on cuda:{contexts.ordinal_of(signature[2])}"
@@ -367,7 +371,7 @@ class DLPackKind(InterfaceKind, HostKind):
 
     def contiguous(self, array: Any) -> bool:
         view = self._view(array)
-        return is_contiguous(view.shape, view.strides, DTYPE_BYTES[view.dtype])
+        return is_contiguous(view.shape, view.strides, bytes_of(view.dtype))
 
     def writeable(self, array: Any) -> bool:
         return self._view(array).writeable
@@ -383,8 +387,11 @@ class DLPackKind(InterfaceKind, HostKind):
         copy_strided(device, view.pointer, shape, strides, view.dtype, fresh.pointer)
         return fresh
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> ArrayView:
-        dtype, itemsize = like.dtype, DTYPE_BYTES[like.dtype]
+    def empty(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None, dtype: str | None = None
+    ) -> ArrayView:
+        dtype = dtype or like.dtype
+        itemsize = bytes_of(dtype)
         strides = c_strides(shape, itemsize) if order is None else strides_of(tuple(shape), itemsize, order)
         if like.where is None:
             memory = self.allocate(tuple(shape), np.dtype("i2" if dtype == "bfloat16" else dtype))
@@ -397,31 +404,33 @@ class DLPackKind(InterfaceKind, HostKind):
     def to_numpy(self, array: Any, name: str) -> np.ndarray:
         return self._view(array, name).memory()
 
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype, name: str = "") -> np.ndarray:
         nbytes = math.prod(shape) * dtype.itemsize
         memory = np.empty(nbytes + _ALIGNED, np.uint8)
         start = -memory.__array_interface__["data"][0] % _ALIGNED
         return memory[start : start + nbytes].view(dtype).reshape(shape)
 
-    def from_numpy(self, array: np.ndarray, like: Any) -> ArrayView:
-        return ArrayView(array.shape, like.dtype, None, array.__array_interface__["data"][0], array.strides, array)
+    def from_numpy(self, array: np.ndarray, dtype: str) -> ArrayView:
+        return ArrayView(array.shape, dtype, None, array.__array_interface__["data"][0], array.strides, array)
+
+    def converted(self, array: Any, dtype: str) -> ArrayView:
+        if array.where is not None:
+            return DeviceKind.converted(self, array, dtype)
+        values = array.memory()
+        if array.dtype == "bfloat16":
+            values = values.view(numpy_dtype("bfloat16"))
+        made = values.astype(numpy_dtype(dtype))
+        return self.from_numpy(made.view(np.int16) if dtype == "bfloat16" else made, dtype)
 
     def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:
         if array.where is not None:
             return DeviceKind.as_kernel_input(self, array, order)
-        return array if self.contiguous(array) else self.from_numpy(np.ascontiguousarray(array.memory()), array)
+        return array if self.contiguous(array) else self.from_numpy(np.ascontiguousarray(array.memory()), array.dtype)
 
     # pickles
 
     def to_pickle(self, array: Any) -> Any:
         return self._of_library(array) if array.source is None else array.source
-
-
-def _numpy_dtype(name: str) -> np.dtype:
-    """numpy's dtype of that name. It knows bfloat16 from the package ml_dtypes, which jax needs, too."""
-    if name == "bfloat16":
-        return np.dtype(importlib.import_module("ml_dtypes").bfloat16)
-    return np.dtype(name)
 
 
 #: The kinds that were asked for, by their libraries.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv.arrays.base import ArrayKind, Signature
+from pycuda_conv.arrays.base import ArrayKind, Signature, numpy_dtype
 from pycuda_conv.runtime import Device, get_device
 
 
@@ -29,12 +29,15 @@ class HostKind(ArrayKind):
         """`array`, the argument called `name`, as a numpy array in the same memory."""
         raise NotImplementedError
 
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """An uninitialised array in memory that :meth:`from_numpy` makes a good array of the kind from."""
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype, name: str = "") -> np.ndarray:
+        """An uninitialised array in memory that :meth:`from_numpy` makes a good array of the kind from.
+
+        `name` is that of the elements' type, for the numpy dtype that holds them.
+        """
         return np.empty(shape, dtype)
 
-    def from_numpy(self, array: np.ndarray, like: Any) -> Any:
-        """An array of the kind that holds `array` in the dtype of `like`: the inverse of :meth:`to_numpy`."""
+    def from_numpy(self, array: np.ndarray, dtype: str) -> Any:
+        """An array of the kind that holds `array`, whose elements are of this type: the inverse of :meth:`to_numpy`."""
         raise NotImplementedError
 
     def writeable(self, array: Any) -> bool:
@@ -63,11 +66,16 @@ class NumpyKind(HostKind):
             return array
         return array.view(np.dtype(np.int16).newbyteorder(array.dtype.byteorder))
 
-    def from_numpy(self, array: np.ndarray, like: np.ndarray) -> np.ndarray:
-        return array.view(like.dtype.newbyteorder("=")) if like.dtype.kind == "V" else array
+    def from_numpy(self, array: np.ndarray, dtype: str) -> np.ndarray:
+        return array.view(numpy_dtype(dtype)) if dtype == "bfloat16" else array
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
-        return np.empty(shape, like.dtype.newbyteorder("="))
+    def empty(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None, dtype: str | None = None
+    ) -> Any:
+        return np.empty(shape, like.dtype.newbyteorder("=") if dtype is None else numpy_dtype(dtype))
+
+    def converted(self, array: np.ndarray, dtype: str) -> np.ndarray:
+        return array.astype(numpy_dtype(dtype))
 
     def as_kernel_input(self, array: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
         return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

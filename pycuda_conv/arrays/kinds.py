@@ -14,8 +14,8 @@ from pycuda_conv.arrays.device import CupyKind, GPUArrayKind, InterfaceKind
 from pycuda_conv.arrays.dlpack import dlpack_kind, speaks_dlpack
 from pycuda_conv.arrays.host import NumpyKind
 from pycuda_conv.call import Operands
+from pycuda_conv.elements import DTYPE_BYTES, INTEGER_BYTES, arithmetic, check_taken
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.problem import check_element_type
 from pycuda_conv.runtime import contexts
 
 
@@ -159,14 +159,17 @@ def check_same_type(
 ) -> None:
     """Refuse dtypes that no kernel has, and dtypes or devices of other operands that differ from the input's.
 
-    `names` are what the operands are called.
+    The input may be of integers: then the others are of the type in which it is convolved. `names` are what the operands are called.
     """
+    first, own = names[0], kind.dtype_name(input[1])
     for name, given in zip(names, (input, *others), strict=False):
         if given is not None:
-            check_element_type(name, kind.dtype_name(given[1]), kind.conversion)
-    first = names[0]
+            check_taken(name, kind.dtype_name(given[1]), kind.conversion)
+    if own in INTEGER_BYTES:
+        given_types = [None if one is None else kind.dtype_name(one[1]) for one in others]
+        own = next((dtype for dtype in given_types if dtype in DTYPE_BYTES), arithmetic((own,)))
     for name, other in zip(names[1:], others, strict=False):
-        if other is None or (kind.dtype_name(other[1]) == kind.dtype_name(input[1]) and other[2] == input[2]):
+        if other is None or (kind.dtype_name(other[1]) == own and other[2] == input[2]):
             continue
         where = ""
         if other[2] != input[2] and not any(place in (None, -1) for place in (input[2], other[2])):

@@ -15,6 +15,7 @@ from pycuda_conv.arrays.base import Signature, strides_of
 from pycuda_conv.arrays.device import DeviceKind
 from pycuda_conv.arrays.host import HostKind, Memory
 from pycuda_conv.call import Operands
+from pycuda_conv.elements import INTEGER_BYTES
 from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import Device, contexts, get_device
@@ -40,7 +41,11 @@ class TorchKind(DeviceKind, HostKind):
         }
         #: numpy's words for the elements, and their bytes; a bfloat16 is seen as an integer
         self._typestrs = {torch.float16: ("=f2", 2), torch.float32: ("=f4", 4), torch.float64: ("=f8", 8), torch.bfloat16: ("=i2", 2)}
-        self._of_typestrs = {np.dtype(typestr): dtype for dtype, (typestr, _) in self._typestrs.items()}
+        for name, size in INTEGER_BYTES.items():
+            dtype = getattr(torch, name, None)  # older versions have no wide unsigned integers
+            if dtype is not None:
+                self._dtypes[dtype], self._typestrs[dtype] = name, (np.dtype(name).str, size)
+        self._of_names = {name: dtype for dtype, name in self._dtypes.items()}
         self._plain = {torch.Tensor, torch.nn.Parameter}
         self._levels = torch_internals.levels
         self._increment_version = torch.autograd.graph.increment_version
@@ -70,6 +75,9 @@ class TorchKind(DeviceKind, HostKind):
 
     def dtype_name(self, dtype: Any) -> str:
         return self._dtypes.get(dtype) or str(dtype).removeprefix("torch.")
+
+    def dtype_of(self, name: str) -> Any:
+        return self._of_names[name]
 
     def type_name(self, signature: Signature) -> str:
         words = {"float16": "Half", "float32": "Float", "float64": "Double", "bfloat16": "BFloat16"}
@@ -171,17 +179,20 @@ class TorchKind(DeviceKind, HostKind):
             raise ConvArgumentError(no_memory(name))
         return np.asarray(_memory(array, pointer, *elements))
 
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        tensor = torch.empty(shape, dtype=self._of_typestrs[dtype])
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype, name: str = "") -> np.ndarray:
+        tensor = torch.empty(shape, dtype=self._of_names[name or str(dtype)])
         return np.asarray(_memory(tensor, tensor.data_ptr(), dtype.str, dtype.itemsize))
 
-    def from_numpy(self, array: np.ndarray, like: Any) -> Any:
+    def converted(self, array: Any, dtype: str) -> Any:
+        return array.detach().to(self._of_names[dtype])
+
+    def from_numpy(self, array: np.ndarray, dtype: str) -> Any:
         memory: Any = array.base
         while isinstance(memory, np.ndarray):
             memory = memory.base
         if not isinstance(memory, Memory):  # it is page-locked, or was copied
             tensor = torch.from_numpy(array)
-            return tensor.view(like.dtype) if like.dtype is torch.bfloat16 else tensor
+            return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
         tensor = memory.owner
         if array.shape != tensor.shape or array.strides != memory.__array_interface__["strides"]:
             tensor = tensor.as_strided(array.shape, [step // array.itemsize for step in array.strides])
@@ -211,8 +222,11 @@ class TorchKind(DeviceKind, HostKind):
         with torch.inference_mode():  # every tensor may be written in this mode, as it may by kernels
             array.copy_(values)
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
-        return like.new_empty(shape) if order is None else like.new_empty_strided(shape, strides_of(shape, 1, order))
+    def empty(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None, dtype: str | None = None
+    ) -> Any:
+        of = {} if dtype is None else {"dtype": self._of_names[dtype]}
+        return like.new_empty(shape, **of) if order is None else like.new_empty_strided(shape, strides_of(shape, 1, order), **of)
 
     def maker(self, shape: tuple[int, ...], dtype: Any, device: Any, order: tuple[int, ...] | None) -> tuple[Any, tuple[Any, ...], Any]:
         """A function, its arguments and keywords, which make what :meth:`empty` makes, in less time.
@@ -226,9 +240,12 @@ class TorchKind(DeviceKind, HostKind):
             return torch.empty_strided, (shape, strides), {"dtype": dtype, "device": device}
         return make, (shape, strides, dtype), None
 
-    def for_launcher(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int) -> tuple[Any, ...]:
+    def for_launcher(
+        self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None, nbytes: int, dtype: str | None = None
+    ) -> tuple[Any, ...]:
         workspace = self.maker((nbytes,), torch.uint8, like.device, None) if nbytes else None
-        return self._current_stream, like.get_device(), self.maker(shape, like.dtype, like.device, order), workspace
+        of = like.dtype if dtype is None else self._of_names[dtype]
+        return self._current_stream, like.get_device(), self.maker(shape, of, like.device, order), workspace
 
     def current_stream(self, device: Any) -> Any:
         return self._current_stream(device.ordinal)

@@ -1,7 +1,7 @@
-"""What this package uses of torch that torch does not document, with a stand-in for each part that a version of torch lacks.
+"""The undocumented parts of torch that this package uses, each with a substitute for versions of torch that lack it.
 
-Results are right with the stand-ins too. Calls take longer where nothing tells that the short way is safe; inside a transform of torch.func
-that nothing tells of, torch raises an error. Other modules use no such part when they are imported.
+Results are right with the substitutes too, but calls take longer if nothing says that the short way is safe. If a transform of torch.func
+can't be detected, torch raises an error inside of it. Other modules use no such part when they are imported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.autograd.graph import increment_version
 
 
 def _part(path: str, substitute: Any) -> Any:
-    """The part of ``torch._C`` of that name, or the stand-in."""
+    """The part of ``torch._C`` of that name, or the substitute."""
     found: Any = torch._C
     for name in path.split("."):
         found = getattr(found, name, None)

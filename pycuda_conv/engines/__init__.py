@@ -11,6 +11,7 @@ from typing import Any
 
 from pycuda_conv.engines import peers  # noqa: F401 it fills the registry
 from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.compose.bordered import alike
 from pycuda_conv.engines.registry import (
     alternatives,
     candidates,
@@ -32,7 +33,7 @@ from pycuda_conv.engines.registry import (
 from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
-    "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "fastest_first", "filter_key", "find", "order",
+    "Config", "Schedule", "alike", "alternatives", "candidates", "choose", "config_classes", "fastest_first", "filter_key", "find", "order",
     "predicted", "predictions", "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores", "with_moments",
 ]  # fmt: skip
 

@@ -102,7 +102,7 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class PhaseAddressing:
-    """How one phase walks the packed image.
+    """What one phase reads of the packed image.
 
     Pixel j reads tap i of an axis at ``j * stride + low + i * dilation`` of the packed image. Tap i of the phase is tap
     ``base + i * step`` of the packed filter along the axis.
@@ -128,7 +128,7 @@ def _channels_a_load(channels: int, whole: bool = False) -> int:
 
 
 def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -> PhaseAddressing | None:
-    """How `phase` walks images that lie as `packed` says, or None if tensor loads can't do so."""
+    """What `phase` reads of images with the layout `packed`, or None if tensor loads can't do so."""
     axes = []
     for i in range(3):
         if phase.dilation[i] >= 0:
@@ -153,7 +153,7 @@ def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -
 
 @lru_cache(maxsize=1024)
 def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
-    """How to pack the problem and walk its phases; None if tensor loads can't do so in any form.
+    """How to pack the problem, and what its phases read; None if tensor loads can't do so in any form.
 
     With `windows` pixels may overlap in memory: Hopper's tensor loads allow it.
     """
@@ -168,29 +168,29 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, 
             return packed, (found,)
     # wgrad: with two axes folded, a filter as large as images would leave a single pixel to pack, too little for a block
     levels = 2 if problem.layout == "CNHW" else 4 if forward else 1
-    lying = not wide and problem.layout == "NHWC"  # the loads can read it
-    readable = lying and channels % (8 if problem.groups == 1 else 16) == 0
+    in_place = not wide and problem.layout == "NHWC"  # the loads can read it
+    readable = in_place and channels % (8 if problem.groups == 1 else 16) == 0
     if levels == 4 and not first and not readable:
         first = _fewest(problem)
     for level in range(first, levels):
         folded, size = _folded(problem, level)
         count = channels * math.prod(folded)
-        load = _channels_a_load(count, lying and problem.groups > 1 and level == 0)
+        load = _channels_a_load(count, in_place and problem.groups > 1 and level == 0)
         # a group's last load must not reach into the next group: Inf or NaN there would be multiplied by zero
         align = 8 if problem.groups == 1 else load
         as_is = level == 0 and readable
         taps = size3([n // f for n, f in zip(problem.filter_size, folded, strict=True)])
         packed = PackedLayout(as_is, level, folded, size, ceil(count, align) * align, load, taps)
-        walks = []
+        addressings = []
         for phase in phases(problem):
             if level:
                 phase = _folded_phase(phase, level)
-            walk = phase_addressing(problem, phase, packed)
-            if walk is None:
+            addressing = phase_addressing(problem, phase, packed)
+            if addressing is None:
                 break
-            walks.append(walk)
+            addressings.append(addressing)
         else:
-            return packed, tuple(sorted(walks, key=lambda walk: -math.prod(walk.taps)))
+            return packed, tuple(sorted(addressings, key=lambda addressing: -math.prod(addressing.taps)))
     return None
 
 

@@ -105,8 +105,8 @@ class Engine(Protocol):
         The microseconds may be :data:`BY_RULE` or :data:`LAST_RESORT`.
         """
 
-    def schedule(self, problem: ConvProblem, config: Any, device: Device, noted: bool) -> Schedule:
-        """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
+    def schedule(self, problem: ConvProblem, config: Any, device: Device, with_moments: bool) -> Schedule:
+        """The launches of `config`, which can run `problem`; with `with_moments` they compute the moments of the result, if they can."""
 
     def sum_order(self, problem: ConvProblem, config: Any) -> Hashable:
         """Equal for configurations that add the same numbers in the same order, so that their results have the same bits.

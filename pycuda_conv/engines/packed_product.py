@@ -37,7 +37,7 @@ def assemble(
     `mends` the product itself computes flagged results once more. With `tickets`, their number, it also adds the parts of a split sum; the
     images have to be packed then. The last argument of `products` is the layout of `moments`.
     """
-    packed, walks = packed_layout(problem, windows)
+    packed, addressings = packed_layout(problem, windows)
     if not packs_images:
         packed = replace(packed, as_is=True)
     scratch = Arena(WORKSPACE)
@@ -49,7 +49,7 @@ def assemble(
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
     layout = MomentsLayout(moments, scratch, multiprocessors)
-    after = [products(packed, walks, operands, target, layout)]
+    after = [products(packed, addressings, operands, target, layout)]
     if split > 1 and not tickets:
         after.append([reduce_launch(problem, split, target)])
     checked = flagged(problem, packed)
@@ -68,9 +68,9 @@ def assemble(
 Repeats = kernel_struct("repeats.cuh", "Repeats")
 
 
-def first_ones(walks: Sequence[PhaseAddressing], many: Size3) -> list[PhaseAddressing]:
+def first_ones(addressings: Sequence[PhaseAddressing], many: Size3) -> list[PhaseAddressing]:
     """The phases that are no repeats of others, if `many` are repeats of one along each axis."""
-    return [walk for walk in walks if not any(at % n for at, n in zip(walk.phase.origin, many, strict=True))]
+    return [addressing for addressing in addressings if not any(at % n for at, n in zip(addressing.phase.origin, many, strict=True))]
 
 
 def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, many: Size3, filter_last: bool = False) -> Any:
@@ -84,13 +84,13 @@ def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, ma
     )  # fmt: skip
 
 
-def tap_numbers(packed: PackedLayout, walk: PhaseAddressing) -> dict[str, int]:
+def tap_numbers(packed: PackedLayout, addressing: PhaseAddressing) -> dict[str, int]:
     """Arguments: taps along r and s; the number of a phase's first tap in the packed filter, and its step along t, r and s."""
     _, r, s = packed.taps
     strides = (r * s, s, 1)
-    step_t, step_r, step_s = (a * b for a, b in zip(walk.step, strides, strict=True))
-    base = sum(a * b for a, b in zip(walk.base, strides, strict=True))
-    taps = {"tap_r": max(walk.taps[1], 1), "tap_s": max(walk.taps[2], 1)}
+    step_t, step_r, step_s = (a * b for a, b in zip(addressing.step, strides, strict=True))
+    base = sum(a * b for a, b in zip(addressing.base, strides, strict=True))
+    taps = {"tap_r": max(addressing.taps[1], 1), "tap_s": max(addressing.taps[2], 1)}
     return taps | {"tap_base": base, "tap_step_t": step_t, "tap_step_r": step_r, "tap_step_s": step_s}
 
 

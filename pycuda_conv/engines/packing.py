@@ -33,8 +33,8 @@ from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 PACK_THREADS = 256
 PACK_PIXELS = 4  # pixels, 8 channels of each, that a thread packs at once if an image has so many
 PACK_APART = 2  # the same if taps are folded or channels are last: then each pixel has addresses of its own
-SLOTS = 4  # the most blocks a multiprocessor that settle scales
-CLUSTER = 8  # blocks of a cluster: images of up to so many tiles have their scale settled while they are packed
+SLOTS = 4  # the most blocks a multiprocessor that finalize scales
+CLUSTER = 8  # blocks of a cluster: images of up to so many tiles have their scale finalized while they are packed
 WARPS = PACK_THREADS // 32
 MANY_ROWS = 2  # rows of a filter a multiprocessor: from so many on, warps pack them, if they are short
 BESIDE_ROWS = 4  # rows of a filter that are neighbours in memory and packed by one block
@@ -96,16 +96,16 @@ class PackedArray:
     @property
     def blocks(self) -> int:
         """Blocks of a launch that packs all images."""
-        return self.in_clusters(self.arguments.lines * (self.arguments.each or self.tiles)) + self.settling
+        return self.in_clusters(self.arguments.lines * (self.arguments.each or self.tiles)) + self.scale_blocks
 
     @property
-    def settling(self) -> int:
-        """The last of these blocks, which settle scales."""
+    def scale_blocks(self) -> int:
+        """The last of these blocks, which finalize scales."""
         return self.images * self.arguments.slices
 
     @property
     def clustered(self) -> bool:
-        """Whether the blocks of a cluster settle the scale of their image, without others."""
+        """Whether the blocks of a cluster finalize the scale of their image, without others."""
         return self.defines["CLUSTER"] > 0
 
     def in_clusters(self, blocks: int) -> int:
@@ -119,20 +119,20 @@ class PackedArray:
         each = 1 << (self.tiles - 1).bit_length()
         return replace(self, defines=self.defines | {"CLUSTER": CLUSTER}, arguments=self.arguments._replace(each=each))
 
-    def settled(self, clusters: bool, multiprocessors: int) -> PackedArray:
-        """The same with blocks that settle scales: one for an image guessed right, many if a few images may have to be packed
-        again, which one block alone would do slowly. (16-bit images are only checked, never packed again.) Clusters settle them alone."""
+    def finalize_scales(self, clusters: bool, multiprocessors: int) -> PackedArray:
+        """The same with blocks that finalize scales: one for an image guessed right, many if a few images may have to be packed
+        again, which one block alone would do slowly. (16-bit images are only checked, never packed again.) Clusters do so alone."""
         array = self.in_cluster() if clusters else self
         if not array.defines["RANGE_CHECK"] or array.clustered:
             return array
         slices = max(1, min(array.tiles, SLOTS * multiprocessors // array.images)) if array.defines["IN"] == FLOAT else 1
         return replace(array, arguments=array.arguments._replace(slices=slices, by_slices=divider(slices)))
 
-    def noted(self, room: Arena, scales: Place, flags: Place) -> tuple[Place, ...]:
-        """Where a launch writes scales and flags; and, without clusters, the extremes of tiles, which get a place in `room`."""
+    def scale_places(self, scratch: Arena, scales: Place, flags: Place) -> tuple[Place, ...]:
+        """Where a launch writes scales and flags; and, without clusters, the extremes of tiles, which get a place in `scratch`."""
         if self.clustered:
             return scales, flags
-        return scales, flags, room.take(16 * self.images * self.tiles) if self.settling else NOWHERE
+        return scales, flags, scratch.take(16 * self.images * self.tiles) if self.scale_blocks else NOWHERE
 
 
 def packed_array(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filter: bool) -> PackedArray:
@@ -263,11 +263,11 @@ def pack_operands(
     x_limbs = x_scales = x_flags = NOWHERE
     images = packed_array(problem, packed, problem.direction == "dgrad", False)
     if not packed.as_is:
-        images = images.settled(clusters, multiprocessors)
+        images = images.finalize_scales(clusters, multiprocessors)
         x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.stored) * problem.groups * packed.pixel)
         if flagged(problem, packed):
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
-    of_images, tiles = images.noted(scratch, x_scales, x_flags), _shared_tiles(images)
+    of_images, tiles = images.scale_places(scratch, x_scales, x_flags), _shared_tiles(images)
     x_tiles: Place = of_images[-1] if tiles else NOWHERE
     w_tiles: Place = NOWHERE
     tickets_at = scratch.take(4 * tickets) if tickets else NOWHERE
@@ -279,9 +279,9 @@ def pack_operands(
         return [[_pack_beside(images, buffers, rows, blocks, tickets)]]
 
     if problem.layout == "CNHW":  # wgrad: the filter is as large as the images
-        rows = packed_array(problem, packed, True, True).settled(clusters, multiprocessors)
-        of_rows = rows.noted(kept, w_scales, w_flags)
-        tiles, w_tiles = tiles + (_shared_tiles(rows) << 32), of_rows[-1] if rows.settling else NOWHERE
+        rows = packed_array(problem, packed, True, True).finalize_scales(clusters, multiprocessors)
+        of_rows = rows.scale_places(kept, w_scales, w_flags)
+        tiles, w_tiles = tiles + (_shared_tiles(rows) << 32), of_rows[-1] if rows.scale_blocks else NOWHERE
         of_filter = (WEIGHT, WEIGHT, w_limbs, *of_rows, w_limbs, w_scales, w_flags, NOWHERE)
         one = rows.arguments._replace(slices=min(rows.arguments.slices, 1), by_slices=divider(1))  # no product follows to clear the tiles
         prepare, images_alone = [[_pack_alone(replace(rows, arguments=one), of_filter)]], pack(0, images.blocks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from pycuda_conv.engines.direct import gemm as direct_gemm
 from pycuda_conv.engines.geometry import Phase, divider, filter_last_strides, filter_strides, phases, read_strides, row_major
@@ -46,7 +46,7 @@ def guarded(
     return [
         replace(
             step, defines={**step.defines, "FIXUP": 1, "A_VEC": 1, "B_VEC": 1},  # one kernel for all sizes, since it seldom has work
-            arguments=cast(direct_gemm.GemmArguments, step.arguments)._replace(
+            arguments=cast(Any, step.arguments)._replace(
                 n_blocks=step.grid, **units, patch_rows=patch_rows, by_patch_rows=divider(patch_rows), followed=int(step is not last),
                 noted=int(redone is not None),
             ),

@@ -63,7 +63,14 @@ def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
     engine, layout = engine_of(config), problem.launched.layout
     if layout not in engine.LAYOUTS:
         return f"it takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {layout}"
+    if problem.adapted and not adapts(engine):
+        return "it takes no borders but zeros, and no integers"
     return engine.unsupported(device) or engine.refusal(problem.launched, config)
+
+
+def adapts(engine: Engine) -> bool:
+    """Whether an engine may run problems that are :attr:`ConvProblem.adapted`."""
+    return bool(getattr(engine, "ADAPTS", False))
 
 
 def choose(problem: ConvProblem, device: Device) -> Config:
@@ -160,15 +167,15 @@ def same_bits(problem: ConvProblem, config: Config, others: Iterable[Config]) ->
             yield one
 
 
-def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem` on `device`; a ``ValueError`` if it can't run it.
 
-    With `noted` they note the moments of the result, if they can: see :attr:`Schedule.moments`.
+    With `with_moments` they compute the moments of the result, if they can: see :attr:`Schedule.moments`.
     """
     reason = refusal(problem, config, device)
     if reason:
         raise ValueError(f"{config} can't run {problem}: {reason}")
-    return engine_of(config).schedule(problem.launched, config, device, noted)
+    return engine_of(config).schedule(problem.launched, config, device, with_moments)
 
 
 def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config:
@@ -210,8 +217,11 @@ def _worthwhile(engine: Any, launched: ConvProblem, device: Device) -> bool:
 def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
     """The engines that may run `problem`: of those that its algorithm names, or of all if none of these can."""
     launched = problem.launched
-    asked = [engine for engine in ENGINES if launched.layout in engine.LAYOUTS and _worthwhile(engine, launched, device)]
+    asked = [engine for engine in ENGINES if launched.layout in engine.LAYOUTS and (not launched.adapted or adapts(engine))]
+    asked = [engine for engine in asked if _worthwhile(engine, launched, device)]
     found = [engine for engine in asked if engine.unsupported(device) is None]
+    if launched.adapted:
+        return found
     if problem.algorithm == "fft":
         transform = [engine for engine in found if engine in TRANSFORMS and any(True for _ in engine.configs(launched, device))]
         return transform or [engine for engine in found if engine not in TRANSFORMS]

@@ -1,6 +1,6 @@
-"""Runs plans on arrays; where the arrays lie decides how.
+"""Runs plans on arrays. The way depends on the memory that the arrays are in.
 
-Arrays on a GPU are convolved where they lie (:mod:`pycuda_conv.execute.device`). Arrays in the host's memory go to the device and back,
+Arrays on a GPU are convolved there (:mod:`pycuda_conv.execute.device`). Arrays in the host's memory go to the device and back,
 large ones in chunks (:mod:`pycuda_conv.execute.host`, :mod:`pycuda_conv.execute.pipeline`).
 """
 
@@ -104,8 +104,9 @@ def check_fit(plan: Plan, kind: ArrayKind, signatures: tuple[Signature | None, .
         given = None if signature is None else tuple(signature[0])
         if given != shape:
             raise ConvArgumentError(f"this plan takes {name} of shape {shape}, but got {given}")
-        if signature is not None and kind.dtype_name(signature[1]) != problem.dtype:
-            raise ConvArgumentError(f"this plan takes {problem.dtype} arrays, but {name} is {kind.dtype_name(signature[1])}")
+    for name, signature, dtype in zip(Operands._fields, signatures, problem.operand_dtypes, strict=True):
+        if signature is not None and kind.dtype_name(signature[1]) != dtype:
+            raise ConvArgumentError(f"this plan takes {dtype} arrays, but {name} is {kind.dtype_name(signature[1])}")
     if elsewhere:
         raise ConvArgumentError(f"this plan is for {plan.device.name}, but the arrays lie elsewhere")
     known.add((kind, signatures))

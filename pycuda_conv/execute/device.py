@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from pycuda_conv.arrays import ALIGNMENT, DeviceKind, stream_of
 from pycuda_conv.call import Operands
+from pycuda_conv.elements import bytes_of
 from pycuda_conv.errors import ConvArgumentError, no_memory
 from pycuda_conv.execute.out import OVERLAP, check_out_shape, not_contiguous
-from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.runtime import contexts
 from pycuda_conv.runtime.base import Launcher
 
@@ -54,7 +54,7 @@ def convolve(
             copies = {name: kind.copy(array, orders.get(name)) for name, array in copies.items()}
             named = zip(Operands._fields, addresses, strict=True)
             addresses = [kind.pointer(copies[name]) if name in copies else at for name, at in named]
-        result = kind.empty(plan.result_shape, operands.input, device, result_order) if out is None else out
+        result = kind.empty(plan.result_shape, operands.input, device, result_order, plan.new_dtype) if out is None else out
         if not plan.empty:
             _check_memory(operands, addresses)
             nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.schedule.workspace_bytes, packed[1])
@@ -263,4 +263,4 @@ def _span(kind: DeviceKind, array: Any, pointer: int) -> tuple[int, int]:
     shape, dtype, _ = kind.signature(array)
     steps = [(n - 1) * s for n, s in zip(shape, kind.strides(array), strict=True)]
     before, after = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
-    return pointer + before, pointer + after + DTYPE_BYTES[kind.dtype_name(dtype)]
+    return pointer + before, pointer + after + bytes_of(kind.dtype_name(dtype))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def convolve(
     """Run `plan` on arrays that fit it. The result has the `layout`, by default the plan's; `kept` is a filter on devices."""
     layout = layout or plan.problem.layout
     order = result_order(plan, layout)
-    turned = layout != plan.problem.layout  # whether the plan's result has to be put into another order
+    reordered = layout != plan.problem.layout  # whether the plan's result has to be put into another order
     named = zip(Operands._fields, operands, strict=True)
     given = Operands(*[None if a is None else kind.to_numpy(a, name) for name, a in named])
     target = None
@@ -45,13 +46,15 @@ def convolve(
         kind.will_write(out)
     filters = kept or pipeline.Filter(given.weight, given.bias, given.scale)
     on = None if stream is None else stream_of(stream)
-    result = pipeline.convolve(plan, given.input, filters, None if turned else target, on, devices, given.residual, kind.allocate)
+    dtype = plan.problem.result_dtype or plan.problem.dtype
+    allocate = partial(kind.allocate, name=dtype)
+    result = pipeline.convolve(plan, given.input, filters, None if reordered else target, on, devices, given.residual, allocate)
     if target is not None:
-        if turned:
+        if reordered:
             np.copyto(target, result)
         return out
-    made = kind.from_numpy(result, operands.input)
-    return kind.in_order(made, order) if turned and order else made
+    made = kind.from_numpy(result, dtype)
+    return kind.in_order(made, order) if reordered and order else made
 
 
 def keep(kind: HostKind, plan: Plan, weight: Any, bias: Any, scale: Any) -> tuple[tuple[Any, Any, Any], pipeline.Filter]:
@@ -60,14 +63,14 @@ def keep(kind: HostKind, plan: Plan, weight: Any, bias: Any, scale: Any) -> tupl
     def copied(array: Any, name: str) -> Any:
         return None if array is None else kind.to_numpy(array, name).copy()
 
-    def of_kind(copy: Any, like: Any) -> Any:
-        return None if copy is None else kind.from_numpy(copy, like)
+    def of_kind(copy: Any) -> Any:
+        return None if copy is None else kind.from_numpy(copy, plan.problem.dtype)
 
     w, b, s = copied(weight, "weight"), copied(bias, "bias"), copied(scale, "scale")
     kept = pipeline.Filter(w, b, s)
     if plan.device.backend == "cuda":
         kept.keep(plan)
-    return (of_kind(w, weight), of_kind(b, bias), of_kind(s, scale)), kept
+    return (of_kind(w), of_kind(b), of_kind(s)), kept
 
 
 def launch(

@@ -19,8 +19,11 @@ def check_out_shape(out_shape: Sequence[int], out_dtype: str, plan: Plan) -> Non
     """Refuse an `out` of another shape or dtype than the plan's result."""
     if tuple(out_shape) != plan.result_shape:
         raise ConvArgumentError(f"out must have shape {list(plan.result_shape)}, but got out of shape {list(out_shape)}")
-    if out_dtype != plan.problem.dtype:
-        raise ConvArgumentError(f"out must have dtype {plan.problem.dtype}, the input's, but got {out_dtype}")
+    problem = plan.problem
+    wanted = problem.result_dtype or problem.dtype
+    if out_dtype != wanted:
+        whose = "" if problem.adapted else ", the input's"
+        raise ConvArgumentError(f"out must have dtype {wanted}{whose}, but got {out_dtype}")
 
 
 def not_contiguous(order: tuple[int, ...] | None, strides: Sequence[int], shape: Sequence[int]) -> str:

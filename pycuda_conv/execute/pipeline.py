@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pycuda_conv import engines
+from pycuda_conv import borders, engines
 from pycuda_conv.execute import staging
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime import contexts, transforms
@@ -68,11 +68,14 @@ AGAIN = frozenset(16 * 4**i for i in range(16))
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a problem: some images and, along the first spatial axis, rows to read and rows to write."""
+    """A part of a problem: some images and, along the first spatial axis, rows to read and rows to write.
+
+    The rows to read are a list where they are not neighbours: at a border that shows rows from elsewhere.
+    """
 
     problem: ConvProblem
     images: slice
-    rows_in: slice
+    rows_in: slice | list[int]
     rows_out: slice
 
 
@@ -86,13 +89,17 @@ def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
     axis = 3 - problem.ndim
     whole_in, whole_out = slice(0, problem.operand_size[axis]), slice(0, problem.result_size[axis])
     image_bytes = max(
-        problem.operand_channels * math.prod(problem.operand_size), problem.result_channels * math.prod(problem.result_size), 1
-    ) * problem.itemsize
+        problem.operand_channels * math.prod(problem.operand_size) * problem.input_itemsize,
+        problem.result_channels * math.prod(problem.result_size) * problem.result_itemsize, 1,
+    )
     images = min(problem.N, max(1, chunk_bytes // image_bytes))
     if image_bytes <= 2 * chunk_bytes:
         cuts = staging.cuts(problem.N, -(-problem.N // images))
         return [Piece(replace(problem, N=end - first), slice(first, end), whole_in, whole_out) for first, end in cuts]
     rows = problem.result_size[axis]
+    if problem.direction == "dgrad" and problem.border is not None and set(problem.border[axis]) != {"zeros"}:
+        cuts = staging.cuts(problem.N, problem.N)  # what is folded comes from rows elsewhere
+        return [Piece(replace(problem, N=1), slice(first, end), whole_in, whole_out) for first, end in cuts]
     bands = [_rows(problem, axis, *cut) for cut in staging.cuts(rows, min(rows, -(-image_bytes // chunk_bytes)))]
     return [replace(band, images=slice(n, n + 1)) for n in range(problem.N) for band in bands]
 
@@ -100,7 +107,45 @@ def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
 def _rows(problem: ConvProblem, axis: int, first: int, last: int) -> Piece:
     """The piece of one image that gives rows `first` to `last` of the result along `axis`."""
     part, low, high = band(replace(problem, N=1), axis, first, last)
+    found = with_rows_from_elsewhere(part, problem, axis, low, high)
+    if found is not None:
+        return Piece(found[0], slice(0, 1), found[1], slice(first, last))
     return Piece(part, slice(0, 1), slice(low, high), slice(first, last))
+
+
+def with_rows_from_elsewhere(
+    part: ConvProblem, problem: ConvProblem, axis: int, low: int, high: int
+) -> tuple[ConvProblem, list[int]] | None:
+    """The part of a problem that reads rows `low` to `high`, without a border along `axis`, and the rows that it reads then.
+
+    None where the part can make its border from its own rows: mirrors of so few rows, repeated ones, and those that are filled.
+    """
+    if problem.border is None:
+        return None
+    n, before, after = problem.input_size[axis], part.padding_before[axis], part.padding_after[axis]
+    words, own = problem.border[axis], high - low
+    if all(
+        padding <= 0 or mode in (*borders.FILLED, "replicate") or (mode == "symmetric" and padding <= own)
+        or (mode == "reflect" and padding < own) or own == n
+        for mode, padding in zip(words, (before, after), strict=True)
+    ):  # fmt: skip
+        return None
+    rows = borders.rows(words, n, low - before, high + after)
+    shown = [i for i, row in enumerate(rows) if row >= 0]
+    if not shown:
+        return None
+    first, last = shown[0], len(rows) - 1 - shown[-1]  # rows that are filled stay padding
+    rows = rows[first : len(rows) - last]
+
+    def at(values: Size3, value: int) -> Size3:
+        d, h, w = (value if i == axis else v for i, v in enumerate(values))
+        return d, h, w
+
+    found = replace(
+        part, input_size=at(part.input_size, len(rows)), padding_before=at(part.padding_before, first),
+        padding_after=at(part.padding_after, last),
+    )
+    return found.with_settled_border(), rows
 
 
 def band(problem: ConvProblem, axis: int, first: int, last: int) -> tuple[ConvProblem, int, int]:
@@ -129,7 +174,7 @@ def band(problem: ConvProblem, axis: int, first: int, last: int) -> tuple[ConvPr
             problem, output_size=at(problem.output_size, high - low), input_size=at(problem.input_size, last - first),
             padding_before=at(problem.padding_before, first + before - low * stride),
         )
-    return part, low, high
+    return part.with_settled_border(), low, high
 
 
 # ---- running the pieces
@@ -141,13 +186,14 @@ class _Chunk:
     def __init__(self, piece: Piece, plan: Plan) -> None:
         self.piece, self.plan = piece, plan
         problem = piece.problem
-        self.in_bytes = math.prod(problem.input_shape) * problem.itemsize
-        self.out_bytes = math.prod(problem.result_shape) * problem.itemsize
+        self.in_bytes = math.prod(problem.input_shape) * problem.input_itemsize
+        self.out_bytes = math.prod(problem.result_shape) * problem.result_itemsize
+        self.residual_bytes = math.prod(problem.result_shape) * problem.itemsize
         before_rows = (piece.images,) if problem.layout == "NHWC" else (piece.images, slice(None))
         self._in, self._out = (*before_rows, piece.rows_in), (*before_rows, piece.rows_out)
 
     def of(self, x: np.ndarray) -> np.ndarray:
-        """The part of `x` that this chunk reads."""
+        """The part of `x` that this chunk reads: a copy if its rows are no neighbours."""
         return x[self._in]
 
     def into(self, y: np.ndarray) -> np.ndarray:
@@ -170,8 +216,9 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice) -> list[_Chunk]:
         config = measured.config if measured else engines.choose(largest, device)
     plans: dict[ConvProblem, Plan] = {}
     for problem in {piece.problem for piece in cut}:
-        fits = engines.refusal(problem, config, device) is None
-        plans[problem] = type(plan)(problem, device, config=config if fits else None)
+        one = engines.alike(problem, config)
+        fits = engines.refusal(problem, one, device) is None
+        plans[problem] = type(plan)(problem, device, config=one if fits else None)
     return [_Chunk(piece, plans[piece.problem]) for piece in cut]
 
 
@@ -233,7 +280,7 @@ class _Lane:
         self._outputs = [device.allocate(out_bytes) for _ in range(self.depth)]
         #: blocks for inputs, and for residuals: one for each of the chunks on the device
         self.places = [device.allocate(in_bytes) for _ in range(self.depth)], [
-            device.allocate(out_bytes) if residual else 0 for _ in range(self.depth)
+            device.allocate(max(chunk.residual_bytes for chunk in chunks)) if residual else 0 for _ in range(self.depth)
         ]
         kept = filters.on(device)
         #: whether the filter has to be sent
@@ -333,7 +380,7 @@ class _Pipeline:
         self._lanes: list[_Lane] = []
         device, chunks = gpus[0]  # all GPUs have the same chunks, but for their plans
         # arrays to copy up: the filter, then the chunks; in parts where they have to be staged
-        total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.out_bytes if residual is not None else 0) for chunk in chunks)
+        total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.residual_bytes if residual is not None else 0) for chunk in chunks)
         self._part_bytes = staging.part_bytes(total, device.copier is not None)
         self._up: list[np.ndarray] = []
         #: the numbers of the filter's arrays that are copied up
@@ -348,6 +395,7 @@ class _Pipeline:
         for which, array, part_of in ((0, x, _Chunk.of), (1, residual, _Chunk.into)):
             if array is not None and array.nbytes:
                 straight = array.flags.c_contiguous and array.dtype.isnative and device.is_pinned(array)
+                straight = straight and not (array is x and any(isinstance(chunk.piece.rows_in, list) for chunk in chunks))
                 (self._straight if straight else staged).append((which, array, part_of))
         #: the lane's places for the other arrays of each chunk
         self._staged = [which for which, _, _ in staged]
@@ -590,12 +638,13 @@ def _convolve(
     problem, device = plan.problem, plan.device
     shape = plan.result_shape if plan.result_order is None else tuple(plan.result_shape[i] for i in plan.result_order)
     if device.backend != "cuda":
-        y = allocate(shape, np.dtype(problem.storage)) if out is None else out
+        y = allocate(shape, np.dtype(problem.result_storage)) if out is None else out
         if not plan.empty:
             if residual is not None and np.may_share_memory(residual, y):
                 residual = residual.copy()  # OpenCL's buffers must not overlap
             arrays = (x, *filters.arrays, residual)
-            ready = [None if a is None else np.ascontiguousarray(a, dtype=problem.storage) for a in arrays]
+            storages = problem.input_storage, *(problem.storage,) * 4
+            ready = [None if a is None else np.ascontiguousarray(a, dtype=one) for a, one in zip(arrays, storages, strict=True)]
             if stream is not None or not _by_library(plan, ready, y):
                 device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
         return y
@@ -607,7 +656,7 @@ def _convolve(
         if not devices and nbytes <= SMALL_BYTES and not plan.empty:
             in_place = nbytes <= IN_PLACE_BYTES and plan.by_address
             return _convolve_small(gpu, plan, x, filters, out, shape, stream, residual, allocate if in_place else None)
-        y = gpu.result_array(shape, np.dtype(problem.storage)) if out is None else out
+        y = gpu.result_array(shape, np.dtype(problem.result_storage)) if out is None else out
         if plan.empty:
             return y
     missing = () if problem.batched else (None, None) if problem.bare else (None,)
@@ -629,7 +678,8 @@ def _by_library(plan: Plan, arrays: Sequence[Any], y: np.ndarray) -> bool:
     """Whether a library has computed `y`: where nothing but a bias follows its transforms, and few sums may be off."""
     call, problem = plan.schedule.whole[0][0], plan.problem
     x, weight, bias, *others = arrays
-    if not isinstance(call, LibraryCall) or problem.itemsize < 4 or problem.activation or any(one is not None for one in others):
+    plain = not (problem.adapted or problem.activation or any(one is not None for one in others))
+    if not isinstance(call, LibraryCall) or problem.itemsize < 4 or not plain:
         return False
     return transforms.convolve(call.told[0], x, weight, bias, y)
 
@@ -657,7 +707,8 @@ def _convolve_small(
 
     With a `allocate`, which makes the result, there are no copies: the kernels read and write page-locked memory.
     """
-    dtype = np.dtype(plan.problem.storage)
+    problem = plan.problem
+    dtype, made_of = np.dtype(problem.storage), np.dtype(problem.result_storage)
     host, locked, device, own = gpu.small_buffers(2 * SMALL_BYTES)
     in_place = allocate is not None and locked != 0
     at = locked if in_place else device
@@ -670,7 +721,7 @@ def _convolve_small(
             places.append(0)
         else:
             places.append(at + used)
-            np.copyto(np.ndarray(array.shape, dtype, host, used), array)
+            np.copyto(np.ndarray(array.shape, np.dtype(problem.input_storage) if array is x else dtype, host, used), array)
             used += -(-array.nbytes // 256) * 256
     packed = 0
     if kept:
@@ -688,14 +739,14 @@ def _convolve_small(
     try:
         if in_place:
             plan.launch(buffers, own, packed)
-            y = (allocate or np.empty)(shape, dtype) if out is None else out  # while the kernels run
+            y = (allocate or np.empty)(shape, made_of) if out is None else out  # while the kernels run
         else:
-            y = gpu.result_array(shape, dtype) if out is None else out
+            y = gpu.result_array(shape, made_of) if out is None else out
             gpu.copy_in(device, host[:used], host[:used], own)
             plan.launch(buffers, own, packed)
             gpu.copy_out(y, y, device + used, own)
     finally:
         own.synchronize()
     if in_place:
-        np.copyto(y, np.ndarray(shape, dtype, host, used))
+        np.copyto(y, np.ndarray(shape, made_of, host, used))
     return y

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as _F
 
-from pycuda_conv import dispatch
+from pycuda_conv import borders, dispatch
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
+from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, check_taken, result_type
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, check_element_type, integers, padding_in_numbers, padding_pairs
+from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
 _is_batched = torch_internals.is_batched
@@ -48,6 +49,17 @@ class Settings(NamedTuple):
     device: str | None
     tune: bool
     algorithm: str | None = None
+    padding_mode: Any = "zeros"
+    padding_value: float = 0.0
+
+    @property
+    def linear(self) -> Settings:
+        """Those of the part that is linear in the input: what a constant border adds is the same for all inputs."""
+        if self.padding_value == 0:
+            return self
+        pairs = borders.mode_pairs(self.padding_mode, self.ndim)
+        modes = tuple(tuple("zeros" if mode == "constant" else mode for mode in pair) for pair in pairs)
+        return self._replace(padding_mode=modes, padding_value=0.0)
 
 
 def _in_numbers(settings: Settings, filter_size: Sequence[int]) -> Settings:
@@ -59,12 +71,21 @@ def _in_numbers(settings: Settings, filter_size: Sequence[int]) -> Settings:
 
 
 def _flat(settings: Settings) -> tuple[Any, ...]:
-    """Settings in numbers, flattened for the schema: the padding is one list, before and after in turn."""
-    return settings.stride, [n for pair in settings.padding for n in pair], *settings[3:]
+    """Settings in numbers, flattened for the schema: the padding is a list, before and after in turn, and so are the words of its modes."""
+    *others, mode, value = settings[3:]
+    flat = settings.stride, [n for pair in settings.padding for n in pair], *others
+    if mode == "zeros" and value == 0:
+        return flat
+    return *flat, " ".join(word for pair in borders.mode_pairs(mode, settings.ndim) for word in pair), value
 
 
-def _from_flat(stride: Sequence[int], padding: Sequence[int], *rest: Any) -> Settings:
-    return Settings(len(stride), tuple(stride), tuple(zip(padding[::2], padding[1::2], strict=True)), *rest)
+def _from_flat(
+    stride: Sequence[int], padding: Sequence[int], dilation: Any, groups: int, precision: str, device: Any, tune: bool,
+    algorithm: Any = None, padding_mode: str = "", padding_value: float = 0.0,
+) -> Settings:
+    pairs, modes = (tuple(zip(of_sides[::2], of_sides[1::2], strict=True)) for of_sides in (padding, padding_mode.split()))
+    options = dilation, groups, precision, device, tune, algorithm, modes or "zeros", padding_value
+    return Settings(len(stride), tuple(stride), pairs, *options)
 
 
 class Operator:
@@ -86,9 +107,11 @@ class Operator:
 
     def asked(self, settings: Settings, size: Any) -> tuple[Any, ...]:
         """The options, as :func:`pycuda_conv.dispatch.convolve` takes them."""
-        ndim, stride, padding, dilation, groups, precision, *_ = settings
+        ndim, stride, padding, dilation, groups, precision, _, _, algorithm, mode, value = settings
         asked = self.function, ndim, stride, padding, dilation, groups, precision, size, None
-        return asked if settings.algorithm is None else (*asked, settings.algorithm)
+        if mode == "zeros" and not value:
+            return asked if algorithm is None else (*asked, algorithm, "zeros", 0.0, None)
+        return *asked, algorithm, mode, value, None
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         """The shape of the result. Sizes may be symbols; the settings are in numbers."""
@@ -175,10 +198,10 @@ class _ConvInput(_Gradient):
         return ConvProblem.gradient(self.function, ndim, size, second, first, **settings)
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
-        return call_operator(CONV, settings, grad, second, None, ())
+        return call_operator(CONV, settings.linear, grad, second, None, ())
 
     def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
-        return call_operator(CONV_WEIGHT, settings, grad, first, None, shape)
+        return call_operator(CONV_WEIGHT, settings.linear, grad, first, None, shape)
 
 
 class _ConvWeight(_Gradient):
@@ -207,11 +230,21 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
         x, w, bias, scale, residual = operands
         with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
         return convolve(call, with_channels, device, tune)[0]
-    settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune, call.algorithm)
+    settings = _settings(call, device, tune)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size
+    dtypes = [None if one is None else TORCH.dtype_name(one.dtype) for one in operands]
+    operands = call.of_one_type(operands, dtypes, lambda tensor, dtype: tensor.to(getattr(torch, dtype)), TORCH.conversion)
     operands = Operands(*_cast(*operands))
     input, weight, bias, scale, residual = operands
+    if call.dtype is not None and call.dtype not in INTEGER_BYTES:
+        result_type(arithmetic([TORCH.dtype_name(input.dtype)], call.dtype), call.dtype)
+        call = call._replace(dtype=None)
+    if call.dtype is not None:  # integers have no gradients
+        if _traced(*operands):
+            return _rounded(convolve(call._replace(dtype=None), operands, device, tune), call.dtype)
+        detached = tuple(one if one is None else one.detach() for one in operands)
+        return dispatch.convolve(call, detached, None, (device, None, None, tune), True)
     if scale is None and residual is None and call.activation is None:
         return call_operator(operator, settings, input, weight, bias, size)
     if not _differentiated(*operands) and not _traced(*operands):  # but cast
@@ -225,6 +258,25 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
         y = y if bias is None else y + bias.view(channels)
     y = y if residual is None else y + residual
     return activated(y, call.activation)
+
+
+def _settings(call: Call, device: str | None, tune: bool) -> Settings:
+    return Settings(
+        call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune, call.algorithm, call.padding_mode,
+        call.padding_value,
+    )
+
+
+def _rounded(y: Any, dtype: str) -> Any:
+    """A result in the type that was asked for, by torch's own operations, which compilers see."""
+    wanted = getattr(torch, result_type(TORCH.dtype_name(y.dtype), dtype))
+    if y.dtype is wanted:
+        return y
+    least, most = (0, 1) if wanted is torch.bool else (torch.iinfo(wanted).min, torch.iinfo(wanted).max)
+    whole = y.detach().round()
+    beyond = whole >= float(most)
+    inside = torch.where(beyond | ~(whole >= float(least)), float(least), whole).to(torch.int64)  # NaN too
+    return torch.where(beyond, most, inside).to(wanted)
 
 
 def _hardswish(y: Any) -> Any:
@@ -298,7 +350,7 @@ def call_operator(operator: Operator, settings: Settings, first: Any, second: An
 
 
 def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *options: Any) -> Any:
-    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups and precision.
+    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups, precision and the mode of the padding.
 
     The operator is called at once. Torch.compile would follow all that a call of :func:`pycuda_conv.conv2d` does, which takes it 0.1 s.
     """
@@ -309,8 +361,11 @@ def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *opti
 
 
 @torch_internals.constant
-def _flat_options(sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str) -> tuple[Any, ...]:
-    return _flat(_in_numbers(Settings(len(sizes), stride, padding, dilation, groups, precision, None, False), sizes))
+def _flat_options(
+    sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str, padding_mode: Any = "zeros"
+) -> tuple[Any, ...]:
+    settings = Settings(len(sizes), stride, padding, dilation, groups, precision, None, False, None, padding_mode)
+    return _flat(_in_numbers(settings, sizes))
 
 
 def _is_transformed() -> bool:
@@ -359,8 +414,8 @@ def lying_as(grad: Any, order: tuple[int, ...] | None) -> Any:
         return grad
     if order is None:
         return grad.contiguous()
-    turned = grad.permute(order)
-    return grad if turned.is_contiguous() else turned.contiguous().permute([order.index(axis) for axis in range(len(order))])
+    permuted = grad.permute(order)
+    return grad if permuted.is_contiguous() else permuted.contiguous().permute([order.index(axis) for axis in range(len(order))])
 
 
 class _Transformed(_Function):
@@ -398,7 +453,8 @@ def _tangent(ctx: Any, first: Any, second: Any, bias: Any) -> Any:
     """The derivative of the result in the direction of these operands, each of which may be None: the operator is linear in each."""
     operator, settings, *_ = ctx.call
     of_first, of_second = ctx.saved_tensors
-    terms = [] if first is None else [call_operator(operator, settings, first, of_second, None, ctx.size)]
+    of_first_alone = settings if operator is CONV_INPUT else settings.linear
+    terms = [] if first is None else [call_operator(operator, of_first_alone, first, of_second, None, ctx.size)]
     if second is not None:
         terms.append(call_operator(operator, settings, of_first, second, None, ctx.size))
     if bias is not None:
@@ -420,7 +476,8 @@ def _derivatives(ctx: Any, grad: Any) -> tuple[Any, Any, Any]:
 def _fake(operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
     """A tensor without numbers that has the result's shape and strides."""
     _check(operator, settings, first, second, bias, None, None, size, None)
-    return _empty_like(first, operator.shape(settings, first.shape, second.shape, size), settings.ndim)
+    like = second if TORCH.dtype_name(first.dtype) in INTEGER_BYTES else first
+    return _empty_like(first, operator.shape(settings, first.shape, second.shape, size), settings.ndim, like.dtype)
 
 
 def lies_in(x: Any, order: Sequence[int]) -> bool:
@@ -455,13 +512,13 @@ def traced_layout(x: Any, ndim: int) -> str:
     return "NHWC" if lies_in(x, order) else "NCHW"
 
 
-def _empty_like(first: Any, shape: Sequence[int], ndim: int) -> Any:
+def _empty_like(first: Any, shape: Sequence[int], ndim: int, dtype: Any = None) -> Any:
     """A tensor of `shape`, whose sizes may be symbols, in the layout that `first` counts as."""
     if traced_layout(first, ndim) == "NCHW":
-        return first.new_empty(shape)
+        return first.new_empty(shape, dtype=dtype)
     order = channels_last(len(shape), ndim)
     assert order is not None
-    return first.new_empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
+    return first.new_empty([shape[axis] for axis in order], dtype=dtype).permute([order.index(axis) for axis in range(len(order))])
 
 
 def _check(
@@ -470,10 +527,13 @@ def _check(
     """Refuse operands that don't fit together, as far as their sizes are known."""
     more = {"bias": bias, "scale": scale, "residual": residual}
     given = {name: tensor for name, tensor in more.items() if tensor is not None}
-    for name, tensor in {operator.words[0]: first, operator.words[1]: second, **given}.items():
+    own = TORCH.dtype_name(first.dtype)
+    check_taken(operator.words[0], own, TORCH.conversion)
+    for name, tensor in {operator.words[1]: second, **given}.items():
         check_element_type(name, TORCH.dtype_name(tensor.dtype), TORCH.conversion)
+    read, computed = (own, second.dtype) if own in INTEGER_BYTES else ("", first.dtype)
     for name, other in {operator.words[1]: second, **given}.items():
-        if other.device != first.device or other.dtype != first.dtype:
+        if other.device != first.device or other.dtype != computed:
             raise ConvArgumentError(
                 f"{operator.words[0]} and {name} should be the same in device and dtype, but are on {first.device} in {first.dtype} and "
                 f"on {other.device} in {other.dtype}"
@@ -482,8 +542,9 @@ def _check(
         shapes = {f"{name}_shape": tensor.shape for name, tensor in given.items() if name != "bias"}
         operator.problem(
             settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
-            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(first.dtype),
-            precision=settings.precision, algorithm=settings.algorithm, **shapes,
+            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(computed),
+            input_dtype=read, precision=settings.precision, algorithm=settings.algorithm, padding_mode=settings.padding_mode,
+            padding_value=settings.padding_value, **shapes,
             **({} if activation is None else {"activation": activation}),
         )
 

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
+from pycuda_conv import borders
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
+from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.nn import operators
 from pycuda_conv.nn.autograd import (
     CONV,
@@ -36,7 +38,7 @@ from pycuda_conv.problem import ALGORITHMS, PRECISIONS, channels_last
 _ALGORITHMS = (None, *ALGORITHMS)
 _SCHEMA = (
     "(Tensor {}, Tensor {}, Tensor? bias, SymInt[] {}, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, "
-    "str precision, str? device, bool tune, str? algorithm=None) -> Tensor"
+    "str precision, str? device, bool tune, str? algorithm=None, str padding_mode='', float padding_value=0.) -> Tensor"
 )
 
 
@@ -44,25 +46,29 @@ def _spec(operator: Operator, settings: Settings) -> list[int]:
     """An operator and its settings in numbers as one list of ints.
 
     They are: number of the operator, of the precision and of the algorithm, device (-2: the tensors', -1: OpenCL, else the number of a
-    GPU), tune, groups; then for each axis stride, padding before, padding after, dilation.
+    GPU), tune, groups, the bits of the value that fills; then for each axis stride, padding before, padding after, dilation, and the
+    numbers of the modes before and after.
     """
     device = settings.device
     place = -2 if device is None else -1 if device == "opencl" else int(device.rpartition(":")[2])
     how = PRECISIONS.index(settings.precision), _ALGORITHMS.index(settings.algorithm)
-    spec = [OPERATORS.index(operator), *how, place, int(settings.tune), settings.groups]
-    for step, pair, spread in zip(settings.stride, settings.padding, settings.dilation, strict=True):
-        spec += step, *pair, spread
+    spec = [OPERATORS.index(operator), *how, place, int(settings.tune), settings.groups, bits(settings.padding_value, 8)]
+    modes = borders.mode_pairs(settings.padding_mode, settings.ndim)
+    for step, pair, spread, words in zip(settings.stride, settings.padding, settings.dilation, modes, strict=True):
+        spec += step, *pair, spread, *map(borders.MODES.index, words)
     return spec
 
 
 @lru_cache(maxsize=4096)
 def _from_spec(spec: tuple[int, ...]) -> tuple[Operator, Settings]:
     """The operator and its settings from the list of :func:`_spec`."""
-    number, precision, algorithm, place, tune, groups, *axes = spec
-    stride, before, after, dilation = (tuple(axes[i::4]) for i in range(4))
+    number, precision, algorithm, place, tune, groups, value, *axes = spec
+    stride, before, after, dilation, *modes = (tuple(axes[i::6]) for i in range(6))
     device = None if place == -2 else "opencl" if place == -1 else f"cuda:{place}"
     padding = tuple(zip(before, after, strict=True))
-    how = PRECISIONS[precision], device, bool(tune), _ALGORITHMS[algorithm]
+    words = tuple((borders.MODES[first], borders.MODES[last]) for first, last in zip(*modes, strict=True))
+    mode = "zeros" if {word for pair in words for word in pair} == {"zeros"} else words
+    how = PRECISIONS[precision], device, bool(tune), _ALGORITHMS[algorithm], mode, from_bits(value, 8)
     return OPERATORS[number], Settings(len(stride), stride, padding, dilation, groups, *how)
 
 

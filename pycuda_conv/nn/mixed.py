@@ -250,12 +250,12 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
             to = buffer.take(2 * math.prod(w_shape))
             writes_last = ctx.last and by_second.writes_filter_last
             steps += repeat.steps_of(by_second, writes_last, (ax, ag, none, to, scratch, none))
-            if ctx.last and not writes_last and casting.turns(w_shape):
+            if ctx.last and not writes_last and casting.moves_axis(w_shape):
                 steps.append([casting.widen_filter(word, w_shape, to, dw)])
             else:
                 narrow_ones.append((math.prod(w_shape), to, dw))
-            lying = channels_last(len(w_shape), ndim) if ctx.last else None
-            results.append(TORCH.maker(tuple(w_shape), torch.float32, grad.device, lying))
+            order = channels_last(len(w_shape), ndim) if ctx.last else None
+            results.append(TORCH.maker(tuple(w_shape), torch.float32, grad.device, order))
         if db is not None:
             to = buffer.take(2 * pixels.K)
             steps += repeat.rebind_buffers([[one] for one in summed], (ag, to, scratch))

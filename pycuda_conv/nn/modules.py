@@ -105,13 +105,14 @@ class _Conv(_Ours):
     def _conv_forward(self: Any, input: Any, weight: Any, bias: Any) -> Any:
         if self._base._conv_forward is not self._genuine:  # somebody replaced it for all convolutions
             return self._base._conv_forward(self, input, weight, bias)
-        padding = self.padding
-        if self.padding_mode != "zeros":
-            input = torch.nn.functional.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
-            padding = 0
+        padding, mode = self.padding, self.padding_mode
+        if mode != "zeros":  # in numbers, from the last axis to the first
+            sides = self._reversed_padding_repeated_twice
+            padding = tuple((sides[i], sides[i + 1]) for i in range(len(sides) - 2, -1, -2))
         if _is_followed():
-            return followed("conv", input, weight, bias, (), self.stride, padding, self.dilation, self.groups, self.precision)
-        return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision)
+            return followed("conv", input, weight, bias, (), self.stride, padding, self.dilation, self.groups, self.precision, mode)
+        options = {} if mode == "zeros" else {"padding_mode": mode}
+        return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **options)
 
 
 class _ConvTranspose(_Ours):

@@ -21,10 +21,10 @@ from pycuda_conv.nn.autograd import (
     CONV_INPUT,
     CONV_TRANSPOSE,
     CONV_WEIGHT,
-    Settings,
     _is_batched,
     _is_followed,
     _layout,
+    _settings,
     _summed,
     _traced,
     without_gaps,
@@ -45,16 +45,14 @@ class RepeatedGradients:
 
     def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int], order: tuple[int, ...] | None) -> None:
         self.operator = _BY_FUNCTION[call.function]
-        self.settings = settings = Settings(
-            call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False, call.algorithm
-        )
+        self.settings = settings = _settings(call, None, False)
         self.size = call.size
         self.shapes = first_shape, second_shape
         #: in which the result lies
         self.order = order
         self.transposed = self.operator is CONV_TRANSPOSE
         #: the key's options of both gradients together
-        self.both = call.function, *settings[:6], settings.algorithm, call.size
+        self.both = call.function, *settings[:6], *settings[8:], call.size
         #: the keys' options of the gradients; None where they take more than one convolution
         self.by_first: tuple[Any, ...] | None = CONV_INPUT.asked(settings, first_shape)
         self.by_second: tuple[Any, ...] | None = CONV_WEIGHT.asked(settings, second_shape)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from typing import TYPE_CHECKING, Any, Literal
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.runtime.base import Device, KernelLaunch, pycuda_context
 
 if TYPE_CHECKING:
     from pycuda_conv.runtime.device import CudaDevice
@@ -22,7 +21,7 @@ __all__ = [
     "device_count",
     "get_device",
     "named_place",
-    "pycudas_device",
+    "pycuda_device",
 ]
 
 BACKENDS = ("cuda", "opencl")
@@ -35,11 +34,9 @@ def cuda_device(ordinal: int) -> CudaDevice:
     return contexts.cuda_device(ordinal)
 
 
-def pycudas_device() -> CudaDevice | None:
+def pycuda_device() -> CudaDevice | None:
     """The device of PyCUDA's current context, where host arrays are convolved unless the caller says otherwise; None if there is none."""
-    drv = sys.modules.get("pycuda.driver")
-    context = getattr(drv, "Context", None)  # another thread may be importing the module
-    if context is None or context.get_current() is None or default_backend() != "cuda":
+    if pycuda_context() is None or default_backend() != "cuda":
         return None
     from pycuda_conv.runtime import contexts
 
@@ -48,7 +45,7 @@ def pycudas_device() -> CudaDevice | None:
 
 def bound_to_thread() -> bool:
     """Whether host arrays are convolved in a context that this thread alone has made current."""
-    device = pycudas_device()
+    device = pycuda_device()
     return device is not None and device.where != device.ordinal
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -159,6 +160,15 @@ class LibraryCall(KernelLaunch):
 
     def source(self) -> str:
         return ""
+
+
+def pycuda_context() -> Any:
+    """PyCUDA's current context in this thread, or None; PyCUDA is not imported.
+
+    The driver may have another one: torch makes its own current.
+    """
+    context = getattr(sys.modules.get("pycuda.driver"), "Context", None)  # another thread may be importing the module
+    return None if context is None else context.get_current()
 
 
 def source_of(file: str, defines: Mapping[str, int]) -> str:

@@ -5,9 +5,9 @@ CuPy use, or one that a program made: ``pycuda.autoinit`` does so, and ``Device.
 made current for each call. Any other context has to be the thread's current one, as PyCUDA itself demands: for the driver, or on top of
 PyCUDA's stack of contexts.
 
-A context is known by its id. Its handle does not tell, because a new context gets the handle of one that is gone, and a handle that was
-kept must not be given to the driver to find out. An id is asked of the current context only, so a device whose context is gone is never
-found again.
+A context is identified by its id, not by its handle: a new context may get the handle of a destroyed one, and the driver must not be
+asked about a handle that may be stale. The driver tells the id of the current context only. So a device whose context was destroyed is
+never found again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ import numpy as np
 
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.runtime import driver, transforms
+from pycuda_conv.runtime.base import pycuda_context
 from pycuda_conv.runtime.device import CudaDevice, Where
 from pycuda_conv.runtime.gpu import Gpu, gpu
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
@@ -116,7 +116,7 @@ class PrimaryContext(CudaDevice):
         last one, not the driver's. So PyCUDA gets a level of the driver's stack to play with, and none where its last context is this one
         already.
         """
-        if pycudas_current() == self.handle:
+        if pycuda_handle() == self.handle:
             with super().for_pycuda():
                 yield
             return
@@ -170,7 +170,7 @@ class OtherContext(CudaDevice):
 
     def _pushed(self) -> bool:
         """Make the context current if it is PyCUDA's current one."""
-        if pycudas_current() == self.handle:  # then the handle is a living context's, which may be another one
+        if pycuda_handle() == self.handle:  # then the handle is a living context's, which may be another one
             driver.push(self.handle)
             if driver.current_id() == self.id:
                 return True
@@ -193,7 +193,7 @@ class OtherContext(CudaDevice):
     def for_pycuda(self) -> Iterator[None]:
         """The context is current for the driver and for PyCUDA: for the latter it has to be so already."""
         with super().for_pycuda():
-            if pycudas_current() != self.handle:
+            if pycuda_handle() != self.handle:
                 raise ConvArgumentError(
                     f"the input's allocator would allocate in PyCUDA's current context, but the input lies in another one of {self.name}: "
                     "call context.push() before and Context.pop() after, or pass out"
@@ -303,11 +303,10 @@ def primary_handle(ordinal: int) -> int:
     return known.handle  # type: ignore[union-attr]
 
 
-def pycudas_current() -> int:
-    """The handle of PyCUDA's current context in this thread, or 0. The driver may have another one: torch makes its own current."""
-    context = getattr(sys.modules.get("pycuda.driver"), "Context", None)  # another thread may be importing the module
-    top = None if context is None else context.get_current()
-    return 0 if top is None else int(top.handle)
+def pycuda_handle() -> int:
+    """The handle of PyCUDA's current context in this thread, or 0."""
+    context = pycuda_context()
+    return 0 if context is None else int(context.handle)
 
 
 def is_primary(handle: int) -> bool:
@@ -338,7 +337,7 @@ def device_of(handle: int) -> CudaDevice:
 
 def chosen(ordinal: int | None = None) -> CudaDevice:
     """Where host arrays are convolved: in PyCUDA's current context, if there is one and it is on that GPU, else in the primary one."""
-    handle = pycudas_current()
+    handle = pycuda_handle()
     if handle:
         device = device_of(handle)
         if ordinal in (None, device.ordinal):
@@ -404,7 +403,7 @@ def _where_is(pointer: int) -> Where:
         found: Where = ordinal
     elif handle == current:
         found = _other(ordinal, handle).where
-    elif handle == pycudas_current():
+    elif handle == pycuda_handle():
         with _pushed(handle):
             found = _other(ordinal, handle).where
     else:

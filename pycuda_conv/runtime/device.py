@@ -180,7 +180,8 @@ class CudaDevice(Device):
     def _call_library(self, call: LibraryCall, buffers: Sequence[Any], stream: Any) -> None:
         driver.check_not_forked()
         told, sums, limits = call.told
-        x, w, _, _, workspace, *_ = map(int, buffers)
+        places = (one if isinstance(one, tuple) else (one, 0) for one in call.buffers)
+        x, w, workspace = (int(buffers[i]) + start for i, start in places)
         transforms.fill_on_gpu(told, call.kernel, self.ordinal, (x, w, workspace + sums, workspace + limits), driver.handle_of(stream))
 
     def launches(self, steps: Sequence[Sequence[KernelLaunch]]) -> list[Launch]:

@@ -1,4 +1,4 @@
-"""What holds for a GPU whatever context is used there: its properties, and the machine code that is compiled for it."""
+"""One GPU, whatever context is used on it: its properties, and the machine code that is compiled for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captured launches."""
+"""CUDA graphs: launches that are captured once and replayed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A pool of device memory for each context.
 
 PyCUDA's own pools and allocations would keep their context alive. Ours hold addresses: a block that is dropped goes to the pool's list
-without a call of the driver, and the list is read only while the context is current. Memory goes back to the driver where it is asked for
-more than it has, or with the context.
+without a call of the driver, and the list is read only while the context is current. The pool frees its memory if
+the driver has too little for a request. All of it goes with the context.
 """
 
 from __future__ import annotations

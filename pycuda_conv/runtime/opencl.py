@@ -19,7 +19,7 @@ import numpy as np
 
 from pycuda_conv.errors import BackendError, DeviceMemoryError
 from pycuda_conv.runtime import pocl, transforms, waiting
-from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, LibraryCall, forked, headers
+from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, LibraryCall, Place, forked, headers
 from pycuda_conv.runtime.cache import Entry, trusted_folder
 from pycuda_conv.runtime.pocl_process import compile_elsewhere
 from pycuda_conv.runtime.workers import workers
@@ -120,6 +120,16 @@ def _numbers(step: KernelLaunch) -> list[Any]:
     return [*([np.array(step.structs, np.int64)] if step.arguments else []), *(np.int64(v) for v in step.scalars)]
 
 
+def _place(place: Place) -> tuple[int, int]:
+    """The number of a launch's buffer, and the bytes before the part that it takes."""
+    return place if isinstance(place, tuple) else (place, 0)
+
+
+def _part(buffer: Any, start: int) -> Any:
+    """The buffer from its byte `start` on; None for one that a call lacks."""
+    return buffer.get_sub_region(start, buffer.size - start) if buffer and start else buffer or None
+
+
 class OpenCLDevice(Device):
     """The machine's OpenCL device: that of PoCL if it is installed, else the first one. Made by :func:`opencl_device`."""
 
@@ -186,13 +196,11 @@ class OpenCLDevice(Device):
         found = self._kernels.get((step.kernel, source := step.source()))
         kernel, program = (found, self._programs[source][1]) if found else waiting.beside(lambda: self._kernel(step))
         numbers = _numbers(step)
-        whole = [place for place in step.buffers if isinstance(place, int)]
-        if len(whole) < len(step.buffers):
-            raise ValueError(f"{step.kernel} takes parts of buffers, {step.buffers}, which OpenCL can't; pass whole ones")
+        places = [_place(one) for one in step.buffers]
         pace = _Pace()
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
-            given = [buffers[i] or None for i in whole]
+            given = [_part(buffers[i], start) for i, start in places]
             if kernel not in self._compiled:
                 self._compile(step, kernel, [one and one.size for one in given], numbers)
                 program.keep()
@@ -205,12 +213,13 @@ class OpenCLDevice(Device):
     def _by_library(self, step: LibraryCall) -> Launcher:
         """A launcher that lets a library work on the buffers' memory, which is the host's."""
         told, sums_at, limits_at = step.told
+        places = [_place(one) for one in step.buffers]
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
-            flags = self._cl.map_flags
+            flags, parts = self._cl.map_flags, [_part(buffers[i], start) for i, start in places]
             mapped = [
-                self._cl.enqueue_map_buffer(self.queue, buffers[i], access, 0, (buffers[i].size,), np.uint8)[0]
-                for i, access in ((0, flags.READ), (1, flags.READ), (4, flags.WRITE))
+                self._cl.enqueue_map_buffer(self.queue, part, access, 0, (part.size,), np.uint8)[0]
+                for part, access in zip(parts, (flags.READ, flags.READ, flags.WRITE), strict=True)
             ]
             x, w, workspace = mapped
             sums, limits = (
@@ -219,7 +228,10 @@ class OpenCLDevice(Device):
             )
             dtype = np.dtype(told.storage)
             try:
-                transforms.fill(told, x.view(dtype), w.view(dtype), sums, limits)
+                counts = math.prod(told.x_memory + told.size), math.prod(told.w_memory + told.taps)
+                # a part of a buffer goes to its end
+                x, w = (one[: n * dtype.itemsize].view(dtype) for one, n in zip((x, w), counts, strict=True))
+                transforms.fill(told, x, w, sums, limits)
             finally:
                 for one in mapped:
                     one.base.release(self.queue)

@@ -1,7 +1,7 @@
 """Page-locked host memory: a pool of it, handed out as ordinary numpy arrays.
 
 The GPU copies to and from page-locked memory at the speed of the bus and without the host's help. Copies to ordinary memory pass through a
-small buffer of the driver's, and a fresh array costs page faults besides. As locking pages is slow too, blocks are kept and used again.
+small buffer of the driver's, and a fresh array costs page faults besides. Locking pages is slow too, so blocks are kept and used again.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ PoCL keeps compiled programs in a folder and does not check its files: a damaged
 folder of its own. The files of each program are copied from there to our cache, and they are checked and put back before PoCL is asked for
 the same program again.
 
-PoCL also ends the process where it can't write a file. So before it compiles, its folder is asked for more room than it needs: at the start
-the folder of temporary files serves where that of the cache has none, and later an exception says why nothing can be compiled.
+PoCL also ends the process where it can't write a file. So the free space of its folder is checked before it compiles. If the
+cache's folder has too little at the start, the folder of temporary files is used. Later, an exception says why nothing can be compiled.
 """
 
 from __future__ import annotations

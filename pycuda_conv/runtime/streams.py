@@ -1,7 +1,7 @@
 """Streams and events as handles of the driver. PyCUDA's objects would keep the context alive in which they were made.
 
-No handle is ever given back to the driver: what is dropped waits for its next use, and goes with its context. So nothing has to know
-whether the context still lives.
+Handles are never destroyed one by one. A dropped stream or event is used again, and all of them go with their context. So no code has to
+know whether the context still exists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensor maps, which PyCUDA does not have."""
+"""Tensor maps, made by the driver's library: PyCUDA has no function for them."""
 
 from __future__ import annotations
 

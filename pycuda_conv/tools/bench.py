@@ -154,7 +154,7 @@ class Operands:
     ) -> None:
         dtype = getattr(torch, problem.dtype)
 
-        def lying(shape: Sequence[int], make: Callable[[Sequence[int]], Any], order: Sequence[int] | None = problem.order) -> Any:
+        def laid_out(shape: Sequence[int], make: Callable[[Sequence[int]], Any], order: Sequence[int] | None = problem.order) -> Any:
             """The array of `make`, with its axes in that order in memory."""
             order = order or tuple(range(len(shape)))
             return make([shape[i] for i in order]).permute([order.index(i) for i in range(len(shape))])
@@ -167,9 +167,9 @@ class Operands:
             return torch.full(shape, math.nan, device=place, dtype=dtype)
 
         self.count, self._torch = count, torch
-        self.x = [lying(problem.input_shape, draw) for _ in range(count)]
-        self.w = [lying(problem.weight_shape, draw, filter_order) for _ in range(count)]
-        self.out, self.kept = ([lying(problem.result_shape, unwritten) for _ in range(count)] for _ in range(2))
+        self.x = [laid_out(problem.input_shape, draw) for _ in range(count)]
+        self.w = [laid_out(problem.weight_shape, draw, filter_order) for _ in range(count)]
+        self.out, self.kept = ([laid_out(problem.result_shape, unwritten) for _ in range(count)] for _ in range(2))
 
     def poison(self) -> None:
         """Fill every output with NaN."""
@@ -294,11 +294,11 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
     filter_order = plan.filter_order if plan.reads_filter_last else None  # both sides read it fastest in this order
     sets = Operands(torch, problem, place, operand_sets(problem, cache_bytes) if on_gpu else 1, generator, filter_order)
     truth = Truth(torch, problem, sets.x[0], sets.w[0], seed)
-    turned = on_gpu and problem.layout == "NHWC" and not reads_channels_last(problem, plan.device)
-    if turned:  # as in the public functions: to NCHW and back, with a filter that is packed in the call, if at all
-        plan = cached_plan(dataclasses.replace(problem, layout="NCHW"), plan.device).settled()
-    call = public(problem) if turned else plan
-    bound = [partial(call, weight=w) if turned else plan.bind(w) for w in sets.w]
+    converted = on_gpu and problem.layout == "NHWC" and not reads_channels_last(problem, plan.device)
+    if converted:  # as in the public functions: to NCHW and back, with a filter that is packed in the call, if at all
+        plan = cached_plan(dataclasses.replace(problem, layout="NCHW"), plan.device).final_form()
+    call = public(problem) if converted else plan
+    bound = [partial(call, weight=w) if converted else plan.bind(w) for w in sets.w]
     function = rival(torch, problem, sets.x, sets.w)
     theirs_out: list[Any] = [None] * sets.count  # results are kept, so that torch writes to as much memory as we do
 

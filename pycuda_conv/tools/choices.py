@@ -76,7 +76,7 @@ def _measure(todo: Sequence[tuple[str, ConvProblem]], device: Any) -> Iterator[R
                 compiler.start(later)
             configs = compiler.configs(problem)
             try:
-                times = device_times([Plan(problem, device, config=config).settled() for config in configs])
+                times = device_times([Plan(problem, device, config=config).final_form() for config in configs])
             except (DeviceMemoryError, WrongResultError) as error:
                 console(stderr=True).print(f"{problem}: {error}")
                 continue

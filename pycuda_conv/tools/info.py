@@ -155,7 +155,7 @@ def cuda_contexts(count: int) -> dict[str, Any]:
         own = not isinstance(device.where, int)
         return {"device": device.name, "kind": "own" if own else "primary", "id": device.where[1] if own else None}
 
-    handle, flags, active = contexts.pycudas_current(), ctypes.c_uint(), ctypes.c_int()
+    handle, flags, active = contexts.pycuda_handle(), ctypes.c_uint(), ctypes.c_int()
     current = description(contexts.device_of(handle)) if handle else None
     states = []
     for ordinal in range(count):

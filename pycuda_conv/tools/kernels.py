@@ -58,8 +58,8 @@ def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:
         choice = shipped_table(device.model).get(device.model, key(problem))
         if choice is None or registry.refusal(problem, choice.config, device):
             continue
-        for noted in (False, True):
-            for launch in launches(registry.schedule(problem, choice.config, device, noted)):
+        for with_moments in (False, True):
+            for launch in launches(registry.schedule(problem, choice.config, device, with_moments)):
                 file = launch.file or launch.kernel
                 if file != UNLISTED and not any(launch in family for family in planned):
                     choices = {name: (value,) for name, value in launch.defines.items()}

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import signal
 import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from pycuda_conv import background, engines, interrupt
+from pycuda_conv.elements import DTYPE_BYTES
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.plan import as_called
-from pycuda_conv.problem import DTYPE_BYTES, ConvProblem
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import binaries
 from pycuda_conv.runtime.base import Device, KernelLaunch, source_of
 from pycuda_conv.runtime.cache import trusted_folder
@@ -28,6 +28,7 @@ from pycuda_conv.runtime.target import Target
 from pycuda_conv.runtime.workers import cores
 from pycuda_conv.tools.families import draw
 from pycuda_conv.tools.kernels import besides
+from pycuda_conv.tools.plans import Finished, compile_together
 from pycuda_conv.tools.suite import core, in_mode, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, track
 from pycuda_conv.tune import lookup
@@ -76,13 +77,13 @@ def texts(launches: Iterable[KernelLaunch], target: Target) -> Iterator[Text]:
         yield Text(launch.source(), target.arch(launch), launch.file or launch.kernel)
 
 
-def launches_of(problem: ConvProblem, target: Device, constants: bool = False, noted: bool = False) -> list[KernelLaunch]:
+def launches_of(problem: ConvProblem, target: Device, constants: bool = False, with_moments: bool = False) -> list[KernelLaunch]:
     """The launches of a call of `problem`; with `constants` also those of kernels that know the layer's constants."""
     problem = as_called(problem, target)
     found = lookup(problem, target)
-    schedule = engines.schedule(problem, found.config if found else engines.choose(problem, target), target, noted)
+    schedule = engines.schedule(problem, found.config if found else engines.choose(problem, target), target, with_moments)
     launches = background.launches(schedule) + (background.launches(background.with_constants(schedule)) if constants else [])
-    return [*launches, *_batch_norm(problem, schedule, target)] if noted else launches
+    return [*launches, *_batch_norm(problem, schedule, target)] if with_moments else launches
 
 
 def _batch_norm(problem: ConvProblem, schedule: engines.Schedule, target: Device) -> Iterator[KernelLaunch]:
@@ -121,10 +122,10 @@ def most_used(target: Target, count: int, each: int, seed: int = 0) -> list[Text
 
 
 def needed(wanted: Iterable[tuple[ConvProblem, bool]], target: Target) -> Counter[Needed]:
-    """How many of the problems need each text. Each problem comes with whether moments of its result are noted."""
+    """How many of the problems need each text. Each problem comes with whether moments of its result are computed."""
     used: Counter[Needed] = Counter()
-    for problem, noted in wanted:
-        launches = launches_of(problem, target, noted=noted)
+    for problem, with_moments in wanted:
+        launches = launches_of(problem, target, with_moments=with_moments)
         found = ((one.file or one.kernel, tuple(sorted(one.defines.items())), target.arch(one)) for one in launches)
         used.update(dict.fromkeys(found, 1))  # ordered, as the order decides between equal counts
     return used
@@ -158,7 +159,7 @@ def compile_all(wanted: Sequence[Text], made_by: Compiler) -> tuple[dict[Text, b
     pool = ThreadPoolExecutor(cores())
     try:
         coming: dict[Future[bytes], Text] = {pool.submit(binaries.make, text.source, text.arch, made_by): text for text in wanted}
-        for done in track(_Finished(coming), lambda done: coming[done].kernel):
+        for done in track(Finished(coming), lambda done: coming[done].kernel):
             try:
                 made[coming[done]] = done.result()
             except CompileError as error:
@@ -166,22 +167,6 @@ def compile_all(wanted: Sequence[Text], made_by: Compiler) -> tuple[dict[Text, b
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, texts that are not begun are left
     return made, failed
-
-
-class _Finished(Sequence[Any]):
-    """Futures in the order in which they finish, with a length."""
-
-    def __init__(self, futures: Iterable[Future[Any]]) -> None:
-        self._futures = list(futures)
-
-    def __len__(self) -> int:
-        return len(self._futures)
-
-    def __iter__(self) -> Iterator[Any]:
-        return as_completed(self._futures)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._futures[index]
 
 
 # ---- the layers of a model
@@ -203,7 +188,7 @@ def networks() -> Iterator[tuple[ConvProblem, bool]]:
 
 
 def model_problems(name: str, size: tuple[int, ...], modes: Sequence[str], training: bool) -> list[tuple[ConvProblem, bool]]:
-    """The problems of a network of torchvision's for images of `size`; each with whether moments of its result are noted, in training."""
+    """The problems of a network of torchvision's for images of `size`; each with whether its moments are computed, in training."""
     torch, torchvision = require("torch"), require("torchvision")
     try:
         with torch.device("meta"):
@@ -275,8 +260,8 @@ def run(settings: Settings) -> int:
         wanted = most_used(target, settings.random, RANDOM)
     else:
         wanted = list(dict.fromkeys(
-            text for problem, noted in problems(settings)
-            for text in texts(launches_of(problem, target, settings.constants, noted), target)
+            text for problem, with_moments in problems(settings)
+            for text in texts(launches_of(problem, target, settings.constants, with_moments), target)
         ))  # fmt: skip
         wanted += beside(target) if settings.training else ()
     missing = [text for text in wanted if binaries.find(text.source, text.arch, made_by) is None]
@@ -326,39 +311,22 @@ def _run_on_opencl(settings: Settings, device: Any) -> int:
         chosen = list(every_kind())
     used: Counter[str] = Counter()
     found: dict[str, KernelLaunch] = {}
-    for problem, noted in chosen:
-        launches = {launch.source(): launch for launch in launches_of(problem, device, noted=noted)}
+    for problem, with_moments in chosen:
+        launches = {launch.source(): launch for launch in launches_of(problem, device, with_moments=with_moments)}
         used.update(dict.fromkeys(launches, 1))
         found = launches | found
     wanted = [found[source] for source, _ in used.most_common(settings.random)]
     missing = [launch for launch in wanted if not device.kept(launch)]
-    begin, failed = time.monotonic(), []
+    begin = time.monotonic()
     if missing and trusted_folder() is None:
         raise ToolError("the cache is off, or its folder can't be used: compiled kernels would not be kept")
-    processes = max(1, min(cores(), len(missing)))
     with interrupt.telling(lambda: "the same command compiles the rest"):
-        pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_ignore_ctrl_c)
-        try:
-            coming: dict[Future[None], str] = {pool.submit(_compile_on_opencl, one): one.file or one.kernel for one in missing}
-            for done in track(_Finished(coming), coming.__getitem__):
-                if done.exception() is not None:
-                    failed.append(f"{coming[done]}: {done.exception()}")
-        finally:
-            pool.shutdown(cancel_futures=True)
+        failed = compile_together(missing, device)
     out = console()
     out.print(
         f"{len(wanted)} kernels for OpenCL: {len(wanted) - len(missing)} were there, {len(missing) - len(failed)} were compiled in "
-        f"{time.monotonic() - begin:.1f} s by {processes} processes"
+        f"{time.monotonic() - begin:.1f} s by {max(1, min(cores(), len(missing)))} processes"
     )
     for reason in failed[:5]:
         out.print(f"failed: {reason}", markup=False)
     return FAILED if failed else OK
-
-
-def _ignore_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group of processes, and the first one ends the others
-
-
-def _compile_on_opencl(launch: KernelLaunch) -> None:
-    device: Any = named_device("opencl")
-    device.compile(launch)

@@ -94,7 +94,7 @@ def refusal(problem: ConvProblem, config: Columns) -> str | None:
 ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
 
 
-def schedule(problem: ConvProblem, config: Columns, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     inner, product = parsed(config.INNER), _product(problem)
     assert inner is not None

@@ -44,8 +44,8 @@ class ViaNchw(ViaNhwc):
 
 CONFIGS = (ViaNhwc, ViaNchw)
 #: The layout of the transposed arrays: see ConvProblem.launched.
-TURNED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
-LAYOUTS = tuple(TURNED)
+TRANSPOSED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
+LAYOUTS = tuple(TRANSPOSED)
 TENSOR_CORES = True
 MOST_TEXTS = {"cuda": 2}
 
@@ -55,9 +55,9 @@ unsupported = hopper.unsupported
 # ---- what runs
 
 
-def _turned(problem: ConvProblem) -> ConvProblem:
+def _transposed(problem: ConvProblem) -> ConvProblem:
     """The problem of the transposed arrays, as it is launched."""
-    return replace(problem, layout=TURNED[problem.layout]).launched
+    return replace(problem, layout=TRANSPOSED[problem.layout]).launched
 
 
 def _of_filter(problem: ConvProblem) -> bool:
@@ -93,7 +93,7 @@ def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
         return reason
     if type(config) is not _kind(problem):
         return f"{_kind(problem).__name__} is for arrays that lie so"
-    return inner_refusal(_turned(problem), config.INNER)
+    return inner_refusal(_transposed(problem), config.INNER)
 
 
 # ---- launches
@@ -197,11 +197,11 @@ def _written(problem: ConvProblem) -> _Transposition | None:
     return _Transposition(RESULT, problem.N, plane, channels, problem.itemsize) if plane > 1 and channels > 1 else None
 
 
-def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     inner = parsed(config.INNER)
     assert inner is not None
-    made = registry.schedule(_turned(problem), inner, device)
+    made = registry.schedule(_transposed(problem), inner, device)
     if _of_filter(problem):
         return _of_both(problem, made)
     read, written, scratch = _read(problem), _written(problem), Arena(WORKSPACE)
@@ -248,12 +248,12 @@ def _only_fills_up(launch: KernelLaunch) -> bool:
 
 def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     """That of the inner engine."""
-    return inner_filter_key(_turned(problem), config.INNER)
+    return inner_filter_key(_transposed(problem), config.INNER)
 
 
 def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     """That of the inner engine, for its configurations."""
-    return inner_sum_order(_turned(problem), config.INNER) or config
+    return inner_sum_order(_transposed(problem), config.INNER) or config
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
@@ -289,9 +289,9 @@ def _packing(problem: ConvProblem) -> float:
 
 def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
     """The engines that can only run the problem of the transposed arrays."""
-    turned = _turned(problem)
+    transposed = _transposed(problem)
     for engine in registry.ENGINES:
-        alone = turned.layout in engine.LAYOUTS and engine.CONFIGS != CONFIGS and engine.unsupported(device) is None
+        alone = transposed.layout in engine.LAYOUTS and engine.CONFIGS != CONFIGS and engine.unsupported(device) is None
         if alone and not (problem.layout in engine.LAYOUTS and engine.choose(problem, device)):
             yield engine
 
@@ -300,17 +300,17 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
         return
-    turned, kind = _turned(problem), _kind(problem)
+    transposed, kind = _transposed(problem), _kind(problem)
     for engine in _engines(problem, device):
-        for inner in engine.configs(turned, device):
-            if engine.refusal(turned, inner) is None:
+        for inner in engine.configs(transposed, device):
+            if engine.refusal(transposed, inner) is None:
                 yield kind(str(inner))
 
 
 def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
     """Microseconds that `config` should take."""
     inner = parsed(config.INNER)
-    us = None if inner is None else registry.predicted(_turned(problem), inner, device)
+    us = None if inner is None else registry.predicted(_transposed(problem), inner, device)
     return None if us is None or inner is None else us + _beside(problem, inner)
 
 
@@ -327,10 +327,10 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
     if why_not(problem):
         return None
-    turned, best = _turned(problem), None
+    transposed, best = _transposed(problem), None
     for engine in _engines(problem, device):
-        found = engine.choose(turned, device)
-        us = None if found is None else engine.time(turned, found[1], device)
+        found = engine.choose(transposed, device)
+        us = None if found is None else engine.time(transposed, found[1], device)
         if found and us is not None and (best is None or us < best[0]):
             best = us, found[1]
     return None if best is None else (best[0] + _beside(problem, best[1]), _kind(problem)(str(best[1])))

@@ -182,7 +182,7 @@ def grid_of(problem: ConvProblem, config: Config) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     filter_size, size = unrolled_by(problem, type(config)), math.prod(problem.result_shape)
     if isinstance(config, DepthwiseRing):

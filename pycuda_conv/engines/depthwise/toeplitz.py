@@ -222,7 +222,7 @@ def _sixteens(problem: ConvProblem, unit: _Unit) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, with_moments: bool = False) -> Schedule:
     """The launch of `config`, which can run `problem`; it notes no moments."""
     (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
     (_, stride_h, stride_w), (_, dil_h, dil_w), (pad_h, pad_w) = problem.stride, problem.dilation, _padding(problem)

@@ -157,7 +157,7 @@ def _constants(problem: ConvProblem, args: Any) -> dict[str, int]:
     return layer_constants(problem, args, _SIZES[type(args)])
 
 
-def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     kernel, make = _KERNELS[type(config)]
     defines, args, layer, room = make(problem, config)

@@ -121,7 +121,7 @@ def _grid(problem: ConvProblem, config: Gemm, pixels: int) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: Gemm, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Gemm, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     split, redoes = config.SPLIT_K, few_have_taps(problem)
 

@@ -82,7 +82,7 @@ def _grid(problem: ConvProblem, config: PatchWgrad) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: PatchWgrad, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     args, size, slices = _arguments(problem, config), math.prod(problem.result_shape), config.SLICES
     thread_m, thread_n = TILES[config.BLOCK_M, config.BLOCK_N]

@@ -149,7 +149,7 @@ LOADED, MORE = 6, 15
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: Quads, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Quads, device: Device, with_moments: bool = False) -> Schedule:
     """The launch of `config`, which can run `problem`; it notes no moments."""
     tile, forward = _tile(problem, config), problem.direction == "fprop"
     (t, r, s), (depth, height, width), (o, p, q) = problem.filter_size, problem.operand_size, problem.result_size

@@ -48,22 +48,24 @@ def at_once(device: Device, cluster: int) -> int:
 # ---- channels-last images, whose pixels TMA's im2col mode loads
 
 
-def image_map(problem: ConvProblem, buffer: int, lying: PackedLayout, walk: PhaseAddressing, pixels: int, row: int = ROW) -> TensorMap:
-    """The tensor map of the first operand's images: a load fetches `row` bytes of `pixels` neighbouring pixels of `walk`."""
+def image_map(
+    problem: ConvProblem, buffer: int, unpacked: PackedLayout, addressing: PhaseAddressing, pixels: int, row: int = ROW
+) -> TensorMap:
+    """The tensor map of the first operand's images: a load fetches `row` bytes of `pixels` neighbouring pixels of `addressing`."""
     channels = problem.operand_channels
     pixel = problem.itemsize * channels  # bytes
-    if walk.flat:
-        axes, strides, images = [problem.N * math.prod(lying.size)], [pixel, pixel * problem.N * math.prod(lying.size)], 1
+    if addressing.flat:
+        axes, strides, images = [problem.N * math.prod(unpacked.size)], [pixel, pixel * problem.N * math.prod(unpacked.size)], 1
         stride, low, upper = [1], [0], [0]
     else:
-        inner = range(2, 2 - walk.rank, -1)  # W first
-        axes, images, strides = [lying.size[i] for i in inner], problem.N, [pixel]
+        inner = range(2, 2 - addressing.rank, -1)  # W first
+        axes, images, strides = [unpacked.size[i] for i in inner], problem.N, [pixel]
         for size in axes:
             strides.append(strides[-1] * size)
-        stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
-        upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (lying.size[i] - 1) for i in inner]
-    walked = Im2col(tuple(low), tuple(upper), tuple(stride), lying.load * row // ROW, pixels)
-    return TensorMap(buffer, 0, (channels, *axes, images), tuple(strides), walked, row, map_type(problem))
+        stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
+        upper = [addressing.low[i] + (addressing.phase.size[i] - 1) * addressing.stride[i] - (unpacked.size[i] - 1) for i in inner]
+    box = Im2col(tuple(low), tuple(upper), tuple(stride), unpacked.load * row // ROW, pixels)
+    return TensorMap(buffer, 0, (channels, *axes, images), tuple(strides), box, row, map_type(problem))
 
 
 def pixel_cycles(nbytes: int) -> float:
@@ -113,14 +115,14 @@ def map_type(problem: ConvProblem) -> str:
     return "tfloat32" if problem.dtype == "float32" else problem.dtype
 
 
-def load_base(problem: ConvProblem, walk: PhaseAddressing) -> dict[str, int]:
-    """The arguments of ``LoadBase`` in ``cu/hopper/ptx.cuh``. With `walk.flat` all images count as one row of pixels."""
-    _, height, width = walk.phase.size
-    plane = math.prod(walk.phase.size)
-    stride, low = ((1, 1, 1), (0, 0, 0)) if walk.flat else (walk.stride, walk.low)
-    whole = (problem.N * plane,) * 3 if walk.flat else (plane, height * width, width)
+def load_base(problem: ConvProblem, addressing: PhaseAddressing) -> dict[str, int]:
+    """The arguments of ``LoadBase`` in ``cu/hopper/ptx.cuh``. With `addressing.flat` all images count as one row of pixels."""
+    _, height, width = addressing.phase.size
+    plane = math.prod(addressing.phase.size)
+    stride, low = ((1, 1, 1), (0, 0, 0)) if addressing.flat else (addressing.stride, addressing.low)
+    whole = (problem.N * plane,) * 3 if addressing.flat else (plane, height * width, width)
     counts = dict(zip(("load_plane", "load_pq", "load_q"), whole, strict=True))
-    return {"rank": walk.rank, **counts, **by_axis("stride_", stride), **by_axis("low_", low)}
+    return {"rank": addressing.rank, **counts, **by_axis("stride_", stride), **by_axis("low_", low)}
 
 
 def stage_channels(problem: ConvProblem) -> int:

@@ -95,7 +95,7 @@ SLICE = 64  # pixels of a slice of moments
 #: An MN-major filter is transposed first if it has at most so many channels, and x at least so many stages of 128 pixels.
 FEW_CHANNELS, MANY_STAGES = 192, 32 * 132
 #: Stages of a multiprocessor up to which its blocks transpose the filter themselves: with tiles of their own, and with shared tiles.
-MOST_TURNED = 32, 128
+MOST_TRANSPOSED = 32, 128
 TRANSPOSERS = 3  # a block's warps that transpose the filter
 NOTED_COLUMNS = 192  # the widest tile whose sums leave registers for moments
 
@@ -126,13 +126,13 @@ def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ..
     None if tensor loads can't make it.
     """
     load = stage_channels(problem)
-    lying = PackedLayout(True, 0, (1, 1, 1), problem.operand_size, problem.operand_channels, load, problem.filter_size)
-    walks = [phase_addressing(problem, phase, lying) for phase in first_phases(problem)]
-    found = [walk for walk in walks if walk is not None]
-    return (lying, tuple(sorted(found, key=lambda walk: -math.prod(walk.taps)))) if len(found) == len(walks) else None
+    unpacked = PackedLayout(True, 0, (1, 1, 1), problem.operand_size, problem.operand_channels, load, problem.filter_size)
+    every = [phase_addressing(problem, phase, unpacked) for phase in first_phases(problem)]
+    found = [addressing for addressing in every if addressing is not None]
+    return (unpacked, tuple(sorted(found, key=lambda one: -math.prod(one.taps)))) if len(found) == len(every) else None
 
 
-def _walks(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
+def _addressed(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
     """:func:`_form`, for a problem that has one."""
     found = _form(problem)
     assert found is not None
@@ -207,24 +207,24 @@ def _reads_mn_major(problem: ConvProblem) -> bool:
     return stages < MANY_STAGES
 
 
-def _may_turn(rows: int, columns: int) -> bool:
+def _may_transpose(rows: int, columns: int) -> bool:
     """Whether a tile leaves shared memory and registers for warps that transpose a filter: small tiles do."""
     return rows == 64 and columns < 128
 
 
-def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
+def _transposes(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
     """Whether blocks transpose a float32 filter of dgrad themselves, stage by stage, instead of a launch before them.
 
     They do if a multiprocessor has few stages. With a shared tile a block has so few that transposing hides behind the loads.
     """
     gradient = problem.direction == "dgrad" and problem.itemsize == 4 and problem.weight_shape[1] % 4 == 0
-    if not gradient or not _may_turn(config.BLOCK_M, config.BLOCK_N):
+    if not gradient or not _may_transpose(config.BLOCK_M, config.BLOCK_N):
         return False
-    _, walks = _walks(problem)
-    # MOST_TURNED is for a sum that counts repeats twice
+    _, addressings = _addressed(problem)
+    # MOST_TRANSPOSED is for a sum that counts repeats twice
     many, slots = math.prod(repeats(problem)) ** 2 * config.CLUSTER, at_once(device, config.CLUSTER)
-    stages = sum(ceil(_blocks(problem, walk), config.CLUSTER) * math.prod(_tiles(problem, config, walk)) * many for walk in walks)
-    return stages <= MOST_TURNED[config.CLUSTER > 1] * slots
+    stages = sum(ceil(_blocks(problem, one), config.CLUSTER) * math.prod(_tiles(problem, config, one)) * many for one in addressings)
+    return stages <= MOST_TRANSPOSED[config.CLUSTER > 1] * slots
 
 
 # ---- launches
@@ -233,34 +233,35 @@ def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
 DensePhase = kernel_struct("hopper_dense", "DensePhase")
 
 
-def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
+def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
     scratch = Arena(WORKSPACE)
-    layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
+    layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
     parts = layout.parts if layout.moments else None
 
     def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
         tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
         if tile.STAGES == _most_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
             tile = replace(tile, STAGES=_most_stages(*shape, mn_major and problem.itemsize == 2))
-        return [[_product(problem, tile, walks, place, mn_major, multiprocessors, parts) for walks in _launches(_walks(problem)[1])]]
+        groups = _launches(_addressed(problem)[1])
+        return [[_product(problem, tile, group, place, mn_major, multiprocessors, parts) for group in groups]]
 
     # a filter with its second axis last is K-major in fprop, and MN-major in dgrad
     last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
-    mn_major = _reads_mn_major(problem) or _turns(problem, config, device)
-    lying = products(WEIGHT, mn_major) if last or mn_major else None
-    if lying and taps == 1:
-        return Schedule([], lying, lying, scratch.used, 0, moments=layout.moments, filter_last=lying)
+    mn_major = _reads_mn_major(problem) or _transposes(problem, config, device)
+    in_place = products(WEIGHT, mn_major) if last or mn_major else None
+    if in_place and taps == 1:
+        return Schedule([], in_place, in_place, scratch.used, 0, moments=layout.moments, filter_last=in_place)
     kept = Arena(PACKED)
     place = kept.take(problem.itemsize * math.prod(problem.weight_shape))
     # strides of the filter, in elements: of a channel of the result, of a tap (1), of a channel of the input
     _, row, channel = filter_strides(problem)
     prepare, steps = [[transpose_filter.launch(problem, place, (row, 1, channel))]], products(place, False)
-    if not lying and problem.direction == "dgrad":
+    if not in_place and problem.direction == "dgrad":
         width = problem.weight_shape[1]
-        lying = [[transpose_filter.launch(problem, place, (1, width, taps * width))], *steps]
-    return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments, filter_last=lying)
+        in_place = [[transpose_filter.launch(problem, place, (1, width, taps * width))], *steps]
+    return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments, filter_last=in_place)
 
 
 def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
@@ -272,31 +273,31 @@ def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
     return Moments(1, problem.N * math.prod(problem.result_size), SLICE, problem.result_channels)
 
 
-def _launches(walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
+def _launches(addressings: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
     """The phases of each launch."""
-    for first in range(0, len(walks), PHASES):
-        yield walks[first : first + PHASES]
+    for first in range(0, len(addressings), PHASES):
+        yield addressings[first : first + PHASES]
 
 
 def _product(
-    problem: ConvProblem, config: DenseNhwc, walks: Sequence[PhaseAddressing], place: Place, mn_major: bool, multiprocessors: int,
+    problem: ConvProblem, config: DenseNhwc, addressings: Sequence[PhaseAddressing], place: Place, mn_major: bool, multiprocessors: int,
     parts: Place | None,
 ) -> KernelLaunch:
     """The launch of some phases. It notes moments if it is given a place for their `parts`."""
-    lying, _ = _walks(problem)
-    args = tuple(_arguments(problem, config, walk, parts is not None) for walk in walks)
+    unpacked, _ = _addressed(problem)
+    args = tuple(_arguments(problem, config, addressing, parts is not None) for addressing in addressings)
     phases = 1 if count_phases(problem) == 1 else PHASES
-    args += (args[-1]._replace(tiles=0),) * (phases - len(walks))  # empty phases fill the kernel's parameter
+    args += (args[-1]._replace(tiles=0),) * (phases - len(addressings))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
     maps = []
     for row in rows:
-        images = [image_map(problem, INPUT, lying, walk, config.BLOCK_M, row) for walk in walks]
-        maps += images + [images[-1]] * (phases - len(walks))
+        images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row) for addressing in addressings]
+        maps += images + [images[-1]] * (phases - len(addressings))
     maps += [_filter_map(problem, config, place, mn_major, row) for row in rows]
     structs: tuple[tuple[int, ...], ...] = args
     if phases > 1:
-        structs += (repeat_arguments(problem, lying, 1, repeats(problem)),)
-    tiles, turned = sum(phase.tiles for phase in args), mn_major and problem.itemsize == 4
+        structs += (repeat_arguments(problem, unpacked, 1, repeats(problem)),)
+    tiles, transposing = sum(phase.tiles for phase in args), mn_major and problem.itemsize == 4
     fitting = multiprocessors * _beside(config)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
@@ -307,8 +308,8 @@ def _product(
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the kernel's NOTES
         buffers += (parts or RESULT,)
     return KernelLaunch(
-        "hopper_dense", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TRANSPOSERS if turned else 0), buffers, (),
-        maps=tuple(maps), shared=_ring(config, mn_major and not turned).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
+        "hopper_dense", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TRANSPOSERS if transposing else 0), buffers, (),
+        maps=tuple(maps), shared=_ring(config, mn_major and not transposing).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
         layer=finish_constants(args[0]) | {"NOTED": args[0].noted, "LAST_STEPS": args[0].last_steps},
     )  # fmt: skip
 
@@ -323,9 +324,9 @@ def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major:
     return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, size * box[0], map_type(problem))
 
 
-def _blocks(problem: ConvProblem, walk: PhaseAddressing) -> int:
+def _blocks(problem: ConvProblem, addressing: PhaseAddressing) -> int:
     """Stages of a phase's sum."""
-    return math.prod(walk.taps) * ceil(problem.operand_channels, stage_channels(problem))
+    return math.prod(addressing.taps) * ceil(problem.operand_channels, stage_channels(problem))
 
 
 def _last_steps(problem: ConvProblem) -> int:
@@ -338,25 +339,25 @@ def _last_row(problem: ConvProblem) -> int:
     return {1: 32, 2: 64}.get(_last_steps(problem), ROW)
 
 
-def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tuple[int, int]:
+def _tiles(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing) -> tuple[int, int]:
     """Tiles of a phase along the channels, and along the pixels."""
-    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M)
+    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(addressing.phase.size), config.BLOCK_M)
 
 
-def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing, noted: bool) -> Any:
+def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddressing, with_moments: bool) -> Any:
     """The kernel's arguments of a phase."""
-    lying, _ = _walks(problem)
-    size, plane = walk.phase.size, math.prod(walk.phase.size)
-    pixels, blocks = problem.N * plane, _blocks(problem, walk)
-    across, down = _tiles(problem, config, walk)
-    places = written_places(problem, walk.phase)
+    unpacked, _ = _addressed(problem)
+    size, plane = addressing.phase.size, math.prod(addressing.phase.size)
+    pixels, blocks = problem.N * plane, _blocks(problem, addressing)
+    across, down = _tiles(problem, config, addressing)
+    places = written_places(problem, addressing.phase)
     del places["out_image"], places["out_row"]
     return arguments(
         DensePhase, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
-        rows=problem.result_channels, **tap_numbers(lying, walk), **by_axis("dilation_", walk.dilation), pixels=pixels,
-        **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2], **places,
-        wide=wide_stores(problem, config.BLOCK_N, walk.phase), noted=int(noted), **finish(problem),
+        rows=problem.result_channels, **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels,
+        **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
+        wide=wide_stores(problem, config.BLOCK_N, addressing.phase), noted=int(with_moments), **finish(problem),
     )  # fmt: skip
 
 
@@ -385,7 +386,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 def _is_listed(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever launched."""
-    if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_turn(d["BLOCK_M"], d["BLOCK_N"]):
+    if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT and not _may_transpose(d["BLOCK_M"], d["BLOCK_N"]):
         return False
     return d["CLUSTER"] in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
 
@@ -398,8 +399,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
         return
-    walks = _walks(problem)[1]
-    blocks, mn_major = _blocks(problem, walks[0]), _reads_mn_major(problem)
+    addressings = _addressed(problem)[1]
+    blocks, mn_major = _blocks(problem, addressings[0]), _reads_mn_major(problem)
     for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():
         for cluster in clusters:
             config = DenseNhwc(rows, columns, _most_stages(rows, columns, cluster, mn_major), cluster)
@@ -439,11 +440,11 @@ def _filter_cycles(problem: ConvProblem, config: DenseNhwc, mn_major: bool) -> f
 
 def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
-    _, walks = _walks(problem)
+    _, addressings = _addressed(problem)
     many = math.prod(repeats(problem))
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
     pixel, slower = problem.operand_channels * size, 1.0
-    if walks[0].rank == 3:
+    if addressings[0].rank == 3:
         slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
     channel_blocks = ceil(problem.operand_channels, stage_channels(problem))
     cycles = pixel_cycles(pixel)
@@ -457,9 +458,9 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
     slots = at_once(device, config.CLUSTER)
     us, all_jobs, loaded = 0.0, 0, 0.0
-    for group in _launches(walks):
-        jobs = [math.prod(_tiles(problem, config, walk)) * many * config.CLUSTER for walk in group]
-        works = [ceil(_blocks(problem, walk), config.CLUSTER) * step + end for walk in group]
+    for group in _launches(addressings):
+        jobs = [math.prod(_tiles(problem, config, one)) * many * config.CLUSTER for one in group]
+        works = [ceil(_blocks(problem, one), config.CLUSTER) * step + end for one in group]
         mean = sum(map(operator.mul, jobs, works)) / sum(jobs)
         rounds = ceil(sum(jobs), slots)
         if rounds == 2 and config.BLOCK_M == 64:
@@ -468,7 +469,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
             mean *= CROWDED
         all_jobs += sum(jobs)
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
-        loaded += sum(math.prod(_tiles(problem, config, walk)) * _blocks(problem, walk) for walk in group) / count_phases(problem)
+        loaded += sum(math.prod(_tiles(problem, config, one)) * _blocks(problem, one) for one in group) / count_phases(problem)
     us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else BESIDE_OTHERS if 2 * all_jobs <= device.multiprocessors else FULL
     # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
     loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels, config.BLOCK_N)
@@ -477,7 +478,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     result_bytes = size * math.prod(problem.result_shape)
     if many > 1 and problem.result_channels * size < ROW:  # each phase writes parts of cache lines
         us = max(us, result_bytes / PARTS_OF_LINES)
-    lies = problem.direction == "fprop" or mn_major or _turns(problem, config, device)
+    lies = problem.direction == "fprop" or mn_major or _transposes(problem, config, device)
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
     return SINCE * max(us, BEGIN + moved / MEMORY) + transposed
 

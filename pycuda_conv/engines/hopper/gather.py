@@ -167,7 +167,7 @@ def _most_stages(rows: int, columns: int, cluster: int) -> int:
 GatherPhase = kernel_struct("hopper_gather", "GatherPhase")
 
 
-def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     taps, size = math.prod(problem.filter_size), problem.itemsize
     elements = taps * problem.operand_channels

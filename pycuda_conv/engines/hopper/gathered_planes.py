@@ -117,7 +117,7 @@ def _max_stages_of(rows: int, pixels: int, cluster: int, groups: int) -> Gathere
 GatheredPlanesProduct = kernel_struct("hopper_gathered_planes", "GatheredPlanesProduct")
 
 
-def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
     (depth, height, width), (_, high, wide) = problem.operand_size, problem.result_size

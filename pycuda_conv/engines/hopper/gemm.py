@@ -331,22 +331,23 @@ def _consumer_pixels(config: ImplicitGemm) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, noted: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
+def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     multiprocessors = device.multiprocessors
-    made = _schedule(problem, config, multiprocessors, noted)
+    made = _schedule(problem, config, multiprocessors, with_moments)
     if _reads_filter(problem):
-        return replace(made, filter_last=_schedule(problem, config, multiprocessors, noted, map_w=_filter_map(problem)).steps)
+        return replace(made, filter_last=_schedule(problem, config, multiprocessors, with_moments, map_w=_filter_map(problem)).steps)
     if packs_filter_last(problem):
-        return replace(made, filter_last=_schedule(problem, config, multiprocessors, noted, filter_last=True).whole)
+        return replace(made, filter_last=_schedule(problem, config, multiprocessors, with_moments, filter_last=True).whole)
     return made
 
 
 def _schedule(
-    problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool, map_w: TensorMap | None = None, filter_last: bool = False
+    problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, with_moments: bool, map_w: TensorMap | None = None,
+    filter_last: bool = False,
 ) -> Schedule:
     """:func:`schedule` for a filter that is packed (from channels last if `filter_last`), or read as it lies through `map_w`."""
-    moments = _moments(problem, config) if noted else None
+    moments = _moments(problem, config) if with_moments else None
 
     def products(
         packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
@@ -531,8 +532,8 @@ def _product(
         maps.append(map_w or maps[0])  # the text has this parameter even where the filter is packed
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[-1]))
-    noted, tiles = layout.moments is not None, _tiles(problem, config, walks)
-    bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * noted, "x_tiles": operands.tiles}
+    with_moments, tiles = layout.moments is not None, _tiles(problem, config, walks)
+    bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * with_moments, "x_tiles": operands.tiles}
     phases = tuple(_arguments(problem, config, packed, walk, tiles, bits) for walk in walks)
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
     if defines["PHASES"] > 1:
@@ -540,7 +541,7 @@ def _product(
     if _may_mend(problem, config):
         structs += mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
     if not config.halo and _may_note(defines):
-        buffers += (layout.parts if noted else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
+        buffers += (layout.parts if with_moments else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
     else:
         buffers += flagged
     if defines["OUT"] == FLOAT and not (defines["BF16"] or config.halo or config.takes_turns):  # the kernel's JOINS
@@ -554,7 +555,8 @@ def _product(
         _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
         buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
         arguments=structs,
-        layer={} if tickets else finish_constants(phases[0]) | {"NOTED": int(noted)},  # the epilogue runs on whole sums, not on a part
+        # the epilogue runs on whole sums, not on a part
+        layer={} if tickets else finish_constants(phases[0]) | {"NOTED": int(with_moments)},
     )
 
 

@@ -249,7 +249,7 @@ LinesProduct = kernel_struct("hopper_lines", "LinesProduct")
 LayFilter = kernel_struct("hopper_lines", "LayFilter")
 
 
-def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Lines, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     walk, kept, scratch = _Walk.of(problem, config), Arena(PACKED), Arena(WORKSPACE)
     columns, padded = problem.result_channels, ceil(problem.result_channels, 32) * 32

@@ -110,7 +110,7 @@ def _max_stages_of(rows: int, pixels: int) -> Planes:
 PlanesProduct = kernel_struct("hopper_planes", "PlanesProduct")
 
 
-def schedule(problem: ConvProblem, config: Planes, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     down, across, steps = _tiles(problem, config)
     plane, own = math.prod(problem.operand_size), TILES[config.BLOCK_M, config.BLOCK_N]

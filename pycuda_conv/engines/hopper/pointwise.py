@@ -209,11 +209,11 @@ def _busy(boxes: int, across: int, multiprocessors: int, one_product: bool) -> i
     return ceil(boxes, rounds * multiprocessors // across) if one_product or rounds == 1 else WARPS
 
 
-def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: bool = False) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `noted` they also note the result's moments, if they can."""
+def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     multiprocessors = device.multiprocessors
     scratch, kept = Arena(WORKSPACE), Arena(PACKED)
-    layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
+    layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
     product, split = _Product.of(problem, config, multiprocessors), config.SPLIT > 1
     defines = {
         "BLOCK_N": config.BLOCK_N, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),

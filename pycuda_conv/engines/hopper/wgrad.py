@@ -191,7 +191,7 @@ WgradNhwcArguments = kernel_struct("hopper_wgrad", "WgradNhwcArguments")
 FlippedArguments = kernel_struct("hopper_wgrad", "FlippedArguments")
 
 
-def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     scratch, seen = Arena(WORKSPACE), as_seen(problem, config)
     parts = scratch.take(4 * config.SPLIT * part_sums(problem, config)) if config.SPLIT > 1 else None

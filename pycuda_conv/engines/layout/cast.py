@@ -35,7 +35,7 @@ def widen_filter(dtype: str, shape: Sequence[int], given: Place, made: Place) ->
     return _launch("widen_filter", dtype, ceil(size, THREADS), (given, made), size, math.prod(shape[2:]), shape[1])
 
 
-def turns(shape: Sequence[int]) -> bool:
+def moves_axis(shape: Sequence[int]) -> bool:
     """Whether moving a filter's second axis last changes its layout."""
     return shape[1] > 1 and math.prod(shape[2:]) > 1
 

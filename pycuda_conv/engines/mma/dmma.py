@@ -232,7 +232,7 @@ def _lies_along_m(problem: ConvProblem) -> bool:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: Dmma, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: Dmma, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     form, split = _Form.of(problem), config.SPLIT
     workspace, target = (8 * math.prod(problem.result_shape) * split, WORKSPACE) if split > 1 else (0, RESULT)
@@ -309,19 +309,19 @@ def _pack(problem: ConvProblem, filter_last: bool) -> list[KernelLaunch]:
     groups, all_taps = problem.groups, math.prod(problem.filter_size)
     rows, channels = problem.result_channels // groups, problem.operand_channels // groups
     w_group, w_row, w_channel = filter_strides(problem)
-    lying = _tap_strides(problem.filter_size, 1)
+    tap_strides = _tap_strides(problem.filter_size, 1)
     if filter_last:  # [K][taps][C / groups] of the convolution
         last = problem.weight_shape[1]
         w_row, w_channel = (all_taps * last, 1) if problem.direction == "fprop" else (1, all_taps * last)
-        lying = _tap_strides(problem.filter_size, last)
+        tap_strides = _tap_strides(problem.filter_size, last)
     found = []
     for part in _packed_parts(problem):
         (_, r, s), (_, h, w) = part.phase.taps, part.many
-        w_base = sum(first * stride for first, stride in zip(part.phase.first, lying, strict=True))
-        w_t, w_r, w_s = (every * stride for every, stride in zip(part.phase.every, lying, strict=True))
+        w_base = sum(first * stride for first, stride in zip(part.phase.first, tap_strides, strict=True))
+        w_t, w_r, w_s = (every * stride for every, stride in zip(part.phase.every, tap_strides, strict=True))
         args = DmmaFilterArguments(
             groups * rows, rows, channels, part.taps, r * s, s, part.phases, h * w, w, groups * rows * part.at,
-            w_base, w_group, w_row, w_channel, w_t, w_r, w_s, *lying,
+            w_base, w_group, w_row, w_channel, w_t, w_r, w_s, *tap_strides,
         )
         blocks = ceil(groups * rows * channels * part.phases * part.taps, FILTER_THREADS)
         if blocks:
@@ -402,11 +402,11 @@ def _arguments(problem: ConvProblem, config: Dmma, form: _Form, part: _Part, pac
     if packed:  # the part's own taps, contiguous, or all taps
         w_row = channels * (taps if _merges(problem) else math.prod(problem.filter_size))
         w_group, w_channel = rows * w_row, 1
-    lying = _tap_strides(part.phase.taps if packed and _merges(problem) else problem.filter_size, channels if packed else 1)
-    w_base, of_taps = problem.result_channels * part.at, list(lying)
+    tap_strides = _tap_strides(part.phase.taps if packed and _merges(problem) else problem.filter_size, channels if packed else 1)
+    w_base, of_taps = problem.result_channels * part.at, list(tap_strides)
     if not (packed and _merges(problem)):
-        w_base = sum(first * stride for first, stride in zip(phase.first, lying, strict=True))
-        of_taps = [every * stride for every, stride in zip(phase.every, lying, strict=True)]
+        w_base = sum(first * stride for first, stride in zip(phase.first, tap_strides, strict=True))
+        of_taps = [every * stride for every, stride in zip(phase.every, tap_strides, strict=True)]
     inner = max(channels if packed else taps, 1)
     o, p, q = phase.size
     reduction = channels * taps

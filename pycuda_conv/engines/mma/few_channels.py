@@ -199,7 +199,7 @@ def _wide_loads(problem: ConvProblem) -> bool:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: FewChannels, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: FewChannels, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     _, k, c = filter_strides(problem)
     plain = Schedule.plain([[_launch(problem, config, device, (k, c, 1))]])

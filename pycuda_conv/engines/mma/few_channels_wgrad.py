@@ -183,7 +183,7 @@ def _shared_bytes(problem: ConvProblem, config: FewChannelsWgrad) -> int:
 FewChannelsWgradArguments = kernel_struct("few_channels_wgrad", "FewChannelsWgradArguments")
 
 
-def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: FewChannelsWgrad, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     defines = {"TYPE": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "M_TILES": config.M_TILES, "N_TILES": config.N_TILES}
     whole = config.PARTS == 1 and problem.itemsize == 4  # other sums are rounded by the launch that adds parts

@@ -36,7 +36,7 @@ WORD = 4  # bytes
 STEP_WORDS = 8  # words of gemm k of a step
 MOST_CHANNELS = {"NHWC": 8, "NCHW": 16}  # more input channels fill the rows of other engines
 MOST_OF_HALVES = 32  # the same for three products in NCHW: other engines pack arrays first, or multiply on plain cores
-TURNED = 8 * 36 * 4  # bytes of shared memory in which a warp transposes sums of eight channels
+TRANSPOSE_BYTES = 8 * 36 * 4  # bytes of shared memory in which a warp transposes sums of eight channels
 BANKS = 128  # bytes that shared memory reads at once
 COPIES = (16, 8, 4)  # bytes that are copied at once
 
@@ -119,7 +119,7 @@ class _Tile(NamedTuple):
     places_at: int
     patch_at: int
     copy_at: int
-    turned_at: int
+    transpose_at: int
     shared: int
 
 
@@ -146,15 +146,15 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     patch_at = ceil(places_at + slices * r * s * channels * WORD, BANKS) * BANKS
     nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes read different banks of patch and copy
     copies = int(size == 2 and stride_w * channels % 2 == 1)
-    turned = WARPS * TURNED if problem.layout == "NCHW" and _run(problem) < 16 // size else 0
-    stages = 2 if unit * size >= WORD and patch_at + (2 + copies) * nbytes + turned <= SHARED_BYTES else 1
+    transposing = WARPS * TRANSPOSE_BYTES if problem.layout == "NCHW" and _run(problem) < 16 // size else 0
+    stages = 2 if unit * size >= WORD and patch_at + (2 + copies) * nbytes + transposing <= SHARED_BYTES else 1
     tiles_w, tiles_h = ceil(q, config.COLUMNS), ceil(p, rows)
     chunks = problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_N)
-    turned_at = patch_at + (stages + copies) * nbytes
+    transpose_at = patch_at + (stages + copies) * nbytes
     return _Tile(
         rows, tiles_w, tiles_h, problem.N * o * tiles_h * tiles_w, chunks, run, lead, row_words, words, steps, patch_rows,
         slices * patch_rows, pitch, unit, shift, stages, nbytes, table_at, places_at, patch_at,
-        copies * stages * nbytes, turned_at, turned_at + turned,
+        copies * stages * nbytes, transpose_at, transpose_at + transposing,
     )  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def _workers(tile: _Tile, device: Device) -> int:
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: FewInputs, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: FewInputs, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     group, k, c = filter_strides(problem)
     last = filter_last_strides(problem)
@@ -232,7 +232,7 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
         units=tile.pitch // tile.unit, shift=tile.shift, stages=tile.stages, stage_bytes=tile.stage_bytes,
         **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
         **by_axis("dilation_", problem.dilation), p=p, q=q, table_at=tile.table_at, places_at=tile.places_at, patch_at=tile.patch_at,
-        copy_at=tile.copy_at, wide=wide, turned_at=tile.turned_at, **finish(problem),
+        copy_at=tile.copy_at, wide=wide, turned_at=tile.transpose_at, **finish(problem),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT

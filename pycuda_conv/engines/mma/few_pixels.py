@@ -179,7 +179,7 @@ def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
 
 
 def _phase(
-    problem: ConvProblem, config: FewPixels, phase: Phase, lying: _Positions, slot: _Slot, pitch: int, ring_at: int
+    problem: ConvProblem, config: FewPixels, phase: Phase, at: _Positions, slot: _Slot, pitch: int, ring_at: int
 ) -> Any:
     """The kernel's arguments of a phase."""
     (_, size_h, size_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
@@ -201,8 +201,8 @@ def _phase(
         tap_base=base, tap_step_r=-across_r if step_h < 0 else across_r, tap_step_s=-across_s if step_w < 0 else across_s,
         step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N, plane=size_h * size_w, q=size_w, stride_h=phase.stride[1],
         stride_w=phase.stride[2], low_h=-phase.pad[1] + min(0, (r - 1) * step_h), low_w=-phase.pad[2] + min(0, (s - 1) * step_w), h=h,
-        w=w, x_image=channels * h * w, x_channel=h * w, flat=int(lying.flat), positions=lying.positions, chunks=ring_at // 128,
-        slot=lying.slot, width=lying.width, pitch=pitch, ring_at=ring_at, slot_bytes=slot.nbytes, x_at=slot.w_bytes, y_image=rows * p * q,
+        w=w, x_image=channels * h * w, x_channel=h * w, flat=int(at.flat), positions=at.positions, chunks=ring_at // 128,
+        slot=at.slot, width=at.width, pitch=pitch, ring_at=ring_at, slot_bytes=slot.nbytes, x_at=slot.w_bytes, y_image=rows * p * q,
         y_channel=p * q, out_base=out_base, out_h=out_h, out_w=out_w, **finish(problem),
     )  # fmt: skip
 
@@ -210,7 +210,7 @@ def _phase(
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: FewPixels, device: Device, with_moments: bool = False) -> Schedule:
     """The launch of `config`, which can run `problem`; it notes no moments."""
     tile = _tile(problem, config)
     assert tile is not None

@@ -93,7 +93,7 @@ def refusal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
     stages = config.STAGES * ring.stage
     if stages < staging:
         return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
-    return grid_refusal(max(_blocks(problem, config, walk) for walk in packed_layout(problem)[1]))
+    return grid_refusal(max(_blocks(problem, config, addressing) for addressing in packed_layout(problem)[1]))
 
 
 def _ring(config: ImplicitGemm80, limbs_each: int) -> Ring:
@@ -126,16 +126,16 @@ def _w_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
     return 64 * limbs(problem) * row_blocks(problem, packed) * packed.load // 8
 
 
-def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     multiprocessors = device.multiprocessors
 
     def products(
-        packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
+        packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
     ) -> list[KernelLaunch]:
         read = operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales
         buffers = (*read, BIAS, SCALE, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
-        return [_product(problem, config, packed, walk, buffers, operands.tiles) for walk in walks]
+        return [_product(problem, config, packed, addressing, buffers, operands.tiles) for addressing in addressings]
 
     made = assemble(problem, config.SPLIT, multiprocessors, products)
     if not packs_filter_last(problem):
@@ -147,40 +147,42 @@ GemmPhase = kernel_struct("mma_gemm", "GemmPhase")
 
 
 def _product(
-    problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, walk: PhaseAddressing, buffers: tuple[Place, ...], x_tiles: int
+    problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, addressing: PhaseAddressing, buffers: tuple[Place, ...],
+    x_tiles: int,
 ) -> KernelLaunch:
     """The launch of one phase."""
-    phase, rows, chunks = walk.phase, problem.result_channels, packed.group // 8
+    phase, rows, chunks = addressing.phase, problem.result_channels, packed.group // 8
     blocks, _, channel_blocks = filter_sizes(problem, packed)
     plane, row = math.prod(phase.size), phase.size[2]
-    tiles_m, tiles_pixels = _tiles(problem, config, walk)
+    tiles_m, tiles_pixels = _tiles(problem, config, addressing)
     args = arguments(
-        GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(walk.taps) * chunks, 4), config.SPLIT),
-        tiles_pixels=tiles_pixels, chunks=math.prod(walk.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
+        GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(addressing.taps) * chunks, 4), config.SPLIT),
+        tiles_pixels=tiles_pixels, chunks=math.prod(addressing.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
         rows_group=rows // problem.groups, rows=rows, blocks_group=blocks, channel_blocks=channel_blocks,
         w_block=_w_chunks(problem, packed), piece_bits=(packed.load // 8).bit_length() - 1,
-        x_limb=_x_chunks(problem, packed), **tap_numbers(packed, walk),
-        **by_axis("size_", packed.size), **by_axis("stride_", walk.stride), **by_axis("low_", walk.low),
-        **by_axis("dilation_", walk.dilation),
+        x_limb=_x_chunks(problem, packed), **tap_numbers(packed, addressing),
+        **by_axis("size_", packed.size), **by_axis("stride_", addressing.stride), **by_axis("low_", addressing.low),
+        **by_axis("dilation_", addressing.dilation),
         pixels=problem.N * plane, plane=plane, pq=phase.size[1] * row, q=row, **written_places(problem, phase),
         out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"), x_tiles=x_tiles,
         **finish(problem, config.SPLIT > 1),
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
-    grid, shared = _blocks(problem, config, walk), config.STAGES * _ring(config, limbs(problem)).stage
+    grid, shared = _blocks(problem, config, addressing), config.STAGES * _ring(config, limbs(problem)).stage
     return KernelLaunch(
         "mma_gemm", defines, grid, THREADS, buffers, (), shared=shared, arguments=args,
         layer=finish_constants(args),
     )  # fmt: skip
 
 
-def _tiles(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> tuple[int, int]:
+def _tiles(problem: ConvProblem, config: ImplicitGemm80, addressing: PhaseAddressing) -> tuple[int, int]:
     """Tiles of a group along its channels, and along the pixels."""
-    return ceil(problem.result_channels // problem.groups, config.BLOCK_M), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_N)
+    pixels = problem.N * math.prod(addressing.phase.size)
+    return ceil(problem.result_channels // problem.groups, config.BLOCK_M), ceil(pixels, config.BLOCK_N)
 
 
-def _blocks(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> int:
-    return math.prod(_tiles(problem, config, walk)) * config.SPLIT * problem.groups
+def _blocks(problem: ConvProblem, config: ImplicitGemm80, addressing: PhaseAddressing) -> int:
+    return math.prod(_tiles(problem, config, addressing)) * config.SPLIT * problem.groups
 
 
 def filter_key(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
@@ -226,30 +228,31 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
     """The configurations worth comparing for `problem`; none on Hopper, whose own engine is faster."""
     if device.capability == (9, 0) or why_not(problem):
         return
-    packed, walks = packed_layout(problem)
-    steps = ceil(packed.group * math.prod(walks[0].taps), STEP)
+    packed, addressings = packed_layout(problem)
+    steps = ceil(packed.group * math.prod(addressings[0].taps), STEP)
     for rows in (128, 64):
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
         for pixels in (256, 128, 64):
             stages = next((n for n in DEPTHS if refusal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
             for split in splits(problem, steps // 8):
-                defines = arithmetic(problem, walks[0].phase, split > 1) | {"BLOCK_M": rows, "BLOCK_N": pixels}
+                defines = arithmetic(problem, addressings[0].phase, split > 1) | {"BLOCK_M": rows, "BLOCK_N": pixels}
                 if stages and _is_listed(defines):
                     yield ImplicitGemm80(rows, pixels, stages, split)
 
 
 def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes through shared memory, rounds of tiles."""
-    packed, walks = packed_layout(problem)
+    packed, addressings = packed_layout(problem)
     tile, filled = config.BLOCK_M * config.BLOCK_N, _ring(config, limbs(problem)).stage
     read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
     multiplying = products(problem) * tile * STEP / (SUSTAINED * product_rate(device))
     step = max(multiplying, (filled + read) / SHARED_RATE, filled / FILL)
     cycles = 0.0
-    for walk in walks:
-        steps = ceil(packed.group * math.prod(walk.taps), STEP)
-        cycles += ceil(_blocks(problem, config, walk), device.multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
+    for addressing in addressings:
+        steps = ceil(packed.group * math.prod(addressing.taps), STEP)
+        rounds = ceil(_blocks(problem, config, addressing), device.multiprocessors)
+        cycles += rounds * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
     return cycles / CLOCK + overhead(problem, packed, config.SPLIT, not packed.as_is)
 
 

@@ -94,7 +94,7 @@ def refusal(problem: ConvProblem, config: GroupedNhwc) -> str | None:
     nbytes = _shared_bytes(problem, config)
     if nbytes > SHARED_BYTES:
         return f"it takes {nbytes:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    return grid_refusal(_slabs(problem, config) * _phase_count(problem) * max(_tiles(walk, config) for walk in _walks(problem)))
+    return grid_refusal(_slabs(problem, config) * _phase_count(problem) * max(_tiles(view, config) for view in _views(problem)))
 
 
 # ---- channels
@@ -134,7 +134,7 @@ class _Axis(NamedTuple):
     step: int
 
 
-class _Walk(NamedTuple):
+class _PhaseView(NamedTuple):
     """A phase as the kernel sees it, of `images` images; an image's rows may be those of several."""
 
     phase: Phase
@@ -145,12 +145,12 @@ class _Walk(NamedTuple):
 
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration
-def _walks(problem: ConvProblem) -> tuple[_Walk, ...]:
+def _views(problem: ConvProblem) -> tuple[_PhaseView, ...]:
     """The phases; their dilation is positive."""
-    return tuple(_walk(problem, phase) for phase in phases(problem))
+    return tuple(_view(problem, phase) for phase in phases(problem))
 
 
-def _walk(problem: ConvProblem, phase: Phase) -> _Walk:
+def _view(problem: ConvProblem, phase: Phase) -> _PhaseView:
     down, right = (_axis(phase, axis) for axis in (1, 2))
     _, height, width = problem.operand_size
     images = problem.N
@@ -158,7 +158,7 @@ def _walk(problem: ConvProblem, phase: Phase) -> _Walk:
         # rows are independent: all images count as one. With a stride each image has one row of the phase, so these follow one another too
         step_d, _, step_w = phase.step
         images, height, down, phase = 1, images * height, down._replace(size=images * height), replace(phase, step=(step_d, 1, step_w))
-    return _Walk(phase, images, (height, width), down, right)
+    return _PhaseView(phase, images, (height, width), down, right)
 
 
 def _axis(phase: Phase, axis: int) -> _Axis:
@@ -172,41 +172,41 @@ def _axis(phase: Phase, axis: int) -> _Axis:
 
 def _phase_count(problem: ConvProblem) -> int:
     """Phases of a launch."""
-    return 1 if len(_walks(problem)) == 1 else PHASES
+    return 1 if len(_views(problem)) == 1 else PHASES
 
 
 def _unrolled(problem: ConvProblem) -> int:
     """Rows of the filter that share loads: all, or one."""
-    down = _walks(problem)[0].down
-    one = len(_walks(problem)) == 1
+    down = _views(problem)[0].down
+    one = len(_views(problem)) == 1
     return UNROLLED if one and down.taps == UNROLLED and down.stride <= 2 and down.dilation == 1 else 1
 
 
-def _tiles(walk: _Walk, config: GroupedNhwc) -> int:
+def _tiles(view: _PhaseView, config: GroupedNhwc) -> int:
     """Tiles of pixels."""
-    return ceil(walk.images, config.IMAGES) * ceil(walk.down.size, config.TILE_P) * ceil(walk.right.size, config.TILE_Q)
+    return ceil(view.images, config.IMAGES) * ceil(view.down.size, config.TILE_P) * ceil(view.right.size, config.TILE_Q)
 
 
-def _tile_size(walk: _Walk, config: GroupedNhwc) -> tuple[int, int]:
+def _tile_size(view: _PhaseView, config: GroupedNhwc) -> tuple[int, int]:
     """Rows and columns of the input that an image's part of a tile reads."""
     height, width = (
         (size - 1) * axis.stride + max(axis.taps - 1, 0) * axis.dilation + 1
-        for size, axis in zip((config.TILE_P, config.TILE_Q), (walk.down, walk.right), strict=True)
+        for size, axis in zip((config.TILE_P, config.TILE_Q), (view.down, view.right), strict=True)
     )
     return height, width
 
 
-def _filter_bytes(problem: ConvProblem, config: GroupedNhwc, walk: _Walk) -> int:
+def _filter_bytes(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView) -> int:
     units = _units(problem)
     assert units is not None
-    return config.UNITS * units.steps * walk.down.taps * walk.right.taps * 512
+    return config.UNITS * units.steps * view.down.taps * view.right.taps * 512
 
 
 def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
     """Bytes of shared memory of a block: the filter and two tiles."""
     pixel = pitch(_chunks(problem, config.UNITS))
     return max(
-        _filter_bytes(problem, config, walk) + 2 * config.IMAGES * math.prod(_tile_size(walk, config)) * pixel for walk in _walks(problem)
+        _filter_bytes(problem, config, view) + 2 * config.IMAGES * math.prod(_tile_size(view, config)) * pixel for view in _views(problem)
     )
 
 
@@ -216,7 +216,7 @@ def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
 GroupedPhase = kernel_struct("grouped_nhwc", "GroupedPhase")
 
 
-def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     group, row, channel = filter_strides(problem)
     steps = _products(problem, config, device, (group, row, channel, 1))
@@ -224,28 +224,29 @@ def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, noted: b
     return Schedule([], steps, steps, 0, 0, filter_last=last)
 
 
-def _products(problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int]) -> list[list[KernelLaunch]]:
-    """The launches for a filter with strides `lying`, in elements: of a group, a channel of the result, a channel of the input, a tap."""
+def _products(problem: ConvProblem, config: GroupedNhwc, device: Device, w_strides: tuple[int, int, int, int]) -> list[list[KernelLaunch]]:
+    """The launches for a filter with these strides, in elements: of a group, a channel of the result, a channel of the input, a tap."""
     shared = _shared_bytes(problem, config)
-    return [[_product(problem, config, device, lying, walks, shared) for walks in _launches(problem)]]
+    return [[_product(problem, config, device, w_strides, views, shared) for views in _launches(problem)]]
 
 
-def _launches(problem: ConvProblem) -> Iterator[tuple[_Walk, ...]]:
+def _launches(problem: ConvProblem) -> Iterator[tuple[_PhaseView, ...]]:
     """The phases of each launch."""
-    walks, count = _walks(problem), _phase_count(problem)
-    return (walks[first : first + count] for first in range(0, len(walks), count))
+    views, count = _views(problem), _phase_count(problem)
+    return (views[first : first + count] for first in range(0, len(views), count))
 
 
 def _product(
-    problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int], walks: tuple[_Walk, ...], shared: int
+    problem: ConvProblem, config: GroupedNhwc, device: Device, w_strides: tuple[int, int, int, int], views: tuple[_PhaseView, ...],
+    shared: int,
 ) -> KernelLaunch:
     """The launch of some phases, with as much shared memory as the largest of all takes."""
     count, unrolled = _phase_count(problem), _unrolled(problem)
-    slabs, blocks = _slabs(problem, config), _blocks(problem, config, device, walks)
-    args = tuple(_arguments(problem, config, lying, walk, blocks) for walk in walks)
-    args += (args[-1]._replace(tiles=0),) * (count - len(walks))  # empty phases fill the kernel's parameter
+    slabs, blocks = _slabs(problem, config), _blocks(problem, config, device, views)
+    args = tuple(_arguments(problem, config, w_strides, view, blocks) for view in views)
+    args += (args[-1]._replace(tiles=0),) * (count - len(views))  # empty phases fill the kernel's parameter
     defines = {
-        "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": walks[0].down.stride if unrolled > 1 else 1, "PHASES": count,
+        "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": views[0].down.stride if unrolled > 1 else 1, "PHASES": count,
     }  # fmt: skip
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     return KernelLaunch(
@@ -254,30 +255,30 @@ def _product(
     )  # fmt: skip
 
 
-def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, walks: tuple[_Walk, ...]) -> int:
+def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: tuple[_PhaseView, ...]) -> int:
     """Blocks of a slab and phase: as many as fill the GPU, if possible with equally many tiles each."""
-    tiles = max(_tiles(walk, config) for walk in walks)
-    jobs = _slabs(problem, config) * len(walks)
+    tiles = max(_tiles(view, config) for view in views)
+    jobs = _slabs(problem, config) * len(views)
     rounds = ceil(tiles * jobs, max(BLOCKS * device.multiprocessors, jobs))
     return ceil(tiles, rounds)
 
 
-def _arguments(problem: ConvProblem, config: GroupedNhwc, lying: tuple[int, int, int, int], walk: _Walk, blocks: int) -> Any:
+def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, int, int, int], view: _PhaseView, blocks: int) -> Any:
     """The kernel's arguments of a phase."""
-    units, down, right, phase = _units(problem), walk.down, walk.right, walk.phase
+    units, down, right, phase = _units(problem), view.down, view.right, view.phase
     assert units is not None
-    groups, chunks, (tile_h, tile_w) = problem.groups, _chunks(problem, config.UNITS), _tile_size(walk, config)
+    groups, chunks, (tile_h, tile_w) = problem.groups, _chunks(problem, config.UNITS), _tile_size(view, config)
     jobs_q = ceil(config.IMAGES * config.TILE_Q, COLUMNS)
     _, row, _ = row_major(problem.result_size)
-    group_step, row_step, channel_step, tap_step = lying
+    group_step, row_step, channel_step, tap_step = w_strides
     width = problem.filter_size[2]
     return arguments(
-        GroupedPhase, slabs=_slabs(problem, config), blocks=blocks, tiles=_tiles(walk, config), tiles_p=ceil(down.size, config.TILE_P),
+        GroupedPhase, slabs=_slabs(problem, config), blocks=blocks, tiles=_tiles(view, config), tiles_p=ceil(down.size, config.TILE_P),
         tiles_q=ceil(right.size, config.TILE_Q), units=config.UNITS, unit_groups=units.groups, units_group=units.a_group, groups=groups,
         read=problem.operand_channels // groups, written=problem.result_channels // groups, steps=units.steps, chunks=chunks,
         pitch=pitch(chunks), images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q, tile_h=tile_h, tile_w=tile_w,
-        rows_x=config.IMAGES * tile_h, jobs_q=jobs_q, jobs=jobs_q * config.TILE_P // ROWS, n=walk.images, c=problem.operand_channels,
-        h=walk.operand[0], w=walk.operand[1], pixel=problem.operand_channels * problem.itemsize // 16, stride_h=down.stride,
+        rows_x=config.IMAGES * tile_h, jobs_q=jobs_q, jobs=jobs_q * config.TILE_P // ROWS, n=view.images, c=problem.operand_channels,
+        h=view.operand[0], w=view.operand[1], pixel=problem.operand_channels * problem.itemsize // 16, stride_h=down.stride,
         stride_w=right.stride, low_h=down.low, low_w=right.low, dilation_h=down.dilation, dilation_w=right.dilation,
         taps=down.taps * right.taps, tap_r=down.taps, tap_s=right.taps, tap_base=down.base * width + right.base,
         tap_step_r=down.step * width, tap_step_s=right.step, group_step=group_step, row_step=row_step, channel_step=channel_step,
@@ -326,11 +327,11 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
     units = _units(problem)
     if why_not(problem) or units is None or not worth_it(units, problem.groups):
         return
-    walk = max(_walks(problem), key=lambda one: one.down.taps * one.right.taps)
-    p, q = walk.down.size, walk.right.size
+    view = max(_views(problem), key=lambda one: one.down.taps * one.right.taps)
+    p, q = view.down.size, view.right.size
     heights = sorted({ceil(ceil(p, ceil(p, rows)), ROWS) * ROWS for rows in HEIGHTS})
     widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
-    widths += [(images, q) for images in IMAGES if images <= walk.images and images * q <= 2 * WIDEST]
+    widths += [(images, q) for images in IMAGES if images <= view.images and images * q <= 2 * WIDEST]
     for count, rows, (images, columns) in product(COUNTS, heights, widths):
         config = GroupedNhwc(count, images, rows, columns)
         if (count == 1 or count < 2 * units.total) and refusal(problem, config) is None:
@@ -339,14 +340,14 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
 
 def time(problem: ConvProblem, config: GroupedNhwc, device: Device) -> float:
     """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes from and to memory."""
-    walks, slabs, multiprocessors = _walks(problem), _slabs(problem, config), device.multiprocessors
+    views, slabs, multiprocessors = _views(problem), _slabs(problem, config), device.multiprocessors
     us = loaded = 0.0
     for group in _launches(problem):
         blocks = _blocks(problem, config, device, group)
-        works = [_work(problem, config, walk, device) for walk in group]
-        cycles = max(ceil(_tiles(walk, config), blocks) * work.tile + work.block for walk, work in zip(group, works, strict=True))
+        works = [_work(problem, config, view, device) for view in group]
+        cycles = max(ceil(_tiles(view, config), blocks) * work.tile + work.block for view, work in zip(group, works, strict=True))
         us += BEGIN + MEASURED * ceil(slabs * blocks * len(group), multiprocessors) * cycles / CLOCK
-        loaded += sum(_tiles(walk, config) * slabs * work.loaded for walk, work in zip(group, works, strict=True)) / len(walks)
+        loaded += sum(_tiles(view, config) * slabs * work.loaded for view, work in zip(group, works, strict=True)) / len(views)
     operand = problem.itemsize * problem.N * math.prod(problem.operand_size) * problem.operand_channels
     return max(us, BEGIN + (problem.bytes + HALO * max(loaded - operand, 0)) / MEMORY * 132 / multiprocessors)
 
@@ -359,18 +360,18 @@ class _Work(NamedTuple):
     loaded: int  # bytes of a tile
 
 
-def _work(problem: ConvProblem, config: GroupedNhwc, walk: _Walk, device: Device) -> _Work:
+def _work(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView, device: Device) -> _Work:
     units, unrolled = _units(problem), _unrolled(problem)
     assert units is not None
     jobs = config.UNITS * ceil(config.IMAGES * config.TILE_Q, COLUMNS) * config.TILE_P // ROWS
-    taps, loads = walk.down.taps * walk.right.taps, _chunks(problem, config.UNITS) * config.IMAGES * math.prod(_tile_size(walk, config))
-    rows = (ROWS - 1) * walk.down.stride + unrolled if unrolled > 1 else ROWS  # of the input, which a column of the filter's taps loads
+    taps, loads = view.down.taps * view.right.taps, _chunks(problem, config.UNITS) * config.IMAGES * math.prod(_tile_size(view, config))
+    rows = (ROWS - 1) * view.down.stride + unrolled if unrolled > 1 else ROWS  # of the input, which a column of the filter's taps loads
     reads, products = jobs * units.steps * taps * (1 + rows / unrolled), jobs * units.steps * taps * ROWS * 2
     multiplied = products * 16 * 8 * 16 * problem.itemsize // 2 / product_rate(device)
-    lines = config.IMAGES * math.prod(_tile_size(walk, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes, a cycle each
+    lines = config.IMAGES * math.prod(_tile_size(view, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes, a cycle each
     shared = (512 * reads + 16 * loads) / SHARED_RATE + lines
     issued = (jobs * JOB + products + 3 * reads + LOADED * loads / 32) / ISSUED
-    words = _filter_bytes(problem, config, walk) / 4
+    words = _filter_bytes(problem, config, view) / 4
     return _Work(max(multiplied, shared, issued) + TILE / BLOCKS, LAID * words / 32 / ISSUED + BLOCK, 16 * loads)
 
 

@@ -149,7 +149,7 @@ def _shared_bytes(problem: ConvProblem, config: GroupedWgrad) -> int:
 GroupedWgradArguments = kernel_struct("grouped_nhwc_wgrad", "GroupedWgradArguments")
 
 
-def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
     defines = {"TYPE": ELEMENTS[problem.dtype], "TAPS": _taps(problem), "WHOLE": int(config.PARTS == 1)}
     buffers = INPUT, WEIGHT, RESULT if config.PARTS == 1 else WORKSPACE

@@ -64,7 +64,7 @@ AxisOrder = tuple[int, ...] | None
 
 
 def _order(x: Tensor) -> AxisOrder:
-    """The order in which `x` counts as lying, as :mod:`pycuda_conv.arrays` says: C order or channels last."""
+    """The order of axes that `x` counts as having, as :mod:`pycuda_conv.arrays` says: C order or channels last."""
     ndim = x.dim() - 2
     return None if _layout(x, ndim) == "NCHW" else channels_last(ndim + 2, ndim)
 
@@ -133,8 +133,8 @@ def _forward_launches(
     device, tune = spec.settings.device, spec.settings.tune
     call = Call(*CONV.asked(spec.settings, ()))
     pixels = _pixels(CONV.shape(spec.settings, x[0], weight[0], ()), TORCH.dtype_name(x[1]), layout)
-    noted = spec.of_batch and not (0 not in x[0] and pixels.whole)
-    plan = dispatch.plan_for_call(call, TORCH, (x, weight, bias, None, None), device, layout, tune, noted)
+    with_moments = spec.of_batch and not (0 not in x[0] and pixels.whole)
+    plan = dispatch.plan_for_call(call, TORCH, (x, weight, bias, None, None), device, layout, tune, with_moments)
     plan = plan.better or plan
     if plan.empty:
         return _Forward(plan, None, 0, False)

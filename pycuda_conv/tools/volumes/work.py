@@ -108,7 +108,7 @@ def _graph(
         "dilation": _or(settings.dilation, 1), "groups": _or(settings.groups, 1),
     }
     if repeated:
-        options["padding"] = _middle(weight.shape[2:], options["dilation"], rank)
+        options |= {"padding": _middle(weight.shape[2:], options["dilation"], rank), "padding_mode": "replicate"}
     if settings.transposed:
         options["output_padding"] = _or(settings.output_padding, 0)
     make = ConvProblem.transposed if settings.transposed else ConvProblem.forward
@@ -120,7 +120,7 @@ def _graph(
             rank, *shapes, **options, dtype=dtype, precision=settings.precision, algorithm=settings.algorithm,
             activation=settings.activation, in_chunks=True,
         )
-        y = chunked.graph(problem, x, weight, {"bias": bias}, chunked.ChunkPlace(*_where(settings)), lead, repeated)
+        y = chunked.graph(problem, x, weight, {"bias": bias}, chunked.ChunkPlace(*_where(settings)), lead)
     if not channels and y.shape[lead] == 1:
         y = y[(slice(None),) * lead + (0,)]
         found = images + space

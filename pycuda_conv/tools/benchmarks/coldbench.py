@@ -1,6 +1,6 @@
 """The time of first calls, each in a fresh process with an empty cache, beside torch's own first call.
 
-Each is measured in a child process: ``python -m pycuda_conv.tools.coldbench KIND NAME OURS [ARCHIVE]`` prints seconds as JSON.
+Each is measured in a child process: ``python -m pycuda_conv.tools.benchmarks.coldbench KIND NAME OURS [ARCHIVE]`` prints seconds as JSON.
 """
 
 from __future__ import annotations

@@ -1,0 +1,230 @@
+// bordered.cu: images with a border of their own pixels, and the way back; and other types than the arithmetic's on the way in and out.
+//
+//   border_copy   wide[outer, i, j, k, inner] = x[outer, D(i), H(j), W(k), inner], or a value where a side is filled. D, H and W say which pixel of an axis
+//                 stands at a place of the wider one: the place itself inside, and outside what the side's mode says
+//   border_fold   the adjoint: dx[pixel] = sum of wide over the places at which border_copy puts that pixel, + residual[pixel]
+//   border_round  y[i] = x[i] rounded to the nearest integer, ties to even, and clipped to what the type holds; NaN gives the least
+//
+// Sides    An axis of n pixels has at a distance of a + 1 outside the pixel at a distance of v inside: t = (a + shift) % period, v = t < low ? t : high - t.
+//          With these four numbers a side repeats, mirrors or wraps, for as far as it goes. pycuda_conv/borders.py has them.
+// Layout   x [outer][d][h][w][inner]: inner is 1 for NCHW, and the channels for channels last.
+// Mapping  border_copy: thread -> 4 neighbours of wide, which it stores at once; border_fold and border_round: one element.
+// Sums     border_fold adds a pixel's own place first. Then come, axis by axis from the outermost, the places before it and behind it, the nearest of each
+//          of a side's two families first: always in the same order.
+//
+// By hand: nvcc -cubin -I cu cu/layout/bordered.cu
+#include "core/portable.cuh"
+
+#ifndef THREADS
+#define THREADS 256
+#endif
+
+// A divisor's prepared form, see division.cuh, is called by_...
+typedef struct BorderArguments {
+  long_t size;                                                                 // elements of what is written
+  long_t inner, by_inner, line, by_line;                                       // elements of a pixel, and of a row of what is written
+  long_t d, h, w, by_d, by_h;                                                  // sizes of x
+  long_t wide_d, wide_h, wide_w, by_wide_d, by_wide_h;                         // and of wide
+  long_t before_d, before_h, before_w, after_d, after_h, after_w;
+  long_t shift_d, period_d, by_period_d, low_d, high_d, fills_d;               // the side before
+  long_t shift_h, period_h, by_period_h, low_h, high_h, fills_h;
+  long_t shift_w, period_w, by_period_w, low_w, high_w, fills_w;
+  long_t last_shift_d, last_period_d, by_last_period_d, last_low_d, last_high_d, last_fills_d;  // the side behind
+  long_t last_shift_h, last_period_h, by_last_period_h, last_low_h, last_high_h, last_fills_h;
+  long_t last_shift_w, last_period_w, by_last_period_w, last_low_w, last_high_w, last_fills_w;
+  long_t value, type, has_residual;                                            // an acc_t's bits; the type of x: TYPE_
+} BorderArguments;
+
+// Types of elements besides data_t.
+#define TYPE_BOOL 1
+#define TYPE_UINT8 2
+#define TYPE_INT8 3
+#define TYPE_UINT16 4
+#define TYPE_INT16 5
+#define TYPE_UINT32 6
+#define TYPE_INT32 7
+#define TYPE_UINT64 8
+#define TYPE_INT64 9
+#define TYPE_HALF 10
+#define TYPE_BFLOAT16 11
+#define TYPE_FLOAT 12
+#define TYPE_DOUBLE 13
+
+#ifdef __OPENCL_VERSION__
+typedef ulong ulong_t;
+#define FLOAT_OF_BITS(bits) as_float(bits)
+#else
+typedef unsigned long long ulong_t;
+#define FLOAT_OF_BITS(bits) __uint_as_float(bits)
+#endif
+// The number of a half's bits: a float's exponent is 112 larger.
+WITHIN_KERNEL float half_to_float(unsigned short bits) {
+  const unsigned magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+  if (magnitude >= 0x0f800000u) return FLOAT_OF_BITS(sign | 0x70000000u | magnitude);  // infinity, NaN
+  return FLOAT_OF_BITS(sign | magnitude) * 5.192296858534828e33f;                      // 2^112
+}
+#define TYPED(type) ((const GLOBAL_MEM type*)x)
+WITHIN_KERNEL acc_t load_typed(const GLOBAL_MEM data_t* x, index_t i, int type) {
+  switch (type) {
+    case TYPE_BOOL: return TYPED(unsigned char)[i] ? (acc_t)1 : (acc_t)0;
+    case TYPE_UINT8: return (acc_t)TYPED(unsigned char)[i];
+    case TYPE_INT8: return (acc_t)TYPED(signed char)[i];
+    case TYPE_UINT16: return (acc_t)TYPED(unsigned short)[i];
+    case TYPE_INT16: return (acc_t)TYPED(short)[i];
+    case TYPE_UINT32: return (acc_t)TYPED(unsigned int)[i];
+    case TYPE_INT32: return (acc_t)TYPED(int)[i];
+    case TYPE_UINT64: return (acc_t)TYPED(ulong_t)[i];
+    case TYPE_INT64: return (acc_t)TYPED(long_t)[i];
+#if DTYPE >= 32  // filters of other floats beside integers
+    case TYPE_HALF: return (acc_t)half_to_float(TYPED(unsigned short)[i]);
+    case TYPE_BFLOAT16: return (acc_t)FLOAT_OF_BITS((unsigned)TYPED(unsigned short)[i] << 16);
+    case TYPE_FLOAT: return (acc_t)TYPED(float)[i];
+#endif
+#if DTYPE == 64
+    case TYPE_DOUBLE: return (acc_t)TYPED(double)[i];
+#endif
+  }
+  return LOAD(x, i);
+}
+
+// The distance inside of the pixel that stands a + 1 outside.
+WITHIN_KERNEL int distance_inside(int a, int shift, int period, divider_t by_period, int low, int high) {
+  int t = a + shift;
+  t -= period * divided(t, by_period);
+  return t < low ? t : high - t;
+}
+#define DISTANCE(a, side, axis) \
+  distance_inside(a, (int)arg.side##shift_##axis, (int)arg.side##period_##axis, arg.by_##side##period_##axis, (int)arg.side##low_##axis, (int)arg.side##high_##axis)
+// Turns i, a place along an axis of n pixels, into the pixel that stands there. Where there is none, `filled` is 1 for the value and 2 for 0. Axes
+// come from the outermost to the innermost: in a corner that is filled by two axes, the inner one counts.
+#define FILLED_BY(fills) ((fills) ? (int)(fills) : filled)
+#define TO_PIXEL(i, n, axis)                         \
+  if (i < 0) {                                       \
+    filled = FILLED_BY(arg.fills_##axis);            \
+    i = DISTANCE(-1 - i, , axis);                    \
+  } else if (i >= (n)) {                             \
+    filled = FILLED_BY(arg.last_fills_##axis);       \
+    i = (n) - 1 - DISTANCE(i - (n), last_, axis);    \
+  }
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM data_t* RESTRICT wide, const BorderArguments arg) {
+  AFTER_LAST_LAUNCH
+  const index_t first = 4 * ((index_t)GID_0 * THREADS + LID_0), size = (index_t)arg.size, inner = (index_t)arg.inner, line = (index_t)arg.line;
+  if (first >= size) return;
+  const int count = size - first < 4 ? (int)(size - first) : 4, d_end = (int)arg.d, h_end = (int)arg.h, w_end = (int)arg.w, type = (int)arg.type;
+  const acc_t value = BITS_TO_ACC(arg.value);
+  acc_t v[4];
+  for (int i = 0; i < 4; ++i) v[i] = 0;
+  for (int i = 0; i < count;) {
+    const index_t row = DIVIDED(first + i, line, arg.by_line), at = first + i - row * line;
+    const index_t slice = DIVIDED(row, arg.wide_h, arg.by_wide_h), outer = DIVIDED(slice, arg.wide_d, arg.by_wide_d);
+    int h = (int)(row - slice * (index_t)arg.wide_h) - (int)arg.before_h, d = (int)(slice - outer * (index_t)arg.wide_d) - (int)arg.before_d;
+    int filled = 0;
+    TO_PIXEL(d, d_end, d)
+    TO_PIXEL(h, h_end, h)
+    const index_t from = ((outer * d_end + d) * h_end + h) * (w_end * inner), inside = at - (index_t)arg.before_w * inner;
+    if (i == 0 && count == 4 && inside >= 0 && inside + 4 <= w_end * inner) {  // most threads have four neighbours of a row of x
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = load_typed(x, from + inside + j, type);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) v[j] = filled ? (filled == 1 ? value : 0) : v[j];
+      break;
+    }
+    const index_t pixel = DIVIDED(at, inner, arg.by_inner);
+    int w = (int)pixel - (int)arg.before_w;
+    TO_PIXEL(w, w_end, w)
+    const acc_t one = filled ? (filled == 1 ? value : 0) : load_typed(x, from + w * inner + (at - pixel * inner), type);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = j == i ? one : v[j];
+    ++i;
+  }
+  if (count == 4) {
+    STORE_VEC(wide, first, v)
+  } else {
+    for (int i = 0; i < count; ++i) STORE(wide, first + i, v[i]);
+  }
+}
+
+// Places along an axis of wide: `count` of them, `step` apart.
+typedef struct Run {
+  int first, step, count;
+} Run;
+#define RUNS 5
+
+// A family of places outside: those at a distance of a + 1 with (a + shift) % period = t, of `padding` such distances.
+WITHIN_KERNEL Run family(int t, int valid, int shift, int period, divider_t by_period, int padding, int edge, int outwards) {
+  int a = t - shift;
+  Run run;
+  if (a < 0) a += period;
+  run.first = edge + outwards * a;
+  run.step = outwards * period;
+  run.count = valid && a < padding ? 1 + divided(padding - 1 - a, by_period) : 0;
+  return run;
+}
+#define TWO_FAMILIES(runs, v, side, axis, padding, edge, outwards)                                                                                \
+  {                                                                                                                                               \
+    const int period = (int)arg.side##period_##axis, low = (int)arg.side##low_##axis, shift = (int)arg.side##shift_##axis;                        \
+    const int other = (int)arg.side##high_##axis - (v), wide_by = arg.side##fills_##axis ? 0 : (int)(padding);                                    \
+    (runs)[0] = family(v, (v) < low, shift, period, arg.by_##side##period_##axis, wide_by, edge, outwards);                                       \
+    (runs)[1] = family(other, other >= low && other < period, shift, period, arg.by_##side##period_##axis, wide_by, edge, outwards);              \
+  }
+// The places of pixel i along an axis: its own, then two families at each side; and how many they are.
+#define FIND_PLACES(runs, count, i, axis)                                                                                          \
+  {                                                                                                                                \
+    const int n = (int)arg.axis, before = (int)arg.before_##axis;                                                                  \
+    (runs)[0].first = before + (i);                                                                                                \
+    (runs)[0].step = (runs)[0].count = 1;                                                                                          \
+    TWO_FAMILIES((runs) + 1, i, , axis, before, before - 1, -1)                                                                    \
+    TWO_FAMILIES((runs) + 3, n - 1 - (i), last_, axis, arg.after_##axis, before + n, 1)                                            \
+    count *= 1 + (runs)[1].count + (runs)[2].count + (runs)[3].count + (runs)[4].count;                                            \
+  }
+#define EACH_PLACE(place, runs)                          \
+  for (int f_##place = 0; f_##place < RUNS; ++f_##place) \
+    for (int c_##place = 0, place = (runs)[f_##place].first; c_##place < (runs)[f_##place].count; ++c_##place, place += (runs)[f_##place].step)
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_fold(
+    const GLOBAL_MEM data_t* RESTRICT wide, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* dx, const BorderArguments arg) {
+  AFTER_LAST_LAUNCH
+  const index_t at = (index_t)GID_0 * THREADS + LID_0, inner = (index_t)arg.inner;
+  if (at >= (index_t)arg.size) return;
+  const index_t row = DIVIDED(at, arg.line, arg.by_line), slice = DIVIDED(row, arg.h, arg.by_h), outer = DIVIDED(slice, arg.d, arg.by_d);
+  const index_t in_row = at - row * (index_t)arg.line, pixel = DIVIDED(in_row, inner, arg.by_inner), channel = in_row - pixel * inner;
+  const int w = (int)pixel, h = (int)(row - slice * (index_t)arg.h), d = (int)(slice - outer * (index_t)arg.d);
+  Run of_d[RUNS], of_h[RUNS], of_w[RUNS];
+  int count = 1;
+  FIND_PLACES(of_d, count, d, d)
+  FIND_PLACES(of_h, count, h, h)
+  FIND_PLACES(of_w, count, w, w)
+#define WIDE_AT(i, j, k) LOAD(wide, (((outer * (index_t)arg.wide_d + (i)) * (index_t)arg.wide_h + (j)) * (index_t)arg.wide_w + (k)) * inner + channel)
+  acc_t sum = 0;
+  if (count == 1) {
+    sum = WIDE_AT(d + (int)arg.before_d, h + (int)arg.before_h, w + (int)arg.before_w);
+  } else {
+    EACH_PLACE(i, of_d) EACH_PLACE(j, of_h) EACH_PLACE(k, of_w) sum += WIDE_AT(i, j, k);
+  }
+  if (arg.has_residual) sum += LOAD(residual, at);
+  STORE(dx, at, sum);
+}
+
+// Of a rounded number, what a type holds; least for NaN. `end` is the first whole number beyond.
+#define CLIPPED(type, least, most, end) (v >= (acc_t)(end) ? (type)(most) : v >= (acc_t)(least) ? (type)v : (type)(least))
+#define PUT(type, least, most, end) ((GLOBAL_MEM type*)y)[i] = CLIPPED(type, least, most, end); break;
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_round(
+    const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM data_t* RESTRICT y, const long_t size, const long_t type) {
+  AFTER_LAST_LAUNCH
+  const long_t i = (long_t)GID_0 * THREADS + LID_0;
+  if (i >= size) return;
+  const acc_t v = rint((acc_t)LOAD(x, i));
+  switch ((int)type) {
+    case TYPE_BOOL: PUT(unsigned char, 0, 1, 1)
+    case TYPE_UINT8: PUT(unsigned char, 0, 255, 256)
+    case TYPE_INT8: PUT(signed char, -128, 127, 128)
+    case TYPE_UINT16: PUT(unsigned short, 0, 65535, 65536)
+    case TYPE_INT16: PUT(short, -32768, 32767, 32768)
+    case TYPE_UINT32: PUT(unsigned int, 0, 4294967295u, 4294967296.0f)
+    case TYPE_INT32: PUT(int, -2147483647 - 1, 2147483647, 2147483648.0f)
+    case TYPE_UINT64: PUT(ulong_t, 0, 18446744073709551615ull, 18446744073709551616.0f)
+    case TYPE_INT64: PUT(long_t, -9223372036854775807ll - 1, 9223372036854775807ll, 9223372036854775808.0f)
+  }
+}

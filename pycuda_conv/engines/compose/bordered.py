@@ -1,0 +1,174 @@
+"""Images with borders of their own pixels, images and results of integers: ``cu/layout/bordered.cu`` around another engine.
+
+The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. The gradient by the input is that of
+the wider image, whose border is then added to the pixels that it shows. A result of integers is rounded behind the other engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.base import LAST_RESORT, Config
+from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
+from pycuda_conv.engines.layout import border_copy
+from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "ADAPTS", "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Bordered", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "texts", "time", "unsupported",
+]  # fmt: skip
+
+@dataclass(frozen=True)
+class Bordered(Config):
+    """The configuration for the image with its border, as text."""
+
+    INNER: str = "Gemm()"
+
+
+CONFIGS = (Bordered,)
+LAYOUTS = "NCHW", "NHWC", "CNHW", "CHWN"
+TENSOR_CORES = True
+#: It takes problems that are :attr:`ConvProblem.adapted`, and no others.
+ADAPTS = True
+MOST_TEXTS = border_copy.MOST_TEXTS
+
+
+def unsupported(device: Device) -> str | None:
+    """None: the kernels run on every device."""
+    return None
+
+
+# ---- what runs
+
+
+def _inner(problem: ConvProblem) -> ConvProblem:
+    """The problem of the other engine, as it is launched."""
+    return problem.padded.launched
+
+
+def refusal(problem: ConvProblem, config: Bordered) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    if not problem.adapted:
+        return "it is for images with borders, and for integers"
+    return inner_refusal(_inner(problem), config.INNER)
+
+
+def alike(problem: ConvProblem, config: Config) -> Config:
+    """The configuration with the sums of `config`, which is for another problem, one with a border or without."""
+    if isinstance(config, Bordered):
+        return config if problem.adapted else parsed(config.INNER) or config
+    engine = registry.engine_of(config)
+    return Bordered(str(config)) if problem.adapted and not registry.adapts(engine) else config
+
+
+# ---- launches
+
+
+def _folds(problem: ConvProblem) -> bool:
+    """Whether the result has to be folded."""
+    return problem.direction == "dgrad" and problem.border is not None
+
+
+def _copies(problem: ConvProblem) -> bool:
+    """Whether the image has to be copied."""
+    return bool(problem.input_dtype) or (problem.border is not None and problem.direction != "dgrad")
+
+
+def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    inner, padded = parsed(config.INNER), _inner(problem)
+    assert inner is not None
+    made, scratch = registry.schedule(padded, inner, device), Arena(WORKSPACE)
+    places: dict[Buffer, tuple[int, int]] = {}
+    first, last = [], []
+    if _copies(problem):
+        places[INPUT] = scratch.take(problem.itemsize * math.prod(padded.input_shape))
+        first.append(border_copy.copy(problem, places[INPUT]))
+    exact: tuple[int, int] = RESULT, 0
+    if problem.result_dtype:
+        exact = scratch.take(problem.itemsize * math.prod(problem.result_shape))
+    if _folds(problem):
+        places[RESULT] = scratch.take(problem.itemsize * math.prod(padded.result_shape))
+        last.append(border_copy.fold(problem, places[RESULT], exact))
+    elif problem.result_dtype:
+        places[RESULT] = exact
+    if problem.result_dtype:
+        last.append(border_copy.round_to(problem, exact))
+    places[WORKSPACE] = scratch.take(made.workspace_bytes)
+
+    def around(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
+        return [*([launch] for launch in first), *moved(steps, places), *([launch] for launch in last)]
+
+    redoes, last_form = made.redoes and RESULT not in places, made.filter_last and around(made.filter_last)
+    steps, whole = around(made.steps), around(made.whole)
+    return Schedule(moved(made.prepare, places), steps, whole, scratch.used, made.filter_bytes, redoes, filter_last=last_form)
+
+
+def filter_key(problem: ConvProblem, config: Bordered) -> Hashable:
+    """That of the inner engine."""
+    return inner_filter_key(_inner(problem), config.INNER)
+
+
+def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
+    """That of the inner engine, for its configurations."""
+    return inner_sum_order(_inner(problem), config.INNER) or config
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for each type."""
+    yield from border_copy.texts()
+
+
+# ---- the choice
+
+BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multiprocessors move in one
+BEST = 3  # predictions of the other engines that are worth comparing
+
+
+def _beside(problem: ConvProblem, device: Device) -> float:
+    """Microseconds beside those of the inner engine."""
+    padded, us = _inner(problem), 0.0
+    wide = padded.result_shape if _folds(problem) else padded.input_shape
+    moved_bytes = 0
+    if _copies(problem):
+        moved_bytes += problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * math.prod(wide)
+        us += BEGIN
+    if _folds(problem):
+        moved_bytes += problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
+        us += BEGIN
+    if problem.result_dtype:
+        moved_bytes += (problem.itemsize + problem.result_itemsize) * math.prod(problem.result_shape)
+        us += BEGIN
+    return us + moved_bytes / MEMORY * 132 / device.multiprocessors
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Bordered]:
+    """The configurations worth comparing for `problem`: the inner choice, those that give its bits, and the best of other engines."""
+    padded = _inner(problem)
+    chosen = registry.find(padded, device)
+    if not problem.adapted or chosen is None:
+        return
+    best = [config for _, config in registry.predictions(padded, device)[:BEST]]
+    yield from map(Bordered, map(str, dict.fromkeys([chosen, *best, *registry.alternatives(padded, chosen, device)])))
+
+
+def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None:
+    """Microseconds that `config` should take."""
+    inner = parsed(config.INNER)
+    us = None if inner is None else registry.predicted(_inner(problem), inner, device)
+    return None if us is None else us + _beside(problem, device)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:
+    """The other engines' choice for the image with its border, behind the microseconds that it should take."""
+    inner = registry.find(_inner(problem), device) if problem.adapted else None
+    if inner is None:
+        return None
+    us = time(problem, Bordered(str(inner)), device)
+    return LAST_RESORT if us is None else us, Bordered(str(inner))

@@ -1,0 +1,110 @@
+"""Launches of ``cu/layout/bordered.cu``: images with their borders, the way back, and other types than the arithmetic's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pycuda_conv import borders
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider
+from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.runtime.base import KernelLaunch, Place
+
+THREADS, EACH = 256, 4  # threads of a block, and elements that a thread copies
+#: The numbers of types in bordered.cu; 0 is the arithmetic's.
+TYPES = {
+    "": 0, "bool": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "uint32": 6, "int32": 7, "uint64": 8, "int64": 9, "float16": 10,
+    "bfloat16": 11, "float32": 12, "float64": 13,
+}  # fmt: skip
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 4, "opencl": 4}
+
+BorderArguments = kernel_struct("bordered", "BorderArguments")
+
+
+def _outer_and_inner(problem: ConvProblem, channels: int) -> tuple[int, int]:
+    """Of an array of images, the numbers of its elements outside of a pixel's axes, and inside of them."""
+    if problem.layout == "NHWC":
+        return problem.N, channels
+    return (channels, problem.N) if problem.layout == "CHWN" else (problem.N * channels, 1)
+
+
+def _told(
+    outer: int, size: Sequence[int], inner: int, border: borders.Border, before: Sequence[int], after: Sequence[int], big: bool, fold: bool,
+    **others: int,
+) -> tuple[Any, int]:
+    """The arguments of a launch for images of this `size`, and elements of the array that it writes."""
+    wide = tuple(b + n + a for b, n, a in zip(before, size, after, strict=True))
+    written = outer * math.prod(size if fold else wide) * inner
+    numbers: dict[str, int] = {}
+    for axis, n, words in zip("dhw", size, border, strict=True):
+        for prefix, word in zip(("", "last_"), words, strict=True):
+            side = borders.side(word, n)
+            numbers |= {f"{prefix}{name}_{axis}": value for name, value in side._asdict().items()}
+            numbers[f"by_{prefix}period_{axis}"] = divider(side.period)
+    sizes = {"inner": inner, "line": (size if fold else wide)[2] * inner, **by_axis("", size), **by_axis("wide_", wide)}
+    prepared = {f"by_{name}": 0 if big else divider(sizes[name]) for name in ("inner", "line", "d", "h", "wide_d", "wide_h")}
+    told = arguments(
+        BorderArguments, size=written, **sizes, **prepared, **by_axis("before_", before), **by_axis("after_", after), **numbers, **others
+    )
+    return told, written
+
+
+def _defines(dtype: str, big: bool) -> dict[str, int]:
+    return {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": int(big), "THREADS": THREADS}
+
+
+def _is_big(problem: ConvProblem) -> bool:
+    """Whether elements have to be counted in 64 bits."""
+    return max(problem.largest_array, problem.padded.largest_array) >= 2**31 - 2**20
+
+
+def copy(problem: ConvProblem, to: Place) -> KernelLaunch:
+    """Copy the image, the array that `problem` reads first, with its border and in the arithmetic's type."""
+    big, none = _is_big(problem), (0, 0, 0)
+    outer, inner = _outer_and_inner(problem, problem.operand_channels)
+    before, after = (none, none) if problem.direction == "dgrad" else problem.border_sizes
+    told, written = _told(
+        outer, problem.operand_size, inner, problem.border or borders.NONE, before, after, big, False,
+        value=bits(problem.border_value, accumulator_bytes(problem)), type=TYPES[problem.input_dtype], has_residual=0,
+    )  # fmt: skip
+    blocks = ceil(written, EACH * THREADS)
+    return KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (INPUT, to), (), "bordered", arguments=told)
+
+
+def fold(problem: ConvProblem, wide: Place, to: Place) -> KernelLaunch:
+    """Add the border of a gradient by the input to the pixels that it shows, and a residual."""
+    big, border = _is_big(problem), problem.border or borders.NONE
+    outer, inner = _outer_and_inner(problem, problem.result_channels)
+    told, written = _told(
+        outer, problem.input_size, inner, border, *problem.border_sizes, big, True, value=0, type=0, has_residual=int(problem.has_residual)
+    )
+    blocks, buffers = ceil(written, THREADS), (wide, RESIDUAL, to)
+    return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=told)
+
+
+def round_to(problem: ConvProblem, exact: Place) -> KernelLaunch:
+    """Round the result to the type of integers that was asked for."""
+    return _rounding(math.prod(problem.result_shape), problem.dtype, problem.result_dtype, exact, RESULT)
+
+
+def _rounding(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
+    numbers = size, TYPES[dtype]
+    return KernelLaunch("border_round", _defines(given, False), ceil(size, THREADS), THREADS, (source, target), numbers, "bordered")
+
+
+def converting(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
+    """Convert an array without gaps to `dtype`, one of floats."""
+    big, none = size >= 2**31 - 2**20, (0, 0, 0)
+    told, _ = _told(1, (1, 1, size), 1, borders.NONE, none, none, big, False, value=0, type=TYPES[given], has_residual=0)
+    blocks = ceil(size, EACH * THREADS)
+    return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=told)
+
+
+def texts() -> Iterator[TextFamily]:
+    """A text for each type."""
+    yield TextFamily("bordered", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
