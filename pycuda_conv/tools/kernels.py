@@ -25,7 +25,6 @@ from pycuda_conv.tools.terminal import OK, console, table
 from pycuda_conv.tune import key, shipped_table
 
 ARCHITECTURES = ("sm_90a", "sm_80", "opencl")
-UNLISTED = "hopper_lines"  # an engine with a text for each layer
 #: The most texts that the shipped table of measured choices adds to those of the planner's choices.
 MOST_MEASURED = 40
 
@@ -62,7 +61,7 @@ def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:
         for with_moments in (False, True):
             for launch in launches(registry.schedule(problem, choice.config, device, with_moments)):
                 file = launch.file or launch.kernel
-                if file != UNLISTED and not any(launch in family for family in planned):
+                if not any(launch in family for family in planned):
                     choices = {name: (value,) for name, value in launch.defines.items()}
                     found[launch.source()] = TextFamily(file, choices, arch=launch.arch)
     return list(found.values())
