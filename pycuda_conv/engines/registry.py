@@ -78,14 +78,15 @@ def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
     engine, layout = engine_of(config), problem.launched.layout
     if layout not in engine.LAYOUTS:
         return f"it takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {layout}"
-    if problem.adapted and not adapts(engine):
+    if problem.adapted and not adapts(engine, problem.launched):
         return "it takes no borders but zeros, and no integers"
     return engine.unsupported(device) or engine.refusal(problem.launched, config)
 
 
-def adapts(engine: Engine) -> bool:
-    """Whether an engine may run problems that are :attr:`ConvProblem.adapted`."""
-    return bool(getattr(engine, "ADAPTS", False))
+def adapts(engine: Any, launched: ConvProblem) -> bool:
+    """Whether an engine may run a problem that is :attr:`ConvProblem.adapted`: those that may have a function that says so."""
+    says = getattr(engine, "adapts", None)
+    return says is not None and bool(says(launched))
 
 
 def choose(problem: ConvProblem, device: Device) -> Config:
@@ -232,7 +233,7 @@ def _worthwhile(engine: Any, launched: ConvProblem, device: Device) -> bool:
 def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
     """The engines that may run `problem`: of those that its algorithm names, or of all if none of these can."""
     launched = problem.launched
-    asked = [engine for engine in ENGINES if launched.layout in engine.LAYOUTS and (not launched.adapted or adapts(engine))]
+    asked = [engine for engine in ENGINES if launched.layout in engine.LAYOUTS and (not launched.adapted or adapts(engine, launched))]
     asked = [engine for engine in asked if _worthwhile(engine, launched, device)]
     found = [engine for engine in asked if engine.unsupported(device) is None]
     if launched.adapted:

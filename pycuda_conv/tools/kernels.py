@@ -12,6 +12,7 @@ from typing import Any
 
 from pycuda_conv.background import launches
 from pycuda_conv.engines import registry
+from pycuda_conv.engines.images import window as images
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm, max_pool
 from pycuda_conv.engines.nn import fold_norms as folding
@@ -38,7 +39,7 @@ def device_of(architecture: str) -> Any:
 def families(architecture: str) -> list[TextFamily]:
     """All families of texts of an architecture."""
     device = device_of(architecture)
-    planned = [*registry.texts(device), *batch_norm.texts(device)]
+    planned = [*registry.texts(device), *batch_norm.texts(device), *images.texts(device)]
     if device.backend == "cuda":  # other devices' arrays lie in host memory
         planned += besides()
     return planned + measured(device, planned)
