@@ -986,7 +986,7 @@ def wgrad_product(step, memory: Memory) -> None:
     assert step.block == (256 if tall else threads.get(rows, {}).get(columns, 2 * rows + 32)) and step.arch == "sm_90a"
     ring = define["STAGES"] * (rows + columns) * 128
     assert max(ring, rows * (columns + 8) * 4) + 1023 <= step.shared and step.shared + 16 * define["STAGES"] <= (MOST_SHARED // 2 - 1024 if tall or (rows == 64 and columns <= 192) else MOST_SHARED)
-    assert step.grid == s.tiles_m * s.tiles_n * s.bundles * s.splits and s.part == ceil(s.stages, s.splits)
+    assert step.grid == s.tiles_m * s.tiles_n * s.group_packs * s.splits and s.part == ceil(s.stages, s.splits)
     assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // wide >= s.column_blocks == ceil(s.columns, wide) * s.taps and s.inner == (s.taps if s.taps_inner else ceil(s.columns, wide))
     place, parted = step.buffers[0], s.splits > 1
     assert (place[0] == WORKSPACE) if parted else (place == RESULT)
@@ -994,18 +994,18 @@ def wgrad_product(step, memory: Memory) -> None:
     for number in range(step.grid):
         rest, across = divmod(number, s.tiles_n)
         rest, down = divmod(rest, s.tiles_m)
-        split, bundle = divmod(rest, s.bundles)
+        split, pack = divmod(rest, s.group_packs)
         total = np.zeros((rows, columns))
         first = min(split * s.part, s.stages)
         for stage in range(first, min(first + s.part, s.stages)):
-            wgrad_stage(s, define["PLANES"], memory, dy_map, x_map, stage, bundle, down * rows, across * columns // wide, total)
+            wgrad_stage(s, define["PLANES"], memory, dy_map, x_map, stage, pack, down * rows, across * columns // wide, total)
         k = down * rows + np.arange(rows)[:, None]
         for i in range(columns // wide):
             block = across * columns // wide + i
             c, tap = tap_of(s, block, wide)
             c = c + np.arange(wide)[None, :]
             mine = (k < s.rows) & (c < s.columns) & (block < s.column_blocks) & (k // s.own_rows == c // s.own_columns)
-            at_k, at_c = (0 * c + bundle * s.rows + k)[mine], (0 * k + c % s.own_columns)[mine]
+            at_k, at_c = (0 * c + pack * s.rows + k)[mine], (0 * k + c % s.own_columns)[mine]
             at = (at_k * s.taps + tap) * s.own_columns + at_c + split * s.size
             if s.taps_fastest and not parted:
                 at = (at_k * s.own_columns + at_c) * s.taps + tap
@@ -1024,7 +1024,7 @@ def block_of(step) -> int:
     return 32 if step.defines["TYPE"] == 32 else 64
 
 
-def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, bundle: int, row: int, block: int, total: np.ndarray) -> None:
+def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, pack: int, row: int, block: int, total: np.ndarray) -> None:
     """The products of a stage's positions; sums of channels and taps that there are not are NaN."""
     wide = dy_map.box[0]
     if planes:
@@ -1033,7 +1033,7 @@ def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, bundl
         for to, described, channels, first in (a, dy_map, s.rows, row), (b, x_map, s.columns, block * wide):
             for i in range(0, len(to), wide):
                 if first + i < channels:
-                    to[i : i + wide] = boxed(described, memory, (pixel, bundle * channels + first + i, image))[0]
+                    to[i : i + wide] = boxed(described, memory, (pixel, pack * channels + first + i, image))[0]
         with np.errstate(invalid="ignore", over="ignore"):
             total += a @ b.T
         return
@@ -1043,13 +1043,13 @@ def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, bundl
     a, b = np.full((wide, len(total)), np.nan), np.full((wide, total.shape[1]), np.nan)
     for i in range(0, len(total), wide):
         if row + i < s.rows:
-            a[:, i : i + wide] = boxed(dy_map, memory, (bundle * s.rows + row + i, wide * stage, 0))[0]
+            a[:, i : i + wide] = boxed(dy_map, memory, (pack * s.rows + row + i, wide * stage, 0))[0]
     loads = []
     for number in range(block, min(block + total.shape[1] // wide, s.column_blocks)):
         c, tap = tap_of(s, number, wide)
         offsets = (tap % s.tap_s * s.dilation_w, tap // s.tap_s % s.tap_r * s.dilation_h, tap // s.tap_s // s.tap_r * s.dilation_d)
         assert not any(offsets[s.rank :]), "a tap is lost"
-        loads.append((bundle * s.columns + c, offsets[: s.rank]))
+        loads.append((pack * s.columns + c, offsets[: s.rank]))
     if loads and s.rank:
         b[:, : len(loads) * wide] = load_im2col(x_map, memory, [start], loads)
     for i, (channel, _) in enumerate(loads if s.rank == 0 else ()):

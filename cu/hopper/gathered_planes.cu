@@ -215,11 +215,11 @@ DEVICE void consume(const Ring& ring, float* sums, int steps) {
   for (int step = 0; step < steps; ++step) {
     const uint32_t stage = ring.stage(at), w = stage + consumer * 64 * 128;
     ring.wait_full(at);
-    constexpr bool turned = W_TRANSPOSED && !GATHERS_W;
-    const uint64_t a = turned ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w), b = wgmma_descriptor<128>(stage + W_BYTES);
+    constexpr bool transposed = W_TRANSPOSED && !GATHERS_W;
+    const uint64_t a = transposed ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w), b = wgmma_descriptor<128>(stage + W_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < STEPS; ++k) wgmma(sum, a + (turned ? 64 * 128 / STEPS : 32) * k / 16, b + 32 * k / 16, true);
+    for (int k = 0; k < STEPS; ++k) wgmma(sum, a + (transposed ? 64 * 128 / STEPS : 32) * k / 16, b + 32 * k / 16, true);
     ring.commit<1>(at, step > 0);
   }
   wgmma_wait<0>();

@@ -71,12 +71,12 @@ class Pixels:
         return not self.channels_last and self.N * self.plane <= most * _vector(self) and not _index_64(self)
 
 
-Walk = kernel_struct("batch_norm", "Walk")
+BatchNormShape = kernel_struct("batch_norm", "BatchNormShape")
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How the kernels walk an array: the counts of the struct ``Walk`` in ``cu/nn/batch_norm.cu``."""
+    """How the kernels step through an array: the counts of the struct ``BatchNormShape`` in ``cu/nn/batch_norm.cu``."""
 
     pixels: Pixels
     vector: int
@@ -123,14 +123,14 @@ class _Cut:
         pixels, columns = self.pixels, self.pixels.K // (self.vector if self.pixels.channels_last else 1)
         across = -(-columns // self.tiles)
         plane_items = pixels.plane // (1 if pixels.channels_last else self.vector)
-        walk = Walk(
+        shape = BatchNormShape(
             pixels.K, pixels.plane, self.total, self.per, columns, self.tiles, divider(self.tiles), across, divider(across),
             plane_items, divider(plane_items) if self.total < 2**31 - 2**20 else 0,
         )  # fmt: skip
         defines = self._defines(THREADS) | {
             "NHWC": int(pixels.channels_last), "VEC": self.vector, "HAS_RESIDUAL": int(residual), "BEYOND_RELU": int(beyond_relu),
         }  # fmt: skip
-        return KernelLaunch(kernel, defines, self.tiles * self.slices, THREADS, buffers, scalars, "batch_norm", arguments=walk)
+        return KernelLaunch(kernel, defines, self.tiles * self.slices, THREADS, buffers, scalars, "batch_norm", arguments=shape)
 
     def activating_step(
         self, kernel: str, buffers: tuple[int, ...], activation: Activation, *scalars: int, residual: bool = False
