@@ -12,11 +12,15 @@ Neither CUDA nor OpenCL survives a fork. A worker that is forked after the first
 the workers.
 """
 
+import os
+
 from pycuda_conv import interrupt
 
-interrupt.end_in_one_line()
+if interrupt.is_command():
+    interrupt.end_in_one_line()
+    # numpy's threads spin while they wait for each other. Its products are small in the command, which has other work for the cores
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# ruff: noqa: E402
 from importlib.metadata import PackageNotFoundError, version
 
 from pycuda_conv import handlers, measure  # noqa: F401 dispatch and tune ask them

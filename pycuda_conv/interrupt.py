@@ -26,7 +26,7 @@ class Terminated(SystemExit):
         super().__init__(128 + number)
 
 
-def _is_command() -> bool:
+def is_command() -> bool:
     """Whether this process was started as ``pycuda-conv`` or as ``python -m pycuda_conv``."""
     program = (getattr(sys, "argv", None) or [""])[0]
     if program == "-m":  # as long as the module is not yet found
@@ -47,9 +47,7 @@ def word(status: int) -> str:
 
 
 def end_in_one_line() -> None:
-    """From here on such a signal ends the process at once, if this is the command."""
-    if not _is_command():
-        return
+    """From here on such a signal ends the process, which is the command, at once."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     for number in _OTHERS:

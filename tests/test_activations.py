@@ -158,14 +158,14 @@ def test_a_layer_s_constants_hold_the_activation_but_not_the_slope():
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 def test_a_layer_s_activation_is_computed_in_its_place(activation):
     """A text that knows it calls no function for it: calls, one for four numbers, took several times as long as all else of a 1x1 layer."""
-    from pycuda_conv import behind, engines
+    from pycuda_conv import background, engines
 
     problems = [ConvProblem.forward(2, (2, 32, 9, 9), shape, (32,), groups=groups, dtype="float16", layout="NHWC", activation=activation)
                 for shape, groups in (((32, 1, 3, 3), 32), ((32, 32, 1, 1), 1))]
     texts = set()
     for problem in problems:
         schedule = engines.schedule(problem, engines.choose(problem, implicit.H200), implicit.H200)
-        texts |= {(launch.source(), launch.arch or "sm_90") for launch in behind.launches(behind.with_constants(schedule))}
+        texts |= {(launch.source(), launch.arch or "sm_90") for launch in background.launches(background.with_constants(schedule))}
     for text, arch in texts:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "kernel.cu").write_text(text)

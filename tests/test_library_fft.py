@@ -383,3 +383,13 @@ def test_tiles_whose_results_are_not_checked_are_asked_for():
         tiles = [config for config in engines.candidates(problem, target) if isinstance(config, Fft)]
         launches = [step for config in tiles for stage in engines.schedule(problem, config, target).whole for step in stage]
         assert {step.defines["WIDE"] for step in launches if "WIDE" in step.defines} == wide
+
+
+def test_a_gpu_s_library_keeps_float64(monkeypatch):
+    """`algorithm="fft"` asks for the error of the norm, which is float32's where results are float32 or shorter."""
+    gpu = Target("sm_90a")
+    monkeypatch.setattr(type(gpu), "transforms", "cupy", raising=False)
+    for dtype, single in (("float64", False), ("float32", True), ("float16", True)):
+        for made in (ConvProblem.forward(2, (1, 1, 200, 200), (1, 1, 90, 90)), ConvProblem.gradient("weight", 2, (1, 1, 99, 99), (1, 1, 9, 9), (1, 1, 91, 91))):
+            schedule = engines.schedule(replace(made, dtype=dtype, algorithm="fft"), LibraryFft(), gpu)
+            assert schedule.steps[0][0].told[0].single is single, (dtype, made)

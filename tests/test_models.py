@@ -58,7 +58,7 @@ def cpu(monkeypatch, stand_in):
     monkeypatch.setattr(bench, "gpu_for", lambda settings, flag: device)
     monkeypatch.setattr(bench, "describe", lambda *_: {"date": "2026-01-01T", "GPU": "none, such", "torch": "2"})
     monkeypatch.setattr(models, "gpu_times", lambda torch, ways, sets, effort, captured: (models.wall_times(ways, sets, effort), "graph" if captured == math.inf else ""))
-    monkeypatch.setattr(ahead, "first_calls", lambda *_: None)
+    monkeypatch.setattr(ahead, "first_calls", lambda *_: set())
     monkeypatch.setattr(models, "plans", lambda problems, device, with_moments=False: [])
     for name in ("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
@@ -288,7 +288,7 @@ def test_what_is_wrong_is_told(cpu, monkeypatch, what):
     case, effort = Case(what, "net", 4, "fp32"), Effort(rounds=1, seconds=0)
 
     def measure():
-        return (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1)
+        return (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1, models.sides_of(case, True, False))
 
     assert measure().verdict == "ok"
     right = models.made
@@ -307,7 +307,8 @@ def test_what_is_wrong_is_told(cpu, monkeypatch, what):
 
 def test_what_is_not_captured_has_no_time_of_a_graph(cpu, monkeypatch):
     monkeypatch.setattr(models, "gpu_times", lambda *_, **__: ([[1.0], [1.0], [1.0]], "events"))
-    row = models.measure_evaluation(torch, Case("evaluated", "net", 1, "fp32"), cpu, Effort(rounds=1, seconds=0), 1)
+    case = Case("evaluated", "net", 1, "fp32")
+    row = models.measure_evaluation(torch, case, cpu, Effort(rounds=1, seconds=0), 1, models.sides_of(case, True, False))
     assert row.verdict == "ok, not captured" and not row.graph_ms and row.wall_ms[LIGHT] > 0
 
 
@@ -324,7 +325,7 @@ def test_a_rival_that_fails_is_left_out(cpu, monkeypatch, what):
 
     for module in (models, training_steps):
         monkeypatch.setattr(module, "made", half)
-    row = (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1, quick=False)
+    row = (models.measure_evaluation if what == "evaluated" else models.measure_training)(torch, case, cpu, effort, 1, models.sides_of(case, False, False))
     assert row.verdict == "ok" and row.failed == {COMPILED: "ValueError: compiler fails"}
     times = row.wall_ms if what == "evaluated" else row.step_ms
     assert COMPILED not in times and set(times) >= {LIGHT, EAGER, INDUCTOR, REDUCED} and math.isnan(row.inductor_ratio)
@@ -349,6 +350,7 @@ class Drawn:
     def create_model(self, name, pretrained):
         assert not pretrained
         count, width, size = self.made[name]
+        assert [rate.item() for rate in torch.linspace(0, 1, 3)] == [0, 0.5, 1]  # as drop rates are made
         model = torch.nn.Sequential(torch.nn.Conv2d(3, width, 3), *[torch.nn.Conv2d(width, width, 3, padding=1) for _ in range(count - 1)])
         model.default_cfg = {"input_size": (3, size, size)}
         return model
@@ -359,13 +361,17 @@ def test_networks_are_drawn(cpu, monkeypatch, capsys):
     orders = [list(networks.candidates(torch, seed)) for seed in range(4)]
     assert all(sorted(order) == ["timm:a", "timm:b", "timm:c", "timm:d"] for order in orders) and len(set(map(tuple, orders))) > 1
     shares = {"timm:a": 0.5, "timm:b": 0.2, "timm:c": math.nan, "timm:d": 0.9}
-    asked = []
-    evaluated = lambda torch, name, *rest: (asked.append(name), (None, None))[1]  # noqa: E731
-    evaluated.cache_clear = lambda: None
-    monkeypatch.setattr(models, "_evaluated", evaluated)
+    asked, results = [], {"timm:d": math.inf}
+
+    def evaluation_of(torch, case, place, seed):
+        asked.append(case.network)
+        return lambda side: lambda: torch.full((2,), results.get(case.network, 1.0)), {}
+
+    monkeypatch.setattr(models, "evaluation_of", evaluation_of)
     monkeypatch.setattr(models, "convolutions_share", lambda torch, call: shares[asked[-1]])
-    assert sorted(models.drawn(torch, "cpu", 1, 3)) == ["timm:a", "timm:c", "timm:d"] and len(models.drawn(torch, "cpu", 1, 2)) == 2
-    assert "timm:b: convolutions are 20% of torch eager's time" in capsys.readouterr().err
+    assert sorted(models.drawn(torch, "cpu", 1, 3)) == ["timm:a", "timm:c"] and len(models.drawn(torch, "cpu", 1, 1)) == 1
+    err = capsys.readouterr().err
+    assert "timm:b: convolutions are 20% of torch eager's time" in err and "timm:d: ToolError: its results are not finite in float16" in err
 
 
 def test_the_share_of_convolutions(monkeypatch):
@@ -393,27 +399,35 @@ def test_first_calls_of_another_process(cpu, monkeypatch, what):
 
     for module in (models, training_steps):
         monkeypatch.setattr(module, "made", made)
-    monkeypatch.setattr("pycuda_conv.runtime.get_device", lambda place: cpu)
-    ahead.child(what, "net", "2", "fp32", "cpu", "3", "1", "0")
-    assert seen == ([LIGHT, EAGER, rivals.EAGER_TF32] if what == "evaluated" else [LIGHT, EAGER])
+    monkeypatch.setattr(models, "get_device", lambda place: cpu)
+    models.child(what, "net", "2", "fp32", "cpu", "3", EAGER, LIGHT)
+    assert seen == [LIGHT, EAGER]
 
 
-def test_children_end_with_the_time(monkeypatch, tmp_path):
-    """Loss curves have no first calls; a child that takes too long is killed."""
-    monkeypatch.setattr(ahead.sys, "executable", "/bin/sleep")
+def test_what_each_process_does():
+    sides = models.sides_of(CASE, False, False)
+    found = ahead.parts([(CASE, sides), (TRAINED, models.sides_of(TRAINED, False, False))])
+    assert [[side.name for side in part.sides] for part in found[:2]] == [[LIGHT, EAGER, rivals.EAGER_TF32], [LIGHT, EAGER]]
+    assert [(part.case, [side.name for side in part.sides]) for part in found[2:6]] == [(CASE, [INDUCTOR]), (TRAINED, [INDUCTOR]), (CASE, [COMPILED]), (TRAINED, [COMPILED])]
+    assert sorted(side.name for part in found if part.case is CASE for side in part.sides) == sorted(side.name for side in sides)
+
+
+def test_processes_end_with_the_time(monkeypatch):
+    """A process that takes too long is killed; what failed is not ready."""
     begun = []
 
     class Child(ahead.subprocess.Popen):
         def __init__(self, command, **options):
             begun.append(command)
-            super().__init__(["/bin/sleep", "60"], **options)
+            how = ["/bin/sleep", "60"] if COMPILED in command else ["/bin/false"] if INDUCTOR in command else ["/bin/true"]
+            super().__init__(how, **options)
 
     monkeypatch.setattr(ahead.subprocess, "Popen", Child)
     started = time.perf_counter()
-    ahead.first_calls([CASE, TRAINED, Case("loss curve", "net", 2, "fp32")], "cuda:0", 7, True, False, started + 0.3)
-    assert time.perf_counter() - started < 10
-    assert begun[0][1:] == ["-m", "pycuda_conv.tools.ahead", "evaluated", "resnet50", "32", "fp32", "cuda:0", "7", "1", "0"]
-    assert all(command[3] != "loss curve" for command in begun)
+    sides = [Side(LIGHT, True, "light"), Side(EAGER), Side(INDUCTOR, True, "default"), Side(COMPILED, compiled="default")]
+    ready = ahead.first_calls([(CASE, sides)], "cuda:0", 7, started + 2)
+    assert time.perf_counter() - started < 20 and ready == {(CASE, LIGHT), (CASE, EAGER)}
+    assert begun[0][1:] == ["-m", "pycuda_conv.tools.models", "evaluated", "resnet50", "32", "fp32", "cuda:0", "7", LIGHT, EAGER]
 
 
 def test_no_case_is_begun_after_the_time(cpu, capsys, tmp_path):
@@ -422,6 +436,13 @@ def test_no_case_is_begun_after_the_time(cpu, capsys, tmp_path):
     assert "2 of 2 cases were not begun within 0.001 s" in capsys.readouterr().out and not file.exists()
     assert main(["bench", "--seconds", "3"]) == UNUSABLE
     assert "--seconds goes with --models only" in capsys.readouterr().err
+
+
+def test_sides_that_were_not_compiled_in_time_are_left_out(cpu, caplog, tmp_path):
+    file = tmp_path / "models.json"
+    assert main(["bench", "--models", "net", "--mode", "bf16", "--seconds", "100", "--json", str(file)]) == OK
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["wall_ms"].keys() == {LIGHT, EAGER} and f"net, 2 images, bf16, evaluated: {COMPILED} is left out: it was not compiled in time" in caplog.text
 
 
 @pytest.mark.gpu

@@ -164,3 +164,35 @@ def test_a_model_keeps_less_on_a_gpu(monkeypatch, form):
 
 
 assert "bfloat16" in DTYPES  # numpy's name for it
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("options", [(3, 2, 1), ((3, 2), (1, 3), (1, 0), (2, 1)), (2,)], ids=str)
+def test_maxima_of_compiled_training(options, last):
+    """By operators under AOTAutograd: values and gradients are torch's; layers that the kernels do not take stay torch's."""
+    from pycuda_conv.nn import compiler, pooling
+
+    form = torch.channels_last if last else torch.contiguous_format
+    for channels, dtype in ((16, torch.bfloat16), (12, torch.float32), (5, torch.float16)):
+        x = torch.randint(-3, 4, (2, channels, 18, 21), device="cuda").to(dtype).to(memory_format=form)
+        given = [x.clone().requires_grad_() for _ in range(2)]
+        dy, found = None, []
+
+        def traced(gm, inputs, found=found):
+            compiler.rewritten(gm, inputs, "default", raises=True)
+            found += [str(node.target) for node in gm.graph.nodes]
+            return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+        pool = torch.nn.MaxPool2d(*options)
+        torch._dynamo.reset()
+        made = []
+        for f, one in ((pool, given[0]), (torch.compile(lambda x, pool=pool: pool(x * 1), backend=traced, dynamic=False), given[1])):
+            made.append(f(one))
+            dy = torch.randint_like(made[0], -4, 5) if dy is None else dy
+            made[-1].backward(dy)
+        assert torch.equal(*made) and made[0].stride() == made[1].stride() and torch.equal(given[0].grad, given[1].grad)
+        assert ("pycuda_conv.max_pool.default" in found) == (not last or channels % (8 if dtype.itemsize == 2 else 4) == 0)
+    windows = [n for pair in pooling.pairs_of(3, 2, 1, 1) for n in pair]
+    x = torch.randn(2, 8, 9, 9, device="cuda").to(memory_format=form)
+    torch.library.opcheck(torch.ops.pycuda_conv.max_pool_taps.default, (x, windows, last))

@@ -730,6 +730,34 @@ def test_a_layer_that_counts_no_batches(warm, monkeypatch):
     warm.again(lambda: layer(x))
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_operators_of_fused_layers_are_made_again(warm, monkeypatch, last):
+    """Compiled code's passes: Python has no part in the second, and results lie as the operator says."""
+    from pycuda_conv.nn.autograd import Settings
+    from pycuda_conv.nn.fused import operators
+    from pycuda_conv.nn.fused.launches import _LayerSpec
+
+    form = torch.channels_last if last else torch.contiguous_format
+    x, w, y = (torch.randn(*shape).half().to(memory_format=form) for shape in ((2, 16, 9, 9), (24, 16, 3, 3), (2, 24, 9, 9)))
+    vectors, batches = [torch.rand(24) for _ in range(4)], torch.tensor(3)
+    spec = _LayerSpec("relu", True, Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)).in_integers()
+    ours, statistics = torch.ops.pycuda_conv, torch.rand(2, 24)
+    forward = lambda residual=None: ours.fused_forward(x, w, None, *vectors, batches, residual, 0.1, 1e-5, spec)  # noqa: E731
+    backward = lambda of_x=True, of_weight=True: ours.fused_conv_bn_relu_backward(y, x, w, *vectors[:2], y, statistics, of_x, of_weight, spec)  # noqa: E731
+    calls = [forward, partial(forward, y), backward, partial(backward, False), partial(backward, of_weight=False)]
+    for call in calls:
+        for _ in range(2):
+            call()
+    monkeypatch.setattr(operators, "_first_forward", None)
+    monkeypatch.setattr(operators, "_other_backward", None)
+    for call in calls:
+        warm.again(call)
+        results = call()
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+            expected = call()
+        assert [(r.shape, r.dtype, r.stride()) for r in results] == [(r.shape, r.dtype, r.stride()) for r in expected]
+
+
 def test_fused_layers_that_are_unusual_go_the_whole_way(warm, monkeypatch):
     layer, whole, launch = FUSED["plain"](), [], device.launch
     monkeypatch.setattr(device, "launch", lambda *given: (whole.append(1), launch(*given))[1])

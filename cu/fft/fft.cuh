@@ -12,31 +12,7 @@
 // Frequencies stay in the order that the forward transform leaves, which the inverse transform expects.
 #pragma once
 
-// With WIDE, transforms are double whatever the arrays are, and each result is checked: see fft/tiles.cu.
-#ifndef WIDE
-#define WIDE 0
-#endif
-#define CHECKED (WIDE && DTYPE != 64)
-#if WIDE || DTYPE == 64
-#ifdef __OPENCL_VERSION__
-#pragma OPENCL EXTENSION cl_khr_fp64 : enable
-#endif
-typedef double2 complex_t;
-typedef double wide_t;
-#else
-typedef float2 complex_t;
-typedef acc_t wide_t;
-#endif
-#ifdef __OPENCL_VERSION__
-#define COMPLEX(re, im) ((complex_t)(re, im))
-#define TURN(angle, s, c) { s = sinpi(angle); c = cospi(angle); }
-#elif WIDE || DTYPE == 64
-#define COMPLEX(re, im) make_double2(re, im)
-#define TURN(angle, s, c) sincospi(angle, &s, &c);
-#else
-#define COMPLEX(re, im) make_float2(re, im)
-#define TURN(angle, s, c) sincospif(angle, &s, &c);
-#endif
+#include "fft/complex.cuh"
 
 #define SMALLER(a, b) ((a) < (b) ? (a) : (b))
 #define PARTS 1024  // of a tile: fft/range.cu
@@ -44,21 +20,6 @@ typedef acc_t wide_t;
 #define BY_SUM 1
 #define ZERO 2
 #define NOTHING_THERE 4
-// a value as transforms take it: values that are not usable would spoil more results than those they reach
-#if WIDE || DTYPE == 64
-#define FITTING(v) (fabs((wide_t)(v)) <= (wide_t)1e95 ? (wide_t)(v) : (wide_t)0)
-#else
-#define FITTING(v) (fabs(v) <= (acc_t)1e16f ? (v) : (acc_t)0)
-#endif
-#if WIDE || DTYPE == 64
-#ifdef __OPENCL_VERSION__
-#define BITS_TO_WIDE(bits) as_double(bits)
-#else
-#define BITS_TO_WIDE(bits) __longlong_as_double(bits)
-#endif
-#else
-#define BITS_TO_WIDE(bits) BITS_TO_ACC(bits)
-#endif
 
 typedef struct FftArguments {
   // what is read, images or filters: elements from one to the next, and channels of a group; size of a plane, and the row and column where tile 0
@@ -80,9 +41,6 @@ typedef struct FftArguments {
   long_t least;  // where CHECKED, a wide_t's bits: a result of at least so many times both norms is right
   long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } FftArguments;
-
-WITHIN_KERNEL complex_t times(complex_t a, complex_t b) { return COMPLEX(a.x * b.x - a.y * b.y, a.x * b.y + a.y * b.x); }
-WITHIN_KERNEL complex_t times_conjugate(complex_t a, complex_t b) { return COMPLEX(a.x * b.x + a.y * b.y, a.y * b.x - a.x * b.y); }
 
 // The place of tile number `number`.
 typedef struct Tile {

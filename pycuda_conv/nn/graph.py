@@ -256,8 +256,13 @@ class Targets:
     #: whether a layer that is trained takes the sum with a residual, and whether it counts the batches
     sums_in_training = counts = False
 
+    #: whether convolutions with gradients take parameters that were cast at the graph's start
+    casts_early = True
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        #: the parameters that are cast at the graph's start, with their types, and the nodes that stand for the results
+        self.early: dict[tuple[Node, torch.dtype], Node] = {}
 
     def cast(self, node: Any, dtype: torch.dtype) -> Any:
         """The node, or None, in the dtype that a convolution computes in: what ``torch.autocast`` does unseen."""
@@ -266,6 +271,19 @@ class Targets:
         made = self.graph.call_method("to", (node, dtype))
         made.meta["example_value"] = value(node)
         return made
+
+    def cast_early(self, parameter: Node, dtype: torch.dtype) -> Node:
+        """A parameter in another dtype: one call at the graph's start casts all of these."""
+        key = parameter, dtype
+        if key not in self.early:
+            made = self.early[key] = self.graph.call_method("to", key)
+            with torch.no_grad():
+                made.meta["example_value"] = value(parameter).detach().to(dtype)
+        return self.early[key]
+
+    def cast_together(self, parameters: list[Node], dtype: torch.dtype) -> Node:
+        """The call that casts parameters."""
+        raise NotImplementedError
 
     def evaluate(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any, early: bool
@@ -278,6 +296,19 @@ class Targets:
 
     def finish(self) -> None:
         """Write the nodes that serve several chains."""
+        waiting = set(self.early.values())
+        first = next((n for n in self.graph.nodes if n.op != "placeholder" and n not in waiting), None)
+        groups: dict[Any, list[tuple[Node, Node]]] = {}
+        for (parameter, dtype), node in self.early.items():
+            groups.setdefault((dtype, value(parameter).device), []).append((parameter, node))
+        for (dtype, _), members in groups.items():
+            with self.graph.inserting_before(first):
+                cast = self.cast_together([parameter for parameter, _ in members], dtype)
+                for i, (_, node) in enumerate(members):
+                    made = self.graph.call_function(operator.getitem, (cast, i))
+                    made.meta.update(node.meta)
+                    node.replace_all_uses_with(made)
+                    self.graph.erase_node(node)
 
     def train(
         self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
@@ -372,6 +403,7 @@ class Rewrite:
         fixed = [n for n in inputs if "_dynamo_static_input_type" in n.meta.get("tensor_dict", {})]
         self.of_callers = memory(n for n in inputs if n not in set(fixed))
         self.of_module = memory(fixed) - self.of_callers
+        self.grad_at_start = torch.is_grad_enabled()
         self.trained: set[Node] = set()
         self._memory: dict[Node, set[int]] = {}
         self._effects: dict[Node, tuple[bool, set[int], set[int]]] = {}
@@ -686,18 +718,23 @@ class Rewrite:
                 if turned:
                     operands[0] = self.graph.call_method("contiguous", (operands[0],), {"memory_format": turned})
                     operands[0].meta["example_value"] = value(chain.operands[0])
+                if training or not gradient or self.targets.casts_early:
+                    at_start = slice(1, 3 if training or gradient else 2)  # norms that are folded read the bias as it is
+                    operands[at_start] = [self._cast_early(chain, n, dtype, grad) for n in operands[at_start]]
                 if training:
                     assert chain.norm is not None
                     new = self.targets.train(options, operands, dtype, chain.norm, chain.residual, grad)
                 elif gradient:
                     new = self.targets.convolve(options, operands, dtype)
                 else:
-                    early = chain.norm is not None and self._is_known_at_start(chain)
+                    vectors = () if chain.norm is None else (*chain.norm.vectors, chain.operands[2])
+                    early = chain.norm is not None and self._is_known_at_start(chain, [n for n in vectors if n is not None])
                     new = self.targets.evaluate(options, operands, dtype, chain.norm, chain.residual, early)
         except Exception:
             for node in reversed(list(self.graph.nodes)):
                 if node not in before:
                     self.graph.erase_node(node)
+            self.targets.early = {key: node for key, node in self.targets.early.items() if node in before}
             raise
         self._replace(chain.nodes, new, [n for n, _ in chain.writes])
         if training:
@@ -709,10 +746,16 @@ class Rewrite:
             self.nodes[self.order.pop(chain.counter)] = None
             self.graph.erase_node(chain.counter)
 
-    def _is_known_at_start(self, chain: _Chain) -> bool:
-        """Whether a norm's vectors and the convolution's bias are inputs that no step before the chain's end writes to."""
-        assert chain.norm is not None
-        read = [n for n in (*chain.norm.vectors, chain.operands[2]) if n is not None]
+    def _cast_early(self, chain: _Chain, parameter: Any, dtype: torch.dtype, grad: bool) -> Any:
+        """An operand in 16 bits, if it is a parameter of float32 that can be cast at the graph's start; else the operand itself."""
+        if parameter is None or value(parameter).dtype is not torch.float32 or dtype not in (torch.float16, torch.bfloat16):
+            return parameter
+        if not self._is_known_at_start(chain, [parameter]) or (self._needs_gradient(grad, parameter) and not self.grad_at_start):
+            return parameter
+        return self.targets.cast_early(parameter, dtype)
+
+    def _is_known_at_start(self, chain: _Chain, read: Sequence[Node]) -> bool:
+        """Whether what is read are inputs of the graph that no step before the chain's end writes to."""
         if not all(n.op == "placeholder" for n in read):
             return False
         its = set().union(*map(self._memory_of, read))

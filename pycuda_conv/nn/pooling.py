@@ -1,4 +1,4 @@
-"""Max pooling in graphs of ``torch.compile`` that run as they are.
+"""Max pooling in graphs of ``torch.compile``.
 
 In training torch keeps the input and, for every maximum, its place in 8 bytes. The number of its tap in the window takes one byte. In
 evaluation torch writes the places as well; we write none.
@@ -7,7 +7,7 @@ evaluation torch writes the places as well; we write none.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +19,8 @@ from pycuda_conv import execute
 from pycuda_conv.arrays import Signature
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines.nn import max_pool as engine
-from pycuda_conv.nn.autograd import _traced
+from pycuda_conv.nn import operators
+from pycuda_conv.nn.autograd import _empty_like, _traced, lying_as
 from pycuda_conv.problem import channels_last
 
 #: How the axes of arrays lie in memory.
@@ -29,6 +30,11 @@ ORDERS = {"NCHW": None, "NHWC": channels_last(4, 2)}
 def _pair(value: Any) -> tuple[Any, Any]:
     """What torch's modules make of an argument for two axes: a pair, or one value for both."""
     return tuple(value) if isinstance(value, Iterable) else (value, value)
+
+
+def pairs_of(kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> tuple[tuple[Any, Any], ...]:
+    """Taps, strides, padding and dilation of torch's arguments: a pair each."""
+    return tuple(map(_pair, (kernel_size, kernel_size if stride is None or stride == [] else stride, padding, dilation)))
 
 
 @lru_cache(maxsize=256)
@@ -51,7 +57,7 @@ def max_pool(
     """The result of ``torch.nn.functional.max_pool2d``, with its gradient, for calls in which torch need not see operators."""
     if x.is_cuda and x.dim() == 4 and x.dtype in _TYPES and not _traced(x, x, None):
         layout, gradient = _layout(x), torch.is_grad_enabled() and x.requires_grad
-        windows = tuple(map(_pair, (kernel_size, kernel_size if stride is None or stride == [] else stride, padding, dilation)))
+        windows = pairs_of(kernel_size, stride, padding, dilation)
         found = None if layout is None or (gradient and ceil_mode) else _pool_of(TORCH.signature(x), layout, windows, ceil_mode)
         if found is not None:
             return _Function.apply(x, *found) if gradient else _maxima(x, *found)
@@ -88,3 +94,70 @@ class _Function(torch.autograd.Function):
         dx = TORCH.empty(pool.shape, dy, device, ORDERS[pool.layout])
         execute.launch(TORCH, device, engine.compiled(pool, device, True), (dy, taps), (dx,), 0)
         return dx, None, None
+
+
+# ---- the operators, in training
+
+
+def is_pooled(x: Any, windows: tuple[tuple[Any, Any], ...]) -> bool:
+    """Whether the operators compute this pooling: on a GPU, and for sizes that are known."""
+    layout = _layout(x) if x.is_cuda and x.dtype in _TYPES and all(isinstance(n, int) for n in x.shape) else None
+    taps, stride, padding, dilation = windows
+    return layout is not None and engine.Pool(TORCH.dtype_name(x.dtype), tuple(x.shape), taps, stride, padding, dilation, layout).fits
+
+
+def _pool(shape: Sequence[int], dtype: torch.dtype, windows: Sequence[int], last: bool) -> engine.Pool:
+    taps, stride, padding, dilation = (tuple(windows[i : i + 2]) for i in range(0, 8, 2))
+    return engine.Pool(TORCH.dtype_name(dtype), tuple(shape), taps, stride, padding, dilation, "NHWC" if last else "NCHW")  # type: ignore[arg-type]
+
+
+def _pooled(x: Any, windows: Sequence[int], last: bool) -> tuple[Any, Any]:
+    """The maxima, and the number of each maximum's tap."""
+    pool = _pool(x.shape, x.dtype, windows, last)
+    taps = torch.empty(math.prod(pool.result_shape), dtype=torch.uint8, device=x.device)
+    return _maxima(TORCH.as_kernel_input(x, ORDERS[pool.layout]), pool, TORCH.device(TORCH.signature(x), None), taps), taps
+
+
+def _fake_pooled(x: Any, windows: Sequence[int], last: bool) -> tuple[Any, Any]:
+    shape = _pool(x.shape, x.dtype, windows, last).result_shape
+    return _empty_like(x, shape, 2), x.new_empty(math.prod(shape), dtype=torch.uint8)
+
+
+def _pooled_backward(dy: Any, taps: Any, shape: Sequence[int], windows: Sequence[int], last: bool) -> Any:
+    pool, device = _pool(shape, dy.dtype, windows, last), TORCH.device(TORCH.signature(dy), None)
+    dx = TORCH.empty(pool.shape, dy, device, ORDERS[pool.layout])
+    given = TORCH.as_kernel_input(dy, ORDERS[pool.layout]), taps
+    execute.launch(TORCH, device, engine.compiled(pool, device, True), given, (dx,), 0)
+    return dx
+
+
+def _fake_pooled_backward(dy: Any, taps: Any, shape: Sequence[int], windows: Sequence[int], last: bool) -> Any:
+    return _empty_like(dy, list(shape), 2)
+
+
+class _OfOperators(torch.autograd.Function):
+    """Maxima with a gradient, by operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, windows: Sequence[int], last: bool) -> Any:
+        y, taps = torch.ops.pycuda_conv.max_pool_taps.default(x, windows, last)
+        ctx.save_for_backward(taps)
+        ctx.how = x.shape, windows, last
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any) -> Any:
+        (taps,), (shape, windows, last) = ctx.saved_tensors, ctx.how
+        dy = lying_as(dy, ORDERS["NHWC" if last else "NCHW"])
+        return torch.ops.pycuda_conv.max_pool_backward.default(dy, taps, shape, windows, last), None, None
+
+
+def _max_pool(x: Any, windows: Sequence[int]) -> Any:
+    return _OfOperators.apply(x, windows, _layout(x) == "NHWC")
+
+
+operators.define("max_pool_taps(Tensor x, int[] windows, bool last) -> (Tensor, Tensor)", _pooled, _fake_pooled)
+operators.define(
+    "max_pool_backward(Tensor dy, Tensor taps, int[] shape, int[] windows, bool last) -> Tensor", _pooled_backward, _fake_pooled_backward
+)
+operators.define_by_others("max_pool(Tensor x, int[] windows) -> Tensor", _max_pool)

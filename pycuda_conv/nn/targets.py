@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from pycuda_conv import dispatch
 from pycuda_conv.arrays import torch_internals
-from pycuda_conv.nn import evaluation, folding, fused, linear, norms, pooling
+from pycuda_conv.nn import casting, evaluation, folding, fused, linear, norms, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.fused.launches import _LayerSpec
 from pycuda_conv.nn.graph import Norm, Options, Targets, value
@@ -54,6 +54,7 @@ class _Folding(Targets):
         raise NotImplementedError
 
     def finish(self) -> None:
+        super().finish()
         groups: dict[Any, list[tuple[Node, Options, Norm, Any, torch.dtype]]] = {}
         for one in self._folded:
             mean = one[2].vectors[2]
@@ -80,6 +81,7 @@ class Light(_Folding):
     """Functions for graphs that run as they are."""
 
     sums_in_training = counts = True
+    casts_early = False  # a repeated convolution inside of torch.autocast casts in its own sequence of launches
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
@@ -90,6 +92,9 @@ class Light(_Folding):
         vectors = (None,) * 4 if norm is None else norm.vectors
         call = evaluation_of(options, 0.0 if norm is None else norm.eps, value(x).device.type)
         return self.graph.call_function(call, (x, weight, bias, *vectors, residual))
+
+    def cast_together(self, parameters: list[Node], dtype: torch.dtype) -> Node:
+        return self.graph.call_function(casting.cast_all, (dtype, parameters))
 
     def fold(self, vectors: list[Any], eps: list[float], wide: bool) -> Node:
         return self.graph.call_function(folding.fold_norms, (vectors, eps, wide))
@@ -262,6 +267,9 @@ class Operators(_Folding):
         call = torch.ops.pycuda_conv.evaluate.default
         return self.graph.call_function(call, (x, weight, bias, *vectors, residual, eps, _spec(options)))
 
+    def cast_together(self, parameters: list[Node], dtype: torch.dtype) -> Node:
+        return self.graph.call_function(torch.ops.pycuda_conv.cast_all.default, (parameters, dtype is torch.bfloat16))
+
     def fold(self, vectors: list[Any], eps: list[float], wide: bool) -> Node:
         return self.graph.call_function(torch.ops.pycuda_conv.fold_norms.default, (vectors, eps, wide))
 
@@ -292,6 +300,25 @@ class Operators(_Folding):
             made = call(operator.add, (made, residual))
             made = made if options.activation is None else call(torch.relu, (made,))
         return made
+
+    def max_pool(self, given: dict[str, Any], gradient: bool) -> Node | None:
+        x, names = value(given["input"]), ("kernel_size", "stride", "padding", "dilation")
+        if not gradient or given["ceil_mode"] or not all(_is_constant(given[name]) for name in names):
+            return None  # in evaluation inductor joins the maxima with their neighbours
+        windows = pooling.pairs_of(*(given[name] for name in names))
+        if not pooling.is_pooled(x, windows):
+            return None
+        flat = [n for pair in windows for n in pair]
+        return self.graph.call_function(torch.ops.pycuda_conv.max_pool.default, (given["input"], flat))
+
+    def product(
+        self, given: dict[str, Any], scale: Any, residual: Any, activation: Any, moved: bool, gradient: bool
+    ) -> Node | None:
+        x, weight, bias = (given[name] for name in ("input", "weight", "bias"))
+        if gradient or not linear.pays(value(x), value(weight), activation, residual is not None):
+            return None
+        given_all = x, weight, bias, scale, residual, linear.spec_of(activation, moved)
+        return self.graph.call_function(torch.ops.pycuda_conv.product.default, given_all)
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)

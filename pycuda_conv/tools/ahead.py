@@ -1,8 +1,8 @@
 """First calls of networks in other processes, several at a time, before ``bench --models`` measures.
 
 What takes long in a first call is compiling, by this package's compilers and by torch's. Both keep on the disk what they have made. So the
-process that measures finds it there, and compilers of several networks work side by side. Each process is
-``python -m pycuda_conv.tools.ahead WHAT NETWORK IMAGES MODE PLACE SEED QUICK NAMED``.
+process that measures finds it there, and compilers of several networks and sides work at once. Each process is
+``python -m pycuda_conv.tools.models WHAT NETWORK IMAGES MODE PLACE SEED SIDE ...``.
 """
 
 from __future__ import annotations
@@ -12,64 +12,73 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pycuda_conv.tools.terminal import require, track
+from pycuda_conv.tools.terminal import track
 
 if TYPE_CHECKING:
     from pycuda_conv.tools.model_rows import Case
+    from pycuda_conv.tools.rivals import Side
 
-CORES = 4  # for one process
-MOST = 8  # processes: each keeps a network and its compiled code on the GPU
+CHILD = "pycuda_conv.tools.models"
+CORES = 3  # for one process
+MOST = 10  # processes: each keeps a network and its compiled code on the GPU
 
 
-def first_calls(cases: Sequence[Case], place: str, seed: int, quick: bool, named: bool, end: float) -> None:
-    """Make the first calls of all cases in processes of their own, until the time `end` of ``time.perf_counter``.
+@dataclass(frozen=True)
+class Part:
+    """The sides of a case whose first calls one process makes."""
 
-    What a process can't do, the case itself tells.
+    case: Case
+    sides: tuple[Side, ...]
+
+    def __str__(self) -> str:
+        return f"{self.case}: {', '.join(side.name for side in self.sides)}"
+
+
+def parts(cases: Sequence[tuple[Case, Sequence[Side]]]) -> list[Part]:
+    """What to do in processes of their own: a side that inductor compiles, or all the others. What all rows need comes first."""
+    quick, slow = [], []
+    for case, sides in cases:
+        quick.append(Part(case, tuple(side for side in sides if not side.by_inductor)))
+        slow += [(i, Part(case, (side,))) for i, side in enumerate(side for side in sides if side.by_inductor)]
+    return quick + [part for _, part in sorted(slow, key=lambda one: one[0])]
+
+
+def first_calls(cases: Sequence[tuple[Case, Sequence[Side]]], place: str, seed: int, end: float) -> set[tuple[Case, str]]:
+    """Make the first calls of these sides in processes of their own, until the time `end` of ``time.perf_counter``.
+
+    Returns
+    -------
+    set of (Case, str)
+        The sides, by their names, whose first calls were made. Why others failed, the case itself tells.
     """
-    waiting = [case for case in cases if case.what != "loss curve"]
-    running: list[subprocess.Popen[bytes]] = []
+    ready: set[tuple[Case, str]] = set()
+    running: list[tuple[Part, subprocess.Popen[bytes]]] = []
     most = max(1, min(MOST, (os.cpu_count() or CORES) // CORES))
-    options = place, str(seed), str(int(quick)), str(int(named))
+
+    def wait(count: int) -> None:
+        while len(running) > count and time.perf_counter() < end:
+            time.sleep(0.05)
+            done = [(part, process) for part, process in running if process.poll() is not None]
+            running[:] = [one for one in running if one not in done]
+            ready.update((part.case, side.name) for part, process in done if process.returncode == 0 for side in part.sides)
+
     try:
-        for case in track(waiting, str):
-            command = [sys.executable, "-m", __name__, case.what, case.network, str(case.images), case.mode, *options]
-            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-            _wait(running, most - 1, end)
+        for part in track(parts(cases), str):
+            case = part.case
+            command = [sys.executable, "-m", CHILD, case.what, case.network, str(case.images), case.mode, place, str(seed)]
+            process = subprocess.Popen(
+                [*command, *(side.name for side in part.sides)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            running.append((part, process))
+            wait(most - 1)
             if time.perf_counter() > end:
                 break
-        _wait(running, 0, end)
+        wait(0)
     finally:
-        for process in running:
+        for _, process in running:
             process.kill()
             process.wait()
-
-
-def _wait(running: list[subprocess.Popen[bytes]], most: int, end: float) -> None:
-    """Wait until at most so many run, or until the `end`."""
-    while len(running) > most and time.perf_counter() < end:
-        time.sleep(0.05)
-        running[:] = [process for process in running if process.poll() is None]
-
-
-def child(what: str, network: str, images: str, mode: str, place: str, seed: str, quick: str, named: str) -> None:
-    """The first calls of all sides of a case."""
-    from pycuda_conv.runtime import get_device
-    from pycuda_conv.tools import models, rivals
-    from pycuda_conv.tools.model_rows import Case
-
-    torch = require("torch")
-    torch.backends.cudnn.benchmark = True
-    case, device = Case(what, network, int(images), mode), get_device(place)
-    with rivals.arithmetic(torch, mode), torch.set_grad_enabled(what == "trained"):
-        if what == "evaluated":
-            step_of, _ = models.evaluation_of(torch, case, place, int(seed))
-        else:
-            step_of, _, (base, given, _) = models.training_of(torch, case, place, int(seed))
-            models.compile_gradients(torch, case, base, given, device)
-        rivals.first_calls(torch, models.sides_of(case, quick == "1", named == "1"), step_of, device)
-
-
-if __name__ == "__main__":
-    child(*sys.argv[1:])
+    return ready

@@ -14,7 +14,7 @@ from pycuda_conv.runtime.base import Device
 from pycuda_conv.tools.distributions import DISTRIBUTIONS
 
 #: The most cases of an engine, each of another arithmetic or pass, on a GPU and on a host.
-MOST_ON_GPU, MOST_ON_HOST = 6, 4
+MOST_ON_GPU, MOST_ON_HOST = 6, 3
 #: Kinds of numbers that need no more than an error of the norm.
 ORDINARY = ("normal", "positive")
 #: Types with the precision that is asked for.
@@ -32,13 +32,17 @@ class EngineCase:
     chosen: bool
 
     @property
+    def arithmetic(self) -> str:
+        """The type of the arrays, or for float32 the precision: ``"fp32"`` or ``"tf32"``."""
+        return self.problem.precision if self.problem.dtype == "float32" else self.problem.dtype
+
+    @property
     def name(self) -> str:
         """The case in a word or two."""
         problem = self.problem
-        kind = problem.precision if problem.dtype == "float32" else problem.dtype
         last = " last" if problem.layout == "NHWC" else ""
         asked = f" {problem.algorithm}" if problem.algorithm else ""
-        return f"{self.engine}{asked} {kind}{last} {problem.direction}, {self.distribution}"
+        return f"{self.engine}{asked} {self.arithmetic}{last} {problem.direction}, {self.distribution}"
 
 
 def _shapes() -> Iterator[ConvProblem]:
@@ -66,19 +70,21 @@ def _shapes() -> Iterator[ConvProblem]:
 
 
 def engine_cases(device: Device) -> list[EngineCase]:
-    """The cases, engine after engine. One of each engine is tried with every kind of numbers, the others with normal ones."""
+    """The cases, engine after engine.
+
+    One of each engine, and on a GPU one of each of its arithmetics, is tried with every kind of numbers, the others with normal ones.
+    """
     pool = [
         replace(shape, dtype=dtype, precision=precision, layout=layout)
         for dtype, precision in ARITHMETICS for layout in ("NCHW", "NHWC") for shape in _shapes()
     ]
     found: list[EngineCase] = []
-    for engine in registry.ENGINES:
-        if engine.unsupported(device) is None:
-            found += _of_engine(engine, pool, device)
+    for number, engine in enumerate(one for one in registry.ENGINES if one.unsupported(device) is None):
+        found += _of_engine(engine, pool, device, number)
     return found
 
 
-def _of_engine(engine: Engine, pool: list[ConvProblem], device: Device) -> Iterator[EngineCase]:
+def _of_engine(engine: Engine, pool: list[ConvProblem], device: Device, number: int) -> Iterator[EngineCase]:
     possible: list[tuple[bool, ConvProblem, engines.Config]] = []
     for problem in [*pool, *(replace(one, algorithm="fft") for one in pool if engine in registry.TRANSFORMS)]:
         launched = problem.launched
@@ -89,6 +95,10 @@ def _of_engine(engine: Engine, pool: list[ConvProblem], device: Device) -> Itera
         for config in {type(one): one for one in reversed(configs) if registry.refusal(problem, one, device) is None}.values():
             possible.append((engines.find(problem, device) == config, problem, config))
     possible.sort(key=lambda one: not one[0])  # what the planner chooses comes first
+    if device.backend != "cuda":  # float32 and one other type, which differs from engine to engine: a host compiles few kernels in a minute
+        others = [dtype for dtype in ("float64", "bfloat16", "float16") if any(problem.dtype == dtype for _, problem, _ in possible)]
+        kept = "float32", *others[number % max(len(others), 1) :][:1]
+        possible = [one for one in possible if one[1].dtype in kept]
     name = getattr(engine, "__name__", type(engine).__name__).rpartition(".")[2]
     most = (MOST_ON_GPU if device.backend == "cuda" else MOST_ON_HOST) + len(engine.CONFIGS) - 1
     met: set[tuple[str, ...]] = set()
@@ -99,9 +109,12 @@ def _of_engine(engine: Engine, pool: list[ConvProblem], device: Device) -> Itera
             if what[:size] not in met and len(taken) < most:
                 met |= {what[:2], what[:4], what}
                 taken[problem, config] = chosen
-    first = next((problem for problem, _ in taken if problem.algorithm is None), None)
+    tried: set[tuple[str, str]] = set()
     for (problem, config), chosen in taken.items():
+        arithmetic = (problem.dtype, problem.precision) if device.backend == "cuda" else ("", "")
+        first = problem.algorithm is None and arithmetic not in tried
+        if first:
+            tried.add(arithmetic)
         # transforms that were asked for are right by norms alone
-        kinds = ORDINARY if problem.algorithm else DISTRIBUTIONS if problem is first else ORDINARY[:1]
-        for distribution in kinds:
+        for distribution in ORDINARY if problem.algorithm else DISTRIBUTIONS if first else ORDINARY[:1]:
             yield EngineCase(name, problem, config, distribution, chosen)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import math
 import secrets
 import sys
@@ -18,7 +19,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from pycuda_conv.runtime import Device
+from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import ahead, bench
 from pycuda_conv.tools.model_rows import ROWS, Case, Evaluated, Row, Trained, markdown, mean_lines, row_table
@@ -34,6 +35,7 @@ from pycuda_conv.tools.rivals import (
     begin,
     convolutions_share,
     dtype_of,
+    first_calls,
     format_of,
     made,
     sides,
@@ -51,6 +53,8 @@ from pycuda_conv.tools.training_steps import (
     peak,
     stepper,
 )
+
+log = logging.getLogger("pycuda_conv")
 
 #: Without names after --models: networks to evaluate, each with these numbers of images, and networks to train, name -> images.
 EVALUATED = (
@@ -163,15 +167,12 @@ def evaluation_of(torch: Any, case: Case, place: str, seed: int) -> tuple[Callab
     return step_of, models
 
 
-def measure_evaluation(
-    torch: Any, case: Case, device: Device, effort: Effort, seed: int, quick: bool = True, named: bool = False
-) -> Evaluated:
+def measure_evaluation(torch: Any, case: Case, device: Device, effort: Effort, seed: int, chosen: Sequence[Side]) -> Evaluated:
     """Compare the outputs with float64's, then time calls and graphs."""
     from pycuda_conv.nn.compiler import graphs_of
 
     base, _ = _evaluated(torch, case.network, case.mode, device.name, seed)
     images, _ = _images(torch, case, device.name, seed)
-    chosen = sides_of(case, quick, named)
     torch.compiler.reset()  # torch compiles few graphs of a function, and those of the case before count
     step_of, models = evaluation_of(torch, case, device.name, seed)
     with torch.no_grad(), arithmetic(torch, case.mode):
@@ -200,6 +201,8 @@ def drawn(torch: Any, place: str, seed: int, count: int) -> list[str]:
         try:
             with torch.no_grad():
                 call = evaluation_of(torch, case, place, seed)[0](Side(EAGER))
+                if not bool(torch.isfinite(call()).all()):
+                    raise ToolError("its results are not finite in float16")
                 share = convolutions_share(torch, call)
         except Exception as error:  # a network may need what is not here, or refuse such images
             print(f"{name}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}", file=sys.stderr)
@@ -236,11 +239,8 @@ def compile_gradients(torch: Any, case: Case, base: Any, images: Any, device: De
     plans([problem for problem in asked if problem.direction == "fprop" and not problem.has_bias], device, with_moments=True)
 
 
-def measure_training(
-    torch: Any, case: Case, device: Device, effort: Effort, seed: int, quick: bool = True, named: bool = False
-) -> Trained:
+def measure_training(torch: Any, case: Case, device: Device, effort: Effort, seed: int, chosen: Sequence[Side]) -> Trained:
     """Compare the first losses and gradients, then memory and times of a step."""
-    chosen = sides_of(case, quick, named)
     torch.compiler.reset()
     step_of, models, (base, images, labels) = training_of(torch, case, device.name, seed)
     losses: dict[str, float] = {}
@@ -284,15 +284,15 @@ def _graphs(torch: Any, steps: dict[str, Callable[[], Any]], effort: Effort) -> 
 # ---- the command
 
 
-def _measured(torch: Any, case: Case, device: Device, settings: bench.Settings, seed: int, named: bool) -> Row:
-    """The case's row; a failure is the row's verdict."""
+def _measured(torch: Any, case: Case, device: Device, settings: bench.Settings, seed: int, chosen: Sequence[Side]) -> Row:
+    """The case's row, with the sides that were chosen; a failure is the row's verdict."""
     short = settings.quick or settings.seconds is not None
     effort = Effort(rounds=3, seconds=0.3) if short else Effort(rounds=7, seconds=1.5)
     try:
         if case.what == "evaluated":
-            return measure_evaluation(torch, case, device, effort, seed, settings.quick, named)
+            return measure_evaluation(torch, case, device, effort, seed, chosen)
         if case.what == "trained":
-            return measure_training(torch, case, device, effort, seed, settings.quick, named)
+            return measure_training(torch, case, device, effort, seed, chosen)
         return measure_curve(torch, case, device.name, seed)
     except Exception as error:  # the other cases are still measured
         text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -327,7 +327,14 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
         for line in header_lines(machine):
             out.print(line, markup=False)
         end = math.inf if settings.seconds is None else began + settings.seconds
-        ahead.first_calls(chosen, device.name, seed, settings.quick, bool(networks), began + AHEAD * (end - began))
+        by_case = {case: sides_of(case, settings.quick, bool(networks)) for case in chosen if case.what != "loss curve"}
+        ready = ahead.first_calls(list(by_case.items()), device.name, seed, began + AHEAD * (end - began))
+        if settings.seconds is not None:  # there is no time for what inductor has not compiled yet
+            for case, asked in by_case.items():
+                missed = [one for one in asked if one.by_inductor and (case, one.name) not in ready]
+                by_case[case] = [one for one in asked if one not in missed]
+                for one in missed:
+                    log.warning("%s: %s is left out: it was not compiled in time", case, one.name)
         out.print(f"{time.perf_counter() - began:.0f} s until first calls were made")
         for case in track(chosen, str):
             started = time.perf_counter()
@@ -336,7 +343,7 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
                 break
             if case.what != "evaluated":
                 _evaluated.cache_clear()
-            rows.append(_measured(torch, case, device, settings, seed, bool(networks)))
+            rows.append(_measured(torch, case, device, settings, seed, by_case.get(case, ())))
             _say(rows[-1], time.perf_counter() - started)
             gc.collect()
             torch.cuda.empty_cache()
@@ -373,3 +380,24 @@ def _say(row: Row, seconds: float) -> None:
         print(f"{row.case}: {told or '-'}; {row.verdict}; {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
+# ---- in a process of its own
+
+
+def child(what: str, name: str, images: str, mode: str, place: str, seed: str, *names: str) -> None:
+    """Make the first calls of a case's sides of these names: see :mod:`pycuda_conv.tools.ahead`."""
+    torch = require("torch")
+    torch.backends.cudnn.benchmark = True
+    case, device = Case(what, name, int(images), mode), get_device(place)
+    chosen = [side for side in sides_of(case, False, True) if side.name in names]
+    with arithmetic(torch, mode), torch.set_grad_enabled(what == "trained"):
+        if what == "evaluated":
+            step_of, _ = evaluation_of(torch, case, place, int(seed))
+        else:
+            step_of, _, (base, given, _) = training_of(torch, case, place, int(seed))
+            if any(side.ours for side in chosen):
+                compile_gradients(torch, case, base, given, device)
+        first_calls(torch, chosen, step_of, device)
+
+
+if __name__ == "__main__":
+    child(*sys.argv[1:])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.rounding import bound, relative_limit
+from pycuda_conv.rounding import bound, overflows, relative_limit
 from pycuda_conv.tools.terminal import require
 
 
@@ -49,8 +49,16 @@ class ErrorSums:
         self._within = True
 
     def add(self, out: Any, reference: Any, magnitude: Any, rest: Any = 0.0) -> None:
-        """Compare one piece; all are float64 arrays of one shape. `rest` is the part that a float64 reference lacks, if it is known."""
+        """Compare one piece; all are float64 arrays of one shape. `rest` is the part that a float64 reference lacks, if it is known.
+
+        Elements that are infinite because the dtype has no such large numbers are right, and left out.
+        """
         error, limit = abs((out - reference) - rest), bound(self.problem, reference, magnitude)
+        if not bool((error < math.inf).all()):
+            kept = ~overflows(self.problem, out, reference, limit)
+            if not bool(kept.any()):
+                return
+            error, limit, reference = error[kept], limit[kept], reference[kept]
         self._within = self._within and bool((error <= limit).all())  # <=: NaN fails
         self._count += math.prod(error.shape)
         self._sum += float(error.sum())

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,11 @@ class Side:
     ours: bool = False
     compiled: str | None = None
     tf32: bool = False
+
+    @property
+    def by_inductor(self) -> bool:
+        """Whether torch's compiler compiles it, which takes long."""
+        return self.compiled not in (None, "light")
 
     @property
     def captures(self) -> bool:
@@ -161,12 +166,11 @@ def begin(
 def first_calls(torch: Any, chosen: Sequence[Side], step_of: Callable[[Side], Callable[[], Any]], device: Device) -> None:
     """Make each side's first calls, for the sake of what compilers leave on the disk."""
     for side in chosen:
-        with suppress(Exception):
-            call = step_of(side)
-            call = _in_tf32(torch, call) if side.tf32 else call
-            call()
-            if side.ours:
-                settle(call, torch.cuda.synchronize, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
+        call = step_of(side)
+        call = _in_tf32(torch, call) if side.tf32 else call
+        call()
+        if side.name == LIGHT:  # the other sides of ours have the same kernels
+            settle(call, torch.cuda.synchronize, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
 
 
 def convolutions_share(torch: Any, call: Callable[[], Any]) -> float:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import signal
 import time
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -29,6 +28,7 @@ from pycuda_conv.runtime.target import Target
 from pycuda_conv.runtime.workers import cores
 from pycuda_conv.tools.families import draw
 from pycuda_conv.tools.kernels import besides
+from pycuda_conv.tools.plans import Finished, compile_together
 from pycuda_conv.tools.suite import core, in_mode, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, track
 from pycuda_conv.tune import lookup
@@ -159,7 +159,7 @@ def compile_all(wanted: Sequence[Text], made_by: Compiler) -> tuple[dict[Text, b
     pool = ThreadPoolExecutor(cores())
     try:
         coming: dict[Future[bytes], Text] = {pool.submit(binaries.make, text.source, text.arch, made_by): text for text in wanted}
-        for done in track(_Finished(coming), lambda done: coming[done].kernel):
+        for done in track(Finished(coming), lambda done: coming[done].kernel):
             try:
                 made[coming[done]] = done.result()
             except CompileError as error:
@@ -167,22 +167,6 @@ def compile_all(wanted: Sequence[Text], made_by: Compiler) -> tuple[dict[Text, b
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, texts that are not begun are left
     return made, failed
-
-
-class _Finished(Sequence[Any]):
-    """Futures in the order in which they finish, with a length."""
-
-    def __init__(self, futures: Iterable[Future[Any]]) -> None:
-        self._futures = list(futures)
-
-    def __len__(self) -> int:
-        return len(self._futures)
-
-    def __iter__(self) -> Iterator[Any]:
-        return as_completed(self._futures)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._futures[index]
 
 
 # ---- the layers of a model
@@ -333,33 +317,16 @@ def _run_on_opencl(settings: Settings, device: Any) -> int:
         found = launches | found
     wanted = [found[source] for source, _ in used.most_common(settings.random)]
     missing = [launch for launch in wanted if not device.kept(launch)]
-    begin, failed = time.monotonic(), []
+    begin = time.monotonic()
     if missing and trusted_folder() is None:
         raise ToolError("the cache is off, or its folder can't be used: compiled kernels would not be kept")
-    processes = max(1, min(cores(), len(missing)))
     with interrupt.telling(lambda: "the same command compiles the rest"):
-        pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_ignore_ctrl_c)
-        try:
-            coming: dict[Future[None], str] = {pool.submit(_compile_on_opencl, one): one.file or one.kernel for one in missing}
-            for done in track(_Finished(coming), coming.__getitem__):
-                if done.exception() is not None:
-                    failed.append(f"{coming[done]}: {done.exception()}")
-        finally:
-            pool.shutdown(cancel_futures=True)
+        failed = compile_together(missing, device)
     out = console()
     out.print(
         f"{len(wanted)} kernels for OpenCL: {len(wanted) - len(missing)} were there, {len(missing) - len(failed)} were compiled in "
-        f"{time.monotonic() - begin:.1f} s by {processes} processes"
+        f"{time.monotonic() - begin:.1f} s by {max(1, min(cores(), len(missing)))} processes"
     )
     for reason in failed[:5]:
         out.print(f"failed: {reason}", markup=False)
     return FAILED if failed else OK
-
-
-def _ignore_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group of processes, and the first one ends the others
-
-
-def _compile_on_opencl(launch: KernelLaunch) -> None:
-    device: Any = named_device("opencl")
-    device.compile(launch)

@@ -381,12 +381,12 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Fft] | None:
-    """The tile that should be fastest; by rule if plain cores should take longer for a filter that reads one channel."""
+    """The tile that should be fastest; on a line, by rule if plain cores should take longer for a filter that reads one channel."""
     found = fastest((time(problem, config, device), config) for config in configs(problem, device))
-    if found is None:
-        return None
+    if found is None or problem.algorithm == "fft":
+        return found
     us, config = CLEARLY * found[0], found[1]
-    if _dense(problem):
+    if _dense(problem) or not _is_line(problem):
         return us, config
     plain = problem.macs / PLAIN_RATE * 132 / device.multiprocessors
     return (BY_RULE if us < plain else us), config

@@ -168,7 +168,7 @@ def _lengths(
 def schedule(problem: ConvProblem, config: LibraryFft, device: Device, with_moments: bool = False) -> Schedule:
     """The library's call, and the launch that checks and finishes what it has made."""
     told, scratch = transforms(problem), Arena(WORKSPACE)
-    if device.backend == "cuda" and problem.algorithm == "fft" and not told.magnitudes:
+    if device.backend == "cuda" and problem.algorithm == "fft" and problem.dtype != "float64":
         told = replace(told, single=True, accuracy=math.inf)
     (_, sums), (_, limits) = (scratch.take(8 * math.prod(shape)) for shape in (told.sums_shape, told.limits_shape))
     buffers, blocks = (INPUT, WEIGHT, WORKSPACE), math.prod(told.blocks) * told.images

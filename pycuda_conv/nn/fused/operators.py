@@ -16,7 +16,7 @@ from pycuda_conv.nn.autograd import CONV, _empty_like, without_gaps
 from pycuda_conv.nn.conv_operators import count_flops, flops
 from pycuda_conv.nn.fused.autograd import _gradients, _save
 from pycuda_conv.nn.fused.launches import _counted_by_kernels, _LayerSpec, _new_statistics, _normalised, _order, _statistics
-from pycuda_conv.nn.fused.repeat import _again, _backward, _backward_again, _remember_forward
+from pycuda_conv.nn.fused.repeat import _again, _asked_backward, _backward, _backward_again, _gradients_of, _remember_forward
 
 
 @torch.no_grad()
@@ -47,21 +47,37 @@ def _asked_of(spec: _LayerSpec, momentum: float, eps: float) -> tuple[Any, ...]:
     return spec.activation, momentum, eps, stride, padding, dilation, groups, precision
 
 
-@torch.no_grad()
+@lru_cache(maxsize=4096)
+def _forward_options(spec: tuple[int, ...], momentum: float, eps: float) -> tuple[_LayerSpec, tuple[Any, ...]]:
+    """A layer's options, and those of its forward pass's key."""
+    options = _LayerSpec.of(spec)
+    return options, _asked_of(options, momentum, eps)
+
+
 def _fused_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, batches: Tensor | None, residual: Tensor | None, momentum: float, eps: float, spec: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The layer by the batch's statistics, its convolution y, and the statistics. The running ones move, and `batches` is raised by 1."""
-    options = _known(tuple(spec))
-    if batches is not None and not _counted_by_kernels(batches, x):
-        batches.add_(1)
-        batches = None
-    asked, operands = _asked_of(options, momentum, eps), (x, residual, weight, bias, gamma, beta, running_mean, running_var, batches)
-    made = repeat.replay(_again, asked, *operands) if repeat.possible() else None
+    options, asked = _forward_options(tuple(spec), momentum, eps)
+    made = repeat.replay(_again, asked, x, residual, weight, bias, gamma, beta, running_mean, running_var, batches)
     if made is not None:
         _, y, statistics, out = made
         return out, y, statistics
+    return _first_forward(x, residual, weight, bias, gamma, beta, running_mean, running_var, batches, momentum, eps, options, asked)
+
+
+@torch.no_grad()
+def _first_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None,
+    running_mean: Tensor | None, running_var: Tensor | None, batches: Tensor | None, momentum: float, eps: float, options: _LayerSpec,
+    asked: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in a call that is not repeated."""
+    if batches is not None and not _counted_by_kernels(batches, x):
+        batches.add_(1)
+        batches = None
+    operands = x, residual, weight, bias, gamma, beta, running_mean, running_var, batches
     y, statistics = _statistics(x, weight, bias, running_mean, running_var, None, momentum, eps, options, batches)
     out = _normalised(y, statistics, gamma, beta, residual, options.activation)
     if repeat.possible():
@@ -127,15 +143,40 @@ def _fake_normalised(y: Tensor, statistics: Any, gamma: Any, beta: Any, spec: An
     return cast(Tensor, _empty_like(y, y.shape, y.dim() - 2))
 
 
-@torch.no_grad()
+@lru_cache(maxsize=4096)
+def _backward_options(spec: tuple[int, ...], of_x: bool, of_weight: bool) -> tuple[_LayerSpec, tuple[Any, ...]]:
+    """A layer's options, and those of its backward pass's key."""
+    options = _LayerSpec.of(spec)
+    return options, _asked_backward(of_x, of_weight, options, False)
+
+
 def _fused_backward(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor, of_x: bool,
     of_weight: bool, spec: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same as :func:`_backward`; gradients that are not asked for have no elements."""
-    given = x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _known(tuple(spec))
-    dout = without_gaps(dout, _order(y))
-    dx, dweight, sums, _ = _backward_again(dout, *given) or _backward(dout, *given)
+    options, asked = _backward_options(tuple(spec), of_x, of_weight)
+    operands = dout, x, weight, gamma, beta, y, None, statistics, None
+    made = repeat.replay(_again, asked, *operands)
+    if made is not None and made[0].plain:
+        _, sums, *gradients = made
+        dx = gradients.pop(0) if of_x else x.new_empty(0)
+        return dx, gradients.pop(0) if of_weight else weight.new_empty(0), sums
+    return _other_backward(operands, made, of_x, of_weight, options)
+
+
+@torch.no_grad()
+def _other_backward(
+    operands: tuple[Any, ...], made: Any, of_x: bool, of_weight: bool, options: _LayerSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in a call that is not repeated, or whose results, if they are `made`, do not lie as the operator's have to."""
+    dout, x, weight, gamma, beta, y, _, statistics, _ = operands
+    if made is not None:
+        dx, dweight, sums, _ = _gradients_of(made, operands, of_x, of_weight, options)
+    else:
+        dout = without_gaps(dout, _order(y))
+        given = dout, x, weight, gamma, beta, y, None, statistics, of_x, of_weight, options
+        dx, dweight, sums, _ = (None if dout is operands[0] else _backward_again(*given)) or _backward(*given)
     dweight = weight.new_empty(0) if dweight is None else TORCH.as_kernel_input(dweight, _order(weight))
     return x.new_empty(0) if dx is None else dx, dweight, sums
 

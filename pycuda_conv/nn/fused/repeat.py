@@ -102,6 +102,8 @@ class _BackwardAgain(NamedTuple):
     makes_dweight: bool
     #: whether it computes all gradients, in the order in which they have to lie
     complete: bool
+    #: whether its results are the sums and the gradients that were asked for, of input and filter, each lying as its array does
+    plain: bool
 
 
 def _asked_backward(of_x: bool, of_weight: bool, spec: _LayerSpec, spent: bool) -> tuple[Any, ...]:
@@ -118,9 +120,14 @@ def _backward_again(
         return None
     operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
     made = repeat.replay(_again, _asked_backward(of_x, of_weight, spec, spent), *operands)
-    if made is None:
-        return None
-    again, sums, *results = made
+    return None if made is None else _gradients_of(made, operands, of_x, of_weight, spec)
+
+
+def _gradients_of(
+    made: Any, operands: Sequence[Any], of_x: bool, of_weight: bool, spec: _LayerSpec
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """What :func:`_backward` gives, from the results of a repeated pass of these operands."""
+    (_, x, weight, _, _, y, out, _, added), (again, sums, *results) = operands, made
     masked = None if out is None else results.pop(0)
     dy = results.pop(0) if again.makes_dy else y
     dx = results.pop(0) if again.makes_dx else None
@@ -184,7 +191,9 @@ def _remember_backward(
             results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, found.gradient_order))
         ready = repeat.launch_sequence(TORCH, found.device, steps, y, count, results, nbytes)
     complete = not needs_dy and (not of_x or _order(x) == order)
-    again = None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete)
+    plain = complete and (makes_dx, makes_dweight) == (of_x, of_weight) and out is None
+    plain = plain and (not of_weight or found.gradient_order == _order(weight))
+    again = None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete, plain)
     _again.put(name, again, *plans)
 
 

@@ -1,0 +1,330 @@
+"""Large filters by float64 transforms of blocks that go through memory: every length, what is checked and summed, and when it is chosen."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import test_epilogue as epilogue
+from reference import DISTRIBUTIONS, DTYPES, TINY, assert_close, assert_exact, check, dgrad, fprop, run
+
+from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.engines.fft import blocks
+from pycuda_conv.engines.fft.blocks import BlockFft
+from pycuda_conv.engines.schedule import shared_limit
+from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime.target import Target
+
+H200, TURING = Target("sm_90a"), Target("sm_75")
+#: One block and many, pairs over several images, a block alone, several filters a channel, both directions, uneven padding, images smaller than the filter;
+#: lines and volumes.
+CASES = {
+    fprop((1, 1, 100, 120), (1, 1, 15, 15), padding=7): (128, 128), fprop((2, 3, 170, 140), (3, 1, 15, 21), groups=3, padding=(7, 3)): (128, 192),
+    fprop((3, 2, 90, 80), (4, 1, 9, 31), groups=2, padding=4, bias=False): (320, 128), dgrad((1, 3, 100, 110), (3, 1, 15, 17), groups=3, padding=5): (192, 320),
+    fprop((1, 1, 40, 300), (1, 1, 33, 65)): (128, 384), fprop((2, 2, 10, 12), (6, 1, 21, 25), groups=2, padding=((15, 20), (13, 30))): (128, 128),
+    fprop((1, 1, 127, 130), (1, 1, 127, 100), padding=((0, 3), (50, 49))): (128, 256), fprop((1, 1, 70, 80), (1, 1, 1, 99), padding=(0, 49)): (128, 256),
+    fprop((2, 2, 9000), (2, 1, 301), groups=2, padding=150): (64, 64), dgrad((1, 1, 20000), (1, 2, 3000)): (128, 192), fprop((1, 1, 900), (1, 1, 700), padding=((30, 7),)): (64, 64),
+    fprop((2, 1, 30, 40, 50), (2, 1, 7, 8, 9), padding=3): (64, 64, 64), dgrad((1, 2, 66, 50, 60), (2, 1, 5, 7, 9), groups=2, padding=2): (64, 128, 64),
+}  # fmt: skip
+FIRST, SECOND, THIRD, BACK, *_ = CASES
+LINE, VOLUME = (next(case for case in CASES if case.ndim == ndim) for ndim in (1, 3))
+LARGE = fprop((1, 1, 150, 170), (1, 1, 31, 31), padding=15)
+
+
+def plan(case, device, dtype="float32", **more):
+    return Plan(case.problem(dtype, **more), device, config=BlockFft(*CASES.get(case, (128, 192))))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_integers_are_exact(device, case):
+    arrays = case.integers("float32")
+    assert_exact(run(plan(case, device), *arrays), case.reference(*arrays))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_results_are_rounded_once(device, case):
+    x, w, b = case.normals("float32")
+    ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), None if b is None else abs(b))
+    made = plan(case, device)
+    got = run(made, x, w, b)
+    assert_close(got, ref, 2.0**-23 * magnitude)
+    assert np.array_equal(got, run(made, x, w, b))
+
+
+@pytest.mark.parametrize("length", [64, 128, 192, 256, 320, 512, 576, 960, 1152])
+def test_every_factor(device, length):
+    """All lengths have all of these factors; as rows and as columns."""
+    case = fprop((1, 1, 70, 90), (1, 1, 13, 11), padding=5)
+    arrays = case.integers("float32")
+    for lengths in ((128, length), (length, 128)):
+        assert_exact(run(Plan(case.problem(), device, config=BlockFft(*lengths)), *arrays), case.reference(*arrays))
+
+
+def test_lengths():
+    lengths = [n for n in range(1, blocks.LONGEST + 65) if blocks.factors(n) is not None]
+    assert lengths[0] == blocks.SHORTEST and lengths[-1] == blocks.LONGEST and not any(n % 64 for n in lengths)
+    assert all(math.prod(blocks.factors(n)) * 64 == n for n in lengths) and {576, 1024, 4608, 6144, 5120} <= set(lengths)
+    assert {one for n in lengths for one in blocks.factors(n)} == set(blocks.FACTORS)
+    for device in (H200, TURING):
+        for n in lengths:
+            batch = blocks._batch(BlockFft(n, 128), shared_limit(device))
+            assert batch * n * blocks.BYTES + blocks.BESIDES <= shared_limit(device) or not batch
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", [FIRST, SECOND, LINE, VOLUME], ids=str)
+def test_every_type(device, case, dtype):
+    if dtype == "bfloat16" and get_device(device).backend == "cuda":
+        pytest.skip("PyCUDA has no arrays of bfloat16")
+    arrays = case.normals(dtype)
+    check(case, run(plan(case, device, dtype, algorithm="fft"), *arrays), *arrays)
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_fewer_rows_at_a_time(device, monkeypatch, batch):
+    """As long blocks take them."""
+    monkeypatch.setattr(blocks, "BATCHES", (batch,))
+    case = BACK
+    arrays = case.integers("float32")
+    assert_exact(run(plan(case, device), *arrays), case.reference(*arrays))
+
+
+def test_pairs_in_several_rows_of_launches(device, monkeypatch):
+    case = SECOND
+    arrays = case.normals("float32")
+    expected = run(plan(case, device), *arrays)
+    monkeypatch.setattr(blocks, "AT_ONCE", 3 * 128 * 192 * blocks.BYTES)
+    some = plan(case, device)
+    assert sum(one.kernel == "fft_blocks_results" for step in some.schedule.steps for one in step) > 1
+    assert np.array_equal(run(some, *arrays), expected)
+
+
+# ---- every element is right
+
+
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("case", [LARGE, SECOND, BACK, LINE, VOLUME], ids=str)
+def test_elements_are_right_for_all_kinds_of_numbers(device, case, kind):
+    x, w, b = case.drawn(kind)
+    ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
+    assert_close(run(plan(case, device), x, w, b), ref, 2.0**-23 * magnitude + TINY["float32"], kind)
+
+
+def listed(case, device, *arrays):
+    """Results of a call, and how many of them were put onto the list, on OpenCL, where the workspace is the host's memory."""
+    made = plan(case, device)
+    told = made.schedule.steps[-1][0].arguments
+    nothing, y = np.zeros(1, "f"), np.full(made.problem.result_shape, np.nan, "f")
+    workspace = np.full(made.schedule.workspace_bytes // 8, np.nan)
+    on = get_device("opencl")
+    with on:
+        on.update_host_arrays(on.schedule_launcher(made.schedule.whole), arrays, (y, workspace, nothing, nothing, nothing), 0)
+    return y, workspace[told.count_at :][:1].view(np.int32)[0]
+
+
+@pytest.mark.parametrize("kind", ["black", "half", "one star", "tails", "faint"])
+@pytest.mark.parametrize("full", [False, True])
+def test_zeros_stay_zeros_and_what_may_be_off_is_summed(device, monkeypatch, kind, full):
+    """From a list, and by the threads themselves once that is full. Zeros in segments of a block cost no sums."""
+    if full:
+        monkeypatch.setattr(blocks, "MOST_LISTED", 5)
+    case = fprop((2, 2, 90, 100), (2, 1, 21, 17), groups=2, padding=8)
+    x, w, b = case.normals("float32")
+    b[:] = 0
+    if kind == "tails":  # of a Gaussian around one pixel: 1e-30 of its largest value
+        at = np.arange(21)[:, None] - 10, np.arange(17) - 8
+        w[:] = np.exp(-(at[0] ** 2 + at[1] ** 2) / 2.0)
+    x[..., : {"half": 50, "faint": 0}.get(kind, 100)] = 0
+    x[:] = 1e-3 * x if kind == "faint" else x
+    if kind not in ("black", "half"):
+        x[0, 0, 44, 51] = 1e12
+    ref, magnitude = case.reference(x, w, b), case.reference(abs(x), abs(w), b)
+    got = run(plan(case, device), x, w, b)
+    assert (got[magnitude == 0] == 0).all() and not np.signbit(got[magnitude == 0]).any() and ((magnitude == 0).any() or kind == "faint")
+    assert_close(got, ref, 2.0**-23 * magnitude + TINY["float32"], kind)
+    if device == "opencl":
+        y, count = listed(case, device, x, w, b)
+        assert np.array_equal(y, got) and (count == 0 if kind == "black" else count < ref.size / 4 if kind != "faint" else count > ref.size / 8)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3e38])
+@pytest.mark.parametrize("where", ["image", "filter"])
+def test_inf_and_nan_reach_what_they_reach_in_a_sum(device, value, where):
+    x, w, b = SECOND.normals("float32")
+    if where == "image":
+        x[1, 1, 30, 40] = value
+    else:
+        x[..., :60] = 0  # times Inf is NaN
+        w[1, 0, 3, 5] = value
+    inner = ..., slice(7, -7), slice(3, -3)  # the reference multiplies by padding too
+    ref, magnitude = SECOND.reference(x, w, b)[inner], SECOND.reference(abs(x), abs(w), abs(b))[inner]
+    got = run(plan(SECOND, device), x, w, b)[inner]
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = ref.astype("f")
+        lost = ~np.isfinite(expected)
+        assert np.array_equal(got[lost], expected[lost], equal_nan=True) and lost.any() == (value != 3e38 or np.isinf(expected).any())
+        assert (abs(got - ref)[~lost] <= 2.0**-22 * magnitude[~lost]).all()
+
+
+@pytest.mark.parametrize("case", [LINE, VOLUME], ids=str)
+def test_zeros_inf_and_nan_of_lines_and_volumes(device, case):
+    x, w, b = case.normals("float32")
+    x[..., : x.shape[-1] // 2] = 0
+    x[(0, 0, *(n // 3 for n in x.shape[2:]))] = np.inf
+    x[(1, 0, *(2 * n // 3 for n in x.shape[2:]))] = np.nan
+    inner = ..., *(slice(pad, n - pad) for n, pad in zip(x.shape[2:], np.broadcast_to(case.options["padding"], case.ndim), strict=True))
+    got, ref = run(plan(case, device), x, w, b)[inner], case.reference(x, w, b)[inner]
+    lost = ~np.isfinite(ref)
+    assert lost.any() and not lost.all() and np.array_equal(got[lost], ref[lost].astype("f"), equal_nan=True)
+    magnitude = case.reference(np.nan_to_num(abs(x), posinf=0), abs(w), abs(b))[inner]
+    with np.errstate(invalid="ignore"):
+        assert (abs(got - ref) <= 2.0**-22 * magnitude)[~lost].all()
+    empty = case.reference((x != 0).astype("f"), np.ones_like(w), np.zeros_like(b))[inner] == 0
+    assert empty.any() and (got - b.reshape(-1, *(1,) * case.ndim) == 0)[empty].all()
+
+
+def test_an_inf_costs_the_sums_of_its_windows(device):
+    if device != "opencl":
+        pytest.skip("the list lies in the GPU's memory")
+    x, w, b = LARGE.normals("float32")
+    x[0, 0, 75, 85] = np.inf
+    assert 31 * 31 <= listed(LARGE, device, x, w, b)[1] <= 3 * 31 * 31
+
+
+def test_float64_zeros_and_inf(device):
+    """Transforms of float64 arrays are taken as they are, but for windows of zeros, Inf and NaN."""
+    x, w, b = LARGE.normals("float64")
+    b[:] = 0
+    x[..., :80] = 0
+    x[0, 0, 130, 160] = np.nan
+    got, ref = run(plan(LARGE, device, "float64", algorithm="fft"), x, w, b), LARGE.reference(x, w, b)
+    assert np.array_equal(np.isnan(got), np.isnan(ref)) and np.isnan(got).any()
+    empty = LARGE.reference((x != 0).astype("d"), np.ones_like(w), b) == 0
+    assert empty.any() and (got[empty] == 0).mean() > 0.8
+    assert np.nanmax(abs(got - ref)) < 1e-12
+
+
+def test_a_worse_transform_is_noticed(device, monkeypatch):
+    """The tests above can fail: without the check, a bright pixel spoils its surroundings."""
+    case = fprop((1, 1, 90, 100), (1, 1, 21, 17), padding=8, bias=False)
+    x, w, _ = case.normals("float32")
+    x[:] *= 1e-3
+    x[0, 0, 44, 51] = 1e12
+    ref, magnitude = case.reference(x, w), case.reference(abs(x), abs(w))
+    made = blocks._arguments
+    monkeypatch.setattr(blocks, "_arguments", lambda *all: made(*all)._replace(limit=0))
+    assert not (abs(run(plan(case, device), x, w) - ref) <= 2.0**-23 * magnitude).all()
+
+
+@pytest.mark.parametrize("parts", epilogue.PARTS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_follows_the_sums(device, dtype, parts):
+    case = SECOND
+    made = Plan(epilogue.finishing(case.problem(dtype), parts), device, config=BlockFft(*CASES[case]))
+    given = epilogue.arrays(case, dtype, parts, integers=False)
+    given[0][0, :, :60] = 0
+    given[0][0, 0, 100, 40] = 1e4 if dtype == "float32" else 100
+    ref = epilogue.expected(case, parts, *given)
+    assert_close(run(made, *given), ref, epilogue.allowed(case, *given, ref, ""), made)
+
+
+# ---- the filter's spectrum, kept
+
+
+@pytest.mark.parametrize("case", [SECOND, THIRD], ids=str)
+def test_a_gpu_s_launches_with_a_packed_filter(case):
+    """What a GPU launches, on OpenCL: filters' spectra are made once, in a buffer of their own."""
+    on, config, problem = get_device("opencl"), BlockFft(*CASES[case]), case.problem()
+    schedule = engines.schedule(problem, config, H200)
+    longest = max(CASES[case])
+
+    def with_room(steps):
+        return [[replace(one, shared=0, defines=one.defines | ({"ROOM": 8 * longest} if one.shared else {})) for one in step] for step in steps]
+
+    x, w, b = case.normals("float32")
+    y = np.full(problem.result_shape, np.nan, "f")
+    workspace, packed = (np.full(n // 4, np.nan, "f") for n in (schedule.workspace_bytes, schedule.filter_bytes))
+    nothing = np.zeros(1, "f")
+    with on:
+        on.update_host_arrays(on.schedule_launcher(with_room(schedule.prepare)), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0)
+        kept = packed.copy()
+        on.update_host_arrays(on.schedule_launcher(with_room(schedule.steps)), (x, w, b), (y, workspace, packed, nothing, nothing), 0)
+    assert np.array_equal(kept, packed, equal_nan=True)
+    assert np.array_equal(y, run(Plan(problem, "opencl", config=config), x, w, b))
+
+
+def test_filters_are_packed_alike_for_all_sizes_of_images():
+    one, other = (ConvProblem.forward(2, (n, 4, size, size), (4, 1, 15, 15), groups=4) for n, size in ((1, 99), (5, 300)))
+    assert blocks.filter_key(one, BlockFft()) == blocks.filter_key(other, BlockFft()) != blocks.filter_key(one, BlockFft(128, 128))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [FIRST, SECOND], ids=str)
+def test_a_kept_filter_and_a_captured_graph_on_a_gpu(case):
+    torch = pytest.importorskip("torch")
+    x, w, b = (None if a is None else torch.from_numpy(a).cuda() for a in case.normals("float32"))
+    made = plan(case, "cuda:0")
+    expected = made(x, w, b)
+    check(case, expected.cpu().numpy(), *case.normals("float32"))
+    assert torch.equal(made.bind(w, b)(x), expected)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(expected)
+    with torch.cuda.graph(graph):
+        made(x, w, b, out=out)
+    out.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [(2048, 1024), (1152, 3072), (6144, 4608), (6912, 6912)], ids=str)
+def test_long_blocks_on_a_gpu(lengths):
+    """Two and four transforms at a time; the results are those of integers, by another engine's transforms."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(sum(lengths))
+    taps = tuple(n // 3 for n in lengths)
+    x, w = torch.randint(-4, 5, (1, 1, 1500, 1400), device="cuda").float(), torch.randint(-4, 5, (1, 1, *taps), device="cuda").float()
+    problem = ConvProblem.forward(2, x.shape, w.shape, padding=tuple(n // 2 for n in taps))
+    got = Plan(problem, "cuda:0", config=BlockFft(*lengths))(x, w)
+    size = [n + t for n, t in zip(x.shape[2:], taps, strict=True)]
+    spectrum = torch.fft.rfft2(x.double(), size) * torch.fft.rfft2(w.double().flip(2, 3), size)
+    full = torch.fft.irfft2(spectrum, size).round()
+    cut = tuple(slice(t - 1 - t // 2, t - 1 - t // 2 + n) for t, n in zip(taps, got.shape[2:], strict=True))
+    assert torch.equal(got.double(), full[..., cut[0], cut[1]])
+
+
+# ---- the choice
+
+
+@pytest.mark.parametrize(("size", "taps", "chosen"), [(4096, 11, False), (4096, 21, True), (4096, 63, True), (1024, 127, True), (256, 127, True), (4096, 1001, True), (256, 9, False), ((100000,), (5001,), True), ((100000,), (101,), False), ((64, 64, 64), (31, 31, 31), True), ((64, 64, 64), (5, 5, 5), False)])
+def test_it_is_chosen_for_large_filters(size, taps, chosen):
+    size, taps = ((n, n) if isinstance(n, int) else n for n in (size, taps))
+    problem = ConvProblem.forward(len(size), (1, 1, *size), (1, 1, *taps), padding=tuple(n // 2 for n in taps))
+    config = engines.choose(problem, H200)
+    assert isinstance(config, BlockFft) == chosen
+    if chosen:
+        assert engines.refusal(problem, config, H200) is None
+        assert engines.choose(replace(problem, algorithm="direct"), H200) != config
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "message"),
+    [
+        (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9)), BlockFft(100, 128), "a length must be"), (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9)), BlockFft(32, 128), "a length must be"),
+        (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9), stride=2), BlockFft(), "without stride"), (ConvProblem.forward(1, (1, 1, 9000), (1, 1, 5000)), BlockFft(64, 64), "must fit"),
+        (ConvProblem.forward(3, (1, 1, 9, 90, 90), (1, 1, 3, 9, 9)), BlockFft(), "a length must be"), (ConvProblem.forward(2, (1, 1, 90, 90), (1, 1, 9, 9)), BlockFft(64, 64, 64), "LENGTH_D must be 1"), (ConvProblem.forward(2, (1, 2, 90, 90), (1, 2, 9, 9)), BlockFft(), "one channel"),
+        (ConvProblem.forward(2, (0, 1, 90, 90), (1, 1, 9, 9)), BlockFft(), "nothing to transform"), (ConvProblem.forward(2, (1, 1, 900, 900), (1, 1, 9, 129)), BlockFft(128, 128), "must fit"),
+        (ConvProblem.forward(2, (1, 8, 900, 900), (8, 1, 999, 999), groups=8, padding=500), BlockFft(6912, 6912), "spectra take"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refusals(problem, config, message):
+    assert message in engines.refusal(problem, config, H200)
+    with pytest.raises(ValueError, match=message):
+        engines.schedule(problem, config, H200)
+
+
+def test_blocks_that_no_multiprocessor_holds():
+    problem = ConvProblem.forward(2, (1, 1, 900, 900), (1, 1, 99, 99))
+    with pytest.raises(ValueError, match="two rows need more"):
+        engines.schedule(problem, BlockFft(6912, 128), TURING)
+    assert isinstance(engines.choose(problem, TURING), BlockFft)
