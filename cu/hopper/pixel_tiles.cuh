@@ -10,24 +10,10 @@
 #define NOTES 0  // the text can note moments
 #endif
 #define WGMMA_N BLOCK_N
-#if TYPE == 32
-#define WGMMA_TYPE "tf32"
-#define WGMMA_TF32
-#elif TYPE == 17
-#define WGMMA_TYPE "bf16"
-#else
-#define WGMMA_TYPE "f16"
-#endif
-#define WGMMA_MN_MAJOR_A "0"
-#if W_MN_MAJOR && TYPE != 32
-#define WGMMA_MN_MAJOR_B "1"
-#else
-#define WGMMA_MN_MAJOR_B "0"
-#endif
 #include "hopper/cluster.cuh"
 #include "core/finish.cuh"
 #include "core/repeats.cuh"
-#include "hopper/ring.cuh"
+#include "hopper/skeleton.cuh"
 #include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
@@ -390,7 +376,7 @@ template <int steps> DEVICE void multiply(float (&sum)[BLOCK_N / 2], uint32_t a,
   constexpr int SPAN = span_of(steps);
   const uint64_t x = wgmma_descriptor<SPAN>(a), w = MN_MAJOR ? wgmma_mn_major_descriptor<MN_SPAN>(b) : wgmma_descriptor<TURNED ? 128 : SPAN>(b);
 #pragma unroll
-  for (int k = 0; k < steps; ++k) wgmma(sum, x + 2 * k, w + (MN_MAJOR ? 16 * MN_SPAN / 16 : 2) * k, !(fresh && k == 0));
+  for (int k = 0; k < steps; ++k) wgmma<TYPE, 0, MN_MAJOR>(sum, x + 2 * k, w + (MN_MAJOR ? 16 * MN_SPAN / 16 : 2) * k, !(fresh && k == 0));
 }
 
 #ifdef TAILS
