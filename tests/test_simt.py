@@ -293,7 +293,7 @@ def test_flagged_results_need_to_be_computed_once_more():
     case, mode, config = MENDED[0]
     x, w, b = case.normals("float32")
     x[0, 0, 2, 2] = np.inf
-    y = simt.computed(asked(case, mode), config, x, w, b, broken=("if (any_flag) mend_tiles", "if (false) mend_tiles"))
+    y = simt.computed(asked(case, mode), config, x, w, b, broken=("if (any_flag) recompute_tiles", "if (false) recompute_tiles"))
     with np.errstate(all="ignore"):
         assert not np.array_equal(np.isinf(y), np.isinf(case.reference(x, w, b)))
 

@@ -54,8 +54,8 @@
 #define GIVEN(array) HAS_RESIDUAL
 #define FORWARD_UNROLL (HAS_RESIDUAL ? UNROLL_TWO : UNROLL)
 #endif
-#ifndef NOTED
-#define NOTED 0
+#ifndef WITH_MOMENTS
+#define WITH_MOMENTS 0
 #endif
 
 #define UNROLL (VEC == 1 ? 8 : 4)
@@ -239,14 +239,14 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM dat
 }
 
 // Combines the slices of channel_moments. The channels' first values are `apart` elements apart; an item has `values` values of a channel.
-// NOTED    the convolution noted the slices while it had its sums at hand (hopper/gemm.cu): `sets` times `total` items, slices
+// WITH_MOMENTS    the convolution emitted the slices while it had its sums at hand (hopper/gemm.cu): `sets` times `total` items, slices
 //          of one set each; no means are relative to first values. If `redone` says that results were computed again since, which is
 //          rare (direct/gemm.cu), this launch reads all of y: `images` of `plane` pixels.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT part, const GLOBAL_MEM long_t* RESTRICT tracked,
     GLOBAL_MEM acc_t* RESTRICT mean, GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean,
     GLOBAL_MEM acc_t* RESTRICT running_var, GLOBAL_MEM long_t* RESTRICT counted,
-#if NOTED
+#if WITH_MOMENTS
     const int* redone, const long_t blocks, const long_t sets, const long_t images, const long_t plane, const long_t y_image, const long_t y_pixel,
 #endif
     const long_t total, const long_t per, const long_t channels, const long_t values, const long_t apart, const long_t eps,
@@ -254,7 +254,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
   AFTER_LAST_LAUNCH
   const int own = LID_0 & ((int)beside - 1), lane = LID_0 / (int)beside;
   const index_t channel = (index_t)GID_0 * beside + own;
-#if NOTED
+#if WITH_MOMENTS
   // slices are many, so they are read once: relative to the first one's mean, and in double, which has digits to spare if that is far off
   acc_t shift = 0;
   double sum = 0, square = 0;

@@ -42,7 +42,7 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
 from pycuda_conv.engines.hopper.gemm_time import choose, configs, time
 from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.packing import Operands, packs_filter_last
-from pycuda_conv.engines.range_guard import MomentsLayout, mending
+from pycuda_conv.engines.range_guard import MomentsLayout, recompute_arguments
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
@@ -79,7 +79,7 @@ def _schedule(
     def products(
         packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
     ) -> list[KernelLaunch]:
-        flagged: tuple[Place, ...] = (INPUT, WEIGHT, operands.x_flags, operands.w_flags) if _may_mend(problem, config) else ()
+        flagged: tuple[Place, ...] = (INPUT, WEIGHT, operands.x_flags, operands.w_flags) if _may_recompute(problem, config) else ()
         buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         launches, (arena, first) = [], operands.tickets
         for group in launches_of(problem):
@@ -92,7 +92,7 @@ def _schedule(
     tickets = sum(_results(problem, config, group) for group in launches_of(problem)) if joins(problem, config) else 0
     return assemble(
         problem, config.SPLIT, multiprocessors, products, moments, filter_last, windows=True, clusters=True,
-        mends=_may_mend(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets,
+        recomputes=_may_recompute(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets,
     )
 
 
@@ -101,8 +101,8 @@ def _results(problem: ConvProblem, config: ImplicitGemm, walks: Sequence[PhaseAd
     return ceil(math.prod(tiles_of(problem, config, walks)) * problem.groups * turns_of(problem, walks), 4) * 4
 
 
-def _may_mend(problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether the kernel's text can mend flagged results: that of float32 can, which also writes the fp32 parts of float16 sums."""
+def _may_recompute(problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether the kernel's text can recompute flagged results: that of float32 can, which also writes the fp32 parts of float16 sums."""
     return problem.dtype == "float32" or (problem.dtype == "float16" and config.SPLIT > 1)
 
 
@@ -196,8 +196,8 @@ def _product(
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
     if defines["PHASES"] > 1:
         structs += (repeat_arguments(problem, packed, len(walks), alike(problem)[1], filter_last),)
-    if _may_mend(problem, config):
-        structs += mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
+    if _may_recompute(problem, config):
+        structs += recompute_arguments(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
     if may_note(defines):
         buffers += (layout.parts if with_moments else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
     else:
@@ -211,7 +211,7 @@ def _product(
         KERNEL, defines, grid_of(problem, walks, phases[0].tiles, multiprocessors), THREADS, buffers, (), maps=tuple(maps),
         shared=shared_bytes(problem, config), arch="sm_90a", arguments=structs,
         # the epilogue runs on whole sums, not on a part
-        layer={} if tickets else finish_constants(phases[0]) | {"NOTED": int(with_moments)},
+        layer={} if tickets else finish_constants(phases[0]) | {"WITH_MOMENTS": int(with_moments)},
     )
 
 

@@ -278,7 +278,7 @@ def is_common(defines: Mapping[str, int]) -> bool:
 
 
 def may_note(defines: Mapping[str, int]) -> bool:
-    """Whether the kernel with these defines can note moments: its NOTES."""
+    """Whether the kernel with these defines can emit moments: its EMIT_MOMENTS."""
     parts, few = defines["BF16"] and defines["OUT"] == FLOAT, defines["PRODUCTS"] == 1 or defines["WGMMA_N"] <= 128
     return bool(defines["DENSE"] and is_common(defines) and few and not (defines["W_MN_MAJOR"] or parts))
 
