@@ -245,7 +245,7 @@ CHANGED = {
 
 
 #: Each alone, and with a scale and a residual or an activation by turns; those that blocks add in one of both ways.
-MENDED_HOW = [(*run, how) for i, run in enumerate(MENDED) for j, how in enumerate(("sums", "gelu" if i // 2 % 2 or run[2].takes_turns else "residual")) if run not in JOINED or i % 2 == j]
+MENDED_HOW = [(*run, how) for i, run in enumerate(MENDED) for j, how in enumerate(("sums", "gelu" if i // 2 % 2 or run[2].is_pingpong else "residual")) if run not in JOINED or i % 2 == j]
 
 
 @pytest.mark.parametrize(("case", "mode", "config", "how"), MENDED_HOW, ids=[f"{how}-{id}" for (*_, how), id in zip(MENDED_HOW, ids([run[:3] for run in MENDED_HOW]), strict=True)])
