@@ -247,7 +247,7 @@ CHANGED = {
 
 
 #: Each alone, and with a scale and a residual or an activation by turns; those that blocks add in one of both ways.
-MENDED_HOW = [(*run, how) for i, run in enumerate(MENDED) for j, how in enumerate(("sums", "gelu" if i // 2 % 2 or run[2].takes_turns else "residual")) if run not in JOINED or i % 2 == j]
+MENDED_HOW = [(*run, how) for i, run in enumerate(MENDED) for j, how in enumerate(("sums", "gelu" if i // 2 % 2 or run[2].is_pingpong else "residual")) if run not in JOINED or i % 2 == j]
 
 
 @pytest.mark.parametrize(("case", "mode", "config", "how"), MENDED_HOW, ids=[f"{how}-{id}" for (*_, how), id in zip(MENDED_HOW, ids([run[:3] for run in MENDED_HOW]), strict=True)])
@@ -295,7 +295,7 @@ def test_flagged_results_need_to_be_computed_once_more():
     case, mode, config = MENDED[0]
     x, w, b = case.normals("float32")
     x[0, 0, 2, 2] = np.inf
-    y = simt.computed(asked(case, mode), config, x, w, b, broken=("if (any_flag) mend_tiles", "if (false) mend_tiles"))
+    y = simt.computed(asked(case, mode), config, x, w, b, broken=("if (any_flag) recompute_tiles", "if (false) recompute_tiles"))
     with np.errstate(all="ignore"):
         assert not np.array_equal(np.isinf(y), np.isinf(case.reference(x, w, b)))
 

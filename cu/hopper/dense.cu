@@ -55,11 +55,11 @@ struct DensePhase {
   long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first pixel of the phase, and from one to the next
   long long wide;                                             // how channels of y are written: Wide
-  long long noted;                                            // whether moments are written, where NOTES
+  long long with_moments;                                            // whether moments are written, where EMIT_MOMENTS
   long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
 };
 typedef DensePhase Phase;
-#define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can note moments: forward, of whole sums
+#define EMIT_MOMENTS (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can emit moments: forward, of whole sums
 #define TAILS  // channel_blocks and last_steps say where a tap ends
 #include "hopper/pixel_tiles.cuh"
 #include "hopper/taps.cuh"
@@ -147,7 +147,7 @@ DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     hopper_dense(const __grid_constant__ Maps maps_x, const __grid_constant__ FilterMaps maps_w, const data_t* __restrict__ bias,
                     const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y,
-#if NOTES
+#if EMIT_MOMENTS
                     float* __restrict__ moments,
 #endif
                     const __grid_constant__ Shapes shapes) {
@@ -157,10 +157,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
   const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
   float* const staging = sums + STAGES * STAGE_BYTES / 4;
-#if NOTES
-  float* const noted = OF_LAYER(NOTED, shapes.of[0].noted) ? moments : nullptr;
+#if EMIT_MOMENTS
+  float* const wanted_moments = OF_LAYER(WITH_MOMENTS, shapes.of[0].with_moments) ? moments : nullptr;
 #else
-  float* const noted = nullptr;
+  float* const wanted_moments = nullptr;
 #endif
   for (int i = 0; TURNED && threadIdx.x == 0 && i < STAGES; ++i) barrier_init(raw + 8 * i, 1);
   begin_block(ring, TURNED ? 1 + MN_BLOCKS : 1, CONSUMERS, [&] {
@@ -169,7 +169,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
     for (int phase = 0; phase < PHASES; ++phase) prefetch_map((whole ? maps_x.of : maps_x.last) + phase);
   });
   if (threadIdx.x < CONSUMER_THREADS) {
-    consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, noted);
+    consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, wanted_moments);
   } else {
     if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, maps_w, shapes, ring, raw);
 #if W_MN_MAJOR && TYPE == 32

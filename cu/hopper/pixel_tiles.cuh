@@ -1,13 +1,13 @@
 // pixel_tiles.cuh: consumers and stores of hopper/dense.cu and hopper/gather.cu, whose tiles are pixels x channels of channels-last arrays.
 // The two kernels differ in how x reaches shared memory.
 //
-// A kernel defines before it includes this: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and NOTES, unless they are as here; and
+// A kernel defines before it includes this: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and EMIT_MOMENTS, unless they are as here; and
 // Phase, its arguments of a phase. Of these the code here reads tiles, blocks, part, rows, pixels, the offsets of y's pixels, and the epilogue's.
 #pragma once
 #ifndef PHASES
 #define W_MN_MAJOR 0
 #define PHASES 1
-#define NOTES 0  // the text can note moments
+#define EMIT_MOMENTS 0  // the text can emit moments
 #endif
 #define WGMMA_N BLOCK_N
 #include "hopper/cluster.cuh"
@@ -156,10 +156,10 @@ DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const
   }
 }
 
-#if NOTES
+#if EMIT_MOMENTS
 // Notes the moments of a chunk: a lane has channel `channel` of its warp's 16 pixels, and one of the consumer's warps combines those of all four.
-// `noted` is [warp][mean, squares][channel], and another one for each second chunk, so that one barrier a chunk is enough.
-DEVICE void note_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* noted, const data_t* scale,
+// `staged_moments` is [warp][mean, squares][channel], and another one for each second chunk, so that one barrier a chunk is enough.
+DEVICE void emit_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* staged_moments, const data_t* scale,
                          const data_t* bias, float* moments) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, pixel = of.pixel + 64 * consumer;
   const bool real = channel < (int)shape.rows;
@@ -172,18 +172,18 @@ DEVICE void note_moments(const float* staging, const Phase& shape, const Tile& o
   const int count = count_of(warp);
 #pragma unroll 4
   for (int row = 0; row < count; ++row) own.add(value(row) - first);
-  noted[warp * 2 * CHUNK + lane] = own.mean(first, max(count, 1));
-  noted[(warp * 2 + 1) * CHUNK + lane] = own.off_mean(max(count, 1));
+  staged_moments[warp * 2 * CHUNK + lane] = own.mean(first, max(count, 1));
+  staged_moments[(warp * 2 + 1) * CHUNK + lane] = own.off_mean(max(count, 1));
   named_barrier(1 + consumer, 128);
   if (warp != chunk % 4 || count_of(0) == 0 || !real) return;
-  float mean = noted[lane], squares = noted[CHUNK + lane];
+  float mean = staged_moments[lane], squares = staged_moments[CHUNK + lane];
 #pragma unroll
   for (int other = 1; other < 4; ++other) {
     const int before = count_of(0) == 16 ? 16 * other : count_of(0), more = count_of(other);
     if (more == 0) continue;
-    const float off = noted[other * 2 * CHUNK + lane] - mean, share = (float)more / (before + more);
+    const float off = staged_moments[other * 2 * CHUNK + lane] - mean, share = (float)more / (before + more);
     mean = fmaf(off, share, mean);
-    squares += fmaf(off * off, before * share, noted[(other * 2 + 1) * CHUNK + lane]);
+    squares += fmaf(off * off, before * share, staged_moments[(other * 2 + 1) * CHUNK + lane]);
   }
   float* const to = moments + (long long)(pixel / 64) * 2 * shape.rows + channel;
   to[0] = mean;
@@ -302,15 +302,15 @@ DEVICE void stage_finish(float* staging, int& staged, const Phase& shape, const 
 }
 
 // Stores a consumer's sums of a tile, through its warps' staging tiles or from registers; `moments` is null if they are not asked for. After
-// stage_finish(), whose numbers are gone if moments are noted.
+// stage_finish(), whose numbers are gone if moments are emitted.
 DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] int& staged,
-                       [[maybe_unused]] float* noted, const data_t* scale, const data_t* bias, const data_t* residual, data_t* y,
+                       [[maybe_unused]] float* staged_moments, const data_t* scale, const data_t* bias, const data_t* residual, data_t* y,
                        [[maybe_unused]] float* moments) {
   const bool as_runs = (int)shape.wide == SIXTEEN_BYTES;
   if (as_runs) {
     if (stores_plainly(shape)) store_runs<true>(sum, shape, of, (const float4*)staging, residual, y);
     else store_runs<false>(sum, shape, of, (const float4*)staging, residual, y);
-    if (!NOTES || !moments) return;
+    if (!EMIT_MOMENTS || !moments) return;
     staged = -1;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -345,8 +345,8 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
         for (int i = 0; i < BATCH; ++i) four.store(shape, place[i], {v[i].x, v[i].y, v[i].z, v[i].w}, residual, y);
       }
     }
-#if NOTES
-    if (moments) note_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, noted + base / CHUNK % 2 * 8 * CHUNK, scale, bias, moments);
+#if EMIT_MOMENTS
+    if (moments) emit_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, staged_moments + base / CHUNK % 2 * 8 * CHUNK, scale, bias, moments);
 #endif
   });
 }
@@ -450,8 +450,8 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
     cluster_barrier();
     add_parts(shape, of, shared_address(sums), scale, bias, residual + apart, y + apart);
 #else
-    float* const noted = staging + 4 * CONSUMERS * 16 * PITCH + consumer * 16 * CHUNK;
-    store_sums(sum, shape, of, own, staged, noted, scale, bias, residual + apart, y + apart, moments);
+    float* const staged_moments = staging + 4 * CONSUMERS * 16 * PITCH + consumer * 16 * CHUNK;
+    store_sums(sum, shape, of, own, staged, staged_moments, scale, bias, residual + apart, y + apart, moments);
 #endif
   }
 }

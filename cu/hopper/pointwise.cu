@@ -128,9 +128,9 @@ DEVICE float first_limb(float v) {
 DEVICE uint32_t rest(float v, float first) { return __float_as_uint((v - first) * LARGER) + 0x1000; }
 
 // An element of B: rounded, unless that gives Inf, so that the products of second limbs, which are left out, have both signs.
-struct Split {
+struct Tf32Pair {
   uint32_t high, low;
-  DEVICE Split(float v) {
+  DEVICE Tf32Pair(float v) {
     const uint32_t bits = __float_as_uint(v);
     high = LIMBS == 1 ? to_tf32(v) : ((bits & 0x7fffffff) < 0x7f7ff000 ? bits + 0x1000 : bits) & ~0x1fffu;
     low = LIMBS == 1 ? 0 : __float_as_uint((v - __uint_as_float(high)) * LARGER) + 0x1000;
@@ -144,7 +144,7 @@ DEVICE void make_limbs(uint8_t* b) {
   for (int i = 0; i < BLOCK_N * 8 / (128 * CONSUMERS); ++i) {
     uint8_t* const place = b + (i * 128 * CONSUMERS + threadIdx.x - 128) * 16;
     const float4 v = *(const float4*)place;
-    const Split split[4] = {v.x, v.y, v.z, v.w};
+    const Tf32Pair split[4] = {v.x, v.y, v.z, v.w};
     *(uint4*)place = make_uint4(split[0].high, split[1].high, split[2].high, split[3].high);
     if (LIMBS == 2) *(uint4*)(place + B_BYTES) = make_uint4(split[0].low, split[1].low, split[2].low, split[3].low);
   }
@@ -445,7 +445,7 @@ extern "C" __global__ void __launch_bounds__(256) split_filter(const float* __re
   AFTER_LAST_LAUNCH
   const int i = blockIdx.x * 256 + threadIdx.x, row = divided(i, filter.by_padded), channel = i - row * (int)filter.padded;
   if (row >= (int)filter.rows) return;
-  const Split split(channel < (int)filter.channels ? w[row * filter.row_step + channel * filter.channel_step] : 0);
+  const Tf32Pair split(channel < (int)filter.channels ? w[row * filter.row_step + channel * filter.channel_step] : 0);
   limbs[i] = split.high;
   if (LIMBS == 2) limbs[filter.rows * filter.padded + i] = split.low;
 }

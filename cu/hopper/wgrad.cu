@@ -18,9 +18,9 @@
 //          more room than the ring.
 // Loads    of dy: boxes of BLOCK_K positions. Of x: TMA's im2col mode, as many consecutive positions, shifted by a block's tap, across rows and images.
 //          Padding, and what lies behind the last position of either, arrives as zeros.
-// Groups   A bundle is neighbouring groups whose channels of x fit a block, or one group. Products of channels of two different groups are not
+// Groups   A group pack is neighbouring groups whose channels of x fit a block, or one group. Products of channels of two different groups are not
 //          written.
-// Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next bundle, only reach sums that
+// Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next group pack, only reach sums that
 //          are not written.
 // TF32     mma.sync: a warp has 32 rows of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are
 //          rows, or columns, of four fragments. A step's 8 positions are 0 2 4 6, 1 3 5 7 in the order of k, so that lanes use all banks of
@@ -68,12 +68,12 @@ static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "a
 
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcArguments {
-  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // tiles of a bundle
-  long long bundles, by_bundles, splits;                      // bundles; runs of positions
+  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // tiles of a group pack
+  long long group_packs, by_group_packs, splits;              // packs of groups; runs of positions
   long long stages, part;                                     // stages of all positions, and of a run
-  long long rows, columns;                                    // channels of dy, and of x, of a bundle
+  long long rows, columns;                                    // channels of dy, and of x, of a group pack
   long long own_rows, own_columns, by_own_columns;            // channels of dy, and of x, of a group
-  long long column_blocks;                                    // blocks of CHANNELS channels of a bundle of x, for all taps
+  long long column_blocks;                                    // blocks of CHANNELS channels of a group pack of x, for all taps
   long long inner, by_inner, taps_inner;                      // neighbouring blocks: of the channels of a tap or, with taps_inner, of the taps of some channels
   long long taps, tap_r, by_tap_r, tap_s, by_tap_s;           // taps: all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
@@ -98,14 +98,14 @@ struct FlippedArguments {
 };
 #endif
 
-// What a block computes: of bundle `bundle`, the rows from `row` on and the columns of the blocks from `block` on; dy_blocks and x_blocks are real.
+// What a block computes: of group pack `pack`, the rows from `row` on and the columns of the blocks from `block` on; dy_blocks and x_blocks are real.
 struct Tile {
-  int split, bundle, row, block, dy_blocks, x_blocks;
+  int split, pack, row, block, dy_blocks, x_blocks;
   DEVICE Tile(const WgradNhwcArguments& arg) {
     const Divided across(blockIdx.x, arg.tiles_n, arg.by_tiles_n), down(across.quotient, arg.tiles_m, arg.by_tiles_m);
-    const Divided of_bundle(down.quotient, arg.bundles, arg.by_bundles);
-    split = of_bundle.quotient;
-    bundle = of_bundle.rest;
+    const Divided of_pack(down.quotient, arg.group_packs, arg.by_group_packs);
+    split = of_pack.quotient;
+    pack = of_pack.rest;
     row = down.rest * BLOCK_M;
     block = across.rest * X_BLOCKS;
     dy_blocks = min(((int)arg.rows - row + CHANNELS - 1) / CHANNELS, DY_BLOCKS);
@@ -123,7 +123,7 @@ struct Range {
   }
 };
 
-// A block of columns: its tap, and its first channel in the bundle.
+// A block of columns: its tap, and its first channel in the group pack.
 struct Column {
   int tap, channel;
   DEVICE Column(const WgradNhwcArguments& arg, int block) {
@@ -140,7 +140,7 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 #if PLANES
 DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
                     const Ring& ring) {
-  const int k = of.bundle * (int)arg.rows + of.row, c = of.bundle * (int)arg.columns + of.block * CHANNELS;
+  const int k = of.pack * (int)arg.rows + of.row, c = of.pack * (int)arg.columns + of.block * CHANNELS;
   Ring::Position at;
   fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
     const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
@@ -164,10 +164,10 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
   for (int i = 0; i < X_BLOCKS; ++i) {
     const Column column(arg, of.block + i);
     const Divided row(column.tap, arg.tap_s, arg.by_tap_s), slice(row.quotient, arg.tap_r, arg.by_tap_r);
-    c[i] = of.bundle * (int)arg.columns + column.channel;
+    c[i] = of.pack * (int)arg.columns + column.channel;
     offsets[i] = row.rest * (int)arg.dilation_w | slice.rest * (int)arg.dilation_h << 16 | slice.quotient * (int)arg.dilation_d << 24;
   }
-  const int k = of.bundle * (int)arg.rows + of.row, rank = (int)arg.rank;
+  const int k = of.pack * (int)arg.rows + of.row, rank = (int)arg.rank;
   Ring::Position at;
   fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
     const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
@@ -216,7 +216,7 @@ DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const T
     const int c = column.channel + EACH * lane;
     if (c >= (int)arg.columns) continue;
     const Own own(arg, of, c);
-    T* const at = to + (of.bundle * arg.rows + of.row) * pitch + column.tap * arg.own_columns + own.channel;
+    T* const at = to + (of.pack * arg.rows + of.row) * pitch + column.tap * arg.own_columns + own.channel;
 #pragma unroll 4
     for (int down = threadIdx.x / LANES; down < rows; down += WARPS * ROWS) {
       const Floats sum = *(const Floats*)(sums + down * PITCH + CHANNELS * i + EACH * lane);
@@ -247,7 +247,7 @@ DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const T
     const int c = column.channel + inside;
     if (block >= of.x_blocks || c >= (int)arg.columns) continue;
     const Own own(arg, of, c);
-    data_t* const at = dw + (of.bundle * arg.rows + of.row) * pitch + own.channel * arg.taps + column.tap;
+    data_t* const at = dw + (of.pack * arg.rows + of.row) * pitch + own.channel * arg.taps + column.tap;
 #pragma unroll 4
     for (int down = threadIdx.x / 32; down < rows; down += WARPS)
       if (down >= own.first && down < own.end) at[down * pitch] = from_float<data_t>(sums[down * PITCH + CHANNELS * block + inside]);
@@ -256,7 +256,7 @@ DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const T
 
 #if FLIPPED
 // Computes one sum of this block's run without pixels outside dy: for channel `row` of x, loaded channel `channel` of dy, and tap `tap` of all.
-DEVICE float sum_again(const FlippedArguments& flip, const Range& range, const data_t* x, const data_t* dy, int row, int channel, int tap) {
+DEVICE float recompute_fp32(const FlippedArguments& flip, const Range& range, const data_t* x, const data_t* dy, int row, int channel, int tap) {
   const Divided s_of(tap, flip.tap_s, flip.by_tap_s), r_of(s_of.quotient, flip.tap_r, flip.by_tap_r);
   const int end = min(range.last * BLOCK_K, (int)flip.pixels);
   float sum = 0;
@@ -289,7 +289,7 @@ DEVICE void store_flipped(const float* sums, const WgradNhwcArguments& arg, cons
         const Divided fold(channel + e, flip.own, flip.by_own);
         const int tap = column.tap * (int)flip.folds + fold.quotient, taps = (int)(arg.taps * flip.folds);
         if (fold.quotient >= (int)flip.folds) return;  // past the last channel
-        if (again && !(fabsf(sum) <= 3.4e38f)) sum = sum_again(flip, range, x, dy, of.row + row, channel + e, tap);
+        if (again && !(fabsf(sum) <= 3.4e38f)) sum = recompute_fp32(flip, range, x, dy, of.row + row, channel + e, tap);
         at[fold.rest * flip.out_k + (taps - 1 - tap) * flip.out_tap] = from_float<T>(sum);
       };
       if (fabsf(four.x) + fabsf(four.y) + fabsf(four.z) + fabsf(four.w) <= 3.4e38f) {
@@ -385,9 +385,9 @@ struct Sums {
 constexpr float LARGER = 512;
 // Splits a float into the nearest TF32 number and LARGER times the rest, of which the tensor core takes the first bits. Neither limb of a finite number
 // is Inf: a limb that would be Inf is the largest number instead. An Inf becomes that number and Inf, a NaN with all bits set becomes zero and NaN.
-struct Limbs {
+struct Tf32Pair {
   uint32_t high, low;
-  DEVICE explicit Limbs(uint32_t word) {
+  DEVICE explicit Tf32Pair(uint32_t word) {
     float first;
     asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(first) : "f"(__uint_as_float((word + 0x1000) & ~0x1fffu)), "f"(__uint_as_float(0x7f7fe000)));
     high = __float_as_uint(first);
@@ -402,7 +402,7 @@ DEVICE void multiply_limbs(float (&main)[2][4][4], float (&cross)[2][4][4], cons
   uint32_t a_high[2][4], a_low[2][4], b_high[4][2], b_low[4][2];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const Limbs of_a(a[i / 4][i % 4]), of_b(b[i / 2][i % 2]);
+    const Tf32Pair of_a(a[i / 4][i % 4]), of_b(b[i / 2][i % 2]);
     a_high[i / 4][i % 4] = of_a.high;
     a_low[i / 4][i % 4] = of_a.low;
     b_high[i / 2][i % 2] = of_b.high;

@@ -6,7 +6,7 @@
 // to find the best scale would cost half as much again. Once all of an image is packed, blocks look at the extremes. If the image did not fit, they
 // pack it anew with the scale that brings its largest magnitude to [2^14, 2^15). The filter of an output channel gets that scale at once.
 // Flags say what limbs cannot hold. Flag 1: an image or a channel of the filter has values 2^(28 + slack) below its largest, or smaller, which
-// lose too many bits. mend.cuh or direct/gemm.cu looks for results that may show it, and computes these in plain fp32. An image also has flag 1 if
+// lose too many bits. recompute.cuh or direct/gemm.cu looks for results that may show it, and computes these in plain fp32. An image also has flag 1 if
 // its guess was within 5 bits of the best scale and it has smaller values, as most gradients behind a batch norm do. Flag 2: it holds Inf or
 // NaN, or its largest lies outside 2^-60 .. 2^60; everything that depends on it is computed in plain fp32.
 // 16-bit images have no scale. If they are checked (RANGE_CHECK: windows, below), their flag is 2 if they hold Inf or NaN, else 0.

@@ -97,7 +97,7 @@ FEW_CHANNELS, MANY_STAGES = 192, 32 * 132
 #: Stages of a multiprocessor up to which its blocks transpose the filter themselves: with tiles of their own, and with shared tiles.
 MOST_TRANSPOSED = 32, 128
 TRANSPOSERS = 3  # a block's warps that transpose the filter
-NOTED_COLUMNS = 192  # the widest tile whose sums leave registers for moments
+MOMENTS_COLUMNS = 192  # the widest tile whose sums leave registers for moments
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
     """The moments that the product can note: forward, whole sums without a residual or an activation."""
     if problem.direction != "fprop" or config.CLUSTER > 1 or problem.has_residual or problem.activation:
         return None
-    if config.BLOCK_N > NOTED_COLUMNS:
+    if config.BLOCK_N > MOMENTS_COLUMNS:
         return None
     return Moments(1, problem.N * math.prod(problem.result_size), SLICE, problem.result_channels)
 
@@ -305,12 +305,12 @@ def _product(
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
     }
     buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
-    if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the kernel's NOTES
+    if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= MOMENTS_COLUMNS:  # the kernel's EMIT_MOMENTS
         buffers += (parts or RESULT,)
     return KernelLaunch(
         "hopper_dense", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TRANSPOSERS if transposing else 0), buffers, (),
         maps=tuple(maps), shared=_ring(config, mn_major and not transposing).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
-        layer=finish_constants(args[0]) | {"NOTED": args[0].noted, "LAST_STEPS": args[0].last_steps},
+        layer=finish_constants(args[0]) | {"WITH_MOMENTS": args[0].with_moments, "LAST_STEPS": args[0].last_steps},
     )  # fmt: skip
 
 
@@ -357,7 +357,7 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddress
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
         rows=problem.result_channels, **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
-        wide=wide_stores(problem, config.BLOCK_N, addressing.phase), noted=int(with_moments), **finish(problem),
+        wide=wide_stores(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments), **finish(problem),
     )  # fmt: skip
 
 
@@ -453,7 +453,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     loads = config.BLOCK_M * cycles * slower + _filter_cycles(problem, config, mn_major)
     filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # part of the steps of a tap's stages that are multiplied
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
-    rate = WIDEST_FINISHED if config.BLOCK_N > NOTED_COLUMNS else FINISHED
+    rate = WIDEST_FINISHED if config.BLOCK_N > MOMENTS_COLUMNS else FINISHED
     sums = config.BLOCK_M * config.BLOCK_N
     end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
     slots = at_once(device, config.CLUSTER)

@@ -226,7 +226,7 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
     _, tap_r, tap_s = loaded.filter_size
     taps, taps_inner = math.prod(loaded.filter_size), int(taps_fastest and parts is None and not config.FLIPPED)
     args = arguments(
-        WgradNhwcArguments, tiles_m=down, tiles_n=across, bundles=packs, splits=config.SPLIT, stages=stages,
+        WgradNhwcArguments, tiles_m=down, tiles_n=across, group_packs=packs, splits=config.SPLIT, stages=stages,
         part=_part(seen, config), rows=(loaded if config.FLIPPED and parts else forward).K // packs, columns=loaded.C // packs,
         own_rows=forward.K // forward.groups, own_columns=loaded.C // forward.groups,
         column_blocks=_column_blocks(seen), inner=taps if taps_inner else _tap_blocks(seen), taps_inner=taps_inner,
