@@ -64,6 +64,7 @@ def cpu(monkeypatch, stand_in):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 10**9)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 10**9)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**10, 10**11))
     return device
 
 
