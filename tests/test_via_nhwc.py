@@ -49,7 +49,7 @@ def problem_of(case, mode: str):
 
 def planned(case, mode: str) -> ViaNhwc:
     """What would be chosen if the arrays had their channels last."""
-    return ViaNhwc(str(engines.choose(vn._turned(problem_of(case, mode).launched), H200)))
+    return ViaNhwc(str(engines.choose(vn._transposed(problem_of(case, mode).launched), H200)))
 
 
 #: Each case in one of the modes.
@@ -188,7 +188,7 @@ def test_it_is_chosen_where_it_pays_and_its_texts_are_listed():
         if found is None:
             continue
         us, own = found
-        assert us == vn.time(problem, own, H200) > engines.predicted(vn._turned(problem), parsed(own.INNER), H200)
+        assert us == vn.time(problem, own, H200) > engines.predicted(vn._transposed(problem), parsed(own.INNER), H200)
         chosen += config == own
         for launch in (launch for step in vn.schedule(problem, own, H200).whole for launch in step):
             assert launch.kernel != "via_nhwc" or any(launch in one for one in listed)
