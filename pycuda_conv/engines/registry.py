@@ -139,45 +139,58 @@ def _fastest(problem: ConvProblem, device: Device) -> Config | None:
     return None if best is None else best[1]
 
 
-#: Numbers of images by whose configurations the order of a batch-invariant layer's sums is chosen. For all of them it has to be possible,
-#: and for the first ones it should take little time.
-BATCHES = 8, 64, 1, 1024
+#: Numbers of images by whose configurations the order of a batch-invariant layer's sums is chosen. It has to be possible for all whose
+#: arrays are of ordinary size, and should take little time for the first ones.
+BATCHES = 8, 64, 1
 
 
 def _in_order_of_layer(problem: ConvProblem, device: Device) -> list[Config]:
     """The configurations of a batch-invariant problem, the fastest first: those that sum in the order that the layer has for any batch."""
-    order = _order_of_layer(replace(problem, N=1, batched=True, bare=False), device)
-    return [] if order is None else [config for _, config in _in_order(problem, order, device)]
+    order, known = _order_of_layer(replace(problem, N=1, batched=True, bare=False), device)
+    return [] if order is None else [config for _, config in _in_order(problem, order, known, device)]
 
 
-#: Orders by layer and by what engines ask of a device.
-_orders: dict[tuple[Any, ...], Hashable] = {}
+#: By layer and by what engines ask of a device: the order, and the configurations in that order that batches of BATCHES would choose.
+_orders: dict[tuple[Any, ...], tuple[Hashable, list[Config]]] = {}
 
 
-def _order_of_layer(layer: ConvProblem, device: Device) -> Hashable:
+def _order_of_layer(layer: ConvProblem, device: Device) -> tuple[Hashable, list[Config]]:
     """The order of sums that takes the least time for :data:`BATCHES`, among those of these batches' fastest configurations."""
     key = layer, *_asked_of(device)
     if key not in _orders:
         if len(_orders) >= MOST_FOUND:
             _orders.clear()
-        batches = [replace(layer, N=n) for n in BATCHES]
-        best: tuple[float, Hashable] = math.inf, None
-        choices = [_fastest(replace(one, algorithm="direct"), device) for one in batches]
-        for found in dict.fromkeys(order(one, config) for one, config in zip(batches, choices, strict=True) if config is not None):
-            times = [_in_order(one, found, device) for one in batches]
+        batches = [replace(layer, N=n) for n in BATCHES if n == 1 or replace(layer, N=n).largest_array < 2**31]
+        plain = [replace(one, algorithm="direct") for one in batches]
+        wanted: dict[Hashable, dict[Config, None]] = {}
+        for one in plain:
+            config = _fastest(one, device)
+            if config is not None:
+                wanted.setdefault(order(one, config), {})[config] = None
+        best: tuple[float, Hashable, list[Config]] = math.inf, None, []
+        for found, configs in wanted.items():
+            times = [_in_order(one, found, configs, device) for one in batches]
             if all(times):
-                took = math.prod(max(timed[0][0], 1.0) for timed in times[:2])
-                best = min(best, (took, found), key=lambda pair: pair[0])
-        _orders[key] = best[1]
+                took = math.prod(max(timed[0][0], 1.0) for timed in times if timed is not times[-1] or len(times) == 1)
+                best = min(best, (took, found, [timed[0][1] for timed in times]), key=lambda triple: triple[0])
+        if best[1] is None:  # each of them serves some batches alone
+            others = dict.fromkeys(order(plain[0], config) for _, config in predictions(plain[0], device))
+            unmodelled = dict.fromkeys(order(plain[0], config) for us, config in _compared(plain[0], device) if us is None)
+            possible = (found for found in (others | unmodelled) if all(_in_order(one, found, (), device) for one in batches))
+            best = math.inf, next(possible, None), []
+        _orders[key] = best[1:]
     return _orders[key]
 
 
-def _in_order(problem: ConvProblem, wanted: Any, device: Device) -> list[tuple[float, Config]]:
-    """The configurations that sum in this :func:`order`, with the microseconds that they should take, the fastest first."""
+def _in_order(problem: ConvProblem, wanted: Any, more: Iterable[Config], device: Device) -> list[tuple[float, Config]]:
+    """The configurations that sum in this :func:`order`, of those that `problem` would be measured with and of `more`, the fastest first.
+
+    Each comes with the microseconds that it should take.
+    """
     engine, sums = wanted
     launched = problem.launched
     choice = engine.choose(launched, device)
-    known = dict.fromkeys([*([choice[1]] if choice else []), *engine.configs(launched, device)])
+    known = dict.fromkeys([*([choice[1]] if choice else []), *engine.configs(launched, device), *more])
     alike = [one for one in known if engine.refusal(launched, one) is None and engine.sum_order(launched, one) == sums]
     return sorted(((engine.time(launched, one, device) or 0.0, one) for one in alike), key=lambda pair: pair[0])
 
