@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import simt
+from test_implicit_gemm import H200
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, background, engines
@@ -13,6 +15,7 @@ from pycuda_conv.memo import forget_plans
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.families import draw
+from pycuda_conv.tools.suite import MODES as MODE_FIELDS
 from pycuda_conv.tools.suite import in_mode
 
 MODES = ("fp32", "tf32", "fp16", "bf16", "fp64", "tf32-nhwc", "fp16-nhwc")
@@ -177,3 +180,45 @@ def test_random_layers_on_a_gpu(seed):
             assert torch.equal(made(images[part]), whole[part]), (str(layer), part)
         order = torch.from_numpy(rng.permutation(12)).to("cuda")
         assert torch.equal(made(images[order]), whole[order]), str(layer)
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("image, weight, options, mode", [
+    ((128, 4, 4), (64, 128, 3, 3), {"padding": 1}, "fp32"), ((16, 9, 9), (24, 16, 3, 3), {"padding": 1}, "fp16-nhwc"), ((64, 7, 7), (32, 64, 1, 1), {}, "fp32"),
+    ((64, 7, 7), (32, 64, 1, 1), {}, "tf32"), ((3, 17, 17), (16, 3, 5, 5), {"stride": 2, "padding": 2}, "fp32"), ((32, 6, 6), (32, 8, 3, 3), {"groups": 4}, "tf32-nhwc"),
+    ((16, 10, 10), (3, 16, 3, 3), {}, "fp32-nhwc"),
+])  # fmt: skip
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+def test_kernels_of_gpus_on_the_simulated_machine(image, weight, options, mode, direction):
+    """One image's numbers are far apart: its results, some of which are mended, share tiles with others' results."""
+    modes = MODE_FIELDS | {"fp32-nhwc": {"layout": "NHWC"}}
+    layer = ConvProblem.forward(2, (1, *image), weight, algorithm="batch_invariant", **options)
+    layer = as_called(replace(layer, direction=direction, **modes[mode]), H200)
+    rng = np.random.default_rng(1)
+    x, w = (rng.standard_normal(shape).astype(layer.dtype) for shape in (replace(layer, N=4).input_shape, layer.weight_shape))
+    if layer.dtype == "float32":
+        x[1:3] *= (10 ** rng.uniform(-12, 0, x[1:3].shape)).astype("f")
+
+    def made(images):
+        problem = replace(layer, N=len(images))
+        return np.ascontiguousarray(simt.computed(problem, engines.choose(problem, H200), images, w)).view(np.uint8)
+
+    whole = made(x)
+    assert all(np.array_equal(made(x[i : i + 1]), whole[i : i + 1]) for i in range(4)) and np.array_equal(made(x[[2, 0]]), whole[[2, 0]])
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("split", [1, 2])
+def test_mending_looks_at_one_image(split):
+    """An image with a few tiny numbers beside one that has to be mended: without the option a tile of both is, too."""
+    rng, config = np.random.default_rng(0), engines.ImplicitGemm(BLOCK_M=64, BLOCK_N=64, STAGES=6, SPLIT=split)
+    layer = ConvProblem.forward(2, (1, 64, 4, 4), (64, 64, 3, 3), padding=1)
+    x, w = (rng.standard_normal(shape).astype("f") for shape in ((4, 64, 4, 4), layer.weight_shape))
+    x[0, ::7, 1, 1] = 1e-12
+    x[1] *= (10 ** rng.uniform(-9, -8, x[1].shape)).astype("f")
+    x[1, 0, 0, 0] = 30
+    same = {}
+    for algorithm in (None, "batch_invariant"):
+        together, alone = (simt.computed(replace(layer, N=len(some), algorithm=algorithm), config, some, w) for some in (x, x[:1]))
+        same[algorithm] = np.array_equal(together[:1], alone)
+    assert same == {None: False, "batch_invariant": True}
