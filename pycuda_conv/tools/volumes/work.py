@@ -12,7 +12,7 @@ import numpy as np
 
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import default_backend
-from pycuda_conv.tools.files import FILTERS, Settings, common_dtype, exactly, filter_file, pairs, read_array, refusals
+from pycuda_conv.tools.files import FILTERS, Settings, common_dtype, exactly, filter_file, named_number, pairs, read_array, refusals
 from pycuda_conv.tools.terminal import ToolError
 from pycuda_conv.tools.volumes.source import Source, load
 
@@ -83,6 +83,8 @@ def plan_work(settings: Settings, source: Source) -> Work:
 def _filters(settings: Settings, source: Source) -> tuple[np.ndarray, np.ndarray | None]:
     """The filter, by name or from its file, and the bias."""
     bias = None if settings.bias is None else np.array(read_array(settings.bias))
+    if named_number(settings.filter) is not None:
+        raise ToolError(f"the filter {settings.filter!r} is for pictures, and {source.place} is an array of {len(source.shape)} axes")
     if settings.filter not in FILTERS:
         return filter_file(settings.filter), bias
     if source.axes is None:
@@ -108,7 +110,9 @@ def _graph(
         "dilation": _or(settings.dilation, 1), "groups": _or(settings.groups, 1),
     }
     if repeated:
-        options |= {"padding": _middle(weight.shape[2:], options["dilation"], rank), "padding_mode": "replicate"}
+        options |= {"padding": _middle(weight.shape[2:], options["dilation"], rank), "padding_mode": settings.border or "replicate"}
+    elif settings.border is not None:
+        options["padding_mode"] = settings.border
     if settings.transposed:
         options["output_padding"] = _or(settings.output_padding, 0)
     make = ConvProblem.transposed if settings.transposed else ConvProblem.forward
