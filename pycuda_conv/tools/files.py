@@ -143,7 +143,8 @@ def common_dtype(settings: Settings, x: Any, weight: np.ndarray, bias: np.ndarra
     for path, name in floats:
         if name != floats[0][1]:
             raise ToolError(f"{path} holds {name}, but {floats[0][0]} {floats[0][1]}; all files of floats must have the same type")
-    return floats[0][1] if floats else "float32" if x.dtype.itemsize <= 2 else "float64"
+    wide = x.dtype.kind in "iu" and x.dtype.itemsize > 2  # float32 would lose digits of them
+    return "float64" if wide else floats[0][1] if floats else "float32"
 
 
 def exactly(name: Any, array: np.ndarray, dtype: str) -> np.ndarray:

@@ -87,10 +87,13 @@ def _by_pillow(path: Path, image: Any) -> Picture:
             raise ToolError(f"{path} has {bits}-bit colours, of which Pillow gives 8 bits: save it as a PNG or a TIFF")
         info = {name: image.info[name] for name in ("icc_profile", "exif", "dpi") if image.info.get(name)}
         return _by_codec(path, image.format, [f"its {_names(info)} can't be kept with {bits}-bit colours"] if info else [])
+    text = dict(getattr(image, "text", None) or {})
     image = require("PIL.ImageOps").exif_transpose(image)
     info = {name: image.info[name] for name in ("icc_profile", "exif", "dpi", "comment") if image.info.get(name)}
-    if getattr(image, "text", None):
-        info["text"] = dict(image.text)
+    if form == "JPEG2000":
+        info.pop("comment", None)  # the library's own name
+    if text:
+        info["text"] = text
     if form == "WEBP" and path.read_bytes()[12:16] == b"VP8L":
         info["lossless"] = True
     if image.mode.startswith("I;16") or (image.mode == "I" and bits > 8):
@@ -104,6 +107,8 @@ def _by_pillow(path: Path, image: Any) -> Picture:
         said.append(f"it is {image.mode}, and is written as RGB without its profile")
         info.pop("icc_profile", None)
     pixels = np.asarray(image.convert(mode))
+    if image.mode == "P" and mode == "RGB" and (pixels == pixels[..., :1]).all():
+        pixels = pixels[..., 0]  # its palette is one of greys
     pixels = pixels[None, ..., None] if pixels.ndim == 2 else pixels[None]
     clear = mode.endswith("A")
     return Picture(

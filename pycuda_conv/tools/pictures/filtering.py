@@ -37,8 +37,9 @@ def filtered(picture: Picture, weight: np.ndarray | None, bias: np.ndarray | Non
     y = alone(x)
     if visible is not None:  # filter what is seen; what is not counts as the pixel's own colour
         a = visible[..., None].astype(work)
-        seen, weight_seen, whole = alone(np.where(a > 0, x, 0) * a), alone(a), alone(np.ones((1, *x.shape[1:3], 1), work))
-        y = seen + np.where(a > 0, x, 0) * (whole - weight_seen)
+        own = np.where(np.isfinite(x), x, 0).astype(work) if x.dtype.kind == "f" else x.astype(work)
+        seen, weight_seen, whole = alone(own * a), alone(a), alone(np.ones((1, *x.shape[1:3], 1), work))
+        y = seen + own * (whole - weight_seen)
         if picture.hidden is not None:
             y = np.where(picture.hidden[..., None], x, y)
     return replace(picture, colours=_rounded(y, picture.colours.dtype, settings))

@@ -229,7 +229,8 @@ def _write(path: Path, data: np.ndarray, rgb: bool, metadata: Any, notes: Notes,
     if metadata is not None and "imagej" in options:
         for name in ("compression", "predictor", "tile", "software", "datetime"):
             options.pop(name, None)
-    told = {"photometric": "rgb" if rgb else "minisblack", "metadata": metadata, "extratags": list(notes.extratags), **options}
+    told = {"photometric": "rgb" if rgb else "minisblack", "metadata": metadata, "extratags": list(notes.extratags), "software": False}
+    told |= options
     try:
         library.imwrite(path, data, **told)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -239,3 +240,46 @@ def _write(path: Path, data: np.ndarray, rgb: bool, metadata: Any, notes: Notes,
         for name in ("compression", "predictor"):
             told.pop(name, None)
         library.imwrite(path, data, **told)
+
+
+def stack_options(path: str, axes: str | None, dtype: np.dtype, same_grid: bool) -> tuple[dict[str, Any], list[str]]:
+    """How a stack is written as the one at `path` was: arguments of tifffile's ``memmap``, and what can't be kept.
+
+    Parameters
+    ----------
+    path : str
+    axes : str or None
+        The result's, by letters.
+    dtype : numpy.dtype
+    same_grid : bool
+        Whether the result's pixels lie where those of the input do.
+    """
+    with require("tifffile").TiffFile(path) as file:
+        notes = notes_of(file)
+    kept = "resolution", "resolutionunit", "description", "iccprofile"
+    options = {name: value for name, value in notes.options.items() if name in kept}
+    said = [words for words in notes.said if "compression" in words]
+    if "compression" in notes.options:
+        said.append(f"it was compressed by {notes.options['compression'].name}; a stack is written in parts, without compression")
+    extratags = list(notes.extratags)
+    if notes.geometry and not same_grid:
+        raise ToolError(f"{path} says where its pixels lie on the Earth, and the result has another grid: keep its size and stride 1")
+    metadata: dict[str, Any] = {"axes": axes.upper()} if axes else {}
+    if notes.imagej and dtype.name not in ("uint8", "uint16", "float32"):
+        said.append(f"ImageJ has no {dtype.name}, so the result is no ImageJ file")
+    elif (notes.ome or notes.imagej) and axes:
+        if not same_grid:
+            sizes = {name for name in notes.metadata if name.startswith(("Physical", "spacing", "unit"))}
+            if sizes:
+                said.append("the sizes of its pixels are not those of the result, and are left out")
+            notes = Notes(**{**vars(notes), "metadata": {name: value for name, value in notes.metadata.items() if name not in sizes}})
+            options.pop("resolution", None)
+        options["ome" if notes.ome else "imagej"] = True
+        metadata |= notes.metadata
+        if notes.imagej:
+            options.pop("resolutionunit", None)
+            extratags = []
+    if "description" in options and not (notes.ome or notes.imagej):
+        metadata = {}  # a description of the file's own takes the place of the axes
+        options["metadata"] = None
+    return {"metadata": metadata, "extratags": extratags, **options}, said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import default_backend
 from pycuda_conv.tools.files import FILTERS, Settings, common_dtype, exactly, filter_file, named_number, pairs, read_array, refusals
 from pycuda_conv.tools.terminal import ToolError
-from pycuda_conv.tools.volumes.source import Source, load
+from pycuda_conv.tools.volumes.source import Source, load, opened
 
 #: Bytes of input or result of a task, whichever is larger, unless the stored chunks are larger.
 WORK_BYTES = 64 << 20
@@ -56,7 +57,7 @@ def plan_work(settings: Settings, source: Source) -> Work:
     weight, bias = _filters(settings, source)
     axes = source.axes
     alone = axes is not None and weight.ndim < 4  # a filter for each channel alone, as for pictures
-    if alone and source.dtype.kind in "iu":
+    if alone and source.dtype.kind in "iub":
         dtype = "float32" if source.dtype.itemsize <= 2 else "float64"
     elif alone and source.dtype.kind == "f":
         dtype = source.dtype.name
@@ -66,6 +67,7 @@ def plan_work(settings: Settings, source: Source) -> Work:
     bias = None if bias is None else exactly(settings.bias, bias, dtype)
     if alone:
         weight = weight[None, None]
+    _check_units(source, weight)
     rank = weight.ndim - 2
     if axes is None:
         if len(source.shape) not in (rank + 1, rank + 2):
@@ -78,6 +80,19 @@ def plan_work(settings: Settings, source: Source) -> Work:
     if not set(space) <= set(axes):
         raise ToolError(f"a filter of {rank} dimensions goes along the axes {', '.join(space)}, but {source.place} has {', '.join(axes)}")
     return _graph(settings, source, axes, space, weight, bias, dtype, alone)
+
+
+def _check_units(source: Source, weight: np.ndarray) -> None:
+    """Refuse a filter whose results the conventions of a zarr's attributes would misread, and say what is not seen."""
+    if source.kind != "zarr" or source.ome is not None:
+        return
+    attributes = dict(opened(source).attrs)
+    offset = attributes.get("add_offset", 0)
+    if offset and abs(float(weight.sum()) - weight.shape[0]) > 1e-6 * max(abs(float(weight.sum())), 1):
+        raise ToolError(f"{source.place} stores values less {offset} (add_offset), and the filter's taps don't add up to 1: unpack it")
+    missing = attributes.get("_FillValue", attributes.get("missing_value"))
+    if missing is not None:
+        print(f"{source.place}: {missing} stands for no data in it, and is filtered like a value", file=sys.stderr)
 
 
 def _filters(settings: Settings, source: Source) -> tuple[np.ndarray, np.ndarray | None]:
@@ -134,7 +149,7 @@ def _graph(
     if "c" in found and "c" not in wanted:  # the filter added an axis of channels
         wanted = wanted.replace(space[0], "c" + space[0], 1)
     y = y.transpose([found.index(letter) for letter in wanted])
-    if alone and source.dtype.kind in "iu":
+    if alone and source.dtype.kind in "iub":
         y = y.map_blocks(_rounded, source.dtype, dtype=source.dtype, meta=np.empty((0,) * y.ndim, source.dtype))
     near = dict(zip(axes, source.chunks, strict=True)) if source.kind != "npy" else dict.fromkeys(axes, 128)
     chunks = tuple(_stored(y.chunks[i], near.get(letter, y.shape[i])) for i, letter in enumerate(wanted))
@@ -149,7 +164,9 @@ def _place(problem: ConvProblem, axis: int) -> tuple[float, float]:
 
 
 def _rounded(y: np.ndarray, dtype: Any) -> np.ndarray:
-    """`y` in an integer type, rounded and clipped."""
+    """`y` in an integer type, rounded and clipped, or as a bool."""
+    if dtype.kind == "b":
+        return y >= 0.5
     limits = np.iinfo(dtype)
     least, most = y.dtype.type(limits.min), y.dtype.type(limits.max)  # floats lack 2^63 - 1, so `most` is the number above it
     with np.errstate(invalid="ignore"):
