@@ -2,14 +2,15 @@
 //
 //   y[i] = sum over m of v[i + base - m] * f[m]     f: the filter's taps, reversed for a forward convolution; v: an image, 0 outside
 //
-// A block is length_h x length_w pixels of v. Its circular convolution with f is right for all pixels but the first R - 1 rows and S - 1 columns, so
-// blocks overlap by that much (overlap-save). Two blocks are a pair: one is the real part of complex numbers, the other the imaginary one. The filter is
+// A block is a box of pixels of v. Its circular convolution with f is right for all pixels but the first T - 1 planes, R - 1 rows and S - 1 columns, so
+// blocks overlap by that much (overlap-save). Of a line, a block is length_h * length_w pixels: row a has pixels a, a + length_h, a + 2 length_h and so on, and numbers
+// are rotated between rows and columns, which makes it a transform of the line (Bailey 1990, the four-step method). Two blocks are a pair: one is the real part of complex numbers, the other the imaginary one. The filter is
 // real, so the two parts of the product's inverse transform are the two blocks' results. Transforms are double, whatever the arrays are.
 //
-//   rows.cu     the rows of a pair are transformed, as are those of a filter
-//   columns.cu  the columns of a filter; or those of a pair, times the filter's spectrum, and back
-//   results.cu  the rows of a pair, back: results are checked, finished and stored
-//   sums.cu     sums of products in the place of results that may be off
+//   blocks_rows.cu     the rows of a pair are transformed, as are those of a filter
+//   blocks_columns.cu  the columns, and in volumes the lines along their depth; the last ones of a pair times the filter's spectrum, and back
+//   blocks_results.cu  the rows of a pair, back: results are checked, finished and stored
+//   blocks_sums.cu     sums of products in the place of results that may be off
 //
 // A length is 8 * (factors of 2, 3, 4, 5, 8 or 9) * 8. A transform takes a pass for each factor, in place, in that order (decimation in frequency): LENGTH / R
 // times, R numbers that are q apart are transformed in registers, and rotated. The inverse transform takes the same steps backwards. Nothing is ever put
@@ -17,7 +18,7 @@
 //
 // Memory   A block of threads has BATCH transforms at once. Number `position` of transform `lane` lies at SLOT(position, lane) of shared memory: the BATCH numbers
 //          of a position are neighbours, and all eight numbers that a quarter of a warp takes lie in different banks. A pair's numbers lie in
-//          global memory as [group of BATCH columns][row][column of the group], so that rows.cu writes and columns.cu reads neighbours.
+//          global memory as [group of BATCH columns][plane][row][column of the group], so that blocks_rows.cu writes and blocks_columns.cu reads neighbours.
 #pragma once
 
 #define WIDE 1
@@ -28,7 +29,9 @@
 #define THREADS 256
 #endif
 
+#ifndef TOGETHER
 #define TOGETHER (512 / THREADS)  // blocks of threads that should fit a multiprocessor at once
+#endif
 #define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); ++i)
 #define ALL(at, number) for (int at = LID_0; at < (number); at += THREADS)
 #define SMALLER(a, b) ((a) < (b) ? (a) : (b))
@@ -60,43 +63,53 @@ typedef unsigned long long mask_t;
 #define SEGMENTS 64
 // an entry of the list of results that may be off: where it is in y, in which pair, block and place, and what its transform gives
 #define ENTRY 4      // wide_t
-#define PIECE 128    // taps of a row that are added up at a time: sums.cu
+#define PIECE 128    // taps of a row that are added up at a time: blocks_sums.cu
 #define SUMMANDS 32  // threads that share a sum
 
 typedef struct BlocksArguments {
-  // what is read, images or filters: elements from one to the next; size of a plane, and the row and column where block 0 begins; elements from a plane's
-  // start to its first pixel, and from one row and column to the next: filters may be read backwards
-  long_t image_stride, group_stride, h, w, first_h, first_w, start, row_step, column_step;
-  long_t gain;  // a wide_t's bits: factor of what is read
-  // blocks of a plane, in rows of blocks_w; of all images; 2 where they are paired, 1 where each is alone; the first pair of this launch, and pairs
+  // what is read, images or filters: elements from one to the next; their size, and where block 0 begins; elements from the first in memory to the first pixel,
+  // and from one plane, row and column to the next: filters may be read backwards
+  long_t image_stride, group_stride, d, h, w, first_d, first_h, first_w, start, plane_step, row_step, column_step;
+  long_t gain;    // a double's bits: factor of what is read
+  long_t linear;  // whether a block is a piece of a line
+  // blocks of an image, of a plane and of a row; of all images; 2 where they are paired, 1 where each is alone; the first pair of this launch, and pairs
   // of a channel in it; results of a block in each direction, so that blocks begin so far apart
-  long_t blocks, by_blocks, blocks_w, by_blocks_w, all_blocks, at_once, first_pair, pairs, by_pairs, used_h, used_w;
-  // transforms: their lengths, an eighth of these, and the factors but the first and the last, four bits each, the first one lowest, and their number
-  long_t length_h, length_w, eighth_h, by_eighth_h, eighth_w, by_eighth_w, factors_h, factors_w, count_h, count_w;
-  // rows of a pair that are stored; groups of BATCH columns; parts of a pair, and parts of what results.cu stores of it; columns of a segment
-  long_t rows, groups, by_groups, parts, by_parts, result_parts, by_result_parts, segment, by_segment;
-  // what is written: channels of images, of groups; results of a plane
-  long_t k, per_group, by_per_group, p, q;
+  long_t blocks, by_blocks, blocks_of_plane, by_blocks_of_plane, blocks_w, by_blocks_w, all_blocks, at_once, first_pair, pairs, by_pairs;
+  long_t used_d, used_h, used_w;
+  // transforms of rows: their length, an eighth of it, and the factors but the first and the last, four bits each, the first one lowest, and their number
+  long_t length_h, by_length_h, length_w, eighth_w, by_eighth_w, factors_w, count_w;
+  // rows of a pair that are stored; groups of BATCH columns; parts of a pair, and of a plane of it; columns of a segment
+  long_t rows, groups, parts, by_parts, parts_of_plane, by_parts_of_plane, segment, by_segment;
+  // blocks_columns.cu: transforms along another axis: the length, an eighth, the factors; chunks of BATCH numbers from one number to the next; groups times the lines of
+  // each, these, and chunks from one to the next; rows of what is read; numbers that are there; the first that is needed on the way back; what norm is noted
+  long_t axis_length, axis_eighth, axis_factors, axis_count, apart, lines, by_lines, lines_of_group, by_lines_of_group, line_step;
+  long_t rows_read, there, needed, notes, turns_axis;
+  // blocks_results.cu: parts of what it stores of a pair, and of a plane
+  long_t result_parts, by_result_parts, result_parts_of_plane, by_result_parts_of_plane;
+  // what is written: channels of images, of groups; the size of a result
+  long_t k, per_group, by_per_group, o, p, q;
   // the filter: elements from one group and channel to the next; taps; whether windows take the last one first
-  long_t f_group, f_written, r, s, flipped;
-  // wide_t from the start of a buffer: rotations of columns and rows; rows' transforms, filters' spectra, columns' results; norms of parts of pairs, and their
-  // masks; norms of pairs and of filters; the list of results that may be off, and the number of its entries
-  long_t turns_h, turns_w, rows_at, filters_at, made_at, part_norms_at, masks_at, norms_at, filter_norms_at, list_at, count_at;
-  long_t most, resets, sums_grid;  // entries that the list holds; whether this launch begins it anew; blocks of sums.cu
-  long_t limit;  // a wide_t's bits: a result of at least so many times both norms is right
+  long_t f_group, f_written, t, r, s, flipped;
+  // doubles from the start of a buffer: rotations of rows; spectra that are read and written, those of filters; norms of parts of pairs, and their masks; norms of
+  // pairs and of filters; the list of results that may be off, and the number of its entries
+  long_t turns_w, from_at, to_at, filters_at, part_norms_at, masks_at, norms_at, filter_norms_at, list_at, count_at;
+  long_t most, resets, sums_grid;  // entries that the list holds; whether this launch begins it anew; blocks of blocks_sums.cu
+  long_t limit;                    // a double's bits: a result of at least so many times both norms is right
   long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } BlocksArguments;
 
 // The place of block number `number`.
 typedef struct Block {
-  int image, row, column;  // its place in its plane, in blocks
+  int image, plane, row, column;  // its place in its image, in blocks
 } Block;
 WITHIN_KERNEL Block block_of(const BlocksArguments* arg, int number) {
   Block block;
   block.image = divided(number, arg->by_blocks);
-  const int in_plane = number - block.image * (int)arg->blocks;
-  block.row = divided(in_plane, arg->by_blocks_w);
-  block.column = in_plane - block.row * (int)arg->blocks_w;
+  int rest = number - block.image * (int)arg->blocks;
+  block.plane = divided(rest, arg->by_blocks_of_plane);
+  rest -= block.plane * (int)arg->blocks_of_plane;
+  block.row = divided(rest, arg->by_blocks_w);
+  block.column = rest - block.row * (int)arg->blocks_w;
   return block;
 }
 
@@ -260,25 +273,27 @@ WITHIN_KERNEL void middle_passes_back(LOCAL_MEM_POINTER complex_t* z, const GLOB
 #define MAY_BE_ZERO(value, limit) (!(fabs(value) > (limit) * 0x1p-24))
 #define NO_NUMBER BITS_TO_WIDE(0x7ff8000000000000)
 
-// What one of SUMMANDS threads adds up for the result whose window begins at pixel (top, left) of a plane, until the magnitudes are `enough`. The window's rows
-// are cut in pieces; thread `share` has every SUMMANDS-th. One thread may do it for all shares, with the same bits.
+// What one of SUMMANDS threads adds up for the result whose window begins at pixel (front, top, left) of an image, until the magnitudes are `enough`. The window's
+// rows are cut in pieces; thread `share` has every SUMMANDS-th. One thread may do it for all shares, with the same bits.
 typedef struct Sum {
   double total, magnitude;
 } Sum;
-WITHIN_KERNEL Sum share_of_sum(const GLOBAL_MEM data_t* plane, const GLOBAL_MEM data_t* filter, const BlocksArguments* arg, int top, int left, int share, double enough) {
+WITHIN_KERNEL Sum share_of_sum(const GLOBAL_MEM data_t* image, const GLOBAL_MEM data_t* filter, const BlocksArguments* arg, int front, int top, int left, int share,
+                               double enough) {
   Sum sum;
   sum.total = sum.magnitude = 0;
-  const int r = (int)arg->r, s = (int)arg->s, h = (int)arg->h, w = (int)arg->w, pieces = (s + PIECE - 1) / PIECE;
+  const int t = (int)arg->t, r = (int)arg->r, s = (int)arg->s, h = (int)arg->h, w = (int)arg->w, pieces = (s + PIECE - 1) / PIECE;
   int row = share / pieces, piece = share - row * pieces;
   const int down = SUMMANDS / pieces, along = SUMMANDS - down * pieces;
-  while (row < r && !(sum.magnitude >= enough)) {
-    const int y = top + row, first = piece * PIECE, end = SMALLER(first + PIECE, s);
-    if ((unsigned)y < (unsigned)h) {
+  while (row < t * r && !(sum.magnitude >= enough)) {
+    const int plane = row / r, z = front + plane, y = top + row - plane * r, first = piece * PIECE, end = SMALLER(first + PIECE, s);
+    if ((unsigned)z < (unsigned)arg->d && (unsigned)y < (unsigned)h) {
+      const GLOBAL_MEM data_t* from = image + (z * h + y) * (index_t)w;
       double part = 0, magnitude = 0;
       for (int i = first; i < end; ++i) {
         const int x = left + i, tap = row * s + i;
         if ((unsigned)x >= (unsigned)w) continue;
-        const double product = (double)LOAD(plane, y * w + x) * (double)LOAD(filter, arg->flipped ? r * s - 1 - tap : tap);
+        const double product = (double)LOAD(from, x) * (double)LOAD(filter, arg->flipped ? t * r * s - 1 - tap : tap);
         part += product;
         magnitude += fabs(product);
       }

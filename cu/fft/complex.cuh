@@ -1,7 +1,7 @@
 // complex.cuh: what all kernels of transforms share: the type of transforms, complex numbers, and which values of arrays a transform takes.
 #pragma once
 
-// With WIDE, transforms are double whatever the arrays are, and each result is checked: see fft/tiles.cu and fft/results.cu.
+// With WIDE, transforms are double whatever the arrays are, and each result is checked: see fft/tiles.cu and fft/blocks_results.cu.
 #ifndef WIDE
 #define WIDE 0
 #endif

@@ -6,11 +6,11 @@ An engine may import this module, and so ask for other engines' configurations: 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pycuda_conv.engines import packing, split_sum
-from pycuda_conv.engines.base import BY_RULE, Config, Engine
+from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError
 from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.engines.texts import TextFamily
@@ -46,6 +46,21 @@ def engine_of(config: Config) -> Engine:
 def config_classes() -> dict[str, type[Config]]:
     """The classes of all engines' configurations, by name."""
     return {cls.__name__: cls for engine in ENGINES for cls in engine.CONFIGS}
+
+
+def config_from_table(name: str, values: Mapping[str, Any]) -> Config:
+    """The configuration of that name, of which a table has the fields.
+
+    Raises
+    ------
+    GoneError
+        It is of an engine, or of kernels, that are no more.
+    KeyError, ValueError
+        There never was one of that name, or it has other fields.
+    """
+    if name in GONE:
+        raise GoneError(f"the engine of {name} is no more")
+    return config_classes()[name].from_table(values)
 
 
 def uses_tensor_cores(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""Large filters by Fourier transforms in float64 of blocks of an image: ``cu/fft/rows.cu``, ``columns.cu``, ``results.cu`` and ``sums.cu``.
+"""Large filters by Fourier transforms in float64 of blocks of images, lines and volumes: ``cu/fft/blocks_rows.cu``, ``blocks_columns.cu``, ``blocks_results.cu`` and ``blocks_sums.cu``.
 
 A block is up to a whole image. Its spectrum goes through memory four times, whatever the size of the filter. Each result is checked, and summed where
 the transform may not have it right, so that every element is as right as a sum of products. ``cu/fft/blocks.cuh`` says how.
@@ -14,7 +14,7 @@ from itertools import combinations_with_replacement, product
 from typing import Any
 
 from pycuda_conv.engines.base import BY_RULE, Config, fastest
-from pycuda_conv.engines.geometry import arguments, bits, ceil, filter_strides, needs_64_bits
+from pycuda_conv.engines.geometry import arguments, bits, by_axis, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -38,10 +38,16 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 
 @dataclass(frozen=True)
 class BlockFft(Config):
-    """Blocks of LENGTH_H x LENGTH_W pixels."""
+    """Blocks of LENGTH_D x LENGTH_H x LENGTH_W pixels; of a line, of LENGTH_H * LENGTH_W."""
 
     LENGTH_H: int = 576
     LENGTH_W: int = 576
+    LENGTH_D: int = 1
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """Of transforms along the depth, columns and rows; 1 for none."""
+        return self.LENGTH_D, self.LENGTH_H, self.LENGTH_W
 
 
 BlocksArguments = kernel_struct("blocks.cuh", "BlocksArguments")
@@ -49,23 +55,24 @@ BlocksArguments = kernel_struct("blocks.cuh", "BlocksArguments")
 CONFIGS = (BlockFft,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 57}
+MOST_TEXTS = {"cuda": 83}
 #: blocks.cuh's BATCH, the largest first; its MASKS, SEGMENTS, ENTRY; threads of a block, where two of them fit a multiprocessor, and where one does.
 BATCHES = 8, 4, 2
 MASKS, SEGMENTS, ENTRY = 8, 64, 4
 TOGETHER, ALONE = 256, 512
-FORWARD, WHOLE = range(2)  # columns.cu's MODE
+FORWARD, WHOLE, BACKWARD = range(3)  # blocks_columns.cu's MODE
+OF_PAIR, OF_FILTER = 1, 2  # its notes
 #: Numbers of a complex double, and bytes; shared memory of a block besides.
 NUMBERS, BYTES, BESIDES = 2, 16, 5 << 10
 #: Factors of a length between its first and last, which are 8; the shortest and the longest length.
 FACTORS = 9, 8, 5, 4, 3, 2
-SHORTEST, LONGEST = 128, 6912
+SHORTEST, LONGEST = 64, 6912
 #: Entries of the list of results that may be off; blocks of the launch that sums them.
 MOST_LISTED, SUMS_GRID = 1 << 18, 264
 #: Bytes of pairs that a row of launches takes at once; of the filters' spectra.
 AT_ONCE, MOST_SPECTRA = 1 << 30, 4 << 30
-#: Filters of fewer taps are left to other engines, unless a configuration is given.
-LEAST_TAPS = 100
+#: Filters of fewer taps, and of lines, are left to other engines, unless a configuration is given.
+LEAST_TAPS, LEAST_OF_LINE = 100, 2048
 
 
 # ---- what runs
@@ -79,42 +86,45 @@ def unsupported(device: Device) -> str | None:
 @cache
 def factors(length: int) -> tuple[int, ...] | None:
     """The fewest factors of a length between the first and the last, or None if it is no length."""
-    middle = length // (SEGMENTS)
     if length % SEGMENTS or not SHORTEST <= length <= LONGEST:
         return None
-    for count in range(1, 5):
+    for count in range(5):
         for found in combinations_with_replacement(FACTORS, count):
-            if math.prod(found) == middle:
+            if math.prod(found) == length // SEGMENTS:
                 return found
     return None
 
 
 def _batch(config: BlockFft, most_shared: int) -> int:
     """Transforms that a block of threads has at once; 0 if not even two fit."""
-    longest = max(config.LENGTH_H, config.LENGTH_W)
-    return next((batch for batch in BATCHES if longest * batch * BYTES + BESIDES <= most_shared), 0)
+    return next((batch for batch in BATCHES if max(config.lengths) * batch * BYTES + BESIDES <= most_shared), 0)
+
+
+def _is_line(problem: ConvProblem) -> bool:
+    """Whether the problem is 1-d along the last axis, so that a block is a piece of a line."""
+    return not problem.has_depth and problem.input_size[1] == problem.output_size[1] == problem.filter_size[1] == 1
 
 
 def refusal(problem: ConvProblem, config: BlockFft) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    (_, r, s), lengths = problem.filter_size, (config.LENGTH_H, config.LENGTH_W)
-    for length in lengths:
+    for length in config.lengths[not problem.has_depth :]:
         if factors(length) is None:
             return f"a length must be 64 times a product of 2 to 5, 8 and 9, from {SHORTEST} to {LONGEST}, not {length}"
+    if config.LENGTH_D > 1 and not problem.has_depth:
+        return f"LENGTH_D must be 1 where there is no depth, not {config.LENGTH_D}"
     if max(problem.stride) > 1 or max(problem.dilation) > 1:
         return "it takes filters without stride and dilation"
-    if problem.has_depth or problem.input_size[1] == problem.output_size[1] == r == 1:
-        return "it takes two spatial axes"
     if problem.operand_channels > problem.groups:
         return "it takes groups of which one channel is read"
     if problem.is_empty:
         return "there is nothing to transform"
-    if r > config.LENGTH_H or s > config.LENGTH_W:
-        return f"a filter must fit in a block: it has {r} x {s} taps"
-    spectra = _filters(problem) * math.prod(lengths) * BYTES
+    blocks = _Blocks.of(problem, config)
+    if min(blocks.used) < 1:
+        return f"a filter must fit in a block: it has {' x '.join(map(str, problem.filter_size))} taps"
+    spectra = _filters(problem) * math.prod(config.lengths) * BYTES
     if spectra > MOST_SPECTRA:
         return f"its filters' spectra take {spectra:,} bytes; at most {MOST_SPECTRA:,} are taken"
-    return grid_refusal(max(_filters(problem), problem.result_channels * _Blocks.of(problem, config).pairs) * max(lengths))
+    return grid_refusal(max(_filters(problem), problem.result_channels * blocks.pairs) * config.LENGTH_D * max(config.lengths))
 
 
 def _filters(problem: ConvProblem) -> int:
@@ -124,35 +134,37 @@ def _filters(problem: ConvProblem) -> int:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How a plane is cut into blocks; pairs of numbers are of rows and columns.
+    """How an image is cut into blocks; triples of numbers are of planes, rows and columns.
 
     Attributes
     ----------
-    used : (int, int)
+    used : (int, int, int)
         Results of a block.
-    count : (int, int)
-        Blocks of a plane.
+    count : (int, int, int)
+        Blocks of an image.
     pairs : int
         Pairs of blocks of a channel, over all images; the last block may be alone.
     """
 
-    used: tuple[int, int]
-    count: tuple[int, int]
+    used: tuple[int, int, int]
+    count: tuple[int, int, int]
     pairs: int
 
     @classmethod
     def of(cls, problem: ConvProblem, config: BlockFft) -> _Blocks:
         """The blocks of `problem`."""
-        (_, r, s), (_, p, q) = problem.filter_size, problem.result_size
-        used = config.LENGTH_H - r + 1, config.LENGTH_W - s + 1
-        count = ceil(p, used[0]), ceil(q, used[1])
-        return cls(used, count, ceil(problem.N * math.prod(count), 2))
+        d, h, w = config.lengths
+        lengths = (1, 1, h * w) if _is_line(problem) else (d, h, w)
+        used_d, used_h, used_w = (n - taps + 1 for n, taps in zip(lengths, problem.filter_size, strict=True))
+        o, p, q = problem.result_size
+        count = ceil(o, max(used_d, 1)), ceil(p, max(used_h, 1)), ceil(q, max(used_w, 1))
+        return cls((used_d, used_h, used_w), count, ceil(problem.N * math.prod(count), 2))
 
 
 # ---- launches
 
 
-def schedule(problem: ConvProblem, config: BlockFft, device: Device, noted: bool = False) -> Schedule:
+def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`.
 
     On a GPU the filters' spectra are their packed form. OpenCL launches take whole buffers, so there they lie in the workspace.
@@ -162,8 +174,7 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, noted: bool
     if not batch:
         raise ValueError(f"{config} can't run {problem}: two rows need more than the {shared_limit(device):,} bytes of shared memory of a block")
     blocks, filters, written = _Blocks.of(problem, config), _filters(problem), problem.result_channels
-    of_plane, groups = config.LENGTH_H * config.LENGTH_W, config.LENGTH_W // batch
-    longest = max(config.LENGTH_H, config.LENGTH_W)
+    of_block, longest = math.prod(config.lengths), max(config.lengths)
     threads = TOGETHER if 2 * (longest * batch * BYTES + BESIDES) <= MULTIPROCESSOR_BYTES else ALONE
 
     scratch = Arena(WORKSPACE)
@@ -173,68 +184,83 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, noted: bool
         """Room for so many doubles: where it begins, in doubles."""
         return arena.take(8 * numbers)[1] // 8
 
-    parts_of_filter = ceil(problem.filter_size[1], batch)
-    turns_w, turns_h = place(packed, NUMBERS * config.LENGTH_W), place(packed, NUMBERS * config.LENGTH_H)
-    filters_at, filter_norms_at = place(packed, NUMBERS * filters * of_plane), place(packed, filters)
-    of_filter = _arguments(problem, config, blocks, batch, True)._replace(
-        rows_at=place(packed, NUMBERS * filters * parts_of_filter * batch * config.LENGTH_W),
-        part_norms_at=place(packed, filters * parts_of_filter), masks_at=place(packed, filters * parts_of_filter * MASKS // 2),
-        filters_at=filters_at, filter_norms_at=filter_norms_at, turns_w=turns_w, turns_h=turns_h,
+    of_filter, of_image = (_arguments(problem, config, blocks, batch, one) for one in (True, False))
+    turns_at = {length: place(packed, NUMBERS * length) for length in dict.fromkeys(config.lengths[config.LENGTH_D == 1 :])}
+    packed_places = {
+        "turns_w": turns_at[config.LENGTH_W], "filters_at": place(packed, NUMBERS * filters * of_block), "filter_norms_at": place(packed, filters),
+    }  # fmt: skip
+    of_filter = of_filter._replace(
+        to_at=place(packed, NUMBERS * filters * of_filter.rows * config.LENGTH_W), part_norms_at=place(packed, filters * of_filter.parts),
+        masks_at=place(packed, filters * of_filter.parts * MASKS // 2), **packed_places,
     )  # fmt: skip
     read, several = problem.groups, written > problem.groups  # several filters read a pair's transforms, which then stay
-    of_pair = (read + several * written) * of_plane * BYTES
-    at_once = min(blocks.pairs, max(1, AT_ONCE // of_pair))
-    parts = config.LENGTH_H // batch
-    rows_at = place(scratch, NUMBERS * read * at_once * of_plane)
-    made_at = place(scratch, NUMBERS * written * at_once * of_plane) if several else rows_at
+    at_once = min(blocks.pairs, max(1, AT_ONCE // ((read + several * written) * of_block * BYTES)))
+    rows_at = place(scratch, NUMBERS * read * at_once * of_block)
+    made_at = place(scratch, NUMBERS * written * at_once * of_block) if several else rows_at
     listed = min(MOST_LISTED, math.prod(problem.result_shape))
-    of_image = _arguments(problem, config, blocks, batch, False)._replace(
-        rows_at=rows_at, made_at=made_at, part_norms_at=place(scratch, read * at_once * parts),
-        masks_at=place(scratch, read * at_once * parts * MASKS // 2), norms_at=place(scratch, read * at_once),
-        list_at=place(scratch, ENTRY * listed), count_at=place(scratch, 1), most=listed, sums_grid=min(SUMS_GRID, ceil(listed, 8)),
-        filters_at=filters_at, filter_norms_at=filter_norms_at, turns_w=turns_w, turns_h=turns_h,
+    of_image = of_image._replace(
+        to_at=rows_at, part_norms_at=place(scratch, read * at_once * of_image.parts),
+        masks_at=place(scratch, read * at_once * of_image.parts * MASKS // 2), norms_at=place(scratch, read * at_once),
+        list_at=place(scratch, ENTRY * listed), count_at=place(scratch, 1), most=listed, sums_grid=min(SUMS_GRID, ceil(listed, 8)), **packed_places,
     )  # fmt: skip
 
     index, dtype = {"INDEX_64": int(needs_64_bits(problem))}, {"DTYPE": DTYPE_CODES[problem.dtype]}
-    of_doubles = {"DTYPE": DTYPE_CODES["float64"]}
-    shape = {"BATCH": batch, "THREADS": threads} | ({} if on_gpu else {"ROOM": longest * batch})
+    of_doubles, fixed = {"DTYPE": DTYPE_CODES["float64"]}, {"BATCH": BATCHES[0], "THREADS": TOGETHER}
+    shape = {"BATCH": batch, "THREADS": threads} | ({} if on_gpu else {"ROOM": 1 << (longest * batch - 1).bit_length()})
     shared = longest * batch * BYTES if on_gpu else 0
+    linear = {"LINEAR": int(_is_line(problem))}
 
-    def rows(told: Any, planes: int, x: int, into: int) -> KernelLaunch:
-        return KernelLaunch(
-            "fft_rows", dtype | index | shape, planes * told.pairs * told.parts, threads, (x, packed.buffer, into), (),
-            arguments=told, shared=shared,
-        )  # fmt: skip
+    def rows(told: Any, planes: int, x: int, into: int) -> list[KernelLaunch]:
+        buffers = x, packed.buffer, into
+        return [KernelLaunch("fft_blocks_rows", dtype | index | shape, planes * told.pairs * told.parts, threads, buffers, (), arguments=told, shared=shared)]
 
-    def columns(mode: int, told: Any, planes: int, buffer: int) -> KernelLaunch:
-        return KernelLaunch(
-            "fft_columns", of_doubles | index | shape | {"MODE": mode}, planes * told.pairs * groups, threads,
-            (buffer, packed.buffer, packed.buffer, buffer), (), arguments=told, shared=shared,
-        )  # fmt: skip
+    def columns(mode: int, told: Any, planes: int, buffer: int) -> list[KernelLaunch]:
+        grid, buffers = planes * told.pairs * told.lines, (buffer, packed.buffer, packed.buffer, buffer)
+        defines = of_doubles | index | shape | linear | {"MODE": mode}
+        return [KernelLaunch("fft_blocks_columns", defines, grid, threads, buffers, (), arguments=told, shared=shared)]
 
-    def results(told: Any) -> KernelLaunch:
-        buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE, packed.buffer, WORKSPACE
-        return KernelLaunch(
-            "fft_results", dtype | index | shape, written * told.pairs * told.result_parts, threads, buffers, (),
-            arguments=told, shared=shared,
-        )  # fmt: skip
+    def along(told: Any, axis: int, **more: int) -> Any:
+        """The arguments of blocks_columns.cu for an axis: 0 of the depth, 1 of columns."""
+        d, h, _ = config.lengths
+        length, found = config.lengths[axis], factors(config.lengths[axis]) or ()
+        of_group, step, apart = (d, h, 1) if axis else (h, 1, h)
+        numbers = told._asdict() | {
+            "axis_length": length, "axis_eighth": length // 8, "axis_factors": _packed_factors(found), "axis_count": len(found), "apart": apart,
+            "lines": told.groups * of_group, "lines_of_group": of_group, "line_step": step, "rows_read": told.rows, "rows": d * h,
+            "there": told.rows if d == 1 else length, "needed": 0 if told.linear else problem.filter_size[axis] - 1, "notes": 0,
+            "turns_axis": turns_at[length], "from_at": told.to_at,
+        } | more  # fmt: skip
+        return arguments(BlocksArguments, **{name: value for name, value in numbers.items() if not name.startswith("by_")})
 
-    turns = of_doubles | {"INDEX_64": 0} | {"BATCH": BATCHES[0], "THREADS": TOGETHER}
-    prepare = [
-        [KernelLaunch("fft_turns", turns, ceil(config.LENGTH_H + config.LENGTH_W, TOGETHER), TOGETHER, (packed.buffer,), (), arguments=of_filter)],
-        [rows(of_filter, problem.groups, WEIGHT, packed.buffer)],
-        [columns(FORWARD, of_filter, problem.groups, packed.buffer)],
-    ]
     steps = []
+    prepare = [
+        [KernelLaunch("fft_blocks_turns", of_doubles | {"INDEX_64": 0} | fixed, ceil(n, TOGETHER), TOGETHER, (packed.buffer,), (),
+                      arguments=of_filter._replace(axis_length=n, turns_axis=at))]
+        for n, at in turns_at.items()
+    ]  # fmt: skip
+    prepare.append(rows(of_filter, problem.groups, WEIGHT, packed.buffer))
+    deep = config.LENGTH_D > 1
+    if deep:
+        prepare.append(columns(FORWARD, along(of_filter, 1, notes=OF_FILTER), problem.groups, packed.buffer))
+    last = along(of_filter, 0 if deep else 1, to_at=of_filter.filters_at, notes=0 if deep else OF_FILTER)
+    prepare.append(columns(FORWARD, last, problem.groups, packed.buffer))
+
     for first in range(0, blocks.pairs, at_once):
-        some = min(at_once, blocks.pairs - first)
-        told = arguments(BlocksArguments, **{
-            name: value for name, value in of_image._asdict().items() if not name.startswith("by_")
-        } | {"first_pair": first, "pairs": some, "resets": int(first == 0)})  # fmt: skip
-        steps += [[rows(told, read, INPUT, WORKSPACE)], [columns(WHOLE, told, written, WORKSPACE)], [results(told)]]
+        numbers = of_image._asdict() | {"first_pair": first, "pairs": min(at_once, blocks.pairs - first), "resets": int(first == 0)}
+        told = arguments(BlocksArguments, **{name: value for name, value in numbers.items() if not name.startswith("by_")})
+        steps.append(rows(told, read, INPUT, WORKSPACE))
+        if deep:
+            steps.append(columns(FORWARD, along(told, 1, notes=OF_PAIR), read, WORKSPACE))
+        steps.append(columns(WHOLE, along(told, 0 if deep else 1, to_at=made_at, notes=0 if deep else OF_PAIR), written, WORKSPACE))
+        if deep:
+            steps.append(columns(BACKWARD, along(told, 1, from_at=made_at, to_at=made_at), written, WORKSPACE))
+        buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE, packed.buffer, WORKSPACE
+        steps.append([KernelLaunch(
+            "fft_blocks_results", dtype | index | shape, written * told.pairs * told.result_parts, threads, buffers, (),
+            arguments=told._replace(from_at=made_at), shared=shared,
+        )])  # fmt: skip
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE
-    defines = dtype | index | {"BATCH": BATCHES[0], "THREADS": TOGETHER}
-    steps.append([KernelLaunch("fft_sums", defines, of_image.sums_grid, TOGETHER, buffers, (), arguments=of_image)])
+    steps.append([KernelLaunch("fft_blocks_sums", dtype | index | fixed, of_image.sums_grid, TOGETHER, buffers, (), arguments=of_image)])
     if not on_gpu:
         return Schedule.plain([*prepare, *steps], scratch.used)
     return Schedule(prepare, steps, [*prepare, *steps], scratch.used, packed.used)
@@ -242,41 +268,50 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, noted: bool
 
 #: Shared memory of a multiprocessor.
 MULTIPROCESSOR_BYTES = 227 << 10
+#: The arguments that are set for each launch.
+LATER = (
+    "axis_length", "axis_eighth", "axis_factors", "axis_count", "apart", "lines", "lines_of_group", "line_step", "rows_read", "there", "needed",
+    "notes", "turns_axis", "turns_w", "from_at", "to_at", "filters_at", "part_norms_at", "masks_at", "norms_at", "filter_norms_at", "list_at",
+    "count_at", "most", "resets", "sums_grid", "first_pair",
+)  # fmt: skip
 
 
 def _arguments(problem: ConvProblem, config: BlockFft, blocks: _Blocks, batch: int, of_filter: bool) -> Any:
-    """The arguments of launches that read the filter, or else the images; without places in buffers."""
-    (_, r, s), (_, p, q), (_, h, w) = problem.filter_size, problem.result_size, problem.operand_size
-    groups, written = problem.groups, problem.result_channels // problem.groups
+    """The arguments of launches that read the filter, or else the images; :data:`LATER` are 0."""
+    (t, r, s), (o, p, q), (d, h, w) = problem.filter_size, problem.result_size, problem.operand_size
+    groups, written, linear = problem.groups, problem.result_channels // problem.groups, _is_line(problem)
     f_group, f_written, _ = filter_strides(problem)
-    forward, (_, pad_h, pad_w), of_plane = problem.direction == "fprop", problem.padding_before, config.LENGTH_H * config.LENGTH_W
+    forward, taps, of_block = problem.direction == "fprop", t * r * s, math.prod(config.lengths)
+    length_d, length_h, length_w = config.lengths
+    rows = length_d * length_h
     if of_filter:  # its "images" are the result's channels of a group
-        parts = ceil(r, batch)
+        rows = ceil(r, batch) * batch if not linear and length_d == 1 else rows
         what = {
-            "image_stride": f_written, "group_stride": f_group, "h": r, "w": s, "first_h": 0, "first_w": 0,
-            "start": r * s - 1 if forward else 0, "row_step": -s if forward else s, "column_step": -1 if forward else 1,
-            "gain": bits(1 / of_plane, 8), "blocks": 1, "blocks_w": 1, "all_blocks": written, "at_once": 1, "pairs": written,
-            "rows": parts * batch, "parts": parts,
+            "image_stride": f_written, "group_stride": f_group, "d": t, "h": r, "w": s, "first_d": 0, "first_h": 0, "first_w": 0,
+            "start": taps - 1 if forward else 0, "plane_step": -r * s if forward else r * s, "row_step": -s if forward else s,
+            "column_step": -1 if forward else 1, "gain": bits(1 / of_block, 8), "blocks": 1, "blocks_of_plane": 1, "blocks_w": 1,
+            "all_blocks": written, "at_once": 1, "pairs": written,
         }  # fmt: skip
     else:
+        firsts = (-pad if forward else pad - (n - 1) for pad, n in zip(problem.padding_before, problem.filter_size, strict=True))
         count = math.prod(blocks.count)
         what = {
-            "image_stride": groups * h * w, "group_stride": h * w, "h": h, "w": w,
-            "first_h": -pad_h if forward else pad_h - (r - 1), "first_w": -pad_w if forward else pad_w - (s - 1),
-            "start": 0, "row_step": w, "column_step": 1, "gain": bits(1.0, 8),
-            "blocks": count, "blocks_w": blocks.count[1], "all_blocks": problem.N * count, "at_once": 2, "pairs": blocks.pairs,
-            "rows": config.LENGTH_H, "parts": config.LENGTH_H // batch,
+            "image_stride": groups * d * h * w, "group_stride": d * h * w, "d": d, "h": h, "w": w, **by_axis("first_", tuple(firsts)),
+            "start": 0, "plane_step": h * w, "row_step": w, "column_step": 1, "gain": bits(1.0, 8), "blocks": count,
+            "blocks_of_plane": blocks.count[1] * blocks.count[2], "blocks_w": blocks.count[2], "all_blocks": problem.N * count,
+            "at_once": 2, "pairs": blocks.pairs,
         }  # fmt: skip
-    (of_h, of_w), checked = ((factors(n) or () for n in (config.LENGTH_H, config.LENGTH_W)), problem.dtype != "float64")
-    limit = 2.0**24 * 2.0**-53 * math.log2(of_plane) if checked else 0.0
-    places = ("turns_h", "turns_w", "rows_at", "filters_at", "made_at", "part_norms_at", "masks_at", "norms_at", "filter_norms_at",
-              "list_at", "count_at", "most", "resets", "sums_grid", "first_pair")  # fmt: skip
+    of_w, checked = factors(length_w) or (), problem.dtype != "float64"
+    limit = 2.0**24 * 2.0**-53 * math.log2(of_block) if checked else 0.0
+    parts_of_plane = rows // batch if of_filter and length_d == 1 else length_h // batch
+    result_rows = length_h if linear else min(blocks.used[1], p)
+    results_of_plane = ceil(result_rows, batch)
     return arguments(
-        BlocksArguments, **what, **dict.fromkeys(places, 0), used_h=blocks.used[0], used_w=blocks.used[1],
-        length_h=config.LENGTH_H, length_w=config.LENGTH_W, eighth_h=config.LENGTH_H // 8, eighth_w=config.LENGTH_W // 8,
-        factors_h=_packed_factors(of_h), factors_w=_packed_factors(of_w), count_h=len(of_h), count_w=len(of_w),
-        groups=config.LENGTH_W // batch, result_parts=ceil(min(blocks.used[0], p), batch), segment=config.LENGTH_W // SEGMENTS,
-        k=groups * written, per_group=written, p=p, q=q, f_group=f_group, f_written=f_written, r=r, s=s, flipped=int(not forward),
+        BlocksArguments, **what, **dict.fromkeys(LATER, 0), linear=int(linear), **by_axis("used_", blocks.used),
+        length_h=length_h, length_w=length_w, eighth_w=length_w // 8, factors_w=_packed_factors(of_w), count_w=len(of_w),
+        rows=rows, groups=length_w // batch, parts=rows // batch, parts_of_plane=parts_of_plane, segment=length_w // SEGMENTS,
+        result_parts=min(blocks.used[0], o) * results_of_plane, result_parts_of_plane=results_of_plane,
+        k=groups * written, per_group=written, o=o, p=p, q=q, f_group=f_group, f_written=f_written, t=t, r=r, s=s, flipped=int(not forward),
         limit=bits(limit, 8), **finish(problem),
     )  # fmt: skip
 
@@ -304,48 +339,58 @@ def texts(device: Device) -> Iterator[TextFamily]:
         return
     dtypes = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
     doubles, fixed = {"DTYPE": (DTYPE_CODES["float64"],)}, {"BATCH": BATCHES[:1], "THREADS": (TOGETHER,)}
+    modes = {"LINEAR": FLAG, "MODE": (FORWARD, WHOLE, BACKWARD)}
     for batch in BATCHES:
         shape = {"BATCH": (batch,), "THREADS": (TOGETHER, ALONE)}
-        yield TextFamily("fft_rows", dtypes | shape)
-        yield TextFamily("fft_columns", doubles | {"INDEX_64": FLAG} | shape | {"MODE": (FORWARD, WHOLE)})
-        yield TextFamily("fft_results", dtypes | shape)
-    yield TextFamily("fft_turns", doubles | {"INDEX_64": (0,)} | fixed)
-    yield TextFamily("fft_sums", dtypes | fixed)
+        yield TextFamily("fft_blocks_rows", dtypes | shape)
+        yield TextFamily("fft_blocks_columns", doubles | {"INDEX_64": FLAG} | shape | modes, lambda defines: defines["MODE"] != BACKWARD or not defines["LINEAR"])
+        yield TextFamily("fft_blocks_results", dtypes | shape)
+    yield TextFamily("fft_blocks_turns", doubles | {"INDEX_64": (0,)} | fixed)
+    yield TextFamily("fft_blocks_sums", dtypes | fixed)
 
 
 # ---- the choice
 
-#: Microseconds of launches; bytes a microsecond of 132 multiprocessors, by :func:`_batch`; and times that a pair's spectrum goes through memory.
+#: Microseconds of launches; bytes a microsecond of 132 multiprocessors, by :func:`_batch`; times that a pair's spectrum goes through memory, of a plane and of
+#: a volume.
 LAUNCHES = 22.0
 RATE = {8: 2.6e6, 4: 2.0e6, 2: 1.2e6}
-PASSES = 4.5
+PASSES, PASSES_OF_VOLUME = 4.5, 8.5
 #: MACs of a channel's filters that the plain cores of 132 multiprocessors do in a microsecond: transforms have to beat that.
 PLAIN_RATE = 10e6
-#: Lengths of an axis that are compared.
-MOST_LENGTHS = 12
+#: Lengths of an axis of a plane, and of a volume, that are compared.
+MOST_LENGTHS, MOST_OF_VOLUME = 12, 5
 
 
 def time(problem: ConvProblem, config: BlockFft, device: Device) -> float:
     """Microseconds that `config` should take: launches, and spectra that go through memory."""
-    batch = _batch(config, shared_limit(device)) or BATCHES[-1]
-    return _time(problem, config, batch, device.multiprocessors)
+    return _time(problem, config, _batch(config, shared_limit(device)) or BATCHES[-1], device.multiprocessors)
 
 
 def _time(problem: ConvProblem, config: BlockFft, batch: int, multiprocessors: int) -> float:
-    blocks, of_plane = _Blocks.of(problem, config), config.LENGTH_H * config.LENGTH_W * BYTES
-    spectra = _filters(problem) * of_plane * 2 + problem.result_channels * blocks.pairs * of_plane * PASSES
+    blocks, of_block = _Blocks.of(problem, config), math.prod(config.lengths) * BYTES
+    passes = PASSES_OF_VOLUME if config.LENGTH_D > 1 else PASSES
+    spectra = of_block * passes * (_filters(problem) / 2 + problem.result_channels * blocks.pairs)
     return LAUNCHES + spectra / RATE[batch] * 132 / multiprocessors
 
 
 @lru_cache(maxsize=1024)
 def _best(problem: ConvProblem, most_shared: int, multiprocessors: int) -> tuple[BlockFft, ...]:
     """The blocks that should take the least time, the best first."""
-    axes = []
-    for taps, results in zip(problem.filter_size[1:], problem.result_size[1:], strict=True):
-        lengths = [n for n in range(SHORTEST, LONGEST + 1, SEGMENTS) if n >= taps and factors(n)]
-        areas = {n: (n * ceil(results, n - taps + 1), n) for n in lengths}
-        axes.append(sorted(areas, key=areas.__getitem__)[:MOST_LENGTHS])
-    found = [BlockFft(*lengths) for lengths in product(*axes)]
+    lengths = [n for n in range(SHORTEST, LONGEST + 1, SEGMENTS) if factors(n) is not None]
+    (t, r, s), (o, p, q) = problem.filter_size, problem.result_size
+    if _is_line(problem):
+        areas = {(a, b): (a * b * ceil(problem.N * ceil(q, a * b - s + 1), 2), b - a) for a in lengths for b in lengths if a <= b and a * b >= s}
+        found = [BlockFft(*both) for both in sorted(areas, key=areas.__getitem__)[: 2 * MOST_LENGTHS]]
+    else:
+        most = MOST_OF_VOLUME if problem.has_depth else MOST_LENGTHS
+
+        def some(taps: int, results: int) -> list[int]:
+            areas = {n: (n * ceil(results, n - taps + 1), n) for n in lengths if n >= taps}
+            return sorted(areas, key=areas.__getitem__)[:most]
+
+        depths = some(t, o) if problem.has_depth else [1]
+        found = [BlockFft(h, w, d) for d, h, w in product(depths, some(r, p), some(s, q))]
     timed = [(_time(problem, one, batch, multiprocessors), one) for one in found if (batch := _batch(one, most_shared)) and refusal(problem, one) is None]
     return tuple(one for _, one in sorted(timed, key=lambda pair: pair[0])[:4])
 
@@ -354,9 +399,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[BlockFft]:
     """The configurations worth comparing for `problem`, for filters of many taps."""
     if device.backend != "cuda" or (problem.dtype == "float64" and problem.algorithm != "fft"):
         return
-    if problem.algorithm != "fft" and math.prod(problem.filter_size) < LEAST_TAPS:
-        return
-    if refusal(problem, BlockFft(LONGEST, LONGEST)) is None:
+    taps, least = math.prod(problem.filter_size), LEAST_OF_LINE if _is_line(problem) else LEAST_TAPS
+    simple = max(problem.stride) == max(problem.dilation) == 1 and problem.operand_channels == problem.groups
+    if simple and not problem.is_empty and (taps >= least or (problem.algorithm == "fft" and not _is_line(problem))):
         yield from _best(problem, shared_limit(device), device.multiprocessors)
 
 
