@@ -258,7 +258,7 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     """Pack one tile of an image; what was read."""
     define = step.defines
     kind, channels, chunks = ELEMENT[define["IN"]], s.channels, s.groups * s.group_chunks
-    pixels, together, at_once = s.packed_d * s.packed_h * s.packed_w, s.together, 1 << s.chunk_bits
+    pixels, together, at_once = s.packed_d * s.packed_h * s.packed_w, s.chunks_per_tap, 1 << s.chunk_bits
     across = ceil(channels // 8, together) if together else ceil(chunks, at_once)
     vector, kc = define["VECTOR"], 8 << s.piece_bits
     assert vector == 1 or not (any(n % vector for n in (pixels, s.x_image, s.x_group, s.x_channel)) or define["FOLDED"] or define["NHWC"])
@@ -273,7 +273,7 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     to = np.arange(8 * first, 8 * min(first + at_once, chunks))[None]  # packed channels
     if together:
         assert channels % 8 == 0 and s.groups == 1 and s.folds * together <= at_once and chunks == s.folds * channels // 8
-        assert together == 1 << s.together_bits and define["FOLDED"] and not define["NHWC"]
+        assert together == 1 << s.chunks_per_tap_bits and define["FOLDED"] and not define["NHWC"]
         to = np.concatenate([tap * channels + np.arange(8 * first, min(8 * (first + together), channels)) for tap in range(s.folds)])[None]
     group, j = np.divmod(to, 8 * s.group_chunks)
     if define["FOLDED"]:
@@ -872,7 +872,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
     number, inner = np.divmod(pixel, s.plane)
     place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
     at = place * s.rows + k
-    assert s.wide == (3 if s.rows * np.dtype(kind).itemsize % 16 == 0 else 1 if s.rows % 4 == 0 else 2 if s.rows <= define["BLOCK_N"] == 32 and s.plane == s.out_size else 0)
+    assert s.store_mode == (3 if s.rows * np.dtype(kind).itemsize % 16 == 0 else 1 if s.rows % 4 == 0 else 2 if s.rows <= define["BLOCK_N"] == 32 and s.plane == s.out_size else 0)
     bias, scale, residual, y, *moments = step.buffers
     v = finished(finishing(step), memory, kind, total[: len(pixel), : k.size], scale, bias, residual, k, at).astype(kind)
     store(memory.view(y, kind), at, v)
