@@ -2,8 +2,8 @@
 //
 //   y = epilogue(inverse transforms of the rows that blocks_columns.cu made)
 //
-// The error of a transform is at most u * log2(numbers of a block) times the norms of the pair and of the filter, with u = 2^-53. `limit` times both norms is 2^24 times
-// that. A result of at least so much is right to half of a float's rounding, and is stored. So is one whose window, the pixels that it is computed
+// The error of a transform is at most u * log2(numbers of a block) times the norms of the pair and of the filter, with u = 2^-53. `limit` times both
+// norms is 2^24 times that. A result of at least so much is right to half of a float's rounding, and is stored. So is one whose window, the pixels that it is computed
 // from, has nothing but zeros, as 0. The others go onto a list for blocks_sums.cu, with what the transform gives. Where the list is full, they are summed here.
 //
 // Mapping  block -> BATCH rows of results of a pair of a channel; thread -> some numbers of each pass. In the first pass neighbouring threads have neighbouring
@@ -17,9 +17,12 @@
 #define COLUMN_OF(pixel) (linear ? divided(pixel, arg.by_length_h) : (pixel))  // of a row
 #define RESIDUAL_IF(there, at) ((there) ? RESIDUAL_AT(at) : NOTHING)
 
-KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_results(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
-                                                  const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y,
-                                                  const GLOBAL_MEM wide_t* read, const GLOBAL_MEM wide_t* RESTRICT packed, GLOBAL_MEM wide_t* list, const BlocksArguments arg) {
+KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_results(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+                                                                const GLOBAL_MEM data_t* RESTRICT bias,
+                                                                const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual,
+                                                                GLOBAL_MEM data_t* y, const GLOBAL_MEM wide_t* read,
+                                                                const GLOBAL_MEM wide_t* RESTRICT packed, GLOBAL_MEM wide_t* list,
+                                                                const BlocksArguments arg) {
   AFTER_LAST_LAUNCH
   SHARED_NUMBERS
   LOCAL_MEM int masks[MASKS];
@@ -39,7 +42,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_results(const GLOBAL_MEM
   const int length = (int)arg.length_w, q = (int)arg.eighth_w, source = group * (int)arg.pairs + in_launch, length_h = (int)arg.length_h;
   if (LID_0 < MASKS) masks[LID_0] = 0;
 
-  const GLOBAL_MEM complex_t* from = (const GLOBAL_MEM complex_t*)(read + arg.from_at) + (at_pair * (long_t)arg.groups * arg.rows + (z_of + t - 1) * length_h) * BATCH;
+  const long_t first_row = at_pair * (long_t)arg.groups * arg.rows + (z_of + t - 1) * length_h;
+  const GLOBAL_MEM complex_t* from = (const GLOBAL_MEM complex_t*)(read + arg.from_at) + first_row * BATCH;
   ALL(at, q * BATCH) {
     const int within = at % BATCH, lane = at / BATCH % BATCH, number = at / (BATCH * BATCH) * BATCH + within;
     const int row = SMALLER(r - 1 + top + lane, length_h - 1);  // those behind the end are not stored
@@ -80,7 +84,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_results(const GLOBAL_MEM
     }
     TRANSFORM_BACK(v, 8)
     // the circular convolution is right from its column s - 1 on
-    const int step = linear ? length_h : 1, column0 = (linear ? top + lane : 0) + j * step - (s - 1), apart = q * step, in_row0 = top + lane < rows0, in_row1 = top + lane < rows1;
+    const int step = linear ? length_h : 1, apart = q * step, column0 = (linear ? top + lane : 0) + j * step - (s - 1);
+    const int in_row0 = top + lane < rows0, in_row1 = top + lane < rows1;
     acc_t finished[16];
     unsigned stored = 0, off = 0;
     EACH(i, 16) {
