@@ -82,7 +82,8 @@ typedef struct BlocksArguments {
   // rows of a pair that are stored; groups of BATCH columns; parts of a pair, and of a plane of it; columns of a segment
   long_t rows, groups, parts, by_parts, parts_of_plane, by_parts_of_plane, segment, by_segment;
   // blocks_columns.cu: transforms along another axis: the length, an eighth, the factors; chunks of BATCH numbers from one number to the next; groups
-  // times the lines of each, these, and chunks from one to the next; rows of what is read; numbers that are there; the first that is needed on the way back; what norm is noted
+  // times the lines of each, these, and chunks from one to the next; rows of what is read; numbers that are there; the first that is needed on
+  // the way back; what norm is noted
   long_t axis_length, axis_eighth, axis_factors, axis_count, apart, lines, by_lines, lines_of_group, by_lines_of_group, line_step;
   long_t rows_read, there, needed, notes, turns_axis;
   // blocks_results.cu: parts of what it stores of a pair, and of a plane

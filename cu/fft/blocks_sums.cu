@@ -10,7 +10,7 @@
 #include "core/portable.cuh"
 #include "fft/blocks.cuh"
 
-KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_sums(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_blocks_sums(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                                                              const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                                                              const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y, const GLOBAL_MEM wide_t* list,
                                                              const BlocksArguments arg) {
