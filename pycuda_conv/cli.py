@@ -176,6 +176,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--host-cost", action="store_true", help="measure what each way to call costs the host, against torch, and threads")
     bench.add_argument("--loop", action="store_true", help="measure a loop of launches over images and channels against one launch")
     bench.add_argument("--host", action="store_true", help="measure calls on numpy arrays, copies included, against torch, and the bus")
+    bench.add_argument("--images", action="store_true", help="measure filters of images against CuPy, or on the CPU against scipy")
     bench.add_argument("--families", type=_count, metavar="N", help="measure the planner's choices for N random problems of each family")
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
     bench.add_argument("--training", action="store_true", help="measure gradients and fused layers against torch; with --models: training")
@@ -351,6 +352,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools.benchmarks import loopbench
 
         return loopbench.run(settings)
+    if arguments.images:
+        from pycuda_conv.tools.pictures import bench as imagebench
+
+        return imagebench.run(settings)
     if arguments.families:
         from pycuda_conv.tools import choices
 
@@ -368,7 +373,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_benchmarks(arguments: argparse.Namespace) -> None:
     """Refuse two benchmarks at once, of which one alone would be run."""
-    benchmarks = "host", "host_calls", "host_cost", "loop", "cold", "families", "training", "models"
+    benchmarks = "host", "host_calls", "host_cost", "loop", "cold", "images", "families", "training", "models"
     asked = [name for name in benchmarks if getattr(arguments, name)]
     if arguments.models == []:
         asked.append("models")
@@ -379,7 +384,11 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
         if getattr(arguments, option) is not None and arguments.models is None:
             raise ToolError(f"--{option} goes with --models only")
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
-    for name, options in (("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"])):
+    of_others_alone = (
+        ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]),
+        ("images", ["list", "kind", "mode", "csv", "plots", "pages", "seed"]),
+    )  # fmt: skip
+    for name, options in of_others_alone:
         for option in options if getattr(arguments, name) else ():
             if getattr(arguments, option) not in (None, False, []):
                 raise ToolError(f"--{option} is not for --{name}")
@@ -430,6 +439,9 @@ def _ended(error: BaseException, status: int) -> int:
             print("stopping: a kernel is still being compiled", file=sys.stderr, flush=True)
             break
         time.sleep(0.02)
+    # Python notes where Ctrl-C left a text that exec() was given, a dataclass's methods for one, and ends the process by the signal itself,
+    # even though the exception was caught. It forgets that when the next text begins.
+    exec("")
     return status
 
 

@@ -46,7 +46,7 @@ def _why(plan: Plan, predicted: Sequence[tuple[float, engines.Config]]) -> str:
     own = best.pop(type(plan.config).__name__, None)
     others = " and ".join(f"{_microseconds(us)} for the best {name}" for name, us in best.items())
     if own is None or own > min(best.values(), default=own):
-        engine = type(plan.config).__module__.rpartition(".")[2]
+        engine = str(getattr(engines.engine_of(plan.config), "__name__", "")).rpartition(".")[2]
         rule = f"a rule of the {engine} engine's, {'without a' if own is None else 'whatever the'} prediction"
         return rule + (f"; the models say {others}" if others else "")
     return f"its prediction is the shortest, {_microseconds(own)}" + (f" against {others}" if others else "")

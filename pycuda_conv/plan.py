@@ -395,22 +395,29 @@ class Plan:
         return explain(self, measure)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        made_of = self.problem, self.device.name, self.device.model, self.config, self.with_moments
-        return _plan_again, made_of, {"fixed": self.fixed, "tuned": self.tuned}
+        made_of = self.problem, self.device.name, self.device.model, self.config, self.with_moments, self.fixed, self.tuned
+        return _plan_again, made_of
 
     def __repr__(self) -> str:
         return f"<Plan {self.problem} on {self.device.name}: {self.config}>"
 
 
-def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Config, with_moments: bool) -> Plan:
-    """A plan that was pickled."""
+def _plan_again(
+    problem: ConvProblem, name: str, model: str, config: engines.Config, with_moments: bool, fixed: bool = True, tuned: Choice | None = None
+) -> Plan:
+    """A plan that was pickled. One whose kernels are no more is planned anew."""
     device = get_device(name)
     if device.model != model:
         raise BackendError(
             f"this plan was made for {name}, an {model}, but here {name} is an {device.model}: pickle the plan's problem instead, and "
             "make a plan of it with pycuda_conv.Plan(problem)"
         )
-    return Plan(problem, device, config=config, with_moments=with_moments)
+    config = engines.config_again(type(config).__name__, vars(config))  # an older version may have written it with other fields
+    if isinstance(config, engines.Gone) or engines.refusal(problem, config, device) is not None:
+        return Plan(problem, device, with_moments=with_moments)
+    made = Plan(problem, device, config=config, with_moments=with_moments)
+    made.fixed, made.tuned = fixed, tuned
+    return made
 
 
 class BoundPlan:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,25 +73,22 @@ def _parsed(text: str) -> Choices:
     gpus = table.get("choices")
     if not isinstance(gpus, dict) or not all(isinstance(entries, dict) for entries in gpus.values()):
         raise ValueError("its 'choices' are no objects")
-    kept = ((gpu, problem, entry) for gpu, entries in gpus.items() for problem, entry in entries.items() if not _has_gone(entry))
-    return {(gpu, problem): _choice(problem, entry) for gpu, problem, entry in kept}
-
-
-#: Configurations of engines that are no more, which older tables may name.
-GONE = ("DepthwisePlanes", "DepthwisePlanesWgrad")
-
-
-def _has_gone(entry: Any) -> bool:
-    """Whether an entry's configuration is of such an engine. The planner chooses for its problem as if it had not been measured."""
-    config = entry.get("config") if isinstance(entry, dict) else None
-    return isinstance(config, dict) and len(config) == 1 and next(iter(config)) in GONE
+    found = {}
+    for gpu, entries in gpus.items():
+        for problem, entry in entries.items():
+            with suppress(engines.GoneError):  # the planner chooses for its problem as if it had not been measured
+                found[gpu, problem] = _choice(problem, entry)
+    return found
 
 
 def _choice(problem: str, entry: Any) -> Choice:
+    """The choice that an entry is; a ``GoneError`` for one of kernels that are no more, a ``ValueError`` for what is no choice."""
     try:
         ((name, values),) = entry["config"].items()
-        config, us = engines.config_classes()[name].from_table(values), entry["us"]
+        config, us = engines.config_from_table(name, values), entry["us"]
         right = type(us) in (int, float) and 0 < us < math.inf
+    except engines.GoneError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError):
         right = False
     if not right:

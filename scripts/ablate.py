@@ -2,12 +2,14 @@
 """Measure on a GPU what each engine is worth: the problems that it wins, against the best that the other engines have.
 
     python scripts/ablate.py --seconds 250 --json ablation.json
-    python scripts/ablate.py hopper_lines direct_quads --seed 7
+    python scripts/ablate.py hopper_gather+mma_few_pixels --seed 7       # what both are worth together
+    python scripts/ablate.py --report first.json second.json             # all that was measured, in one table
 
 Problems are drawn for this alone, with a seed of their own: random ones of all families, and layers of networks that nothing was fitted
 to. For each engine some of those that it wins are taken, one of each engine in turn, and the engine's configuration and the second best
 are timed in one run, alternating. What removing the engine costs follows: the share of its wins in each family and pass, times how much
-longer these take by what was measured. The verdict is CONTRIBUTING's rule. The file is written after every problem.
+longer these take by what was measured. Engines that are named together are left out together: the second best is of none of them. The
+verdict is CONTRIBUTING's rule. The file is written after every problem.
 """
 
 from __future__ import annotations
@@ -30,19 +32,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from pycuda_conv import measure
-from pycuda_conv.engines import registry
 from pycuda_conv.errors import BackendError
 from pycuda_conv.plan import Plan, as_called
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import get_device
-from pycuda_conv.tools.ablation import PARTS, Cost, Part, Win, belongs, chosen, cost, engine_names, problems, wins
+from pycuda_conv.tools.ablation import PARTS, Cost, Part, Win, chosen, cost, engine_names, problems, wins
 from pycuda_conv.tools.families import KINDS
 
-#: Whose worth is doubtful by the models: they come first.
-DOUBTFUL = ("hopper_lines", "direct_quads", "halo_loaders")
 NETWORKS = "networks"  # the family of the layers below
 AHEAD = 64  # problems whose kernels are compiled meanwhile
-NEAR = 1.3  # a part of an engine that is never chosen is measured where it is predicted to take up to so many times as long as the choice
 
 #: (images, C, size, K, taps, stride, groups, dilation); the padding is half the filter. The benchmark's suite has none of these.
 LAYERS: dict[str, tuple[tuple[Any, ...], ...]] = {
@@ -115,50 +113,71 @@ def networks(seed: int, count: int) -> list[ConvProblem]:
     return [found[i % len(found)] for i in range(count)]
 
 
-def near(drawn: Sequence[tuple[str, ConvProblem]], device: Any, part: str) -> list[Win]:
-    """For a part of an engine that is seldom chosen: problems where its best configuration is predicted to be near the choice."""
-    found, (engine, of_part) = [], PARTS[part]
-    for family, problem in drawn:
-        launched = problem.launched
-        if launched.layout not in engine.LAYOUTS or not any(map(of_part, engine.configs(launched, device))):
-            continue
-        known = [(us, one) for us, one in registry.predictions(problem, device) if of_part(one)]
-        others = [(us, one) for us, one in registry.predictions(problem, device) if not belongs(one, part)]
-        if known and others and known[0][0] <= NEAR * others[0][0]:
-            found.append(Win(family, problem, known[0][1], others[0][1], known[0][0], others[0][0]))
-    return found
-
-
 def drawn_by(seed: int, each: int, names: Sequence[str], gpu: dict[str, Any]) -> tuple[Counter[Part], dict[str, list[Win]]]:
     """In a process of its own: how many problems each part has, and what each engine wins of them."""
     device: Any = SimpleNamespace(backend="cuda", name="gpu", **gpu)
     drawn = problems(device, seed, each)
     drawn += [(NETWORKS, as_called(problem, device)) for problem in networks(seed, each)]
     choices = chosen(drawn, device)
-    found = {name: near(drawn, device, name) if name in PARTS else wins(choices, device, (name,)) for name in names}
+    found = {name: wins(choices, device, name.split("+")) for name in names}
     return Counter((family, problem.direction) for family, problem in drawn), found
 
 
 @dataclass
 class Measured:
-    """An engine's wins, and the factors of time that were measured of some of them."""
+    """How many problems of each part an engine wins, those to measure, and what was measured."""
 
-    won: list[Win]
-    todo: list[Win]
-    losses: dict[Part, list[float]] = field(default_factory=lambda: defaultdict(list))
+    won: Counter[Part] = field(default_factory=Counter)
+    only: int = 0  # more problems, that no other engine runs
+    todo: list[Win] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
-    def factors(self, chosen: bool) -> dict[Part, list[float]]:
-        """For each part as many factors as wins: the mean of those measured there, or of all that were measured.
+    @property
+    def losses(self) -> dict[Part, list[float]]:
+        """The factors of time that were measured."""
+        found: dict[Part, list[float]] = defaultdict(list)
+        for row in self.rows:
+            if "error" not in row:
+                found[row["family"], row["pass"]].append(row["second_us"] / row["first_us"])
+        return found
 
-        A part of an engine that is not chosen now counts where it is faster: as if a better planner chose it there.
-        """
-        kept = {part: [loss if chosen else max(loss, 1.0) for loss in found] for part, found in self.losses.items()}
-        logs = {part: mean(map(math.log, found)) for part, found in kept.items()}
-        whole = [math.log(loss) for found in kept.values() for loss in found]
+    @property
+    def factors(self) -> dict[Part, list[float]]:
+        """For each part as many factors as wins: the mean of those measured there, or of all that were measured."""
+        logs = {part: mean(map(math.log, found)) for part, found in self.losses.items()}
+        whole = [math.log(loss) for found in self.losses.values() for loss in found]
         usual = mean(whole) if whole else 0.0
-        counts = Counter(win.part for win in self.won if win.second is not None)
-        return {part: [math.exp(logs.get(part, usual))] * count for part, count in counts.items()}
+        return {part: [math.exp(logs.get(part, usual))] * count for part, count in self.won.items()}
+
+    def plain(self) -> dict[str, Any]:
+        return {"won": counted(self.won), "only": self.only, "rows": self.rows}
+
+    def add(self, plain: dict[str, Any]) -> None:
+        """Count what :meth:`plain` says of other problems too."""
+        self.won += from_counted(plain["won"])
+        self.only += plain["only"]
+        self.rows += plain["rows"]
+
+
+def counted(parts: Counter[Part]) -> list[tuple[str, str, int]]:
+    """A counter as JSON has it."""
+    return [(family, direction, count) for (family, direction), count in sorted(parts.items())]
+
+
+def from_counted(plain: Sequence[Sequence[Any]]) -> Counter[Part]:
+    return Counter({(family, direction): count for family, direction, count in plain})
+
+
+def read(files: Sequence[Path]) -> tuple[dict[str, Measured], dict[str, Counter[Part]]]:
+    """What several runs measured, of problems by other seeds. An engine counts for the problems that were drawn when it was asked for."""
+    of: dict[str, Measured] = defaultdict(Measured)
+    counts: dict[str, Counter[Part]] = defaultdict(Counter)
+    for file in files:
+        run = json.loads(file.read_text())
+        for name, plain in run["engines"].items():
+            of[name].add(plain)
+            counts[name] += from_counted(run["counts"])
+    return of, counts
 
 
 class Compiling:
@@ -183,10 +202,10 @@ class Compiling:
 
 
 def in_turn(of: dict[str, Measured]) -> Iterator[tuple[str, Win]]:
-    """One win of each engine after the other, the doubtful engines' three times as often as the others'."""
+    """One win of each engine after the other, those left out together three times as often."""
     while any(one.todo for one in of.values()):
         for name, one in of.items():
-            for _ in range(3 if name in DOUBTFUL else 1):
+            for _ in range(3 if "+" in name else 1):
                 if one.todo:
                     yield name, one.todo.pop()
 
@@ -200,40 +219,69 @@ def timed(device: Any, win: Win) -> tuple[float, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure on a GPU what each engine is worth.")
     known = [*engine_names(), *PARTS]
-    parser.add_argument("engines", nargs="*", metavar="ENGINE", help="by default all, the doubtful ones first")
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help="or several, as A+B; by default each")
     parser.add_argument("--seconds", type=float, default=600, help="measure for so long (default 600)")
     parser.add_argument("--seed", type=int, default=20261128, help="of the problems")
     parser.add_argument("--each", type=int, default=1600, help="problems of each family to draw (default 1600)")
     parser.add_argument("--most", type=int, default=200, help="the most problems to measure of an engine (default 200)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes and compilers at a time")
     parser.add_argument("--json", type=Path, help="write what was measured, after every problem")
+    parser.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="measure nothing: print what these files have together")
     options = parser.parse_args(arguments)
+    if options.report:
+        report(*read(options.report))
+        return 0
     for name in options.engines:
-        if name not in known:
-            parser.error(f"there is no engine {name}; there are {', '.join(known)}")
+        for one in name.split("+"):
+            if one not in known:
+                parser.error(f"there is no engine {one}; there are {', '.join(known)}")
     began, device = time.monotonic(), get_device("cuda")
     gpu = {"capability": device.capability, "multiprocessors": device.multiprocessors, "model": device.model}
-    able = [name for name, engine in engine_names().items() if engine.unsupported(device) is None] + list(PARTS)
-    names = options.engines or [*(name for name in DOUBTFUL if name in able), *(name for name in able if name not in DOUBTFUL)]
+    names = options.engines or [name for name, engine in engine_names().items() if engine.unsupported(device) is None] + list(PARTS)
+    counts, of = drawn_in_parts(names, gpu, options)
+    print(f"{sum(counts.values()):,} problems drawn in {time.monotonic() - began:.0f} s on {device.model}", flush=True)
+    for name, win, coming in compiled_in_turn(of, device, options):
+        row: dict[str, Any] = {"family": win.family, "pass": win.problem.direction, "problem": str(win.problem)}
+        row |= {"first": str(win.first), "second": str(win.second), "first_predicted": win.first_us, "second_predicted": win.second_us}
+        try:
+            for one in coming:
+                one.result()
+            row["first_us"], row["second_us"] = timed(device, win)
+        except (BackendError, RuntimeError, MemoryError, ValueError) as error:
+            row["error"] = str(error)[:300]
+        of[name].rows.append(row)
+        if options.json:
+            plain = {"gpu": device.model, "seed": options.seed, "counts": counted(counts)}
+            options.json.write_text(json.dumps(plain | {"engines": {name: one.plain() for name, one in of.items()}}))
+    report(of, dict.fromkeys(names, counts))
+    return 0
 
+
+def drawn_in_parts(names: Sequence[str], gpu: dict[str, Any], options: argparse.Namespace) -> tuple[Counter[Part], dict[str, Measured]]:
+    """Problems drawn by processes side by side: how many each part has, and of each engine some of its wins to measure."""
     processes = max(1, min(options.jobs, 16))
     counts: Counter[Part] = Counter()
-    of = {name: Measured([], []) for name in names}
+    won: dict[str, list[Win]] = {name: [] for name in names}
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         parts = [pool.submit(drawn_by, options.seed + i, math.ceil(options.each / processes), names, gpu) for i in range(processes)]
         for part in parts:
-            found, won = part.result()
+            found, wins_of = part.result()
             counts.update(found)
             for name in names:
-                of[name].won += won[name]
-    for name, one in of.items():
-        with_second = [win for win in one.won if win.second is not None]
-        one.todo = random.Random(f"{options.seed} {name}").sample(with_second, min(options.most, len(with_second)))
-    print(f"{sum(counts.values()):,} problems drawn in {time.monotonic() - began:.0f} s on {device.model}", flush=True)
+                won[name] += wins_of[name]
+    of = {}
+    for name, found_wins in won.items():
+        second = [win for win in found_wins if win.second is not None]
+        todo = random.Random(f"{options.seed} {name}").sample(second, min(options.most, len(second)))
+        of[name] = Measured(Counter(win.part for win in second), len(found_wins) - len(second), todo)
+    return counts, of
 
+
+def compiled_in_turn(of: dict[str, Measured], device: Any, options: argparse.Namespace) -> Iterator[tuple[str, Win, list[Future[Any]]]]:
+    """Problems of the engines in turn, each as soon as its kernels are compiled, until the time is over."""
     compiling, waiting, order = Compiling(device, options.jobs), [], in_turn(of)
-    measuring = time.monotonic()
-    while time.monotonic() - measuring < options.seconds:
+    began = time.monotonic()
+    while time.monotonic() - began < options.seconds:
         while len(waiting) < AHEAD and (following := next(order, None)) is not None:
             waiting.append((*following, compiling.start(following[1])))
         if not waiting:
@@ -241,40 +289,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         at = next((i for i, (_, _, coming) in enumerate(waiting) if all(one.done() for one in coming)), None)
         if at is None:
             time.sleep(0.02)
-            continue
-        name, win, coming = waiting.pop(at)
-        row: dict[str, Any] = {"family": win.family, "pass": win.problem.direction, "problem": str(win.problem)}
-        row |= {"first": str(win.first), "second": str(win.second), "first_predicted": win.first_us, "second_predicted": win.second_us}
-        try:
-            for one in coming:
-                one.result()
-            first, second = timed(device, win)
-        except (BackendError, RuntimeError, MemoryError, ValueError) as error:
-            row["error"] = str(error)[:300]
         else:
-            row |= {"first_us": first, "second_us": second}
-            of[name].losses[win.part].append(second / first)
-        of[name].rows.append(row)
-        if options.json:
-            rows = {name: one.rows for name, one in of.items()}
-            options.json.write_text(json.dumps({"gpu": device.model, "seed": options.seed, "rows": rows}))
+            yield waiting.pop(at)
     compiling.close()
-    report(of, counts)
-    return 0
 
 
-def report(of: dict[str, Measured], counts: Counter[Part]) -> None:
-    """Print a line for each engine."""
-    print(f"{'engine':24}{'wins':>7}{'timed':>6}{'errors':>7}{'loss':>7}{'model':>7}{'all':>8}{'worst':>8}  (timed there) verdict")
+def report(of: dict[str, Measured], counts: dict[str, Counter[Part]]) -> None:
+    """Print a line for each engine; `counts` are the problems that each was asked about."""
+    wide = max(24, *map(len, of)) + 1
+    print(f"{'engine':{wide}}{'wins':>7}{'timed':>6}{'errors':>7}{'loss':>7}{'model':>7}{'all':>8}{'worst':>8}  (timed there) verdict")
     for name, one in of.items():
-        losses = [loss for found in one.losses.values() for loss in found]
-        models = [win.loss for win in one.won if win.loss is not None]
-        found: Cost = cost(counts, one.factors(name not in PARTS), sum(win.second is None for win in one.won))
+        all_losses = one.losses
+        losses = [loss for found in all_losses.values() for loss in found]
+        predicted = [(row["first_predicted"], row["second_predicted"]) for row in one.rows]
+        models = [second / first for first, second in predicted if first and second]
+        found: Cost = cost(counts[name], one.factors, one.only)
         errors = sum("error" in row for row in one.rows)
         in_words = "no problem was measured" if not losses and not found.only else found.why
+        wins_share = (sum(one.won.values()) + one.only) / sum(counts[name].values())
         print(
-            f"{name:24}{len(one.won) / sum(counts.values()):7.2%}{len(losses):6}{errors:7}{_mean(losses):7.2f}{_mean(models):7.2f}"
-            f"{found.mean - 1:8.2%}{found.worst - 1:8.1%}  ({len(one.losses.get(found.part, ()))}) {in_words}"
+            f"{name:{wide}}{wins_share:7.2%}{len(losses):6}{errors:7}{_mean(losses):7.2f}{_mean(models):7.2f}"
+            f"{found.mean - 1:8.2%}{found.worst - 1:8.1%}  ({len(all_losses.get(found.part, ()))}) {in_words}"
         )
 
 

@@ -3,6 +3,7 @@
 
     python scripts/break_kernels.py                          # 40 places of every file of cu/: hours
     python scripts/break_kernels.py hopper_planes ring.cuh --places 10 --jobs 2 --seconds 600
+    python scripts/break_kernels.py hopper_planes --again            # what was noticed before a change, broken again
     python scripts/break_kernels.py --report
 
 A place is a line of code, and what is broken there: a statement is left out, a number is one larger, an operator is another one. The places
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,6 +91,18 @@ def drawn(file: Path, count: int) -> list[Place]:
     lines = sorted(by_line)
     r.shuffle(lines)
     return [r.choice(by_line[number]) for number in lines][:count]
+
+
+def still_there(file: Path, rows: Sequence[dict[str, Any]]) -> list[tuple[Path, Place]]:
+    """The places that were noticed, where their lines are still in the file or in a header of its folder; each once."""
+    near = sorted((path for path in included(file) if path.parent == file.parent), key=lambda path: path != file)
+    lines = {path: path.read_text().splitlines() for path in near}
+    found = []
+    for row in rows:
+        at = next(((path, text.index(row["was"])) for path, text in lines.items() if row["was"] in text), None)
+        if at and row["noticed"]:
+            found.append((at[0], Place(at[1] + 1, row["was"], row["now"])))
+    return found
 
 
 def included(file: Path) -> set[Path]:
@@ -215,6 +228,17 @@ def recorded(tree: Tree, test_file: str, seconds: float) -> Record:
     return [tuple(json.loads(line)) for line in lines]  # type: ignore[misc]
 
 
+def recorded_all(test_files: Sequence[str], run: Callable[[Sequence[str]], Iterable[Record]], kept: Path | None) -> Record:
+    """What the tests of all these files run: from the file where it is kept, if there is one, and written to it."""
+    record: dict[str, Record] = json.loads(kept.read_text()) if kept and kept.exists() else {}
+    new = [one for one in test_files if one not in record]
+    for test_file, found in zip(new, run(new), strict=True):
+        record[test_file] = found
+        if kept:
+            kept.write_text(json.dumps(record, indent=1) + "\n")
+    return [test for one in test_files for test in record[one]]
+
+
 def held_against(record: Record, kernels: set[str], seconds: float) -> list[str]:
     """The quickest tests that run one of the kernels, until they take so long together."""
     chosen, total = [], 0.0
@@ -258,7 +282,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="tests side by side; by default as many as cores")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no place after so many seconds")
     parser.add_argument("--record-seconds", type=float, default=600, help="for finding out what the tests of a file run")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="hold them against these test files; by default all that mention them")
+    parser.add_argument("--record", type=Path, help="keep there which tests run which kernels, and take from there what is known")
     parser.add_argument("--json", type=Path, default=ROOT / "tests" / "data" / "broken.json", help="where what was noticed is kept")
+    parser.add_argument("--again", action="store_true", help="break again what was noticed, and write it to FILE.again.json")
     parser.add_argument("--report", action="store_true", help="print what is there and stop")
     options = parser.parse_args()
     known = json.loads(options.json.read_text()) if options.json.exists() else {}
@@ -285,11 +312,20 @@ def main() -> int:
             finally:
                 trees.put(tree)
 
-        test_files = mentioning(sorted(set().union(*runs.values())))
-        records = pool.map(lambda one: with_tree(lambda tree: recorded(tree, one, options.record_seconds)), test_files)
-        record = [test for found in records for test in found]
+        test_files = options.tests or mentioning(sorted(set().union(*runs.values())))
+        record = recorded_all(
+            test_files,
+            lambda new: pool.map(lambda one: with_tree(lambda tree: recorded(tree, one, options.record_seconds)), new),
+            options.record,
+        )
         print(f"{len(record)} tests of {len(test_files)} files recorded in {time.monotonic() - began:.0f} s", flush=True)
-        todo = list(work_of(files, runs, record, known, options.places))
+        if options.again:
+            tests = {name: held_against(record, runs[name], TESTS_SECONDS) for name in files}
+            again = ((name, at) for name, path in files.items() if tests[name] for at in still_there(path, known.get(name, ())))
+            todo = [(name, *at, tests[name]) for name, at in again]
+            options.json, known = options.json.with_suffix(".again.json"), {}
+        else:
+            todo = list(work_of(files, runs, record, known, options.places))
         lock = Lock()
 
         def one(item: tuple[str, Path, Place, list[str]]) -> None:

@@ -199,18 +199,17 @@ def ring() -> Picture:
 
 
 def registers() -> Picture:
-    """Taps along a row are another choice of the registers that a thread has."""
+    """Neighbouring pixels of a channel are rows of an operand that registers hold."""
     p = Picture(200)
-    p.text(20, 22, "a row of x, as it lies in memory; a thread loads six neighbours", bold=True)
-    p.grid(20, 34, 14, 1, 26, {(c, 0): "#bcd9ee" for c in range(4, 10)})
-    p.text(20, 86, "registers of the thread", bold=True)
-    for tap in range(3):
-        y = 98 + tap * 30
-        p.grid(124, y, 6, 1, 22, "#dcebf6")
-        p.box(124 + tap * 22, y, 4 * 22, 22, "none", ORANGE, 2.5)
-        p.arrow(266, y + 11, 318, y + 11)
-        p.text(326, y + 15, f"tap {tap}: four rows of operand A of wgmma", 11)
-    p.text(20, 193, "Nothing is packed, and nothing is written to shared memory again: the tap chooses the registers.", 11)
+    p.text(20, 22, "x as it lies in memory: a row for each channel; a thread loads four neighbours of every fourth one", bold=True)
+    p.grid(20, 34, 14, 4, 26, {(c, 1): "#bcd9ee" for c in range(4, 8)})
+    p.text(400, 52, "registers of the thread", bold=True)
+    p.grid(400, 62, 4, 1, 26, "#dcebf6")
+    p.arrow(388, 75, 398, 75)
+    p.text(400, 112, "a column of four rows of", 11)
+    p.text(400, 126, "operand A of wgmma", 11)
+    p.text(20, 170, "wgmma transposes no 32-bit operand in shared memory; in registers a pixel's row is another register.", 11)
+    p.text(20, 190, "Nothing is packed, and nothing is written to shared memory again.", 11)
     return p
 
 

@@ -21,6 +21,7 @@ FAMILIES = {
     "hopper": "Tensor cores by `wgmma`, loads by TMA: Hopper. C++17.",
     "fft": "Convolution as products of Fourier transforms. The portable dialect.",
     "layout": "Kernels that change how arrays lie, or their types.",
+    "images": "Filters of images and volumes of one channel, at any border, from pixels of any type. The portable dialect.",
     "nn": "What stands behind a convolution: batch norm, max pooling. The portable dialect.",
     "": "",
 }

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from pycuda_conv.runtime.base import KERNEL_DIR
 
+#: The vectors that kernels use.
+VECTORS = {"float8", "double4", "long4", "int8", "uchar8", "char8", "ushort8", "short8"}
+
 
 def _header() -> Path | None:
     """PoCL's file of declarations; None where PoCL is not that of the wheel."""
@@ -24,7 +27,7 @@ def _header() -> Path | None:
 def declared() -> tuple[str, list[str]]:
     """What comes before a kernel's text, and the options to build it with, which turn PoCL's own declarations off.
 
-    Those of functions that no kernel names are left out, and those of vectors.
+    Those of functions that no kernel names are left out, and those of vectors that none has.
     """
     header = _header()
     if header is None:
@@ -34,6 +37,7 @@ def declared() -> tuple[str, list[str]]:
     kept = ["#undef _OPENCL_H_"]
     for one in re.findall(r"^[ \t]*#[^\n]*|[^;#]+;", text, re.M):
         name = re.search(r"(\w+)\s*\(", one)
-        if one.lstrip().startswith("#") or (name and name[1] in named and not re.search(r"[a-z](2|3|4|8|16)\b", one)):
+        vectors = set(re.findall(r"\b(?:u?(?:char|short|int|long)|float|double|half)(?:2|3|4|8|16)\b", one))
+        if one.lstrip().startswith("#") or (name and name[1] in named and vectors <= VECTORS):
             kept.append(one.strip())
     return "\n".join([*kept, "#line 1", ""]), ["-D_OPENCL_H_", "-I", str(header.parent)]

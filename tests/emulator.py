@@ -450,14 +450,6 @@ def load_im2col(described, memory: Memory, starts: list, loads: list) -> np.ndar
 
 # ---- hopper/gemm.cu, hopper/gemm_patch.cu
 
-#: What is a choice for one of them and a constant of the other's text.
-OF_TEXT = {
-    "hopper_gemm": {"PATCH_ROWS": 0, "FUSED_SPLIT": 0},
-    "hopper_gemm_patch": {
-        "LOAD_CHANNELS": 64, "BF16": 0, "OUT": 32, "NHWC": 0, "TENSOR_STORE": 0, "VEC": 4, "DENSE": 1, "PINGPONG": 0, "W_MN_MAJOR": 0, "PHASES": 1, "INTERLEAVE_COLUMNS": 0,
-    },
-}  # fmt: skip
-
 
 def check_pairs(step, shapes) -> None:
     """Phases of even and odd columns, one after the other, that are written together."""
@@ -481,43 +473,18 @@ def check_product(step, s, memory: Memory) -> None:
     rows, pixels = define["BLOCK_M"], define["BLOCK_N"]
     for described in step.maps:
         check_map(described, memory)
-    if define["PATCH_ROWS"]:
-        if define["FUSED_SPLIT"]:
-            assert rows == 64 and s.channel_blocks == 1 and s.x_channels <= 64 and define["WGMMA_N"] <= 112 and s.x_stages == 2
-            assert s.raw_rows == 32 // s.halo_w and s.raw_run == s.raw_rows * s.halo_w and s.raw_channel == s.raw_rows * s.raw_pitch
-            assert (s.low_w - s.raw_shift) % 4 == 0 <= s.raw_shift < 4 and s.raw_pitch == ceil(s.raw_shift + s.halo_w, 4) * 4
-            assert s.raw_stages >= 2 and s.raw_rounds == ceil(8 * ceil(s.halo_h, s.raw_rows), 7)
-            assert x_map.box == (s.raw_pitch, s.raw_rows, 8, 1) and x_map.span == 0 and x_map.buffer == INPUT
-            assert x_map.sizes == (s.x_w, s.x_h, s.x_channels, s.groups * s.pixels // s.plane)
-        else:
-            assert x_map.box == (64, s.halo_w, s.halo_h, 1) and x_map.span == 128
-        assert define["LOAD_CHANNELS"] == 64 and s.splits == 1
-        assert pixels == 8 * define["PATCH_ROWS"] * (1 if rows == 128 else 2) and not define["NHWC"] and define["DENSE"] and define["OUT"] == 32
-        assert s.halo_w == 8 + (s.tap_s - 1) * s.dilation_w and s.halo_h == pixels // 8 + (s.tap_r - 1) * s.dilation_h
-        assert s.blocks == s.channel_blocks * s.tap_r * s.tap_s and s.plane == s.pq and (s.stride_h, s.stride_w) == (1, 1)
-        assert s.image_tiles * pixels == s.plane and s.tiles_pixels == s.pixels // s.plane * s.image_tiles and s.across == s.q // 8
-        assert s.q % 8 == 0 and s.plane // s.q % (pixels // 8) == 0
-        assert s.out_row % 2 == 0 and s.out_image % 2 == 0 and (s.out_base, s.out_h, s.out_w) == (0, s.q, 1)
-    else:
-        assert (x_map.box.channels, x_map.box.pixels) == (define["LOAD_CHANNELS"], pixels) and len(x_map.sizes) == s.rank + 2
-    assert x_map.dtype == "float32" if define["FUSED_SPLIT"] else x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
+    assert (x_map.box.channels, x_map.box.pixels) == (define["LOAD_CHANNELS"], pixels) and len(x_map.sizes) == s.rank + 2
+    assert x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
     assert len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
-    assert define["WGMMA_N"] <= (128 if define["PATCH_ROWS"] else 192 if define["PINGPONG"] else 256)
-    assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not any(define[name] for name in ("PATCH_ROWS", "INTERLEAVE_COLUMNS")))
+    assert define["WGMMA_N"] <= (192 if define["PINGPONG"] else 256)
+    assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not define["INTERLEAVE_COLUMNS"])
     staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * (64 * define["WGMMA_N"] + 1024) if define["INTERLEAVE_COLUMNS"] else 4 * 4 * 32 * 20
-    of_x = of_raw = 0  # a stage of the ring of x alone; what is loaded to be split
-    if define["PATCH_ROWS"]:
-        assert s.halo_bytes == ceil(s.halo_w * s.halo_h * 128, 1024) * 1024
-        of_x, staging = limbs_of(step) * s.halo_bytes, 0
-        if define["FUSED_SPLIT"]:
-            of_raw = s.raw_stages * 7 * (32 * s.raw_channel + 8)
-        assert 2 <= s.x_stages <= 4 and s.tap_r * s.tap_s >= 3 and (define["PRODUCTS"] == 1 or define["STAGES"] >= 3)
-    ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["PATCH_ROWS"] else pixels)) * 128 + s.x_stages * of_x + of_raw
+    ring = define["STAGES"] * limbs_of(step) * (rows + pixels) * 128
     of_pixel = 12 if define["INTERLEAVE_COLUMNS"] else 4
     assert ring + 2 * (staging + of_pixel * define["WGMMA_N"]) + 1023 <= step.shared
-    assert step.shared + 16 * (define["STAGES"] + (4 if define["PATCH_ROWS"] else 0) + 1) + 256 * define["FUSED_SPLIT"] <= MOST_SHARED
-    assert step.block == 384 + 128 * define["FUSED_SPLIT"] and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
+    assert step.shared + 16 * (define["STAGES"] + 1) <= MOST_SHARED
+    assert step.block == 384 and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
 
 def limbs_of(step) -> int:
@@ -562,13 +529,12 @@ def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
 def product(step, memory: Memory) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
     assert 128 * len(step.maps) + 8 * (len(step.numbers) + len(step.buffers)) <= 4096
-    if not step.defines["FUSED_SPLIT"]:
-        count, tiles = step.structs[0].x_tiles, 1 if step.defines["PHASES"] > 1 else 2
-        for place, some in zip(step.buffers[-tiles:], (count % 2**32, count >> 32), strict=False):
-            clear_tiles(memory, place, some)
-        step = replace(step, buffers=step.buffers[:-tiles])
-    room, mends = step.defines["PHASES"], step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
-    may_join = step.defines["OUT"] == 32 and not any(step.defines[name] for name in ("BF16", "PATCH_ROWS", "PINGPONG"))
+    count, tiles = step.structs[0].x_tiles, 1 if step.defines["PHASES"] > 1 else 2
+    for place, some in zip(step.buffers[-tiles:], (count % 2**32, count >> 32), strict=False):
+        clear_tiles(memory, place, some)
+    step = replace(step, buffers=step.buffers[:-tiles])
+    room, mends = step.defines["PHASES"], step.defines["OUT"] == 32 and not step.defines["BF16"]
+    may_join = step.defines["OUT"] == 32 and not any(step.defines[name] for name in ("BF16", "PINGPONG"))
     told, others = step.structs[:room], step.structs[room + (room > 1) :]
     assert room in (1, 4) and len(others) == (room + 1 if mends else 0) + may_join
     numbers = turns_of(step, step.structs[room]) if room > 1 else [(0, 0, 0, 0)]
@@ -599,7 +565,7 @@ def product(step, memory: Memory) -> None:
 
 def may_note(define) -> bool:
     """Whether a text of hopper/gemm.cu can note moments: common stores of whole sums that leave registers."""
-    common = define["DENSE"] and define["VEC"] == 4 and define["LOAD_CHANNELS"] == 64 and not define["PATCH_ROWS"] and not define["W_MN_MAJOR"]
+    common = define["DENSE"] and define["VEC"] == 4 and define["LOAD_CHANNELS"] == 64 and not define["W_MN_MAJOR"]
     return bool(common and not (define["BF16"] and define["OUT"] == 32) and (define["PRODUCTS"] == 1 or define["WGMMA_N"] <= 128))
 
 
@@ -638,9 +604,6 @@ def join(step, s, a, number: int, phases: int, memory: Memory):
 def multiplied(step, memory: Memory) -> None:
     s, define = named(step), step.defines
     check_product(step, s, memory)
-    if define["PATCH_ROWS"]:
-        patches(step, s, memory)
-        return
     x_map, rank, pixels, kc = step.maps[0], s.rank, define["BLOCK_N"], define["LOAD_CHANNELS"]
     sub_tiles = 64 // kc
     stages = ceil(s.blocks, sub_tiles)
@@ -673,53 +636,6 @@ def multiplied(step, memory: Memory) -> None:
             of_limbs = ([(*at, image + limb * s.limb_images) for *at, image in starts] for limb in range(limbs_of(step)))
             multiply(total, np.concatenate(a, axis=2), [load_im2col(x_map, memory, of_limb, loads) for of_limb in of_limbs])
         write_pixels(step, s, memory, total, m, first * pixels, s.pixels, group, part)
-
-
-def patches(step, s, memory: Memory) -> None:
-    """Tiles of 8 columns; what all of a tile's taps meet is loaded at once."""
-    define = step.defines
-    high, across = define["BLOCK_N"] // 8, s.across
-    inner = replace(step, buffers=(step.buffers[3], step.buffers[1], *step.buffers[4:])) if define["FUSED_SPLIT"] else step
-    for m, tile, group, part in tiles_of(step, s):
-        image, place = divmod(tile, s.image_tiles)
-        row, column = place // across * high, place % across * 8
-        total = np.zeros((define["BLOCK_M"], define["BLOCK_N"]))
-        for c in range(s.channel_blocks):
-            if define["FUSED_SPLIT"]:
-                met = split_patch(step, s, memory, image, group, row, column, group * s.tiles_pixels + tile)
-            else:
-                start = (group * s.channels_group + 64 * c, column + s.low_w, row + s.low_h)
-                met = [boxed(step.maps[0], memory, (*start, image + limb * s.limb_images))[0] for limb in range(limbs_of(step))]
-            for r in range(s.tap_r):
-                for across_s in range(s.tap_s):
-                    w_tap = s.tap_base + r * s.tap_step_r + across_s * s.tap_step_s
-                    assert 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
-                    a = load_filter(inner, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, w_tap * s.channel_blocks + c)
-                    at_r, at_s = r * s.dilation_h, across_s * s.dilation_w
-                    b = [v[at_r : at_r + high, at_s : at_s + 8].reshape(-1, 64) for v in met]
-                    multiply(total, a, b)
-        pixel = image * s.plane + (row + np.arange(high)[:, None]) * s.q + column + np.arange(8)[None]
-        number = tile * (define["BLOCK_N"] // define["WGMMA_N"])
-        unit = group * s.tiles_pixels + tile if define["FUSED_SPLIT"] else None
-        write_tile(inner, s, memory, total, m, pixel.ravel(), np.full(pixel.size, True), group, part, number, unit=unit)
-
-
-def split_patch(step, s, memory: Memory, image: int, group: int, row: int, column: int, unit: int) -> list[np.ndarray]:
-    """The limbs [row][column][channel] of what the taps of a patch meet; its scale and flag are written."""
-    source, scales, flags, *_ = step.buffers
-    described, eights = step.maps[0], []
-    for c in range(0, 64, 8):
-        runs = [boxed(described, memory, (column + s.low_w - s.raw_shift, row + s.low_h + i * s.raw_rows, c, image * s.groups + group))[0] for i in range(ceil(s.halo_h, s.raw_rows))]
-        eights.append(np.concatenate(runs, 1)[:, : s.halo_h, s.raw_shift : s.raw_shift + s.halo_w])  # [channel][row][column]
-    values = np.concatenate(eights).transpose(1, 2, 0).astype("float32")
-    assert described.buffer == source
-    # seven warps look at 8 channels each of the first rows
-    guess, found = MagnitudeRange.of(values[: s.raw_rows, :, :56]).guess(), MagnitudeRange.of(values, s.slack)
-    guessed = found.fits(guess)
-    scale = 2.0**guess if guessed or not found.usable() else found.scale()
-    store(memory.view(scales, "float32"), unit, 1 / scale)
-    store(memory.view(flags, "int32"), unit, int(found.loses(guess)) if guessed else found.flag())
-    return [limb.astype(float) for limb in split(values, scale, limbs_of(step), "float16")]
 
 
 @cache
@@ -795,19 +711,15 @@ def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: in
 
 def write_tile(
     step, s, memory: Memory, total: np.ndarray, m0: int, pixel: np.ndarray, counted: np.ndarray, group: int, part: int, number: int, pixel0: int = 0,
-    unit: int | None = None,
 ) -> None:
-    """Scales, finishes and writes a tile's sums of the pixels that count; its first slice of moments is that `number`.
-
-    What has a scale is `unit`, else the pixels' images.
-    """
+    """Scales, finishes and writes a tile's sums of the pixels that count; its first slice of moments is that `number`."""
     define = step.defines
     _, scale_n, scale_k, bias, scale, residual, y, *noted = step.buffers
     kind = ELEMENT[define["OUT"]]
     m = m0 + np.arange(define["BLOCK_M"])[:, None]
     k = group * s.rows_group + m
     if s.scaled & 1:
-        total = total * inside(memory.view(scale_n, "float32"), pixel[None] // s.plane if unit is None else unit).astype(float) * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
+        total = total * inside(memory.view(scale_n, "float32"), pixel[None] // s.plane).astype(float) * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
     channel = np.minimum(k, s.rows - 1)
     m, pixel = m[m < s.rows_group][:, None], pixel[counted][None]
     k, (image, inner) = group * s.rows_group + m, np.divmod(pixel, s.plane)
@@ -825,7 +737,7 @@ def write_tile(
     if define["TENSOR_STORE"]:
         write_boxes(step, s, memory, v, m0, pixel0, group, part)
         return
-    vec = 2 if define["PATCH_ROWS"] else define["VEC"]
+    vec = define["VEC"]
     if vec > 1:  # neighbours, at a multiple of their number, all or none of them in the tile
         lines = at.reshape(-1, vec, pixel.size).swapaxes(1, 2) if define["NHWC"] else at.reshape(m.size, -1, vec)
         assert (lines == lines[..., :1] + np.arange(vec)).all() and (lines[..., 0] % vec == 0).all()
@@ -1210,132 +1122,6 @@ def write_rows(step, s, memory: Memory, total: np.ndarray, warp: int, column: np
     memory.count(y, at)
 
 
-# ---- hopper/lines.cu
-
-
-X_SCALE, LEAST_HALF = 2.0**10, 2.0**-14
-
-
-def line_of(d, half: int) -> np.ndarray:
-    """Which line of an eight, or a sixteen, is number 0, 1, ... of k, as it lies in memory."""
-    k = np.arange(16 if half else 8)
-    c, n = (k % 8 // 2, k % 2 + k // 8 * 2) if half else (k % 4, k // 4)
-    return c % 2 + n % 2 * 2 + c // 2 * 4 + n // 2 * 8 if d.SPAN == 64 and not d.FLAT else c + 4 * n
-
-
-def lay_filter(step, memory: Memory) -> None:
-    d = SimpleNamespace(**step.defines)
-    s = named(step)
-    rows, padded, channels, eights, row_step, channel_step, turned = s.rows, s.padded, s.channels, s.eights, s.row_step, s.channel_step, s.flipped
-    taps = (1 if d.FLAT else d.R) * d.S
-    assert step.grid == padded and padded % 32 == 0 and padded >= rows and 4 * channels * d.R * d.S <= step.shared <= 40 * 1024
-    w = memory.view(step.buffers[0], "float32")
-
-    def elements(count, half):
-        chunk, tap, row, k = np.ix_(*map(np.arange, (count, taps, padded, 16 if half else 8)))
-        line = line_of(d, half)[k] + chunk * k.size
-        c, r = (line // d.R, line % d.R) if d.FLAT else (line, tap // d.S)
-        number = r * d.S + tap % d.S
-        number = d.R * d.S - 1 - number if turned else number
-        real = (row < rows) & (c < channels)
-        at = ((chunk * taps + tap) * padded + row) * k.size + (k ^ (row & 4) * (k.size // 8))
-        return at, np.where(real, inside(w, np.where(real, row * row_step + c * channel_step + number, 0)), np.float32(0))
-
-    at, values = elements(eights, 0)
-    store(memory.view(step.buffers[1], "float32"), at, tf32(values))
-    if d.FP16_OPERANDS:
-        at, values = elements(eights // 2, 1)
-        of_rows = np.abs(np.moveaxis(values, 2, 0).reshape(padded, -1))
-        exponent = (of_rows.view(np.uint32).max(1) >> 23).astype(int) - 127
-        usable = np.abs(exponent) <= 60
-        factor = np.where(usable, 2.0 ** (14 - np.clip(exponent, -60, 60)), 1.0)
-        with np.errstate(over="ignore"):
-            store(memory.view(step.buffers[2], "float16"), at, (values * factor[:, None]).astype(np.float16))
-        lost = ((of_rows > 0) & (of_rows * factor[:, None] < LEAST_HALF)).sum(1)
-        least = np.where(~of_rows.any(1), 0, np.where(usable, 32.0 * lost, np.nan))
-        store(memory.view(step.buffers[3], "float32"), np.arange(2 * rows), np.stack((1 / (X_SCALE * factor), least), 1)[:rows].ravel())
-
-
-def lines_product(step, memory: Memory) -> None:
-    s, d, (described,) = named(step), SimpleNamespace(**step.defines), step.maps
-    *before, bias, scale, residual, y = step.buffers
-    assert len(before) == (4 if d.FP16_OPERANDS else 1)
-    taps, units, fours = (1 if d.FLAT else d.R) * d.S, 4 * d.CONSUMERS, 8 * d.PIXEL_QUADS
-    check_map(described, memory)
-    assert described.box == (d.BOX_W, d.CHANNELS, d.BOX_H, 1) and described.dtype == "float32" and described.span == d.SPAN
-    unit_bytes, w_stage = ceil(d.CHANNELS * d.BOX_H * d.BOX_W * 4, 1024) * 1024, d.CHUNKS * taps * d.BLOCK_N * 32
-    assert step.block == 128 * (1 + d.CONSUMERS) and step.arch == "sm_90a"
-    assert units * d.STAGES * unit_bytes + d.W_STAGES * w_stage + 1023 <= step.shared
-    assert step.shared + (1 + d.FP16_OPERANDS) * 16 * (d.W_STAGES + d.CONSUMERS * d.STAGES) + 8 * d.BLOCK_N * d.FP16_OPERANDS + 4 <= MOST_SHARED
-    assert d.W_RESIDENT == (d.W_STAGES == s.steps) and d.STAGES > 1 and s.across == ceil(s.columns, d.BLOCK_N) and step.grid % s.across == 0
-    assert s.units == s.unit_rows * s.unit_columns
-    assert d.WARP_TILE_W * d.WARP_TILE_H == 4 * fours and s.low_w % 4 == 0 and d.BOX_W % 4 == 0 and not any(n % 4 for n in (s.wide, s.plane, s.image_step))
-    row, column = np.divmod(np.arange(4 * fours), d.WARP_TILE_W)
-
-    def load_w(first: int, half: int) -> list[np.ndarray]:
-        """[eight, tap and line][row] of each step."""
-        w, many = memory.view(before[0 if half == d.FP16_OPERANDS else 1], "float16" if half else "float32"), 16 if half else 8
-        count = min(d.BLOCK_N, s.padded - first)
-        swap = np.arange(many) ^ (np.arange(count)[:, None] & 4) * (many // 8)
-        tap = np.arange(d.CHUNKS * taps)[:, None, None]
-        parts = 1 + (d.FP16_OPERANDS and not half)
-        stages = (i * d.CHUNKS * taps + tap for i in range(s.steps * parts))
-        found = [np.take_along_axis(inside(w, (at * s.padded + first + np.arange(count)[:, None]) * many + np.arange(many)), swap[None], 2).astype(float) for at in stages]
-        return [np.concatenate(found[i : i + parts]).transpose(0, 2, 1).reshape(-1, count) for i in range(0, len(found), parts)]
-
-    def multiplied(number: int, filters: list[np.ndarray], half: int) -> tuple[np.ndarray, int]:
-        """The sums of a unit, and how many numbers of x have lost bits."""
-        image, rest = divmod(number, s.unit_rows * s.unit_columns)
-        p0, q0 = rest // s.unit_columns * d.WARP_TILE_H, rest % s.unit_columns * d.WARP_TILE_W
-        many, total, lost = 16 if half else 8, np.zeros((4 * fours, filters[0].shape[1])), 0
-        pixel_row, pixel_column = (tap[..., None] + at for tap, at in zip(np.ogrid[: d.R * d.DILATION_H : d.DILATION_H, : d.S * d.DILATION_W : d.DILATION_W], (row * d.STRIDE_H, d.SHIFT + column * d.STRIDE_W), strict=True))
-        for i in range(s.steps):
-            box = boxed(described, memory, (q0 * d.STRIDE_W + s.low_w, i * d.CHANNELS, p0 * d.STRIDE_H + s.low_h, image))[0].transpose(1, 0, 2)
-            met = box[:, pixel_row, pixel_column].transpose(1, 2, 0, 3)
-            if d.FLAT:  # [s][line][pixel]
-                lines = met.transpose(1, 2, 0, 3).reshape(d.S, d.CHANNELS * d.R, -1)
-                lines = np.pad(lines, ((0, 0), (0, 8 * d.CHUNKS - lines.shape[1]), (0, 0))).reshape(d.S, d.CHUNKS, 8, -1).transpose(1, 0, 2, 3)
-            else:
-                lines = met.reshape(taps, -1, many, met.shape[-1]).transpose(1, 0, 2, 3)
-            with np.errstate(invalid="ignore", over="ignore"):
-                a = (lines * X_SCALE).astype(np.float16) if half else tf32(lines)
-                lost += int(((lines != 0) & (np.abs(lines) < LEAST_HALF / X_SCALE)).sum())
-                total += a[:, :, line_of(d, half)].astype(float).reshape(-1, len(total)).T @ filters[i]
-        return total, lost
-
-    def write(number: int, total: np.ndarray, k: np.ndarray, there: np.ndarray) -> None:
-        image, rest = divmod(number, s.unit_rows * s.unit_columns)
-        pixel = (rest // s.unit_columns * d.WARP_TILE_H + row) * s.wide + rest % s.unit_columns * d.WARP_TILE_W + column
-        mine = k < s.columns
-        at = (image * s.image_step + pixel)[there][:, None] + k[mine] * s.plane
-        v = finished(finishing(step), memory, "float32", total[there][:, mine], scale, bias, residual, np.broadcast_to(k[mine], at.shape), at)
-        store(memory.view(y, "float32"), at, v)
-        memory.count(y, at)
-
-    for block in range(step.grid):
-        first, left = block % s.across * d.BLOCK_N, []
-        filters = load_w(first, d.FP16_OPERANDS)
-        k = first + np.arange(filters[0].shape[1])
-        for number in (n for tile in range(block // s.across, s.tiles, step.grid // s.across) for n in range(tile * units, (tile + 1) * units)):
-            image, rest = divmod(number, s.unit_rows * s.unit_columns)
-            there = (image < s.images) & (rest // s.unit_columns * d.WARP_TILE_H + row < s.rows) & (rest % s.unit_columns * d.WARP_TILE_W + column < s.wide)
-            total, lost = multiplied(number, filters, d.FP16_OPERANDS)
-            if d.FP16_OPERANDS:
-                factor, least = inside(memory.view(before[2], "float32"), 2 * np.minimum(k, s.columns - 1)[:, None] + np.arange(2)).T.astype(float)
-                good = (np.abs(total) >= 16 * 64 * lost + least) & (np.abs(total) < np.inf)  # a thread counts up to 64 at once
-                doubtful = not good[there][:, k < s.columns].all()
-                store(memory.view(before[3], "int32"), np.array([(number // units * s.across + block % s.across) * units + number % units]), doubtful)
-                if doubtful:
-                    left.append((number, there))
-                    continue
-                total = total * factor
-            write(number, total, k, there)
-        for number, there in left:
-            total, _ = multiplied(number, load_w(first, 0), 0)
-            write(number, total, k, there)
-            memory.mended += int(there.sum()) * int((k < s.columns).sum())
-
-
 # ---- the direct engine's kernels beside it
 
 
@@ -1370,16 +1156,16 @@ def direct_gemm(step, memory: Memory) -> None:
 
 def mend(memory: Memory, a, kind: str, asked: dict, buffers, by_summands: bool = False) -> None:
     """Compute once more what flagged images and channels make doubtful: behind an activation all results, or those that have small summands."""
-    source, filters, bias, scale, residual, y, unit_flags, filter_flags, unit_scales, filter_scales, *_ = buffers
+    source, filters, bias, scale, residual, y, image_flags, filter_flags, image_scales, filter_scales, *_ = buffers
     x, w, out = memory.view(source, kind), memory.view(filters, kind), memory.view(y, kind)
     image, inner = np.divmod(np.arange(a.n_pixels), a.plane)
     o, p, q = inner // (a.p * a.q), inner // a.q % a.p, inner % a.q
     count = a.n_pixels // a.plane
-    assert a.units == (count * a.unit_image * a.groups if a.patch_rows else count)
-    units = inside(memory.view(unit_flags, "int32"), np.arange(a.units))
+    assert a.images == count
+    images = inside(memory.view(image_flags, "int32"), np.arange(a.images))
     channels = inside(memory.view(filter_flags, "int32"), np.arange(a.groups * a.m))
-    assert np.isin(units, (0, 1, 2)).all() and np.isin(channels, (0, 1, 2)).all(), "flags that nobody has written"
-    if not units.any() and not channels.any():
+    assert np.isin(images, (0, 1, 2)).all() and np.isin(channels, (0, 1, 2)).all(), "flags that nobody has written"
+    if not images.any() and not channels.any():
         return
     c, m = np.arange(a.gemm_k // max(a.taps, 1)), np.arange(a.m)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -1395,13 +1181,12 @@ def mend(memory: Memory, a, kind: str, asked: dict, buffers, by_summands: bool =
                 sizes += np.einsum("mc,cn->mn", np.abs(taps.astype(float)), np.abs(values.astype(float)))
             at = a.y_base + image * a.y_image + g * a.y_group + m[:, None] * a.y_channel + o * a.y_d + p * a.y_h + q * a.y_w
             total = finished(asked, memory, kind, total, scale, bias, residual, g * a.m + m[:, None], at)
-            unit = image * a.unit_image + g * a.unit_group + (p // a.patch_rows * a.row_units + q // 8 if a.patch_rows else 0)
-            flags, written = units[unit] | channels[g * a.m + m][:, None], inside(out, at).astype(float)
+            flags, written = images[image] | channels[g * a.m + m][:, None], inside(out, at).astype(float)
             if asked["HAS_RESIDUAL"]:
                 written = written - inside(memory.view(residual, kind), at).astype(float)
             if a.has_bias:
                 written = written - inside(memory.view(bias, kind), g * a.m + m)[:, None].astype(float)
-            scales = inside(memory.view(unit_scales, "float32"), unit) * inside(memory.view(filter_scales, "float32"), g * a.m + m)[:, None]
+            scales = inside(memory.view(image_scales, "float32"), image) * inside(memory.view(filter_scales, "float32"), g * a.m + m)[:, None]
             factor = np.abs(inside(memory.view(scale, kind), g * a.m + m)[:, None].astype(float)) if a.has_scale else 1
             large = (sizes == 0) | (sizes >= 4 * a.gemm_k * scales)
             seen = (np.abs(written) >= 2 * math.sqrt(a.gemm_k) * scales * factor) | large
@@ -1420,7 +1205,7 @@ def mend_own(step, s, phase, arrays, memory: Memory) -> None:
     taps, pixel = phase.taps_t * phase.taps_r * phase.taps_s, s.rows if define["NHWC"] else 1
     strides = {f"{name}_{axis}": getattr(at, f"{long}_{axis}") for name, long, at in (("stride", "stride", arrays), ("pad", "pad", phase), ("dil", "dilation", arrays)) for axis in "dhw"}
     a = SimpleNamespace(
-        n_pixels=s.pixels, plane=s.plane, p=s.pq // s.q, q=s.q, units=s.pixels // s.plane, unit_image=1, unit_group=0, patch_rows=0, groups=s.groups,
+        n_pixels=s.pixels, plane=s.plane, p=s.pq // s.q, q=s.q, images=s.pixels // s.plane, groups=s.rows // s.rows_group,
         m=s.rows_group, gemm_k=arrays.channels * taps, taps=taps, r=phase.taps_r, s=phase.taps_s, **strides, d=arrays.d, h=arrays.h, w=arrays.w,
         x_image=arrays.x_image, x_group=arrays.x_group, x_channel=arrays.x_channel,
         x_w=arrays.x_pixel, x_h=arrays.x_pixel * arrays.w, x_d=arrays.x_pixel * arrays.w * arrays.h,
@@ -1437,21 +1222,19 @@ def mend_own(step, s, phase, arrays, memory: Memory) -> None:
 
 def launch(stages, memory: Memory, finite: bool) -> None:
     kernels = {"pack": pack, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
-    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "hopper_wgrad_reduce": wgrad_reduce, "hopper_wgrad_add": wgrad_add, "fold_channels": fold_channels}
+    kernels |= {"split_filter": split_filter, "transpose_filter": transpose_filter, "hopper_wgrad_reduce": wgrad_reduce, "hopper_wgrad_add": wgrad_add, "fold_channels": fold_channels}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
             memory.loaded, memory.finite = {}, finite
-            if step.kernel in ("hopper_gemm", "hopper_gemm_patch"):
-                product(replace(step, defines=OF_TEXT[step.kernel] | step.defines), memory)
+            if step.kernel == "hopper_gemm":
+                product(step, memory)
             elif step.kernel == "hopper_dense":
                 dense_product(step, memory)
             elif step.kernel == "hopper_wgrad":
                 wgrad_product(step, memory)
             elif step.kernel == "hopper_pointwise":
                 pointwise_product(step, memory)
-            elif step.kernel == "hopper_lines":
-                lines_product(step, memory)
             else:
                 kernels[step.kernel](step, memory)
 

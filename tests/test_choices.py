@@ -3,9 +3,10 @@
 import importlib.util
 import json
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_kernels_are_compiled_as_settled_plans_launch_them(background, monkeypat
 def test_without_an_engine_others_are_chosen():
     target = Target("sm_90a")
     known = ablation.engine_names()
-    assert list(known.values()) == list(registry.ENGINES) and "hopper_lines" in known
+    assert list(known.values()) == list(registry.ENGINES) and "hopper_planes" in known
     for family, problem, config in ablation.chosen(ablation.problems(target, 3, 3), target):
         name = next(name for name, engine in known.items() if type(config) in engine.CONFIGS)
         with ablation.without([name]):
@@ -134,13 +135,13 @@ def test_without_a_part_of_an_engine():
     from pycuda_conv import ConvProblem
     from pycuda_conv.engines.hopper import gemm as hopper_gemm
 
-    problem, target = ConvProblem.forward(2, (64, 64, 56, 56), (64, 64, 3, 3), padding=1), Target("sm_90a")
-    halos = [config for config in hopper_gemm.configs(problem, target) if config.halo]
-    assert halos and all(ablation.belongs(config, "halo_loaders") for config in halos)
-    with ablation.without(["halo_loaders"]):
+    problem, target = ConvProblem.forward(2, (64, 64, 56, 56), (256, 64, 3, 3), padding=1, dtype="float16"), Target("sm_90a")
+    in_turn = [config for config in hopper_gemm.configs(problem, target) if config.takes_turns]
+    assert in_turn and all(ablation.belongs(config, "pingpong") for config in in_turn)
+    with ablation.without(["pingpong"]):
         found = [config for _, config in registry.predictions(problem, target)]
-        assert not set(halos) & set(found) and any(type(config) is hopper_gemm.ImplicitGemm for config in found)
-        assert registry.choose(problem, target) not in halos
+        assert not set(in_turn) & set(found) and any(type(config) is hopper_gemm.ImplicitGemm for config in found)
+        assert registry.choose(problem, target) not in in_turn
 
 
 @pytest.mark.parametrize(
@@ -191,16 +192,14 @@ def ablate(monkeypatch):
     return module
 
 
-def test_what_was_measured_counts_as_often_as_the_engine_wins(ablate):
-    def win(family, direction):
-        problem = SimpleNamespace(direction=direction)
-        return ablation.Win(family, problem, None, engines.candidates, 1.0, 1.1)
+def row(family, direction, loss):
+    return {"family": family, "pass": direction, "first_us": 10.0, "second_us": 10.0 * loss, "first_predicted": None, "second_predicted": None}
 
-    one = ablate.Measured([win("a", "fprop")] * 4 + [win("b", "fprop")] * 2, [])
-    one.losses["a", "fprop"] += [2.0, 8.0]  # two of the four were measured, and none of the others
-    assert one.factors(True) == {("a", "fprop"): [pytest.approx(4.0)] * 4, ("b", "fprop"): [pytest.approx(4.0)] * 2}
-    one.losses["a", "fprop"] += [0.25]
-    assert one.factors(False)["a", "fprop"] == [pytest.approx(16 ** (1 / 3))] * 4, "what is slower would not be chosen"
+
+def test_what_was_measured_counts_as_often_as_the_engine_wins(ablate):
+    one = ablate.Measured(Counter({("a", "fprop"): 4, ("b", "fprop"): 2}))
+    one.rows += [row("a", "fprop", 2.0), row("a", "fprop", 8.0), {"error": "out of memory"}]  # two of the four were measured, and none of the others
+    assert one.factors == {("a", "fprop"): [pytest.approx(4.0)] * 4, ("b", "fprop"): [pytest.approx(4.0)] * 2}
 
 
 def test_engines_are_measured_in_turn(ablate, monkeypatch, tmp_path, capsys):
@@ -215,17 +214,25 @@ def test_engines_are_measured_in_turn(ablate, monkeypatch, tmp_path, capsys):
         return win.first_us or 10.0, 3 * (win.first_us or 10.0)
 
     monkeypatch.setattr(ablate, "timed", timed)
-    file = tmp_path / "measured.json"
-    assert ablate.main(["direct", "hopper_gemm", "--each", "8", "--jobs", "1", "--most", "6", "--seconds", "60", "--json", str(file)]) == 0
-    rows = json.loads(file.read_text())["rows"]
-    assert len(rows["direct"]) == len(rows["hopper_gemm"]) == 6
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("direct ", "hopper_gemm "))]
-    assert len(lines) == 2 and all("3.00" in line and line.endswith("of all families") for line in lines)
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
+    names = ["direct", "hopper_gemm", "direct+hopper_gemm"]
+    for seed, file in enumerate(files):
+        arguments = ["--each", "8", "--jobs", "1", "--most", "6", "--seconds", "60", "--seed", str(seed), "--json", str(file)]
+        assert ablate.main([*names, *arguments]) == 0
+        of = json.loads(file.read_text())["engines"]
+        assert [len(of[name]["rows"]) for name in names] == [6, 6, 6]
+        won = [sum(count for *_, count in of[name]["won"]) + of[name]["only"] for name in names]
+        assert won[0] + won[1] == won[2]
+        both = [one["second"] for one in of["direct+hopper_gemm"]["rows"]]
+        assert both and not any("ImplicitGemm(" in one or one.startswith(("Tile(", "Single(", "Batched(", "Dgrad(", "Wgrad(")) for one in both)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("direct ", "hopper_gemm ", "direct+"))]
+    assert len(lines) == 6 and all("3.00" in line and "stays: " in line for line in lines)
+    assert ablate.main(["--report", *map(str, files)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines[1:]] == names and all(int(line[2]) + int(line[3]) == 12 for line in lines[1:]), "of both files"
 
 
 def test_no_network_of_the_suite_is_held_out(ablate):
-    from dataclasses import replace
-
     from pycuda_conv.tools.suite import suite
 
     known = {replace(problem, N=1) for problem in suite()}

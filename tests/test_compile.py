@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.nn import compiler  # noqa: E402
+from pycuda_conv.nn import compiler, linear  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 HOWS = "light", "operators"
@@ -1414,6 +1415,15 @@ def test_operators_are_checked_by_torch():
         moved_ones = [one.clone() for one in vectors[2:]]
         torch.library.opcheck(torch.ops.pycuda_conv.fused_forward.default, (*given, None, *vectors[:2], *moved_ones, torch.tensor(3), None, 0.1, 1e-5, trained))
         torch.library.opcheck(torch.ops.pycuda_conv.scaled.default, (*given, torch.rand(12), None, 0, spec))
+    rows, weight, residual = torch.randn(2, 3, 5, 4), torch.randn(6, 4), torch.randn(2, 3, 5, 6)
+    for activation, scale, moved in ((None, None, False), ("gelu", torch.rand(6), False), (("leaky_relu", 0.2), torch.rand(6, 1, 1), True)):
+        added = residual.permute(0, 3, 1, 2) if moved else residual
+        given = rows, weight, torch.rand(6), scale, added, linear.spec_of(activation, moved)
+        torch.library.opcheck(torch.ops.pycuda_conv.product.default, given)
+        y = F.linear(*given[:3])
+        y = (y.permute(0, 3, 1, 2) if moved else y) * (1 if scale is None else scale) + added
+        expected = y if activation is None else F.gelu(y) if activation == "gelu" else F.leaky_relu(y, 0.2)
+        assert close(torch.ops.pycuda_conv.product(*given), expected)
     torch.library.opcheck(torch.ops.pycuda_conv.fold_norms.default, ([*vectors, None, None, None, *vectors[2:], vectors[0]], [1e-5, 1e-3], False))
 
 
@@ -1535,6 +1545,40 @@ def test_inductor_on_a_gpu(mode):
             a.eval(), b.eval()
             torch.compiler.cudagraph_mark_step_begin()
             assert close(f(x).clone(), a(x), 5e-3)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_linear_layers_with_what_follows(how, monkeypatch):
+    """Where they pay, they are one call in both modes, but not where gradients are recorded by inductor's."""
+    monkeypatch.setattr(linear, "pays", lambda *_: True)
+    for gradients, count in ((False, 2), (True, 0 if how == "operators" else None)):
+        alike(lambda: moved(Mixer()), how, False, gradients)
+        assert count is None or [len(found.others) for graph in FOUND for found in graph] == [count]
+
+
+def test_which_linear_layers_pay():
+    def pays(features, outputs, dtype, activation="gelu", added=False, device="cuda", axes=4):
+        x = SimpleNamespace(device=torch.device(device), dtype=dtype, dim=lambda: axes)
+        weight = SimpleNamespace(device=torch.device(device), shape=(outputs, features), numel=lambda: outputs * features)
+        return linear.pays(x, weight, activation, added)
+
+    assert pays(96, 384, torch.float16) and pays(384, 96, torch.bfloat16, None, True) and pays(96, 384, torch.float32, None)
+    assert not pays(96, 384, torch.float16, None)  # nothing is saved
+    assert not pays(2 * linear.MOST_SUMMED, 384, torch.float16) and not pays(96, 16, torch.float16)
+    assert not pays(96, 384, torch.float64) and not pays(96, 384, torch.float16, device="cpu") and not pays(96, 384, torch.float32, axes=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_mixer_s_linear_layers_by_inductor_on_a_gpu(dtype):
+    torch.manual_seed(0)
+    m = moved(Mixer(64)).eval().cuda()
+    x = images(2, 64, 16, 16, channels_last=True, where="cuda")
+    with torch.no_grad():
+        exact = copy.deepcopy(m).double()(x.double())
+        ours = pn.compile(m.to(dtype), sizes="fixed")
+        assert close(ours(x.to(dtype)).double(), exact, 2e-2 if dtype is torch.float16 else 1e-4)
+    assert [len(graph.others) for graph in pn.report(ours).graphs] == [2]
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ from reference import (
     tensor,
 )
 from test_arguments import refuses  # noqa: F401  (a fixture)
-from test_implicit_gemm import BASE, H200, POINT, WHOLE, asked, dtype_of, emulated, ids_of, patches, raw
+from test_implicit_gemm import BASE, H200, POINT, asked, dtype_of, emulated, ids_of
 from test_implicit_gemm import torch as hopper  # noqa: F401  (a fixture)
 from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MANY_PHASES, POINTWISE, TRANSPOSED, TYPED
 
@@ -35,7 +35,6 @@ from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.hopper import gemm as ig
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
-from pycuda_conv.engines.hopper.lines import Lines
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 
@@ -450,8 +449,6 @@ EMULATED = [
     (fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3), "fp32", ImplicitGemm(128, 16, 2)),
     *((fprop((3, 64, 5, 16), (72, 64, 1, 1)), mode, config) for mode, config in (
         ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(32, 2)))),
-    *((WHOLE, mode, config) for mode in ("fp32", "tf32") for config in (patches(64, 4), raw(4))),
-    (BASE, "tf32", Lines(64, 1, 8, 2, 2, 2, 1, True)), (BASE, "tf32", Lines(32, 2, 8, 2, 2, 3)), (fprop((2, 3, 9, 8), (40, 3, 3, 3), padding=1), "tf32", Lines(32, 1, 8, 2, 2, 1, 2)),
     (BASE, "tf32", ImplicitGemm(128, 24, 3, schedule="pingpong")), (LAST, "fp16 last", ImplicitGemm(128, 64, 4, schedule="pingpong")),
     *((LAST, mode, DenseNhwc(64, 32, 4, cluster)) for mode in ("tf32 last", "fp16 last") for cluster in (1, 2)),
     (dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)), "bf16 last", DenseNhwc(64, 64, 2)),
@@ -499,7 +496,6 @@ def test_programs_say_whether_they_write_twice():
     assert redoes("fp32", ImplicitGemm(64, 128, 3)) and redoes("tf32", ImplicitGemm(64, 128, 3)) and redoes("fp32 last", ImplicitGemm80())
     assert not redoes("fp16", ImplicitGemm(64, 128, 3)) and not redoes("fp32", Pointwise()) and not redoes("fp32", GEMM)
     assert redoes("fp32", GEMM, MANY_PHASES[0]) and not redoes("fp32", GEMM, TRANSPOSED)
-    assert not redoes("tf32", Lines(64, 1, 8, 2, 2, 2, 1, True))  # a residual is read before its place is written, and then no more
     assert not redoes("fp16 last", ImplicitGemm80())
 
 
@@ -519,13 +515,8 @@ GPU_RUNS = [  # (case, mode, config)
     *((case, mode, config) for case in (POINT, dgrad((3, 64, 10, 12), (64, 136, 1, 1))) for mode, config in (
         ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(96, 2)), ("tf32 last", Pointwise(32, 1)))),
     (fprop((3, 64, 10, 12), (135, 64, 1, 1)), "fp32 last", Pointwise(64, 2)),
-    *((case, "tf32", config) for case in (fprop((3, 64, 10, 12), (136, 64, 3, 3), padding=1), dgrad((3, 64, 10, 12), (64, 136, 3, 3), padding=1)) for config in (
-        Lines(128, 1, 8, 2, 2, 2, 1, True), Lines(64, 2, 16, 2, 2, 2, 1, True), Lines(64, 1, 8, 3, 2, 2), Lines(64, 2, 8, 2, 2, 2))),
-    (fprop((2, 3, 40, 48), (64, 3, 7, 7), stride=2, padding=3), "tf32", Lines(64, 1, 8, 3, 2, 1, 3)),
     *((case, mode, config) for case in (implicit.WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1))
       for mode in ("tf32 last", "fp16 last", "bf16 last") for config in (DenseNhwc(128, 128, 4), DenseNhwc(64, 64, 4, 4))),
-    *((case, mode, raw(high)) for mode in ("fp32", "tf32") for high in (4, 8) for case in (WHOLE, dgrad((2, 64, 16, 8), (64, 72, 3, 3), padding=1))),
-    *((case, mode, patches(rows, 8, 3)) for mode in ("fp32", "tf32") for rows in (64, 128) for case in (WHOLE, dgrad((2, 64, 16, 8), (64, 72, 3, 3), padding=1))),
     *((case, mode, ImplicitGemm80(rows, pixels, 3, split)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last") for case in (
         implicit.WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1)) for rows, pixels, split in ((128, 128, 1), (64, 64, 2))),
 ]  # fmt: skip

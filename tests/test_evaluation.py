@@ -109,6 +109,19 @@ def test_the_texts_of_tensor_cores_take_scale_and_bias_of_float32(engine):
     one.check(simt.computed(one.problem, config, one.x, one.w, one.bias, one.scale, one.residual), config)
 
 
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("k", [72, 64])
+@pytest.mark.parametrize("whole", [False, True])
+def test_tiles_of_a_block_have_their_own_channels_scale_and_bias(k, whole):
+    """Two blocks compute all tiles. The channels of a block's tiles take turns, or are the same in all."""
+    case = fprop((2, 16, 12, 12), (k, 16, 1, 1))
+    one = Layer(case, replace(case.problem("float16"), layout="NHWC"), whole)
+    config = next(c for c in engines.predictions(one.problem, H200) if type(c[1]).__name__ == "DenseNhwc")[1]
+    config = replace(config, BLOCK_M=64, BLOCK_N=32 if k == 72 else 64, STAGES=3, CLUSTER=1)
+    for constants in (False, True):
+        one.check(simt.computed(one.problem, config, one.x, one.w, one.bias, one.scale, one.residual, multiprocessors=1, constants=constants), config)
+
+
 def small(found) -> list:
     """For float16 the first candidate and the last one."""
     halves = [run for run in found if run[1].dtype == "float16"]

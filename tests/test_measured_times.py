@@ -8,10 +8,8 @@ from pycuda_conv import ConvProblem, engines
 from pycuda_conv.engines.compose.via_nhwc import ViaNhwc
 from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile, Wgrad
 from pycuda_conv.engines.direct.gemm import Gemm
-from pycuda_conv.engines.direct.quads import Quads
 from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
-from pycuda_conv.engines.hopper.lines import Lines
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.mma.few_inputs import FewInputs
 from pycuda_conv.runtime.target import Target
@@ -78,11 +76,9 @@ TAKEN = [
     (volume((1, 64, 4, 96, 96), (32, 64, 3, 3, 3), padding=1, dtype="float16", layout="NHWC", activation="relu"), DenseNhwc(128, 64, 8), 27.8),
     (volume((1, 64, 4, 96, 96), (32, 64, 3, 3, 3), padding=1, dtype="float16", layout="NHWC", activation="relu"), ImplicitGemm(64, 256, 5), 37.5),
     # planes and gradients of filters that leave the GPU idle
-    (ODD_ROWS, Quads(1, 1), 18.1), (ONE_TILE, Tile(8, 16, 2), 4.5), (ONE_TILE, Tile(14, 32, 7), 5.4),
+    (ONE_TILE, Tile(8, 16, 2), 4.5), (ONE_TILE, Tile(14, 32, 7), 5.4),
     (LARGE_FILTERS, Wgrad(128, 9, 1, 1), 131), (filter_gradient((13, 43, 17, 34), (149, 43, 3, 1), stride=2), Wgrad(128, 3, 1, 4), 20.9),
     # residuals, which take as long to read as the result to write (H100)
-    (joined(8, 3, 64, (299, 598), 3, 2), Quads(2, 4), 134), (joined(64, 128, 128, (64, 67), 3, groups=16), Quads(2, 1), 286),
-    (joined(16, 64, 256, (32, 32), 3, transposed=True, precision="tf32"), Lines(64, 2, 32, STAGES=2, W_STAGES=8, CHUNKS=1), 36.1),
     (joined(8, 192, 192, (40, 40), 1), Pointwise(32, 2, 5), 29.3), (joined(8, 192, 192, (40, 40), 1), ImplicitGemm(64, 64, 6), 30.9),
     (joined(8, 1, 96, (128, 256), 7, dtype="float16", layout="NHWC"), FewInputs(48, 16), 78.0),
     # phases of a result whose sectors each of them writes (H100)
@@ -116,7 +112,7 @@ def test_predictions_are_near(problem, config, us):
 
 #: What was fastest, and what other candidates took.
 FASTEST = [
-    (SLICES, {gemm(64, 64, 16, (8, 4), 4): 6.6, Batched(128, 8, 16): 22.8}), (ODD_ROWS, {gemm(64, 64, 16, (8, 4), 4): 14.7, Quads(2, 4): 22.9}),
+    (SLICES, {gemm(64, 64, 16, (8, 4), 4): 6.6, Batched(128, 8, 16): 22.8}),
     (ONE_TILE, {Single(): 2.8, Tile(8, 16, 2): 4.5}), (LARGE_FILTERS, {ViaNhwc("DepthwiseWgrad(ROWS=4, PARTS=34)"): 69.0, Wgrad(128, 9, 1, 1): 131}),
     (depthwise(16, 2048, 8, 8, 13, 2, precision="tf32"), {Single(): 67.1, ViaNhwc("Depthwise(CHUNK=64, TILE_P=1, TILE_Q=4)"): 98.7, Tile(8, 16, 2): 154}),
     (depthwise_gradient(1, 2048, 80, 80, 13), {Tile(14, 32, 7): 277, Tile(14, 64, 7): 365, Tile(8, 16, 2): 459}),

@@ -350,6 +350,7 @@ class Drawn:
     def create_model(self, name, pretrained):
         assert not pretrained
         count, width, size = self.made[name]
+        assert [rate.item() for rate in torch.linspace(0, 1, 3)] == [0, 0.5, 1]  # as drop rates are made
         model = torch.nn.Sequential(torch.nn.Conv2d(3, width, 3), *[torch.nn.Conv2d(width, width, 3, padding=1) for _ in range(count - 1)])
         model.default_cfg = {"input_size": (3, size, size)}
         return model
@@ -360,13 +361,17 @@ def test_networks_are_drawn(cpu, monkeypatch, capsys):
     orders = [list(networks.candidates(torch, seed)) for seed in range(4)]
     assert all(sorted(order) == ["timm:a", "timm:b", "timm:c", "timm:d"] for order in orders) and len(set(map(tuple, orders))) > 1
     shares = {"timm:a": 0.5, "timm:b": 0.2, "timm:c": math.nan, "timm:d": 0.9}
-    asked = []
-    evaluated = lambda torch, name, *rest: (asked.append(name), (None, None))[1]  # noqa: E731
-    evaluated.cache_clear = lambda: None
-    monkeypatch.setattr(models, "_evaluated", evaluated)
+    asked, results = [], {"timm:d": math.inf}
+
+    def evaluation_of(torch, case, place, seed):
+        asked.append(case.network)
+        return lambda side: lambda: torch.full((2,), results.get(case.network, 1.0)), {}
+
+    monkeypatch.setattr(models, "evaluation_of", evaluation_of)
     monkeypatch.setattr(models, "convolutions_share", lambda torch, call: shares[asked[-1]])
-    assert sorted(models.drawn(torch, "cpu", 1, 3)) == ["timm:a", "timm:c", "timm:d"] and len(models.drawn(torch, "cpu", 1, 2)) == 2
-    assert "timm:b: convolutions are 20% of torch eager's time" in capsys.readouterr().err
+    assert sorted(models.drawn(torch, "cpu", 1, 3)) == ["timm:a", "timm:c"] and len(models.drawn(torch, "cpu", 1, 1)) == 1
+    err = capsys.readouterr().err
+    assert "timm:b: convolutions are 20% of torch eager's time" in err and "timm:d: ToolError: its results are not finite in float16" in err
 
 
 def test_the_share_of_convolutions(monkeypatch):
@@ -394,8 +399,8 @@ def test_first_calls_of_another_process(cpu, monkeypatch, what):
 
     for module in (models, training_steps):
         monkeypatch.setattr(module, "made", made)
-    monkeypatch.setattr("pycuda_conv.runtime.get_device", lambda place: cpu)
-    ahead.child(what, "net", "2", "fp32", "cpu", "3", EAGER, LIGHT)
+    monkeypatch.setattr(models, "get_device", lambda place: cpu)
+    models.child(what, "net", "2", "fp32", "cpu", "3", EAGER, LIGHT)
     assert seen == [LIGHT, EAGER]
 
 
@@ -422,7 +427,7 @@ def test_processes_end_with_the_time(monkeypatch):
     sides = [Side(LIGHT, True, "light"), Side(EAGER), Side(INDUCTOR, True, "default"), Side(COMPILED, compiled="default")]
     ready = ahead.first_calls([(CASE, sides)], "cuda:0", 7, started + 2)
     assert time.perf_counter() - started < 20 and ready == {(CASE, LIGHT), (CASE, EAGER)}
-    assert begun[0][1:] == ["-m", "pycuda_conv.tools.ahead", "evaluated", "resnet50", "32", "fp32", "cuda:0", "7", LIGHT, EAGER]
+    assert begun[0][1:] == ["-m", "pycuda_conv.tools.models", "evaluated", "resnet50", "32", "fp32", "cuda:0", "7", LIGHT, EAGER]
 
 
 def test_no_case_is_begun_after_the_time(cpu, capsys, tmp_path):

@@ -12,7 +12,6 @@ import pytest
 import simt
 import test_dmma as dmma
 import test_implicit_gemm as implicit
-import test_lines as lines
 import test_pointwise as pointwise
 from alike import sharing
 from reference import ACTIVATIONS, DTYPES, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
@@ -109,10 +108,10 @@ def planned(case: Case, mode: str) -> list[ImplicitGemm]:
     return [config for config in (TILES[mode],) if implicit.packing(asked(case, mode)) is not None and ig.refusal(asked(case, mode), config) is None]
 
 
-#: Forms of the loads, with windows, folded taps, groups, phases, phases in pairs; tiles of the image, and such as are split where they are loaded; consumers by turns.
+#: Forms of the loads, with windows, folded taps, groups, phases, phases in pairs; consumers by turns.
 IMPLICITS = [
     *sample(implicit.SHAPES[2::12], list(TILES), planned),
-    *(run for runs in (implicit.HALOS, implicit.RAWS, implicit.PINGPONG) for run in runs[1 :: max(len(runs) // 2, 1)]), implicit.HALOS[-1],
+    *implicit.PINGPONG[1 :: max(len(implicit.PINGPONG) // 2, 1)],
 ]  # fmt: skip
 
 
@@ -227,11 +226,10 @@ JOINED = [
     (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=2), "fp32 last", ImplicitGemm(64, 64, 2, 2)), (fprop((2, 3, 15, 14), (20, 3, 5, 5), stride=2, padding=2), "fp32", ImplicitGemm(64, 64, 2, 2)),
     (fprop((2, 48, 6, 7), (40, 24, 3, 3), padding=1, groups=2), "fp32", ImplicitGemm(64, 64, 2, 8)), (fprop((2, 24, 3, 5, 6), (20, 24, 2, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2, 16)),
 ]  # fmt: skip
-#: Tiles that are stored from registers, by threads and by TMA, in patches, of phases one by one and in pairs, by turns, of folded taps and of groups.
+#: Tiles that are stored from registers, by threads and by TMA, of phases one by one and in pairs, by turns, of folded taps and of groups.
 MENDED = [
     (fprop((2, 40, 7, 9), (21, 40, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2)), (fprop((2, 40, 7, 9), (24, 40, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 64, 2)),
-    (fprop((3, 20, 11, 6), (70, 20, 3, 2), stride=2), "tf32 last", ImplicitGemm(128, 64, 3)), (implicit.WHOLE, "fp32", implicit.patches(64, 4)),
-    (implicit.WHOLE, "tf32", implicit.patches(128, 8)), (fprop((3, 40, 7, 9), (130, 40, 3, 3), padding=1), "tf32", ImplicitGemm(128, 64, 3, schedule="pingpong")),
+    (fprop((3, 20, 11, 6), (70, 20, 3, 2), stride=2), "tf32 last", ImplicitGemm(128, 64, 3)), (fprop((3, 40, 7, 9), (130, 40, 3, 3), padding=1), "tf32", ImplicitGemm(128, 64, 3, schedule="pingpong")),
     (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "fp32", ImplicitGemm(64, 64, 2)), (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=3), "fp32", ImplicitGemm(64, 64, 2)),
     (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=2), "fp32 last", ImplicitGemm(64, 64, 2)), (fprop((2, 3, 15, 14), (20, 3, 5, 5), stride=2, padding=2), "fp32", ImplicitGemm(64, 64, 2)),
     (fprop((2, 48, 6, 7), (40, 24, 3, 3), padding=1, groups=2), "fp32", ImplicitGemm(64, 64, 2)), (fprop((2, 24, 3, 5, 6), (20, 24, 2, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2)),
@@ -255,7 +253,7 @@ def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
     problem = asked(case, mode)
     problem = replace(problem, has_scale=how == "residual", has_residual=how == "residual", activation="gelu" if how == "gelu" else None)
     kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
-    assert set(kernels) == {"pack", ig.PATCH_KERNEL if config.halo else ig.KERNEL}
+    assert set(kernels) == {"pack", ig.KERNEL}
     number = MENDED.index((case, mode, config))
     kinds = [list(enumerate(CHANGED.items()))[(number + i) % len(CHANGED)] for i in ((0, 2) if how == "sums" else (3,))]  # by turns
     for seed, (kind, change) in kinds:
@@ -310,14 +308,12 @@ def test_implicit_gemm_of_ampere(case, mode, config):
     check(case, mode, config, (1, 2))
 
 
-# ---- hopper/pointwise.cu, hopper/lines.cu
+# ---- hopper/pointwise.cu
 
 POINTS = sample(pointwise.CASES, pointwise.MODES, pointwise.tiles)[:6]
-LINES = sample(lines.CASES[::4], ("tf32",), lambda case, mode: lines.tiles(case))
-LINES += [(case, "tf32", lines.a_tile(case, True)) for case in lines.CASES[1:14:6]]
 
 
-@pytest.mark.parametrize(("case", "mode", "config"), POINTS + LINES, ids=ids(POINTS + LINES))
+@pytest.mark.parametrize(("case", "mode", "config"), POINTS, ids=ids(POINTS))
 def test_tf32_of_arrays_as_they_lie(case, mode, config):
     check(case, mode, config)
 
@@ -330,23 +326,11 @@ def test_gradients_of_1x1_filters(number, config):
     assert_exact(got, pointwise.filters_gradient(x, dy), config)
 
 
-def test_results_that_lost_bits_are_done_again():
-    """Numbers of which fp16 would keep nothing, in a few of the units."""
-    case = lines.CASES[1]
-    x, w, b = case.normals("float32")
-    x[0, :, 2:4] *= np.float32(1e-12)
-    config = lines.a_tile(case, True)
-    ref, size, mended = case.reference(x, w, b), case.reference(np.abs(x), np.abs(w)), []
-    emulator.emulate(asked(case, "tf32"), config, x, w, b, keep=False, mended=mended)
-    assert mended[0] > 0
-    assert_close(simt.computed(asked(case, "tf32"), config, x, w, b, seeds=(1,)), ref, 2.0**-9 * size + 1e-30, config)
-
-
 # ---- what finishes a sum, and what is noted of it
 
 CHANNELS = [fprop((3, 32, 9, 11), (channels, 32, 3, 3), padding=1) for channels in (72, 21, 20)]  # written four at once, and one at a time
 FINISHED = [(*run, DenseNhwc(64, 64, 4, cluster)) for *run, cluster in zip(CHANNELS, MODES, (1, 1, 4), strict=False)]
-FINISHED += [run for runs in (IMPLICITS[::4], POINTS[:2], LINES[::5]) for run in runs if not run[0].transposed]
+FINISHED += [run for runs in (IMPLICITS[::4], POINTS[:2]) for run in runs if not run[0].transposed]
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids(FINISHED))
@@ -590,8 +574,6 @@ def test_a_read_of_an_operand_that_is_not_there_is_found(name):
 
 ALONG_ROWS = """
 #define WGMMA_N COLUMNS
-#define WGMMA_MN_MAJOR_A "1"
-#define WGMMA_MN_MAJOR_B "1"
 #include "hopper/wgmma.cuh"
 // one block of 128: sums[m][n] of a[k][m] and b[k][n], 64 of k, in blocks of SPAN bytes along m and n
 constexpr int WIDE = SPAN / 2, BLOCK = 64 * SPAN;
@@ -618,7 +600,7 @@ extern "C" __global__ void along_rows(const __grid_constant__ CUtensorMap map_a,
   float sum[WGMMA_N / 2];
   wgmma_fence();
 #pragma unroll
-  for (int k = 0; k < 4; ++k) wgmma(sum, described(a) + k * (16 * SPAN / 16), described(b) + k * (16 * SPAN / 16), k > 0);
+  for (int k = 0; k < 4; ++k) wgmma<TYPE, 1, 1>(sum, described(a) + k * (16 * SPAN / 16), described(b) + k * (16 * SPAN / 16), k > 0);
   wgmma_commit();
   wgmma_wait<0>();
   wgmma_arrived(sum);
@@ -637,7 +619,7 @@ def test_both_operands_along_their_rows(dtype, columns, span):
     a, b = (rng.integers(-8, 9, (64, n)).astype(dtype) for n in (64, columns))
     memory = SimpleNamespace(buffers=[np.frombuffer(v.tobytes(), np.uint8) for v in (a, b, np.full((64, columns), np.nan, np.float32))])
     maps = tuple(TensorMap(i, 0, (v.shape[1], 64, 1), (2 * v.shape[1], 128 * v.shape[1]), (span // 2, 64, 1), span, dtype) for i, v in enumerate((a, b)))
-    source = f'#define COLUMNS {columns}\n#define SPAN {span}\n#define WGMMA_TYPE "{"f16" if dtype == "float16" else "bf16"}"\n{ALONG_ROWS}'
+    source = f'#define COLUMNS {columns}\n#define SPAN {span}\n#define TYPE {16 if dtype == "float16" else 17}\n{ALONG_ROWS}'
     step = SimpleNamespace(kernel="along_rows", source=lambda: source, maps=maps, buffers=(2,), numbers=(), grid=1, block=128, shared=1024 + 128 * (64 + columns + 64))
     simt.run([[step]], memory)
     assert_exact(memory.buffers[2].view(np.float32).reshape(64, columns), a.T.astype(float) @ b.astype(float))
@@ -672,14 +654,13 @@ def test_reads_beside_an_array_and_askew_are_found(read, said):
 
 DENSE_RUN = (DENSE[2], "fp16 last", DenseNhwc(64, 32, 3))  # it writes runs of pixels
 WIDE_RUN = (DENSE[0], "fp16 last", DenseNhwc(64, 32, 3))  # it writes four channels at once
-SPLIT_RUN = implicit.RAWS[1]  # its warps write what wgmma reads
 STORE_RUN = (implicit.BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes boxes
 JOIN_RUN = (JOINED[0][0], "fp32", JOINED[0][2])  # its blocks add the parts of sums
 READS, WRITES = "which a pending product or store still reads", "which a thread wrote without a fence"
 BROKEN = [  # (what is run, what the kernel's text has, what stands there instead, what is said of it)
     (DENSE_RUN, "ring.wait_empty(at);", "", "more than its 1 arrivals"),
     (DENSE_RUN, "ring.wait_full(at);", "", f"a load has not brought yet|{READS}"),
-    (DENSE_RUN, "ring.init(TURNED ? 1 + MN_BLOCKS : 1, 4 * CONSUMERS);", "ring.init(1, 1);", f"{READS}|more than its 1 arrivals"),
+    (DENSE_RUN, "ring.init(producers, 4 * consumers);", "ring.init(1, 1);", f"{READS}|more than its 1 arrivals"),
     (DENSE_RUN, "if (behind == 0 || follows) give_back(at, behind);", "", "deadlock:\n  block 0, threads 0 to 127: wait for mbarrier 0 at 1024, parity 1; it has had 1 phases, and lacks 1 arrivals"),
     (DENSE_RUN, "wgmma_wait<behind>();", "wgmma_wait<behind + 1>();", READS),
     (DENSE_RUN, "  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|elements differ"),
@@ -687,7 +668,6 @@ BROKEN = [  # (what is run, what the kernel's text has, what stands there instea
     (DENSE_RUN, "x_s = s * (int)shape.dilation_w;", "x_s = r * (int)shape.dilation_w;", "elements differ"),
     (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "writes .* bytes at .* of buffer 3, which has"),
     (WIDE_RUN, "if (there[half] && real) store_word", "if (real) store_word", "writes 4 bytes at -.* of buffer 3, which has"),
-    (SPLIT_RUN, "    fence_for_bulk();\n    __syncwarp();", "    __syncwarp();", WRITES),
     (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
     (STORE_RUN, "  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),
     (JOIN_RUN, "== (unsigned)shape.splits - 1;", "== 0;", "elements differ"),

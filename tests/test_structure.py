@@ -63,7 +63,6 @@ LONG = {
     "nn/graph.py": "one idea: which nodes of a graph become one call",
     # to be cut along their sections
     "runtime/transforms.py": "the libraries' plans; the fft of the host",
-    "engines/hopper/gemm.py": "the product and its choice",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pycuda_conv import ConvProblem, engines
-from pycuda_conv.engines.hopper import gemm as hopper_gemm
+from pycuda_conv.engines.hopper import gemm_tiles
 from pycuda_conv.plan import as_called
 
 DEVICES = {
@@ -19,16 +19,13 @@ DEVICES = {
 }
 FLAG = {0, 1}
 #: Of the planner's choices, which are on no list of measured ones.
-PIXELS = {tile.BLOCK_N for tile in (*(one for seldom in range(4) for three in (False, True) for dense in (False, True) for one in hopper_gemm._ordinary_tiles(seldom, three, dense)), *hopper_gemm._SPECIAL_TILES)}
-#: What a define may be. Those of hopper/lines.cu are numbers of the layer and of the tile.
+PIXELS = {tile.BLOCK_N for tile in (one for seldom in range(4) for three in (False, True) for dense in (False, True) for one in gemm_tiles.ordinary_tiles(seldom, three, dense))}
+#: What a define may be.
 LISTS = {
     "hopper_gemm": {
         "BLOCK_M": {64, 128}, "BLOCK_N": PIXELS, "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "LOAD_CHANNELS": {16, 32, 64},
         "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
         "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "INTERLEAVE_COLUMNS": FLAG,
-    },
-    "hopper_gemm_patch": {
-        "BLOCK_M": {64}, "BLOCK_N": {224}, "WGMMA_N": {112}, "STAGES": {3, 4, 5, 6}, "PRODUCTS": {1, 3}, "PATCH_ROWS": {14}, "FUSED_SPLIT": FLAG,
     },
     "mma_gemm": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {64, 128, 256}, "STAGES": {3, 4}, "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "VEC": {1, 4}, "DENSE": FLAG,
@@ -117,11 +114,11 @@ def test_sizes_and_batches_of_a_layer_ask_for_few_texts(name):
             for launch in launches(problem, device):
                 file = launch.file or launch.kernel
                 for define, value in launch.defines.items():
-                    assert file == "hopper_lines" or value in LISTS[file][define], f"{define} of {file} is {value}: {problem}"
+                    assert value in LISTS[file][define], f"{define} of {file} is {value}: {problem}"
                 texts.add((file, tuple(sorted(launch.defines.items()))))
                 met.add(file)
         assert len(texts) <= MOST, f"{len(texts)} texts: {problem}"
-    assert met >= ({"pack", "mma_gemm"} if name == "sm_80" else {"pack", "hopper_gemm", "hopper_pointwise", "hopper_lines", "hopper_dense", "hopper_wgrad"})
+    assert met >= ({"pack", "mma_gemm"} if name == "sm_80" else {"pack", "hopper_gemm", "hopper_pointwise", "hopper_dense", "hopper_wgrad"})
 
 
 @pytest.mark.parametrize("name", DEVICES)

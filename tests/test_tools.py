@@ -268,9 +268,9 @@ def test_images_that_are_multiplied_as_they_lie_are_read_once():
 
 
 @pytest.mark.parametrize("words, config, expected", [
-    (THIN, ImplicitGemm(), tensor_floor), (THIN, Batched(), plain_floor), (THIN, ImplicitGemm(loader="halo_split"), lambda problem: tensor_floor(problem, packed=False)),
+    (THIN, ImplicitGemm(), tensor_floor), (THIN, Batched(), plain_floor),
     (POINTWISE, Pointwise(), lambda problem: tensor_floor(problem, packed=False)), (POINTWISE, ImplicitGemm(), tensor_floor),
-], ids=["thin groups on tensor cores", "thin groups", "not packed", "read as they lie", "packed"])
+], ids=["thin groups on tensor cores", "thin groups", "read as they lie", "packed"])
 def test_a_row_carries_the_floor_of_what_ran(words, config, expected):
     mode = "fp16-nhwc" if words is THIN else "fp32" if isinstance(config, Pointwise) else "fp16"
     problem = _layer(words, mode)

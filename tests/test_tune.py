@@ -17,15 +17,16 @@ from reference import fprop, started
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, cli, engines, explain, measure, memo, tune
+from pycuda_conv.engines.base import GONE
 from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single
 from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
-from pycuda_conv.engines.hopper.lines import Lines
 from pycuda_conv.engines.hopper.pointwise import Pointwise
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import copies, get_device
 from pycuda_conv.runtime.base import shown_file
+from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import tune as tool
 from pycuda_conv.tools.suite import core
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE
@@ -160,11 +161,9 @@ OLDER = {  # what tables hold that were written by older versions, and what it i
     '{"ImplicitGemm": {"ROWS": 64, "PIXELS": 128, "STAGES": 4, "SPLIT": 1, "POINTWISE": true, "HALO": false, "PINGPONG": true, "RAW": false}}':
         ImplicitGemm(64, 128, 4, schedule="pingpong"),
     '{"ImplicitGemm": {"BLOCK_M": 64, "loader": "planes"}}': ImplicitGemm(64),
-    '{"ImplicitGemm": {"POINTWISE": false, "HALO": true, "PINGPONG": false, "RAW": false}}': ImplicitGemm(loader="halo"),
-    '{"ImplicitGemm": {"POINTWISE": false, "HALO": true, "PINGPONG": false, "RAW": true}}': ImplicitGemm(loader="halo_split"),
+    '{"ImplicitGemm": {"BLOCK_M": 64, "loader": "im2col", "schedule": "cooperative"}}': ImplicitGemm(64),
     '{"ImplicitGemm80": {"ROWS": 64, "PIXELS": 256, "STAGES": 4, "SPLIT": 1}}': ImplicitGemm80(64, 256, 4),
     '{"Pointwise": {"COLUMNS": 96, "BLOCKS": 1}}': Pointwise(96, 1),
-    '{"Lines": {"COLUMNS": 128, "FOURS": 1, "UNIT": 32, "CONSUMERS": 2, "STAGES": 3, "FILTERS": 4, "CHUNKS": 2, "HALF": true}}': Lines(128, 1, 32, 2, 3, 4, 2, True),
 }  # fmt: skip
 
 
@@ -204,17 +203,33 @@ def test_what_cannot_be_written_is_kept_in_memory_with_a_warning(folder, monkeyp
     assert not list(folder.rglob(".tuned-*"))
 
 
-@pytest.mark.parametrize("gone", tune.GONE)
-def test_entries_of_engines_that_went_are_passed_over(gone, folder):
+WENT = {  # what older tables hold that no kernel runs any more
+    **dict.fromkeys(GONE, '{"THREADS": 64}'), "Lines": '{"COLUMNS": 128, "FOURS": 1, "HALF": true}',
+    "ImplicitGemm": '{"BLOCK_M": 64, "BLOCK_N": 224, "STAGES": 3, "SPLIT": 1, "loader": "halo_split", "schedule": "cooperative"}',
+    "ImplicitGemm ": '{"POINTWISE": false, "HALO": true, "PINGPONG": false, "RAW": false}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("gone", "fields"), WENT.items(), ids=WENT)
+def test_entries_of_kernels_that_went_are_passed_over(gone, fields, folder):
     """Without a warning, and the table's other entries count. What is added later does not bring them back."""
     text = tune._text({(GPU, "kept"): Choice(ODD, 1), (GPU, "gone"): Choice(ODD, 2)})
-    lines = [line.replace(f'"{type(ODD).__name__}"', f'"{gone}"') if '"gone"' in line else line for line in text.splitlines()]
+    entry = f'   "gone": {{"config": {{"{gone.strip()}": {fields}}}, "us": 2}},'
+    lines = [entry if '"gone"' in line else line for line in text.splitlines()]
     path = folder / "t.json"
     path.write_text("\n".join(lines) + "\n")
-    assert gone in path.read_text() and gone not in engines.config_classes()
     assert Table(path).read() == {(GPU, "kept"): Choice(ODD, 1)}
     Table(path).add(GPU, "new", Choice(ODD, 3))
     assert {problem for _, problem in Table(path).read()} == {"kept", "new"}
+
+
+def test_an_entry_that_hands_work_to_kernels_that_went_is_not_followed(folder, monkeypatch):
+    """An engine's configuration in the text of another's: the planner chooses."""
+    inner = "Lines(BLOCK_N=64, PIXEL_QUADS=1, WARP_TILE=8, CONSUMERS=2, STAGES=2, W_STAGES=1, CHUNKS=1, FP16_OPERANDS=False)"
+    device, problem = Target("sm_90a"), ConvProblem.forward(2, (4, 3, 32, 32), (16, 3, 3, 3), padding=1, precision="tf32")
+    column = engines.config_classes()["Columns"](inner)
+    tune.user_table().add(device.model, tune.key(problem), Choice(column, 1.0))
+    assert engines.refusal(problem, column, device) and tune.lookup(problem, device) is None
 
 
 def test_an_interrupted_write_leaves_the_old_table_alone(folder, monkeypatch):

@@ -2,7 +2,10 @@
 
 import json
 import secrets
-from dataclasses import replace
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from pycuda_conv.tools import plans, verify
 from pycuda_conv.tools.engine_cases import engine_cases
 from pycuda_conv.tools.oracle import compare
 
+ROOT = Path(verify.__file__).resolve().parents[2]
 H100 = Target("sm_90a")
 
 
@@ -155,6 +159,28 @@ def test_all_kernels_are_compiled_before_the_first_case(monkeypatch):
     made = [*(Plan(case.problem, device) for case in verify.select(None)), *(Plan(case.problem, device, config=case.config) for case in cases)]
     assert {launch.source() for plan in made for launch in background.launches(plan.loaded)} == set(sources)
     assert len(sources) == len(set(sources)) <= 30
+
+
+def test_the_table_of_errors_is_made_of_the_report(tmp_path):
+    """One row for each engine and arithmetic; the largest error of several problems; clearly larger ones are bold; transforms are left out."""
+    results = [
+        asdict(replace(judged(factor), case=f"e fp32{asked} fprop, {numbers}", engine=engine, arithmetic="fp32", numbers=numbers))
+        for engine, numbers, factor, asked in (
+            ("gemm", "normal", 1.0, ""), ("gemm", "normal", 1.2, ""), ("gemm", "sparse", 2.0, ""), ("direct", "normal", 0.5, ""), ("tiles", "normal", 9.0, " fft"),
+        )
+    ]  # fmt: skip
+    facts = {"date": "2026-11-29T01:00:00", "device": "cuda:0", "model": "NVIDIA X", "torch": "2.11", "cudnn": 91900, "results": results}
+    report, page = tmp_path / "errors.json", tmp_path / "page.md"
+    report.write_text(json.dumps(facts))
+    page.write_text("# Before\n<!-- errors:begin -->\nold\n<!-- errors:end -->\nafter\n")
+    subprocess.run([sys.executable, ROOT / "scripts" / "error_table.py", report, "--page", page], check=True, timeout=300)
+    text = page.read_text()
+    rows = {line.split(" | ")[0].removeprefix("| "): [part.strip(" |") for part in line.split(" | ")[1:]] for line in text.splitlines() if line.startswith("| ")}
+    assert "old" not in text and text.endswith("<!-- errors:end -->\nafter\n") and "NVIDIA X, torch 2.11, cuDNN 91900; 5 results" in text and "2026-11-29" in text
+    assert rows["fp32"][0] == "1.20" and rows["fp32"][2] == "2.00" and "tiles" not in rows
+    assert rows["gemm"][0] == "fp32" and rows["gemm"][3].startswith("**") and not rows["gemm"][1].startswith("**")
+    ours, theirs = map(float, rows["direct"][1].split(" / "))
+    assert ours == pytest.approx(theirs / 2, abs=6e-4)
 
 
 @pytest.mark.gpu

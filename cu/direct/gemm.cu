@@ -26,7 +26,7 @@
 //          last, or have their first two axes exchanged. So this kernel also computes wgrad: x's channels are the images,
 //          its images are the channels, dy is the filter, and y is dw (ConvProblem.launched).
 // Fix-up   FIXUP = 1 mends what the tensor-core kernels wrote to y (CUDA only). A few blocks check every tile in turn. Usually pack.cu has
-//          flagged no image (with patch_rows, the product no patch of one) and no channel, and the blocks leave at once. A tile is computed again if
+//          flagged no image and no channel, and the blocks leave at once. A tile is computed again if
 //          an image or a channel of it is flagged with 2. With flag 1 it is computed again if a result is so small that it may show what its
 //          operands' limbs lost. Limbs are off by at most 2^-36 if the largest is below 2^15. So a sum of gemm_k products, scaled back by
 //          scale_n * scale_k, is off by at most gemm_k * 2^-20 * scale_n * scale_k: less than 2^-21 sqrt(gemm_k) of a result of
@@ -86,8 +86,7 @@ typedef struct GemmArguments {
   long_t has_scale, has_bias, has_residual, activation, slope;   // the epilogue; slope: an acc_t's bits
   // where FIXUP:
   long_t n_blocks;                                 // tiles to check
-  long_t units, unit_group, unit_image;            // units; units from one group and image to the next
-  long_t patch_rows, by_patch_rows, row_units;     // 0 if units are images; patches side by side
+  long_t images;                                   // each has a scale and a flag
   long_t followed;                                 // the next launch mends another phase, and mostly has as little to do
   long_t noted;                                    // whether redone[block] says if the block computed a tile again
 } GemmArguments;
@@ -125,10 +124,6 @@ typedef struct ALIGNED Tap {
   const int r_ = tap_row_ - t * (int)arg.r, s_ = tap_ - tap_row_ * (int)arg.s;
 
 #if FIXUP
-// A unit has a scale and a flag: it is an image, or a patch of 8 columns and patch_rows rows.
-#define UNIT(n, g, number) ((int)((n) * arg.unit_image + (g) * arg.unit_group) + (arg.patch_rows ? PATCH(number) : 0))
-#define PATCH(number) (divided(divided(number, arg.by_q), arg.by_patch_rows) * (int)arg.row_units + \
-                       ((number) - divided(number, arg.by_q) * (int)arg.q) / 8)
 #define LOOKS (THREADS / BLOCK_N)
 #define SUSPECTS 64
 #endif
@@ -217,7 +212,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
     const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y,
 #if FIXUP
-    const int* unit_flags, const int* filter_flags, const float* unit_scales, const float* filter_scales, int* redone,
+    const int* image_flags, const int* filter_flags, const float* image_scales, const float* filter_scales, int* redone,
     const GemmArguments arg) {
   if (arg.followed) {
     NEXT_LAUNCH_MAY_COME
@@ -225,7 +220,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   AFTER_LAST_LAUNCH
   // the usual case first: nothing is flagged
   int any = 0, of_filters = 0;
-  for (int n = LID_0; n < (int)arg.units; n += THREADS) any |= unit_flags[n];
+  for (int n = LID_0; n < (int)arg.images; n += THREADS) any |= image_flags[n];
   for (int m = LID_0; m < (int)(arg.groups * arg.m); m += THREADS) of_filters |= filter_flags[m];
   of_filters = __syncthreads_or(of_filters);
   any = __syncthreads_or(any | of_filters);
@@ -260,12 +255,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   if (!of_filters) {  // mostly none of the tile's images is flagged
     const index_t end = pixel0 + BLOCK_N < n_pixels ? pixel0 + BLOCK_N : n_pixels;
     int flags = 0;
-    if (arg.patch_rows) {
-      const index_t pixel = pixel0 + LID_0 % BLOCK_N, n = pixel < end ? IMAGE_OF(pixel) : 0;
-      flags = __syncthreads_or(pixel < end ? unit_flags[UNIT(n, g, NUMBER_IN(n, pixel))] : 0);
-    } else {
-      for (index_t n = IMAGE_OF(pixel0); n * (index_t)arg.plane < end; ++n) flags |= unit_flags[n];
-    }
+    for (index_t n = IMAGE_OF(pixel0); n * (index_t)arg.plane < end; ++n) flags |= image_flags[n];
     if (!flags) continue;
   }
   any = 0;
@@ -280,10 +270,10 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   {
     // a thread checks one pixel and every LOOKS-th channel, 32 results under way at once
     const index_t pixel = pixel0 + LID_0 % BLOCK_N, n = pixel < n_pixels ? IMAGE_OF(pixel) : 0;
-    const int number = pixel < n_pixels ? NUMBER_IN(n, pixel) : 0, unit = UNIT(n, g, number), unit_flag = unit_flags[unit];
+    const int number = pixel < n_pixels ? NUMBER_IN(n, pixel) : 0, image_flag = image_flags[n];
     COORDINATES(number, o, p, q)
-    const int last = pixel < n_pixels && (unit_flag || of_filters) ? min(m_end - m0, BLOCK_M) : 0;
-    const float unit_scale = unit_scales[unit];
+    const int last = pixel < n_pixels && (image_flag || of_filters) ? min(m_end - m0, BLOCK_M) : 0;
+    const float image_scale = image_scales[n];
     const index_t first_channel = Y_AT(n, g, o, p, q) + m0 * (index_t)arg.y_channel;
     const GLOBAL_MEM data_t* const column = y + first_channel;
     const GLOBAL_MEM data_t* const summand = residual + first_channel;
@@ -299,9 +289,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
       }
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        const int m = first + i * LOOKS, flag = m < last ? unit_flag | row_flags[m] : 0;
+        const int m = first + i * LOOKS, flag = m < last ? image_flag | row_flags[m] : 0;
         any |= flag > 1 || (flag && !known);
-        if (known && flag == 1 && !(fabsf(found[i] - row_bias[m]) >= unit_scale * row_least[m])) {
+        if (known && flag == 1 && !(fabsf(found[i] - row_bias[m]) >= image_scale * row_least[m])) {
           const int place = atomicAdd(&suspects, 1);
           if (place < SUSPECTS) suspect[place] = m * BLOCK_N + LID_0 % BLOCK_N;
         }
@@ -313,11 +303,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     for (int i = LID_0 / 32; i < suspects; i += THREADS / 32) {
       const int m = m0 + suspect[i] / BLOCK_N;
       const index_t pixel = pixel0 + suspect[i] % BLOCK_N, n = IMAGE_OF(pixel);
-      const int number = NUMBER_IN(n, pixel), unit = UNIT(n, g, number);
+      const int number = NUMBER_IN(n, pixel);
       COORDINATES(number, o, p, q)
       const int at_d = o * (int)arg.stride_d - (int)arg.pad_d, at_h = p * (int)arg.stride_h - (int)arg.pad_h;
       const int at_w = q * (int)arg.stride_w - (int)arg.pad_w;
-      const float to_x = 1 / unit_scales[unit], to_w = 1 / filter_scales[g * m_end + m];
+      const float to_x = 1 / image_scales[n], to_w = 1 / filter_scales[g * m_end + m];
       float size = 0;
       int some = 0;
 #pragma unroll 4
@@ -455,7 +445,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
       const int number = NUMBER_IN(n, pixel);
       COORDINATES(number, o, p, q)
 #if FIXUP
-      const int unit_flag = unit_flags[UNIT(n, g, number)];
+      const int image_flag = image_flags[n];
 #endif
       const index_t at = part * (index_t)arg.part_size + Y_AT(n, g, o, p, q) + (m0 + ty) * (index_t)arg.y_channel;
 #pragma unroll
@@ -463,7 +453,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
         const int ahead = i / 4 * 4 * THREADS_M + i % 4, m = m0 + ty + ahead;
         const index_t to = at + ahead * (index_t)arg.y_channel;
 #if FIXUP
-        const bool mine = m < m_end && (unit_flag || filter_flags[g * m_end + m]);
+        const bool mine = m < m_end && (image_flag || filter_flags[g * m_end + m]);
 #else
         const bool mine = m < m_end;
 #endif

@@ -11,11 +11,14 @@
 // Mapping  block -> TILE_P x TILE_Q pixels of one plane; GID_0 = (plane * tiles down + tile row) * tiles across + tile column.
 //          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
 //          tile that several of these pixels need is loaded from shared memory once.
+// Border   A block whose window lies inside of x checks nothing. Others fill with zeros, or, if x has a border of its own pixels, find the pixel that
+//          stands there.
 // Memory   shared (LOCAL_ROOM): the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
 //          All global loads of a block are issued before its one barrier: the kernel waits for memory once.
 //
 // By hand: nvcc -cubin -I cu cu/direct/tile.cu
 #include "core/portable.cuh"
+#include "core/border.cuh"
 
 #ifndef TILE_P
 #define TILE_P 8
@@ -32,6 +35,8 @@ typedef struct TileArguments {
   long_t r, s, stride_h, stride_w, dil_h, dil_w, by_halo_w;
   long_t flipped;                                   // whether the filter's taps are reversed
   long_t apart_h, apart_w;                          // log2 of the distance of x's pixels
+  long_t bordered, value;                           // whether x has a border of its own pixels, or of a value: an acc_t's bits
+  long_t shift_h, period_h, by_period_h, low_h, high_h, fills_h, shift_w, period_w, by_period_w, low_w, high_w, fills_w;  // border.cuh
   long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
 } TileArguments;
 
@@ -94,6 +99,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
       if (row_of << apart_h == h && column << apart_w == col && row_of >= 0 && row_of < h_end && column >= 0 && column < w_end)
         v = LOAD(x, first + row_of * w_end + column);
       tile[i] = v;
+    }
+  } else if (h0 >= 0 && w0 >= 0 && h0 + HALO_H <= h_end && w0 + HALO_W <= w_end) {  // most blocks of a large image
+#pragma unroll 8
+    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) tile[i] = LOAD(x, corner + (index_t)HALO_ROW(i) * (w_end - HALO_W) + i);
+  } else if (OF_LAYER(BORDERED, bordered)) {
+    const index_t first = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end);
+    const acc_t value = BITS_TO_ACC(arg.value);
+#pragma unroll 8
+    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
+      const int down = HALO_ROW(i);
+      int h = h0 + down, col = w0 + i - down * HALO_W, filled = 0;
+      TO_PIXEL_SELECTED(h, h_end, h)
+      TO_PIXEL_SELECTED(col, w_end, w)
+      const acc_t v = LOAD(x, first + h * w_end + col);  // always inside: no load waits for a branch
+      tile[i] = filled ? (filled == 1 ? value : 0) : v;
     }
   } else
 #pragma unroll 8

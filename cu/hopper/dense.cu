@@ -62,6 +62,7 @@ typedef DensePhase Phase;
 #define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can note moments: forward, of whole sums
 #define TAILS  // channel_blocks and last_steps say where a tap ends
 #include "hopper/pixel_tiles.cuh"
+#include "hopper/taps.cuh"
 
 constexpr int TRANSPOSERS = TURNED ? 3 : 0, THREADS = CONSUMER_THREADS + 32 + 32 * TRANSPOSERS;
 
@@ -85,24 +86,14 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
     const DensePhase& shape = shapes.of[of.phase];
     const Range range(shape);
     const LoadBase base(shape, of.pixel);
-    const int first_tap = (int)shape.tap_base + taps_apart(shapes, of), channel_blocks = (int)shape.channel_blocks, rank = (int)shape.rank;
-    const Divided of_tap(range.first, channel_blocks, shape.by_channel_blocks), of_row(of_tap.quotient, shape.tap_s, shape.by_tap_s);
-    const Divided of_slice(of_row.quotient, shape.tap_r, shape.by_tap_r);
-    int c = of_tap.rest, s = of_row.rest, r = of_slice.rest, t = of_slice.quotient;
-    int tap, x_s, x_r, x_t;  // the tap's number in w and its offsets in x: computed once a tap, since the producer thread takes long to compute them
-    auto begin_tap = [&] {
-      tap = first_tap + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
-      x_s = s * (int)shape.dilation_w;
-      x_r = r * (int)shape.dilation_h;
-      x_t = t * (int)shape.dilation_d;
-    };
-    begin_tap();
+    Taps walk(shape, range.first, taps_apart(shapes, of));
+    const int channel_blocks = (int)shape.channel_blocks, rank = (int)shape.rank;
 #if W_MN_MAJOR
     const int filter_blocks = blocks_of(shape, of);
 #endif
-    for (int step = range.first; step < range.last; ++step) {
-      const uint32_t a = ring.stage(at), b = a + A_BYTES, arrived = ring.arrived(at);
-      const bool whole = span_of(LAST) == 128 || c + 1 < channel_blocks;
+    fill_stages(ring, at, range.first, range.last, [&](int, uint32_t a, uint32_t arrived) {
+      const uint32_t b = a + A_BYTES;
+      const bool whole = span_of(LAST) == 128 || walk.c + 1 < channel_blocks;
       const int span = whole ? 128 : span_of(LAST);  // bytes of a row
       const CUtensorMap *const map_x = (whole ? maps.of : maps.last) + of.phase, *const map_w = whole ? &maps_w.whole : &maps_w.last;
 #if W_MN_MAJOR
@@ -110,25 +101,19 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
 #else
       const int filter_bytes = min(BLOCK_N, (int)shape.rows) * span;
 #endif
-      ring.wait_empty(at);
       const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
       barrier_expect(arrived, BLOCK_M * span + (TURNED ? 0 : filter_bytes));
       if (TURNED) barrier_expect(filter_arrived, filter_bytes);
-      load_im2col(rank, a, map_x, arrived, c * BLOCK_K, base, x_s, x_r, x_t);
+      load_im2col(rank, a, map_x, arrived, walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
 #if W_MN_MAJOR
 #pragma unroll
       for (int block = 0; block < MN_BLOCKS; ++block)
-        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, filter_arrived, of.channel + MN_CHANNELS * block, tap, c * BLOCK_K);
+        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, filter_arrived, of.channel + MN_CHANNELS * block, walk.tap, walk.c * BLOCK_K);
 #else
-      load_box(b, map_w, filter_arrived, c * BLOCK_K, tap, of.channel);
+      load_box(b, map_w, filter_arrived, walk.c * BLOCK_K, walk.tap, of.channel);
 #endif
-      if (++c == channel_blocks) {
-        c = 0;
-        next_tap(t, r, s, (int)shape.tap_r, (int)shape.tap_s);
-        begin_tap();
-      }
-      at.next();
-    }
+      walk.next();
+    });
   }
 }
 
@@ -197,17 +182,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
 #else
   float* const noted = nullptr;
 #endif
-  if (threadIdx.x == 0) {
-    for (int i = 0; TURNED && i < STAGES; ++i) barrier_init(raw + 8 * i, 1);
-    ring.init(TURNED ? 1 + MN_BLOCKS : 1, 4 * CONSUMERS);
-  }
-  if (threadIdx.x == CONSUMER_THREADS) {
+  for (int i = 0; TURNED && threadIdx.x == 0 && i < STAGES; ++i) barrier_init(raw + 8 * i, 1);
+  begin_block(ring, TURNED ? 1 + MN_BLOCKS : 1, CONSUMERS, [&] {
     const bool whole = span_of(LAST) == 128 || (int)shapes.of[0].channel_blocks > 1;
     prefetch_map(whole ? &maps_w.whole : &maps_w.last);
     for (int phase = 0; phase < PHASES; ++phase) prefetch_map((whole ? maps_x.of : maps_x.last) + phase);
-  }
-  __syncthreads();
-  AFTER_LAST_LAUNCH
+  });
   if (threadIdx.x < CONSUMER_THREADS) {
     consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, noted);
   } else {

@@ -179,10 +179,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
   const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
   float* const staging = sums + STAGES * STAGE_BYTES / 4;
-  if (threadIdx.x == 0) ring.init(1 + COPYING / 32, 4 * CONSUMERS);
-  if (threadIdx.x == CONSUMER_THREADS) prefetch_map(&map_w);
-  __syncthreads();
-  AFTER_LAST_LAUNCH
+  begin_block(ring, 1 + COPYING / 32, CONSUMERS, [&] { prefetch_map(&map_w); });
   if (threadIdx.x < CONSUMER_THREADS) {
     consume([&](int at) { take_over((uint8_t*)sums + at); }, shapes, ring, sums, staging, scale, bias, residual, y, nullptr);
   } else {

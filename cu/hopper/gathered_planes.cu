@@ -27,25 +27,11 @@
 #define CLUSTER 1   // blocks that share the sums of a tile
 #define GROUPS 2    // of producer warps
 #endif
-#if TYPE == 32
-#define WGMMA_TF32
-#define WGMMA_TYPE "tf32"
-#elif TYPE == 17
-#define WGMMA_TYPE "bf16"
-#else
-#define WGMMA_TYPE "f16"
-#endif
-#if W_TRANSPOSED
-#define WGMMA_MN_MAJOR_A "1"
-#else
-#define WGMMA_MN_MAJOR_A "0"
-#endif
-#define WGMMA_MN_MAJOR_B "0"
 #define WGMMA_N BLOCK_N
 #define GATHERS_W (W_TRANSPOSED && TYPE == 32)
 #include "hopper/cluster.cuh"
 #include "core/finish.cuh"
-#include "hopper/ring.cuh"
+#include "hopper/skeleton.cuh"
 #include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
@@ -208,22 +194,18 @@ DEVICE void produce([[maybe_unused]] const CUtensorMap* map_w, [[maybe_unused]] 
 
 DEVICE void consume(const Ring& ring, float* sums, int steps) {
   const int consumer = threadIdx.x / 128;
-  float sum[BLOCK_N / 2];
+  float sums_of[1][BLOCK_N / 2], (&sum)[BLOCK_N / 2] = sums_of[0];
 #pragma unroll
   for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = 0;
   Ring::Position at;
-  for (int step = 0; step < steps; ++step) {
-    const uint32_t stage = ring.stage(at), w = stage + consumer * 64 * 128;
-    ring.wait_full(at);
+  multiply_stages<1>(ring, at, 0, steps, sums_of, [&](uint32_t stage, bool) {
+    const uint32_t w = stage + consumer * 64 * 128;
     constexpr bool turned = W_TRANSPOSED && !GATHERS_W;
     const uint64_t a = turned ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w), b = wgmma_descriptor<128>(stage + W_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < STEPS; ++k) wgmma(sum, a + (turned ? 64 * 128 / STEPS : 32) * k / 16, b + 32 * k / 16, true);
-    ring.commit<1>(at, step > 0);
-  }
-  wgmma_wait<0>();
-  wgmma_arrived(sum);
+    for (int k = 0; k < STEPS; ++k) wgmma<TYPE, turned, 0>(sum, a + (turned ? 64 * 128 / STEPS : 32) * k / 16, b + 32 * k / 16, true);
+  });
 #if TYPE == 32  // the rounding to 16 bits hides it
   const float part = lost_in(STEPS * steps);
 #pragma unroll

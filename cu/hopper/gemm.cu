@@ -47,8 +47,6 @@
 //          stride of 2 along w: a block takes the same tile of two phases, of even and odd columns, one after the other. So a thread has neighbours
 //          in y at the same place of its sums. The first phase's sums are kept in shared memory, and those of both are turned into rows of y.
 //
-// Patches  hopper/gemm_patch.cu loads x once for all taps, where filters have several taps and no stride.
-//
 // In parts   gemm_tiles.cuh: which tile is next | gemm_load_im2col.cuh: the producer | gemm_cooperative.cuh, gemm_pingpong.cuh: the main loops
 //            gemm_store_*.cuh, gemm_moments.cuh: from registers to y | gemm_mend.cuh, gemm_join.cuh: what follows the last tile
 //
@@ -71,21 +69,7 @@
 #define PHASES 1     // phases that a launch can be told of: 1 or 4
 #define INTERLEAVE_COLUMNS 0  // phases of even and odd columns are written together
 #endif
-// what patches are about: hopper/gemm_patch.cu
-#define PATCH_ROWS 0
-#define FUSED_SPLIT 0
-#define WGMMA_MN_MAJOR_B "0"
 #define WITH_MAP_W (PRODUCTS == 1 && NHWC)  // 16-bit filters may be read as they lie
-#if W_MN_MAJOR
-#define WGMMA_MN_MAJOR_A "1"
-#else
-#define WGMMA_MN_MAJOR_A "0"
-#endif
-#if BF16
-#define WGMMA_TYPE "bf16"
-#else
-#define WGMMA_TYPE "f16"
-#endif
 #define MENDS (OUT == 32 && !BF16)  // blocks compute their flagged results once more at their end: where SCALED
 #define JOINS (OUT == 32 && !BF16 && !PINGPONG)  // blocks add the parts of split sums if they are told to
 #ifdef LAYER

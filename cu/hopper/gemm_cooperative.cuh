@@ -47,7 +47,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     barrier_arrive(rings.empty + 8 * ((at.stage + STAGES - ago) % STAGES));
   };
   [[maybe_unused]] int stored = first_tile();  // the tile that total and rows belong to
-  Rows rows(shapes.of[phase_of(shapes, stored)], Tile(shapes.of[phase_of(shapes, stored)], inside_phase(shapes, stored)), consumer, scale_n, scale_k, scale, bias);
+  Rows rows(shapes.of[phase_of(shapes, stored)], Tile(shapes.of[phase_of(shapes, stored)], inside_phase(shapes, stored)), consumer, scale_k, scale, bias);
 #if PRODUCTS == 3
   // Multiplies the first or second stage of a tile while `total` still holds the tile before. The second stage's main product and half of its
   // cross products are put off: a main sum over two stages would lose more to truncation, and nothing can be promoted yet.
@@ -97,7 +97,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     const bool any = range.first < range.last;
     int step = range.first;
     auto look_ahead = [&] {  // loads what this tile's stores need; the tile before has been stored
-      rows = Rows(shape, of, consumer, scale_n, scale_k, scale, bias);
+      rows = Rows(shape, of, consumer, scale_k, scale, bias);
       stored = tile;
       stage_output_offsets(rows, shape, consumer, scales, output_offsets, scale_n);
     };

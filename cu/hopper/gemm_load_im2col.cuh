@@ -3,6 +3,7 @@
 // TMA's im2col mode fetches BLOCK_N consecutive output pixels, shifted by a tap, across rows and images. Padding, and what lies past the last
 // image or channel, arrives as zeros. w is copied in blocks of 64 rows as pack.cu laid it, or read as it lies by tensor loads (WITH_MAP_W).
 #pragma once
+#include "hopper/taps.cuh"
 
 template <int rank>
 DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
@@ -16,39 +17,26 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
     const Tile of(shape, inside_phase(shapes, tile));
     const Range range(shape, of);
     const LoadBase base(shape, of.pixel);
-    const int first_tap = (int)shape.tap_base + taps_apart(shapes, tile);
     const int channel = of.group * (int)shape.channels_group, limb_images = (int)shape.limb_images;
     const int blocks = (int)shape.blocks, channel_blocks = (int)shape.channel_blocks;
     const long long w_block = shape.row_blocks * A_SUB;  // bytes of 64 rows
     [[maybe_unused]] const long long w_next = next_rows(of, shape) ? w_block : 0;
     [[maybe_unused]] const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
     int block = range.first * SUB_TILES;
-    const Divided of_tap(block, channel_blocks, shape.by_channel_blocks), of_row(of_tap.quotient, shape.tap_s, shape.by_tap_s);
-    const Divided of_slice(of_row.quotient, shape.tap_r, shape.by_tap_r);
-    int c = of_tap.rest, s = of_row.rest, r = of_slice.rest, t = of_slice.quotient;
-    int tap, x_s, x_r, x_t;  // the tap's number in w and its offsets in x: computed once a tap, since the producer thread takes long to compute them
-    auto begin_tap = [&] {
-      tap = first_tap + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
-      x_s = s * (int)shape.dilation_w;
-      x_r = r * (int)shape.dilation_h;
-      x_t = t * (int)shape.dilation_d;
-    };
-    begin_tap();
-    for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = rings.stage(at), arrived = rings.arrived(at);
-      rings.wait_empty(at);
+    Taps walk(shape, block, taps_apart(shapes, tile));
+    fill_stages(rings, at, range.first, range.last, [&](int, uint32_t stage, uint32_t arrived) {
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int sub = 0; sub < SUB_TILES; ++sub) {
         // blocks past the end fill the last stage: with the zeros at the end of w, and with channels of x past the last one, which arrive as zeros
         const bool real = SUB_TILES == 1 || block < blocks;
-        const uint8_t* const from = w_tile + (real ? (long long)tap * channel_blocks + c : shape.row_blocks - 1) * A_SUB;
+        const uint8_t* const from = w_tile + (real ? (long long)walk.tap * channel_blocks + walk.c : shape.row_blocks - 1) * A_SUB;
 #pragma unroll
         for (int rows = 0; rows < BLOCK_M / 64; ++rows)
           if (W_MN_MAJOR) {
-            load_box(stage + rows * A_SUB, map_w, arrived, of.m + 64 * rows, tap, channel + c * LOAD_CHANNELS);
+            load_box(stage + rows * A_SUB, map_w, arrived, of.m + 64 * rows, walk.tap, channel + walk.c * LOAD_CHANNELS);
           } else if (WITH_MAP_W && shape.w_lies) {
-            load_box(stage + (rows * SUB_TILES + sub) * A_SUB, map_w, arrived, real ? c * LOAD_CHANNELS : (int)shape.channels, tap,
+            load_box(stage + (rows * SUB_TILES + sub) * A_SUB, map_w, arrived, real ? walk.c * LOAD_CHANNELS : (int)shape.channels, walk.tap,
                      of.group * (int)shape.rows_group + of.m + 64 * rows);
           } else {
             load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_next, A_SUB, arrived);
@@ -56,17 +44,12 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
 #pragma unroll
         for (int limb = 0; limb < LIMBS; ++limb)
           load_im2col<rank>(stage + A_BYTES + limb * B_BYTES + sub * BLOCK_N * SPAN, map_x, arrived,
-                            real ? channel + c * LOAD_CHANNELS : (int)shape.channels, base.w, base.h, base.d,
-                            base.image + limb * limb_images, real ? x_s : 0, real ? x_r : 0, real ? x_t : 0);
+                            real ? channel + walk.c * LOAD_CHANNELS : (int)shape.channels, base.w, base.h, base.d,
+                            base.image + limb * limb_images, real ? walk.x_s : 0, real ? walk.x_r : 0, real ? walk.x_t : 0);
         ++block;
-        if (++c == channel_blocks) {
-          c = 0;
-          next_tap(t, r, s, (int)shape.tap_r, (int)shape.tap_s);
-          begin_tap();
-        }
+        walk.next();
       }
-      at.next();
-    }
+    });
   }
 }
 DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {

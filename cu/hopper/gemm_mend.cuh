@@ -1,7 +1,7 @@
 // gemm_mend.cuh: blocks compute their flagged results once more in plain fp32, where a number did not fit its limbs (mend.cuh).
 //
 // The consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way. If any is set, they go through
-// the block's tiles once more after its last tile. Behind the definition of Tile, whose pixel_at counts the tile's pixels.
+// the block's tiles once more after its last tile.
 #pragma once
 
 // Whether this thread of the consumers finds a flagged image or channel.
@@ -28,7 +28,7 @@ __device__ __noinline__ void mend_tile(const Shapes& shapes, int tile, const Men
   for (int strip = warp; strip < BLOCK_M / MENDED * ((BLOCK_N + 31) / 32); strip += 4 * CONSUMERS) {
     const int m = of.m + strip % (BLOCK_M / MENDED) * MENDED, inside = strip / (BLOCK_M / MENDED) * 32 + lane;
     if (m >= (int)shape.rows_group) continue;
-    const int pixel = of.pixel_at(shape, inside);
+    const int pixel = of.pixel + inside;
     const int mended = inside < BLOCK_N && pixel < of.end ? pixel : -1;
     [[maybe_unused]] const bool again = mend<NHWC, DENSE>(shape, what, mends.arrays, mends.of[phase], operands, y, of.group, m, mended);
     if (NOTES && redone && again && lane == 0) redone[blockIdx.x] = 1;

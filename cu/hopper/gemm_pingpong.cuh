@@ -44,7 +44,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
         sum[half][i] = any ? sum[half][i] : 0;
         if (SCALED) sum[half][i] = with_lost(sum[half][i], part);
       }
-      const Rows rows(shape, of, half, scale_n, scale_k, scale, bias);
+      const Rows rows(shape, of, half, scale_k, scale, bias);
       if (half == 0) stage_output_offsets(rows, shape, consumer, scales, output_offsets, scale_n);
       const auto apart = y_apart(shapes, tile);
       store_sums(sum[half], rows, shape, tile, consumer, staging, scales, output_offsets, residual + apart, map_y, moments, y + apart);

@@ -1,22 +1,20 @@
 // gemm_product.cuh: the products of a stage on Hopper's tensor cores, and what finishes the sums of a thread's channels.
 //
-// Behind gemm_tiles.cuh. The file that includes this has chosen the operands' type and orders for wgmma.cuh.
+// Behind gemm_tiles.cuh. BF16 and W_MN_MAJOR choose the operands' type and order.
 #pragma once
-#include "hopper/ring.cuh"
+#include "hopper/skeleton.cuh"
 #include "core/truncation.cuh"
 
 DEVICE uint64_t w_descriptor(uint32_t place) { return W_MN_MAJOR ? wgmma_mn_major_descriptor(place) : wgmma_descriptor<SPAN>(place); }
 
-DEVICE uint64_t x_descriptor(uint32_t place, [[maybe_unused]] int halo_w = 0) {
-  return wgmma_descriptor<SPAN>(place, PATCH_ROWS ? halo_w * SPAN : 8 * SPAN);
-}
+DEVICE uint64_t x_descriptor(uint32_t place) { return wgmma_descriptor<SPAN>(place); }
 
 // The products of 64 of k, 16 at a time; `fresh` begins new sums.
 DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh) {
 #pragma unroll
   for (int k = 0; k < 64; k += 16) {
     const int sub = k / LOAD_CHANNELS, inner = 2 * (k % LOAD_CHANNELS);
-    wgmma(d, a + (W_MN_MAJOR ? k * 128 : sub * A_SUB + inner) / 16, b + (sub * BLOCK_N * SPAN + inner) / 16, !(fresh && k == 0));
+    wgmma<BF16 ? 17 : 16, W_MN_MAJOR, 0>(d, a + (W_MN_MAJOR ? k * 128 : sub * A_SUB + inner) / 16, b + (sub * BLOCK_N * SPAN + inner) / 16, !(fresh && k == 0));
   }
 }
 
@@ -24,25 +22,11 @@ DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh
 // its two channels. It is loaded while the tile is multiplied.
 struct Rows {
   int m, pixel, end, group, split;
-  [[maybe_unused]] int patch;      // of PATCH_ROWS, as the next three: the patch's number
-  [[maybe_unused]] bool real[2];   // whether a thread's two channels exist
-  [[maybe_unused]] long long at;   // offset in y of the thread's first pixel
-  [[maybe_unused]] float scale_x;  // of the image, or of the patch
-  float scale_w[2];                // of the packed filter
+  float scale_w[2];  // of the packed filter
   Finish<SCALED> finish[2];
-  DEVICE Rows(const GemmPhase& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const out_t* scales, const out_t* biases)
+  DEVICE Rows(const GemmPhase& shape, const Tile& of, int consumer, const float* scale_k, const out_t* scales, const out_t* biases)
       : m(of.m + (BLOCK_M == 128 ? 64 * consumer : 0)), pixel(of.pixel + (BLOCK_M == 128 ? 0 : WGMMA_N * consumer)),
         end(of.end), group(of.group), split(of.split) {
-    if (PATCH_ROWS) {
-      patch = BLOCK_M == 128 ? of.patch : 2 * of.patch + consumer;
-      const int image = of.image(shape), lane = threadIdx.x % 32;
-      const int row = of.row + (BLOCK_M == 128 ? 0 : PATCH_ROWS * consumer), column = of.column + 2 * (lane % 4);
-      const int first = m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4;
-      scale_x = FUSED_SPLIT ? 0 : SCALED ? scale_n[image] : 1;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) real[half] = first + 8 * half < (int)shape.rows_group;
-      at = image * shape.out_image + (group * (int)shape.rows_group + first) * shape.out_row + row * (int)shape.q + column;
-    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int k = min(group * (int)shape.rows_group + m + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * half, (int)shape.rows - 1);

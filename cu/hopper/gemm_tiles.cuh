@@ -1,4 +1,4 @@
-// gemm_tiles.cuh: which tile a block of hopper/gemm.cu or hopper/gemm_patch.cu computes next, and what a phase is told.
+// gemm_tiles.cuh: which tile a block of hopper/gemm.cu computes next, and what a phase is told.
 //
 // A launch computes one phase or several (dgrad with a stride), each of which may be repeated (repeats.cuh). A tile's number counts channels
 // fastest, then parts of a split sum, pixels and groups. The file that includes this defines the tile (BLOCK_M, BLOCK_N), PHASES, PRODUCTS,
@@ -25,8 +25,6 @@ struct GemmPhase {
   long long tiles_m, by_tiles_m;                           // along the channels of a group
   long long splits, by_splits, split_stages;               // splits of gemm k; stages of the ring in one split
   long long tiles_pixels, by_tiles_pixels;                 // along the pixels
-  long long image_tiles, by_image_tiles;                   // patches: tiles along the pixels of one image
-  long long across, by_across;                             // patches side by side in an image
   long long blocks, channel_blocks, by_channel_blocks;     // blocks of LOAD_CHANNELS along gemm k, and how many of them belong to one tap
   long long rows_group, rows;                              // output channels of a group, and of all groups
   long long w_lies;                                        // whether w is read as it lies, by map_w: WITH_MAP_W
@@ -48,12 +46,6 @@ struct GemmPhase {
   long long scaled;                                        // 1: there are scales, SCALED; 2: moments are written, NOTES; or 3, both
   long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
   long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
-  long long halo_w, by_halo_w, halo_h;                     // patches: the halo's width and height in pixels of x;
-  long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
-  long long groups, x_channels, x_h, x_w;                  // raw images: groups of x, channels of a group, and x's size;
-  long long slack, raw_stages, raw_rounds;                 // slack of a patch's limbs (pack.cu); slots of a converter; its items of a patch;
-  long long raw_rows, raw_run;                             // rows of an item, and pixels of the halo in them;
-  long long raw_shift, raw_pitch, raw_channel;             // floats in shared memory: before an item's first pixel, from row to row, from channel to channel
 };
 
 template <class Phase> DEVICE bool adds(const Phase& shape) { return MAY_ADD && has_residual(shape); }
@@ -99,33 +91,17 @@ DEVICE int first_tile() { return INTERLEAVE_COLUMNS ? 2 * blockIdx.x : blockIdx.
 DEVICE int next_tile(int tile) { return !INTERLEAVE_COLUMNS ? tile + gridDim.x : tile % 2 ? tile - 1 + 2 * gridDim.x : tile + 1; }
 
 struct Tile {
-  int m, pixel, end, group, split;  // pixels of the tile below `end` are real; a patch's end is that of its image
-  [[maybe_unused]] int patch, row, column;  // with PATCH_ROWS: its number and place
+  int m, pixel, end, group, split;  // pixels of the tile below `end` are real
   DEVICE Tile(const GemmPhase& shape, int tile) {
     const Divided down(tile, shape.tiles_m, shape.by_tiles_m);
     m = down.rest * BLOCK_M;
-    const Divided parts(down.quotient, shape.splits, shape.by_splits);  // PATCH_ROWS: one
+    const Divided parts(down.quotient, shape.splits, shape.by_splits);
     split = parts.rest;
     const Divided along(parts.quotient, shape.tiles_pixels, shape.by_tiles_pixels);
     group = along.quotient;
-    tile = along.rest;
-    if (PATCH_ROWS) {
-      const Divided of_image(tile, shape.image_tiles, shape.by_image_tiles), place(of_image.rest, shape.across, shape.by_across);
-      patch = tile;
-      column = place.rest * 8;
-      row = place.quotient * (BLOCK_N / 8);
-      pixel = of_image.quotient * (int)shape.plane;
-      end = pixel + (int)shape.plane;
-    } else {
-      pixel = tile * BLOCK_N;
-      end = (int)shape.pixels;
-    }
+    pixel = along.rest * BLOCK_N;
+    end = (int)shape.pixels;
   }
-  // the pixel of y at `inside`, a place in the tile
-  DEVICE int pixel_at([[maybe_unused]] const GemmPhase& shape, int inside) const {
-    return PATCH_ROWS ? pixel + (row + inside / 8) * (int)shape.q + column + inside % 8 : pixel + inside;
-  }
-  DEVICE int image(const GemmPhase& shape) const { return divided(pixel, shape.by_plane); }
 };
 
 // The stages of gemm k of a tile's split: [first, last).

@@ -10,24 +10,10 @@
 #define NOTES 0  // the text can note moments
 #endif
 #define WGMMA_N BLOCK_N
-#if TYPE == 32
-#define WGMMA_TYPE "tf32"
-#define WGMMA_TF32
-#elif TYPE == 17
-#define WGMMA_TYPE "bf16"
-#else
-#define WGMMA_TYPE "f16"
-#endif
-#define WGMMA_MN_MAJOR_A "0"
-#if W_MN_MAJOR && TYPE != 32
-#define WGMMA_MN_MAJOR_B "1"
-#else
-#define WGMMA_MN_MAJOR_B "0"
-#endif
 #include "hopper/cluster.cuh"
 #include "core/finish.cuh"
 #include "core/repeats.cuh"
-#include "hopper/ring.cuh"
+#include "hopper/skeleton.cuh"
 #include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
@@ -232,10 +218,10 @@ struct alignas(16) Run {
   static DEVICE int channel() { return threadIdx.x % 4 * 8 - (EIGHTS == 2 ? threadIdx.x % 4 / 2 * 12 : 0); }
 };
 
-// Stores a consumer's sums of a tile from registers, where 16 bytes of y belong to one pixel. `plain`: without an epilogue.
+// Stores a consumer's sums of a tile from registers, where 16 bytes of y belong to one pixel. `plain`: without an epilogue. `of_channels` has
+// scale and bias of two neighbouring channels in each element, from the tile's first on.
 template <bool plain>
-DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const data_t* scale, const data_t* bias,
-                       const data_t* residual, data_t* y) {
+DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const float4* of_channels, const data_t* residual, data_t* y) {
   constexpr int GROUP = 8 * EIGHTS, AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
   static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
   const bool added_to = !plain && MAY_ADD && has_residual(shape);
@@ -260,32 +246,21 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
       for (int half = 0; half < 2; ++half) added[half].turn();
     for_all<2 * EIGHTS / AT_ONCE>([&](auto part) {
       constexpr int from = decltype(part)::value * AT_ONCE;
-      float scales[AT_ONCE], biases[AT_ONCE];
-      auto channel_of = [&](int i) {
-        const int channel = of.channel + base + (from + i) / 2 * 8 + (int)threadIdx.x % 4 * 2 + i % 2;
-        return min(channel, (int)shape.rows - 1);
-      };
-      auto load = [&](float (&to)[AT_ONCE], bool there, const data_t* of_channels, float otherwise) {  // one branch for all of them
+      Finish<false> finish[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) to[i] = otherwise;
-        if (there && of_floats<data_t>(shape))
-#pragma unroll
-          for (int i = 0; i < AT_ONCE; ++i) to[i] = ((const float*)of_channels)[channel_of(i)];
-        else if (there)
-#pragma unroll
-          for (int i = 0; i < AT_ONCE; ++i) to[i] = to_float(of_channels[channel_of(i)]);
-      };
-      load(scales, !plain && has_scale(shape), scale, 1);
-      load(biases, !plain && has_bias(shape), bias, -0.f);
+      for (int i = 0; i < AT_ONCE; i += 2) {
+        const float4 two = plain ? make_float4(1, -0.f, 1, -0.f) : of_channels[(base + (from + i) / 2 * 8) / 2 + threadIdx.x % 4];
+        finish[i].of = ScaleAndBias(two.x, two.y);
+        finish[i + 1].of = ScaleAndBias(two.z, two.w);
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float v[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-          const Finish<false> finish{{scales[i], biases[i]}};
           const float one = sum[(base / 8 + (from + i) / 2) * 4 + 2 * half + i % 2];
           if (plain) v[i] = one;
-          else v[i] = added_to ? finish.whole(shape, one, 1, to_float(((const data_t*)added[half].words)[from + i])) : finish.shifted(shape, one, 1);
+          else v[i] = added_to ? finish[i].whole(shape, one, 1, to_float(((const data_t*)added[half].words)[from + i])) : finish[i].shifted(shape, one, 1);
         }
         if (!plain) activate(shape, v);
 #if TYPE == 32
@@ -305,15 +280,38 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
   });
 }
 
-// Stores a consumer's sums of a tile, through its warps' staging tiles or from registers; `moments` is null if they are not asked for.
-DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] float* noted,
-                       const data_t* scale, const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
+// Whether sums are stored as they are.
+DEVICE bool stores_plainly(const Phase& shape) {
+  return !has_scale(shape) && !has_bias(shape) && !(MAY_ADD && has_residual(shape)) && !activation(shape);
+}
+
+// Leaves scale and bias of a tile's channels in a warp's staging tile, where store_runs() reads them. `staged` is the first of the channels whose
+// numbers lie there.
+DEVICE void stage_finish(float* staging, int& staged, const Phase& shape, const Tile& of, const data_t* scale, const data_t* bias) {
+  static_assert(BLOCK_N / 2 * 4 <= 16 * PITCH, "they fit a staging tile");
+  if (staged == of.channel || (int)shape.wide != SIXTEEN_BYTES || stores_plainly(shape)) return;
+  staged = of.channel;
+  __syncwarp();  // what lies there has been read
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < BLOCK_N / 2; i += 32) {
+    const int channel = min(of.channel + 2 * i, (int)shape.rows - 2);  // 16 bytes of channels, so their number is even
+    const ScaleAndBias one(shape, scale, bias, channel), next(shape, scale, bias, channel + 1);
+    ((float4*)staging)[i] = make_float4(one.scale, one.bias, next.scale, next.bias);
+  }
+  __syncwarp();
+}
+
+// Stores a consumer's sums of a tile, through its warps' staging tiles or from registers; `moments` is null if they are not asked for. After
+// stage_finish(), whose numbers are gone if moments are noted.
+DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] int& staged,
+                       [[maybe_unused]] float* noted, const data_t* scale, const data_t* bias, const data_t* residual, data_t* y,
+                       [[maybe_unused]] float* moments) {
   const bool as_runs = (int)shape.wide == SIXTEEN_BYTES;
   if (as_runs) {
-    const bool plain = !has_scale(shape) && !has_bias(shape) && !(MAY_ADD && has_residual(shape)) && !activation(shape);
-    if (plain) store_runs<true>(sum, shape, of, scale, bias, residual, y);
-    else store_runs<false>(sum, shape, of, scale, bias, residual, y);
+    if (stores_plainly(shape)) store_runs<true>(sum, shape, of, (const float4*)staging, residual, y);
+    else store_runs<false>(sum, shape, of, (const float4*)staging, residual, y);
     if (!NOTES || !moments) return;
+    staged = -1;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own = place_of(shape, of.pixel + 16 * warp + lane % 16);
@@ -378,7 +376,7 @@ template <int steps> DEVICE void multiply(float (&sum)[BLOCK_N / 2], uint32_t a,
   constexpr int SPAN = span_of(steps);
   const uint64_t x = wgmma_descriptor<SPAN>(a), w = MN_MAJOR ? wgmma_mn_major_descriptor<MN_SPAN>(b) : wgmma_descriptor<TURNED ? 128 : SPAN>(b);
 #pragma unroll
-  for (int k = 0; k < steps; ++k) wgmma(sum, x + 2 * k, w + (MN_MAJOR ? 16 * MN_SPAN / 16 : 2) * k, !(fresh && k == 0));
+  for (int k = 0; k < steps; ++k) wgmma<TYPE, 0, MN_MAJOR>(sum, x + 2 * k, w + (MN_MAJOR ? 16 * MN_SPAN / 16 : 2) * k, !(fresh && k == 0));
 }
 
 #ifdef TAILS
@@ -407,10 +405,13 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
   const int consumer = threadIdx.x / 128;
   Ring::Position at;
   float sum[BLOCK_N / 2];
+  [[maybe_unused]] int staged = -1;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
     const Phase& shape = shapes.of[of.phase];
     const Range range(shape);
+    [[maybe_unused]] float* const own = staging + threadIdx.x / 32 * (16 * PITCH);
+    if (CLUSTER == 1) stage_finish(own, staged, shape, of, scale, bias);  // while the first stages arrive
     auto multiply_stage = [&](auto steps, int step) {
       const uint32_t stage = ring.stage(at);
       ring.wait_full(at);
@@ -450,7 +451,7 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
     add_parts(shape, of, shared_address(sums), scale, bias, residual + apart, y + apart);
 #else
     float* const noted = staging + 4 * CONSUMERS * 16 * PITCH + consumer * 16 * CHUNK;
-    store_sums(sum, shape, of, staging + threadIdx.x / 32 * (16 * PITCH), noted, scale, bias, residual + apart, y + apart, moments);
+    store_sums(sum, shape, of, own, staged, noted, scale, bias, residual + apart, y + apart, moments);
 #endif
   }
 }

@@ -28,19 +28,8 @@
 #define OWN_M 64      // channels of a consumer
 #define RESULTS 2     // times 64 channels of results for which a consumer has room
 #endif
-#if TYPE == 17
-#define WGMMA_TYPE "bf16"
-#else
-#define WGMMA_TYPE "f16"
-#endif
-#if W_MN_MAJOR
-#define WGMMA_MN_MAJOR_A "1"
-#else
-#define WGMMA_MN_MAJOR_A "0"
-#endif
-#define WGMMA_MN_MAJOR_B "1"
 #include "core/finish.cuh"
-#include "hopper/ring.cuh"
+#include "hopper/skeleton.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -76,9 +65,8 @@ DEVICE void produce(const CUtensorMap* map_x, const CUtensorMap* map_w, const Pl
   for (int tile = blockIdx.x; tile < (int)arg.tiles; tile += gridDim.x) {
     const Tile of(arg, tile);
     const int x_blocks = min(((int)arg.plane - of.pixel + 63) / 64, X_BLOCKS), w_blocks = min(((int)arg.rows - of.channel + 63) / 64, W_BLOCKS);
-    for (int step = 0; step < (int)arg.steps; ++step) {
-      const uint32_t x = ring.stage(at), w = x + X_BLOCKS * BLOCK, arrived = ring.arrived(at);
-      ring.wait_empty(at);
+    fill_stages(ring, at, 0, (int)arg.steps, [&](int step, uint32_t x, uint32_t arrived) {
+      const uint32_t w = x + X_BLOCKS * BLOCK;
       barrier_expect(arrived, (x_blocks + w_blocks) * BLOCK);
 #pragma unroll
       for (int i = 0; i < X_BLOCKS; ++i)
@@ -88,8 +76,7 @@ DEVICE void produce(const CUtensorMap* map_x, const CUtensorMap* map_w, const Pl
         const int channel = of.channel + 64 * i;
         if (i < w_blocks) load_box(w + i * BLOCK, map_w, arrived, W_MN_MAJOR ? channel : 64 * step, W_MN_MAJOR ? 64 * step : channel, 0);
       }
-      at.next();
-    }
+    });
   }
 }
 
@@ -140,9 +127,8 @@ DEVICE void consume(const PlanesProduct& arg, const Ring& ring, const CUtensorMa
   float sum[ROWS][WGMMA_N / 2];
   for (int tile = blockIdx.x; tile < (int)arg.tiles; tile += gridDim.x) {
     const Tile of(arg, tile);
-    for (int step = 0; step < (int)arg.steps; ++step) {
-      const uint32_t stage = ring.stage(at), w = stage + (X_BLOCKS + down * ROWS) * BLOCK;
-      ring.wait_full(at);
+    multiply_stages<1>(ring, at, 0, (int)arg.steps, sum, [&](uint32_t stage, bool fresh) {
+      const uint32_t w = stage + (X_BLOCKS + down * ROWS) * BLOCK;
       const uint64_t a = W_MN_MAJOR ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w);
       const uint64_t b = wgmma_mn_major_descriptor(stage + across * OWN_BLOCKS * BLOCK);
       wgmma_fence();
@@ -150,12 +136,8 @@ DEVICE void consume(const PlanesProduct& arg, const Ring& ring, const CUtensorMa
       for (int k = 0; k < STEPS; ++k)
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
-          wgmma(sum[i], a + (i * BLOCK + (W_MN_MAJOR ? BLOCK / STEPS : 32) * k) / 16, b + BLOCK / STEPS / 16 * k, step > 0 || k > 0);
-      ring.commit<1>(at, step > 0);
-    }
-    wgmma_wait<0>();
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) wgmma_arrived(sum[i]);
+          wgmma<TYPE, W_MN_MAJOR, 1>(sum[i], a + (i * BLOCK + (W_MN_MAJOR ? BLOCK / STEPS : 32) * k) / 16, b + BLOCK / STEPS / 16 * k, !(fresh && k == 0));
+    });
     ring.give_back(at, 1);
     const int pixel = of.pixel + WGMMA_N * across;
 #pragma unroll
@@ -186,14 +168,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCK_M * BLOCK_N <= 64 * 
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const Ring ring(dynamic, barriers);
   uint8_t* const results = dynamic + (ring.stages - shared_address(dynamic)) + STAGES * STAGE_BYTES;
-  if (threadIdx.x == 0) ring.init(1, 4 * CONSUMERS);
-  if (threadIdx.x == CONSUMER_THREADS) {
+  begin_block(ring, 1, CONSUMERS, [&] {
     prefetch_map(&map_x);
     prefetch_map(&map_w);
     prefetch_map(&map_y);
-  }
-  __syncthreads();
-  AFTER_LAST_LAUNCH
+  });
   if (threadIdx.x < CONSUMER_THREADS) {
     if (HANDS_OVER) registers_up<160>();
     consume(arg, ring, &map_y, results, scale, bias, residual);

@@ -38,7 +38,7 @@
 #endif
 #include "core/finish.cuh"
 #include "core/truncation.cuh"
-#include "hopper/ring.cuh"
+#include "hopper/skeleton.cuh"
 
 constexpr bool PIXEL_QUADS = !WGRAD && !NHWC;
 constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, WARP_ROWS = 16 * BLOCKS, ROWS = WARPS * WARP_ROWS;
@@ -82,9 +82,8 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Po
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     const Divided first(of.row * busy, boxes, shape.by_boxes);  // NCHW: image and box
-    for (int step = of.first; step < of.last; ++step) {
-      const uint32_t a = ring.stage(at), b = a + A_BYTES, arrived = ring.arrived(at);
-      ring.wait_empty(at);
+    fill_stages(ring, at, of.first, of.last, [&](int step, uint32_t a, uint32_t arrived) {
+      const uint32_t b = a + A_BYTES;
       barrier_expect(arrived, LOADED_BYTES - (PIXEL_QUADS ? (WARPS - busy) * A_WARP : 0));
       if (WGRAD) {
         const Divided box(step, boxes, shape.by_boxes);
@@ -108,8 +107,7 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Po
 #pragma unroll
         for (int limb = 0; limb < (RAW_FILTER ? 1 : LIMBS); ++limb) load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
       }
-      at.next();
-    }
+    });
   }
 }
 

@@ -96,54 +96,57 @@ template <int count> DEVICE void wgmma_arrived(float (&d)[count]) {
 #define WGMMA_SUMS_240 WGMMA_SUMS_232, "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
 #define WGMMA_SUMS_248 WGMMA_SUMS_240, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 #define WGMMA_SUMS_256 WGMMA_SUMS_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-#define WGMMA_OPERANDS_8(type) "setp.ne.b32 p, %6, 0; wgmma.mma_async.sync.aligned.m64n8k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_8 "}, %4, %5, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_16(type) "setp.ne.b32 p, %10, 0; wgmma.mma_async.sync.aligned.m64n16k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_16 "}, %8, %9, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_24(type) "setp.ne.b32 p, %14, 0; wgmma.mma_async.sync.aligned.m64n24k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_24 "}, %12, %13, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_32(type) "setp.ne.b32 p, %18, 0; wgmma.mma_async.sync.aligned.m64n32k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_32 "}, %16, %17, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_40(type) "setp.ne.b32 p, %22, 0; wgmma.mma_async.sync.aligned.m64n40k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_40 "}, %20, %21, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_48(type) "setp.ne.b32 p, %26, 0; wgmma.mma_async.sync.aligned.m64n48k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_48 "}, %24, %25, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_56(type) "setp.ne.b32 p, %30, 0; wgmma.mma_async.sync.aligned.m64n56k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_56 "}, %28, %29, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_64(type) "setp.ne.b32 p, %34, 0; wgmma.mma_async.sync.aligned.m64n64k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_64 "}, %32, %33, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_72(type) "setp.ne.b32 p, %38, 0; wgmma.mma_async.sync.aligned.m64n72k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_72 "}, %36, %37, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_80(type) "setp.ne.b32 p, %42, 0; wgmma.mma_async.sync.aligned.m64n80k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_80 "}, %40, %41, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_88(type) "setp.ne.b32 p, %46, 0; wgmma.mma_async.sync.aligned.m64n88k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_88 "}, %44, %45, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_96(type) "setp.ne.b32 p, %50, 0; wgmma.mma_async.sync.aligned.m64n96k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_96 "}, %48, %49, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_104(type) "setp.ne.b32 p, %54, 0; wgmma.mma_async.sync.aligned.m64n104k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_104 "}, %52, %53, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_112(type) "setp.ne.b32 p, %58, 0; wgmma.mma_async.sync.aligned.m64n112k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_112 "}, %56, %57, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_120(type) "setp.ne.b32 p, %62, 0; wgmma.mma_async.sync.aligned.m64n120k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_120 "}, %60, %61, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_128(type) "setp.ne.b32 p, %66, 0; wgmma.mma_async.sync.aligned.m64n128k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_128 "}, %64, %65, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_136(type) "setp.ne.b32 p, %70, 0; wgmma.mma_async.sync.aligned.m64n136k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_136 "}, %68, %69, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_144(type) "setp.ne.b32 p, %74, 0; wgmma.mma_async.sync.aligned.m64n144k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_144 "}, %72, %73, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_152(type) "setp.ne.b32 p, %78, 0; wgmma.mma_async.sync.aligned.m64n152k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_152 "}, %76, %77, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_160(type) "setp.ne.b32 p, %82, 0; wgmma.mma_async.sync.aligned.m64n160k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_160 "}, %80, %81, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_168(type) "setp.ne.b32 p, %86, 0; wgmma.mma_async.sync.aligned.m64n168k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_168 "}, %84, %85, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_176(type) "setp.ne.b32 p, %90, 0; wgmma.mma_async.sync.aligned.m64n176k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_176 "}, %88, %89, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_184(type) "setp.ne.b32 p, %94, 0; wgmma.mma_async.sync.aligned.m64n184k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_184 "}, %92, %93, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_192(type) "setp.ne.b32 p, %98, 0; wgmma.mma_async.sync.aligned.m64n192k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_192 "}, %96, %97, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_200(type) "setp.ne.b32 p, %102, 0; wgmma.mma_async.sync.aligned.m64n200k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_200 "}, %100, %101, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_208(type) "setp.ne.b32 p, %106, 0; wgmma.mma_async.sync.aligned.m64n208k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_208 "}, %104, %105, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_216(type) "setp.ne.b32 p, %110, 0; wgmma.mma_async.sync.aligned.m64n216k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_216 "}, %108, %109, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_224(type) "setp.ne.b32 p, %114, 0; wgmma.mma_async.sync.aligned.m64n224k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_224 "}, %112, %113, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_232(type) "setp.ne.b32 p, %118, 0; wgmma.mma_async.sync.aligned.m64n232k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_232 "}, %116, %117, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_240(type) "setp.ne.b32 p, %122, 0; wgmma.mma_async.sync.aligned.m64n240k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_240 "}, %120, %121, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_248(type) "setp.ne.b32 p, %126, 0; wgmma.mma_async.sync.aligned.m64n248k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_248 "}, %124, %125, p, 1, 1" WGMMA_MAJORS ";"
-#define WGMMA_OPERANDS_256(type) "setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k" WGMMA_K ".f32." type "." type " {" WGMMA_REGISTERS_256 "}, %128, %129, p, 1, 1" WGMMA_MAJORS ";"
+#define WGMMA_INPUTS_8 "%4", "%5", "%6", "%7", "%8"
+#define WGMMA_INPUTS_16 "%8", "%9", "%10", "%11", "%12"
+#define WGMMA_INPUTS_24 "%12", "%13", "%14", "%15", "%16"
+#define WGMMA_INPUTS_32 "%16", "%17", "%18", "%19", "%20"
+#define WGMMA_INPUTS_40 "%20", "%21", "%22", "%23", "%24"
+#define WGMMA_INPUTS_48 "%24", "%25", "%26", "%27", "%28"
+#define WGMMA_INPUTS_56 "%28", "%29", "%30", "%31", "%32"
+#define WGMMA_INPUTS_64 "%32", "%33", "%34", "%35", "%36"
+#define WGMMA_INPUTS_72 "%36", "%37", "%38", "%39", "%40"
+#define WGMMA_INPUTS_80 "%40", "%41", "%42", "%43", "%44"
+#define WGMMA_INPUTS_88 "%44", "%45", "%46", "%47", "%48"
+#define WGMMA_INPUTS_96 "%48", "%49", "%50", "%51", "%52"
+#define WGMMA_INPUTS_104 "%52", "%53", "%54", "%55", "%56"
+#define WGMMA_INPUTS_112 "%56", "%57", "%58", "%59", "%60"
+#define WGMMA_INPUTS_120 "%60", "%61", "%62", "%63", "%64"
+#define WGMMA_INPUTS_128 "%64", "%65", "%66", "%67", "%68"
+#define WGMMA_INPUTS_136 "%68", "%69", "%70", "%71", "%72"
+#define WGMMA_INPUTS_144 "%72", "%73", "%74", "%75", "%76"
+#define WGMMA_INPUTS_152 "%76", "%77", "%78", "%79", "%80"
+#define WGMMA_INPUTS_160 "%80", "%81", "%82", "%83", "%84"
+#define WGMMA_INPUTS_168 "%84", "%85", "%86", "%87", "%88"
+#define WGMMA_INPUTS_176 "%88", "%89", "%90", "%91", "%92"
+#define WGMMA_INPUTS_184 "%92", "%93", "%94", "%95", "%96"
+#define WGMMA_INPUTS_192 "%96", "%97", "%98", "%99", "%100"
+#define WGMMA_INPUTS_200 "%100", "%101", "%102", "%103", "%104"
+#define WGMMA_INPUTS_208 "%104", "%105", "%106", "%107", "%108"
+#define WGMMA_INPUTS_216 "%108", "%109", "%110", "%111", "%112"
+#define WGMMA_INPUTS_224 "%112", "%113", "%114", "%115", "%116"
+#define WGMMA_INPUTS_232 "%116", "%117", "%118", "%119", "%120"
+#define WGMMA_INPUTS_240 "%120", "%121", "%122", "%123", "%124"
+#define WGMMA_INPUTS_248 "%124", "%125", "%126", "%127", "%128"
+#define WGMMA_INPUTS_256 "%128", "%129", "%130", "%131", "%132"
 
-#ifdef WGMMA_TYPE
-// wgmma(d, a, b, accumulate) for N = WGMMA_N, operands of WGMMA_TYPE ("f16" or "bf16"), A and B with rows along k or, WGMMA_MN_MAJOR_A or _B
-// being "1" instead of "0", along m or n: all set before this is included. With WGMMA_TF32 the type is "tf32", 8 of k, always along k.
-#ifdef WGMMA_TF32
-#define WGMMA_K "8"
-#define WGMMA_MAJORS ""
-#else
-#define WGMMA_K "16"
-#define WGMMA_MAJORS ", " WGMMA_MN_MAJOR_A ", " WGMMA_MN_MAJOR_B
-#endif
-#define WGMMA_PASTE_(a, b) a##b
-#define WGMMA_PASTE(a, b) WGMMA_PASTE_(a, b)
-DEVICE void wgmma(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, int accumulate) {
-  asm volatile("{.reg .pred p; " WGMMA_PASTE(WGMMA_OPERANDS_, WGMMA_N)(WGMMA_TYPE) "}"
-               : WGMMA_PASTE(WGMMA_SUMS_, WGMMA_N) : "l"(a), "l"(b), "r"(accumulate));
+#ifdef WGMMA_N
+// wgmma<type, mn_major_a, mn_major_b>(d, a, b, accumulate) for N = WGMMA_N, which is defined before this is included. The type is a code of element<>:
+// 16 half, 17 bfloat16, 32 TF32. An operand has rows along k or, MN-major, along m or n; those of TF32 always along k.
+#define WGMMA_TEXT(N, K, TYPE, MAJORS) WGMMA_TEXT_(N, K, TYPE, MAJORS, WGMMA_REGISTERS_##N, WGMMA_INPUTS_##N)
+#define WGMMA_TEXT_(...) WGMMA_TEXT_OF(__VA_ARGS__)
+#define WGMMA_TEXT_OF(N, K, TYPE, MAJORS, D, A, B, ACCUMULATE, MAJOR_A, MAJOR_B)                                                                    \
+  "{.reg .pred p; setp.ne.b32 p, " ACCUMULATE ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." TYPE "." TYPE " {" D "}, " A ", " B        \
+  ", p, 1, 1" MAJORS(MAJOR_A, MAJOR_B) ";}"
+#define WGMMA_MAJORS(a, b) ", " a ", " b
+#define WGMMA_NO_MAJORS(a, b)
+#define WGMMA_ISSUE(N, K, TYPE, MAJORS) WGMMA_ISSUE_(N, K, TYPE, MAJORS)
+#define WGMMA_ISSUE_(N, K, TYPE, MAJORS) \
+  asm volatile(WGMMA_TEXT(N, K, TYPE, MAJORS) : WGMMA_SUMS_##N : "l"(a), "l"(b), "r"(accumulate), "n"(mn_major_a), "n"(mn_major_b))
+template <int type, int mn_major_a, int mn_major_b> DEVICE void wgmma(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(type != 32 || !(mn_major_a || mn_major_b), "TF32 along k alone");
+  if constexpr (type == 32) WGMMA_ISSUE(WGMMA_N, 8, "tf32", WGMMA_NO_MAJORS);
+  else if constexpr (type == 17) WGMMA_ISSUE(WGMMA_N, 16, "bf16", WGMMA_MAJORS);
+  else WGMMA_ISSUE(WGMMA_N, 16, "f16", WGMMA_MAJORS);
 }
 #endif
 

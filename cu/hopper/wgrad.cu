@@ -43,20 +43,8 @@
 #define PLANES 0   // NCHW
 #define FLIPPED 0
 #endif
-#if TYPE == 17
-#define WGMMA_TYPE "bf16"
-#else
-#define WGMMA_TYPE "f16"
-#endif
-#if PLANES
-#define WGMMA_MN_MAJOR_A "0"
-#define WGMMA_MN_MAJOR_B "0"
-#else
-#define WGMMA_MN_MAJOR_A "1"
-#define WGMMA_MN_MAJOR_B "1"
-#endif
 #include "mma/fragments.cuh"
-#include "hopper/ring.cuh"
+#include "hopper/skeleton.cuh"
 #include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
@@ -153,11 +141,10 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
                     const Ring& ring) {
   const int k = of.bundle * (int)arg.rows + of.row, c = of.bundle * (int)arg.columns + of.block * CHANNELS;
   Ring::Position at;
-  for (int step = range.first; step < range.last; ++step) {
-    const uint32_t dy = ring.stage(at), x = dy + DY_BLOCKS * BLOCK_BYTES, arrived = ring.arrived(at);
+  fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
+    const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
     const Divided of_image(step, arg.image_stages, arg.by_image_stages);
     const int pixel = of_image.rest * BLOCK_K, image = of_image.quotient;
-    ring.wait_empty(at);
     barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
 #pragma unroll
     for (int i = 0; i < DY_BLOCKS; ++i)
@@ -165,8 +152,7 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
 #pragma unroll
     for (int i = 0; i < X_BLOCKS; ++i)
       if (i < of.x_blocks) load_box(x + i * BLOCK_BYTES, map_x, arrived, pixel, c + CHANNELS * i, image);
-    at.next();
-  }
+  });
 }
 #else
 DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
@@ -182,10 +168,9 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
   }
   const int k = of.bundle * (int)arg.rows + of.row, rank = (int)arg.rank;
   Ring::Position at;
-  for (int step = range.first; step < range.last; ++step) {
-    const uint32_t dy = ring.stage(at), x = dy + DY_BLOCKS * BLOCK_BYTES, arrived = ring.arrived(at);
+  fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
+    const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
     const LoadBase base(arg, step * BLOCK_K);
-    ring.wait_empty(at);
     barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
 #pragma unroll
     for (int i = 0; i < DY_BLOCKS; ++i)
@@ -196,8 +181,7 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
         load_box(x + i * BLOCK_BYTES, map_x, arrived, c[i], step * BLOCK_K, 0);
       else if (i < of.x_blocks)
         load_im2col(rank, x + i * BLOCK_BYTES, map_x, arrived, c[i], base, offsets[i] & 0xffff, offsets[i] >> 16 & 0xff, offsets[i] >> 24);
-    at.next();
-  }
+  });
 }
 #endif
 
@@ -548,29 +532,22 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
   Ring::Position at;
   auto& sum = sums.of;
-  for (int step = range.first; step < range.last; ++step) {
-    const uint32_t stage = ring.stage(at);
-    ring.wait_full(at);
+  multiply_stages<BEHIND>(ring, at, range.first, range.last, sum, [&](uint32_t stage, bool fresh) {
     auto described = [](uint32_t at) { return PLANES ? wgmma_descriptor<128>(at) : wgmma_mn_major_descriptor(at); };
     const uint64_t dy = described(stage + down * PRODUCTS * BLOCK_BYTES);
     const uint64_t x = described(stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES);
-    const bool fresh = step == range.first;
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < STEPS; ++k)
 #pragma unroll
       for (int i = 0; i < PRODUCTS; ++i)
-        wgmma(sum[i], dy + (i * BLOCK_BYTES + k * STEP_BYTES) / 16, x + k * STEP_BYTES / 16, !(fresh && k == 0));
-    ring.commit<BEHIND>(at, !fresh);
-  }
-  wgmma_wait<0>();
+        wgmma<TYPE, !PLANES, !PLANES>(sum[i], dy + (i * BLOCK_BYTES + k * STEP_BYTES) / 16, x + k * STEP_BYTES / 16, !(fresh && k == 0));
+  });
   const float lost = lost_in(STEPS * (range.last - range.first));  // long sums lose more than rounding to 16 bits hides
 #pragma unroll
-  for (int i = 0; i < PRODUCTS; ++i) {
-    wgmma_arrived(sum[i]);
+  for (int i = 0; i < PRODUCTS; ++i)
 #pragma unroll
     for (int j = 0; j < WGMMA_N / 2; ++j) sum[i][j] = range.first < range.last ? with_lost(sum[i][j], lost) : 0;
-  }
 }
 
 DEVICE void leave(const Sums& sums, float* to) {
@@ -616,13 +593,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
-  if (threadIdx.x == 0) ring.init(1, 4 * CONSUMERS);
-  if (threadIdx.x == CONSUMER_THREADS) {
+  begin_block(ring, 1, CONSUMERS, [&] {
     prefetch_map(&map_dy);
     prefetch_map(&map_x);
-  }
-  __syncthreads();
-  AFTER_LAST_LAUNCH
+  });
   const Tile of(arg);
   const Range range(arg, of);
   if (threadIdx.x < CONSUMER_THREADS) {

@@ -5,8 +5,7 @@
 //   border_fold   the adjoint: dx[pixel] = sum of wide over the places at which border_copy puts that pixel, + residual[pixel]
 //   border_round  y[i] = x[i] rounded to the nearest integer, ties to even, and clipped to what the type holds; NaN gives the least
 //
-// Sides    An axis of n pixels has at a distance of a + 1 outside the pixel at a distance of v inside: t = (a + shift) % period, v = t < low ? t : high - t.
-//          With these four numbers a side repeats, mirrors or wraps, for as far as it goes. pycuda_conv/borders.py has them.
+// Sides    core/border.cuh says in which numbers a side goes on. Each side of each axis has its own.
 // Layout   x [outer][d][h][w][inner]: inner is 1 for NCHW, and the channels for channels last.
 // Mapping  border_copy: thread -> 4 neighbours of wide, which it stores at once; border_fold and border_round: one element.
 // Sums     border_fold adds a pixel's own place first. Then come, axis by axis from the outermost, the places before it and behind it, the nearest of each
@@ -14,6 +13,7 @@
 //
 // By hand: nvcc -cubin -I cu cu/layout/bordered.cu
 #include "core/portable.cuh"
+#include "core/border.cuh"
 
 #ifndef THREADS
 #define THREADS 256
@@ -87,26 +87,6 @@ WITHIN_KERNEL acc_t load_typed(const GLOBAL_MEM data_t* x, index_t i, int type) 
   return LOAD(x, i);
 }
 
-// The distance inside of the pixel that stands a + 1 outside.
-WITHIN_KERNEL int distance_inside(int a, int shift, int period, divider_t by_period, int low, int high) {
-  int t = a + shift;
-  t -= period * divided(t, by_period);
-  return t < low ? t : high - t;
-}
-#define DISTANCE(a, side, axis) \
-  distance_inside(a, (int)arg.side##shift_##axis, (int)arg.side##period_##axis, arg.by_##side##period_##axis, (int)arg.side##low_##axis, (int)arg.side##high_##axis)
-// Turns i, a place along an axis of n pixels, into the pixel that stands there. Where there is none, `filled` is 1 for the value and 2 for 0. Axes
-// come from the outermost to the innermost: in a corner that is filled by two axes, the inner one counts.
-#define FILLED_BY(fills) ((fills) ? (int)(fills) : filled)
-#define TO_PIXEL(i, n, axis)                         \
-  if (i < 0) {                                       \
-    filled = FILLED_BY(arg.fills_##axis);            \
-    i = DISTANCE(-1 - i, , axis);                    \
-  } else if (i >= (n)) {                             \
-    filled = FILLED_BY(arg.last_fills_##axis);       \
-    i = (n) - 1 - DISTANCE(i - (n), last_, axis);    \
-  }
-
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM data_t* RESTRICT wide, const BorderArguments arg) {
   AFTER_LAST_LAUNCH
   const index_t first = 4 * ((index_t)GID_0 * THREADS + LID_0), size = (index_t)arg.size, inner = (index_t)arg.inner, line = (index_t)arg.line;
@@ -120,8 +100,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTR
     const index_t slice = DIVIDED(row, arg.wide_h, arg.by_wide_h), outer = DIVIDED(slice, arg.wide_d, arg.by_wide_d);
     int h = (int)(row - slice * (index_t)arg.wide_h) - (int)arg.before_h, d = (int)(slice - outer * (index_t)arg.wide_d) - (int)arg.before_d;
     int filled = 0;
-    TO_PIXEL(d, d_end, d)
-    TO_PIXEL(h, h_end, h)
+    TO_PIXEL(d, d_end, d, last_)
+    TO_PIXEL(h, h_end, h, last_)
     const index_t from = ((outer * d_end + d) * h_end + h) * (w_end * inner), inside = at - (index_t)arg.before_w * inner;
     if (i == 0 && count == 4 && inside >= 0 && inside + 4 <= w_end * inner) {  // most threads have four neighbours of a row of x
 #pragma unroll
@@ -132,7 +112,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTR
     }
     const index_t pixel = DIVIDED(at, inner, arg.by_inner);
     int w = (int)pixel - (int)arg.before_w;
-    TO_PIXEL(w, w_end, w)
+    TO_PIXEL(w, w_end, w, last_)
     const acc_t one = filled ? (filled == 1 ? value : 0) : load_typed(x, from + w * inner + (at - pixel * inner), type);
 #pragma unroll
     for (int j = 0; j < 4; ++j) v[j] = j == i ? one : v[j];

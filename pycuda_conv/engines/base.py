@@ -15,6 +15,16 @@ from pycuda_conv.runtime.base import Device
 C = TypeVar("C", bound="Config")
 
 
+class GoneError(ValueError):
+    """A configuration is of kernels that are no more. Older tables and pickles may name it."""
+
+
+#: The classes of configurations by name.
+CLASSES: dict[str, type[Config]] = {}
+#: Those of engines that are no more. Older tables and pickles may name them.
+GONE = ("DepthwisePlanes", "DepthwisePlanesWgrad", "Lines", "Quads")
+
+
 @dataclass(frozen=True)
 class Config:
     """A kernel and its tile. Each engine's configurations are subclasses: frozen dataclasses, all of whose fields have defaults."""
@@ -22,12 +32,21 @@ class Config:
     #: Names that fields had in older tables.
     FORMER: ClassVar[Mapping[str, str]] = {}
 
+    def __init_subclass__(cls) -> None:
+        CLASSES[cls.__name__] = cls
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its name, as tables have it: the class may move to another module."""
+        return config_again, (type(self).__name__, dict(vars(self)))
+
     @classmethod
     def from_table(cls: type[C], values: Mapping[str, Any]) -> C:
         """The configuration that a tuned table describes by its fields' names; a field that the table lacks has its default.
 
         Raises
         ------
+        GoneError
+            It is of kernels that are no more.
         ValueError
             The table has a name that is no field, or a value that a field does not take.
         """
@@ -49,6 +68,21 @@ class Config:
     def tile(self) -> int:
         """The results of a matrix product's tile, for which the text names registers: the more, the longer it takes to compile."""
         return math.prod(getattr(self, name, 1) for name in ("BLOCK_M", "BLOCK_N"))
+
+
+@dataclass(frozen=True)
+class Gone(Config):
+    """What a pickled configuration becomes whose kernels are no more: a plan with it is planned anew."""
+
+    name: str = ""
+
+
+def config_again(name: str, values: Mapping[str, Any]) -> Config:
+    """A configuration that was pickled, maybe by an older version."""
+    try:
+        return CLASSES[name].from_table(values)
+    except (KeyError, ValueError):
+        return Gone(name)
 
 
 #: The prediction of :meth:`Engine.choose` where a measured rule decides, whatever the models say.

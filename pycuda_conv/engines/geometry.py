@@ -11,6 +11,7 @@ from itertools import product
 from struct import pack, unpack
 from typing import Any, TypeVar
 
+from pycuda_conv import borders
 from pycuda_conv.problem import ConvProblem, Size3
 
 _Arguments = TypeVar("_Arguments", bound=tuple[int, ...])
@@ -149,6 +150,33 @@ def filter_last_strides(problem: ConvProblem) -> tuple[int, int, int]:
     """Strides of one group of a filter whose second axis is last in memory: of the channels, as in :func:`filter_strides`, and of a tap."""
     taps, width = math.prod(problem.filter_size), problem.weight_shape[1]
     return (taps * width, 1, width) if problem.direction == "fprop" else (1, taps * width, width)
+
+
+# ---- borders
+
+
+def border_words(problem: ConvProblem) -> tuple[str, str, str] | None:
+    """The mode of each axis' border; None where one has two modes. Sides without padding have any."""
+    found = []
+    for pair, *padding in zip(problem.border or borders.NONE, problem.padding_before, problem.padding_after, strict=True):
+        words = {word for word, n in zip(pair, padding, strict=True) if n > 0}
+        if len(words) > 1:
+            return None
+        found.append(words.pop() if words else "zeros")
+    d, h, w = found
+    return d, h, w
+
+
+def border_numbers(problem: ConvProblem, axes: str = "dhw") -> dict[str, int]:
+    """The arguments of kernels that read borders of :func:`border_words` (``cu/core/border.cuh``), for some of the axes."""
+    found = {"bordered": int(problem.border is not None), "value": bits(problem.border_value, accumulator_bytes(problem))}
+    words = border_words(problem) or ("zeros",) * 3
+    for axis, word, n in zip("dhw", words, problem.input_size, strict=True):
+        if axis in axes:
+            side = borders.side(word, n)
+            found |= {f"{name}_{axis}": value for name, value in side._asdict().items()}
+            found[f"by_period_{axis}"] = divider(side.period)
+    return found
 
 
 # ---- dgrad as forward convolutions

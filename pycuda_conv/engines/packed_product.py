@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, flagged, packed_layout
@@ -26,25 +25,18 @@ from pycuda_conv.runtime.base import KernelLaunch, Place
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
     products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, Place, MomentsLayout], list[KernelLaunch]],
-    moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False, patch_rows: int = 0,
-    clusters: bool = False, mends: bool = False, tickets: int = 0,
+    moments: Moments | None = None, filter_last: bool = False, windows: bool = False, clusters: bool = False, mends: bool = False,
+    tickets: int = 0,
 ) -> Schedule:
     """The launches of a problem: those of `products`, and around them those that pack, add the parts of a split sum, and mend.
 
-    Without `packs_images` the images are read as they lie. With `filter_last` the filter's second axis is last, see
-    :func:`packs_filter_last`. `windows`: see :func:`packing`. With `patch_rows` the product splits the images itself, a patch of 8 columns
-    and so many rows of the result at a time, with a scale and a flag for each patch. `clusters`: the GPU has clusters of blocks. With
-    `mends` the product itself computes flagged results once more. With `tickets`, their number, it also adds the parts of a split sum; the
-    images have to be packed then. The last argument of `products` is the layout of `moments`.
+    With `filter_last` the filter's second axis is last, see :func:`packs_filter_last`. `windows`: see :func:`packing`. `clusters`: the GPU
+    has clusters of blocks. With `mends` the product itself computes flagged results once more. With `tickets`, their number, it also adds
+    the parts of a split sum; the images have to be packed then. The last argument of `products` is the layout of `moments`.
     """
     packed, addressings = packed_layout(problem, windows)
-    if not packs_images:
-        packed = replace(packed, as_is=True)
     scratch = Arena(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last, clusters, tickets)
-    if patch_rows:
-        units = problem.groups * problem.N * math.prod(problem.result_size) // (8 * patch_rows)
-        operands = replace(operands, x_scales=scratch.take(4 * units), x_flags=scratch.take(4 * units))
     target: Place = RESULT
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
@@ -57,7 +49,7 @@ def assemble(
         layout.redone_by(after[0])
     elif checked:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
-        after += [[step] for step in layout.guarded(problem, found, filter_last, patch_rows)]
+        after += [[step] for step in layout.guarded(problem, found, filter_last)]
     filter_bytes, moments = operands.filter_bytes, layout.moments
     return Schedule(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, checked, moments)
 

@@ -37,7 +37,7 @@ def _filter_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
 
 @lru_cache(maxsize=256)  # the same for many tiles
 def overhead(
-    problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool, packs_filter: bool = True, joined: int = 0
+    problem: ConvProblem, packed: PackedLayout, split: int, packs_filter: bool = True, joined: int = 0
 ) -> float:
     """Microseconds that all launches but the products should take, for the time models: packing, adding a split sum.
 
@@ -48,7 +48,7 @@ def overhead(
         packed_filter = 2.0 * limbs(problem) * 64 * packed.load * math.prod(filter_sizes(problem, packed)) * problem.groups
         moved = _read_filter(problem, packed) + packed_filter * (1 if packed_filter < FITTING else 2)
         of_filter = _filter_time(problem, packed)
-    if packs_images:
+    if not packed.as_is:
         images = math.prod(problem.input_shape) * problem.itemsize
         images += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
         moved += images * (WINDOWED if packed.window else 1)
@@ -60,7 +60,7 @@ def overhead(
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
         adding = 2.0
     few, (rate, launch_time, few_time) = 0.0, BESIDE[problem.itemsize]
-    if problem.layout == "CNHW" and packed.level and packs_images and problem.itemsize == 4:
+    if problem.layout == "CNHW" and packed.level and not packed.as_is and problem.itemsize == 4:
         numbers = math.prod(problem.input_shape) + math.prod(problem.weight_shape)
         written = limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
         blocks = FOLDED_BLOCK * _filter_blocks(problem, packed) + FOLDED_IMAGE * problem.N * problem.groups

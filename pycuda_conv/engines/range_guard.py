@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from pycuda_conv.engines.direct import gemm as direct_gemm
-from pycuda_conv.engines.geometry import Phase, divider, filter_last_strides, filter_strides, phases, read_strides, row_major
+from pycuda_conv.engines.geometry import Phase, filter_last_strides, filter_strides, phases, read_strides, row_major
 from pycuda_conv.engines.schedule import WORKSPACE, Arena, Moments
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs
@@ -27,28 +27,20 @@ def slack(problem: ConvProblem) -> int:
 
 
 def guarded(
-    problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None, patch_rows: int
+    problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None
 ) -> list[KernelLaunch]:
     """Launches that mend the results that depend on flagged images and channels of `problem`: see ``direct/gemm.cu``.
 
     `found`: the places of the flags of images and filters, and of their scales. `filter_last`: the filter has its second axis
-    last. `redone`: where each block notes whether it computed results again. `patch_rows`: scales and flags are not of images but
-    of patches of 8 columns and so many rows of the result.
+    last. `redone`: where each block notes whether it computed results again.
     """
     launches = direct_gemm.products(problem, direct_gemm.Gemm(128, 128, 16, 8, 8, 1), filter_last)
     *_, last = launches
-    units = {"units": problem.N, "unit_image": 1}
-    if patch_rows:
-        _, p, q = problem.result_size
-        across, images = q // 8, problem.N
-        each = p // patch_rows * across
-        units = {"units": problem.groups * images * each, "unit_group": images * each, "unit_image": each, "row_units": across}
     return [
         replace(
             step, defines={**step.defines, "FIXUP": 1, "A_VEC": 1, "B_VEC": 1},  # one kernel for all sizes, since it seldom has work
             arguments=cast(Any, step.arguments)._replace(
-                n_blocks=step.grid, **units, patch_rows=patch_rows, by_patch_rows=divider(patch_rows), followed=int(step is not last),
-                noted=int(redone is not None),
+                n_blocks=step.grid, images=problem.N, followed=int(step is not last), noted=int(redone is not None),
             ),
             grid=min(step.grid, multiprocessors),  # registers leave room for no second block
             buffers=(*step.buffers, *found, redone or found[0]),  # without `redone` the last buffer is not written
@@ -97,9 +89,9 @@ class MomentsLayout:
             self.parts, self.redone = scratch.take(moments.nbytes), scratch.take(4 * multiprocessors)
             self.moments = replace(moments, parts=self.parts[1], redone=self.redone[1])
 
-    def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]], filter_last: bool, patch_rows: int) -> list[KernelLaunch]:
+    def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]], filter_last: bool) -> list[KernelLaunch]:
         """:func:`guarded`."""
-        steps = guarded(problem, found, self._multiprocessors, filter_last, self.redone, patch_rows)
+        steps = guarded(problem, found, self._multiprocessors, filter_last, self.redone)
         self.redone_by(steps)
         return steps
 

@@ -6,11 +6,11 @@ An engine may import this module, and so ask for other engines' configurations: 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 from pycuda_conv.engines import packing, split_sum
-from pycuda_conv.engines.base import BY_RULE, Config, Engine
+from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError
 from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.engines.texts import TextFamily
@@ -48,6 +48,21 @@ def config_classes() -> dict[str, type[Config]]:
     return {cls.__name__: cls for engine in ENGINES for cls in engine.CONFIGS}
 
 
+def config_from_table(name: str, values: Mapping[str, Any]) -> Config:
+    """The configuration of that name, of which a table has the fields.
+
+    Raises
+    ------
+    GoneError
+        It is of an engine, or of kernels, that are no more.
+    KeyError, ValueError
+        There never was one of that name, or it has other fields.
+    """
+    if name in GONE:
+        raise GoneError(f"the engine of {name} is no more")
+    return config_classes()[name].from_table(values)
+
+
 def uses_tensor_cores(config: Config) -> bool:
     """Whether `config` multiplies on tensor cores, and so is fast in either layout."""
     return engine_of(config).TENSOR_CORES
@@ -63,14 +78,15 @@ def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
     engine, layout = engine_of(config), problem.launched.layout
     if layout not in engine.LAYOUTS:
         return f"it takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {layout}"
-    if problem.adapted and not adapts(engine):
+    if problem.adapted and not adapts(engine, problem.launched):
         return "it takes no borders but zeros, and no integers"
     return engine.unsupported(device) or engine.refusal(problem.launched, config)
 
 
-def adapts(engine: Engine) -> bool:
-    """Whether an engine may run problems that are :attr:`ConvProblem.adapted`."""
-    return bool(getattr(engine, "ADAPTS", False))
+def adapts(engine: Any, launched: ConvProblem) -> bool:
+    """Whether an engine may run a problem that is :attr:`ConvProblem.adapted`: those that may have a function that says so."""
+    says = getattr(engine, "adapts", None)
+    return says is not None and bool(says(launched))
 
 
 def choose(problem: ConvProblem, device: Device) -> Config:
@@ -217,7 +233,7 @@ def _worthwhile(engine: Any, launched: ConvProblem, device: Device) -> bool:
 def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
     """The engines that may run `problem`: of those that its algorithm names, or of all if none of these can."""
     launched = problem.launched
-    asked = [engine for engine in ENGINES if launched.layout in engine.LAYOUTS and (not launched.adapted or adapts(engine))]
+    asked = [engine for engine in ENGINES if launched.layout in engine.LAYOUTS and (not launched.adapted or adapts(engine, launched))]
     asked = [engine for engine in asked if _worthwhile(engine, launched, device)]
     found = [engine for engine in asked if engine.unsupported(device) is None]
     if launched.adapted:

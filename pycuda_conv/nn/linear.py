@@ -4,11 +4,13 @@ All but the last axis of the input count as the pixels of one image whose channe
 the product of a transposed 1x1 convolution whose channels are the rows: its input is x, with `features` pixels, and its filter is dy. As
 packing a filter takes long, torch computes that product where there are many rows.
 
-In a graph of ``torch.compile`` that runs as it is, a layer in evaluation and the steps after it are one call: see :func:`in_one`.
+In a graph of ``torch.compile`` a layer in evaluation and the steps after it are one call: see :func:`in_one`. In a graph for inductor that
+call is an operator, ``torch.ops.pycuda_conv.product``, where :func:`pays` says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,10 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import pycuda_conv as pc
+from pycuda_conv.engines.geometry import bits, from_bits
+from pycuda_conv.nn import operators
 from pycuda_conv.nn.autograd import _differentiated, _traced, activated
+from pycuda_conv.problem import ACTIVATIONS, activation_and_slope
 from pycuda_conv.typing import Precision
 
 #: The least products, rows, and features in or out for which our kernels are faster.
@@ -24,6 +29,8 @@ LEAST_PRODUCTS, LEAST_ROWS, LEAST_FEATURES = 2**27, 256, 32
 #: The least rows where more than the product is computed, and the most elements of the weight for that. With a larger weight, which every
 #: call packs, LEAST_ROWS are needed here too.
 LEAST_FUSED_ROWS, MOST_FUSED_WEIGHT = 48, 2**22
+#: The longest sums of 16 bits that pay in a graph that inductor takes on.
+MOST_SUMMED = 1024
 #: The most rows for which our product computes the gradient of the weight.
 MOST_ROWS = 2**13
 
@@ -87,6 +94,19 @@ def _is_worth_fusing(x: Any, weight: Any, others: tuple[Any, ...]) -> bool:
 _TYPES = frozenset((torch.float32, torch.float16, torch.bfloat16))
 
 
+def pays(x: Any, weight: Any, activation: Any, is_added_to: bool) -> bool:
+    """Whether a layer in evaluation takes less time by :func:`in_one` than by torch's product and a kernel of inductor's after it.
+
+    Float32 does where torch multiplies it on plain cores. In 16 bits torch's product itself is as fast or faster. What is saved is that its
+    result is written and read once more, so the sum has to be short. Tensors may be a tracer's.
+    """
+    if x.device.type != "cuda" or weight.device != x.device or min(weight.shape) < LEAST_FEATURES or weight.numel() > MOST_FUSED_WEIGHT:
+        return False
+    if x.dtype is torch.float32:
+        return x.dim() > 2 and torch.get_float32_matmul_precision() == "highest"  # those of two axes are mostly classifiers of few rows
+    return x.dtype in _TYPES and (activation is not None or is_added_to) and bool(weight.shape[1] <= MOST_SUMMED)
+
+
 def _is_worth_it(x: Any, weight: Any) -> bool:
     if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or not x.is_cuda or x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         return False
@@ -94,6 +114,28 @@ def _is_worth_it(x: Any, weight: Any) -> bool:
         return False
     features, rows = min(weight.shape), x.numel() // max(x.shape[-1], 1)
     return features >= LEAST_FEATURES and rows >= LEAST_ROWS and x.numel() * weight.shape[0] >= LEAST_PRODUCTS
+
+
+def spec_of(activation: Any, moved: bool) -> list[int]:
+    """The options of :func:`in_one` as the operator takes them: the activation's number and its slope's bits, and `moved`."""
+    number, slope = activation_and_slope(activation)
+    return [number, bits(slope, 8), int(moved)]
+
+
+def _operator(x: Any, weight: Any, bias: Any, scale: Any, residual: Any, spec: Sequence[int]) -> Any:
+    number, slope, moved = spec
+    word = ACTIVATIONS[number]
+    return in_one(x, weight, bias, scale, residual, (word, from_bits(slope, 8)) if word == "leaky_relu" else word, bool(moved))
+
+
+def _fake(x: Any, weight: Any, bias: Any, scale: Any, residual: Any, spec: Sequence[int]) -> Any:
+    made = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return made.movedim(-1, 1) if spec[2] else made
+
+
+operators.define(
+    "product(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? residual, int[] spec) -> Tensor", _operator, _fake,
+)  # fmt: skip
 
 
 def _product(x: Any, weight: Any, bias: Any) -> Any:

@@ -311,6 +311,15 @@ class Operators(_Folding):
         flat = [n for pair in windows for n in pair]
         return self.graph.call_function(torch.ops.pycuda_conv.max_pool.default, (given["input"], flat))
 
+    def product(
+        self, given: dict[str, Any], scale: Any, residual: Any, activation: Any, moved: bool, gradient: bool
+    ) -> Node | None:
+        x, weight, bias = (given[name] for name in ("input", "weight", "bias"))
+        if gradient or not linear.pays(value(x), value(weight), activation, residual is not None):
+            return None
+        given_all = x, weight, bias, scale, residual, linear.spec_of(activation, moved)
+        return self.graph.call_function(torch.ops.pycuda_conv.product.default, given_all)
+
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)
         name = "conv_transpose" if options.transposed else "conv"

@@ -42,7 +42,8 @@ def _pyopencl() -> Any:
         # prefer the system's PoCL: the one in PyOpenCL's wheel is older and refuses to compile for CPUs it does not know
         os.environ.setdefault("OCL_ICD_VENDORS", str(_SYSTEM_VENDORS))
     try:
-        return importlib.import_module("pyopencl")
+        with waiting.held_back():
+            return importlib.import_module("pyopencl")
     except ImportError as error:
         raise BackendError(f"PyOpenCL is not importable ({error}); {_HOW}") from error
 

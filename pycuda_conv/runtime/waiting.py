@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -56,6 +56,23 @@ def until(done: Callable[[], Any], compiling: bool = False) -> None:
         pause = min(2 * pause, LONGEST_PAUSE)
     if guard:
         _put_handlers_back()
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Inside the block signals wait for its end. It is for C++ that ends the process where a handler raises: imports by nanobind do."""
+    came: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: handler for number in _TAKEN if main and callable(handler := signal.getsignal(number))}
+    try:
+        for number in before:
+            signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def _put_handlers_back() -> None:

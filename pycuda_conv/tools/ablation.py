@@ -53,8 +53,11 @@ class _Fewer:
 
 #: Parts of engines that can be left out too: the engine, and the configurations of the part.
 PARTS: dict[str, tuple[Engine, Callable[[Any], bool]]] = {
-    "halo_loaders": (hopper_gemm, lambda config: isinstance(config, hopper_gemm.ImplicitGemm) and config.halo)
+    "pingpong": (hopper_gemm, lambda config: isinstance(config, hopper_gemm.ImplicitGemm) and config.takes_turns),
 }
+
+#: What the text of a configuration says that hands work to such a part.
+WORDS = {"pingpong": "schedule='pingpong'"}
 
 
 def engine_names() -> dict[str, Engine]:
@@ -92,7 +95,7 @@ def without(names: Sequence[str]) -> Iterator[None]:
 def belongs(config: Config, name: str) -> bool:
     """Whether `config` is of such an engine or part, or hands work to a configuration of it."""
     if name in PARTS:
-        return PARTS[name][1](config) or "loader='halo" in str(config)
+        return PARTS[name][1](config) or WORDS[name] in str(config)
     return any(re.search(rf"\b{cls.__name__}\(", str(config)) for cls in engine_names()[name].CONFIGS)
 
 

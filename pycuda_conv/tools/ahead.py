@@ -2,7 +2,7 @@
 
 What takes long in a first call is compiling, by this package's compilers and by torch's. Both keep on the disk what they have made. So the
 process that measures finds it there, and compilers of several networks and sides work at once. Each process is
-``python -m pycuda_conv.tools.ahead WHAT NETWORK IMAGES MODE PLACE SEED SIDE ...``.
+``python -m pycuda_conv.tools.models WHAT NETWORK IMAGES MODE PLACE SEED SIDE ...``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pycuda_conv.tools.terminal import require, track
+from pycuda_conv.tools.terminal import track
 
 if TYPE_CHECKING:
     from pycuda_conv.tools.model_rows import Case
     from pycuda_conv.tools.rivals import Side
 
+CHILD = "pycuda_conv.tools.models"
 CORES = 3  # for one process
 MOST = 10  # processes: each keeps a network and its compiled code on the GPU
 
@@ -67,7 +68,7 @@ def first_calls(cases: Sequence[tuple[Case, Sequence[Side]]], place: str, seed: 
     try:
         for part in track(parts(cases), str):
             case = part.case
-            command = [sys.executable, "-m", __name__, case.what, case.network, str(case.images), case.mode, place, str(seed)]
+            command = [sys.executable, "-m", CHILD, case.what, case.network, str(case.images), case.mode, place, str(seed)]
             process = subprocess.Popen(
                 [*command, *(side.name for side in part.sides)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
@@ -81,27 +82,3 @@ def first_calls(cases: Sequence[tuple[Case, Sequence[Side]]], place: str, seed: 
             process.kill()
             process.wait()
     return ready
-
-
-def child(what: str, network: str, images: str, mode: str, place: str, seed: str, *names: str) -> None:
-    """The first calls of a case's sides of these names."""
-    from pycuda_conv.runtime import get_device
-    from pycuda_conv.tools import models, rivals
-    from pycuda_conv.tools.model_rows import Case
-
-    torch = require("torch")
-    torch.backends.cudnn.benchmark = True
-    case, device = Case(what, network, int(images), mode), get_device(place)
-    chosen = [side for side in models.sides_of(case, False, True) if side.name in names]
-    with rivals.arithmetic(torch, mode), torch.set_grad_enabled(what == "trained"):
-        if what == "evaluated":
-            step_of, _ = models.evaluation_of(torch, case, place, int(seed))
-        else:
-            step_of, _, (base, given, _) = models.training_of(torch, case, place, int(seed))
-            if any(side.ours for side in chosen):
-                models.compile_gradients(torch, case, base, given, device)
-        rivals.first_calls(torch, chosen, step_of, device)
-
-
-if __name__ == "__main__":
-    child(*sys.argv[1:])

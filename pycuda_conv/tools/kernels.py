@@ -12,6 +12,7 @@ from typing import Any
 
 from pycuda_conv.background import launches
 from pycuda_conv.engines import registry
+from pycuda_conv.engines.images import window as images
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm, max_pool
 from pycuda_conv.engines.nn import fold_norms as folding
@@ -24,7 +25,6 @@ from pycuda_conv.tools.terminal import OK, console, table
 from pycuda_conv.tune import key, shipped_table
 
 ARCHITECTURES = ("sm_90a", "sm_80", "opencl")
-UNLISTED = "hopper_lines"  # an engine with a text for each layer
 #: The most texts that the shipped table of measured choices adds to those of the planner's choices.
 MOST_MEASURED = 40
 
@@ -39,7 +39,7 @@ def device_of(architecture: str) -> Any:
 def families(architecture: str) -> list[TextFamily]:
     """All families of texts of an architecture."""
     device = device_of(architecture)
-    planned = [*registry.texts(device), *batch_norm.texts(device)]
+    planned = [*registry.texts(device), *batch_norm.texts(device), *images.texts(device)]
     if device.backend == "cuda":  # other devices' arrays lie in host memory
         planned += besides()
     return planned + measured(device, planned)
@@ -61,7 +61,7 @@ def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:
         for with_moments in (False, True):
             for launch in launches(registry.schedule(problem, choice.config, device, with_moments)):
                 file = launch.file or launch.kernel
-                if file != UNLISTED and not any(launch in family for family in planned):
+                if not any(launch in family for family in planned):
                     choices = {name: (value,) for name, value in launch.defines.items()}
                     found[launch.source()] = TextFamily(file, choices, arch=launch.arch)
     return list(found.values())

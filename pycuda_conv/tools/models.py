@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from pycuda_conv.runtime import Device
+from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import ahead, bench
 from pycuda_conv.tools.model_rows import ROWS, Case, Evaluated, Row, Trained, markdown, mean_lines, row_table
@@ -35,6 +35,7 @@ from pycuda_conv.tools.rivals import (
     begin,
     convolutions_share,
     dtype_of,
+    first_calls,
     format_of,
     made,
     sides,
@@ -200,6 +201,8 @@ def drawn(torch: Any, place: str, seed: int, count: int) -> list[str]:
         try:
             with torch.no_grad():
                 call = evaluation_of(torch, case, place, seed)[0](Side(EAGER))
+                if not bool(torch.isfinite(call()).all()):
+                    raise ToolError("its results are not finite in float16")
                 share = convolutions_share(torch, call)
         except Exception as error:  # a network may need what is not here, or refuse such images
             print(f"{name}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}", file=sys.stderr)
@@ -377,3 +380,24 @@ def _say(row: Row, seconds: float) -> None:
         print(f"{row.case}: {told or '-'}; {row.verdict}; {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
+# ---- in a process of its own
+
+
+def child(what: str, name: str, images: str, mode: str, place: str, seed: str, *names: str) -> None:
+    """Make the first calls of a case's sides of these names: see :mod:`pycuda_conv.tools.ahead`."""
+    torch = require("torch")
+    torch.backends.cudnn.benchmark = True
+    case, device = Case(what, name, int(images), mode), get_device(place)
+    chosen = [side for side in sides_of(case, False, True) if side.name in names]
+    with arithmetic(torch, mode), torch.set_grad_enabled(what == "trained"):
+        if what == "evaluated":
+            step_of, _ = evaluation_of(torch, case, place, int(seed))
+        else:
+            step_of, _, (base, given, _) = training_of(torch, case, place, int(seed))
+            if any(side.ours for side in chosen):
+                compile_gradients(torch, case, base, given, device)
+        first_calls(torch, chosen, step_of, device)
+
+
+if __name__ == "__main__":
+    child(*sys.argv[1:])

@@ -22,6 +22,16 @@ FEWER = {"segformer_b0": 8, "vae_decoder": 2, "small_unet": 4}
 MOST_PARAMETERS, LARGEST, LEAST_CONVOLUTIONS = 60_000_000, 256, 8
 
 
+def _with_numbers(torch: Any) -> Any:
+    """Lets ``torch.linspace`` have numbers where tensors have none: networks make floats of it while they are made."""
+
+    class WithNumbers(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **({**(kwargs or {}), "device": "cpu"} if func is torch.linspace else kwargs or {}))
+
+    return WithNumbers()
+
+
 def candidates(torch: Any, seed: int) -> Iterator[str]:
     """Names of timm's networks in an order drawn by a seed: those of a size that a benchmark bears, with convolutions in them."""
     timm = require("timm")
@@ -29,7 +39,7 @@ def candidates(torch: Any, seed: int) -> Iterator[str]:
     random.Random(seed).shuffle(names)
     for name in names:
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), _with_numbers(torch):
                 model = timm.create_model(name, pretrained=False)
         except Exception:  # it may need a package that is not here, or numbers while it is made
             continue

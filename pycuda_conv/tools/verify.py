@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import importlib
 import secrets
@@ -461,6 +462,15 @@ def list_cases() -> int:
     return OK
 
 
+def _where(device: Device) -> dict[str, Any]:
+    """Where and when results were computed, and beside which torch."""
+    torch, on_gpu = _importable("torch"), device.backend == "cuda"
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "device": device.name, "model": device.model,
+        "torch": torch and torch.__version__, "cudnn": torch.backends.cudnn.version() if torch is not None and on_gpu else None,
+    }
+
+
 def run(cases: str | None = None, device: Any = None, seed: int | None = None, as_json: bool = False) -> int:
     """Verify and print; the exit status is that of a success if all cases passed."""
     chosen = select(cases)
@@ -477,10 +487,10 @@ def run(cases: str | None = None, device: Any = None, seed: int | None = None, a
     elapsed = time.perf_counter() - start
     failed = [r for r in results if not r.passed]
     if as_json:
-        facts = {
-            "device": where.name, "model": where.model, "seed": seed, "seconds": elapsed, "compiling_seconds": compiled - start,
-            "passed": not failed, "results": [asdict(r) for r in results],
-        }  # fmt: skip
+        facts = _where(where) | {
+            "seed": seed, "seconds": elapsed, "compiling_seconds": compiled - start, "passed": not failed,
+            "results": [asdict(r) for r in results],
+        }
         print(json_text(facts))
         return FAILED if failed else OK
     beside = any(r.torch_relative is not None for r in results)

@@ -20,7 +20,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "ADAPTS", "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Bordered", "choose", "configs", "filter_key", "refusal", "schedule",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Bordered", "adapts", "choose", "configs", "filter_key", "refusal", "schedule",
     "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
@@ -34,8 +34,6 @@ class Bordered(Config):
 CONFIGS = (Bordered,)
 LAYOUTS = "NCHW", "NHWC", "CNHW", "CHWN"
 TENSOR_CORES = True
-#: It takes problems that are :attr:`ConvProblem.adapted`, and no others.
-ADAPTS = True
 MOST_TEXTS = border_copy.MOST_TEXTS
 
 
@@ -45,6 +43,11 @@ def unsupported(device: Device) -> str | None:
 
 
 # ---- what runs
+
+
+def adapts(problem: ConvProblem) -> bool:
+    """True: it takes all problems that are :attr:`ConvProblem.adapted`, and no others."""
+    return True
 
 
 def _inner(problem: ConvProblem) -> ConvProblem:
@@ -63,8 +66,8 @@ def alike(problem: ConvProblem, config: Config) -> Config:
     """The configuration with the sums of `config`, which is for another problem, one with a border or without."""
     if isinstance(config, Bordered):
         return config if problem.adapted else parsed(config.INNER) or config
-    engine = registry.engine_of(config)
-    return Bordered(str(config)) if problem.adapted and not registry.adapts(engine) else config
+    takes = registry.adapts(registry.engine_of(config), problem.launched)
+    return Bordered(str(config)) if problem.adapted and not takes else config
 
 
 # ---- launches

@@ -20,7 +20,7 @@ def parsed(text: str) -> Config | None:
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             return None
         values = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
-        return registry.config_classes()[call.func.id].from_table(values)
+        return registry.config_from_table(call.func.id, values)
     except (SyntaxError, ValueError, KeyError):
         return None
 

@@ -44,7 +44,18 @@ from pycuda_conv.engines.direct.wgrad import (
     wgrad_refusal,
     wgrad_variants,
 )
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, divider, needs_64_bits, outputs_apart, taps_apart
+from pycuda_conv.engines.geometry import (
+    accumulator_bytes,
+    arguments,
+    border_numbers,
+    border_words,
+    by_axis,
+    ceil,
+    divider,
+    needs_64_bits,
+    outputs_apart,
+    taps_apart,
+)
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -87,12 +98,20 @@ def unsupported(device: Device) -> str | None:
     return None
 
 
+def adapts(problem: ConvProblem) -> bool:
+    """Whether ``direct/tile.cu`` reads the image's border: one that goes on alike at both sides of an axis."""
+    plain = not (problem.input_dtype or problem.result_dtype)
+    return plain and problem.direction == "fprop" and border_words(problem) is not None
+
+
 def refusal(problem: ConvProblem, config: Config) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     if isinstance(config, Wgrad):
         return wgrad_refusal(problem, config)
     if problem.layout != "NCHW":
         return "it takes NCHW arrays"
+    if problem.border is not None and not (isinstance(config, Tile) and adapts(problem)):
+        return "it takes no such border"
     taps, acc = math.prod(problem.filter_size), accumulator_bytes(problem)
     if isinstance(config, (Single, Tile)):
         forward = problem.direction == "fprop" or (isinstance(config, Tile) and flips(problem))
@@ -147,7 +166,8 @@ DgradArguments = kernel_struct("direct_dgrad", "DgradArguments")
 
 #: Members that depend on the batch and on sizes of images; all others are constants of a layer.
 _SIZES = {
-    SingleArguments: "tiles h w p q", TileArguments: "tiles_p tiles_q h w p q",
+    SingleArguments: "tiles h w p q",
+    TileArguments: "tiles_p tiles_q h w p q value shift_h period_h low_h high_h fills_h shift_w period_w low_w high_w fills_w",
     BatchedArguments: "n_pixels plane p q split run part_size d h w", DgradArguments: "n_pixels plane h w split run part_size o p q",
 }  # fmt: skip
 
@@ -209,7 +229,8 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
     args = arguments(
         TileArguments, tiles_p=tiles_p, tiles_q=tiles_q, c=problem.C, k=problem.K, by_multiplier=divider(problem.K // problem.C), h=h, w=w,
         p=p, q=q, pad_h=pad_h, pad_w=pad_w, r=r, s=s, stride_h=stride_h, stride_w=stride_w, dil_h=dil_h, dil_w=dil_w,
-        by_halo_w=divider(halo_w), flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **finish(problem),
+        by_halo_w=divider(halo_w), flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **border_numbers(problem, "hw"),
+        **finish(problem),
     )  # fmt: skip
     elements = r * s + halo_h * halo_w
     layer = _constants(problem, args)

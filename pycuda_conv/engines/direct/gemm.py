@@ -147,7 +147,7 @@ def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> l
 
 GemmArguments = kernel_struct("direct_gemm", "GemmArguments")
 #: The members that only the FIXUP kernel reads.
-_OF_FIXUP = ("n_blocks", "units", "unit_group", "unit_image", "patch_rows", "by_patch_rows", "row_units", "followed", "noted")
+_OF_FIXUP = ("n_blocks", "images", "followed", "noted")
 
 
 def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool) -> KernelLaunch:

@@ -253,7 +253,7 @@ def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
         steps = ceil(packed.group * math.prod(addressing.taps), STEP)
         rounds = ceil(_blocks(problem, config, addressing), device.multiprocessors)
         cycles += rounds * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
-    return cycles / CLOCK + overhead(problem, packed, config.SPLIT, not packed.as_is)
+    return cycles / CLOCK + overhead(problem, packed, config.SPLIT)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm80] | None:

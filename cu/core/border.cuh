@@ -1,0 +1,36 @@
+// border.cuh: which pixel of an axis stands at a place outside of it, for kernels that read images with a border of their own pixels.
+//
+// An axis of n pixels has at a distance of a + 1 outside the pixel at a distance of v inside: t = (a + shift) % period, v = t < low ? t : high - t.
+// With these numbers a side repeats its pixel, mirrors the image or wraps it, for as far as it goes: pycuda_conv/borders.py has them. A side that
+// is filled, with the value (fills = 1) or with 0 (fills = 2), counts as one that repeats its pixel, so that loads stay inside.
+//
+// The numbers are members of the launch's arguments: shift_h, period_h, by_period_h, low_h, high_h, fills_h for the axis h, and so on.
+#pragma once
+
+WITHIN_KERNEL int distance_inside(int a, int shift, int period, divider_t by_period, int low, int high) {
+  int t = a + shift;
+  t -= period * divided(t, by_period);
+  return t < low ? t : high - t;
+}
+// `side` goes before the names of the members: nothing, or last_ where the side behind has numbers of its own.
+#define DISTANCE(a, side, axis) \
+  distance_inside(a, (int)arg.side##shift_##axis, (int)arg.side##period_##axis, arg.by_##side##period_##axis, (int)arg.side##low_##axis, (int)arg.side##high_##axis)
+// Turns i, a place along an axis of n pixels, into the pixel that stands there. Where there is none, `filled` becomes 1 or 2, as `fills` is. Axes come
+// from the outermost to the innermost: in a corner that is filled by two axes, the inner one counts.
+#define FILLED_BY(fills) ((fills) ? (int)(fills) : filled)
+#define TO_PIXEL(i, n, axis, last)                  \
+  if (i < 0) {                                      \
+    filled = FILLED_BY(arg.fills_##axis);           \
+    i = DISTANCE(-1 - i, , axis);                   \
+  } else if (i >= (n)) {                            \
+    filled = FILLED_BY(arg.last##fills_##axis);     \
+    i = (n) - 1 - DISTANCE(i - (n), last, axis);    \
+  }
+// The same without branches, for an axis whose sides are alike.
+#define TO_PIXEL_SELECTED(i, n, axis)                                                   \
+  {                                                                                     \
+    const bool inside_ = (unsigned)i < (unsigned)(n);                                   \
+    const int v_ = DISTANCE(i < 0 ? -1 - i : i - (n), , axis);                          \
+    filled = inside_ ? filled : FILLED_BY(arg.fills_##axis);                            \
+    i = inside_ ? i : i < 0 ? v_ : (n) - 1 - v_;                                        \
+  }

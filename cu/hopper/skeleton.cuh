@@ -1,0 +1,41 @@
+// skeleton.cuh: what the kernels for Hopper do alike. Producers load what a tile needs, stage by stage, into a ring in shared memory (ring.cuh).
+// Consumer warpgroups multiply the stages and store the sums.
+//
+// A kernel's consumers are the first warpgroups of its block; behind them are the producers. What the tile of a block is, which stages it sums, and where
+// these lie in memory, is the kernel's own: it gives these functions what loads a stage, and what multiplies one.
+#pragma once
+#include "hopper/ring.cuh"
+
+// Begins a block of so many `consumers`: its ring, of whose stages each is full after `producers` arrivals; and the launch before it in the stream.
+// The first thread behind the consumers calls `prefetch`, for tensor maps.
+template <class Ring, class Prefetch> DEVICE void begin_block(const Ring& ring, int producers, int consumers, const Prefetch& prefetch) {
+  if (threadIdx.x == 0) ring.init(producers, 4 * consumers);
+  if (threadIdx.x == 128 * consumers) prefetch();
+  __syncthreads();
+  AFTER_LAST_LAUNCH
+}
+
+// The producer's loop over the stages [first, last) of a sum: `load(step, stage, arrived)` loads a step, and tells the stage's barrier how many bytes it expects.
+template <class Ring, class Load> DEVICE void fill_stages(const Ring& ring, typename Ring::Position& at, int first, int last, const Load& load) {
+  for (int step = first; step < last; ++step) {
+    const uint32_t stage = ring.stage(at), arrived = ring.arrived(at);
+    ring.wait_empty(at);
+    load(step, stage, arrived);
+    at.next();
+  }
+}
+
+// The consumers' loop over the same stages: `multiply(stage, fresh)` issues the products of a stage, and begins new sums if it is `fresh`. The products of
+// `behind` stages, 0 or 1, may still run while the next stage is waited for. Afterwards the sums are there; the last stage is to be given back if `behind` is 1.
+template <int behind, class Ring, int count, int length, class Multiply>
+DEVICE void multiply_stages(const Ring& ring, typename Ring::Position& at, int first, int last, float (&sums)[count][length], const Multiply& multiply) {
+  for (int step = first; step < last; ++step) {
+    const uint32_t stage = ring.stage(at);
+    ring.wait_full(at);
+    multiply(stage, step == first);
+    ring.template commit<behind>(at, step > first);
+  }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int i = 0; i < count; ++i) wgmma_arrived(sums[i]);
+}

@@ -1,0 +1,83 @@
+// images/separable.cu: a filter along rows and then one along columns, of images, in one launch.
+//
+//   y[n, p, q] = sum over r of f_h[r] * (sum over s of f_w[s] * x[n, p + r - pad_h, q + s - pad_w])
+//
+// A block loads the window of its tile once, at the border by the formula of window.cuh, filters its rows, then the columns of what that gives. Nothing between
+// the two passes leaves shared memory, and nothing is rounded to a pixel's type between them. With r = 0 or s = 0 there is one pass alone.
+//
+// Mapping  block -> tile_p x tile_q numbers of one slice of one image; GID_0 = ((image * slices + slice) * tiles down + tile row) * tiles across + tile column.
+//          thread -> in the first pass 8 neighbours of one colour in a row; neighbouring threads have neighbouring rows, whose pitch is odd: no two use the same
+//          bank. In the second pass 8 neighbours of a column; neighbouring threads have neighbouring columns. Eight taps meet eight results in 64
+//          multiplications, for which a thread loads eight numbers and eight taps.
+//          On OpenCL a block is one work-item, which has four vectors of neighbours of a row at a time.
+// Memory   shared: the window, halo_p x pitch; its filtered rows, halo_p x wide; the filters, f_h and then f_w.
+//
+// By hand: nvcc -cubin -I cu cu/images/separable.cu
+#include "images/window.cuh"
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_separable(const GLOBAL_MEM in_t* RESTRICT x, const GLOBAL_MEM acc_t* RESTRICT filters, const GLOBAL_MEM acc_t* previous,
+                                                       GLOBAL_MEM out_t* RESTRICT y, const WindowArguments arg) {
+  AFTER_LAST_LAUNCH
+  LOCAL_ROOM(room);
+  const Tile at = tile_of(arg, (int)GID_0);
+  const int taps_h = (int)arg.r, taps_w = (int)arg.s, halo_p = (int)arg.halo_p, pitch = (int)arg.pitch, wide = (int)arg.wide;
+  const int tile_p = (int)arg.tile_p, tile_q = (int)arg.tile_q, colours = (int)arg.colours;
+  LOCAL_MEM_POINTER acc_t* const across = taps_w ? room + halo_p * pitch : room;  // without a filter along rows, the window itself
+  LOCAL_MEM_POINTER acc_t* const taps = across + halo_p * wide;
+
+  for (int i = LID_0; i < taps_h + taps_w; i += THREADS) taps[i] = filters[i];
+  load_window(x, room, arg, at, at.o);
+#ifdef __OPENCL_VERSION__
+  const int p_rest = (int)arg.p - at.p, rows = p_rest < tile_p ? p_rest : tile_p, q_rest = (int)arg.q - at.q, columns = q_rest < tile_q ? q_rest : tile_q;
+  if (taps_w) {
+    for (int down = 0; down < halo_p; ++down)
+      for (int q = 0; q < columns; q += 4 * LANES) {
+        lanes_t sums[4] = NO_SUMS;
+        ADD_PRODUCTS(sums, room + down * pitch + q, colours, taps + taps_h, 1, taps_w, 0)
+        if (taps_h) {
+          for (int i = 0; i < 4; ++i) STORE_LANES(sums[i], i, across + down * wide + q);
+        } else if (down < rows) {
+          for (int i = 0; i < 4; ++i)
+            if (q + LANES * i < columns) store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q + LANES * i, columns - q - LANES * i, sums[i]);
+        }
+      }
+  }
+  if (taps_h)
+    for (int down = 0; down < rows; ++down)
+      for (int q = 0; q < columns; q += 4 * LANES) {
+        lanes_t sums[4] = NO_SUMS;
+        ADD_PRODUCTS(sums, across + down * wide + q, wide, taps, 1, taps_h, 0)
+        for (int i = 0; i < 4; ++i)
+          if (q + LANES * i < columns) store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q + LANES * i, columns - q - LANES * i, sums[i]);
+      }
+#else
+  local_barrier();
+  if (taps_w) {
+    for (int i = LID_0; i < halo_p * (tile_q / 8); i += THREADS) {
+      const int eight = divided(i, arg.by_halo_p), down = i - eight * halo_p, block = divided(eight, arg.by_colours);
+      const int first = block * 8 * colours + eight - block * colours;
+      acc_t sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+      ADD_PRODUCTS(sums, room + down * pitch + first, colours, taps + taps_h, 1, taps_w, 0)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) across[down * wide + first + j * colours] = sums[j];
+    }
+    local_barrier();
+  }
+  for (int i = LID_0; i < tile_q * (tile_p / 8); i += THREADS) {
+    const int eight = divided(i, arg.by_tile_q), column = i - eight * tile_q, down = eight * 8, q = at.q + column;
+    const LOCAL_MEM_POINTER acc_t* const from = across + down * wide + column;
+    acc_t sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+    if (taps_h) {
+      ADD_PRODUCTS(sums, from, wide, taps, 1, taps_h, 0)
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sums[j] = from[j * wide];
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int p = at.p + down + j;
+      if (p < (int)arg.p && q < (int)arg.q) store_one(y, previous, arg, at.y + p * (index_t)arg.y_h + q, sums[j]);
+    }
+  }
+#endif
+}

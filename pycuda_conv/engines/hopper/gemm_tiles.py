@@ -1,0 +1,306 @@
+"""The tiles of ``cu/hopper/gemm.cu``: what a configuration is, why one cannot run, its shared memory, how it stores, a launch's phases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, get_args
+
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, packed_layout, why_not
+from pycuda_conv.engines.base import Config, GoneError
+from pycuda_conv.engines.geometry import Phase, ceil, repeats
+from pycuda_conv.engines.hopper.common import SHARED_BYTES
+from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, why_not_so_many
+from pycuda_conv.engines.packed_product import arithmetic, first_ones
+from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
+from pycuda_conv.problem import ConvProblem, Size3
+
+KERNEL = "hopper_gemm"
+INTERLEAVED_PIECE = 1024  # bytes of staging a warp needs beside the sums it keeps of the first of two paired phases
+JOINED_BYTES = 512 << 10  # the most bytes of parts of one tile that a block of the product adds itself
+#: Phases of one launch at the most: its parameters have room for the arguments and tensor maps of so many.
+PHASES = 4
+#: The tiles worth choosing from: BLOCK_M -> the BLOCK_Ns, for each value of :func:`rarity`. The rarer a product, the fewer its tiles,
+#: because each tile is one kernel for each of the many ways to load and to store. By the model, random problems take 0.8% longer in the
+#: mean with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which are six times as many kernels.
+#: The key is (three products, the result's pixels are contiguous). Pixels that are not contiguous have a `rarity` of 1 or more.
+PIXELS: dict[tuple[bool, bool], tuple[dict[int, tuple[int, ...]], ...]] = {
+    (False, True): (
+        {128: (64, 128), 64: (64, 96, 144, 256)}, {128: (64, 128), 64: (64, 144, 256)}, {128: (128,), 64: (64, 256)}, {64: (64, 256)},
+    ),
+    (False, False): ({}, {128: (128,), 64: (64, 144, 256)}, {128: (128,), 64: (64, 256)}, {128: (64,), 64: (64,)}),
+    (True, True): ({128: (64, 96), 64: (64, 96, 144, 256)}, {128: (64,), 64: (64, 144, 256)}, *2 * ({128: (64,), 64: (64, 256)},)),
+    (True, False): ({}, {128: (64,), 64: (64, 144, 256)}, {128: (64,), 64: (64, 256)}, {128: (64,), 64: (64,)}),
+}  # fmt: skip
+#: The same for bfloat16 sums that are split, whose fp32 parts need kernels of their own: they have few tiles.
+BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64, 144)}, {128: (128,), 64: (64,)}, {64: (64,)}, {64: (64,)})
+#: The same for ping-pong consumers: BLOCK_N by `rarity`.
+PINGPONG_PIXELS: tuple[tuple[int, ...], ...] = ((128, 160), (128,), (128,), ())
+#: "cooperative": the two consumers share each tile. "pingpong": they take tiles in turn, so that one multiplies while the other stores.
+Pipeline = Literal["cooperative", "pingpong"]
+PIPELINES = get_args(Pipeline)
+
+
+@dataclass(frozen=True)
+class ImplicitGemm(Config):
+    """One tile of ``hopper/gemm.cu``.
+
+    BLOCK_M output channels, BLOCK_N pixels, the STAGES of its ring, SPLIT parts of gemm k, and how its two consumers share the work.
+    """
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
+    STAGES: int = 3
+    SPLIT: int = 1
+    schedule: Pipeline = "cooperative"
+
+    FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
+
+    def __post_init__(self) -> None:
+        if self.schedule not in PIPELINES:
+            raise ValueError(f"schedule must be one of {', '.join(PIPELINES)}, but got {self.schedule!r}")
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the consumers take whole tiles in turn."""
+        return self.schedule == "pingpong"
+
+    @property
+    def packs_images(self) -> bool:
+        """Always, unless they are already 16-bit and channels last."""
+        return True
+
+    @classmethod
+    def from_table(cls, values: Mapping[str, Any]) -> ImplicitGemm:
+        """:meth:`Config.from_table` for older tables too: they have flags, and a `loader`, of which one is left.
+
+        Raises
+        ------
+        GoneError
+            It is one of the loaders that loaded an image's patch once for all taps.
+        ValueError
+        """
+        flags = {name: value for name, value in values.items() if name in ("POINTWISE", "HALO", "RAW", "PINGPONG")}
+        if not all(isinstance(value, bool) for value in flags.values()):
+            raise ValueError(f"flags must be true or false, but are {flags}")
+        loader = values.get("loader", "im2col")
+        if loader in ("halo", "halo_split") or flags.get("HALO") or flags.get("RAW"):
+            raise GoneError("no kernel loads an image's patch once for all taps any more")
+        if loader not in ("im2col", "planes"):
+            raise ValueError(f"loader must be im2col, but is {loader!r}")
+        former = {"schedule": "pingpong"} if flags.get("PINGPONG") else {}
+        return super().from_table({name: value for name, value in values.items() if name not in (*flags, "loader")} | former)
+
+
+def form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
+    """The packed layout and the phases' addressing of `problem`. TMA's loads may overlap in memory, so windows are allowed."""
+    return packed_layout(problem, windows=True)
+
+
+def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.BLOCK_M not in (64, 128):
+        return "a tile has 64 or 128 rows"
+    # a consumer's sums fill its registers: one set of them, or three for three products
+    most = 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
+    if config.BLOCK_N % (8 if config.BLOCK_M == 128 else 16) or not 8 <= consumer_pixels(config) <= most:
+        return f"a consumer takes a multiple of 8 pixels up to {most}"
+    if config.takes_turns:
+        reason = _no_pingpong(problem, config)
+        if reason:
+            return reason
+    return why_not_so_many(config.STAGES, shared_bytes(problem, config), SHARED_BYTES, config.SPLIT)
+
+
+def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+    """Why consumers can't take tiles by turns, or None if they can."""
+    if products(problem) == 3 or config.BLOCK_M != 128 or paired(problem):
+        return "consumers take tiles by turns if these have 128 rows, of one product, and columns of one phase"
+    most = 128 if problem.has_residual and config.SPLIT == 1 else 192
+    return f"a consumer takes all {config.BLOCK_N} pixels of a tile then, up to {most}" if config.BLOCK_N > most else None
+
+
+def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Shared memory of a block in bytes: the ring and its alignment, staging tiles, the pixels' scales and places."""
+    return ring_of_problem(problem, config).nbytes(config.STAGES)
+
+
+def ring_of_problem(problem: ConvProblem, config: ImplicitGemm) -> Ring:
+    return ring_of(config, limbs(problem), stored_bytes(problem, config) if tensor_store(problem, config) else 0, paired(problem))
+
+
+def ring_of(config: ImplicitGemm, limbs_each: int, stored: int, pairs: bool) -> Ring:
+    """The ring of the filter and of images: a stage is 64 of gemm k.
+
+    Beside it lie the consumers' staging tiles, by the bytes of an element that TMA stores, 0 if it stores none, and by whether columns are
+    written in `pairs`; and a scale of each pixel, and its place in the latter case.
+    """
+    consumer = consumer_pixels(config)
+    if pairs:
+        staging = 4 * (4 * 16 * consumer + INTERLEAVED_PIECE)
+    else:
+        staging = 2 * 32 * 64 * stored if stored else 4 * 4 * 32 * 20
+    stage = limbs_each * (config.BLOCK_M + config.BLOCK_N) * 128
+    return Ring(stage, 2 * (staging + (4 + 8 if pairs else 4) * consumer) + ALIGNMENT, SHARED_BYTES)
+
+
+def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether TMA writes the result: rows of channels whose pitch is a multiple of 16 bytes."""
+    dense = problem.direction == "fprop" or problem.stride == (1, 1, 1)
+    return problem.layout == "NHWC" and dense and whole_rows(problem, config.SPLIT) and consumer_pixels(config) % 32 == 0
+
+
+def whole_rows(problem: ConvProblem, split: int) -> bool:
+    """Whether the channels that are written of one pixel and group are a multiple of 16 bytes."""
+    nbytes = 4 if split > 1 else problem.itemsize
+    return problem.result_channels // problem.groups * nbytes % 16 == 0
+
+
+def result_arithmetic(problem: ConvProblem, phase: Phase, split: int) -> dict[str, int]:
+    """:func:`arithmetic`, with DENSE = 0 where elements are stored one by one: rows of channels that are no multiple of 16 bytes, and
+    planes where loads have fewer than 64 channels. The kernel for scattered results stores these, so they need no other text."""
+    defines = arithmetic(problem, phase, split > 1)
+    if defines["NHWC"] and defines["DENSE"] and not whole_rows(problem, split):
+        defines["VEC"] = 1
+    apart = defines["VEC"] == 1 and (defines["NHWC"] or form(problem)[0].load < 64)
+    return defines | {"DENSE": 0} if apart else defines
+
+
+@lru_cache(maxsize=1024)
+def paired(problem: ConvProblem) -> bool:
+    """Whether the phases of even and odd columns are written together."""
+    gradient = problem.direction == "dgrad" and problem.layout == "NCHW" and not problem.has_residual
+    return gradient and problem.stride[2] == 2 and problem.result_size[2] % 2 == 0
+
+
+def stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Bytes of an element that the product writes: an element of the result, or of an fp32 part of a split sum."""
+    return 4 if config.SPLIT > 1 else problem.itemsize
+
+
+def consumer_pixels(config: ImplicitGemm) -> int:
+    return config.BLOCK_N if config.BLOCK_M == 128 else config.BLOCK_N // 2
+
+
+def joins(problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether the product's blocks add the parts of split sums themselves: for float32 that was packed, if a tile has few parts.
+
+    In 16 bits a separate launch that adds them is faster: three layers took 19, 39 and 23 us so, and 37, 50 and 28 us with joins.
+    """
+    packed, _ = form(problem)
+    if config.SPLIT == 1 or config.takes_turns or packed.as_is or parts_bytes(config) > JOINED_BYTES:
+        return False
+    return problem.dtype == "float32"
+
+
+def parts_bytes(config: ImplicitGemm) -> int:
+    """Bytes of the fp32 parts of one tile."""
+    return 4 * config.SPLIT * config.BLOCK_M * config.BLOCK_N
+
+
+def launches_of(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
+    """The phases of each launch, without their repeats, which the launch computes too; in the order of their first pixels."""
+    args = first_ones(*alike(problem))
+    for first in range(0, len(args), PHASES):
+        yield args[first : first + PHASES]
+
+
+@lru_cache(maxsize=64)  # the planner asks for it once a configuration
+def alike(problem: ConvProblem) -> tuple[Sequence[PhaseAddressing], Size3]:
+    """The phases in the order of their first pixels, all loaded along equally many axes; and the number of repeats along each axis."""
+    _, walks = form(problem)
+    if len(walks) > 1 and not all(walk.flat for walk in walks):
+        rank = max(walk.rank for walk in walks)
+        walks = tuple(replace(walk, rank=rank, flat=False) for walk in walks)
+    d, h, w = repeats(problem)
+    return sorted(walks, key=lambda walk: walk.phase.origin), (d, h, 1 if paired(problem) else w)  # a pair's columns are no repeats
+
+
+def turns_of(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> int:
+    """The phases of a launch, repeats included."""
+    _, many = alike(problem)
+    return len(walks) * math.prod(many)
+
+
+def phases_at_once(problem: ConvProblem) -> int:
+    """Phases whose tiles a block computes together."""
+    return 2 if paired(problem) else 1
+
+
+def grid_of(problem: ConvProblem, walks: Sequence[PhaseAddressing], tiles: int, multiprocessors: int) -> int:
+    """Blocks of a launch. Their number and that of the phases (or pairs of them) have no common factor, so each block meets all phases."""
+    turns = turns_of(problem, walks) // phases_at_once(problem)
+    some = multiprocessors if tiles * turns <= multiprocessors or math.gcd(multiprocessors, turns) == 1 else multiprocessors - 1
+    return min(tiles * turns, some)
+
+
+def tiles_of(problem: ConvProblem, config: ImplicitGemm, walks: Sequence[PhaseAddressing]) -> tuple[int, int]:
+    """Tiles of a group along the channels, and along the pixels of the launch's largest phase."""
+    plane = max(math.prod(walk.phase.size) for walk in walks)
+    return ceil(problem.result_channels // problem.groups, config.BLOCK_M), ceil(problem.N * plane, config.BLOCK_N)
+
+
+def reads_filter(problem: ConvProblem) -> bool:
+    """Whether a filter with its second axis last can be read as it lies: 16-bit, beside images that need no packing either."""
+    packed, _ = form(problem)
+    if problem.itemsize != 2 or problem.layout == "CNHW" or problem.weight_shape[1] % 8 or packed.level:
+        return False
+    # in dgrad that last axis is gemm m
+    return packed.as_is and (problem.direction == "fprop" or packed.load == 64)
+
+
+def rarity(defines: Mapping[str, int]) -> int:
+    """How rare a product with these defines is, from 0 (common) to 3: rare ones get few tiles.
+
+    Loads of 32 channels count one and loads of 16 two. Results that are scattered, or not stored by fours, count one. A single product of
+    channels-last arrays counts one, because another engine reads most of these as they lie.
+    """
+    few, scattered = {64: 0, 32: 1, 16: 2}[defines["LOAD_CHANNELS"]], not defines["DENSE"]
+    lying = bool(defines["NHWC"] and defines["PRODUCTS"] == 1)
+    return min(3, few + (scattered or defines["VEC"] == 1) + lying)
+
+
+def may_split(defines: Mapping[str, int]) -> bool:
+    """Whether 16-bit sums with these defines may be split: not those of phases, and in bfloat16 only those of :data:`BFLOAT_PARTS`."""
+    if not defines["DENSE"] and not (defines["NHWC"] and defines["VEC"] == 1):
+        return False
+    return not defines["BF16"] or defines["BLOCK_N"] in BFLOAT_PARTS[rarity(defines)].get(defines["BLOCK_M"], ())
+
+
+def is_common(defines: Mapping[str, int]) -> bool:
+    """Whether these defines load 64 channels and store by fours: only such products note moments."""
+    return defines["LOAD_CHANNELS"] == 64 and defines["VEC"] == 4
+
+
+def may_note(defines: Mapping[str, int]) -> bool:
+    """Whether the kernel with these defines can note moments: its NOTES."""
+    parts, few = defines["BF16"] and defines["OUT"] == FLOAT, defines["PRODUCTS"] == 1 or defines["WGMMA_N"] <= 128
+    return bool(defines["DENSE"] and is_common(defines) and few and not (defines["W_MN_MAJOR"] or parts))
+
+
+def defines_of(problem: ConvProblem) -> dict[str, int]:
+    """The defines of `problem` that do not depend on the tile, for sums that are not split."""
+    packed, walks = form(problem)
+    return result_arithmetic(problem, walks[0].phase, 1) | {"LOAD_CHANNELS": packed.load}
+
+
+def ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitGemm]:
+    """The tiles worth choosing from (:data:`PIXELS`), without stages and splits.
+
+    Ping-pong tiles are among them if there is one product (not `three`) and the result's pixels are contiguous (`dense`).
+    """
+    for rows, widths in PIXELS[three, dense][seldom].items():
+        yield from (ImplicitGemm(rows, pixels) for pixels in widths)
+    if dense and not three:
+        yield from (ImplicitGemm(128, pixels, schedule="pingpong") for pixels in PINGPONG_PIXELS[seldom])
+
+
+def depths_of(tile: ImplicitGemm) -> tuple[int, ...]:
+    """Numbers of stages of a tile's ring that are tried, largest first."""
+    shallow = tile.BLOCK_M == 64 and not tile.takes_turns
+    return (6, 5, 4, 3, 2) if shallow else (6, 5, 4, 3)

@@ -1,0 +1,320 @@
+"""How long ``cu/hopper/gemm.cu`` takes: a model of time, fitted to measurements, and the choice by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, why_not
+from pycuda_conv.engines.base import fastest
+from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.hopper.common import MEMORY, read_bytes
+from pycuda_conv.engines.hopper.gemm_tiles import (
+    ImplicitGemm,
+    defines_of,
+    depths_of,
+    form,
+    grid_of,
+    joins,
+    launches_of,
+    may_split,
+    ordinary_tiles,
+    paired,
+    parts_bytes,
+    phases_at_once,
+    rarity,
+    reads_filter,
+    refusal,
+    result_arithmetic,
+    ring_of_problem,
+    stored_bytes,
+    tensor_store,
+    tiles_of,
+    turns_of,
+    whole_rows,
+)
+from pycuda_conv.engines.packing_time import overhead
+from pycuda_conv.engines.split_sum import splits
+from pycuda_conv.engines.tensor_cores import limbs, products
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device
+
+
+class Rates(NamedTuple):
+    """Measured rates for elements of one size.
+
+    Attributes
+    ----------
+    clock : float
+        Cycles a microsecond, which the power limit keeps low under this load.
+    row_cycles : float
+        Cycles of a tensor load for each pixel's row of channels.
+    loaded, stored : float
+        Bytes a microsecond and multiprocessor into shared memory, and of the result, while all multiprocessors write.
+    launch_time : float
+        Microseconds of a launch.
+    """
+
+    clock: float
+    row_cycles: float
+    loaded: float
+    stored: float
+    launch_time: float
+
+
+class InPlaceRates(NamedTuple):
+    """For images and filters that are read as they lie: cycles a microsecond, cycles of a filter row, microseconds of each launch."""
+
+    clock: float
+    filter_cycles: float
+    launch_time: float
+
+
+#: Measured on an H200, by the bytes of an element. Those of float32 were fitted to 258 times: root mean square of the error 17%.
+RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 2.07, 98e3, 21.6e3, 1.79), 2: Rates(1450.0, 2.8, 110e3, 17.4e3, 1.0)}
+#: For 16-bit images and filters that are read as they lie. LYING_PRODUCT: the time of products relative to the tensor cores' peak.
+#: PIXEL_CYCLES: cycles of a pixel's row, by its bytes. Fitted to 147 times of 57 layers on an H200 and an H100: root mean square of the
+#: error 17%, and 18% for layers that were left out.
+LYING, LYING_PRODUCT = InPlaceRates(1860.0, 3.5, 1.7), 1.64
+PIXEL_CYCLES = {128: 2.59, 64: 1.49, 32: 2.0, 16: 2.0}
+VOLUME = 1.05  # relative time of a load of a volume, as it lies
+#: Relative times of loads of packed images: of volumes; and of pixels that are no multiple of a load, so that loads straddle cache lines.
+PACKED_VOLUME, UNALIGNED = 1.23, 2.0
+#: Bytes of packed images beyond which the L2 cache does not keep them all, and the bytes a microsecond that are moved then.
+FORGOTTEN, REMEMBERED_RATE = 15e6, 2.3e6
+SCATTERED = 4.0  # relative time of stores if a pixel's channels are no multiple of 16 bytes, or 16-bit planes are no multiple of 8
+#: Relative times of wgrad: by (products, bytes of an element); and where the convolution has a stride.
+LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.05, (3, 4): 0.97}, 0.93
+#: Relative times of tiles of at most 64 pixels, of 128 pixels or more, of at most 64 pixels in wgrad (besides), and of 16-bit
+#: channels-last images that are packed. From 800 times of 140 problems on an H200 and H100s.
+NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
+#: Relative cycles of a packed pixel's row, by the channels of a load.
+SHORT_ROW = {64: 0.87, 32: 1.0, 16: 1.0}
+CACHE_RATE = 5e6  # bytes of pixels that all multiprocessors together load from the L2 cache in a microsecond
+FOLLOW = 1.4  # microseconds that each further launch of phases adds
+#: Relative times with three products: of tiles of 128 rows, which load less for each product; and of two stages, which wait for loads.
+TALL, SHALLOW = 0.96, 1.03
+FLAT = 1.0  # relative time of 1x1 layers without stride in NCHW
+SECTOR = 32  # bytes that memory writes at once
+APART = 2.0  # relative time of adding the parts of a sum if its elements are loaded one by one
+PHASED = 1.85  # relative time of stores of phases in NCHW, whose neighbouring pixels are apart in memory
+#: Relative times of float32 phases in NCHW: with columns written in pairs; and with tiles larger than 64x64, which write more at once.
+PAIRED, PHASED_TILE = 0.92, 1.2
+PARTS_OF_SECTORS = 2.6e6  # bytes of sectors that memory writes in a microsecond where each phase writes a part of a sector
+#: Relative times of ping-pong tiles: of products and of stores that overlap, and of stores where these take longer than the products.
+PINGPONG_PRODUCT, PINGPONG_STORE, PINGPONG_ALONE = 1.15, 0.54, 1.15
+#: Elements of a residual that a microsecond adds to other tiles; and how many times as long it takes one element at a time.
+JOINED_PLANES, JOINED_APART = 4.7e3, 2.33
+#: For 16-bit channels-last results: TILE_TIME; the rate `stored` of TMA's stores, of other stores, and of phases' scattered stores; and the
+#: elements of a residual that are added in a microsecond.
+LYING_TILE, LYING_STORED, LYING_APART, PHASED_STORED, JOINED = 0.26, 25e3, 12.9e3, 9.3e3, 4.4e3
+TILE_TIME = 0.75  # microseconds to start and drain a tile
+
+
+def configs(problem: ConvProblem, device: Device) -> tuple[ImplicitGemm, ...]:
+    """The configurations worth comparing for `problem`."""
+    return _configs(problem)
+
+
+@lru_cache(maxsize=64)  # asked for by the choice, and by whatever stands in for it
+def _configs(problem: ConvProblem) -> tuple[ImplicitGemm, ...]:
+    return () if why_not(problem) else tuple(_worth_comparing(problem))
+
+
+def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
+    defines = defines_of(problem)
+    seldom, dense = rarity(defines), bool(defines["DENSE"])
+    for tile in ordinary_tiles(seldom, products(problem) == 3, dense):
+        if tile.BLOCK_M == 128 and problem.result_channels // problem.groups <= 64:
+            continue
+        if tile.takes_turns and problem.layout == "NHWC" and tile.BLOCK_N % 32:  # rows of channels by TMA: multiples of 32
+            continue
+        if tile.takes_turns and problem.has_residual and tile.BLOCK_N > 160:  # registers do not hold both the sums and the residual
+            continue
+        depths = depths_of(tile)
+        if not tile.takes_turns:
+            in_parts = problem.itemsize == 4 or may_split(defines | {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N})
+            for split in splits(problem, _steps(problem) // 4 if in_parts else 1):
+                yield from _deepest(problem, _changed(tile, split, tile.STAGES), depths)
+        else:
+            yield from _deepest(problem, tile, depths)
+
+
+@lru_cache(maxsize=4096)  # few tiles, for every problem again
+def _changed(tile: ImplicitGemm, split: int, stages: int) -> ImplicitGemm:
+    return replace(tile, SPLIT=split, STAGES=stages)
+
+
+def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
+    """`config` with the most stages of `depths` (largest first) that it can have; nothing if it can't run with the fewest."""
+    least = _changed(config, config.SPLIT, depths[-1])
+    if refusal(problem, least) is not None:  # what has room for more stages has room for fewer
+        return
+    yield _changed(config, config.SPLIT, ring_of_problem(problem, least).deepest(depths))
+
+
+def _steps(problem: ConvProblem) -> int:
+    """The most stages that a tile without splits multiplies."""
+    packed, walks = form(problem)
+    return ceil(ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
+
+
+def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
+    """Cycles to load one pixel's channels from an array as it lies: rows that the load has to fill up take longer, odd ones longest."""
+    row, pixel = packed.load * problem.itemsize, problem.operand_channels * problem.itemsize
+    slower = VOLUME if form(problem)[1][0].rank == 3 else 1.0
+    return slower * PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else 1.4 if pixel % 32 == 0 else 2.0)
+
+
+@lru_cache(maxsize=64)
+def _stages_of_launches(problem: ConvProblem) -> tuple[tuple[Sequence[PhaseAddressing], tuple[int, ...]], ...]:
+    """The phases of each launch, with the stages that a tile of each multiplies without splits."""
+    packed, _ = form(problem)
+    blocks, at_once = ceil(packed.group, packed.load), 64 // packed.load
+    return tuple(
+        (group, tuple(ceil(blocks * math.prod(walk.taps), at_once) for walk in group)) for group in launches_of(problem)
+    )
+
+
+def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
+    """Microseconds that `config` should take, packing included: arithmetic, bytes into shared memory, rounds of tiles.
+
+    The model assumes that a filter that can be read as it lies does lie so.
+    """
+    return _time(problem, config, device.multiprocessors)
+
+
+@lru_cache(maxsize=1024)
+def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
+    packed, walks = form(problem)
+    lying = reads_filter(problem)
+    launch_time = LYING.launch_time if lying else RATES[problem.itemsize].launch_time
+    us = launch_time
+    for _ in _stages_of_launches(problem)[1:]:
+        us += FOLLOW
+    of_product, joined = _product_time(problem, config, multiprocessors, lying)
+    kept = 0 if lying else 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
+    if kept > FORGOTTEN:
+        written = problem.itemsize * math.prod(problem.result_shape) * (2 if problem.has_residual else 1)
+        of_product = max(of_product, (kept + written) / REMEMBERED_RATE)
+    us += of_product
+    if joined and result_arithmetic(problem, walks[0].phase, config.SPLIT)["VEC"] == 1:
+        joined *= APART
+    us += overhead(problem, packed, config.SPLIT, not lying, joined)
+    if lying and problem.layout == "NHWC":
+        moved = read_bytes(problem) + problem.itemsize * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
+        us = max(us, launch_time + moved / MEMORY)
+    if problem.layout == "NCHW" and len(walks) > 1:  # memory writes a sector again for each phase that has a pixel in it
+        parts = min(walks[0].phase.step[2], SECTOR // problem.itemsize)
+        us = max(us, problem.itemsize * math.prod(problem.result_shape) * parts / PARTS_OF_SECTORS)
+    return _corrected(us, problem, config, lying)
+
+
+def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, lying: bool) -> tuple[float, float]:
+    """Microseconds of the launches that multiply; and bytes of the parts of sums that a block adds."""
+    _, walks = form(problem)
+    loaded = _loaded(problem, config, lying)
+    step, stores = _stage_time(problem, config, lying, loaded), _store_time(problem, config, multiprocessors)
+    between = (LYING_TILE if _stores_last(problem, config) else TILE_TIME) + stores
+
+    def tile_time(steps: int) -> float:
+        product = ceil(steps, config.SPLIT) * step
+        if config.takes_turns:  # stores slow the other consumer's products down, but only the last ones are waited for
+            return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, PINGPONG_ALONE * between)
+        return product + between
+
+    # bytes of a stage that are loaded for the same pixels only; wgrad's pixels are taps, which share most of theirs
+    of_pixels = 0.0 if problem.layout == "CNHW" else loaded - limbs(problem) * config.BLOCK_M * 128
+    at_once, joined = phases_at_once(problem), 0.0
+    # blocks of the same pixels and other channels load them together, and so do phases; all else comes from the L2 cache again
+    from_cache = 0.0
+    longest = shared = 0.0  # launches of phases overlap: the longest one counts, or the sum of what each takes of the multiprocessors
+    for group, stages in _stages_of_launches(problem):
+        works = [sum(map(tile_time, stages[i : i + at_once])) for i in range(0, len(group), at_once)]
+        tiles = math.prod(tiles_of(problem, config, group)) * problem.groups * config.SPLIT
+        grid, turns = grid_of(problem, group, tiles, multiprocessors), turns_of(problem, group)
+        rounds = ceil(tiles * turns // at_once, grid)
+        if joins(problem, config):
+            joined += parts_bytes(config) * ceil(tiles * turns, config.SPLIT * grid)
+        # a block takes tiles of all phases in turn, equally many of each
+        own = max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
+        longest, shared = max(longest, own), shared + own * grid / multiprocessors
+        _, across = tiles_of(problem, config, group)
+        from_cache += across * problem.groups * sum(stages) / len(walks) * of_pixels
+    return max(longest, shared, between + from_cache / CACHE_RATE), joined
+
+
+def _loaded(problem: ConvProblem, config: ImplicitGemm, lying: bool) -> float:
+    """Bytes of a stage, of which those of pixels count more whose loads take longer."""
+    packed, walks = form(problem)
+    loaded = float(ring_of_problem(problem, config).stage)
+    if lying:
+        return loaded
+    slower = UNALIGNED if packed.window is None and packed.pixel * problem.groups % packed.load else 1.0
+    slower *= PACKED_VOLUME if walks[0].rank == 3 else 1.0
+    return loaded + (slower - 1) * limbs(problem) * config.BLOCK_N * 128
+
+
+def _stage_time(problem: ConvProblem, config: ImplicitGemm, lying: bool, loaded: float) -> float:
+    """Microseconds of a stage, of which so many bytes are `loaded`: its products, its loads, its bytes."""
+    packed, _ = form(problem)
+    rates = RATES[problem.itemsize]
+    cycles = 4 * products(problem) * config.BLOCK_N * config.BLOCK_M / 128 * (LYING_PRODUCT if lying else 1)
+    clock, of_filter = (LYING.clock, LYING.filter_cycles) if lying else (rates.clock, 0.0)
+    of_pixel = _pixel_cycles(problem, packed) if lying else rates.row_cycles * SHORT_ROW[packed.load]
+    loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
+    return max(cycles / clock, loads / clock, loaded / rates.loaded)
+
+
+def _stores_last(problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether a tile stores 16-bit results with their channels last, not parts of them."""
+    return problem.layout == "NHWC" and config.SPLIT == 1 and problem.itemsize == 2
+
+
+def _store_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
+    """Microseconds in which a tile adds a residual and stores its results."""
+    _, walks = form(problem)
+    last, stored = _stores_last(problem, config), RATES[problem.itemsize].stored
+    if last and len(walks) > 1:
+        stored = PHASED_STORED
+    elif last:
+        stored = LYING_APART if whole_rows(problem, 1) and not tensor_store(problem, config) else LYING_STORED
+    us = config.BLOCK_M * config.BLOCK_N * stored_bytes(problem, config) / stored
+    if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
+        us *= SCATTERED if len(walks) == 1 or defines_of(problem)["VEC"] == 1 else 1.0
+    elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and defines_of(problem)["VEC"] == 1:
+        # elements are stored one by one, each in a sector of its own; all multiprocessors share the memory's rate for sectors
+        stored_at_once = math.prod(tiles_of(problem, config, walks[:1])) * problem.groups * len(walks) / multiprocessors
+        us *= SCATTERED * max(1.0, min(walks[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
+    elif problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
+        us *= PHASED
+    added = config.BLOCK_M * config.BLOCK_N if problem.has_residual and config.SPLIT == 1 else 0
+    one_by_one = not last and defines_of(problem)["VEC"] == 1
+    return us + added / (JOINED if last else JOINED_PLANES / JOINED_APART if one_by_one else JOINED_PLANES)
+
+
+def _corrected(us: float, problem: ConvProblem, config: ImplicitGemm, lying: bool) -> float:
+    """`us` times the relative times of the problem's kind and of the tile."""
+    _, walks = form(problem)
+    if problem.layout == "NHWC" and problem.itemsize == 2 and not lying:
+        us *= LAST_PACKED
+    if problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
+        small = config.BLOCK_M == 64 == config.BLOCK_N
+        us *= PAIRED if paired(problem) else 1.0 if small else PHASED_TILE
+    us *= NARROW if config.BLOCK_N <= 64 else WIDE if config.BLOCK_N >= 128 else 1.0
+    if products(problem) == 3:
+        us *= (TALL if config.BLOCK_M == 128 else 1.0) * (SHALLOW if config.STAGES == 2 else 1.0)
+    if problem.layout == "NCHW" and len(walks) == 1 and walks[0].flat:
+        us *= FLAT
+    if problem.layout == "CNHW":
+        us *= LONGER[products(problem), problem.itemsize] * (STRIDED if max(problem.dilation) > 1 else 1.0)
+        us *= NARROW_GRADIENT if config.BLOCK_N <= 64 else 1.0
+    return us
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm] | None:
+    """The configuration that should be fastest, behind the microseconds it should take; None where there is none."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

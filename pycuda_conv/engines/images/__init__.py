@@ -1,0 +1,1 @@
+"""Launches of the kernels for images in ``cu/images``: separable filters, dense filters of few taps."""

@@ -1,0 +1,235 @@
+"""Filters over images and volumes of one channel: launches of ``cu/images``. These are no engines: no convolution chooses them.
+
+A :class:`Window` says how the arrays lie, which pixels a filter meets and what stands for those outside. :func:`separable` and
+:func:`correlate` make a launch of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import lcm, prod
+from typing import Any
+
+from pycuda_conv.engines.geometry import arguments, bits, ceil
+from pycuda_conv.engines.schedule import GRID_LIMIT, shared_limit
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
+
+#: Threads of a block on a GPU. On OpenCL a block is one work-item.
+THREADS = 256
+#: Sums of a block's shared memory on OpenCL, where the text fixes them.
+OPENCL_ROOM = 32768
+#: Sums behind the last row that four vectors may read, on OpenCL.
+SLACK = 64
+#: Shared memory of a block that leaves room for two others on a multiprocessor, and for one other.
+SHARED_STEPS = (72 << 10, 110 << 10)
+#: The most colours that lie behind one another in a row.
+MOST_COLOURS = 8
+#: The types of pixels, as the kernels know them.
+CODES = {"float64": 64, "float32": 32, "uint8": 8, "int8": 9, "uint16": 10, "int16": 11}
+BORDERS = ("nearest", "reflect", "mirror", "wrap", "constant")
+_NEAREST = 2**30  # a period that no index reaches
+
+WindowArguments = kernel_struct("window.cuh", "WindowArguments")
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where the pixels of an array lie, and those of a filter's result. Axes are slices (d), rows (h) and columns (w).
+
+    Attributes
+    ----------
+    input, output : str
+        Types of the pixels: of :data:`CODES`. Sums are float64 where one of them is, else float32.
+    images : three (int, int, int)
+        Groups of images, outermost first: how many, and the elements from one to the next in the input and in the result.
+    size, result : (int, int, int)
+        Slices, rows and columns.
+    x_strides, y_strides : (int, int)
+        Elements from slice to slice, and from row to row.
+    colours : int
+        Numbers of a column, which are neighbours: at most :data:`MOST_COLOURS`.
+    before : (int, int, int)
+        How far the filter reaches in front of each axis.
+    borders : three str
+        What lies outside: of :data:`BORDERS`.
+    value : float
+        What a constant border has.
+    square, add, root : bool
+        What is done with a sum: see ``cu/images/window.cuh``.
+    """
+
+    input: str
+    output: str
+    images: tuple[tuple[int, int, int], ...]
+    size: tuple[int, int, int]
+    result: tuple[int, int, int]
+    x_strides: tuple[int, int]
+    y_strides: tuple[int, int]
+    colours: int = 1
+    before: tuple[int, int, int] = (0, 0, 0)
+    borders: tuple[str, str, str] = ("constant",) * 3
+    value: float = 0.0
+    square: bool = False
+    add: bool = False
+    root: bool = False
+
+    @property
+    def sums(self) -> str:
+        """The type of the sums."""
+        return "float64" if "float64" in (self.input, self.output) else "float32"
+
+    @property
+    def sum_bytes(self) -> int:
+        return 8 if self.sums == "float64" else 4
+
+
+def border_numbers(border: str, n: int, before: int) -> dict[str, int]:
+    """The five numbers that map indices of an axis of `n` into it, and whether indices outside stand for a value."""
+    before = max(before, 0)
+    if border == "mirror" and n == 1:
+        border = "nearest"
+    if border in ("nearest", "constant"):
+        return {"bias": 0, "period": _NEAREST, "high": n - 1, "sign": 0, "outside": int(border == "constant")}
+    period = {"reflect": 2 * n, "mirror": 2 * n - 2, "wrap": n}[border]
+    high = {"reflect": 2 * n - 1, "mirror": 2 * n - 2, "wrap": 0}[border]
+    return {"bias": ceil(before, period) * period, "period": period, "high": high, "sign": 0 if border == "wrap" else -1, "outside": 0}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block has, in numbers, and its shared memory in sums."""
+
+    p: int
+    q: int
+    halo_p: int
+    halo_q: int
+    pitch: int
+    wide: int
+    room: int
+
+    @property
+    def work(self) -> float:
+        """Numbers that are loaded for each result."""
+        return self.halo_p * self.halo_q / (self.p * self.q)
+
+
+def _tile(p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bool, host: bool) -> Tile:
+    t, r, s = taps
+    halo_p, halo_q = p + max(r - 1, 0), q + max(s - 1, 0) * colours
+    pitch = ceil(halo_q, 8) * 8 if host else halo_q | 1
+    wide = (ceil(q, 32) * 32 if host else q + 1) if s else pitch
+    room = t * halo_p * pitch + t * r * s if dense else halo_p * (pitch + (wide if s else 0)) + r + s
+    return Tile(p, q, halo_p, halo_q, pitch, wide, room + SLACK * host)
+
+
+@lru_cache(maxsize=1024)
+def tile_for(p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bool, limits: tuple[int, ...], host: bool) -> Tile | None:
+    """The tile for results of `p` rows of `q` numbers that loads the fewest numbers, or None if none fits.
+
+    A smaller one of `limits`, the most sums of a block, counts before that.
+    """
+    unit = lcm(32, colours) if host else 8 * colours
+    widths = {max(1, about // unit) * unit for about in ((256, 128, 64, 32) if host else (256, 128, 64, 32, 16, 8))}
+    widths = {min(width, ceil(q, unit) * unit) for width in widths}
+    heights = (64, 32, 16, 8, 4, 2, 1) if host else (256, 128, 64, 32, 16, 8)
+    downs = sorted({min(height, p if host else ceil(p, 8) * 8) for height in heights}, reverse=True)
+    tiles = [_tile(down, width, colours, taps, dense, host) for down, width in product(downs, sorted(widths, reverse=True))]
+    if not host:
+        tiles = [tile for tile in tiles if tile.p * tile.q <= 16 * THREADS] or tiles
+    for limit in limits:
+        fitting = [tile for tile in tiles if tile.room <= limit]
+        if fitting:
+            return min(fitting, key=lambda tile: (tile.work, -tile.q))
+    return None
+
+
+def _limits(window: Window, device: Device) -> tuple[int, ...]:
+    if device.backend != "cuda":
+        return (OPENCL_ROOM,)
+    return *(step // window.sum_bytes for step in SHARED_STEPS), shared_limit(device) // window.sum_bytes
+
+
+def fits(window: Window, taps: tuple[int, int, int], dense: bool, device: Device) -> Tile | None:
+    """The tile of a launch, or None where a block has too little memory."""
+    (_, p, q), colours = window.result, window.colours
+    return tile_for(p, q * colours, colours, taps, dense, _limits(window, device), device.backend != "cuda")
+
+
+def separable(window: Window, taps: tuple[int, int], device: Device) -> KernelLaunch:
+    """A filter of `taps` along rows' axis (h) and columns' axis (w); 0 is no filter. Buffers: x, both filters, previous results | y."""
+    return _launch("separable", window, (1, *taps), device)
+
+
+def correlate(window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
+    """A filter of `taps` along all axes. Buffers: x, the filter in the order [t][s][r], previous results | y."""
+    return _launch("correlate", window, taps, device)
+
+
+def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
+    dense, host = kernel == "correlate", device.backend != "cuda"
+    tile = fits(window, taps, dense, device)
+    if tile is None:
+        raise ValueError(f"a filter of {taps} taps does not fit a block's memory")
+    (d, h, w), (o, p, q), colours = window.size, window.result, window.colours
+    counts, x_steps, y_steps = zip(*window.images, strict=True)
+    told: dict[str, int] = {
+        "tiles_p": ceil(p, tile.p), "tiles_q": ceil(q * colours, tile.q), "o": o, "middle": counts[1], "inner": counts[2],
+        "d": d, "h": h, "w": w * colours, "p": p, "q": q * colours, "colours": colours, "t": taps[0], "r": taps[1], "s": taps[2],
+        "tile_p": tile.p, "tile_q": tile.q, "halo_p": tile.halo_p, "halo_q": tile.halo_q, "pitch": tile.pitch, "wide": tile.wide,
+        "value": bits(window.value, window.sum_bytes), "square": window.square, "add": window.add, "root": window.root,
+        "x_d": window.x_strides[0], "x_h": window.x_strides[1], "y_d": window.y_strides[0], "y_h": window.y_strides[1],
+    }  # fmt: skip
+    for name, x_step, y_step in zip(("outer", "middle", "inner"), x_steps, y_steps, strict=True):
+        told |= {f"x_{name}": x_step, f"y_{name}": y_step}
+    for axis, n, before, border in zip("dhw", window.size, window.before, window.borders, strict=True):
+        told[f"pad_{axis}"] = before
+        told |= {f"{name}_{axis}": number for name, number in border_numbers(border, n, before).items()}
+    blocks = prod(counts) * o * told["tiles_p"] * told["tiles_q"]
+    if blocks > GRID_LIMIT:
+        raise ValueError(f"the images take {blocks:,} blocks, and a launch has at most {GRID_LIMIT:,}")
+    reach = max(_reach(window, x_steps, window.x_strides, window.size), _reach(window, y_steps, window.y_strides, window.result))
+    defines = _defines(window.input, window.output, int(reach >= 2**31), host)
+    return KernelLaunch(
+        f"images_{kernel}", defines, blocks, defines["THREADS"], (0, 1, 2, 3), (), f"images_{kernel}",
+        shared=0 if host else tile.room * window.sum_bytes, arguments=arguments(WindowArguments, **told),
+    )  # fmt: skip
+
+
+def _reach(window: Window, steps: Sequence[int], strides: Sequence[int], size: Sequence[int]) -> int:
+    """Elements from an array's first to its last."""
+    outer = sum((count - 1) * step for (count, *_), step in zip(window.images, steps, strict=True))
+    return outer + (size[0] - 1) * strides[0] + (size[1] - 1) * strides[1] + size[2] * window.colours
+
+
+def _defines(input: str, output: str, wide: int, host: bool) -> dict[str, int]:
+    defines = {
+        "DTYPE": 64 if "float64" in (input, output) else 32, "INDEX_64": wide, "IN": CODES[input], "OUT": CODES[output],
+        "THREADS": 1 if host else THREADS,
+    }  # fmt: skip
+    return defines | ({"ROOM": OPENCL_ROOM} if host else {})
+
+
+@lru_cache(maxsize=1024)
+def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: Any) -> Launcher:
+    """The launch, compiled for `device`."""
+    return device.schedule_launcher([[_launch(kernel, window, taps, device)]])
+
+
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 28, "opencl": 28}
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """One text for each pair of types."""
+    host = device.backend != "cuda"
+    narrow = tuple(CODES[name] for name in ("float32", "uint8", "int8", "uint16", "int16"))
+    more = {"THREADS": (1 if host else THREADS,)} | ({"ROOM": (OPENCL_ROOM,)} if host else {})
+    for kernel in ("images_separable", "images_correlate"):
+        choices = {"DTYPE": (32,), "INDEX_64": (0, 1), "IN": narrow, "OUT": narrow, **more}
+        yield TextFamily(kernel, choices, lambda defines: defines["IN"] == defines["OUT"] or 32 in (defines["IN"], defines["OUT"]))
+        yield TextFamily(kernel, {**choices, "DTYPE": (64,), "IN": (64,), "OUT": (64,)})

@@ -1,0 +1,287 @@
+"""The few operations on whole arrays that filters need besides kernels, for each kind of array: making, converting, picking."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from pycuda_conv.arrays import ArrayKind, CupyKind, GPUArrayKind, NumpyKind, is_torchs
+from pycuda_conv.errors import brief
+
+INTEGERS = {name: np.iinfo(name) for name in ("uint8", "int8", "uint16", "int16", "int32", "uint32", "int64", "uint64")}
+#: The real types of the parts of complex numbers.
+PARTS = {"complex64": "float32", "complex128": "float64"}
+
+
+class Space:
+    """Arrays of numpy, or of CuPy, which has the same functions.
+
+    Types are named as numpy does.
+    """
+
+    def __init__(self, kind: ArrayKind, library: Any) -> None:
+        self.kind, self.library = kind, library
+
+    def dtype(self, array: Any) -> str:
+        return str(array.dtype.name)
+
+    def contiguous(self, array: Any) -> Any:
+        """`array` in C order and the machine's byte order."""
+        return self.library.ascontiguousarray(array, array.dtype.newbyteorder("="))
+
+    def is_contiguous(self, array: Any) -> bool:
+        return bool(array.flags.c_contiguous and array.dtype.isnative and getattr(array.flags, "aligned", True))
+
+    def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
+        return self.library.empty(tuple(shape), dtype)
+
+    def upload(self, array: np.ndarray, like: Any) -> Any:
+        """A numpy array of the host as one beside `like`."""
+        return self.library.asarray(array)
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        return array.astype(dtype, copy=False)
+
+    def bytes_of(self, array: Any) -> Any:
+        """An array of bool as one of uint8 in the same memory."""
+        return array.view("uint8")
+
+    def rint(self, array: Any) -> Any:
+        return self.library.rint(array)
+
+    def trunc(self, array: Any) -> Any:
+        return self.library.trunc(array)
+
+    def clip(self, array: Any, least: float, most: float) -> Any:
+        return self.library.clip(array, least, most)
+
+    def where(self, condition: Any, one: Any, other: Any) -> Any:
+        return self.library.where(condition, one, other)
+
+    def take(self, array: Any, index: np.ndarray, axis: int) -> Any:
+        """The elements at `index` along an axis."""
+        return self.library.take(array, self.upload(index, array), axis)
+
+    def moved(self, array: Any, axes: Sequence[int], to: Sequence[int]) -> Any:
+        return self.library.moveaxis(array, tuple(axes), tuple(to))
+
+    def parts(self, array: Any) -> Any:
+        """A complex array in C order as one of real numbers, with an axis more: real and imaginary parts."""
+        return array.view(PARTS[self.dtype(array)]).reshape(*array.shape, 2)
+
+    def joined(self, parts: Any) -> Any:
+        """The inverse of :meth:`parts`."""
+        return parts.view("complex128" if self.dtype(parts) == "float64" else "complex64").reshape(parts.shape[:-1])
+
+    def complex(self, real: Any, imaginary: Any) -> Any:
+        return real + 1j * imaginary if self.dtype(real) == "float64" else (real + self.cast(imaginary, "complex64") * np.complex64(1j))
+
+    def sqrt(self, array: Any) -> Any:
+        return self.library.sqrt(array)
+
+    def is_nan(self, array: Any) -> Any:
+        return self.library.isnan(array)
+
+    def assign(self, target: Any, value: Any) -> None:
+        target[...] = value
+
+    def overlap(self, one: Any, other: Any) -> bool:
+        """Whether two arrays may share memory."""
+        return bool(self.library.may_share_memory(one, other))
+
+    def writeable(self, array: Any) -> bool:
+        return bool(getattr(array.flags, "writeable", True))
+
+    def device_key(self, array: Any) -> Any:
+        """What tells the memory in which arrays like this one lie; None for the host's."""
+        return None
+
+    def synchronise(self, array: Any) -> None:
+        """Wait until a copy from the host is done, before other streams read it."""
+
+
+class CupySpace(Space):
+    def is_contiguous(self, array: Any) -> bool:
+        return bool(array.flags.c_contiguous)
+
+    def contiguous(self, array: Any) -> Any:
+        return self.library.ascontiguousarray(array)
+
+    def device_key(self, array: Any) -> Any:
+        return array.device.id
+
+    def synchronise(self, array: Any) -> None:
+        self.library.cuda.get_current_stream().synchronize()
+
+
+class TorchSpace(Space):
+    """Tensors."""
+
+    def _type(self, dtype: str) -> Any:
+        return getattr(self.library, dtype)
+
+    def dtype(self, array: Any) -> str:
+        return str(array.dtype).removeprefix("torch.")
+
+    def contiguous(self, array: Any) -> Any:
+        return array.resolve_conj().resolve_neg().contiguous()
+
+    def is_contiguous(self, array: Any) -> bool:
+        return bool(array.is_contiguous() and not array.is_conj() and not array.is_neg())
+
+    def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
+        return like.new_empty(tuple(shape), dtype=self._type(dtype))
+
+    def upload(self, array: np.ndarray, like: Any) -> Any:
+        return self.library.from_numpy(np.ascontiguousarray(array)).to(like.device)
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        return array.to(self._type(dtype))
+
+    def bytes_of(self, array: Any) -> Any:
+        return array.view(self.library.uint8)
+
+    def rint(self, array: Any) -> Any:
+        return array.round()  # halves to even
+
+    def trunc(self, array: Any) -> Any:
+        return array.trunc()
+
+    def clip(self, array: Any, least: float, most: float) -> Any:
+        return array.clamp(least, most)
+
+    def take(self, array: Any, index: np.ndarray, axis: int) -> Any:
+        return array.index_select(axis, self.upload(index, array))
+
+    def moved(self, array: Any, axes: Sequence[int], to: Sequence[int]) -> Any:
+        return array.movedim(tuple(axes), tuple(to))
+
+    def parts(self, array: Any) -> Any:
+        return self.library.view_as_real(array)
+
+    def joined(self, parts: Any) -> Any:
+        return self.library.view_as_complex(parts)
+
+    def complex(self, real: Any, imaginary: Any) -> Any:
+        return self.library.complex(real, imaginary)
+
+    def assign(self, target: Any, value: Any) -> None:
+        target.copy_(value)
+
+    def overlap(self, one: Any, other: Any) -> bool:
+        return bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
+
+    def writeable(self, array: Any) -> bool:
+        return True
+
+    def device_key(self, array: Any) -> Any:
+        return array.device.index if array.is_cuda else None
+
+    def synchronise(self, array: Any) -> None:
+        self.library.cuda.current_stream(array.device).synchronize()
+
+
+class GPUArraySpace(Space):
+    """GPUArrays of PyCUDA, of the types that the kernels read."""
+
+    def contiguous(self, array: Any) -> Any:
+        if self.is_contiguous(array):
+            return array
+        if self.dtype(array) not in ("float32", "float64"):
+            raise TypeError(f"a GPUArray of {self.dtype(array)} must lie in C order, but its strides are {array.strides}")
+        return self.kind.copy(array)  # type: ignore[attr-defined]
+
+    def is_contiguous(self, array: Any) -> bool:
+        return bool(array.flags.c_contiguous)
+
+    def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
+        return self.library.GPUArray(tuple(shape), np.dtype(dtype), allocator=like.allocator)
+
+    def upload(self, array: np.ndarray, like: Any) -> Any:
+        return self.library.to_gpu(np.ascontiguousarray(array), allocator=like.allocator)
+
+    def cast(self, array: Any, dtype: str) -> Any:
+        return array if self.dtype(array) == dtype else array.astype(dtype)
+
+    def take(self, array: Any, index: np.ndarray, axis: int) -> Any:
+        return self.upload(np.take(array.get(), index, axis), array)
+
+    def moved(self, array: Any, axes: Sequence[int], to: Sequence[int]) -> Any:
+        order = [i for i in range(array.ndim) if i not in axes]
+        for i, at in sorted(zip(axes, to, strict=True), key=lambda pair: pair[1]):
+            order.insert(at, i)
+        return array.transpose(order)
+
+    def parts(self, array: Any) -> Any:
+        shape = array.shape
+        return array.ravel().view(np.dtype(PARTS[self.dtype(array)])).reshape(*shape, 2)
+
+    def joined(self, parts: Any) -> Any:
+        shape = parts.shape[:-1]
+        return parts.ravel().view(np.dtype("complex128" if self.dtype(parts) == "float64" else "complex64")).reshape(shape)
+
+    def complex(self, real: Any, imaginary: Any) -> Any:
+        return real + imaginary * np.dtype("complex128" if self.dtype(real) == "float64" else "complex64").type(1j)
+
+    def sqrt(self, array: Any) -> Any:
+        return importlib.import_module("pycuda.cumath").sqrt(array)
+
+    def clip(self, array: Any, least: float, most: float) -> Any:
+        raise TypeError("a GPUArray can't be rounded to integers of more than 16 bits: pass output='float32' or 'float64'")
+
+    rint = trunc = where = is_nan = clip  # type: ignore[assignment]
+
+    def assign(self, target: Any, value: Any) -> None:
+        target[...] = value
+
+    def overlap(self, one: Any, other: Any) -> bool:
+        first, second = int(one.gpudata), int(other.gpudata)
+        return first < second + other.nbytes and second < first + one.nbytes
+
+    def writeable(self, array: Any) -> bool:
+        return True
+
+    def device_key(self, array: Any) -> Any:
+        return self.kind.where(int(array.gpudata))  # type: ignore[attr-defined]
+
+    def synchronise(self, array: Any) -> None:
+        """``to_gpu`` has waited."""
+
+
+@cache
+def space_of(kind: ArrayKind) -> Space:
+    """The operations on arrays of a kind.
+
+    Raises
+    ------
+    TypeError
+        Filters don't take arrays of that kind.
+    """
+    if isinstance(kind, NumpyKind):
+        return Space(kind, np)
+    if isinstance(kind, CupyKind):
+        return CupySpace(kind, sys.modules["cupy"])
+    if isinstance(kind, GPUArrayKind):
+        return GPUArraySpace(kind, importlib.import_module("pycuda.gpuarray"))
+    if kind.name == "torch.Tensor":
+        return TorchSpace(kind, sys.modules["torch"])
+    raise TypeError(f"input must be an array of numpy, CuPy, torch, PyCUDA or dask, but got a {kind.name}")
+
+
+def as_array(name: str, array: Any) -> Any:
+    """`array` if a library of arrays made it, else what numpy makes of it."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array: pass {name}.filled(value), or {name}.data and mask=")
+    if isinstance(array, np.ndarray) or is_torchs(array) or hasattr(array, "__cuda_array_interface__") or hasattr(array, "__dlpack__"):
+        return array
+    if type(array).__module__.partition(".")[0] in ("dask", "pycuda", "cupy", "jax"):
+        return array
+    made = np.asarray(array)
+    if made.dtype.kind not in "biufcV":
+        raise TypeError(f"{name} must be an array of numbers, but got {brief(array)}")
+    return made

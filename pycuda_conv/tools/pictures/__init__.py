@@ -1,0 +1,1 @@
+"""Pictures and their filters: :mod:`.bench` measures filters of images."""

@@ -1,0 +1,86 @@
+"""Errors by engine and kind of numbers as a table of docs/results.md, from what `pycuda-conv verify --json` printed.
+
+    python3 -m pycuda_conv verify --json > errors.json      on the machine with the GPU
+    python3 scripts/error_table.py errors.json              here: it writes between the page's marks errors:begin and errors:end
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pycuda_conv.rounding import BESIDE  # noqa: E402
+from pycuda_conv.tools.distributions import DISTRIBUTIONS  # noqa: E402
+from pycuda_conv.tools.report import markdown_table, write_between  # noqa: E402
+
+ARITHMETICS = ("fp32", "tf32", "float16", "bfloat16", "float64")
+
+
+def largest(results: list[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """By engine, arithmetic and numbers, the result with the largest error beside the bound."""
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for one in results:
+        key = one["engine"], one["arithmetic"], one["numbers"]
+        if one["engine"] and (key not in found or one["of_bound"] > found[key]["of_bound"]):
+            found[key] = one
+    return found
+
+
+def times(one: dict[str, Any]) -> float | None:
+    """How many times torch's largest error this is; None where that says nothing."""
+    theirs = one["torch_of_bound"]
+    return one["of_bound"] / theirs if theirs and one["arithmetic"] != "float64" else None
+
+
+def cell(one: dict[str, Any] | None) -> str:
+    """A result's error and torch's, both divided by the bound; bold where ours is clearly the larger one."""
+    if one is None:
+        return ""
+    theirs, ratio = one["torch_of_bound"], times(one)
+    text = f"{one['of_bound']:.3f}" + ("" if theirs is None else f" / {theirs:.3f}")
+    return f"**{text}**" if ratio is not None and ratio > BESIDE else text
+
+
+def page(report: dict[str, Any]) -> str:
+    """The part of the page."""
+    found, numbers = largest([one for one in report["results"] if " fft " not in one["case"]]), tuple(DISTRIBUTIONS)
+    where = f"{report['model'] or report['device']}, torch {report['torch']}"
+    if report.get("cudnn"):
+        where += f", cuDNN {report['cudnn']}"
+    parts = [
+        f"Measured by `pycuda-conv verify --json` on {report['date'][:10]}: {where}; {len(report['results'])} results. An error is an "
+        "element's largest, divided by what rounding explains (more than 1 is wrong): ours, and torch's on the same arrays."
+    ]
+    rows: list[tuple[str, ...]] = []
+    for arithmetic in ARITHMETICS:
+        ratios = [[times(one) for (_, of, kind), one in found.items() if (of, kind) == (arithmetic, name)] for name in numbers]
+        known = [max((ratio for ratio in some if ratio is not None), default=None) for some in ratios]
+        if any(ratio is not None for ratio in known):
+            rows.append((arithmetic, *("" if ratio is None else f"{ratio:.2f}" for ratio in known)))
+    if rows:
+        parts += ["Our largest error divided by torch's, of the engine for which that is most:", markdown_table(("", *numbers), 1, rows)]
+    rows = [
+        (engine, arithmetic, *(cell(found.get((engine, arithmetic, name))) for name in numbers))
+        for arithmetic in ARITHMETICS for engine in dict.fromkeys(engine for engine, of, _ in found if of == arithmetic)
+    ]  # fmt: skip
+    table = markdown_table(("engine", "arithmetic", *numbers), 2, rows)
+    return "\n\n".join([*parts, "<details><summary>Every engine: our error / torch's</summary>", table, "</details>"])
+
+
+def main() -> None:
+    """Write the page's part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="the JSON")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "results.md", help="the page to write into")
+    arguments = parser.parse_args()
+    write_between(arguments.page, page(json.loads(arguments.report.read_text())), "errors")
+
+
+if __name__ == "__main__":
+    main()
