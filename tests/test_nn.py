@@ -359,7 +359,7 @@ def test_modules_take_an_algorithm(name, algorithm, monkeypatch):
 
 
 def test_a_fused_layer_takes_no_algorithm():
-    with pytest.raises(ValueError, match="algorithm=.fft."):
+    with pytest.raises(ValueError, match=r"algorithm=.fft."):
         pn.FusedConvBnReLU2d.from_modules(pn.Conv2d(3, 4, 11, algorithm="fft"), torch.nn.BatchNorm2d(4))
 
 
