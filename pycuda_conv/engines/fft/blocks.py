@@ -14,7 +14,7 @@ from functools import cache, lru_cache
 from itertools import combinations_with_replacement, product
 from typing import Any
 
-from pycuda_conv.engines.base import BY_RULE, Config, fastest
+from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
 from pycuda_conv.engines.geometry import arguments, bits, by_axis, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -72,7 +72,7 @@ SHORTEST, LONGEST = 64, 6912
 #: Entries of the list of results that may be off; blocks of the launch that sums them.
 MOST_LISTED, SUMS_GRID = 1 << 18, 264
 #: Bytes of pairs that a row of launches takes at once; of the filters' spectra.
-AT_ONCE, MOST_SPECTRA = 1 << 30, 4 << 30
+AT_ONCE, MOST_SPECTRA = 1 << 30, 1 << 30
 #: Filters of fewer taps, and of lines, are left to other engines, unless a configuration is given.
 LEAST_TAPS, LEAST_OF_LINE = 100, 2048
 
@@ -429,4 +429,4 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, BlockFft] | Non
         return found
     us, config = found
     plain = problem.macs / PLAIN_RATE * 132 / device.multiprocessors
-    return (BY_RULE if us < plain else us), config
+    return (us * AMONG_TRANSFORMS if us < plain else us), config
