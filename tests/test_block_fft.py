@@ -239,7 +239,7 @@ def test_a_gpu_s_launches_with_a_packed_filter(case):
     longest = max(CASES[case])
 
     def with_room(steps):
-        return [[replace(one, shared=0, defines=one.defines | ({"ROOM": 8 * longest} if one.shared else {})) for one in step] for step in steps]
+        return [[replace(one, shared=0, defines=one.defines | ({"ROOM": max(blocks.ROOM, 8 * longest)} if one.shared else {})) for one in step] for step in steps]
 
     x, w, b = case.normals("float32")
     y = np.full(problem.result_shape, np.nan, "f")
@@ -256,6 +256,8 @@ def test_a_gpu_s_launches_with_a_packed_filter(case):
 def test_filters_are_packed_alike_for_all_sizes_of_images():
     one, other = (ConvProblem.forward(2, (n, 4, size, size), (4, 1, 15, 15), groups=4) for n, size in ((1, 99), (5, 300)))
     assert blocks.filter_key(one, BlockFft()) == blocks.filter_key(other, BlockFft()) != blocks.filter_key(one, BlockFft(128, 128))
+    row, line = ConvProblem.forward(2, (1, 1, 9, 900), (1, 1, 1, 99)), ConvProblem.forward(1, (1, 1, 900), (1, 1, 99))
+    assert blocks.filter_key(row, BlockFft(128, 128)) != blocks.filter_key(line, BlockFft(128, 128))
 
 
 @pytest.mark.gpu
