@@ -36,7 +36,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     -----
     It costs what the fastest kernel for the batch gains over the one that serves all batches. Large filters are not transformed. Other
     GPUs, and OpenCL, have bits of their own. Gradients by the filter and by the bias sum over the images, so they depend on all of them;
-    so do statistics of a batch. Fused layers of :mod:`pycuda_conv.nn` are not covered. torch's
+    so do statistics of a batch. Fused layers and compiled models are not covered. torch's
     ``use_deterministic_algorithms`` promises less: the same bits for the same batch.
 
     Examples

@@ -350,7 +350,8 @@ def call_operator(operator: Operator, settings: Settings, first: Any, second: An
 
 
 def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *options: Any) -> Any:
-    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups, precision and the mode of the padding.
+    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups, precision, the mode of the padding, and
+    whether the bits of an image may not depend on its batch.
 
     The operator is called at once. Torch.compile would follow all that a call of :func:`pycuda_conv.conv2d` does, which takes it 0.1 s.
     """
@@ -362,9 +363,11 @@ def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *opti
 
 @torch_internals.constant
 def _flat_options(
-    sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str, padding_mode: Any = "zeros"
+    sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str, padding_mode: Any = "zeros",
+    batch_invariant: bool = False,
 ) -> tuple[Any, ...]:
-    settings = Settings(len(sizes), stride, padding, dilation, groups, precision, None, False, None, padding_mode)
+    algorithm = "batch_invariant" if batch_invariant else None
+    settings = Settings(len(sizes), stride, padding, dilation, groups, precision, None, False, algorithm, padding_mode)
     return _flat(_in_numbers(settings, sizes))
 
 

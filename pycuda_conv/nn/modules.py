@@ -24,6 +24,12 @@ def checked_precision(precision: str) -> str:
     return precision
 
 
+def checked_invariance(batch_invariant: Any) -> bool:
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be True or False, got {brief(batch_invariant)}")
+    return batch_invariant
+
+
 def in_pairs(padding: Any) -> bool:
     """True for a padding before and after each axis, which torch's modules do not know."""
     return isinstance(padding, (tuple, list)) and any(isinstance(v, (tuple, list)) for v in padding)
@@ -49,13 +55,15 @@ _FILE = torch.nn.Conv2d.__init__.__code__.co_filename
 
 
 class _Ours:
-    """The base of all the modules, which adds a precision to torch's."""
+    """The base of all the modules, which adds a precision to torch's, and whether an image's bits may depend on its batch."""
 
     precision = "fp32"
+    batch_invariant = False
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
-        return marked(text if self.precision == "fp32" else f"{text}, precision={self.precision}")
+        text += "" if self.precision == "fp32" else f", precision={self.precision}"
+        return marked(text + ", batch_invariant=True" * self.batch_invariant)
 
     @property
     def qconfig(self) -> Any:
@@ -93,11 +101,12 @@ class _Conv(_Ours):
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
         bias: bool = True, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, precision: Precision = "fp32",
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
-        self.precision = checked_precision(precision)
+        self.precision, self.batch_invariant = checked_precision(precision), checked_invariance(batch_invariant)
         if in_pairs(padding):  # torch would repeat each pair
             pairs = padding_pairs(padding, len(self.kernel_size))
             self._reversed_padding_repeated_twice = tuple(v for pair in reversed(pairs) for v in pair)
@@ -110,8 +119,11 @@ class _Conv(_Ours):
             sides = self._reversed_padding_repeated_twice
             padding = tuple((sides[i], sides[i + 1]) for i in range(len(sides) - 2, -1, -2))
         if _is_followed():
-            return followed("conv", input, weight, bias, (), self.stride, padding, self.dilation, self.groups, self.precision, mode)
+            given = self.stride, padding, self.dilation, self.groups, self.precision, mode, self.batch_invariant
+            return followed("conv", input, weight, bias, (), *given)
         options = {} if mode == "zeros" else {"padding_mode": mode}
+        if self.batch_invariant:
+            options["batch_invariant"] = True
         return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **options)
 
 
@@ -124,14 +136,14 @@ class _ConvTranspose(_Ours):
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
         groups: int = 1, bias: bool = True, dilation: Any = 1, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *,
-        precision: Precision = "fp32",
+        precision: Precision = "fp32", batch_invariant: bool = False,
     ) -> None:
         if isinstance(padding, str):  # torch makes a tuple of its letters
             raise ConvArgumentError(f"padding must be integers for a transposed convolution, but got padding={brief(padding)}")
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode, device, dtype
         )
-        self.precision = checked_precision(precision)
+        self.precision, self.batch_invariant = checked_precision(precision), checked_invariance(batch_invariant)
 
     def forward(self: Any, input: Any, output_size: Any = None) -> Any:
         """The same as torch's. `output_size` is the size of the result, where a stride leaves it open."""
@@ -141,10 +153,10 @@ class _ConvTranspose(_Ours):
         output_padding = self._output_padding(input, output_size, self.stride, self.padding, self.kernel_size, ndim, self.dilation)
         if _is_followed():
             more = integers("output_padding", output_padding, ndim)
-            options = self.stride, self.padding, self.dilation, self.groups, self.precision
-            return followed("conv_transpose", input, self.weight, self.bias, more, *options)
+            given = self.stride, self.padding, self.dilation, self.groups, self.precision, "zeros", self.batch_invariant
+            return followed("conv_transpose", input, self.weight, self.bias, more, *given)
         options = self.stride, self.padding, output_padding, self.groups, self.dilation
-        return self.function(input, self.weight, self.bias, *options, precision=self.precision)
+        return self.function(input, self.weight, self.bias, *options, precision=self.precision, batch_invariant=self.batch_invariant)
 
 
 class Conv1d(_Conv, torch.nn.Conv1d):
