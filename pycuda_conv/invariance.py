@@ -57,6 +57,13 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
         _inside.reset(token)
 
 
+def checked_invariance(batch_invariant: Any) -> bool:
+    """The option `batch_invariant`, which must be a bool."""
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be True or False, got {brief(batch_invariant)}")
+    return batch_invariant
+
+
 def with_invariance(algorithm: Any, asked: Any) -> Any:
     """The algorithm of a call that gives it, and the option `batch_invariant`.
 
@@ -67,8 +74,7 @@ def with_invariance(algorithm: Any, asked: Any) -> Any:
     """
     if asked is False and not _inside.get():
         return algorithm
-    if not isinstance(asked, bool):
-        raise TypeError(f"batch_invariant must be True or False, got {brief(asked)}")
+    checked_invariance(asked)
     if algorithm is None or algorithm == "direct":
         return WORD
     if asked and algorithm == "fft":

@@ -6,7 +6,7 @@
 // to find the best scale would cost half as much again. Once all of an image is packed, blocks look at the extremes. If the image did not fit, they
 // pack it anew with the scale that brings its largest magnitude to [2^14, 2^15). The filter of an output channel gets that scale at once.
 // Flags say what limbs cannot hold. Flag 1: an image or a channel of the filter has values 2^(28 + slack) below its largest, or smaller, which
-// lose too many bits. mend.cuh or direct/gemm.cu looks for results that may show it, and computes these in plain fp32. An image also has flag 1 if
+// lose too many bits. recompute.cuh or direct/gemm.cu looks for results that may show it, and computes these in plain fp32. An image also has flag 1 if
 // its guess was within 5 bits of the best scale and it has smaller values, as most gradients behind a batch norm do. Flag 2: it holds Inf or
 // NaN, or its largest lies outside 2^-60 .. 2^60; everything that depends on it is computed in plain fp32.
 // 16-bit images have no scale. If they are checked (RANGE_CHECK: windows, below), their flag is 2 if they hold Inf or NaN, else 0.
@@ -79,7 +79,7 @@ struct PackArguments {
   long long tiles, by_tiles, tiles_c, by_tiles_c;         // tiles of an image; tiles of it side by side along the channels
   long long slices, by_slices;                            // blocks that settle an image; 0: none
   long long chunk_bits;                                   // log2 of a tile's chunks of 8 channels: 1, 2, 4, 8 or 16 chunks
-  long long together, together_bits;  // chunks of each tap in a tile, the same for all taps; 0: a tile's chunks are neighbours in the packed image
+  long long chunks_per_tap, chunks_per_tap_bits;  // chunks of each tap in a tile, the same for all taps; 0: a tile's chunks are neighbours in the packed image
   long long groups, group_chunks, by_group_chunks;        // groups, and packed chunks of one
   long long channels, by_channels;                        // channels of a group of x
   long long slack, too_small, each;                       // too_small: 2 if flag 2 stands for flag 1, see below; each: blocks of an image, with CLUSTER
@@ -263,13 +263,13 @@ template <class Scale>
 __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const PackArguments& shape, long long image, int tile,
                                     const Scale& scale_of) {
   const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.group_chunks);
-  const int bits = (int)shape.chunk_bits, mask = (1 << bits) - 1, together = FOLDED && EIGHTS && !NHWC ? (int)shape.together : 0;
+  const int bits = (int)shape.chunk_bits, mask = (1 << bits) - 1, per_tap = FOLDED && EIGHTS && !NHWC ? (int)shape.chunks_per_tap : 0;
   const Divided along(tile, shape.tiles_c, shape.by_tiles_c);
-  const int first = together ? along.rest * together : along.rest << bits, pixel0 = along.quotient * (PIECES >> bits);
+  const int first = per_tap ? along.rest * per_tap : along.rest << bits, pixel0 = along.quotient * (PIECES >> bits);
   // the packed chunk of the tile's chunk `at`; `chunks` or more if there is none
   auto chunk_of = [&](int at) {
-    if (!together) return first + at;
-    const int tap = at >> (int)shape.together_bits, c = first + (at & (together - 1)), of_tap = (int)shape.channels / 8;
+    if (!per_tap) return first + at;
+    const int tap = at >> (int)shape.chunks_per_tap_bits, c = first + (at & (per_tap - 1)), of_tap = (int)shape.channels / 8;
     return tap < (int)shape.folds && c < of_tap ? tap * of_tap + c : chunks;
   };
 #if FILTER

@@ -24,12 +24,14 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.invariance import WORD as BATCH_INVARIANT
 from pycuda_conv.invariance import batch_invariant as invariant_block
+from pycuda_conv.invariance import checked_invariance
 from pycuda_conv.nn import modules
 from pycuda_conv.nn.compiler import CompiledGraph, graphs_of
 from pycuda_conv.nn.fused.modules import _FusedConvBnReLU
 from pycuda_conv.nn.linear import linear as linear_of
-from pycuda_conv.nn.modules import checked_invariance, checked_precision, in_pairs, marked
+from pycuda_conv.nn.modules import checked_precision, in_pairs, marked
 from pycuda_conv.nn.routing import routed
 from pycuda_conv.typing import Precision
 
@@ -269,7 +271,7 @@ def _give_back(module: torch.nn.Module) -> None:
 
 
 def _forget_options(module: torch.nn.Module) -> None:
-    for name in ("precision", "batch_invariant"):
+    for name in ("precision", "algorithm"):
         module.__dict__.pop(name, None)
 
 
@@ -284,9 +286,9 @@ def _convert_convolution(name: str, module: torch.nn.Module, precision: str, bat
         _change_class(module, "routed" if own else "ours")
     module.__dict__["precision"] = precision
     if batch_invariant:
-        module.__dict__["batch_invariant"] = True
-    else:
-        module.__dict__.pop("batch_invariant", None)
+        module.__dict__["algorithm"] = BATCH_INVARIANT
+    elif module.__dict__.get("algorithm") == BATCH_INVARIANT:
+        module.__dict__.pop("algorithm")
     return Converted(name, was.__name__, by_its_own_forward=own)
 
 
@@ -338,7 +340,7 @@ class _Routed(_Changed):
     def forward_of(cls: Any) -> Any:
         @functools.wraps(cls.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            block = invariant_block() if getattr(self, "batch_invariant", False) else nullcontext()
+            block = invariant_block() if self.__dict__.get("algorithm") == BATCH_INVARIANT else nullcontext()
             with routed(self.precision), block:
                 return cls.forward(self, *args, **kwargs)
 
