@@ -121,6 +121,10 @@ def store(array: np.ndarray, at: np.ndarray, values) -> None:
 GUESS = 9  # exponent of the scale with which images are packed at first
 
 
+def flag_of(flag: int, shape) -> int:
+    return shape.too_small if flag == 1 else flag
+
+
 class MagnitudeRange:
     """Largest and smallest non-zero magnitude of float32 numbers, as bits; 0 and 2^32 where there are none."""
 
@@ -217,7 +221,7 @@ def filter_rows(step, s, memory: Memory) -> None:
                 found = MagnitudeRange.of_rows(inside(w, first[real] + whole), s.slack)
                 scale[real] = [one.scale() for one in found]
                 store(memory.view(scales, "float32"), own, 1 / scale[real])
-                store(memory.view(flags, "int32"), own, [one.flag() for one in found])
+                store(memory.view(flags, "int32"), own, [flag_of(one.flag(), s) for one in found])
             elif define["RANGE_CHECK"]:
                 store(memory.view(scales, "float32"), own, 1.0)
                 store(memory.view(flags, "int32"), own, 0)
@@ -254,7 +258,7 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     """Pack one tile of an image; what was read."""
     define = step.defines
     kind, channels, chunks = ELEMENT[define["IN"]], s.channels, s.groups * s.group_chunks
-    pixels, together, at_once = s.packed_d * s.packed_h * s.packed_w, s.together, 1 << s.chunk_bits
+    pixels, together, at_once = s.packed_d * s.packed_h * s.packed_w, s.chunks_per_tap, 1 << s.chunk_bits
     across = ceil(channels // 8, together) if together else ceil(chunks, at_once)
     vector, kc = define["VECTOR"], 8 << s.piece_bits
     assert vector == 1 or not (any(n % vector for n in (pixels, s.x_image, s.x_group, s.x_channel)) or define["FOLDED"] or define["NHWC"])
@@ -269,7 +273,7 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     to = np.arange(8 * first, 8 * min(first + at_once, chunks))[None]  # packed channels
     if together:
         assert channels % 8 == 0 and s.groups == 1 and s.folds * together <= at_once and chunks == s.folds * channels // 8
-        assert together == 1 << s.together_bits and define["FOLDED"] and not define["NHWC"]
+        assert together == 1 << s.chunks_per_tap_bits and define["FOLDED"] and not define["NHWC"]
         to = np.concatenate([tap * channels + np.arange(8 * first, min(8 * (first + together), channels)) for tap in range(s.folds)])[None]
     group, j = np.divmod(to, 8 * s.group_chunks)
     if define["FOLDED"]:
@@ -371,7 +375,7 @@ def settle(step, memory: Memory, found: MagnitudeRange, guess: int, places, imag
     guessed = found.fits(guess)
     scale = 2.0**guess if guessed else found.scale()
     store(scales, image, 1 / scale)
-    store(flags, image, int(found.loses(guess)) if guessed else found.flag())
+    store(flags, image, flag_of(int(found.loses(guess)) if guessed else found.flag(), step.arguments))
     return 0.0 if guessed or not found.usable() else scale
 
 
@@ -868,7 +872,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
     number, inner = np.divmod(pixel, s.plane)
     place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
     at = place * s.rows + k
-    assert s.wide == (3 if s.rows * np.dtype(kind).itemsize % 16 == 0 else 1 if s.rows % 4 == 0 else 2 if s.rows <= define["BLOCK_N"] == 32 and s.plane == s.out_size else 0)
+    assert s.store_mode == (3 if s.rows * np.dtype(kind).itemsize % 16 == 0 else 1 if s.rows % 4 == 0 else 2 if s.rows <= define["BLOCK_N"] == 32 and s.plane == s.out_size else 0)
     bias, scale, residual, y, *moments = step.buffers
     v = finished(finishing(step), memory, kind, total[: len(pixel), : k.size], scale, bias, residual, k, at).astype(kind)
     store(memory.view(y, kind), at, v)

@@ -404,11 +404,11 @@ def test_the_planner_s_kernels_compile_and_do_not_spill():
             for dtype in types:
                 if widest or dtype == types[0]:
                     turned = widest and columns in wn.FLIPPED_TILES[size].get(rows, ())
-                    config = WgradNhwc(rows, columns, wn._most_stages(rows, columns, size), 2, turned)
+                    config = WgradNhwc(rows, columns, wn._max_stages(rows, columns, size), 2, turned)
                     for launch in (launch for step in wn.schedule(BASE.problem(dtype).launched, config, H200).whole for launch in step):
                         steps[launch.source()] = launch, str(config)
     for rows in wn.TILES[8]:
-        config = WgradNhwc(rows, 64, wn._most_stages(rows, 64, 8), 2)
+        config = WgradNhwc(rows, 64, wn._max_stages(rows, 64, 8), 2)
         for launch in (launch for step in wn.schedule(precise(BASE).launched, config, H200).whole for launch in step):
             steps[launch.source()] = launch, str(config)
     check_compiled(steps)
@@ -427,7 +427,7 @@ RUNS += [(case, dtype, case.legal(config, dtype)) for case in PADDED for dtype i
 RUNS += [(case, dtype, config) for case in PLANES for dtype in TYPES if dtype != "float32" for config in CONFIGS_PLANES]
 RUNS += [(case, dtype, flipped(4 if dtype == "float32" else 2, i + more)) for i, case in enumerate(FEW) for dtype in TYPES for more in (0, 1)]
 RUNS += [
-    (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._most_stages(rows, widths[-1], 4 if dtype == "float32" else 2), split))
+    (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._max_stages(rows, widths[-1], 4 if dtype == "float32" else 2), split))
     for dtype in TYPES for rows, widths in wn.TILES[4 if dtype == "float32" else 2].items() for split in (1, 2, 9)
 ]  # fmt: skip
 

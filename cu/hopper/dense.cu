@@ -54,7 +54,7 @@ struct DensePhase {
   long long low_d, low_h, low_w;
   long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first pixel of the phase, and from one to the next
-  long long wide;                                             // how channels of y are written: Wide
+  long long store_mode;                                             // how channels of y are written: StoreMode
   long long with_moments;                                            // whether moments are written, where EMIT_MOMENTS
   long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
 };

@@ -8,14 +8,14 @@ DEVICE int place_of(const Phase& shape, int pixel) {
   return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
 }
 
-// How channels of y are written. SINGLE: one at a time. FOURS: four neighbours at once. RUN: if all channels of a pixel are in one chunk and pixels
-// are contiguous, neighbours of a warp's whole run of pixels. SIXTEEN_BYTES: 16 bytes at once, from the registers of the sums.
-enum Wide { SINGLE, FOURS, RUN, SIXTEEN_BYTES };
+// How channels of y are written. SINGLE: one at a time. VEC_4: four neighbours at once. RUN: if all channels of a pixel are in one chunk and pixels
+// are contiguous, neighbours of a warp's whole run of pixels. BYTES_16: 16 bytes at once, from the registers of the sums.
+enum StoreMode { SINGLE, VEC_4, RUN, BYTES_16 };
 // Stores four neighbouring channels of y.
-struct Four {
+struct Vec4 {
   int first, count;  // channels that exist
   Finish<false> finish[4];
-  DEVICE Four(const Phase& shape, int channel, const data_t* scales, const data_t* biases)
+  DEVICE Vec4(const Phase& shape, int channel, const data_t* scales, const data_t* biases)
       : first(channel), count(min((int)shape.rows - channel, 4)) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, scales, biases, min(first + e, (int)shape.rows - 1));
@@ -24,7 +24,7 @@ struct Four {
     struct alignas(4 * sizeof(data_t)) Vector {
       data_t v[4];
     };
-    const bool there = place >= 0 && count > 0, wide = (int)shape.wide % 2 == 1;  // FOURS or SIXTEEN_BYTES; no branch, so that several stores are issued at once
+    const bool there = place >= 0 && count > 0, wide = (int)shape.store_mode % 2 == 1;  // VEC_4 or BYTES_16; no branch, so that several stores are issued at once
     const long long at = place * shape.rows + first;
     const bool added_to = MAY_ADD && has_residual(shape);
     Vector added = {}, out;
@@ -205,7 +205,7 @@ DEVICE bool stores_plainly(const Phase& shape) {
 // numbers lie there.
 DEVICE void stage_finish(float* staging, int& staged, const Phase& shape, const Tile& of, const data_t* scale, const data_t* bias) {
   static_assert(BLOCK_N / 2 * 4 <= 16 * PITCH, "they fit a staging tile");
-  if (staged == of.channel || (int)shape.wide != SIXTEEN_BYTES || stores_plainly(shape)) return;
+  if (staged == of.channel || (int)shape.store_mode != BYTES_16 || stores_plainly(shape)) return;
   staged = of.channel;
   __syncwarp();  // what lies there has been read
 #pragma unroll
@@ -222,7 +222,7 @@ DEVICE void stage_finish(float* staging, int& staged, const Phase& shape, const 
 DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] int& staged,
                        [[maybe_unused]] float* staged_moments, const data_t* scale, const data_t* bias, const data_t* residual, data_t* y,
                        [[maybe_unused]] float* moments) {
-  const bool as_runs = (int)shape.wide == SIXTEEN_BYTES;
+  const bool as_runs = (int)shape.store_mode == BYTES_16;
   if (as_runs) {
     if (stores_plainly(shape)) store_runs<true>(sum, shape, of, (const float4*)staging, residual, y);
     else store_runs<false>(sum, shape, of, (const float4*)staging, residual, y);
@@ -242,10 +242,10 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
         *(float2*)(staging + (lane / 4 + 8 * half) * PITCH + 8 * i + 2 * (lane % 4)) = make_float2(sum[at], sum[at + 1]);
       }
     __syncwarp();
-    if (BLOCK_N == CHUNK && (int)shape.wide == RUN) {
+    if (BLOCK_N == CHUNK && (int)shape.store_mode == RUN) {
       store_run(staging, shape, of.pixel + 16 * warp, scale, bias, residual, y);
     } else if (!as_runs) {
-      const Four four(shape, of.channel + base + 4 * (lane % 8), scale, bias);
+      const Vec4 four(shape, of.channel + base + 4 * (lane % 8), scale, bias);
       constexpr int BATCH = BLOCK_N > 160 ? 1 : 4;  // fours of rows that are read before the first of them is written, as registers allow
 #pragma unroll(BATCH == 1 ? 1 : 4)
       for (int down = 0; down < 16; down += 4 * BATCH) {
@@ -274,7 +274,7 @@ DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const d
   constexpr int ROWS = BLOCK_M / CLUSTER, ACROSS = BLOCK_N / 4;
   for (int i = threadIdx.x; i < ROWS * ACROSS; i += CONSUMER_THREADS) {
     const int row = cluster_rank() * ROWS + i / ACROSS, column = i % ACROSS * 4;
-    const Four four(shape, of.channel + column, scale, bias);
+    const Vec4 four(shape, of.channel + column, scale, bias);
     const float4 v = add_of_ranks(sums + (row * SUMS_PITCH + column) * 4);
     four.store(shape, place_of(shape, of.pixel + row), {v.x, v.y, v.z, v.w}, residual, y);
   }

@@ -42,8 +42,8 @@ from pycuda_conv.engines.hopper.common import (
     pixel_cycles,
     read_bytes,
     stage_channels,
+    store_mode,
     unsupported,
-    wide_stores,
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
@@ -172,7 +172,7 @@ def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
     return _ring(config, _reads_mn_major(problem)).refusal(config.STAGES, config.CLUSTER)
 
 
-def _beside(config: DenseNhwc) -> int:
+def _blocks_per_sm(config: DenseNhwc) -> int:
     """Blocks that share a multiprocessor: two of the small tiles."""
     return 1 if config.BLOCK_M == 128 else 2
 
@@ -184,10 +184,10 @@ def _ring(config: DenseNhwc, mn_major: bool) -> Ring:
     """
     rows = config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major and config.BLOCK_N > 32 else config.BLOCK_N)
     staging = config.BLOCK_M // 16 * STAGING if config.CLUSTER == 1 else 0
-    return Ring(ROW * rows, staging + ALIGNMENT, most_shared(_beside(config)))
+    return Ring(ROW * rows, staging + ALIGNMENT, most_shared(_blocks_per_sm(config)))
 
 
-def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
+def _max_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
     """The most stages of a ring that shared memory has room for."""
     return _ring(DenseNhwc(rows, columns, CLUSTER=cluster), mn_major).deepest(range(STAGES, 1, -1))
 
@@ -242,8 +242,8 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_momen
 
     def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
         tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
-        if tile.STAGES == _most_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
-            tile = replace(tile, STAGES=_most_stages(*shape, mn_major and problem.itemsize == 2))
+        if tile.STAGES == _max_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
+            tile = replace(tile, STAGES=_max_stages(*shape, mn_major and problem.itemsize == 2))
         groups = _launches(_addressed(problem)[1])
         return [[_product(problem, tile, group, place, mn_major, multiprocessors, parts) for group in groups]]
 
@@ -298,7 +298,7 @@ def _product(
     if phases > 1:
         structs += (repeat_arguments(problem, unpacked, 1, repeats(problem)),)
     tiles, transposing = sum(phase.tiles for phase in args), mn_major and problem.itemsize == 4
-    fitting = multiprocessors * _beside(config)
+    fitting = multiprocessors * _blocks_per_sm(config)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
@@ -357,7 +357,7 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddress
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
         rows=problem.result_channels, **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
-        wide=wide_stores(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments), **finish(problem),
+        store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments), **finish(problem),
     )  # fmt: skip
 
 
@@ -375,7 +375,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     """A text for each tile, cluster, type, filter layout, and for one or more phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
         for mn_major, cluster, kind in product((0, 1), clusters, ELEMENTS.values()):
-            stages = _most_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
+            stages = _max_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
             choices = {
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": (kind,),
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
@@ -403,7 +403,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
     blocks, mn_major = _blocks(problem, addressings[0]), _reads_mn_major(problem)
     for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():
         for cluster in clusters:
-            config = DenseNhwc(rows, columns, _most_stages(rows, columns, cluster, mn_major), cluster)
+            config = DenseNhwc(rows, columns, _max_stages(rows, columns, cluster, mn_major), cluster)
             if (cluster == 1 or blocks >= 2 * cluster) and refusal(problem, config) is None:
                 yield config
 
