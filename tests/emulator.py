@@ -121,6 +121,10 @@ def store(array: np.ndarray, at: np.ndarray, values) -> None:
 GUESS = 9  # exponent of the scale with which images are packed at first
 
 
+def flag_of(flag: int, shape) -> int:
+    return shape.too_small if flag == 1 else flag
+
+
 class MagnitudeRange:
     """Largest and smallest non-zero magnitude of float32 numbers, as bits; 0 and 2^32 where there are none."""
 
@@ -217,7 +221,7 @@ def filter_rows(step, s, memory: Memory) -> None:
                 found = MagnitudeRange.of_rows(inside(w, first[real] + whole), s.slack)
                 scale[real] = [one.scale() for one in found]
                 store(memory.view(scales, "float32"), own, 1 / scale[real])
-                store(memory.view(flags, "int32"), own, [one.flag() for one in found])
+                store(memory.view(flags, "int32"), own, [flag_of(one.flag(), s) for one in found])
             elif define["RANGE_CHECK"]:
                 store(memory.view(scales, "float32"), own, 1.0)
                 store(memory.view(flags, "int32"), own, 0)
@@ -371,7 +375,7 @@ def settle(step, memory: Memory, found: MagnitudeRange, guess: int, places, imag
     guessed = found.fits(guess)
     scale = 2.0**guess if guessed else found.scale()
     store(scales, image, 1 / scale)
-    store(flags, image, int(found.loses(guess)) if guessed else found.flag())
+    store(flags, image, flag_of(int(found.loses(guess)) if guessed else found.flag(), step.arguments))
     return 0.0 if guessed or not found.usable() else scale
 
 

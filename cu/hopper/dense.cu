@@ -63,6 +63,7 @@ typedef DensePhase Phase;
 #define TAILS  // channel_blocks and last_steps say where a tap ends
 #include "hopper/pixel_tiles.cuh"
 #include "hopper/taps.cuh"
+#include "hopper/transpose.cuh"
 
 constexpr int TRANSPOSERS = TURNED ? 3 : 0, THREADS = CONSUMER_THREADS + 32 + 32 * TRANSPOSERS;
 
@@ -120,29 +121,8 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
 #if W_MN_MAJOR && TYPE == 32
 // ---- the warps that transpose the filter
 
-// A warp transposes 32 rows of k x 32 channels, from swizzled rows to swizzled rows. A lane has 4 x 4 numbers twice, chosen so that no two of eight
-// lanes use the same banks when they read or write.
-DEVICE void transpose_block(uint8_t* block) {
-  const int across = threadIdx.x % 8, further = threadIdx.x % 32 / 8;
-  uint4 v[2][4];
-  auto place = [&](int row, int chunk) { return (uint4*)(block + row * 128 + (chunk ^ row % 8) * 16); };
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) v[i][j] = *place(4 * (across ^ (further + 4 * i)) + j, across);
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int chunk = across ^ (further + 4 * i);
-    *place(4 * across, chunk) = make_uint4(v[i][0].x, v[i][1].x, v[i][2].x, v[i][3].x);
-    *place(4 * across + 1, chunk) = make_uint4(v[i][0].y, v[i][1].y, v[i][2].y, v[i][3].y);
-    *place(4 * across + 2, chunk) = make_uint4(v[i][0].z, v[i][1].z, v[i][2].z, v[i][3].z);
-    *place(4 * across + 3, chunk) = make_uint4(v[i][0].w, v[i][1].w, v[i][2].w, v[i][3].w);
-  }
-}
-
-// The warps take the stages' blocks in turn. `stages` is the ring's memory.
-DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32_t raw) {
+// The warps take the stages' blocks in turn, 32 rows of k x 32 channels.
+DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
   Ring::Position at;
   int block = threadIdx.x / 32 - CONSUMER_THREADS / 32 - 1;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
@@ -152,7 +132,7 @@ DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32
     for (int step = range.first; step < range.last; ++step) {
       barrier_wait(raw + 8 * at.stage, at.parity);  // all warps wait: one that skipped a round would mistake the round before for its own
       for (; block < MN_BLOCKS; block += TRANSPOSERS) {
-        if (block < filter_blocks) transpose_block(stages + at.stage * STAGE_BYTES + A_BYTES + block * MN_BLOCK);
+        if (block < filter_blocks) transpose_block(ring.stage(at) + A_BYTES + block * MN_BLOCK);
         fence_for_bulk();
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived(at));
@@ -193,7 +173,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
   } else {
     if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, maps_w, shapes, ring, raw);
 #if W_MN_MAJOR && TYPE == 32
-    if (threadIdx.x >= CONSUMER_THREADS + 32) turn((uint8_t*)sums, shapes, ring, raw);
+    if (threadIdx.x >= CONSUMER_THREADS + 32) turn(shapes, ring, raw);
 #endif
     await_cluster_sums();
   }

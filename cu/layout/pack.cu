@@ -10,6 +10,8 @@
 // its guess was within 5 bits of the best scale and it has smaller values, as most gradients behind a batch norm do. Flag 2: it holds Inf or
 // NaN, or its largest lies outside 2^-60 .. 2^60; everything that depends on it is computed in plain fp32.
 // 16-bit images have no scale. If they are checked (RANGE_CHECK: windows, below), their flag is 2 if they hold Inf or NaN, else 0.
+// Whether a tile's results are computed again for flag 1 depends on all images that the tile has pixels of. So with too_small = 2, for results that
+// depend on their own image alone, flag 2 stands in its place.
 // slack is half the bits of gemm k, which the rounding of a sum of that length may lose anyway. With one limb slack is 2, since its products may
 // lose two bits of eleven.
 //
@@ -80,7 +82,7 @@ struct PackArguments {
   long long chunks_per_tap, chunks_per_tap_bits;  // chunks of each tap in a tile, the same for all taps; 0: a tile's chunks are neighbours in the packed image
   long long groups, group_chunks, by_group_chunks;        // groups, and packed chunks of one
   long long channels, by_channels;                        // channels of a group of x
-  long long slack, each;                                  // each: blocks of an image, with CLUSTER
+  long long slack, too_small, each;                       // too_small: 2 if flag 2 stands for flag 1, see below; each: blocks of an image, with CLUSTER
   long long d, h, w;                                      // size of x
   long long x_image, x_group, x_channel, x_pixel;         // elements of x from one to the next
   long long packed_d, packed_h, by_packed_h, packed_w, by_packed_w;  // pixels of a packed image
@@ -135,6 +137,9 @@ __device__ MagnitudeRange over_image(const MagnitudeRange& mine, int first, int 
 
 // where 16-byte piece `piece` of row `row` of the packed filter lies among the row's 8, 4 or 2 pieces, swizzled as in shared memory
 __device__ int swizzled_piece(int row, int piece, int piece_bits) { return piece ^ (row >> (3 - piece_bits) & ((1 << piece_bits) - 1)); }
+
+// The flag of what has values that are too small is 1 or 2, as the caller says.
+DEVICE int flag_of(int flag, const PackArguments& shape) { return flag == 1 ? (int)shape.too_small : flag; }
 
 // Loads elements of x as one word, or zeros; a condition in C would become one for each element. They are not read again, unless for other taps, so
 // the L2 cache should rather keep what is written, which the products read next. Volatile, so that none moves before AFTER_LAST_LAUNCH.
@@ -459,7 +464,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     scale = found.scale();
     if (thread == 0) {
       scales[g * shape.rows_group + row] = 1 / scale;
-      flags[g * shape.rows_group + row] = found.flag((int)shape.slack);
+      flags[g * shape.rows_group + row] = flag_of(found.flag((int)shape.slack), shape);
     }
   }
 #else
@@ -571,7 +576,7 @@ __device__ void pack_four_rows(const in_t* __restrict__ w, uint4* __restrict__ p
       scale[j] = all.scale();
       if (real) {
         scales[m + j] = 1 / scale[j];
-        flags[m + j] = all.flag((int)shape.slack);
+        flags[m + j] = flag_of(all.flag((int)shape.slack), shape);
       }
     }
     __syncthreads();  // over_block's room is used again
@@ -629,7 +634,8 @@ __device__ bool settle(const MagnitudeRange& found, int guess, float& scale, con
   if (!guessed) scale = found.scale();
   if (notes) {
     x_scales[image] = 1 / scale;
-    x_flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE) : guessed ? found.flag(guess, (int)shape.slack) : found.flag((int)shape.slack);
+    x_flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE)
+                              : flag_of(guessed ? found.flag(guess, (int)shape.slack) : found.flag((int)shape.slack), shape);
   }
   return !guessed && found.usable();
 }

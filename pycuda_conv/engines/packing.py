@@ -170,7 +170,8 @@ def packed_array(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_
     args = arguments(
         PackArguments, filter_rows=0, row_bits=0, images=images, lines=lines, **tile, slices=0, groups=groups,
         group_chunks=group // 8, channels=read,
-        slack=slack(problem), each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image, x_group=strides.group,
+        slack=slack(problem), too_small=1 + problem.batch_invariant, each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image,
+        x_group=strides.group,
         x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
         **_columns(problem, not as_filter and not packed.level), folds=math.prod(packed.folded), fold_r=packed.folded[1],
         fold_s=packed.folded[2], **by_axis("stride_", steps), **by_axis("pad_", pads), **by_axis("dilation_", dilations),
