@@ -115,8 +115,8 @@ WITHIN_KERNEL acc_t load_typed(const GLOBAL_MEM data_t* x, index_t i, int type) 
 #define LOAD_EACH LOAD_VEC
 #endif
 
-// TO_PIXEL for a border that goes on no further than to the image's other end: no division.
-#define TO_NEAR_PIXEL(i, n, axis)                                                           \
+// TO_NEAR_PIXEL for an axis whose sides differ.
+#define TO_NEAR_PIXEL_OF_SIDE(i, n, axis)                                                           \
   {                                                                                         \
     const int before_ = i < 0, behind_ = i >= (n);                                          \
     filled = before_ ? FILLED_BY(arg.fills_##axis) : behind_ ? FILLED_BY(arg.last_fills_##axis) : filled; \
@@ -128,8 +128,8 @@ WITHIN_KERNEL acc_t load_typed(const GLOBAL_MEM data_t* x, index_t i, int type) 
     int filled = 0;                                                                                                              \
     const index_t slice = DIVIDED(row, arg.wide_h, arg.by_wide_h), outer = arg.wide_d == 1 ? slice : DIVIDED(slice, arg.wide_d, arg.by_wide_d); \
     int h_ = (int)((row) - slice * (index_t)arg.wide_h) - (int)arg.before_h, d_ = (int)(slice - outer * (index_t)arg.wide_d) - (int)arg.before_d; \
-    TO_NEAR_PIXEL(d_, d_end, d)                                                                                                  \
-    TO_NEAR_PIXEL(h_, h_end, h)                                                                                                  \
+    TO_NEAR_PIXEL_OF_SIDE(d_, d_end, d)                                                                                                  \
+    TO_NEAR_PIXEL_OF_SIDE(h_, h_end, h)                                                                                                  \
     from = (outer * d_end + d_) * h_end + h_;                                                                                    \
     filled_by = filled;                                                                                                          \
   }
@@ -149,7 +149,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTR
     if (arg.whole) {  // a pixel has a multiple of EACH elements
       const index_t pixel = DIVIDED(at, inner, arg.by_inner);
       int w = (int)pixel - (int)arg.before_w, filled = filled_by;
-      TO_NEAR_PIXEL(w, w_end, w)
+      TO_NEAR_PIXEL_OF_SIDE(w, w_end, w)
       LOAD_EACH(v, x, (from * w_end + w) * inner + (at - pixel * inner))
 #pragma unroll
       for (int j = 0; j < EACH; ++j) v[j] = filled ? (filled == 1 ? value : 0) : v[j];
@@ -163,7 +163,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTR
         const int over = at + j >= line;
         const index_t in_row = at + j - (over ? line : 0), pixel = inner == 1 ? in_row : DIVIDED(in_row, inner, arg.by_inner);
         int w = (int)pixel - (int)arg.before_w, filled = over ? filled_next : filled_by;
-        TO_NEAR_PIXEL(w, w_end, w)
+        TO_NEAR_PIXEL_OF_SIDE(w, w_end, w)
         places[j] = ((over ? next : from) * w_end + w) * inner + (in_row - pixel * inner);
         fills[j] = filled;
       }

@@ -48,7 +48,7 @@ def _told(
             side = borders.side(word, n)
             numbers |= {f"{prefix}{name}_{axis}": value for name, value in side._asdict().items()}
             numbers[f"by_{prefix}period_{axis}"] = divider(side.period)
-            start, step, reach = _near(word, n, bool(prefix))
+            start, step, reach = borders.near(word, n, bool(prefix))
             numbers |= {f"{prefix}near_{axis}": start, f"{prefix}step_{axis}": step}
             near = near and padding <= reach
     boxes = [_shown_once(*axis) for axis in zip(size, border, before, after, strict=True)] if rims else [(n, 0) for n in size]
@@ -69,24 +69,13 @@ def _told(
     return told, written
 
 
-def _near(mode: str, n: int, last: bool) -> tuple[int, int, int]:
-    """A start and a step with which place i outside shows pixel ``start + step * i``, and for how many places that holds."""
-    if mode == "circular":
-        return -n if last else n, 1, n
-    if mode == "symmetric":
-        return 2 * n - 1 if last else -1, -1, n
-    if mode == "reflect" and n > 1:
-        return 2 * n - 2 if last else 0, -1, n - 1
-    return n - 1 if last else 0, 0, 2**31
-
-
 def _shown_once(n: int, words: tuple[str, str], before: int, after: int) -> tuple[int, int]:
     """The first and the number of neighbouring pixels of an axis that its border shows nowhere."""
     low, high = 0, n
     for last, (word, padding) in enumerate(zip(words, (before, after), strict=True)):
         if padding <= 0 or word in borders.FILLED:
             continue
-        if padding > _near(word, n, False)[2]:
+        if padding > borders.near(word, n, False)[2]:
             return n, 0
         # the pixels that this side shows, counted from its edge; those of the other edge if it wraps
         reach = {"replicate": 1, "symmetric": padding, "reflect": padding + 1, "circular": padding}[word]
