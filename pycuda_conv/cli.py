@@ -259,11 +259,19 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--filter", required=True, metavar="FILE|NAME",
         help="a .npy file of shape (K, C/groups, ...); for pictures (R, S) too, for volumes (T, R, S); or, for both, sharpen, blur, edge, "
-        "emboss, identity",
+        "emboss, identity, gaussian:SIGMA, box:SIZE",
     )
     run.add_argument("--bias", type=Path, metavar="FILE", help="a .npy file of shape (K,)")
     run.add_argument("--stride", type=_sizes, metavar="N|N,N", help="steps of the filter, for all axes or one for each; by default 1")
     run.add_argument("--padding", type=_padding, metavar="N|same|valid|T,B,L,R", help="zeros around the input, by default none")
+    run.add_argument(
+        "--border", choices=("zeros", "replicate", "reflect", "symmetric", "circular"),
+        help="what lies outside, by default the border's pixels for pictures and named filters, and zeros for arrays",
+    )
+    run.add_argument(
+        "--dtype", choices=("bool", "uint8", "int8", "uint16", "int16", "float32", "float64"),
+        help="the type of a picture that is written, as of a TIFF; by default its own",
+    )
     run.add_argument("--dilation", type=_sizes, metavar="N|N,N", help="distance between the taps of the filter; by default 1")
     run.add_argument("--groups", type=_count, metavar="N", help="groups of channels, each convolved by itself; by default 1")
     run.add_argument("--transposed", action="store_true", help="compute the transposed convolution")

@@ -190,7 +190,7 @@ def test_signatures_are_scipy_s():
             if name == "signal":
                 continue
             own, known = (inspect.signature(getattr(one, name)).parameters for one in (module, theirs))
-            assert [p for p in own if p not in ("device", "stream", "rounding")] == list(known), name
+            assert [p for p in own if p not in ("device", "stream", "rounding", "nan", "mask", "fill", "preserve_nan")] == list(known), name
             assert all(own[p].default == known[p].default for p in known), name
 
 
@@ -384,3 +384,60 @@ def test_gradients_on_a_gpu():
         x = torch.rand(3, 4, 2, dtype=torch.float64, requires_grad=True, device="cuda")
         for function in LINEAR.values():
             assert torch.autograd.gradcheck(lambda x, f=function, m=mode: f(x, m), (x,), fast_mode=True)
+
+
+# ---- pixels without data
+
+
+def interpolated(x, gone, w, mode, cval=0.0):
+    """astropy's rule, pixel by pixel: weights of pixels with data, scaled to the sum of all; what lies outside counts as data."""
+    kinds = {"reflect": "symmetric", "constant": "constant", "nearest": "edge", "mirror": "reflect", "wrap": "wrap"}
+    around = [(n // 2, (n - 1) // 2) for n in w.shape]
+    more = {"constant_values": cval} if mode == "constant" else {}
+    wide = np.pad(np.where(gone, 0, x), around, kinds[mode], **more)
+    there = np.pad((~gone).astype(float), around, kinds[mode], **({"constant_values": 1} if mode == "constant" else {}))
+    made = np.empty(x.shape)
+    for i, j in np.ndindex(*x.shape):
+        part = (slice(i, i + w.shape[0]), slice(j, j + w.shape[1]))
+        weight = (w * there[part]).sum()
+        made[i, j] = (w * wide[part]).sum() / weight * w.sum() if weight > 0 else x[i, j]
+    return made
+
+
+@pytest.mark.parametrize("mode", ["reflect", "constant", "nearest", "mirror", "wrap"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nan_is_interpolated_as_astropy_does(mode, dtype):
+    rng = np.random.default_rng(0)
+    x, w = rng.random((17, 21)).astype(dtype), rng.random((3, 5))
+    x[rng.random(x.shape) < 0.2] = np.nan
+    x[3:9, 4:12] = np.nan
+    gone = np.isnan(x)
+    want = interpolated(x, gone, w, mode, 0.5)
+    got = ours.correlate(x, w, mode=mode, cval=0.5, nan="interpolate")
+    np.testing.assert_allclose(got, want, rtol=2e-6 if dtype == "float32" else 1e-12)
+    again = ours.correlate(x, w, mode=mode, cval=0.5, nan="interpolate", preserve_nan=True)
+    np.testing.assert_array_equal(again, np.where(gone, np.nan, got))
+    flipped = ours.convolve(x, w[::-1, ::-1], mode=mode, cval=0.5, nan="interpolate")
+    np.testing.assert_allclose(flipped, want, rtol=2e-6 if dtype == "float32" else 1e-12)
+
+
+def test_masks():
+    rng = np.random.default_rng(1)
+    x, gone = rng.integers(0, 256, (20, 30), np.uint8), rng.random((20, 30)) < 0.3
+    w = np.outer(*[np.array([1.0, 2, 1]) / 4] * 2)
+    want = interpolated(x.astype(float), gone, w, "reflect")
+    for call in (lambda x, **more: ours.correlate(x, w, **more), lambda x, **more: ours.gaussian_filter(x, 1.0, **more)):
+        assert call(x, mask=gone).dtype == np.uint8
+        np.testing.assert_array_equal(call(x, mask=np.zeros_like(gone)), call(x))
+    assert np.abs(ours.correlate(x, w, mask=gone, output="float32") - want).max() < 1e-4
+    edge = [[0, -1, 0], [-1, 4, -1], [0, -1, 0]]
+    with pytest.raises(ValueError, match="pass fill="):
+        ours.correlate(x, edge, mask=gone)
+    want = ndimage.correlate(np.where(gone, 7.0, x), edge)
+    np.testing.assert_allclose(ours.correlate(x, edge, mask=gone, fill=7, output="float32"), want, atol=1e-4)
+    torch = pytest.importorskip("torch")
+    there = torch.from_numpy(x.astype(np.float32))
+    assert np.abs(ours.correlate(there, w, mask=torch.from_numpy(gone)).numpy() - interpolated(x.astype(float), gone, w, "reflect")).max() < 1e-4
+    for wrong, words in (({"nan": "fill"}, "nan must be"), ({"fill": 1.0}, "go with"), ({"mask": gone[1:]}, "mask must have the shape")):
+        with pytest.raises(ValueError, match=words):
+            ours.gaussian_filter(x, 1.0, **wrong)

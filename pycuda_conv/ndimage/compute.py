@@ -74,8 +74,8 @@ def run(call: Call, terms: Callable[[Any], Sequence[Term]], weights: Sequence[An
     space, x = call.space, call.x
     input = space.dtype(x)
     complex_output = input in PARTS or len(weights) == 2
-    want = _wanted(call, input, complex_output)
-    target = call.output if _is_array(call.output) else None
+    want = wanted(call, input, complex_output)
+    target = call.output if is_array(call.output) else None
     if target is not None and kind_of("output", target) is not space.kind:
         raise TypeError(f"input is a {space.kind.name} but output is a {kind_of('output', target).name}; pass arrays of one kind")
     on_gpu = space.kind.on_gpu(x)
@@ -100,7 +100,8 @@ def run(call: Call, terms: Callable[[Any], Sequence[Term]], weights: Sequence[An
     return target
 
 
-def _is_array(output: Any) -> bool:
+def is_array(output: Any) -> bool:
+    """Whether `output` is where the result goes, and no type."""
     return output is not None and not isinstance(output, (str, type, np.dtype)) and hasattr(output, "shape")
 
 
@@ -111,12 +112,12 @@ def _can_hold(space: Space, target: Any, x: Any) -> bool:
     return not space.overlap(x, target)
 
 
-def _wanted(call: Call, input: str, complex_output: bool) -> str:
+def wanted(call: Call, input: str, complex_output: bool) -> str:
     """numpy's name for the result's type, by scipy's rules."""
     output = call.output
     if output is None:
         wanted = np.promote_types(input, np.complex64).name if complex_output else input
-    elif _is_array(output):
+    elif is_array(output):
         wanted = call.space.dtype(output)
         if tuple(output.shape) != tuple(call.x.shape):
             raise RuntimeError(f"output shape not correct: it must be that of the input, {tuple(call.x.shape)}, got {tuple(output.shape)}")
@@ -152,7 +153,7 @@ class _Work(NamedTuple):
         if 0 in x.shape:
             return space.empty(_result_shape(x.shape, terms), want, x)
         if not x.ndim:
-            return _converted(space, space.cast(x, sums), want, self.rounding)
+            return converted(space, space.cast(x, sums), want, self.rounding)
         if input == "bool":
             x = space.bytes_of(x)
         elif sums == "float64" or input not in CODES:
@@ -167,9 +168,9 @@ class _Work(NamedTuple):
         else:
             made = self._joined(x, terms, value, straight, target if straight == want else None)
         if target is not None and straight != want:
-            space.assign(target, _converted(space, made, want, self.rounding))
+            space.assign(target, converted(space, made, want, self.rounding))
             return target
-        return made if straight == want else _converted(space, made, want, self.rounding)
+        return made if straight == want else converted(space, made, want, self.rounding)
 
     def _joined(self, x: Any, terms: Sequence[Term], value: float, output: str, target: Any) -> Any:
         if self.bench.backend == "cuda" and not self.bench.space.kind.on_gpu(x):
@@ -197,7 +198,7 @@ def _result_shape(shape: Sequence[int], terms: Sequence[Term]) -> tuple[int, ...
     return tuple(sizes)
 
 
-def _converted(space: Space, made: Any, want: str, rounding: str) -> Any:
+def converted(space: Space, made: Any, want: str, rounding: str) -> Any:
     """Sums as numbers of another type; integers are rounded and clipped, or truncated as scipy does."""
     if want == "bool":
         return made >= 0.5

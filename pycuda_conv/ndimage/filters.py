@@ -12,10 +12,13 @@ import numpy as np
 
 from pycuda_conv.arrays import kind_of
 from pycuda_conv.ndimage import compute
+from pycuda_conv.ndimage import missing as missing_data
 from pycuda_conv.ndimage.launches import Dense, Pass, Term
+from pycuda_conv.ndimage.missing import Missing
 from pycuda_conv.ndimage.spaces import as_array
 from pycuda_conv.ndimage.taps import before, border, gaussian
 
+NOTHING_MISSING = Missing()
 _NOTES = """
     input : array
         Of numpy, CuPy, torch or dask, or a ``GPUArray``; what is none of these, numpy makes an array of. Sums are float32 for bool,
@@ -31,10 +34,19 @@ _NOTES = """
         As for :func:`pycuda_conv.conv2d`.
     rounding : {"nearest", "scipy"}
         ``"scipy"`` truncates integers towards zero, once, and lets what is out of range wrap."""
+_MISSING = """
+    nan : {"interpolate"}, optional
+        NaN counts as a pixel without data: the weights of the others make up for its own, and where there are none it stays.
+    mask : array of bool, optional
+        True where the input has no data.
+    fill : float, optional
+        What such pixels count as instead. A filter with negative taps needs it.
+    preserve_nan : bool
+        Pixels without data become NaN again."""
 
 
 def _documented(function: Callable[..., Any]) -> Callable[..., Any]:
-    function.__doc__ = (function.__doc__ or "").replace("\n    NOTES", _NOTES)
+    function.__doc__ = (function.__doc__ or "").replace("\n    NOTES", _NOTES).replace("\n    MISSING", _MISSING)
     return function
 
 
@@ -105,13 +117,15 @@ def _parts(weights: np.ndarray) -> list[np.ndarray]:
 
 def _run(
     input: Any, output: Any, cval: Any, device: Any, stream: Any, rounding: str, terms: Callable[[Any], Sequence[Term]],
-    weights: Sequence[Any] = (None,), norm: bool = False,
+    weights: Sequence[Any] = (None,), norm: bool = False, missing: Missing = NOTHING_MISSING,
 ) -> Any:
     call = compute.called(input, output, cval, device, stream, rounding)
     if call is None:
         from pycuda_conv.ndimage import lazy
 
-        return lazy.run(input, output, cval, device, stream, rounding, terms, weights, norm)
+        return lazy.run(input, output, cval, device, stream, rounding, terms, weights, norm, missing)
+    if missing.asked:
+        return missing_data.run(call, terms, weights, missing)
     return compute.run(call, terms, weights, norm)
 
 
@@ -122,12 +136,14 @@ def _run(
 def correlate1d(
     input: Any, weights: Any, axis: int = -1, output: Any = None, mode: str = "reflect", cval: Any = 0.0, origin: int = 0, *,
     device: Any = None, stream: Any = None, rounding: str = "nearest",
+    nan: Any = None, mask: Any = None, fill: float | None = None, preserve_nan: bool = False,
 ) -> Any:
     """Correlate along an axis: :func:`scipy.ndimage.correlate1d`.
 
     Parameters
     ----------
     NOTES
+    MISSING
     weights : sequence of numbers
         The taps. Complex ones are conjugated.
     axis : int
@@ -142,19 +158,21 @@ def correlate1d(
     weights = _host("weights", weights)
     if weights.dtype.kind == "c":
         weights = weights.conj()
-    return _along(input, weights, axis, output, mode, cval, origin, device, stream, rounding)
+    return _along(input, weights, axis, output, mode, cval, origin, device, stream, rounding, Missing(nan, mask, fill, preserve_nan))
 
 
 @_documented
 def convolve1d(
     input: Any, weights: Any, axis: int = -1, output: Any = None, mode: str = "reflect", cval: Any = 0.0, origin: int = 0, *,
     device: Any = None, stream: Any = None, rounding: str = "nearest",
+    nan: Any = None, mask: Any = None, fill: float | None = None, preserve_nan: bool = False,
 ) -> Any:
     """Convolve along an axis: :func:`scipy.ndimage.convolve1d`.
 
     Parameters
     ----------
     NOTES
+    MISSING
     weights : sequence of numbers
     axis, origin : int
 
@@ -164,11 +182,13 @@ def convolve1d(
         Of the input's kind and shape, or `output`.
     """
     weights = _host("weights", weights)[::-1]
-    return _along(input, weights, axis, output, mode, cval, -origin - (len(weights) % 2 == 0), device, stream, rounding)
+    origin = -origin - (len(weights) % 2 == 0)
+    return _along(input, weights, axis, output, mode, cval, origin, device, stream, rounding, Missing(nan, mask, fill, preserve_nan))
 
 
 def _along(
-    input: Any, weights: np.ndarray, axis: Any, output: Any, mode: Any, cval: Any, origin: int, device: Any, stream: Any, rounding: str
+    input: Any, weights: np.ndarray, axis: Any, output: Any, mode: Any, cval: Any, origin: int, device: Any, stream: Any, rounding: str,
+    missing: Missing,
 ) -> Any:
     input = as_array("input", input)
     if weights.dtype.kind == "c" and "complex" not in str(input.dtype) and isinstance(cval, complex):
@@ -178,7 +198,8 @@ def _along(
     axis = _axis(axis, _rank(input))
     front, edge = before(len(weights), origin), border(mode)
     return _run(
-        input, output, cval, device, stream, rounding, lambda taps: [[Pass(axis, taps, front, edge)]], _parts(weights)
+        input, output, cval, device, stream, rounding, lambda taps: [[Pass(axis, taps, front, edge)]], _parts(weights),
+        missing=missing,
     )  # fmt: skip
 
 
@@ -186,12 +207,14 @@ def _along(
 def gaussian_filter1d(
     input: Any, sigma: float, axis: int = -1, order: int = 0, output: Any = None, mode: str = "reflect", cval: Any = 0.0,
     truncate: float = 4.0, *, radius: int | None = None, device: Any = None, stream: Any = None, rounding: str = "nearest",
+    nan: Any = None, mask: Any = None, fill: float | None = None, preserve_nan: bool = False,
 ) -> Any:
     """Blur along an axis, or take a Gaussian's derivative: :func:`scipy.ndimage.gaussian_filter1d`.
 
     Parameters
     ----------
     NOTES
+    MISSING
     sigma : float
         Standard deviation, in pixels.
     axis : int
@@ -208,7 +231,7 @@ def gaussian_filter1d(
         Of the input's kind and shape, or `output`.
     """
     taps = _gaussian(float(sigma), order, truncate, radius)
-    return _along(input, taps, axis, output, mode, cval, 0, device, stream, rounding)
+    return _along(input, taps, axis, output, mode, cval, 0, device, stream, rounding, Missing(nan, mask, fill, preserve_nan))
 
 
 def _gaussian(sigma: float, order: Any, truncate: float, radius: Any) -> np.ndarray:
@@ -222,12 +245,14 @@ def _gaussian(sigma: float, order: Any, truncate: float, radius: Any) -> np.ndar
 def gaussian_filter(
     input: Any, sigma: Any, order: Any = 0, output: Any = None, mode: Any = "reflect", cval: Any = 0.0, truncate: float = 4.0, *,
     radius: Any = None, axes: Any = None, device: Any = None, stream: Any = None, rounding: str = "nearest",
+    nan: Any = None, mask: Any = None, fill: float | None = None, preserve_nan: bool = False,
 ) -> Any:
     """Blur, or take a Gaussian's derivatives: :func:`scipy.ndimage.gaussian_filter`.
 
     Parameters
     ----------
     NOTES
+    MISSING
     sigma : float, or one for each axis
         Standard deviations, in pixels; 0 leaves an axis as it is.
     order : int, or one for each axis
@@ -246,7 +271,9 @@ def gaussian_filter(
     """
     input = as_array("input", input)
     along = _gaussians(_axes(axes, _rank(input)), sigma, order, mode, truncate, radius)
-    return _run(input, output, cval, device, stream, rounding, lambda _: [along])
+    return _run(
+        input, output, cval, device, stream, rounding, lambda _: [along], missing=Missing(nan, mask, fill, preserve_nan)
+    )  # fmt: skip
 
 
 def _gaussians(axes: Sequence[int], sigma: Any, order: Any, mode: Any, truncate: float, radius: Any) -> list[Pass]:
@@ -267,12 +294,14 @@ def _gaussians(axes: Sequence[int], sigma: Any, order: Any, mode: Any, truncate:
 def uniform_filter1d(
     input: Any, size: int, axis: int = -1, output: Any = None, mode: str = "reflect", cval: Any = 0.0, origin: int = 0, *,
     device: Any = None, stream: Any = None, rounding: str = "nearest",
+    nan: Any = None, mask: Any = None, fill: float | None = None, preserve_nan: bool = False,
 ) -> Any:
     """The mean of `size` neighbours along an axis: :func:`scipy.ndimage.uniform_filter1d`.
 
     Parameters
     ----------
     NOTES
+    MISSING
     size, axis, origin : int
 
     Returns
@@ -285,7 +314,9 @@ def uniform_filter1d(
     if size < 1:
         raise RuntimeError(f"incorrect filter size: size must be at least 1, got {size}")
     along = [_mean(axis, int(size), origin, mode)]
-    return _run(input, output, cval, device, stream, rounding, lambda _: [along])
+    return _run(
+        input, output, cval, device, stream, rounding, lambda _: [along], missing=Missing(nan, mask, fill, preserve_nan)
+    )  # fmt: skip
 
 
 def _mean(axis: int, size: int, origin: int, mode: Any) -> Pass:
@@ -296,12 +327,14 @@ def _mean(axis: int, size: int, origin: int, mode: Any) -> Pass:
 def uniform_filter(
     input: Any, size: Any = 3, output: Any = None, mode: Any = "reflect", cval: Any = 0.0, origin: Any = 0, *, axes: Any = None,
     device: Any = None, stream: Any = None, rounding: str = "nearest",
+    nan: Any = None, mask: Any = None, fill: float | None = None, preserve_nan: bool = False,
 ) -> Any:
     """The mean of a box: :func:`scipy.ndimage.uniform_filter`.
 
     Parameters
     ----------
     NOTES
+    MISSING
     size, origin : int, or one for each axis
     axes : tuple of int, optional
         The axes to filter; by default all.
@@ -316,7 +349,9 @@ def uniform_filter(
     count = len(found)
     each = zip(found, _sequence("size", size, count), _sequence("origin", origin, count), _sequence("mode", mode, count), strict=True)
     along = [_mean(axis, int(n), shift, word) for axis, n, shift, word in each if n > 1]
-    return _run(input, output, cval, device, stream, rounding, lambda _: [along])
+    return _run(
+        input, output, cval, device, stream, rounding, lambda _: [along], missing=Missing(nan, mask, fill, preserve_nan)
+    )  # fmt: skip
 
 
 # ---- derivatives
@@ -476,6 +511,7 @@ def _derivatives(axes: Sequence[int], sigma: Any, order: int, mode: Any, more: d
 def correlate(
     input: Any, weights: Any, output: Any = None, mode: str = "reflect", cval: Any = 0.0, origin: Any = 0, *, axes: Any = None,
     device: Any = None, stream: Any = None, rounding: str = "nearest",
+    nan: Any = None, mask: Any = None, fill: float | None = None, preserve_nan: bool = False,
 ) -> Any:
     """Correlate along several axes: :func:`scipy.ndimage.correlate`.
 
@@ -485,6 +521,7 @@ def correlate(
     Parameters
     ----------
     NOTES
+    MISSING
     weights : array
         The filter, with an axis for each filtered one. Complex ones are conjugated. torch differentiates by a tensor.
     origin : int, or one for each axis
@@ -497,19 +534,21 @@ def correlate(
     array
         Of the input's kind and shape, or `output`.
     """
-    return _dense(input, weights, output, mode, cval, origin, axes, False, device, stream, rounding)
+    return _dense(input, weights, output, mode, cval, origin, axes, False, device, stream, rounding, Missing(nan, mask, fill, preserve_nan))
 
 
 @_documented
 def convolve(
     input: Any, weights: Any, output: Any = None, mode: str = "reflect", cval: Any = 0.0, origin: Any = 0, *, axes: Any = None,
     device: Any = None, stream: Any = None, rounding: str = "nearest",
+    nan: Any = None, mask: Any = None, fill: float | None = None, preserve_nan: bool = False,
 ) -> Any:
     """Convolve along several axes: :func:`scipy.ndimage.convolve`. See :func:`correlate`, whose filter is not flipped.
 
     Parameters
     ----------
     NOTES
+    MISSING
     weights : array
         The filter, with an axis for each filtered one.
     origin : int, or one for each axis
@@ -521,11 +560,12 @@ def convolve(
     array
         Of the input's kind and shape, or `output`.
     """
-    return _dense(input, weights, output, mode, cval, origin, axes, True, device, stream, rounding)
+    return _dense(input, weights, output, mode, cval, origin, axes, True, device, stream, rounding, Missing(nan, mask, fill, preserve_nan))
 
 
 def _dense(
-    input: Any, weights: Any, output: Any, mode: Any, cval: Any, origin: Any, axes: Any, flip: bool, device: Any, stream: Any, rounding: str
+    input: Any, weights: Any, output: Any, mode: Any, cval: Any, origin: Any, axes: Any, flip: bool, device: Any, stream: Any,
+    rounding: str, missing: Missing,
 ) -> Any:
     input, given = as_array("input", input), weights
     weights = _host("weights", weights)
@@ -550,7 +590,7 @@ def _dense(
         terms: Callable[[Any], list[Term]] = lambda taps: [_scaled(input, taps)]  # noqa: E731
     else:
         terms = lambda taps: [Dense(places, taps, front, (edge,) * len(places))]  # noqa: E731
-    return _run(input, output, cval, device, stream, rounding, terms, _parts(weights))
+    return _run(input, output, cval, device, stream, rounding, terms, _parts(weights), missing=missing)
 
 
 def _scaled(input: Any, tap: np.ndarray) -> list[Pass]:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.ndimage import compute
+from pycuda_conv.ndimage import missing as missing_data
 from pycuda_conv.ndimage.launches import Dense
+from pycuda_conv.ndimage.missing import Missing
 from pycuda_conv.ndimage.spaces import PARTS
 
 
@@ -26,7 +28,7 @@ def _reach(terms: Sequence[Any]) -> tuple[dict[int, int], dict[int, str]]:
 
 def run(
     input: Any, output: Any, cval: Any, device: Any, stream: Any, rounding: str, terms: Callable[[Any], Sequence[Any]],
-    weights: Sequence[Any], norm: bool,
+    weights: Sequence[Any], norm: bool, missing: Missing,
 ) -> Any:
     """The dask array of a filter's result; `output` is a dtype or None."""
     import dask.array as da
@@ -40,6 +42,8 @@ def run(
         dtype = np.promote_types(input.dtype, np.complex64) if complex_output else input.dtype
     else:
         dtype = np.dtype(output)
+    if missing.asked and missing.mask is not None:
+        raise TypeError("mask is for arrays in memory: a dask array marks pixels without data by NaN, with nan='interpolate'")
     depth, borders = _reach([term for one in weights for term in terms(one)])
     if 0 in input.shape:
         return da.zeros(input.shape, dtype)
@@ -56,7 +60,7 @@ def run(
     def filtered(block: Any) -> Any:
         call = compute.called(block, dtype, cval, place, None, rounding)
         assert call is not None
-        return compute.run(call, terms, weights, norm)
+        return missing_data.run(call, terms, weights, missing) if missing.asked else compute.run(call, terms, weights, norm)
 
     array = input.rechunk(chunks) if chunks else input
     meta = input._meta.astype(dtype)

@@ -729,7 +729,8 @@ class Rewrite:
                     operands[0] = self.graph.call_method("contiguous", (operands[0],), {"memory_format": turned})
                     operands[0].meta["example_value"] = value(chain.operands[0])
                 if training or not gradient or self.targets.casts_early:
-                    at_start = slice(1, 3 if training or gradient else 2)  # norms that are folded read the bias as it is
+                    folded = chain.norm is not None and not training  # with the bias as it is
+                    at_start = slice(1, 2 if folded else 3)
                     operands[at_start] = [self._cast_early(chain, n, dtype, grad) for n in operands[at_start]]
                 if training:
                     assert chain.norm is not None

@@ -56,12 +56,30 @@ class Settings:
     axes: str | None = None
     scheduler: str | None = None
     resume: bool = False
+    #: what lies outside, in the words of `padding_mode`
+    border: str | None = None
+    #: the result's type
+    dtype: str | None = None
 
     @property
     def where(self) -> dict[str, Any]:
         """The keyword arguments for the other options, and for where and how to compute."""
         place = {"device": self.device} if self.devices is None else {"devices": self.devices}
         return {"activation": self.activation, "precision": self.precision, "algorithm": self.algorithm, **place}
+
+
+def named_number(name: str) -> tuple[str, float | int] | None:
+    """The name and the number of a filter such as ``gaussian:1.5`` or ``box:5``; None for another filter."""
+    word, colon, text = name.partition(":")
+    if not colon or word not in ("gaussian", "box"):
+        return None
+    try:
+        number: float | int = float(text) if word == "gaussian" else int(text)
+    except ValueError:
+        number = -1
+    if not 0 < number < 1e4:
+        raise ToolError(f"--filter must be gaussian:SIGMA or box:SIZE, with a number above 0 and below 10,000, got {name!r}")
+    return word, number
 
 
 def file_exists(place: Path | str) -> bool:
@@ -109,7 +127,8 @@ def filter_file(name: str) -> np.ndarray:
     if not name.lower().endswith(".npy"):
         near = difflib.get_close_matches(name, FILTERS, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise ToolError(f"--filter must be a .npy file or, for pictures, one of {', '.join(FILTERS)}, got {name!r}{hint}")
+        names = ", ".join(FILTERS)
+        raise ToolError(f"--filter must be a .npy file or, for pictures, one of {names}, gaussian:SIGMA, box:SIZE, got {name!r}{hint}")
     return np.array(read_array(Path(name)))
 
 
@@ -124,7 +143,8 @@ def common_dtype(settings: Settings, x: Any, weight: np.ndarray, bias: np.ndarra
     for path, name in floats:
         if name != floats[0][1]:
             raise ToolError(f"{path} holds {name}, but {floats[0][0]} {floats[0][1]}; all files of floats must have the same type")
-    return floats[0][1] if floats else "float32" if x.dtype.itemsize <= 2 else "float64"
+    wide = x.dtype.kind in "iu" and x.dtype.itemsize > 2  # float32 would lose digits of them
+    return "float64" if wide else floats[0][1] if floats else "float32"
 
 
 def exactly(name: Any, array: np.ndarray, dtype: str) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Convolve files: arrays in .npy files, also larger than memory, and pictures. :mod:`.volumes` convolves files that are stored in chunks.
 
-Arrays are memory-mapped and go through in slices of the batch. Pictures are filtered channel by channel in float32. Their border is
-repeated outwards, so that edges do not darken; values are rounded, and clipped to the picture's range. The output is written under a
-temporary name in its own folder, and renamed when it is complete.
+Arrays are memory-mapped and go through in slices of the batch. Pictures are filtered channel by channel: :mod:`.pictures` reads and writes
+them. Their border is repeated outwards, so that edges do not darken; values are rounded, and clipped to the picture's range. The output is
+written under a temporary name in its own folder, and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ import importlib
 import os
 import secrets
 import shutil
-import struct
 import sys
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import numpy as np
 import pycuda_conv
 from pycuda_conv import interrupt
 from pycuda_conv.errors import DeviceMemoryError
-from pycuda_conv.problem import ConvProblem, integers
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import device_count
 from pycuda_conv.tools.files import (
     FILTERS,
@@ -37,6 +35,7 @@ from pycuda_conv.tools.files import (
     file_exists,
     filesystem,
     filter_file,
+    named_number,
     pairs,
     progress,
     progress_by_files,
@@ -44,13 +43,15 @@ from pycuda_conv.tools.files import (
     refusals,
     reserve,
 )
+from pycuda_conv.tools.pictures import files as pictures
+from pycuda_conv.tools.pictures import filtering
+from pycuda_conv.tools.pictures.forms import FORMS
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, named_device, require
 from pycuda_conv.tools.volumes.run import convolve
 from pycuda_conv.tools.volumes.target import is_interrupted
 
 #: Bytes of input or output, whichever is larger, that each GPU takes at a time unless --batch sets the number of images.
 SLICE_BYTES = 256 << 20
-PNG_START = b"\x89PNG\r\n\x1a\n"
 
 
 def run(settings: Settings) -> int:
@@ -166,7 +167,7 @@ def _is_zarr(place: Path | str) -> bool:
 
 def _has_known_suffix(name: str) -> bool:
     suffix = os.path.splitext(name)[1].lower()
-    return suffix in (".npy", ".zarr", ".tif", ".tiff") or suffix in require("PIL.Image").registered_extensions()
+    return suffix in (".npy", ".zarr", ".tif", ".tiff") or pictures.is_known(name)
 
 
 def _is_picture(place: Path | str) -> bool:
@@ -198,7 +199,7 @@ def _make_folder_of(output: Path | str) -> None:
 
 def _check_filter(settings: Settings) -> None:
     """Refuse a filter or a bias that no file can be convolved with."""
-    if settings.filter not in FILTERS:
+    if settings.filter not in FILTERS and named_number(settings.filter) is None:
         filter_file(settings.filter)
     if settings.bias is not None:
         read_array(settings.bias)
@@ -212,16 +213,17 @@ def _in_chunks(settings: Settings) -> bool:
     if any("://" in place or place.endswith(".zarr") for place in places) or os.path.isdir(settings.input):
         return True
     source, output = ("tiff" if place.endswith((".tif", ".tiff")) else place.rpartition(".")[2] for place in places)
+    if source == "tiff" and (settings.stride is not None or settings.padding is not None or settings.transposed):
+        return True
     return {source, output} == {"npy", "tiff"} or (source == "tiff" and _is_array(settings.input))
 
 
 def _is_array(path: Path | str) -> bool:
-    """Whether a TIFF has several pages, or pixels that pictures here can't have. False where nothing can tell: see :func:`read_picture`."""
+    """Whether a TIFF is a stack of grey pages, which is convolved in chunks. False where nothing can tell: see :mod:`.pictures.tiff`."""
     try:
         with importlib.import_module("tifffile").TiffFile(path) as file:
-            page = file.pages[0]
-            plain = page.dtype is None or page.dtype.name in ("bool", "uint8") or (page.dtype.name, page.samplesperpixel) == ("uint16", 1)
-            return len(file.pages) > 1 or not plain
+            series = file.series[0]
+            return len(file.series) > 1 or (len(file.pages) > 1 and "S" not in series.axes)
     except (ImportError, ValueError, OSError, IndexError):
         return False
 
@@ -273,7 +275,9 @@ def _run_array(settings: Settings) -> str:
         raise ToolError(f"{settings.output} must end in .npy, as {settings.input} does")
     if settings.output_padding is not None and not settings.transposed:
         raise ToolError("--output-padding goes with --transposed only")
-    if settings.filter in FILTERS:
+    if settings.dtype is not None:
+        raise ToolError("--dtype is for pictures; the result of arrays has the type of the sums")
+    if settings.filter in FILTERS or named_number(settings.filter) is not None:
         raise ToolError(
             f"the filter {settings.filter!r} is for pictures; {settings.input} needs a .npy file of shape (K, C/groups, ...)"
             + _by_axes(read_array(settings.input), 2)
@@ -322,6 +326,8 @@ def _problem(
         "stride": 1 if settings.stride is None else settings.stride, "padding": pairs(settings.padding, rank),
         "dilation": 1 if settings.dilation is None else settings.dilation, "groups": 1 if settings.groups is None else settings.groups,
     }
+    if settings.border is not None:
+        options["padding_mode"] = settings.border
     if settings.transposed:
         options["output_padding"] = 0 if settings.output_padding is None else settings.output_padding
     make = ConvProblem.transposed if settings.transposed else ConvProblem.forward
@@ -367,29 +373,12 @@ def _slices(problem: ConvProblem, settings: Settings) -> list[slice]:
 # ---- pictures
 
 
-@dataclass(frozen=True)
-class Picture:
-    """Colours of shape (1 or 3, H, W) and transparency of shape (H, W), both uint8 or both uint16."""
-
-    colours: np.ndarray
-    alpha: np.ndarray | None
-    #: further arguments of Pillow's ``save``: the colour profile, the camera's notes
-    info: dict[str, Any]
-
-    def __str__(self) -> str:
-        channels, height, width = self.colours.shape
-        kind = ("RGB" if channels == 3 else "greyscale") + (" with alpha" if self.alpha is not None else "")
-        return f"{width}x{height}, {8 * self.colours.itemsize}-bit {kind}"
-
-
 def _run_picture(settings: Settings) -> str:
-    pillow = require("PIL.Image")
-    known = pillow.registered_extensions()
-    if settings.input.suffix.lower() not in known:
+    if not pictures.is_known(str(settings.input)):
+        pillow = require("PIL.Image")
         raise ToolError(f"{settings.input} must end in .npy or be a picture that Pillow {pillow.__version__} reads, as .png, .jpg, .tif")
-    form = known.get(settings.output.suffix.lower())
-    if form not in pillow.SAVE:
-        raise ToolError(f"{settings.output} must be a picture that Pillow {pillow.__version__} writes, as .png, .jpg, .tif")
+    if pictures.form_of(settings.output) not in FORMS:
+        raise ToolError(f"{settings.output} must be a picture of a format that is written here, as .png, .jpg, .tif")
     given = {
         "--stride": settings.stride, "--padding": settings.padding, "--output-padding": settings.output_padding, "--batch": settings.batch,
         "--transposed": settings.transposed or None,
@@ -397,143 +386,35 @@ def _run_picture(settings: Settings) -> str:
     for name, value in given.items():
         if value is not None:
             raise ToolError(f"{name} is for .npy files; a picture keeps its size, and its border is repeated outwards")
-    picture = read_picture(settings.input)
-    weight = FILTERS[settings.filter] if settings.filter in FILTERS else filter_file(settings.filter)
+    picture = pictures.read(settings.input)
+    weight = filtering.weights_of(settings, filter_file)
     bias = None if settings.bias is None else np.array(read_array(settings.bias))
     output = _check_output(settings)
+    pictures.check(replace(picture, colours=_typed(picture.colours, settings)), settings.output)
     if settings.devices is None:
         named_device(settings.device)
     with refusals():
-        result = filtered(picture, _as_float32(settings.filter, weight), _as_float32(settings.bias, bias), settings)
+        result = filtering.filtered(picture, _as_float(settings.filter, weight), _as_float(settings.bias, bias), settings)
     with _writing(output) as temporary:
-        write_picture(temporary, form, result, settings.output)
+        lost = pictures.write(temporary, result, settings.output)
+    for words in dict.fromkeys([*picture.said, *lost]):
+        print(f"{settings.input}: {words}", file=sys.stderr)
     return str(result)
 
 
-def _as_float32(name: Any, array: np.ndarray | None) -> Any:
+def _typed(colours: np.ndarray, settings: Settings) -> np.ndarray:
+    """Pixels of the result's type, of which only the shape and the type count."""
+    return colours if settings.dtype is None else np.broadcast_to(np.zeros((), settings.dtype), colours.shape)
+
+
+def _as_float(name: Any, array: np.ndarray | None) -> Any:
     if array is None:
         return None
     if array.dtype.kind not in "fiu":
         raise ToolError(f"{name} holds {array.dtype.name}; a picture is filtered with real numbers")
     with np.errstate(over="ignore"):
-        converted = np.ascontiguousarray(array, np.float32)
-    if not np.isfinite(converted).all():
+        converted = np.ascontiguousarray(array, np.float64)
+        finite = np.isfinite(converted.astype(np.float32)).all()
+    if not finite:
         raise ToolError(f"{name} holds values that are not finite in float32")
     return converted
-
-
-def filtered(picture: Picture, weight: np.ndarray, bias: np.ndarray | None, settings: Settings) -> Picture:
-    """`picture` convolved: each colour by a filter (R, S) or (1, 1, R, S), or all of them by (K, C/groups, R, S), K 1 or 3."""
-    if weight.ndim == 2:
-        weight = weight[None, None]
-    if weight.ndim != 4 or 0 in weight.shape:
-        raise ToolError(f"{settings.filter} must have shape (R, S), (1, 1, R, S) or (K, C, R, S) for a picture, but it is {weight.shape}")
-    alone = weight.shape[:2] == (1, 1) and settings.groups is None
-    if not alone and weight.shape[0] not in (1, 3):
-        raise ToolError(f"{settings.filter} gives {weight.shape[0]} channels; a picture has 1 or 3 colours")
-    dilation = integers("dilation", 1 if settings.dilation is None else settings.dilation, 2)
-    reach = [max(d, 0) * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
-    around = [(n // 2, n - n // 2) for n in reach]  # an uneven rest lies as with "same"
-    x = np.pad(picture.colours.astype(np.float32), ((0, 0), *around), mode="edge")
-    x = x[:, None] if alone else x[None]  # with a filter for each colour alone, colours are images
-    groups = 1 if settings.groups is None else settings.groups
-    y = pycuda_conv.conv2d(x, weight, bias, dilation=dilation, groups=groups, **settings.where)
-    y = y[:, 0] if alone else y[0]
-    dtype = picture.colours.dtype
-    colours = np.clip(np.rint(y), 0, np.iinfo(dtype).max).astype(dtype)
-    same = len(colours) == len(picture.colours)  # otherwise the profile is one of other colours
-    info = {name: value for name, value in picture.info.items() if same or name != "icc_profile"}
-    return Picture(colours, picture.alpha, info)
-
-
-def read_picture(path: Path) -> Picture:
-    """The picture in a file that Pillow reads."""
-    pillow = require("PIL.Image")
-    largest, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, None  # the user named the file, so it is no attack
-    try:
-        with pillow.open(path) as image:
-            return _decoded(pillow, path, image)
-    except OSError as error:
-        raise ToolError(f"{path} can't be read: {error.strerror or error}") from error
-    except (SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:  # Pillow's readers raise these for damaged files
-        raise ToolError(f"{path} can't be read: {error}") from error
-    finally:
-        pillow.MAX_IMAGE_PIXELS = largest
-
-
-def _decoded(pillow: Any, path: Path, image: Any) -> Picture:
-    several = getattr(image, "n_frames", 1) > 1 and image.format != "MPO"  # MPO: a photograph with a smaller one behind it
-    raw = image.tile[0][3] if image.tile else ""
-    raw = raw if isinstance(raw, str) else str(raw[0]) if raw else ""
-    wide = image.mode in ("I", "F")
-    if image.format == "TIFF" and (several or wide or raw.startswith(("RGB;16", "RGBA;16")) or {2, 3} & set(image.tag_v2.get(339, ()))):
-        require("tifffile")  # it would have read pages, signed numbers and floats as an array
-    if several:
-        raise ToolError(f"{path} has {image.n_frames} pictures; only files with one can be filtered")
-    info = {name: image.info[name] for name in ("icc_profile", "exif") if image.info.get(name)}
-    if image.mode.startswith("I;16"):
-        return Picture(np.asarray(image).astype(np.uint16)[None], None, info)
-    if ";16" in raw:
-        pixels = _decoded_16_bit(pillow, path, image, raw)
-    elif wide:
-        raise ToolError(f"{path} has 32-bit values; pictures of 8 or 16 bits can be filtered, others as .npy files")
-    else:
-        clear = image.mode in ("PA", "La", "RGBa") or "transparency" in image.info
-        mode = image.mode if image.mode in ("L", "LA", "RGB", "RGBA") else "L" if image.mode == "1" else "RGB"
-        mode = {"L": "LA", "RGB": "RGBA"}.get(mode, mode) if clear else mode
-        if mode.rstrip("A") != image.mode.rstrip("Aa"):
-            info.pop("icc_profile", None)
-        pixels = np.asarray(image.convert(mode))
-        pixels = pixels[..., None] if pixels.ndim == 2 else pixels
-    colours = np.ascontiguousarray(np.moveaxis(pixels[..., : 1 if pixels.shape[-1] < 3 else 3], -1, 0))
-    return Picture(colours, pixels[..., -1] if pixels.shape[-1] in (2, 4) else None, info)
-
-
-def _decoded_16_bit(pillow: Any, path: Path, image: Any, raw: str) -> np.ndarray:
-    """A PNG of 16-bit colours, of which Pillow keeps the high bytes only. It is decoded once more with the bytes swapped."""
-    if image.format != "PNG" or raw not in ("RGB;16B", "RGBA;16B"):
-        raise ToolError(f"{path} has 16-bit pixels ({raw}) that Pillow would cut to 8 bits; save it as a PNG in greyscale, RGB or RGBA")
-    high = np.asarray(image).astype(np.uint16)
-    with pillow.open(path) as again:
-        again.tile = [(*tile[:3], raw.replace(";16B", ";16L")) for tile in again.tile]
-        return high << 8 | np.asarray(again)
-
-
-def write_picture(path: Path, form: str, picture: Picture, shown: Path) -> None:
-    """Write `picture` to `path` in Pillow's format `form`; messages call the file `shown`."""
-    pixels = np.moveaxis(picture.colours, 0, -1)
-    if picture.alpha is not None:
-        pixels = np.concatenate([pixels, picture.alpha[..., None]], axis=-1)
-    if picture.colours.itemsize == 2 and pixels.shape[-1] > 1:
-        if form != "PNG":
-            raise ToolError(f"{shown} must be a .png: 16-bit colours are written to no other format")
-        path.write_bytes(_png_16_bit(pixels, picture.info.get("icc_profile")))
-        return
-    pixels = np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
-    more = {"quality": 95} if form in ("JPEG", "WEBP") else {}
-    try:
-        require("PIL.Image").fromarray(pixels).save(path, form, **picture.info, **more)
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise ToolError(f"{shown} can't be written: {error}") from error  # such as "cannot write mode RGBA as JPEG"
-    except (ValueError, KeyError, struct.error) as error:
-        raise ToolError(f"{shown} can't be written: {error}") from error
-
-
-def _png_16_bit(pixels: np.ndarray, profile: bytes | None) -> bytes:
-    """A PNG of 16-bit pixels (H, W, channels), which Pillow can't write. Each row is stored as the difference from the row above."""
-    height, width, channels = pixels.shape
-    rows = np.ascontiguousarray(pixels, ">u2").view(np.uint8).reshape(height, -1)
-    less = rows.copy()
-    less[1:] -= rows[:-1]
-    lines = np.concatenate([np.full((height, 1), 2, np.uint8), less], axis=1)
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0))]
-    if profile:
-        chunks.append((b"iCCP", b"profile\0\0" + zlib.compress(profile)))
-    chunks += [(b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b"")]
-    return PNG_START + b"".join(_chunk(*chunk) for chunk in chunks)
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

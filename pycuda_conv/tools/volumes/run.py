@@ -56,12 +56,21 @@ def convolve(settings: Settings) -> str:
     if kind == "zarr":
         y = y.rechunk(tuple(chunks[0] for chunks in y.chunks))
     target = Target(output, str(settings.output), kind, y.shape, y.dtype, work.chunks, work.axes, zarr_format=source.zarr_format)
+    target = replace(target, like=source, same_grid=_same_grid(source, work))
     if kind == "zarr" and source.ome is not None:
         target = replace(target, name="0", ome=_described(source, work))
     with writing(settings, target, _fingerprint(settings, source, y)) as (made, records, done):
         _execute(settings, made, records, done, y, source)
     which = f"the first of {source.series} series of pages, " if source.series > 1 else ""
     return f"{which}{work.problem}, {math.prod(source.shape) * source.dtype.itemsize + y.nbytes:,} bytes read and written"
+
+
+def _same_grid(source: Source, work: Work) -> bool:
+    """Whether the result's pixels lie where those of the input do."""
+    before = dict(zip(source.axes or "", source.shape, strict=False))
+    after = dict(zip(work.axes or "", work.result.shape, strict=False))
+    near = all(step == 1 and abs(first) <= 0.5 for step, first in work.places.values())  # an even filter has no middle pixel
+    return near and all(before.get(a) == after.get(a) for a in work.places)
 
 
 def _fingerprint(settings: Settings, source: Source, y: Any) -> dict[str, Any]:

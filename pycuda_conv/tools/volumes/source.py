@@ -17,6 +17,10 @@ from pycuda_conv.tools.terminal import ToolError, require
 TIFF = (".tif", ".tiff")
 
 
+#: Axes that names stand for.
+_LETTERS = {"time": "t", "channel": "c", "depth": "z", "height": "y", "width": "x"}
+
+
 def is_url(place: Any) -> bool:
     """Whether `place` is in a store that fsspec opens."""
     return "://" in str(place)
@@ -47,6 +51,10 @@ class Source:
     ome: Any = None
     #: how many series of pages the file has; this is the first
     series: int = 1
+    #: sizes of the chunks in a shard; then `chunks` are the shards
+    inner: tuple[int, ...] | None = None
+    #: the axes' names, where a zarr has some, as JSON
+    names: str = "null"
 
     def chunk_name(self, index: tuple[int, ...]) -> str:
         """The name of a stored chunk in messages."""
@@ -100,6 +108,10 @@ def _read_tiff(place: str) -> Source:
         if not file.series:
             raise ValueError("it has no pages")
         series = file.series[0]
+        photometric = series.keyframe.photometric.name
+        if photometric in ("MINISWHITE", "PALETTE"):
+            what = "0 is white in it" if photometric == "MINISWHITE" else "it has a palette, and numbers of colours can't be filtered"
+            raise ToolError(f"{place} can't be filtered as a stack: {what}")
         axes = series.axes.lower()
         if "c" not in axes:
             axes = axes.replace("s", "c")  # the colours of a pixel
@@ -112,8 +124,12 @@ def _read_zarr(place: str) -> Source:
     node = zarr.open(place, mode="r")
     if isinstance(node, zarr.Array):
         names = getattr(node.metadata, "dimension_names", None)
-        axes = "".join(names) if names and all(isinstance(n, str) and len(n) == 1 for n in names) else None
-        return Source(place, "zarr", node.shape, node.dtype, node.chunks, axes, zarr_format=node.metadata.zarr_format)
+        letters = [_LETTERS.get(str(n).lower(), str(n)) for n in names or ()]
+        axes = "".join(letters) if letters and all(len(n) == 1 for n in letters) and len(set(letters)) == len(letters) else None
+        return Source(
+            place, "zarr", node.shape, node.dtype, node.shards or node.chunks, axes, zarr_format=node.metadata.zarr_format,
+            inner=node.chunks if node.shards else None, names=json.dumps(list(names) if names else None),
+        )  # fmt: skip
     attributes = dict(node.attrs)
     scales = attributes.get("ome", attributes).get("multiscales")
     if not scales:
@@ -124,7 +140,10 @@ def _read_zarr(place: str) -> Source:
     described = scales[0].get("axes") or list("tczyx")[-array.ndim :]
     axes = "".join((axis["name"] if isinstance(axis, dict) else axis)[0].lower() for axis in described)
     ome = json.dumps(attributes)
-    return Source(place, "zarr", array.shape, array.dtype, array.chunks, axes, name, node.metadata.zarr_format, ome)
+    return Source(
+        place, "zarr", array.shape, array.dtype, array.shards or array.chunks, axes, name, node.metadata.zarr_format, ome,
+        inner=array.chunks if array.shards else None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

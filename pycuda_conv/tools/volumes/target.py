@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.tools.files import Settings, file_exists, filesystem, reserve
+from pycuda_conv.tools.pictures.tiff import stack_options
 from pycuda_conv.tools.terminal import ToolError, require
-from pycuda_conv.tools.volumes.source import is_url, kind_of, opened
+from pycuda_conv.tools.volumes.source import Source, is_url, kind_of, opened
 
 #: The end of the name of the folder of records.
 RECORDS = ".done"
@@ -41,6 +43,10 @@ class Target:
     name: str = ""
     zarr_format: int = 3
     ome: Any = None
+    #: the array on disk that was read, whose attributes, compression and names the result keeps
+    like: Source | None = None
+    #: whether the result's pixels lie where those of the input do
+    same_grid: bool = True
 
     def create(self) -> None:
         """Make the file, with its blocks reserved, or the store."""
@@ -50,13 +56,20 @@ class Target:
         if self.kind == "npy":
             np.lib.format.open_memmap(self.place, mode="w+", dtype=self.dtype, shape=self.shape)
         else:
-            metadata = {"axes": self.axes.upper()} if self.axes else {}  # with {} the shape is recorded
-            require("tifffile").memmap(self.place, shape=self.shape, dtype=self.dtype, photometric="minisblack", metadata=metadata)
+            options: dict[str, Any] = {"metadata": {"axes": self.axes.upper()} if self.axes else {}}  # with {} the shape is recorded
+            said: list[str] = []
+            if self.like is not None and self.like.kind == "tiff":
+                options, said = stack_options(self.like.place, self.axes, np.dtype(self.dtype), self.same_grid)
+            require("tifffile").memmap(self.place, shape=self.shape, dtype=self.dtype, photometric="minisblack", **options)
+            for words in said:
+                print(f"{self.like.place if self.like else self.shown}: {words}", file=sys.stderr)
         reserve(Path(self.place))
 
     def _create_zarr(self) -> None:
         zarr = require("zarr")
-        more = {"dimension_names": tuple(self.axes)} if self.axes and self.zarr_format == 3 else {}
+        more: dict[str, Any] = {"dimension_names": tuple(self.axes)} if self.axes and self.zarr_format == 3 else {}
+        if self.like is not None and self.like.kind == "zarr":
+            more |= self._as_before()
         options = {"shape": self.shape, "chunks": self.chunks, "dtype": self.dtype, **more}
         if self.ome is None:
             zarr.create_array(self.place, zarr_format=self.zarr_format, **options)
@@ -65,6 +78,30 @@ class Target:
             if self.zarr_format == 2:
                 options["chunk_key_encoding"] = {"name": "v2", "separator": "/"}
             group.create_array(self.name, **options)
+
+
+    def _as_before(self) -> dict[str, Any]:
+        """How the result is stored, as the array that was read: compression, fill value, attributes, names of axes, shards."""
+        assert self.like is not None
+        given, found = opened(self.like), {}
+        if given.compressors or given.metadata.zarr_format == 3:
+            found["compressors"] = given.compressors or None
+        fill = given.fill_value
+        if fill is not None and np.array(fill).astype(self.dtype) == fill:
+            found["fill_value"] = np.array(fill).astype(self.dtype).item()
+        if dict(given.attrs) and self.ome is None:
+            found["attributes"] = dict(given.attrs)
+        names = json.loads(self.like.names)
+        if names and self.zarr_format == 3 and len(names) == len(self.shape):
+            if self.axes and self.like.axes:
+                known = dict(zip(self.like.axes, names, strict=True))
+                found["dimension_names"] = tuple(known.get(letter, letter) for letter in self.axes)
+            elif not self.axes:
+                found["dimension_names"] = tuple(names)
+        inner = self.like.inner
+        if inner is not None and len(inner) == len(self.chunks) and not any(n % m for n, m in zip(self.chunks, inner, strict=True)):
+            found |= {"shards": self.chunks, "chunks": inner}
+        return found
 
 
 @lru_cache(maxsize=32)

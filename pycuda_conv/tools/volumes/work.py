@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,9 @@ import numpy as np
 
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import default_backend
-from pycuda_conv.tools.files import FILTERS, Settings, common_dtype, exactly, filter_file, pairs, read_array, refusals
+from pycuda_conv.tools.files import FILTERS, Settings, common_dtype, exactly, filter_file, named_number, pairs, read_array, refusals
 from pycuda_conv.tools.terminal import ToolError
-from pycuda_conv.tools.volumes.source import Source, load
+from pycuda_conv.tools.volumes.source import Source, load, opened
 
 #: Bytes of input or result of a task, whichever is larger, unless the stored chunks are larger.
 WORK_BYTES = 64 << 20
@@ -56,7 +57,7 @@ def plan_work(settings: Settings, source: Source) -> Work:
     weight, bias = _filters(settings, source)
     axes = source.axes
     alone = axes is not None and weight.ndim < 4  # a filter for each channel alone, as for pictures
-    if alone and source.dtype.kind in "iu":
+    if alone and source.dtype.kind in "iub":
         dtype = "float32" if source.dtype.itemsize <= 2 else "float64"
     elif alone and source.dtype.kind == "f":
         dtype = source.dtype.name
@@ -66,6 +67,7 @@ def plan_work(settings: Settings, source: Source) -> Work:
     bias = None if bias is None else exactly(settings.bias, bias, dtype)
     if alone:
         weight = weight[None, None]
+    _check_units(source, weight)
     rank = weight.ndim - 2
     if axes is None:
         if len(source.shape) not in (rank + 1, rank + 2):
@@ -80,9 +82,24 @@ def plan_work(settings: Settings, source: Source) -> Work:
     return _graph(settings, source, axes, space, weight, bias, dtype, alone)
 
 
+def _check_units(source: Source, weight: np.ndarray) -> None:
+    """Refuse a filter whose results the conventions of a zarr's attributes would misread, and say what is not seen."""
+    if source.kind != "zarr" or source.ome is not None:
+        return
+    attributes = dict(opened(source).attrs)
+    offset = attributes.get("add_offset", 0)
+    if offset and abs(float(weight.sum()) - weight.shape[0]) > 1e-6 * max(abs(float(weight.sum())), 1):
+        raise ToolError(f"{source.place} stores values less {offset} (add_offset), and the filter's taps don't add up to 1: unpack it")
+    missing = attributes.get("_FillValue", attributes.get("missing_value"))
+    if missing is not None:
+        print(f"{source.place}: {missing} stands for no data in it, and is filtered like a value", file=sys.stderr)
+
+
 def _filters(settings: Settings, source: Source) -> tuple[np.ndarray, np.ndarray | None]:
     """The filter, by name or from its file, and the bias."""
     bias = None if settings.bias is None else np.array(read_array(settings.bias))
+    if named_number(settings.filter) is not None:
+        raise ToolError(f"the filter {settings.filter!r} is for pictures, and {source.place} is an array of {len(source.shape)} axes")
     if settings.filter not in FILTERS:
         return filter_file(settings.filter), bias
     if source.axes is None:
@@ -108,7 +125,9 @@ def _graph(
         "dilation": _or(settings.dilation, 1), "groups": _or(settings.groups, 1),
     }
     if repeated:
-        options |= {"padding": _middle(weight.shape[2:], options["dilation"], rank), "padding_mode": "replicate"}
+        options |= {"padding": _middle(weight.shape[2:], options["dilation"], rank), "padding_mode": settings.border or "replicate"}
+    elif settings.border is not None:
+        options["padding_mode"] = settings.border
     if settings.transposed:
         options["output_padding"] = _or(settings.output_padding, 0)
     make = ConvProblem.transposed if settings.transposed else ConvProblem.forward
@@ -130,7 +149,7 @@ def _graph(
     if "c" in found and "c" not in wanted:  # the filter added an axis of channels
         wanted = wanted.replace(space[0], "c" + space[0], 1)
     y = y.transpose([found.index(letter) for letter in wanted])
-    if alone and source.dtype.kind in "iu":
+    if alone and source.dtype.kind in "iub":
         y = y.map_blocks(_rounded, source.dtype, dtype=source.dtype, meta=np.empty((0,) * y.ndim, source.dtype))
     near = dict(zip(axes, source.chunks, strict=True)) if source.kind != "npy" else dict.fromkeys(axes, 128)
     chunks = tuple(_stored(y.chunks[i], near.get(letter, y.shape[i])) for i, letter in enumerate(wanted))
@@ -145,7 +164,9 @@ def _place(problem: ConvProblem, axis: int) -> tuple[float, float]:
 
 
 def _rounded(y: np.ndarray, dtype: Any) -> np.ndarray:
-    """`y` in an integer type, rounded and clipped."""
+    """`y` in an integer type, rounded and clipped, or as a bool."""
+    if dtype.kind == "b":
+        return y >= 0.5
     limits = np.iinfo(dtype)
     least, most = y.dtype.type(limits.min), y.dtype.type(limits.max)  # floats lack 2^63 - 1, so `most` is the number above it
     with np.errstate(invalid="ignore"):

@@ -1,0 +1,96 @@
+"""Filters of images with pixels that have no data: NaN, or those that a mask names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pycuda_conv.ndimage import compute
+from pycuda_conv.ndimage.compute import Call
+from pycuda_conv.ndimage.launches import Dense, Term
+from pycuda_conv.ndimage.spaces import INTEGERS, PARTS, as_array
+
+
+class Missing(NamedTuple):
+    """Which pixels have no data, and what is done about them.
+
+    Attributes
+    ----------
+    nan : {"interpolate"} or None
+        Whether a NaN is a pixel without data.
+    mask : array of bool, optional
+        True where there is no data.
+    fill : float, optional
+        What such pixels count as. By default the others' weights make up for theirs.
+    preserve_nan : bool
+        Whether they stay NaN.
+    """
+
+    nan: Any = None
+    mask: Any = None
+    fill: Any = None
+    preserve_nan: bool = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether anything is to be done; wrong values are refused."""
+        if self.nan not in (None, "interpolate"):
+            raise ValueError(f"nan must be 'interpolate' or None, got {self.nan!r}")
+        asked = self.nan is not None or self.mask is not None
+        if not asked and (self.fill is not None or self.preserve_nan):
+            raise ValueError("fill and preserve_nan go with nan='interpolate' or mask=")
+        return asked
+
+
+def run(call: Call, terms: Callable[[Any], Sequence[Term]], weights: Sequence[Any], missing: Missing) -> Any:
+    """The filter's result over the pixels that have data: sum(w) * filter(m x) / filter(m), m being 1 where there is data, else 0.
+
+    A pixel without any data in its window stays what it is. What lies outside counts as data. For a filter whose taps add up to 1 that is
+    astropy's ``nan_treatment="interpolate"``.
+    """
+    space, x = call.space, as_array("input", call.x)
+    input = space.dtype(x)
+    if input in PARTS or len(weights) != 1:
+        raise TypeError("nan= and mask= are for real images and filters")
+    found = terms(weights[0])
+    least = min((float(np.min(one)) for term in found for one in _taps(term)), default=0.0)
+    if least < 0 and missing.fill is None:
+        raise ValueError(f"pixels without data are made up for by the weights of others, but a tap of the filter is {least}: pass fill=")
+    want = compute.wanted(call, input, False)
+    narrow = input in compute.NARROW and want != "float64"
+    sums = "float32" if narrow else "float64"
+    gone = space.is_nan(x) if missing.nan is not None and input not in INTEGERS and input != "bool" else None
+    if missing.mask is not None:
+        mask = as_array("mask", missing.mask)
+        if tuple(mask.shape) != tuple(x.shape):
+            raise ValueError(f"mask must have the shape of the input, {tuple(x.shape)}, got {tuple(mask.shape)}")
+        mask = space.cast(mask, "bool")
+        gone = mask if gone is None else gone | mask
+    if gone is None:
+        return compute.run(call, terms, weights)
+    kept = space.cast(x, sums)
+    zero = space.empty(x.shape, sums, x)
+    zero[...] = 0.0 if missing.fill is None else float(missing.fill)
+    top = compute.run(call._replace(x=space.where(gone, zero, kept), output=sums), terms, weights)
+    if missing.fill is None:
+        there = space.cast(~gone, sums)
+        bottom = compute.run(call._replace(x=there, output=sums, value=1.0), terms, weights)
+        whole = float(np.prod([np.sum(one) for term in found for one in _taps(term)]))
+        some = bottom > 1e-6 * whole
+        made = space.where(some, top * whole / space.where(some, bottom, there * 0 + 1), kept)
+    else:
+        made = top
+    if missing.preserve_nan:
+        zero[...] = float("nan")
+        made = space.where(gone, zero, made)
+    made = made if sums == want else compute.converted(space, made, want, call.rounding)
+    if not compute.is_array(call.output):
+        return made
+    space.assign(call.output, made)
+    return call.output
+
+
+def _taps(term: Term) -> list[np.ndarray]:
+    return [term.weights] if isinstance(term, Dense) else [one.taps for one in term]

@@ -1,0 +1,359 @@
+"""Files keep what they are: a folder of small pictures of all kinds goes through `run --filter identity`, and other readers see the same."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pycuda_conv.cli import main
+from pycuda_conv.tools.pictures import files, forms
+
+Image = pytest.importorskip("PIL.Image")
+tifffile = pytest.importorskip("tifffile")
+imagecodecs = pytest.importorskip("imagecodecs")
+ImageCms = pytest.importorskip("PIL.ImageCms")
+PngInfo = pytest.importorskip("PIL.PngImagePlugin").PngInfo
+
+H, W = 17, 23
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Run the command in an empty folder; gives the status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        status = main(["run", *map(str, arguments), "--device", "opencl"])
+        return (status, *capsys.readouterr())
+
+    return call
+
+
+def pixels(channels=3, dtype=np.uint8, pages=0, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (*((pages,) if pages else ()), H, W, *((channels,) if channels > 1 else ()))
+    if dtype is bool:
+        return rng.random(shape) < 0.5
+    if np.dtype(dtype).kind == "f":
+        return rng.standard_normal(shape).astype(dtype)
+    return rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).max, shape, dtype, True)
+
+
+PROFILE = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+GEO = [
+    (33550, "d", 3, (10.0, 10.0, 0.0), True), (33922, "d", 6, (0.0, 0.0, 0.0, 5e5, 6e6, 0.0), True),
+    (34735, "H", 8, (1, 1, 0, 1, 1024, 0, 1, 1), True), (42112, "s", 0, "<GDALMetadata/>", True),
+]
+
+
+def pillow(mode, **options):
+    def write(path):
+        source = Image.fromarray(pixels(4))
+        image = source.convert("RGB").convert(mode) if mode in ("1", "P", "CMYK", "YCbCr") else source.convert(mode)
+        image.save(path, **options)
+
+    return write
+
+
+def tiff(array, **options):
+    return lambda path: tifffile.imwrite(path, array, **options)
+
+
+def codec(name, array, **options):
+    return lambda path: Path(path).write_bytes(getattr(imagecodecs, f"{name}_encode")(array, **options))
+
+
+def with_texts(path):
+    info = PngInfo()
+    info.add_text("Title", "some words")
+    Image.fromarray(pixels()).save(path, pnginfo=info, icc_profile=PROFILE, dpi=(300, 300))
+
+
+def turned(path):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "a camera"
+    Image.fromarray(pixels()).save(path, exif=exif)
+
+
+def with_transparent_colour(path):
+    Image.fromarray(pixels()).save(path, transparency=(1, 2, 3))
+
+
+def palette_with_alpha(path):
+    image = Image.fromarray(pixels()).convert("P")
+    image.save(path, transparency=bytes([0, 128, 255]))
+
+
+def pgm(maxval):
+    def write(path):
+        values = np.random.default_rng(0).integers(0, maxval + 1, (H, W)).astype(">u2")
+        Path(path).write_bytes(b"P5\n# a comment\n%d %d\n%d\n" % (W, H, maxval) + values.tobytes())
+
+    return write
+
+
+def ppm_16(path):
+    Path(path).write_bytes(b"P6 %d %d 65535\n" % (W, H) + pixels(3, np.uint16).astype(">u2").tobytes())
+
+
+def several(path):
+    Image.fromarray(pixels()).save(path, save_all=True, append_images=[Image.fromarray(pixels(seed=1))])
+
+
+PALETTE = np.random.default_rng(3).integers(0, 256, (3, 256)).astype(np.uint16) * 257
+OME = {"axes": "YXS", "PhysicalSizeX": 0.25, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.5, "PhysicalSizeYUnit": "µm"}
+RGB = {"photometric": "rgb"}
+GREY = {"photometric": "minisblack"}
+#: Files, by name: how each is written. All of them stay as they are.
+KEPT = {
+    "l.png": pillow("L"), "la.png": pillow("LA"), "rgb.png": pillow("RGB"), "rgba.png": pillow("RGBA"), "1.png": pillow("1"), "1.bmp": pillow("1"),
+    "texts.png": with_texts, "l.bmp": pillow("L"), "rgb.bmp": pillow("RGB"), "rgb.tga": pillow("RGB"), "rgba.tga": pillow("RGBA"),
+    "l.pgm": pillow("L"), "rgb.ppm": pillow("RGB"), "lossless.webp": pillow("RGBA", lossless=True, exact=True), "l.gif": pillow("L"),
+    "rgb.jp2": pillow("RGB", irreversible=False), "l.jp2": pillow("L", irreversible=False), "grey16.pgm": pgm(65535), "rgb.pcx": pillow("RGB"),
+    "grey16.png": codec("png", pixels(1, np.uint16)), "la16.png": codec("png", pixels(2, np.uint16)), "rgb16.png": codec("png", pixels(3, np.uint16)),
+    "rgba16.png": codec("png", pixels(4, np.uint16)), "rgb16.jp2": codec("jpeg2k", pixels(3, np.uint16), level=0, reversible=True),
+    "grey16.jp2": codec("jpeg2k", pixels(1, np.uint16), level=0, reversible=True), "rgb16.jxl": codec("jpegxl", pixels(3, np.uint16), lossless=True),
+    "rgb8.jxl": codec("jpegxl", pixels(3), lossless=True),
+    "grey8.tif": tiff(pixels(1), **GREY), "grey16.tif": tiff(pixels(1, np.uint16), **GREY), "signed.tif": tiff(pixels(1, np.int16), **GREY),
+    "float.tif": tiff(pixels(1, np.float32), **GREY), "double.tif": tiff(pixels(1, np.float64), **GREY), "int32.tif": tiff(pixels(1, np.int32), **GREY),
+    "rgb8.tif": tiff(pixels(3), **RGB), "rgb16.tif": tiff(pixels(3, np.uint16), **RGB), "rgba8.tif": tiff(pixels(4), extrasamples=["unassalpha"], **RGB),
+    "rgba16.tif": tiff(pixels(4, np.uint16), extrasamples=["unassalpha"], **RGB), "pages8.tif": tiff(pixels(3, pages=3), **RGB),
+    "pages16.tif": tiff(pixels(3, np.uint16, pages=3), **RGB), "bool.tif": tiff(pixels(1, bool), **GREY),
+    "planar.tif": tiff(np.moveaxis(pixels(3), -1, 0), planarconfig="separate", **RGB), "lzw.tif": tiff(pixels(3), compression="lzw", predictor=True, **RGB),
+    "zstd.tif": tiff(pixels(3, np.uint16), compression="zstd", **RGB), "deflate.tif": tiff(pixels(1), compression="deflate", **GREY),
+    "tiled.tif": tiff(pixels(3), tile=(16, 16), **RGB), "dpi.tif": tiff(pixels(3), resolution=(300, 300), resolutionunit=2, iccprofile=PROFILE, **RGB),
+    "described.tif": tiff(pixels(3), description="some words", metadata=None, software="a program", datetime="2026:01:02 03:04:05", **RGB),
+    "ome.tif": tiff(pixels(3), ome=True, metadata=OME, **RGB), "imagej.tif": tiff(pixels(1, np.uint16), imagej=True, resolution=(4.0, 4.0), metadata={"unit": "um", "spacing": 3.0, "axes": "YX"}),
+    "geo.tif": tiff(pixels(1, np.float32), extratags=[*GEO, (42113, "s", 0, "-9999", True)], metadata=None, **GREY),
+}  # fmt: skip
+#: Files that mean the same in another form: what a reader sees afterwards.
+CHANGED = {
+    "white.tif": (tiff(pixels(1), photometric="miniswhite"), lambda: (255 - pixels(1), None)),
+    "palette.tif": (tiff(pixels(1), photometric="palette", colormap=PALETTE), lambda: ((PALETTE.T // 257).astype(np.uint8)[pixels(1)], None)),
+    "p.png": (pillow("P"), lambda: (np.asarray(Image.fromarray(pixels(4)).convert("RGB").convert("P").convert("RGB")), None)),
+    "maxval.pgm": (pgm(1023), None), "transparent.png": (with_transparent_colour, lambda: (np.dstack([pixels(), 255 * (pixels() != (1, 2, 3)).any(-1)]), None)),
+    "turned.png": (turned, lambda: (np.rot90(pixels(), -1), None)),
+    "cmyk.tif": (pillow("CMYK"), lambda: (np.asarray(Image.fromarray(pixels(4)).convert("RGB").convert("CMYK").convert("RGB")), None)),
+    "palette_alpha.png": (palette_with_alpha, None),
+    "jpeg.tif": (tiff(pixels(3), compression="jpeg", **RGB), None),
+}  # fmt: skip
+#: Files that are refused, and by which words.
+REFUSED = {
+    "several.gif": (several, "2 pictures"), "several.png": (several, "2 pictures"), "rgb16.ppm": (ppm_16, "16-bit colours"),
+    "p.gif": (lambda path: Image.fromarray(pixels()).convert("P").save(path), "quantised"), "icon.ico": (pillow("RGBA"), "format that is written"),
+    "associated.tif": (tiff(pixels(4), extrasamples=["assocalpha"], **RGB), "multiplied"),
+    "ten.avif": (codec("avif", pixels(3, np.uint16) >> 6, bitspersample=10), "more than 8 bits"),
+}  # fmt: skip
+
+
+def seen(path):
+    """Pixels as another reader sees them."""
+    path = Path(path)
+    if path.suffix == ".tif":
+        return tifffile.imread(path)
+    data = path.read_bytes()
+    if path.suffix == ".jxl":
+        return imagecodecs.jpegxl_decode(data)
+    if "16" in path.name and path.suffix == ".png":
+        return imagecodecs.png_decode(data)
+    if "16" in path.name and path.suffix == ".jp2":
+        return imagecodecs.jpeg2k_decode(data)
+    with Image.open(path) as image:
+        return np.asarray(image)
+
+
+def notes(path):
+    """What a file says besides its pixels, as its library tells it."""
+    path = Path(path)
+    if path.suffix == ".jxl":
+        return {}
+    if path.suffix != ".tif":
+        with Image.open(path) as image:
+            kept = {name: image.info[name] for name in ("icc_profile", "exif", "dpi", "comment", "transparency") if name in image.info and name != "transparency"}
+            return kept | {"mode": image.mode, "text": dict(getattr(image, "text", {}))}
+    with tifffile.TiffFile(path) as file:
+        page, tags = file.pages[0], file.pages[0].tags
+        told = {code: tags[code].value for code in (259, 262, 282, 283, 284, 296, 305, 306, 317, 322, 338, 33550, 33922, 34675, 34735, 42112, 42113) if code in tags}
+        if file.is_ome or file.is_imagej:
+            told.pop(305, None)
+        ome = {name: value for name, value in tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]["Pixels"].items() if name.startswith("Physical")} if file.is_ome else None
+        imagej = {name: (file.imagej_metadata or {}).get(name) for name in ("unit", "spacing")} if file.is_imagej else None
+        words = tags[270].value if 270 in tags and not (file.is_ome or file.is_imagej or file.is_shaped) else None
+        return told | {"axes": file.series[0].axes.replace("Q", "I"), "ome": ome, "imagej": imagej, "words": words, "dtype": str(page.dtype)}
+
+
+def test_a_folder_of_all_kinds_goes_through_unchanged_or_is_refused_by_name(run):
+    Path("in").mkdir()
+    for name, write in KEPT.items():
+        write(f"in/{name}")
+    for name, (write, _) in (CHANGED | REFUSED).items():
+        write(f"in/{name}")
+    assert len(list(Path("in").iterdir())) >= 60
+    status, _, err = run("--filter", "identity", "in", "out")
+    assert status != 0 and f"{len(REFUSED)} of {len(KEPT) + len(CHANGED) + len(REFUSED)} files failed" in err
+    for name, (_, words) in REFUSED.items():
+        assert not Path(f"out/{name}").exists()
+        assert any(name in line and words in line for line in err.splitlines()), f"{name}: {words}"
+    wrong = []
+    for name in KEPT:
+        before, after = seen(f"in/{name}"), seen(f"out/{name}")
+        if before.dtype != after.dtype or before.shape != after.shape or not np.array_equal(before, after, equal_nan=before.dtype.kind == "f"):
+            wrong.append(f"{name}: pixels {before.dtype} {before.shape}, {after.dtype} {after.shape}")
+        said, now = notes(f"in/{name}"), notes(f"out/{name}")
+        wrong += [f"{name}: {key} was {said.get(key)!r} and is {now.get(key)!r}" for key in said.keys() | now.keys() if said.get(key) != now.get(key)]
+    for name, (_, expected) in CHANGED.items():
+        if expected is not None and not np.array_equal(seen(f"out/{name}"), expected()[0]):
+            wrong.append(f"{name}: other pixels")
+    assert not wrong, "\n".join(wrong)
+
+
+# ---- what is invisible
+
+
+def test_colours_of_invisible_pixels_do_not_bleed(run):
+    picture = np.zeros((12, 12, 4), np.uint8)
+    picture[:, :6] = (255, 255, 255, 255)
+    picture[:, 6:] = (255, 0, 0, 0)
+    Image.fromarray(picture).save("a.png")
+    for name in ("blur", "sharpen", "gaussian:1.5", "box:3"):
+        assert run("--filter", name, "a.png", "b.png", "--force")[0] == 0
+        found = np.asarray(Image.open("b.png"))
+        assert (found[:, :6] == 255).all() and np.array_equal(found[..., 3], picture[..., 3]), name
+    assert run("--filter", "edge", "a.png", "b.png", "--force")[0] == 0
+    assert (np.asarray(Image.open("b.png"))[:, :6, :3] == 0).all()
+
+
+def test_what_has_no_data_stays_and_does_not_spread(run):
+    x = np.full((10, 12), 100, np.float32)
+    x[3:6, 4:8] = -9999
+    tifffile.imwrite("a.tif", x, metadata=None, extratags=[(42113, "s", 0, "-9999", True)])
+    assert run("--filter", "blur", "a.tif", "b.tif")[0] == 0
+    np.testing.assert_allclose(tifffile.imread("b.tif"), x, rtol=1e-6)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("border", ["zeros", "replicate", "reflect", "symmetric", "circular"])
+def test_borders(run, border):
+    ndimage = pytest.importorskip("scipy.ndimage")
+    x = pixels(3)
+    Image.fromarray(x).save("a.png")
+    mode = {"zeros": "constant", "replicate": "nearest", "reflect": "mirror", "symmetric": "reflect", "circular": "wrap"}[border]
+    np.save("w.npy", np.array([[0.5, 0.25], [0.125, 0.125]]))
+    for name, exact in (
+        ("gaussian:2", ndimage.gaussian_filter(x.astype(float), 2.0, mode=mode, axes=(0, 1))), ("box:4", ndimage.uniform_filter(x.astype(float), 4, mode=mode, axes=(0, 1))),
+        ("w.npy", ndimage.correlate(x.astype(float), np.load("w.npy"), mode=mode, axes=(0, 1), origin=-1)),
+    ):  # fmt: skip
+        assert run("--filter", name, "a.png", "b.png", "--border", border, "--force")[0] == 0
+        assert np.abs(np.asarray(Image.open("b.png")) - exact).max() <= 0.501, name
+
+
+def test_a_type_is_asked_for_or_refused(run):
+    tifffile.imwrite("a.tif", pixels(1), photometric="minisblack")
+    assert run("--filter", "gaussian:1", "a.tif", "b.tif", "--dtype", "float32")[0] == 0
+    assert tifffile.imread("b.tif").dtype == np.float32
+    status, _, err = run("--filter", "gaussian:1", "a.tif", "b.png", "--dtype", "float32")
+    assert status != 0 and "can't hold float32" in err
+
+
+@pytest.mark.parametrize("name, words", [("gaussian:-1", "above 0"), ("gaussian:x", "gaussian:SIGMA"), ("box:2.5", "box:SIZE"), ("gausian:1", "--filter must be")])
+def test_numbers_of_filters_are_checked(run, name, words):
+    Image.fromarray(pixels()).save("a.png")
+    status, _, err = run("--filter", name, "a.png", "b.png")
+    assert status != 0 and words in err and not Path("b.png").exists()
+
+
+@pytest.mark.parametrize("name, words", [("b.jpg", "has no transparency"), ("b.bmp", "has no transparency"), ("b.gif", "quantised"), ("b.ppm", "has no transparency")])
+def test_transparency_is_not_lost_in_silence(run, name, words):
+    Image.fromarray(pixels(4)).save("a.png")
+    status, _, err = run("--filter", "blur", "a.png", name)
+    assert status != 0 and words in err and not Path(name).exists()
+
+
+def test_wide_colours_without_the_library_are_told_of(run, monkeypatch):
+    import sys
+
+    Path("a.png").write_bytes(imagecodecs.png_encode(pixels(3, np.uint16)))
+    monkeypatch.setitem(sys.modules, "imagecodecs", None)
+    status, _, err = run("--filter", "blur", "a.png", "b.png")
+    assert status != 0 and "imagecodecs" in err and err.count("\n") == 1
+
+
+def test_every_form_of_the_table_is_written_by_its_library(run):
+    """Each format takes the modes that the table says, as another reader sees them."""
+    for name, form in forms.FORMS.items():
+        ending = next((e for e in (".png", ".jpg", ".webp", ".avif", ".jp2", ".jxl", ".bmp", ".tga", ".ppm", ".gif", ".pcx", ".tif") if files.form_of(f"x{e}") == name), None)
+        assert ending, name
+        for channels in {0, *form.wide}:
+            x = pixels(channels or 1, np.uint16 if channels else np.uint8, seed=channels)
+            if not channels and not ({"L", "RGB"} & form.modes):
+                continue
+            alpha = x[None, ..., -1] if channels in (2, 4) else None
+            colours = x[None, ..., None] if x.ndim == 2 else x[None, ..., :-1] if alpha is not None else x[None]
+            picture = forms.Picture(np.ascontiguousarray(colours), None if alpha is None else np.ascontiguousarray(alpha))
+            path = Path(f"{name}{channels}{ending}")
+            files.write(path, picture, path)
+            again = files.read(path)
+            if name not in ("JPEG", "WEBP", "AVIF"):
+                assert np.array_equal(again.colours, picture.colours), (name, channels)
+                assert alpha is None or np.array_equal(again.alpha, picture.alpha), (name, channels)
+            assert again.colours.dtype == picture.colours.dtype
+
+
+# ---- stacks and zarrs
+
+
+def test_a_stack_keeps_its_description(run):
+    x = pixels(1, np.uint16, pages=4)
+    told = {"axes": "ZYX", "PhysicalSizeX": 0.25, "PhysicalSizeXUnit": "µm", "PhysicalSizeZ": 2.0, "PhysicalSizeZUnit": "µm"}
+    tifffile.imwrite("ome.tif", x, ome=True, metadata=told, photometric="minisblack")
+    tifffile.imwrite("ij.tif", x, imagej=True, resolution=(4.0, 4.0), metadata={"axes": "ZYX", "spacing": 3.0, "unit": "um"})
+    for name in ("ome.tif", "ij.tif"):
+        assert run("--filter", "identity", name, f"new_{name}")[0] == 0
+        assert np.array_equal(tifffile.imread(f"new_{name}"), x)
+    with tifffile.TiffFile("new_ome.tif") as file:
+        pixels_of = tifffile.xml2dict(file.ome_metadata)["OME"]["Image"]["Pixels"]
+        assert file.is_ome and file.series[0].axes == "ZYX"
+        assert {name: value for name, value in pixels_of.items() if name.startswith("Physical")} == {name: told[name] for name in told if name.startswith("Physical")}
+    with tifffile.TiffFile("new_ij.tif") as file:
+        assert file.is_imagej and (file.imagej_metadata["spacing"], file.imagej_metadata["unit"]) == (3.0, "um")
+        assert file.pages[0].tags[282].value == (4, 1)
+
+
+@pytest.mark.parametrize("zarr_format", [2, 3])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "float32", "bool"])
+def test_a_zarr_keeps_what_it_is(run, zarr_format, dtype):
+    zarr = pytest.importorskip("zarr")
+    x = pixels(1, bool if dtype == "bool" else dtype)
+    names = {"dimension_names": ("y", "x")} if zarr_format == 3 else {}
+    compressor = zarr.codecs.ZstdCodec(level=5) if zarr_format == 3 else __import__("numcodecs").Zstd(level=5)
+    options = {"shape": x.shape, "chunks": (8, 8), "dtype": x.dtype, "zarr_format": zarr_format, "compressors": compressor, "fill_value": 1, **names}
+    if zarr_format == 3:
+        options["shards"] = (16, 16)
+    a = zarr.create_array("a.zarr", attributes={"units": "counts", "list": [1, 2]}, **options)
+    a[...] = x
+    assert run("--filter", "identity", "a.zarr", "b.zarr", "--axes", "yx")[0] == 0
+    b = zarr.open_array("b.zarr", mode="r")
+    assert b.dtype == x.dtype and np.array_equal(b[...], x)
+    assert dict(b.attrs) == dict(a.attrs) and b.fill_value == a.fill_value and b.chunks == a.chunks and b.compressors == a.compressors
+    assert b.metadata.zarr_format == zarr_format and (zarr_format == 2 or (b.metadata.dimension_names == ("y", "x") and b.shards == a.shards))
+
+
+def test_packed_values_are_not_misread(run):
+    zarr = pytest.importorskip("zarr")
+    for name, attributes in (("offset", {"add_offset": 5.0}), ("fill", {"_FillValue": -1})):
+        a = zarr.create_array(f"{name}.zarr", shape=(H, W), chunks=(8, 8), dtype="int16", attributes=attributes)
+        a[...] = pixels(1, np.int16)
+    status, _, err = run("--filter", "edge", "offset.zarr", "b.zarr", "--axes", "yx")
+    assert status != 0 and "add_offset" in err
+    assert run("--filter", "blur", "offset.zarr", "b.zarr", "--axes", "yx")[0] == 0
+    status, _, err = run("--filter", "blur", "fill.zarr", "c.zarr", "--axes", "yx")
+    assert status == 0 and "stands for no data" in err
+
+
+def test_wide_integers_keep_their_digits(run):
+    np.save("x.npy", np.full((1, 4, 4), 2**24 + 1, np.int32))
+    np.save("w.npy", np.ones((1, 1, 1, 1), np.float32))
+    assert run("--filter", "w.npy", "x.npy", "y.npy")[0] == 0
+    assert (np.load("y.npy") == 2**24 + 1).all()
