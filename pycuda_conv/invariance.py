@@ -14,6 +14,8 @@ WORD = "batch_invariant"
 
 #: Whether calls of this thread or task are made inside a block of :func:`batch_invariant`.
 _inside: ContextVar[bool] = ContextVar("batch_invariant", default=False)
+#: Whether there ever was such a block: torch.compile traces calls, but not a look at a ContextVar.
+entered = False
 
 
 @contextmanager
@@ -50,6 +52,8 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled must be True or False, got {brief(enabled)}")
+    global entered
+    entered = True
     token = _inside.set(enabled)
     try:
         yield
@@ -72,7 +76,7 @@ def with_invariance(algorithm: Any, asked: Any) -> Any:
     TypeError, ConvArgumentError
         An option that is no bool, or transforms, whose blocks are chosen by the number of images.
     """
-    if asked is False and not _inside.get():
+    if asked is False and not (entered and _inside.get()):
         return algorithm
     checked_invariance(asked)
     if algorithm is None or algorithm == "direct":
