@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from pycuda_conv.dispatch import convolve, sum_channels
+from pycuda_conv.invariance import with_invariance
 from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ def conv2d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """Convolve with two spatial axes. It is a cross-correlation, as in torch: the filter is not flipped.
 
@@ -76,11 +77,14 @@ def conv2d(
         Measure which kernel and tile are the fastest, if the problem has not been measured on such a GPU. This takes seconds. The
         choice is kept for all later calls, of other processes too. It is refused while a stream is being captured. On OpenCL nothing is
         measured. Host arrays that go through a GPU in chunks do not gain.
-    algorithm : {"direct", "fft"} or None
+    algorithm : {"direct", "fft", "batch_invariant"} or None
         By default, whatever takes the least time with elements as right as sums of products: large filters may be computed by Fourier
         transforms in float64, which are checked. ``"direct"`` is for sums of products alone. ``"fft"`` is for Fourier transforms
         wherever there are some for the problem. On a GPU these are float32's: errors are relative to the norms of the filter and of
-        the pixels that it meets, not to each element.
+        the pixels that it meets, not to each element. ``"batch_invariant"`` is what `batch_invariant` asks for.
+    batch_invariant : bool
+        Compute each image so that its result, and its gradient by the input, have the same bits whatever images stand beside it, however
+        many, and at whichever place: see :func:`pycuda_conv.batch_invariant`.
     padding_mode : str, a list of one for each axis, or of a pair (before, after) for each axis
         What the padding is: ``"zeros"``, ``"constant"`` (`padding_value`), ``"replicate"`` (the edge's pixel), ``"reflect"``
         (``d c b | a b c d``), ``"symmetric"`` (``c b a | a b c d``) or ``"circular"`` (the other end's pixels): torch's words and
@@ -120,7 +124,7 @@ def conv2d(
     (64, 64)
     """
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
-    more = algorithm, padding_mode, padding_value, dtype
+    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
@@ -128,8 +132,8 @@ def conv1d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -138,7 +142,7 @@ def conv1d(
     input : array of shape (N, C, W), (C, W) or (W,)
     weight : array of shape (K, C/groups, S), or (S,) for an input of shape (W,)
     padding : int, (int,), ((left, right),), "same" or "valid"
-    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm,
+    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
     padding_mode, padding_value, dtype
         As for :func:`conv2d`.
 
@@ -152,7 +156,7 @@ def conv1d(
         As for :func:`conv2d`.
     """
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
-    more = algorithm, padding_mode, padding_value, dtype
+    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
@@ -160,8 +164,8 @@ def conv3d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -170,7 +174,7 @@ def conv3d(
     input : array of shape (N, C, D, H, W), (C, D, H, W) or (D, H, W)
     weight : array of shape (K, C/groups, T, R, S), or (T, R, S) for an input of shape (D, H, W)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
-    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm,
+    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
     padding_mode, padding_value, dtype
         As for :func:`conv2d`.
 
@@ -184,7 +188,7 @@ def conv3d(
         As for :func:`conv2d`.
     """
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
-    more = algorithm, padding_mode, padding_value, dtype
+    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
@@ -192,8 +196,8 @@ def conv_transpose2d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
-    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros",
-    padding_value: float = 0.0, dtype: Any = None,
+    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The transposed convolution with two spatial axes. It is the gradient of :func:`conv2d` by its input.
 
@@ -211,7 +215,7 @@ def conv_transpose2d(
         Rows and columns that are taken off the result.
     output_padding : int or (int, int)
         Rows and columns that are added at the result's bottom and right. They are fewer than the stride or the dilation.
-    stride, dilation, groups, residual, activation, out, precision, device, devices, stream, tune, algorithm,
+    stride, dilation, groups, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
     padding_mode, padding_value, dtype
         As for :func:`conv2d`.
 
@@ -226,7 +230,7 @@ def conv_transpose2d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 2, stride, padding, dilation, groups, precision, output_padding, activation
-    more = algorithm, padding_mode, padding_value, dtype
+    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
@@ -234,8 +238,8 @@ def conv_transpose1d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
-    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros",
-    padding_value: float = 0.0, dtype: Any = None,
+    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The transposed convolution with one spatial axis: see :func:`conv_transpose2d`.
 
@@ -245,7 +249,7 @@ def conv_transpose1d(
     weight : array of shape (K, C/groups, S)
     padding : int, (int,) or ((left, right),)
     bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm,
-    padding_mode, padding_value, dtype
+    batch_invariant, padding_mode, padding_value, dtype
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -258,7 +262,7 @@ def conv_transpose1d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
-    more = algorithm, padding_mode, padding_value, dtype
+    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
@@ -266,8 +270,8 @@ def conv_transpose3d(
     input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
-    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros",
-    padding_value: float = 0.0, dtype: Any = None,
+    stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The transposed convolution with three spatial axes: see :func:`conv_transpose2d`.
 
@@ -277,7 +281,7 @@ def conv_transpose3d(
     weight : array of shape (K, C/groups, T, R, S)
     padding : int, three ints or ((front, back), (top, bottom), (left, right))
     bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm,
-    padding_mode, padding_value, dtype
+    batch_invariant, padding_mode, padding_value, dtype
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -290,15 +294,15 @@ def conv_transpose3d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
-    more = algorithm, padding_mode, padding_value, dtype
+    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
 
 
 def conv2d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv2d` by its input, as in ``torch.nn.grad``.
 
@@ -313,7 +317,7 @@ def conv2d_input(
         The gradient by the convolution's result. The gradient that is computed has the same layout.
     stride, padding, dilation, groups
         Those of the convolution.
-    out, precision, device, stream, tune, algorithm, padding_mode, padding_value, dtype
+    out, precision, device, stream, tune, algorithm, batch_invariant, padding_mode, padding_value, dtype
         As for :func:`conv2d`.
 
     Returns
@@ -327,15 +331,15 @@ def conv2d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 2, stride, padding, dilation, groups, precision, input_size, None
-    more = algorithm, padding_mode, padding_value, dtype
+    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), more=more)
 
 
 def conv1d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv1d` by its input: see :func:`conv2d_input`.
 
@@ -344,7 +348,7 @@ def conv1d_input(
     input_size : (N, C, W) or (C, W)
     weight : array of shape (K, C/groups, S)
     grad_output : array of shape (N, K, Q) or (K, Q)
-    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm, padding_mode, padding_value, dtype
+    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm, batch_invariant, padding_mode, padding_value, dtype
         As for :func:`conv2d_input`.
 
     Returns
@@ -357,15 +361,15 @@ def conv1d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 1, stride, padding, dilation, groups, precision, input_size, None
-    more = algorithm, padding_mode, padding_value, dtype
+    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), more=more)
 
 
 def conv3d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv3d` by its input: see :func:`conv2d_input`.
 
@@ -374,7 +378,7 @@ def conv3d_input(
     input_size : (N, C, D, H, W) or (C, D, H, W)
     weight : array of shape (K, C/groups, T, R, S)
     grad_output : array of shape (N, K, O, P, Q) or (K, O, P, Q)
-    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm, padding_mode, padding_value, dtype
+    stride, padding, dilation, groups, out, precision, device, stream, tune, algorithm, batch_invariant, padding_mode, padding_value, dtype
         As for :func:`conv2d_input`.
 
     Returns
@@ -387,15 +391,14 @@ def conv3d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 3, stride, padding, dilation, groups, precision, input_size, None
-    more = algorithm, padding_mode, padding_value, dtype
+    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), more=more)
 
 
 def conv2d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv2d` by its filter, as in ``torch.nn.grad``.
 
@@ -433,8 +436,7 @@ def conv2d_weight(
 def conv1d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv1d` by its filter: see :func:`conv2d_weight`.
 
@@ -463,8 +465,7 @@ def conv1d_weight(
 def conv3d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv3d` by its filter: see :func:`conv2d_weight`.
 

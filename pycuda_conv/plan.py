@@ -516,6 +516,8 @@ def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False
     Some engines read either order, some NCHW alone, some channels last alone. Nothing is compiled, and with `tune` nothing is measured
     that can't be the answer.
     """
+    if problem.batch_invariant:  # then the layer decides, for any number of images
+        problem = replace(problem, N=engines.BATCHES[0], batched=True)
     return _pays(problem, device, lookup(problem, device)) and (not tune or _pays(problem, device, tuned(problem, device)))
 
 

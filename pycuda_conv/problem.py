@@ -29,7 +29,7 @@ Size3 = tuple[int, int, int]
 #: DTYPE in ``cu/core/portable.cuh``.
 DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
 PRECISIONS = ("fp32", "tf32")
-ALGORITHMS = ("direct", "fft")
+ALGORITHMS = ("direct", "fft", "batch_invariant")
 LAYOUTS = ("NCHW", "NHWC")  # the layouts of callers' arrays; kernels also see those of :attr:`ConvProblem.launched`
 #: In the order of ``cu/core/activation.cuh``.
 ACTIVATIONS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
@@ -221,8 +221,9 @@ class ConvProblem:
         What is done with the sums: see :func:`pycuda_conv.conv2d`. The residual lies in memory as the result does.
     bare : bool
         True for one image of one channel and one filter, whose arrays have spatial axes alone.
-    algorithm : {"direct", "fft"} or None
-        Whether sums of products, or Fourier transforms, are asked for: see :func:`pycuda_conv.conv2d`.
+    algorithm : {"direct", "fft", "batch_invariant"} or None
+        Whether sums of products, Fourier transforms, or sums in an order that follows from the layer alone are asked for: see
+        :func:`pycuda_conv.conv2d`. A gradient by the filter, which sums over the images, takes ``"batch_invariant"`` as ``"direct"``.
     border : ((str, str), (str, str), (str, str)) or None
         Along each axis the words for the padding before and behind it: see :mod:`pycuda_conv.borders`. None where all are zeros.
     border_value : float
@@ -512,7 +513,7 @@ class ConvProblem:
         if of == "input":
             made = replace(forward, direction="dgrad").with_settled_border()
             return made._with_epilogue(None, residual_shape, None, tuple(weight_shape))
-        return replace(forward, direction="wgrad")
+        return replace(forward, direction="wgrad", algorithm="direct" if forward.batch_invariant else forward.algorithm)
 
     def _checked_sizes(self, in_chunks: bool = False) -> ConvProblem:
         for what, size in (("input", self.operand_size), ("output", self.result_size)):
@@ -626,6 +627,11 @@ class ConvProblem:
     def result_shape(self) -> tuple[int, ...]:
         """Shape of the array that is written, as the caller gets it."""
         return self._filter_shape if self.direction == "wgrad" else self._shape(self.result_channels, self.result_size)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether an image's result has to have the same bits whatever other images the batch has."""
+        return self.algorithm == "batch_invariant"
 
     @property
     def adapted(self) -> bool:

@@ -226,11 +226,16 @@ def lookup(problem: ConvProblem, device: Device, own: bool = False) -> Choice | 
     name = key(problem) if device.model else ""
     for table, gpu in _tables_of(device):
         choice = table.get(gpu, name)
-        if choice is not None and engines.refusal(problem, choice.config, device) is None:
+        if choice is not None and engines.refusal(problem, choice.config, device) is None and _has_order(problem, choice.config, device):
             if gpu == device.model:
                 return choice
             return None if own else replace(choice, gpu=gpu)
     return None
+
+
+def _has_order(problem: ConvProblem, config: engines.Config, device: Device) -> bool:
+    """Whether `config` sums in the order of a batch-invariant layer; True for other problems."""
+    return not problem.batch_invariant or engines.order(problem, config) == engines.order(problem, engines.choose(problem, device))
 
 
 def measured_configs(device: Device) -> tuple[engines.Config, ...]:

@@ -61,6 +61,6 @@ Mode = Literal["zeros", "constant", "replicate", "reflect", "circular", "symmetr
 PaddingMode = Mode | Sequence[Mode | tuple[Mode, Mode]]
 
 Precision = Literal["fp32", "tf32"]
-Algorithm = Literal["direct", "fft"]
+Algorithm = Literal["direct", "fft", "batch_invariant"]
 #: A word, or ``("leaky_relu", slope)``; ``"leaky_relu"`` alone has a slope of 0.01.
 Activation = Literal["relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh"] | tuple[Literal["leaky_relu"], float]

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
-from pycuda_conv import ConvProblem, engines, tune
+from pycuda_conv import ConvProblem, borders, engines, tune
+from pycuda_conv.elements import INTEGER_BYTES
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.schedule import Schedule
@@ -64,6 +66,24 @@ def problems(count: int) -> Iterator[ConvProblem]:
         yield problem
 
 
+def adapted_problems() -> Iterator[ConvProblem]:
+    """Small problems with borders of the image's own pixels, and of integers: every type and layout, forward and both gradients."""
+    r = random.Random(2)
+    for (dtype, precision), layout, direction, ndim in product(KINDS, ("NCHW", "NHWC"), ("fprop", "input", "weight"), (1, 2, 3)):
+        c, k, groups = r.choice(((3, 8, 1), (8, 8, 8), (8, 16, 1)))
+        n, taps = r.choice((5, 9, 14)), r.choice((3, 5))
+        pads = tuple((r.randrange(12), r.randrange(4)) for _ in range(ndim))
+        options: dict[str, Any] = {"padding": pads, "groups": groups, "dtype": dtype, "precision": precision, "layout": layout}
+        options |= {"padding_mode": tuple((r.choice(borders.MODES), r.choice(borders.MODES)) for _ in range(ndim))}
+        if r.random() < 0.5:  # alike at both sides: kernels read such borders themselves
+            options |= {"padding": taps // 2, "padding_mode": r.choice(borders.MODES)}
+        if dtype in ("float32", "float64"):
+            options |= {"input_dtype": r.choice(("", *INTEGER_BYTES)), "result_dtype": r.choice(("", *INTEGER_BYTES))}
+        x, w = (2, c, *(n,) * ndim), (k, c // groups, *(taps,) * ndim)
+        forward = ConvProblem.forward(ndim, x, w, **options)
+        yield forward if direction == "fprop" else ConvProblem.gradient(direction, ndim, x, w, forward.result_shape, **options)
+
+
 def launches(schedule: Schedule) -> list[KernelLaunch]:
     """All that a schedule may launch."""
     return [launch for part in (schedule.prepare, schedule.steps, schedule.whole, schedule.filter_last or ()) for step in part for launch in step]
@@ -93,10 +113,12 @@ def pool(device: Any, count: int, each: int) -> Iterator[tuple[Case, set[tuple]]
     """
     measured = [choice.config for path in sorted(TABLES.glob("*.json")) for choice in tune.Table(path).read().values()]
     r, came = random.Random(1), Counter[tuple[str, str]]()
-    for problem in problems(count):
+    for problem in chain(problems(count), adapted_problems()):
         launched = problem.launched
         for engine in registry.ENGINES:
             if launched.layout not in engine.LAYOUTS or engine.unsupported(device):
+                continue
+            if launched.adapted and not registry.adapts(engine, launched):
                 continue
             known = dict.fromkeys([*engine.configs(launched, device), *(config for config in measured if type(config) in engine.CONFIGS)])
             configs = [config for config in known if engine.refusal(launched, config) is None]

@@ -121,6 +121,10 @@ def store(array: np.ndarray, at: np.ndarray, values) -> None:
 GUESS = 9  # exponent of the scale with which images are packed at first
 
 
+def flag_of(flag: int, shape) -> int:
+    return shape.too_small if flag == 1 else flag
+
+
 class MagnitudeRange:
     """Largest and smallest non-zero magnitude of float32 numbers, as bits; 0 and 2^32 where there are none."""
 
@@ -217,7 +221,7 @@ def filter_rows(step, s, memory: Memory) -> None:
                 found = MagnitudeRange.of_rows(inside(w, first[real] + whole), s.slack)
                 scale[real] = [one.scale() for one in found]
                 store(memory.view(scales, "float32"), own, 1 / scale[real])
-                store(memory.view(flags, "int32"), own, [one.flag() for one in found])
+                store(memory.view(flags, "int32"), own, [flag_of(one.flag(), s) for one in found])
             elif define["RANGE_CHECK"]:
                 store(memory.view(scales, "float32"), own, 1.0)
                 store(memory.view(flags, "int32"), own, 0)
@@ -254,7 +258,7 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     """Pack one tile of an image; what was read."""
     define = step.defines
     kind, channels, chunks = ELEMENT[define["IN"]], s.channels, s.groups * s.group_chunks
-    pixels, together, at_once = s.packed_d * s.packed_h * s.packed_w, s.together, 1 << s.chunk_bits
+    pixels, together, at_once = s.packed_d * s.packed_h * s.packed_w, s.chunks_per_tap, 1 << s.chunk_bits
     across = ceil(channels // 8, together) if together else ceil(chunks, at_once)
     vector, kc = define["VECTOR"], 8 << s.piece_bits
     assert vector == 1 or not (any(n % vector for n in (pixels, s.x_image, s.x_group, s.x_channel)) or define["FOLDED"] or define["NHWC"])
@@ -269,7 +273,7 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     to = np.arange(8 * first, 8 * min(first + at_once, chunks))[None]  # packed channels
     if together:
         assert channels % 8 == 0 and s.groups == 1 and s.folds * together <= at_once and chunks == s.folds * channels // 8
-        assert together == 1 << s.together_bits and define["FOLDED"] and not define["NHWC"]
+        assert together == 1 << s.chunks_per_tap_bits and define["FOLDED"] and not define["NHWC"]
         to = np.concatenate([tap * channels + np.arange(8 * first, min(8 * (first + together), channels)) for tap in range(s.folds)])[None]
     group, j = np.divmod(to, 8 * s.group_chunks)
     if define["FOLDED"]:
@@ -371,7 +375,7 @@ def settle(step, memory: Memory, found: MagnitudeRange, guess: int, places, imag
     guessed = found.fits(guess)
     scale = 2.0**guess if guessed else found.scale()
     store(scales, image, 1 / scale)
-    store(flags, image, int(found.loses(guess)) if guessed else found.flag())
+    store(flags, image, flag_of(int(found.loses(guess)) if guessed else found.flag(), step.arguments))
     return 0.0 if guessed or not found.usable() else scale
 
 
@@ -563,7 +567,7 @@ def product(step, memory: Memory) -> None:
             store(memory.view(step.buffers[12], "int32"), 0, int(memory.mended > before))
 
 
-def may_note(define) -> bool:
+def may_emit(define) -> bool:
     """Whether a text of hopper/gemm.cu can note moments: common stores of whole sums that leave registers."""
     common = define["DENSE"] and define["VEC"] == 4 and define["LOAD_CHANNELS"] == 64 and not define["W_MN_MAJOR"]
     return bool(common and not (define["BF16"] and define["OUT"] == 32) and (define["PRODUCTS"] == 1 or define["WGMMA_N"] <= 128))
@@ -714,7 +718,7 @@ def write_tile(
 ) -> None:
     """Scales, finishes and writes a tile's sums of the pixels that count; its first slice of moments is that `number`."""
     define = step.defines
-    _, scale_n, scale_k, bias, scale, residual, y, *noted = step.buffers
+    _, scale_n, scale_k, bias, scale, residual, y, *moments = step.buffers
     kind = ELEMENT[define["OUT"]]
     m = m0 + np.arange(define["BLOCK_M"])[:, None]
     k = group * s.rows_group + m
@@ -733,7 +737,7 @@ def write_tile(
     v = finished(finishing(step), memory, kind, total, scale, bias, residual, channel, places).astype(kind)
     if s.scaled & 2 and pixel.size:
         for i, first in enumerate(range(0, pixel.size, define["WGMMA_N"])):  # what one consumer has
-            note_moments(memory.view(noted[0], "float32"), s.rows, v[: m.size, counted][:, first : first + define["WGMMA_N"]], k.ravel(), number + i)
+            emit_moments(memory.view(moments[0], "float32"), s.rows, v[: m.size, counted][:, first : first + define["WGMMA_N"]], k.ravel(), number + i)
     if define["TENSOR_STORE"]:
         write_boxes(step, s, memory, v, m0, pixel0, group, part)
         return
@@ -747,11 +751,11 @@ def write_tile(
     memory.count(y, at)
 
 
-def note_moments(noted: np.ndarray, channels: int, v: np.ndarray, k: np.ndarray, number: int) -> None:
+def emit_moments(moments: np.ndarray, channels: int, v: np.ndarray, k: np.ndarray, number: int) -> None:
     """Of each channel `k` over the pixels [k][pixel] of the slice `number`, the mean and the sum of squares of what they are off by."""
     v = v.astype(float)
-    store(noted, 2 * number * channels + k, v.mean(1))
-    store(noted, (2 * number + 1) * channels + k, ((v - v.mean(1)[:, None]) ** 2).sum(1))
+    store(moments, 2 * number * channels + k, v.mean(1))
+    store(moments, (2 * number + 1) * channels + k, ((v - v.mean(1)[:, None]) ** 2).sum(1))
 
 
 def finishing(step) -> dict:
@@ -868,16 +872,16 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
     number, inner = np.divmod(pixel, s.plane)
     place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
     at = place * s.rows + k
-    assert s.wide == (3 if s.rows * np.dtype(kind).itemsize % 16 == 0 else 1 if s.rows % 4 == 0 else 2 if s.rows <= define["BLOCK_N"] == 32 and s.plane == s.out_size else 0)
-    bias, scale, residual, y, *noted = step.buffers
+    assert s.store_mode == (3 if s.rows * np.dtype(kind).itemsize % 16 == 0 else 1 if s.rows % 4 == 0 else 2 if s.rows <= define["BLOCK_N"] == 32 and s.plane == s.out_size else 0)
+    bias, scale, residual, y, *moments = step.buffers
     v = finished(finishing(step), memory, kind, total[: len(pixel), : k.size], scale, bias, residual, k, at).astype(kind)
     store(memory.view(y, kind), at, v)
     memory.count(y, at)
     if step.kernel == "hopper_dense":
-        may_note = define["CLUSTER"] == define["PHASES"] == 1 and not define["W_MN_MAJOR"] and define["BLOCK_N"] <= 192
-        assert len(noted) == may_note >= s.noted
-    for first in range(0, len(pixel) if noted and s.noted else 0, 64):
-        note_moments(memory.view(noted[0], "float32"), s.rows, v[first : first + 64].T, k.ravel(), (pixel0 + first) // 64)
+        may_emit = define["CLUSTER"] == define["PHASES"] == 1 and not define["W_MN_MAJOR"] and define["BLOCK_N"] <= 192
+        assert len(moments) == may_emit >= s.with_moments
+    for first in range(0, len(pixel) if moments and s.with_moments else 0, 64):
+        emit_moments(memory.view(moments[0], "float32"), s.rows, v[first : first + 64].T, k.ravel(), (pixel0 + first) // 64)
 
 
 # ---- hopper/wgrad.cu, hopper/wgrad_reduce.cu
@@ -898,7 +902,7 @@ def wgrad_product(step, memory: Memory) -> None:
     assert step.block == (256 if tall else threads.get(rows, {}).get(columns, 2 * rows + 32)) and step.arch == "sm_90a"
     ring = define["STAGES"] * (rows + columns) * 128
     assert max(ring, rows * (columns + 8) * 4) + 1023 <= step.shared and step.shared + 16 * define["STAGES"] <= (MOST_SHARED // 2 - 1024 if tall or (rows == 64 and columns <= 192) else MOST_SHARED)
-    assert step.grid == s.tiles_m * s.tiles_n * s.bundles * s.splits and s.part == ceil(s.stages, s.splits)
+    assert step.grid == s.tiles_m * s.tiles_n * s.group_packs * s.splits and s.part == ceil(s.stages, s.splits)
     assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // wide >= s.column_blocks == ceil(s.columns, wide) * s.taps and s.inner == (s.taps if s.taps_inner else ceil(s.columns, wide))
     place, parted = step.buffers[0], s.splits > 1
     assert (place[0] == WORKSPACE) if parted else (place == RESULT)
@@ -906,18 +910,18 @@ def wgrad_product(step, memory: Memory) -> None:
     for number in range(step.grid):
         rest, across = divmod(number, s.tiles_n)
         rest, down = divmod(rest, s.tiles_m)
-        split, bundle = divmod(rest, s.bundles)
+        split, pack = divmod(rest, s.group_packs)
         total = np.zeros((rows, columns))
         first = min(split * s.part, s.stages)
         for stage in range(first, min(first + s.part, s.stages)):
-            wgrad_stage(s, define["PLANES"], memory, dy_map, x_map, stage, bundle, down * rows, across * columns // wide, total)
+            wgrad_stage(s, define["PLANES"], memory, dy_map, x_map, stage, pack, down * rows, across * columns // wide, total)
         k = down * rows + np.arange(rows)[:, None]
         for i in range(columns // wide):
             block = across * columns // wide + i
             c, tap = tap_of(s, block, wide)
             c = c + np.arange(wide)[None, :]
             mine = (k < s.rows) & (c < s.columns) & (block < s.column_blocks) & (k // s.own_rows == c // s.own_columns)
-            at_k, at_c = (0 * c + bundle * s.rows + k)[mine], (0 * k + c % s.own_columns)[mine]
+            at_k, at_c = (0 * c + pack * s.rows + k)[mine], (0 * k + c % s.own_columns)[mine]
             at = (at_k * s.taps + tap) * s.own_columns + at_c + split * s.size
             if s.taps_fastest and not parted:
                 at = (at_k * s.own_columns + at_c) * s.taps + tap
@@ -936,7 +940,7 @@ def block_of(step) -> int:
     return 32 if step.defines["TYPE"] == 32 else 64
 
 
-def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, bundle: int, row: int, block: int, total: np.ndarray) -> None:
+def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, pack: int, row: int, block: int, total: np.ndarray) -> None:
     """The products of a stage's positions; sums of channels and taps that there are not are NaN."""
     wide = dy_map.box[0]
     if planes:
@@ -945,7 +949,7 @@ def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, bundl
         for to, described, channels, first in (a, dy_map, s.rows, row), (b, x_map, s.columns, block * wide):
             for i in range(0, len(to), wide):
                 if first + i < channels:
-                    to[i : i + wide] = boxed(described, memory, (pixel, bundle * channels + first + i, image))[0]
+                    to[i : i + wide] = boxed(described, memory, (pixel, pack * channels + first + i, image))[0]
         with np.errstate(invalid="ignore", over="ignore"):
             total += a @ b.T
         return
@@ -955,13 +959,13 @@ def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, bundl
     a, b = np.full((wide, len(total)), np.nan), np.full((wide, total.shape[1]), np.nan)
     for i in range(0, len(total), wide):
         if row + i < s.rows:
-            a[:, i : i + wide] = boxed(dy_map, memory, (bundle * s.rows + row + i, wide * stage, 0))[0]
+            a[:, i : i + wide] = boxed(dy_map, memory, (pack * s.rows + row + i, wide * stage, 0))[0]
     loads = []
     for number in range(block, min(block + total.shape[1] // wide, s.column_blocks)):
         c, tap = tap_of(s, number, wide)
         offsets = (tap % s.tap_s * s.dilation_w, tap // s.tap_s % s.tap_r * s.dilation_h, tap // s.tap_s // s.tap_r * s.dilation_d)
         assert not any(offsets[s.rank :]), "a tap is lost"
-        loads.append((bundle * s.columns + c, offsets[: s.rank]))
+        loads.append((pack * s.columns + c, offsets[: s.rank]))
     if loads and s.rank:
         b[:, : len(loads) * wide] = load_im2col(x_map, memory, [start], loads)
     for i, (channel, _) in enumerate(loads if s.rank == 0 else ()):
@@ -1101,7 +1105,7 @@ def pointwise_product(step, memory: Memory) -> None:
 def write_rows(step, s, memory: Memory, total: np.ndarray, warp: int, column: np.ndarray, part: int) -> None:
     """What a warp has of a tile, finished."""
     define = step.defines
-    bias, scale, residual, y, *noted = step.buffers
+    bias, scale, residual, y, *moments = step.buffers
     if define["WGRAD"] or define["NHWC"]:
         row = warp * len(total) + np.arange(len(total))
         counted, at = row < s.rows, row * s.row_step
@@ -1116,7 +1120,7 @@ def write_rows(step, s, memory: Memory, total: np.ndarray, warp: int, column: np
         assert s.column_step == 1 and s.columns % 2 == 0 and s.row_step % 2 == 0 and s.size % 2 == 0
     v = finished(finishing(step), memory, "float32", total, scale, bias, residual, np.broadcast_to(column, at.shape), at).astype(np.float32)
     if define["MOMENTS"] and v.size:
-        note_moments(memory.view(noted[0], "float32"), s.columns, v.T, column, warp)
+        emit_moments(memory.view(moments[0], "float32"), s.columns, v.T, column, warp)
     at = at + part * s.size
     store(memory.view(y, "float32"), at, v)
     memory.count(y, at)
@@ -1145,12 +1149,12 @@ def direct_reduce(step, memory: Memory) -> None:
 def direct_gemm(step, memory: Memory) -> None:
     """The guarded kernel: what depends on flagged images and channels, by the formula at its head; it goes by tiles, this by elements."""
     d, a = SimpleNamespace(**step.defines), step.arguments
-    assert d.FIXUP and a.split == 1 and a.n_blocks == ceil(a.n_pixels, d.BLOCK_N) * a.groups * ceil(a.m, d.BLOCK_M)
+    assert d.RECOMPUTE and a.split == 1 and a.n_blocks == ceil(a.n_pixels, d.BLOCK_N) * a.groups * ceil(a.m, d.BLOCK_M)
     redone, before = step.buffers[-1], memory.mended
-    if a.noted:
+    if a.with_moments:
         store(memory.view(redone, "int32"), np.arange(step.grid), 0)
     mend(memory, a, ELEMENT[d.DTYPE], asked_of(step), step.buffers)
-    if a.noted:
+    if a.with_moments:
         store(memory.view(redone, "int32"), 0, int(memory.mended > before))
 
 
@@ -1201,7 +1205,7 @@ def mend_own(step, s, phase, arrays, memory: Memory) -> None:
     """What blocks of hopper/gemm.cu do when they are through."""
     define = step.defines
     _, x_scales, w_scales, bias, scale, residual, y = step.buffers[:7]
-    x, w, x_flags, w_flags = step.buffers[7 + may_note(define) : 11 + may_note(define)]
+    x, w, x_flags, w_flags = step.buffers[7 + may_emit(define) : 11 + may_emit(define)]
     taps, pixel = phase.taps_t * phase.taps_r * phase.taps_s, s.rows if define["NHWC"] else 1
     strides = {f"{name}_{axis}": getattr(at, f"{long}_{axis}") for name, long, at in (("stride", "stride", arrays), ("pad", "pad", phase), ("dil", "dilation", arrays)) for axis in "dhw"}
     a = SimpleNamespace(
@@ -1249,8 +1253,8 @@ def fastest(engine, problem, device):
     return min(((engine.time(problem, config, device), config) for config in engine.configs(problem, device)), key=lambda pair: pair[0])
 
 
-def program_of(problem, config, multiprocessors: int, noted: bool = False):
-    return registry.engine_of(config).schedule(problem.launched, config, gpu(multiprocessors), noted)
+def program_of(problem, config, multiprocessors: int, with_moments: bool = False):
+    return registry.engine_of(config).schedule(problem.launched, config, gpu(multiprocessors), with_moments)
 
 
 def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5, run=None) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
@@ -1259,15 +1263,15 @@ def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5, 
     `run`: a function of (stages, memory) instead of :func:`launch`.
     """
     program = program_of(problem, config, multiprocessors, True)
-    noted = program.moments
+    moments = program.moments
     memory = Memory(problem, program, x, w, b, None, None)
     (run or partial(launch, finite=True))(program.whole, memory)
-    slices = noted.sets * ceil(noted.span, noted.per)
-    parts = inside(memory.view((WORKSPACE, noted.parts), "float32"), np.arange(slices * 2 * noted.channels)).reshape(slices, 2, noted.channels).astype(float)
-    count = np.minimum(noted.per, noted.span - np.arange(slices) % (slices // noted.sets) * noted.per)[:, None]
+    slices = moments.sets * ceil(moments.span, moments.per)
+    parts = inside(memory.view((WORKSPACE, moments.parts), "float32"), np.arange(slices * 2 * moments.channels)).reshape(slices, 2, moments.channels).astype(float)
+    count = np.minimum(moments.per, moments.span - np.arange(slices) % (slices // moments.sets) * moments.per)[:, None]
     mean = (count * parts[:, 0]).sum(0) / count.sum()
     squares = (parts[:, 1] + count * (parts[:, 0] - mean) ** 2).sum(0)
-    redone = inside(memory.view((WORKSPACE, noted.redone), "int32"), np.arange(noted.blocks))
+    redone = inside(memory.view((WORKSPACE, moments.redone), "int32"), np.arange(moments.blocks))
     return memory.result(problem, x.dtype.name), mean, squares / count.sum(), bool(redone.any())
 
 

@@ -43,10 +43,11 @@ Run = tuple[str, Callable[[], bool]]
 
 def launched(plan, arrays, filter_last: bool) -> bool:
     """Launch `plan` once."""
-    drv, dtype = plan.device._drv, plan.problem.dtype
+    drv, dtype = plan.device._drv, plan.problem.result_dtype or plan.problem.dtype
+    poison = np.nan if dtype == plan.problem.dtype else 1
     with plan.device:
         buffers = [0 if array is None else drv.to_device(array.view(np.uint8)) for array in arrays]
-        result = drv.to_device(np.full(plan.result_shape, np.nan, dtype).view(np.uint8))
+        result = drv.to_device(np.full(plan.result_shape, poison, dtype).view(np.uint8))
         workspace = drv.mem_alloc(plan.workspace_bytes) if plan.workspace_bytes else 0
         plan.launch((*(int(buffer) for buffer in buffers), int(result), int(workspace)), None, 0, filter_last)
         out = np.empty(plan.result_shape, dtype)
@@ -57,7 +58,8 @@ def launched(plan, arrays, filter_last: bool) -> bool:
 def convolution(problem, config, with_moments: bool, large: bool) -> bool:
     """One plan, and once more with the filter's channels last if it reads or writes such. With `large` numbers the guarded kernels compute an image and a filter."""
     rng = np.random.default_rng(0)
-    arrays = [None if shape is None else rng.integers(-2, 3, shape).astype(problem.dtype) for shape in problem.operand_shapes]
+    known = zip(problem.operand_shapes, problem.operand_dtypes, strict=True)
+    arrays = [None if shape is None else rng.integers(-2, 3, shape).astype(dtype) for shape, dtype in known]
     if large:
         arrays[0].flat[0] = arrays[1].flat[0] = 2.0**61
     plan = Plan(problem, get_device("cuda"), config=config, with_moments=with_moments)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import simt
 import test_epilogue as epilogue
 import test_implicit_gemm as implicit
 from reference import (
@@ -38,6 +39,7 @@ from pycuda_conv import ConvProblem, Plan
 from pycuda_conv.engines.depthwise.nhwc import Depthwise
 from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.direct.gemm import Gemm
+from pycuda_conv.engines.hopper.dense import DenseNhwc
 from pycuda_conv.problem import ACTIVATIONS as WORDS
 from pycuda_conv.runtime.base import KERNEL_DIR
 
@@ -154,18 +156,34 @@ def test_a_layer_s_constants_hold_the_activation_but_not_the_slope():
     assert texts("leaky_relu") == texts(("leaky_relu", 0.2)) != texts("silu")
 
 
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_numbers_of_tensor_cores(activation, dtype):
+    """Of all sizes, by texts that know the activation and by others: the same bits."""
+    k = 8 if dtype == "float16" else 4
+    problem = ConvProblem.forward(2, (1, k, 16, 64), (k, k, 1, 1), dtype=dtype, precision="tf32", layout="NHWC", activation=activation)
+    x = np.concatenate([np.linspace(-15, 15, k * 1024 - 6), [0.0, -0.0, -87.0, 88.5, 3.0, -3.0]]).astype(dtype).reshape(1, k, 16, 64)
+    x = x if dtype == "float16" else np.round(x * 64) / np.float32(64)  # as TF32 has them
+    w = np.eye(k, dtype=dtype).reshape(k, k, 1, 1)
+    found = [simt.computed(problem, DenseNhwc(64, 32, 3), x, w, constants=constants) for constants in (False, True)]
+    assert np.array_equal(*found)
+    ref = activated(x, activation)
+    assert_close(found[0], ref, 4 * SUM_EPS[dtype] * np.abs(x.astype(float)) + EPS[dtype] * np.abs(ref) + TINY[dtype], activation)
+
+
 @needs_nvcc
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
 def test_a_layer_s_activation_is_computed_in_its_place(activation):
     """A text that knows it calls no function for it: calls, one for four numbers, took several times as long as all else of a 1x1 layer."""
-    from pycuda_conv import behind, engines
+    from pycuda_conv import background, engines
 
     problems = [ConvProblem.forward(2, (2, 32, 9, 9), shape, (32,), groups=groups, dtype="float16", layout="NHWC", activation=activation)
                 for shape, groups in (((32, 1, 3, 3), 32), ((32, 32, 1, 1), 1))]
     texts = set()
     for problem in problems:
         schedule = engines.schedule(problem, engines.choose(problem, implicit.H200), implicit.H200)
-        texts |= {(launch.source(), launch.arch or "sm_90") for launch in behind.launches(behind.with_constants(schedule))}
+        texts |= {(launch.source(), launch.arch or "sm_90") for launch in background.launches(background.with_constants(schedule))}
     for text, arch in texts:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "kernel.cu").write_text(text)

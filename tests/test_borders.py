@@ -345,3 +345,41 @@ def test_transposed_convolutions_take_zeros_alone(ndim):
     for mode in borders.MODES[1:]:
         with pytest.raises(ConvArgumentError, match=f"conv_transpose{ndim}d takes padding_mode='zeros' alone.*{mode}"):
             function(x, w, padding_mode=mode)
+
+
+# ---- kernels that read borders themselves
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kernels_that_read_borders(device, seed):
+    """Tiles of NCHW and strips of channels last, of filters with and without their own text, on images smaller than a tile too."""
+    rng = np.random.default_rng(400 + seed)
+    last, stride = bool(seed % 2), int(rng.integers(1, 3))
+    r, s = (int(rng.choice([3, 5, 7])),) * 2 if last or rng.random() < 0.5 else map(int, rng.integers(1, 8, 2))
+    c, multiplier = int(rng.choice([3, 4, 8])), int(rng.integers(1, 3))
+    size, pads = rng.integers(8, 40, 2) if rng.random() < 0.7 else rng.integers(1, 5, 2), rng.integers(3, 10, (2, 2)).tolist()
+    modes = tuple((str(mode),) * 2 for mode in rng.choice(borders.MODES, 2))
+    value = 3.0 if "constant" in (modes[0][0], modes[1][0]) else 0.0
+    x, w = rng.integers(-4, 5, (2, c, *map(int, size))).astype("f"), rng.integers(-4, 5, (c * multiplier, 1, r, s)).astype("f")
+    border = {"padding": tuple(map(tuple, pads)), "padding_mode": modes, "padding_value": value}
+    problem = ConvProblem.forward(2, x.shape, w.shape, stride=stride, groups=c, layout="NHWC" if last else "NCHW", **border)
+    expected = reference(False, 2, padded(x, pads, modes, value), w, stride=stride, groups=c)
+    tiles = (engines.DepthwiseStrips(3), engines.DepthwiseStrips(14)) if last else (engines.Tile(14, 32, 7), engines.Tile(1, 256, 1))
+    for config in tiles:
+        np.testing.assert_array_equal(Plan(problem, device, config=config)(x, w), expected, str(config))
+
+
+def test_layers_with_borders_take_their_kernels():
+    """What the planner takes for a GPU: kernels that read borders, or the one that zeros have around a copy."""
+    from pycuda_conv.runtime.target import Target
+
+    def chosen(shape, weight_shape, mode, **options):
+        problem = ConvProblem.forward(2, shape, weight_shape, padding="same", padding_mode=mode, **options)
+        return engines.choose(problem, Target("sm_90a"))
+
+    image, depthwise = ((1, 1, 4096, 4096), (1, 1, 3, 3)), ((64, 144, 56, 56), (144, 1, 3, 3))
+    for mode in borders.MODES:
+        assert isinstance(chosen(*image, mode), engines.Tile)
+        assert isinstance(chosen(*depthwise, mode, groups=144, layout="NHWC", dtype="float16"), engines.DepthwiseStrips)
+    zeros, circular = (chosen((32, 256, 56, 56), (256, 256, 3, 3), mode) for mode in ("zeros", "circular"))
+    assert circular == engines.Bordered(str(zeros))

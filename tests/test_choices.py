@@ -136,7 +136,7 @@ def test_without_a_part_of_an_engine():
     from pycuda_conv.engines.hopper import gemm as hopper_gemm
 
     problem, target = ConvProblem.forward(2, (64, 64, 56, 56), (256, 64, 3, 3), padding=1, dtype="float16"), Target("sm_90a")
-    in_turn = [config for config in hopper_gemm.configs(problem, target) if config.takes_turns]
+    in_turn = [config for config in hopper_gemm.configs(problem, target) if config.is_pingpong]
     assert in_turn and all(ablation.belongs(config, "pingpong") for config in in_turn)
     with ablation.without(["pingpong"]):
         found = [config for _, config in registry.predictions(problem, target)]

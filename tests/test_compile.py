@@ -395,6 +395,18 @@ def padded_by_ones(s, x):
     return F.relu(s.b1(F.conv2d(F.pad(x, (1, 1, 1, 1), value=1.0), s.c1.weight)))
 
 
+def mirrored(s, x):
+    return F.conv2d(F.pad(x, (2, 1, 0, 3), mode="reflect"), s.c1.weight)
+
+
+def filled_with_ones(s, x):
+    return F.conv2d(F.pad(x, (1, 1, 1, 1), value=1.0), s.c1.weight)
+
+
+def mirrored_and_padded(s, x):
+    return F.conv2d(F.pad(x, (2, 1, 0, 3), mode="reflect"), s.c1.weight, padding=1)
+
+
 def padded_then_written(s, x):
     y = F.pad(x, (1, 1, 1, 1))
     x.mul_(2)
@@ -440,7 +452,8 @@ TRAPS = {
     "residual gets the sum": (residual_gets_sum, None, 1, 1), "residual rewritten": (residual_rewritten, None, 1, 1), "doubled": (doubled, None, 1, 1),
     "alpha": (scaled_sum, None, 1, 1), "no_grad": (no_grad, None, 2, 1), "autocast": (autocast, None, 0, 0), "whole in autocast": (autocast_whole, None, 1, 1),
     "interleaved": (interleaved, None, 2, None), "broadcast": (broadcast, None, 1, 1), "padded": (padded, None, 1, 1), "padded by ones": (padded_by_ones, None, 1, 1),
-    "padded, then written": (padded_then_written, None, 1, None), "cropped": (cropped, None, 1, 1), "functional": (functional, None, 1, 1), "clamped": (clamped, None, 1, None),
+    "padded, then written": (padded_then_written, None, 1, None), "mirrored": (mirrored, None, 1, 1), "filled with ones": (filled_with_ones, None, 1, 1),
+    "mirrored and padded": (mirrored_and_padded, None, 0, 0), "cropped": (cropped, None, 1, 1), "functional": (functional, None, 1, 1), "clamped": (clamped, None, 1, None),
     "momentum None": (simple, lambda s: setattr(s.b1, "momentum", None), 1, 0), "frozen parameters": (simple, frozen, 1, 1), "frozen statistics": (statistics_frozen, None, 1, 1),
     "no statistics": (simple, lambda s: setattr(s, "b1", nn.BatchNorm2d(4, affine=False, track_running_stats=False)), 1, 1), "viewed": (viewed, None, 1, 1),
 }  # fmt: skip

@@ -207,7 +207,7 @@ def test_many_short_rows_of_a_filter_are_packed_by_warps(case, by_warps):
 
 
 WHOLE = fprop((2, 64, 18, 16), (70, 64, 3, 3), padding=(0, 1))
-PINGPONG = [  # (case, mode, config): consumers that take tiles by turns
+PINGPONG = [  # (case, mode, config): consumers that alternate tiles
     (case, mode, ImplicitGemm(128, pixels, stages, split, schedule="pingpong"))
     for case, pixels, stages, split in (
         (BASE, 48, 3, 1), (BASE, 16, 4, 2), (fprop((3, 64, 12, 11), (136, 64, 3, 3), padding=1), 160, 3, 1), (fprop((2, 16, 7, 6), (9, 16, 3, 2)), 8, 5, 1),
@@ -479,7 +479,7 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
             (128, 100), (128, 0), (128, 264), (64, 72), (64, 8), (64, 528))),
         (BASE, "fp32", ImplicitGemm(128, 128, 1), "stages"), (BASE, "fp32", ImplicitGemm(128, 128, 4), "bytes of shared memory"),
         (BASE, "fp16", ImplicitGemm(128, 128, 8), "bytes of shared memory"), (BASE, "fp32", ImplicitGemm(128, 128, 3, 0), "at least one split"),
-        *((case, mode, replace(config, schedule="pingpong"), "consumers take tiles by turns if these have 128 rows") for case, mode, config in (
+        *((case, mode, replace(config, schedule="pingpong"), "consumers alternate tiles if these have 128 rows") for case, mode, config in (
             (BASE, "fp32", ImplicitGemm(128, 64, 3)), (BASE, "tf32", ImplicitGemm(64, 64, 3)), (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "tf32", ImplicitGemm(128, 64, 3)))),
         (BASE, "fp16", ImplicitGemm(128, 200, 3, schedule="pingpong"), "all 200 pixels of a tile then, up to 192"),
         (fprop((0, 8, 5, 5), (4, 8, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"), (fprop((2, 0, 5, 5), (4, 0, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"),

@@ -115,7 +115,7 @@ def test_what_mends_float32_is_one_kernel_for_all_sizes(monkeypatch, layout):
             config = ImplicitGemm(64, 128, SPLIT=2)  # the others mend their own results
             assert engines.refusal(problem, config, device) is None
             launches = background.launches(engines.schedule(problem, config, device))
-            found |= {launch.source() for launch in launches if launch.defines.get("FIXUP")}
+            found |= {launch.source() for launch in launches if launch.defines.get("RECOMPUTE")}
     assert len(found) == 1
 
 

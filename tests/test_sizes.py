@@ -13,6 +13,7 @@ import pytest
 KERNEL_DIR = Path(__file__).resolve().parent.parent / "cu"
 SIZES = Path(__file__).with_name("data") / "sizes.json"
 MOST_LINES, MOST_CONDITIONALS = 900, 40
+HOPPER_LINES = 400  # of each file of cu/hopper, whose kernels share a skeleton
 
 
 def size(file: Path) -> list[int]:
@@ -33,7 +34,8 @@ def test_a_file_does_not_grow(name):
     assert name in KNOWN, f"{name} is new: python tests/test_sizes.py writes its size down"
     found = size(KERNEL_DIR / name)
     assert found[0] <= KNOWN[name][0] and found[1] <= KNOWN[name][1], f"{name} had {KNOWN[name]} lines and conditionals and has {found}: say why in the commit"
-    assert found[0] <= MOST_LINES and found[1] <= MOST_CONDITIONALS, f"{name} is several ideas by now"
+    most = HOPPER_LINES if name.startswith("hopper/") else MOST_LINES
+    assert found[0] <= most and found[1] <= MOST_CONDITIONALS, f"{name} is several ideas by now"
 
 
 def test_only_files_that_there_are_have_sizes():

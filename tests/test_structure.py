@@ -61,8 +61,6 @@ LONG = {
     "problem.py": "one idea: what a convolution is, and all that is refused",
     "tools/bench.py": "one idea: layers measured against torch",
     "nn/graph.py": "one idea: which nodes of a graph become one call",
-    # to be cut along their sections
-    "runtime/transforms.py": "the libraries' plans; the fft of the host",
 }  # fmt: skip
 
 

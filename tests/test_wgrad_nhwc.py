@@ -220,7 +220,7 @@ def test_every_kind_of_case_is_among_them():
     assert {wgrad_form.fold_level(case.problem(dtype).launched) for case, dtype in PLANNED} == {0, 1, 2}
     assert {wgrad_form.fold_level(wgrad_form.flip(case.problem().launched)) for case in FEW} == {0, 1, 2}
     assert {s.taps_inner for s in structs} == {0, 1}
-    assert {s.rank for s in structs} == {0, 1, 2, 3} and {s.taps > 1 for s in structs} == {s.bundles > 1 for s in structs} == {s.own_columns < s.columns for s in structs} == {True, False}
+    assert {s.rank for s in structs} == {0, 1, 2, 3} and {s.taps > 1 for s in structs} == {s.group_packs > 1 for s in structs} == {s.own_columns < s.columns for s in structs} == {True, False}
     assert {s.tiles_m > 1 for s in structs} == {s.tiles_n > 1 for s in structs} == {s.stages < s.splits for s in structs} == {True, False}
     assert {launch.kernel for launch in launches} == {"hopper_wgrad", "hopper_wgrad_reduce", "hopper_wgrad_add", "fold_channels"}
     assert max(launch.arguments.tiles_t for launch in launches if launch.kernel == "hopper_wgrad_reduce") == 2
@@ -375,7 +375,7 @@ def test_what_is_not_finite_reaches_its_own_results_only():
     ("case", "scalars"),
     [
         (CASES[1], "tiles_m tiles_n stages part columns column_blocks load_plane size"), (CASES[4], "inner taps tap_s dilation_w dilation_h load_q load_pq stride_h stride_w low_h low_w rank"),
-        (CASES[10], "bundles"), (CASES[15], "rows own_rows own_columns"), (CASES[13], "tap_r dilation_d stride_d low_d"),
+        (CASES[10], "group_packs"), (CASES[15], "rows own_rows own_columns"), (CASES[13], "tap_r dilation_d stride_d low_d"),
     ],
     ids=str,
 )  # fmt: skip
@@ -404,11 +404,11 @@ def test_the_planner_s_kernels_compile_and_do_not_spill():
             for dtype in types:
                 if widest or dtype == types[0]:
                     turned = widest and columns in wn.FLIPPED_TILES[size].get(rows, ())
-                    config = WgradNhwc(rows, columns, wn._most_stages(rows, columns, size), 2, turned)
+                    config = WgradNhwc(rows, columns, wn._max_stages(rows, columns, size), 2, turned)
                     for launch in (launch for step in wn.schedule(BASE.problem(dtype).launched, config, H200).whole for launch in step):
                         steps[launch.source()] = launch, str(config)
     for rows in wn.TILES[8]:
-        config = WgradNhwc(rows, 64, wn._most_stages(rows, 64, 8), 2)
+        config = WgradNhwc(rows, 64, wn._max_stages(rows, 64, 8), 2)
         for launch in (launch for step in wn.schedule(precise(BASE).launched, config, H200).whole for launch in step):
             steps[launch.source()] = launch, str(config)
     check_compiled(steps)
@@ -427,7 +427,7 @@ RUNS += [(case, dtype, case.legal(config, dtype)) for case in PADDED for dtype i
 RUNS += [(case, dtype, config) for case in PLANES for dtype in TYPES if dtype != "float32" for config in CONFIGS_PLANES]
 RUNS += [(case, dtype, flipped(4 if dtype == "float32" else 2, i + more)) for i, case in enumerate(FEW) for dtype in TYPES for more in (0, 1)]
 RUNS += [
-    (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._most_stages(rows, widths[-1], 4 if dtype == "float32" else 2), split))
+    (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._max_stages(rows, widths[-1], 4 if dtype == "float32" else 2), split))
     for dtype in TYPES for rows, widths in wn.TILES[4 if dtype == "float32" else 2].items() for split in (1, 2, 9)
 ]  # fmt: skip
 

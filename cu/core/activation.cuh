@@ -61,7 +61,16 @@ ACTIVATION_INLINE void beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
       v[i] *= kept * (acc_t)(1 / 6.);
     }
   } else if (kind == GELU) {
+#ifdef BRIEF  // the normal distribution by formula 7.1.26 of Abramowitz and Stegun, within 1e-7
+    EACH {
+      const acc_t z = fabs(v[i]), t = __fdividef(1, fmaf(z, 0.2316418904f, 1));
+      const acc_t series = fmaf(t, fmaf(t, fmaf(t, fmaf(t, 0.5307027145f, -0.7265760135f), 0.7107068705f), -0.142248368f), 0.127414796f);
+      const acc_t beyond = t * series * __expf(z * z * -0.5f);
+      v[i] *= v[i] < 0 ? beyond : 1 - beyond;
+    }
+#else
     EACH v[i] = v[i] * (acc_t)0.5 * (1 + erf(v[i] * (acc_t)0.70710678118654752440));
+#endif
   } else if (kind == SILU || kind == GELU_TANH) {
     EACH {
       const acc_t z = kind == SILU ? v[i] : (acc_t)1.59576912160573071176 * (v[i] + (acc_t)0.044715 * v[i] * v[i] * v[i]);

@@ -2,7 +2,7 @@
 //
 //   Channels                    V elements as they lie in memory
 //   CHANNELS(p, i)              those from p[i] on; the address must be a multiple of V elements
-//   NO_CHANNELS                 zeros
+//   NO_CHANNELS, filled_channels(value)   zeros, or a value in each
 //   UNPACK_CHANNELS(to, from)   V acc_t of Channels
 //   LOAD_CHANNELS(to, p, i)     V acc_t from p[i] on
 //   LOAD_COLUMNS(to, n, p, step, there)  n Channels: number j from p[j * step] on if `there`, an expression in j, else zeros
@@ -23,13 +23,12 @@ WITHIN_KERNEL Channels channels_at(const __global data_t* p, long_t i) {
   for (int v = 0; v < V; ++v) all.of[v] = LOAD(p, i + v);
   return all;
 }
-WITHIN_KERNEL Channels no_channels() {
+WITHIN_KERNEL Channels filled_channels(acc_t value) {
   Channels all;
-  for (int v = 0; v < V; ++v) all.of[v] = 0;
+  for (int v = 0; v < V; ++v) all.of[v] = value;
   return all;
 }
 #define CHANNELS(p, i) channels_at(p, i)
-#define NO_CHANNELS no_channels()
 #define UNPACK_CHANNELS(to, from) { for (int v_ = 0; v_ < V; ++v_) (to)[v_] = (from).of[v_]; }
 #define STORE_CHANNELS(p, i, from) { for (int v_ = 0; v_ < V; ++v_) STORE(p, (i) + v_, (from)[v_]); }
 #else
@@ -56,15 +55,14 @@ __device__ __forceinline__ data_t packed(acc_t v) {
 struct __align__(sizeof(data_t) * V) Channels {
   unit_t of[V / WIDE];
 };
-__device__ __forceinline__ Channels no_channels() {
-  const acc_t zeros[2] = {0, 0};
+__device__ __forceinline__ Channels filled_channels(acc_t value) {
+  const acc_t values[2] = {value, value};
   Channels all;
 #pragma unroll
-  for (int i = 0; i < V / WIDE; ++i) all.of[i] = PACK(zeros, 0);
+  for (int i = 0; i < V / WIDE; ++i) all.of[i] = PACK(values, 0);
   return all;
 }
 #define CHANNELS(p, i) (*(const Channels*)((p) + (i)))
-#define NO_CHANNELS no_channels()
 #define UNPACK_CHANNELS(to, from) { _Pragma("unroll") for (int v_ = 0; v_ < V / WIDE; ++v_) UNPACK(to, v_, (from).of[v_]) }
 #define STORE_CHANNELS(p, i, from)                                                   \
   {                                                                                  \
@@ -73,6 +71,7 @@ __device__ __forceinline__ Channels no_channels() {
     *(Channels*)((p) + (i)) = all_;                                                  \
   }
 #endif
+#define NO_CHANNELS filled_channels(0)
 #define LOAD_CHANNELS(to, p, i)              \
   {                                          \
     const Channels all_ = CHANNELS(p, i);    \

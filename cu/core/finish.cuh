@@ -82,7 +82,7 @@ template <bool scaled> struct Finish {
 
 // Applies the activation to finished sums, in place. One branch serves all of them, and loads do not move across it.
 template <class Arguments, int count> DEVICE void activate(const Arguments& arguments, float (&v)[count]) {
-#if !MOMENTS  // layers whose moments are noted have no activation
+#if !MOMENTS  // layers whose moments are emitted have no activation
   activate_some<count>(activation(arguments), __int_as_float((int)arguments.slope), v);
 #endif
 }

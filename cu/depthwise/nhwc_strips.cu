@@ -11,18 +11,23 @@
 //          block -> lanes_c threads along channels, then lanes_u threads along units: the columns' tiles of all images, in order. The
 //          block's last threads, which would begin another unit, are idle.
 //          GID_0 = (units * strips + strip) * blocks of channels + channels.
+// Border   BORDERED texts find the pixel that stands outside the image; rows and columns inside of it are loaded as in the others.
 // Memory   registers: the sums of the LIVE rows of y that one row of x meets, the oldest first; the row of x; AHEAD rows to come. When the
 //          oldest row of sums is complete and stored, the others take its place: a sum is added to in one register and written to another.
 //          Shared: the block's taps, scale and bias, [R * S + 2][PITCH].
 //
 // By hand: nvcc -cubin -I cu cu/depthwise/nhwc_strips.cu
 #include "core/portable.cuh"
+#include "core/border.cuh"
 
 #ifndef V
 #define V 4
 #define R 3
 #define S 3
 #define STRIDE 1
+#endif
+#ifndef BORDERED
+#define BORDERED 0
 #endif
 #include "core/channels.cuh"
 
@@ -49,6 +54,8 @@ typedef struct DepthwiseStripsArguments {
   long_t n, c, k, multiplier, by_multiplier;                                     // images; channels of x and y; channels of y for each of x
   long_t h, w, p, q;                                                             // sizes of a plane of x and y
   long_t pad_h, pad_w, flip;
+  long_t bordered, value;                                                        // whether x has a border other than zeros; an acc_t's bits
+  long_t shift_h, period_h, by_period_h, low_h, high_h, fills_h, shift_w, period_w, by_period_w, low_w, high_w, fills_w;  // border.cuh
   long_t has_scale, has_bias, has_residual, activation, slope;                                 // the epilogue; slope: an acc_t's bits
 } DepthwiseStripsArguments;
 
@@ -56,9 +63,30 @@ typedef struct DepthwiseStripsArguments {
 #define LOAD_ROW(i, row)                                                                                            \
   {                                                                                                                 \
     const int h = h0 + (i), there = mine && h >= 0 && h < h_stop;                                                   \
-    LOAD_COLUMNS(row, COLUMNS, from, c_all, there && (unsigned)(w0 + j) < (unsigned)w_end)                          \
+    if (BORDERED && mine && (i) < steps && (at_edge || !there)) {                                                   \
+      LOAD_BORDERED_ROW(h, row)                                                                                     \
+    } else {                                                                                                        \
+      LOAD_COLUMNS(row, COLUMNS, from, c_all, there && (unsigned)(w0 + j) < (unsigned)w_end)                        \
+    }                                                                                                               \
     from += x_row;                                                                                                  \
   }
+#if BORDERED
+#define LOAD_BORDERED_ROW(h, row)                                                                                   \
+  {                                                                                                                 \
+    int of_row = (h), filled = 0;                                                                                   \
+    TO_PIXEL(of_row, (int)arg.h, h, )                                                                               \
+    const int filled_row = filled;                                                                                  \
+    const GLOBAL_MEM data_t* const line = x + (((long_t)n * (int)arg.h + of_row) * x_row + c);                      \
+    _Pragma("unroll") for (int j = 0; j < COLUMNS; ++j) {                                                           \
+      int col = w0 + j, filled = filled_row;                                                                        \
+      TO_PIXEL_SELECTED(col, w_end, w)                                                                              \
+      (row)[j] = filled_channels(filled == 1 ? BITS_TO_ACC(arg.value) : 0);                                         \
+      if (!filled) (row)[j] = CHANNELS(line, (long_t)col * c_all);                                                  \
+    }                                                                                                               \
+  }
+#else
+#define LOAD_BORDERED_ROW(h, row)
+#endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_MEM data_t* RESTRICT x,
                         const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
@@ -75,6 +103,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_ME
 
   const int p0 = strip * (int)arg.rows, rows = p_end - p0 < (int)arg.rows ? p_end - p0 : (int)arg.rows, steps = (rows - 1) * STRIDE + R;
   const int h0 = p0 * STRIDE - (int)arg.pad_h, w0 = q0 * STRIDE - (int)arg.pad_w;
+  const int at_edge = w0 < 0 || w0 + COLUMNS > w_end;  // whether columns lie outside
   const int h_stop = h0 + steps < (int)arg.h ? h0 + steps : (int)arg.h;
   const index_t y_row = (index_t)q_end * k_all;
   const long_t x_row = (long_t)w_end * c_all;

@@ -25,7 +25,7 @@
 // Layout   x_* and y_* are the elements from one image, group, channel of a group, plane, row and pixel to the next. Arrays are NCHW, channels
 //          last, or have their first two axes exchanged. So this kernel also computes wgrad: x's channels are the images,
 //          its images are the channels, dy is the filter, and y is dw (ConvProblem.launched).
-// Fix-up   FIXUP = 1 mends what the tensor-core kernels wrote to y (CUDA only). A few blocks check every tile in turn. Usually pack.cu has
+// Fix-up   RECOMPUTE = 1 recomputes what the tensor-core kernels wrote to y (CUDA only). A few blocks check every tile in turn. Usually pack.cu has
 //          flagged no image and no channel, and the blocks leave at once. A tile is computed again if
 //          an image or a channel of it is flagged with 2. With flag 1 it is computed again if a result is so small that it may show what its
 //          operands' limbs lost. Limbs are off by at most 2^-36 if the largest is below 2^15. So a sum of gemm_k products, scaled back by
@@ -48,7 +48,7 @@
 #define MIN_BLOCKS 1
 #define A_VEC 4
 #define B_VEC 1
-#define FIXUP 0
+#define RECOMPUTE 0
 #endif
 
 #define THREADS_M (BLOCK_M / THREAD_M)
@@ -61,7 +61,7 @@
 #define B_COLUMNS (BLOCK_N / B_VEC)         // threads along the pixels in a load of B
 #define B_ROWS (THREADS / B_COLUMNS)
 // Up to 256 products, on a CPU 32, are added separately before they go to the total: short sums lose less. Tiles of 64x64 would take 5% longer with it.
-#define TOTALS (DTYPE == 32 && !FIXUP && THREAD_M <= 4)
+#define TOTALS (DTYPE == 32 && !RECOMPUTE && THREAD_M <= 4)
 #ifdef __OPENCL_VERSION__
 #define STEPS_APART (32 / BLOCK_K)
 #else
@@ -84,11 +84,11 @@ typedef struct GemmArguments {
   long_t y_base, y_image, y_group, y_channel, y_d, y_h, y_w;
   long_t out_vec;                                  // whether four neighbouring pixels may be written at once
   long_t has_scale, has_bias, has_residual, activation, slope;   // the epilogue; slope: an acc_t's bits
-  // where FIXUP:
+  // where RECOMPUTE:
   long_t n_blocks;                                 // tiles to check
   long_t images;                                   // each has a scale and a flag
-  long_t followed;                                 // the next launch mends another phase, and mostly has as little to do
-  long_t noted;                                    // whether redone[block] says if the block computed a tile again
+  long_t followed;                                 // the next launch recomputes another phase, and mostly has as little to do
+  long_t with_moments;                                    // whether redone[block] says if the block computed a tile again
 } GemmArguments;
 
 // Offsets of element (t, r, s) of a channel's filter and of its channel from the first element that a pixel reads.
@@ -123,7 +123,7 @@ typedef struct ALIGNED Tap {
   const int t = divided(tap_, arg.by_rs), tap_row_ = divided(tap_, arg.by_s);                                    \
   const int r_ = tap_row_ - t * (int)arg.r, s_ = tap_ - tap_row_ * (int)arg.s;
 
-#if FIXUP
+#if RECOMPUTE
 #define LOOKS (THREADS / BLOCK_N)
 #define SUSPECTS 64
 #endif
@@ -211,7 +211,7 @@ typedef struct ALIGNED Tap {
 KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
     const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y,
-#if FIXUP
+#if RECOMPUTE
     const int* image_flags, const int* filter_flags, const float* image_scales, const float* filter_scales, int* redone,
     const GemmArguments arg) {
   if (arg.followed) {
@@ -224,7 +224,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   for (int m = LID_0; m < (int)(arg.groups * arg.m); m += THREADS) of_filters |= filter_flags[m];
   of_filters = __syncthreads_or(of_filters);
   any = __syncthreads_or(any | of_filters);
-  if (arg.noted && LID_0 == 0) redone[GID_0] = 0;
+  if (arg.with_moments && LID_0 == 0) redone[GID_0] = 0;
   if (!any) return;
 #else
     const GemmArguments arg) {
@@ -240,7 +240,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
 #endif
   const int m_end = (int)arg.m;
   const index_t n_pixels = (index_t)arg.n_pixels, gemm_k = (index_t)arg.gemm_k;
-#if FIXUP
+#if RECOMPUTE
   __shared__ int suspects, suspect[SUSPECTS];  // results that may show a loss
   __shared__ int row_flags[BLOCK_M];
   __shared__ float row_least[BLOCK_M], row_bias[BLOCK_M];  // the least result that shows no loss, for a scale of x of 1
@@ -251,7 +251,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   const int block = (int)GID_0;
 #endif
   TILE_OF(block, m0, part, g, pixel0)
-#if FIXUP
+#if RECOMPUTE
   if (!of_filters) {  // mostly none of the tile's images is flagged
     const index_t end = pixel0 + BLOCK_N < n_pixels ? pixel0 + BLOCK_N : n_pixels;
     int flags = 0;
@@ -328,7 +328,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     }
     if (!__syncthreads_or(any)) continue;
   }
-  if (arg.noted && LID_0 == 0) redone[GID_0] = 1;
+  if (arg.with_moments && LID_0 == 0) redone[GID_0] = 1;
 #endif
 
   // loading: this thread's place in the tiles of A and of B; its pixel never changes
@@ -444,7 +444,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
       const index_t n = IMAGE_OF(pixel);
       const int number = NUMBER_IN(n, pixel);
       COORDINATES(number, o, p, q)
-#if FIXUP
+#if RECOMPUTE
       const int image_flag = image_flags[n];
 #endif
       const index_t at = part * (index_t)arg.part_size + Y_AT(n, g, o, p, q) + (m0 + ty) * (index_t)arg.y_channel;
@@ -452,7 +452,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
       for (int i = 0; i < THREAD_M; ++i) {
         const int ahead = i / 4 * 4 * THREADS_M + i % 4, m = m0 + ty + ahead;
         const index_t to = at + ahead * (index_t)arg.y_channel;
-#if FIXUP
+#if RECOMPUTE
         const bool mine = m < m_end && (image_flag || filter_flags[g * m_end + m]);
 #else
         const bool mine = m < m_end;
@@ -474,7 +474,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     }
   }
   }
-#if FIXUP
+#if RECOMPUTE
   }
 #endif
 }

@@ -2,10 +2,11 @@
 //
 //   y[i] = sum over m of v[i + base - m] * f[m]     f: the filter's taps, reversed for a forward convolution; v: an image, 0 outside
 //
-// A block is a box of pixels of v. Its circular convolution with f is right for all pixels but the first T - 1 planes, R - 1 rows and S - 1 columns, so
-// blocks overlap by that much (overlap-save). Of a line, a block is length_h * length_w pixels: row a has pixels a, a + length_h, a + 2 length_h and so on, and numbers
-// are rotated between rows and columns, which makes it a transform of the line (Bailey 1990, the four-step method). Two blocks are a pair: one is the real part of complex numbers, the other the imaginary one. The filter is
-// real, so the two parts of the product's inverse transform are the two blocks' results. Transforms are double, whatever the arrays are.
+// A block is a box of pixels of v. Its circular convolution with f is right for all pixels but the first T - 1 planes, R - 1 rows and S - 1 columns,
+// so blocks overlap by that much (overlap-save). Of a line, a block is length_h * length_w pixels: row a has pixels a, a + length_h, a + 2 length_h and so
+// on, and numbers are rotated between rows and columns, which makes it a transform of the line (Bailey 1990, the four-step method). Two blocks are a
+// pair: one is the real part of complex numbers, the other the imaginary one. The filter is real, so the two parts of the product's inverse
+// transform are the two blocks' results. Transforms are double, whatever the arrays are.
 //
 //   blocks_rows.cu     the rows of a pair are transformed, as are those of a filter
 //   blocks_columns.cu  the columns, and in volumes the lines along their depth; the last ones of a pair times the filter's spectrum, and back
@@ -80,8 +81,9 @@ typedef struct BlocksArguments {
   long_t length_h, by_length_h, length_w, eighth_w, by_eighth_w, factors_w, count_w;
   // rows of a pair that are stored; groups of BATCH columns; parts of a pair, and of a plane of it; columns of a segment
   long_t rows, groups, parts, by_parts, parts_of_plane, by_parts_of_plane, segment, by_segment;
-  // blocks_columns.cu: transforms along another axis: the length, an eighth, the factors; chunks of BATCH numbers from one number to the next; groups times the lines of
-  // each, these, and chunks from one to the next; rows of what is read; numbers that are there; the first that is needed on the way back; what norm is noted
+  // blocks_columns.cu: transforms along another axis: the length, an eighth, the factors; chunks of BATCH numbers from one number to the next; groups
+  // times the lines of each, these, and chunks from one to the next; rows of what is read; numbers that are there; the first that is needed on
+  // the way back; what norm is noted
   long_t axis_length, axis_eighth, axis_factors, axis_count, apart, lines, by_lines, lines_of_group, by_lines_of_group, line_step;
   long_t rows_read, there, needed, notes, turns_axis;
   // blocks_results.cu: parts of what it stores of a pair, and of a plane
@@ -179,7 +181,8 @@ WITHIN_KERNEL void transform_8(complex_t* v) {
 }
 WITHIN_KERNEL void transform_9(complex_t* v) {
   // the roots e^(-2 pi i / 9), of 1, 2 and 4
-  const complex_t r1 = COMPLEX((wide_t)0.76604444311897803520, (wide_t)-0.64278760968653932632), r2 = COMPLEX((wide_t)0.17364817766693034885, (wide_t)-0.98480775301220805937);
+  const complex_t r1 = COMPLEX((wide_t)0.76604444311897803520, (wide_t)-0.64278760968653932632);
+  const complex_t r2 = COMPLEX((wide_t)0.17364817766693034885, (wide_t)-0.98480775301220805937);
   const complex_t r4 = COMPLEX((wide_t)-0.93969262078590838405, (wide_t)-0.34202014332566873304);
   TRANSFORM_3(v, 0, 3, 6)
   TRANSFORM_3(v, 1, 4, 7)

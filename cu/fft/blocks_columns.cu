@@ -4,8 +4,8 @@
 //   WHOLE     made[k][pair] = inverse transforms of (transforms * spectrum of filter k)
 //   BACKWARD  made = inverse transforms
 //
-// One block a pair, or a filter, also adds up the squares of its parts, of which blocks_rows.cu has made a sum each: the norm of a pair and of a filter. That of a filter
-// with Inf or NaN is NaN.
+// One block of threads a pair, or a filter, also adds up the squares of its parts, of which blocks_rows.cu has made a sum each: the norm of a pair and
+// of a filter. That of a filter with Inf or NaN is NaN.
 //
 // Mapping  block -> BATCH neighbouring lines of a pair of a channel; thread -> some numbers of each pass. Neighbouring threads have neighbouring lines.
 // Memory   shared: the lines. The product, between the last pass and the first of the way back, takes place in registers.

@@ -54,15 +54,16 @@ struct DensePhase {
   long long low_d, low_h, low_w;
   long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first pixel of the phase, and from one to the next
-  long long wide;                                             // how channels of y are written: Wide
-  long long noted;                                            // whether moments are written, where NOTES
+  long long store_mode;                                             // how channels of y are written: StoreMode
+  long long with_moments;                                            // whether moments are written, where EMIT_MOMENTS
   long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
 };
 typedef DensePhase Phase;
-#define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can note moments: forward, of whole sums
+#define EMIT_MOMENTS (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can emit moments: forward, of whole sums
 #define TAILS  // channel_blocks and last_steps say where a tap ends
 #include "hopper/pixel_tiles.cuh"
 #include "hopper/taps.cuh"
+#include "hopper/transpose.cuh"
 
 constexpr int TRANSPOSERS = TURNED ? 3 : 0, THREADS = CONSUMER_THREADS + 32 + 32 * TRANSPOSERS;
 
@@ -120,29 +121,8 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
 #if W_MN_MAJOR && TYPE == 32
 // ---- the warps that transpose the filter
 
-// A warp transposes 32 rows of k x 32 channels, from swizzled rows to swizzled rows. A lane has 4 x 4 numbers twice, chosen so that no two of eight
-// lanes use the same banks when they read or write.
-DEVICE void transpose_block(uint8_t* block) {
-  const int across = threadIdx.x % 8, further = threadIdx.x % 32 / 8;
-  uint4 v[2][4];
-  auto place = [&](int row, int chunk) { return (uint4*)(block + row * 128 + (chunk ^ row % 8) * 16); };
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) v[i][j] = *place(4 * (across ^ (further + 4 * i)) + j, across);
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int chunk = across ^ (further + 4 * i);
-    *place(4 * across, chunk) = make_uint4(v[i][0].x, v[i][1].x, v[i][2].x, v[i][3].x);
-    *place(4 * across + 1, chunk) = make_uint4(v[i][0].y, v[i][1].y, v[i][2].y, v[i][3].y);
-    *place(4 * across + 2, chunk) = make_uint4(v[i][0].z, v[i][1].z, v[i][2].z, v[i][3].z);
-    *place(4 * across + 3, chunk) = make_uint4(v[i][0].w, v[i][1].w, v[i][2].w, v[i][3].w);
-  }
-}
-
-// The warps take the stages' blocks in turn. `stages` is the ring's memory.
-DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32_t raw) {
+// The warps take the stages' blocks in turn, 32 rows of k x 32 channels.
+DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
   Ring::Position at;
   int block = threadIdx.x / 32 - CONSUMER_THREADS / 32 - 1;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
@@ -152,7 +132,7 @@ DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32
     for (int step = range.first; step < range.last; ++step) {
       barrier_wait(raw + 8 * at.stage, at.parity);  // all warps wait: one that skipped a round would mistake the round before for its own
       for (; block < MN_BLOCKS; block += TRANSPOSERS) {
-        if (block < filter_blocks) transpose_block(stages + at.stage * STAGE_BYTES + A_BYTES + block * MN_BLOCK);
+        if (block < filter_blocks) transpose_block(ring.stage(at) + A_BYTES + block * MN_BLOCK);
         fence_for_bulk();
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived(at));
@@ -167,7 +147,7 @@ DEVICE void turn(uint8_t* stages, const Shapes& shapes, const Ring& ring, uint32
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     hopper_dense(const __grid_constant__ Maps maps_x, const __grid_constant__ FilterMaps maps_w, const data_t* __restrict__ bias,
                     const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y,
-#if NOTES
+#if EMIT_MOMENTS
                     float* __restrict__ moments,
 #endif
                     const __grid_constant__ Shapes shapes) {
@@ -177,10 +157,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
   const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
   float* const staging = sums + STAGES * STAGE_BYTES / 4;
-#if NOTES
-  float* const noted = OF_LAYER(NOTED, shapes.of[0].noted) ? moments : nullptr;
+#if EMIT_MOMENTS
+  float* const wanted_moments = OF_LAYER(WITH_MOMENTS, shapes.of[0].with_moments) ? moments : nullptr;
 #else
-  float* const noted = nullptr;
+  float* const wanted_moments = nullptr;
 #endif
   for (int i = 0; TURNED && threadIdx.x == 0 && i < STAGES; ++i) barrier_init(raw + 8 * i, 1);
   begin_block(ring, TURNED ? 1 + MN_BLOCKS : 1, CONSUMERS, [&] {
@@ -189,11 +169,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
     for (int phase = 0; phase < PHASES; ++phase) prefetch_map((whole ? maps_x.of : maps_x.last) + phase);
   });
   if (threadIdx.x < CONSUMER_THREADS) {
-    consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, noted);
+    consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, wanted_moments);
   } else {
     if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, maps_w, shapes, ring, raw);
 #if W_MN_MAJOR && TYPE == 32
-    if (threadIdx.x >= CONSUMER_THREADS + 32) turn((uint8_t*)sums, shapes, ring, raw);
+    if (threadIdx.x >= CONSUMER_THREADS + 32) turn(shapes, ring, raw);
 #endif
     await_cluster_sums();
   }

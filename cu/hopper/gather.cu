@@ -41,7 +41,7 @@ struct GatherPhase {
   long long load_plane, by_load_plane, load_pq, by_load_pq, load_q, by_load_q;  // pixels of an image, a slice and a row
   long long plane, by_plane, pq, by_pq, q, by_q;            // the same, as y is written
   long long out_size, out_base, out_d, out_h, out_w;        // pixels of an image of y, the first pixel, and from one to the next
-  long long wide;                                           // how channels of y are written: Wide
+  long long store_mode;                                           // how channels of y are written: StoreMode
   long long has_bias, has_scale, has_residual, activation, slope;         // what finishes a sum; slope: a float's bits
 };
 typedef GatherPhase Phase;

@@ -50,8 +50,8 @@ struct GatheredPlanesProduct {
   long long pixels;                                    // pixels of y, of all images
   long long stride_d, stride_h, stride_w;              // x of pixel (o, p, q): o * stride_d + low_d and so on
   long long low_d, low_h, low_w;
-  long long apart;  // dgrad with a stride: whether these pixels of x are divided by the following, and count only without a remainder
-  long long apart_d, by_apart_d, apart_h, by_apart_h, apart_w, by_apart_w;
+  long long has_dgrad_stride;  // dgrad with a stride: whether these pixels of x are divided by the following, and count only without a remainder
+  long long dgrad_stride_d, by_dgrad_stride_d, dgrad_stride_h, by_dgrad_stride_h, dgrad_stride_w, by_dgrad_stride_w;
   long long load_plane, by_load_plane, load_pq, by_load_pq, load_q, by_load_q;  // pixels of an image of y, a slice and a row
   long long y_image, y_channel;
   long long wide;   // whether pixels 2 i and 2 i + 1, and likewise rows of the filter, are neighbours in x and in w, at multiples of two
@@ -125,8 +125,9 @@ struct Source {
     const LoadBase at(arg, min(pixel, (int)arg.pixels - wide));
     int d = at.d, h = at.h, w = at.w;
     there = true;
-    if (arg.apart) {
-      const Divided of_d(d, arg.apart_d, arg.by_apart_d), of_h(h, arg.apart_h, arg.by_apart_h), of_w(w, arg.apart_w, arg.by_apart_w);
+    if (arg.has_dgrad_stride) {
+      const Divided of_d(d, arg.dgrad_stride_d, arg.by_dgrad_stride_d), of_h(h, arg.dgrad_stride_h, arg.by_dgrad_stride_h);
+      const Divided of_w(w, arg.dgrad_stride_w, arg.by_dgrad_stride_w);
       there = of_d.rest == 0 && of_h.rest == 0 && of_w.rest == 0;
       d = of_d.quotient;
       h = of_h.quotient;
@@ -200,11 +201,11 @@ DEVICE void consume(const Ring& ring, float* sums, int steps) {
   Ring::Position at;
   multiply_stages<1>(ring, at, 0, steps, sums_of, [&](uint32_t stage, bool) {
     const uint32_t w = stage + consumer * 64 * 128;
-    constexpr bool turned = W_TRANSPOSED && !GATHERS_W;
-    const uint64_t a = turned ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w), b = wgmma_descriptor<128>(stage + W_BYTES);
+    constexpr bool transposed = W_TRANSPOSED && !GATHERS_W;
+    const uint64_t a = transposed ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w), b = wgmma_descriptor<128>(stage + W_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < STEPS; ++k) wgmma<TYPE, turned, 0>(sum, a + (turned ? 64 * 128 / STEPS : 32) * k / 16, b + 32 * k / 16, true);
+    for (int k = 0; k < STEPS; ++k) wgmma<TYPE, transposed, 0>(sum, a + (transposed ? 64 * 128 / STEPS : 32) * k / 16, b + 32 * k / 16, true);
   });
 #if TYPE == 32  // the rounding to 16 bits hides it
   const float part = lost_in(STEPS * steps);
@@ -269,7 +270,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
   const CUtensorMap* const of_w = &map_w;
   if (threadIdx.x == CONSUMER_THREADS) prefetch_map(of_w);
 #endif
-  bool some = !arg.apart;
+  bool some = !arg.has_dgrad_stride;
   if (threadIdx.x < BLOCK_N) {
     if (!some) some = Source(arg, pixel + threadIdx.x).there;
     const Divided of(pixel + threadIdx.x, arg.load_plane, arg.by_load_plane);

@@ -34,11 +34,11 @@
 // Moments  for a batch norm behind it (batch_norm.cu). A slice is one consumer's pixels of a tile.
 //          moments[slice][2][channel] has the mean of y, and the sum of squared deviations from it.
 // Mending  The consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way. If any is set, they compute
-//          the flagged results of the block's tiles in plain fp32 after its last tile: mend.cuh. direct/gemm.cu does that for split sums that another
+//          the flagged results of the block's tiles in plain fp32 after its last tile: recompute.cuh. direct/gemm.cu does that for split sums that another
 //          launch adds.
 // Split    splits > 1 cuts gemm k for problems of few tiles. Each part goes to a workspace [splits][size of y] in fp32. JOINS: after its last tile a
 //          block takes a ticket for each of its tiles. The block that gets a tile's last ticket adds the tile's parts in their order, finishes and
-//          mends them. pack.cu sets tickets to zero first; they count to splits and wrap to zero. One block would read many parts for too long:
+//          recomputes them. pack.cu sets tickets to zero first; they count to splits and wrap to zero. One block would read many parts for too long:
 //          then joins is 0, and direct/reduce.cu adds them, as it adds those of 16-bit results.
 // Phases   dgrad with a stride is a set of phases: stride-1 convolutions with some of the taps (tap_base, tap_*), each of which writes
 //          every out_h-th row and out_w-th column. A launch computes some of them, in turn, tile by tile. All count the same number of tiles: in a
@@ -48,7 +48,7 @@
 //          in y at the same place of its sums. The first phase's sums are kept in shared memory, and those of both are turned into rows of y.
 //
 // In parts   gemm_tiles.cuh: which tile is next | gemm_load_im2col.cuh: the producer | gemm_cooperative.cuh, gemm_pingpong.cuh: the main loops
-//            gemm_store_*.cuh, gemm_moments.cuh: from registers to y | gemm_mend.cuh, gemm_join.cuh: what follows the last tile
+//            gemm_store_*.cuh, gemm_moments.cuh: from registers to y | gemm_recompute.cuh, gemm_join.cuh: what follows the last tile
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/hopper/gemm.cu
 #ifndef BLOCK_M
@@ -70,16 +70,16 @@
 #define INTERLEAVE_COLUMNS 0  // phases of even and odd columns are written together
 #endif
 #define WITH_MAP_W (PRODUCTS == 1 && NHWC)  // 16-bit filters may be read as they lie
-#define MENDS (OUT == 32 && !BF16)  // blocks compute their flagged results once more at their end: where SCALED
+#define RECOMPUTES (OUT == 32 && !BF16)  // blocks compute their flagged results once more at their end: where SCALED
 #define JOINS (OUT == 32 && !BF16 && !PINGPONG)  // blocks add the parts of split sums if they are told to
 #ifdef LAYER
 #define ADDS_PARTS false  // launches that add parts have a text without LAYER, so that the texts with LAYER compile without this code
 #else
 #define ADDS_PARTS JOINS
 #endif
-// the text can note moments: forward, whole sums of common layers, where they leave registers
-#define NOTES (DENSE && VEC == 4 && LOAD_CHANNELS == 64 && !W_MN_MAJOR && !(BF16 && OUT == 32) && (PRODUCTS == 1 || WGMMA_N <= 128))
-// No residual is added where moments are noted, where columns are interleaved, and in the widest tiles.
+// the text can emit moments: forward, whole sums of common layers, where they leave registers
+#define EMIT_MOMENTS (DENSE && VEC == 4 && LOAD_CHANNELS == 64 && !W_MN_MAJOR && !(BF16 && OUT == 32) && (PRODUCTS == 1 || WGMMA_N <= 128))
+// No residual is added where moments are emitted, where columns are interleaved, and in the widest tiles.
 #define MAY_ADD (!INTERLEAVE_COLUMNS && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG)))
 #include "hopper/gemm_tiles.cuh"
 #include "hopper/gemm_product.cuh"
@@ -117,7 +117,7 @@ struct Rings : Ring {
 #else
 #include "hopper/gemm_store_chunks.cuh"
 #endif
-#if NOTES
+#if EMIT_MOMENTS
 #include "hopper/gemm_moments.cuh"
 #endif
 
@@ -144,8 +144,8 @@ DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, int tile, int consumer, uint8_t* staging,
                        const float* scales, const long long* output_offsets, const out_t* residual, const CUtensorMap* map_y,
                        [[maybe_unused]] float* moments, out_t* y) {
-#if NOTES
-  if (OF_LAYER(NOTED, shape.scaled & 2)) store_moments(sum, rows, shape, scales, moments);
+#if EMIT_MOMENTS
+  if (OF_LAYER(WITH_MOMENTS, shape.scaled & 2)) store_moments(sum, rows, shape, scales, moments);
 #endif
   if (is_plain(shape)) {
     store_tile(sum, rows, as_plain(shape), tile, consumer, staging, scales, output_offsets, residual, map_y, y);
@@ -189,8 +189,8 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
 #else
 #include "hopper/gemm_cooperative.cuh"
 #endif
-#if MENDS
-#include "hopper/gemm_mend.cuh"
+#if RECOMPUTES
+#include "hopper/gemm_recompute.cuh"
 #endif
 #if ADDS_PARTS
 #include "hopper/gemm_join.cuh"
@@ -207,12 +207,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        const uint8_t* __restrict__ w, const float* __restrict__ scale_n,
                        const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual,
                        out_t* __restrict__ y,
-#if NOTES
+#if EMIT_MOMENTS
                        float* __restrict__ moments,
 #endif
-#if MENDS
+#if RECOMPUTES
                        const float* __restrict__ raw_x, const float* __restrict__ raw_w, const int* __restrict__ x_flags, const int* __restrict__ w_flags,
-#if NOTES
+#if EMIT_MOMENTS
                        int* __restrict__ redone,
 #endif
 #endif
@@ -224,8 +224,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        uint4* __restrict__ w_tiles,
 #endif
                        const __grid_constant__ Shapes shapes
-#if MENDS
-                       , const __grid_constant__ Mends mends
+#if RECOMPUTES
+                       , const __grid_constant__ Recomputes recomputes
 #endif
 #if JOINS
                        , const __grid_constant__ JoinArguments join
@@ -242,17 +242,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; PINGPONG && i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
     rings.init(1, PINGPONG ? 4 : 4 * CONSUMERS);
   }
-#if MENDS
+#if RECOMPUTES
 #if ADDS_PARTS
-  const bool mends_own = shapes.of[0].splits == 1 || join.joins;  // else the launch that adds the parts mends them
+  const bool recomputes_own = shapes.of[0].splits == 1 || join.joins;  // else the launch that adds the parts recomputes them
 #else
-  const bool mends_own = !JOINS || shapes.of[0].splits == 1;
+  const bool recomputes_own = !JOINS || shapes.of[0].splits == 1;
 #endif
   if (threadIdx.x == 0) any_flag = 0;
 #endif
   __syncthreads();
   AFTER_LAST_LAUNCH
-#if !NOTES
+#if !EMIT_MOMENTS
   float* const moments = nullptr;
 #endif
   const int warpgroup = threadIdx.x / 128;
@@ -271,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if PHASES == 1
     clear_packed_tiles(w_tiles, (int)(shapes.of[0].x_tiles >> 32), thread, threads);
 #endif
-#if MENDS
-    if (mends_own && scaled(shapes.of[0]) && any_of_flags(shapes.of[0], x_flags, w_flags)) any_flag = 1;  // while the first loads are under way
+#if RECOMPUTES
+    if (recomputes_own && scaled(shapes.of[0]) && any_of_flags(shapes.of[0], x_flags, w_flags)) any_flag = 1;  // while the first loads are under way
 #endif
 #if TENSOR_STORE
     const CUtensorMap* const to = &map_y;
@@ -282,35 +282,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int consumer = warpgroup - 1;
     consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, output_offsets + consumer * WGMMA_N, scale_n, scale_k, bias, scale,
             residual, to, moments, y);
-#if MENDS
-#if NOTES
-    if (!OF_LAYER(NOTED, shapes.of[0].scaled & 2)) redone = nullptr;
+#if RECOMPUTES
+#if EMIT_MOMENTS
+    if (!OF_LAYER(WITH_MOMENTS, shapes.of[0].scaled & 2)) redone = nullptr;
     if (redone && threadIdx.x == 128) redone[blockIdx.x] = 0;
 #else
     int* const redone = nullptr;
 #endif
-    if (!mends_own) return;
+    if (!recomputes_own) return;
 #if TENSOR_STORE
     if (threadIdx.x % 128 == 0) bulk_wait<0>();
 #endif
-    const MendOperands operands = {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k};
+    const RecomputeOperands operands = {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k};
 #endif
 #if ADDS_PARTS
     if (join.joins) {
-#if TENSOR_STORE && !MENDS
+#if TENSOR_STORE && !RECOMPUTES
       if (threadIdx.x % 128 == 0) bulk_wait<0>();
 #endif
       join_tiles(shapes, join, {y, tickets, bias, scale, residual, joined}
-#if MENDS
-                 , mends, operands
+#if RECOMPUTES
+                 , recomputes, operands
 #endif
       );
       return;
     }
 #endif
-#if MENDS
+#if RECOMPUTES
     named_barrier(STORED, 128 * CONSUMERS);
-    if (any_flag) mend_tiles(shapes, mends, operands, redone, y);
+    if (any_flag) recompute_tiles(shapes, recomputes, operands, redone, y);
 #endif
   }
 }

@@ -1,7 +1,7 @@
 // gemm_join.cuh: the blocks of a product add the parts of split sums themselves.
 //
 // After its last tile a block takes a ticket for each of its tiles. The block that gets a tile's last ticket adds the tile's parts in their
-// order, finishes and mends them. pack.cu sets tickets to zero first; they count to splits and wrap to zero.
+// order, finishes and recomputes them. pack.cu sets tickets to zero first; they count to splits and wrap to zero.
 #pragma once
 
 // Adds and finishes the parts of a tile. A thread takes VEC neighbours at a time, and RUNS such vectors at once: their loads wait for memory
@@ -69,8 +69,8 @@ struct JoinOperands {
 
 // Adds the parts of those tiles whose last part this block stored. Only the consumers' threads come here, once all that they stored is visible.
 __device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArguments& join, const JoinOperands& operands
-#if MENDS
-                                        , const Mends& mends, const MendOperands& flagged
+#if RECOMPUTES
+                                        , const Recomputes& recomputes, const RecomputeOperands& flagged
 #endif
 ) {
   __shared__ bool last;
@@ -92,8 +92,8 @@ __device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArgument
                 (out_t*)operands.y + apart);
     }
     named_barrier(STORED, 128 * CONSUMERS);
-#if MENDS
-    if (mine && any_flag) mend_tile(shapes, tile, MendFinish(join), mends, flagged, nullptr, (out_t*)operands.y);
+#if RECOMPUTES
+    if (mine && any_flag) recompute_tile(shapes, tile, RecomputeFinish(join), recomputes, flagged, nullptr, (out_t*)operands.y);
 #endif
   }
 }

@@ -2,12 +2,12 @@
 //
 // A launch computes one phase or several (dgrad with a stride), each of which may be repeated (repeats.cuh). A tile's number counts channels
 // fastest, then parts of a split sum, pixels and groups. The file that includes this defines the tile (BLOCK_M, BLOCK_N), PHASES, PRODUCTS,
-// LOAD_CHANNELS, INTERLEAVE_COLUMNS, the types (BF16, OUT), MENDS, and MAY_ADD.
+// LOAD_CHANNELS, INTERLEAVE_COLUMNS, the types (BF16, OUT), RECOMPUTES, and MAY_ADD.
 #pragma once
 #include "core/finish.cuh"
 #include "core/repeats.cuh"
-#if MENDS
-#include "core/mend.cuh"
+#if RECOMPUTES
+#include "core/recompute.cuh"
 #endif
 
 constexpr bool SCALED = OUT == 32 && !BF16;  // operands may have scales: limbs have them; sums of 16-bit operands in parts do not
@@ -43,7 +43,7 @@ struct GemmPhase {
   long long out_size, out_base, out_d, out_h, out_w;       // elements of a plane of y, of the first pixel, and from one to the next
   long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
   long long out_part;                                      // and from one part of a split sum to the next
-  long long scaled;                                        // 1: there are scales, SCALED; 2: moments are written, NOTES; or 3, both
+  long long scaled;                                        // 1: there are scales, SCALED; 2: moments are written, EMIT_MOMENTS; or 3, both
   long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
   long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
 };
@@ -60,10 +60,10 @@ struct Shapes {
 struct Maps {
   CUtensorMap of[PHASES];
 };
-#if MENDS
-struct Mends {
-  MendPhase of[PHASES];
-  MendArrays arrays;
+#if RECOMPUTES
+struct Recomputes {
+  RecomputePhase of[PHASES];
+  RecomputeArrays arrays;
 };
 __shared__ int any_flag;  // whether anything is flagged: consumers write it while the first loads are under way, and read it behind a barrier
 #endif

@@ -18,9 +18,9 @@
 //          more room than the ring.
 // Loads    of dy: boxes of BLOCK_K positions. Of x: TMA's im2col mode, as many consecutive positions, shifted by a block's tap, across rows and images.
 //          Padding, and what lies behind the last position of either, arrives as zeros.
-// Groups   A bundle is neighbouring groups whose channels of x fit a block, or one group. Products of channels of two different groups are not
+// Groups   A group pack is neighbouring groups whose channels of x fit a block, or one group. Products of channels of two different groups are not
 //          written.
-// Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next bundle, only reach sums that
+// Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next group pack, only reach sums that
 //          are not written.
 // TF32     mma.sync: a warp has 32 rows of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are
 //          rows, or columns, of four fragments. A step's 8 positions are 0 2 4 6, 1 3 5 7 in the order of k, so that lanes use all banks of
@@ -31,6 +31,8 @@
 //          Pixels outside dy are zeros then, and 0 x Inf of x is NaN: so a sum that is not finite is computed again without them.
 // Result   With one run of positions it is dw, [k][c][tap] or [k][tap][c]. With more it is parts[run][k][tap][c] in fp32. hopper/wgrad_reduce.cu
 //          adds few parts to [k][c][tap], hopper/wgrad_add.cu all others.
+//
+// In parts   wgrad_store.cuh, wgrad_flipped.cuh: from sums to dw | wgrad_tall.cuh, wgrad_fragments.cuh: how float32 is multiplied
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/hopper/wgrad.cu
 #ifndef BLOCK_M
@@ -67,12 +69,12 @@ static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "a
 
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcArguments {
-  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // tiles of a bundle
-  long long bundles, by_bundles, splits;                      // bundles; runs of positions
+  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // tiles of a group pack
+  long long group_packs, by_group_packs, splits;              // packs of groups; runs of positions
   long long stages, part;                                     // stages of all positions, and of a run
-  long long rows, columns;                                    // channels of dy, and of x, of a bundle
+  long long rows, columns;                                    // channels of dy, and of x, of a group pack
   long long own_rows, own_columns, by_own_columns;            // channels of dy, and of x, of a group
-  long long column_blocks;                                    // blocks of CHANNELS channels of a bundle of x, for all taps
+  long long column_blocks;                                    // blocks of CHANNELS channels of a group pack of x, for all taps
   long long inner, by_inner, taps_inner;                      // neighbouring blocks: of the channels of a tap or, with taps_inner, of the taps of some channels
   long long taps, tap_r, by_tap_r, tap_s, by_tap_s;           // taps: all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
@@ -85,26 +87,14 @@ struct WgradNhwcArguments {
   long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
 
-#if FLIPPED
-// What flipped tiles do with their sums. A channel of dy as it is loaded is (fold, channel), where innermost taps were folded into channels.
-struct FlippedArguments {
-  long long own, by_own, folds;                               // channels of dy, and how many taps are folded into a loaded channel
-  long long out_k, out_tap, out_c;                            // elements from one k, tap and c to the next, of dw or of a part
-  long long pixels, plane, by_plane, pq, by_pq, q, by_q;      // pixels of x: all, of an image, a slice and a row
-  long long d, h, w, low_d, low_h, low_w;                     // size of dy; tap 0 of pixel o of x reads pixel o + low_d of dy, and so on
-  long long tap_r, by_tap_r, tap_s, by_tap_s, apart_d, apart_h, apart_w;  // taps along r and s; pixels from one tap to the next
-  long long folded_axes, dense, thin, size_d, size_h, size_w;  // axes folded; loaded channels of x and of dy; loaded size of dy
-};
-#endif
-
-// What a block computes: of bundle `bundle`, the rows from `row` on and the columns of the blocks from `block` on; dy_blocks and x_blocks are real.
+// What a block computes: of group pack `pack`, the rows from `row` on and the columns of the blocks from `block` on; dy_blocks and x_blocks are real.
 struct Tile {
-  int split, bundle, row, block, dy_blocks, x_blocks;
+  int split, pack, row, block, dy_blocks, x_blocks;
   DEVICE Tile(const WgradNhwcArguments& arg) {
     const Divided across(blockIdx.x, arg.tiles_n, arg.by_tiles_n), down(across.quotient, arg.tiles_m, arg.by_tiles_m);
-    const Divided of_bundle(down.quotient, arg.bundles, arg.by_bundles);
-    split = of_bundle.quotient;
-    bundle = of_bundle.rest;
+    const Divided of_pack(down.quotient, arg.group_packs, arg.by_group_packs);
+    split = of_pack.quotient;
+    pack = of_pack.rest;
     row = down.rest * BLOCK_M;
     block = across.rest * X_BLOCKS;
     dy_blocks = min(((int)arg.rows - row + CHANNELS - 1) / CHANNELS, DY_BLOCKS);
@@ -122,7 +112,7 @@ struct Range {
   }
 };
 
-// A block of columns: its tap, and its first channel in the bundle.
+// A block of columns: its tap, and its first channel in the group pack.
 struct Column {
   int tap, channel;
   DEVICE Column(const WgradNhwcArguments& arg, int block) {
@@ -139,7 +129,7 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 #if PLANES
 DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
                     const Ring& ring) {
-  const int k = of.bundle * (int)arg.rows + of.row, c = of.bundle * (int)arg.columns + of.block * CHANNELS;
+  const int k = of.pack * (int)arg.rows + of.row, c = of.pack * (int)arg.columns + of.block * CHANNELS;
   Ring::Position at;
   fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
     const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
@@ -163,10 +153,10 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
   for (int i = 0; i < X_BLOCKS; ++i) {
     const Column column(arg, of.block + i);
     const Divided row(column.tap, arg.tap_s, arg.by_tap_s), slice(row.quotient, arg.tap_r, arg.by_tap_r);
-    c[i] = of.bundle * (int)arg.columns + column.channel;
+    c[i] = of.pack * (int)arg.columns + column.channel;
     offsets[i] = row.rest * (int)arg.dilation_w | slice.rest * (int)arg.dilation_h << 16 | slice.quotient * (int)arg.dilation_d << 24;
   }
-  const int k = of.bundle * (int)arg.rows + of.row, rank = (int)arg.rank;
+  const int k = of.pack * (int)arg.rows + of.row, rank = (int)arg.rank;
   Ring::Position at;
   fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
     const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
@@ -185,343 +175,18 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
 }
 #endif
 
-// ---- sums to dw, or to a part of it: a warp writes every WARPS-th row
-
-// Where a channel of x belongs: its number in its group, and the rows of the tile that belong to that group.
-struct Own {
-  int channel, first, end;
-  DEVICE Own(const WgradNhwcArguments& arg, const Tile& of, int c) {
-    const Divided group(c, arg.own_columns, arg.by_own_columns);
-    channel = group.rest;
-    first = group.quotient * (int)arg.own_rows - of.row;
-    end = min(first + (int)arg.own_rows, BLOCK_M);
-  }
-};
-
-// Stores [k][tap][c], a part or dw: a lane has EACH neighbouring channels of each block of columns, and LANES lanes fill a block's row.
-template <int EACH, class T>
-DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, T* to) {
-  constexpr int LANES = CHANNELS / EACH, ROWS = 32 / LANES;  // lanes of a block's row; rows of a warp at once
-  struct alignas(EACH * sizeof(T)) Neighbours {
-    T v[EACH];
-  };
-  struct alignas(4 * (EACH < 4 ? EACH : 4)) Floats {
-    float v[EACH];
-  };
-  const int lane = threadIdx.x % 32 % LANES, rows = min(BLOCK_M, (int)arg.rows - of.row);
-  const long long pitch = arg.taps * arg.own_columns;
-  for (int i = 0; i < of.x_blocks; ++i) {
-    const Column column(arg, of.block + i);
-    const int c = column.channel + EACH * lane;
-    if (c >= (int)arg.columns) continue;
-    const Own own(arg, of, c);
-    T* const at = to + (of.bundle * arg.rows + of.row) * pitch + column.tap * arg.own_columns + own.channel;
-#pragma unroll 4
-    for (int down = threadIdx.x / LANES; down < rows; down += WARPS * ROWS) {
-      const Floats sum = *(const Floats*)(sums + down * PITCH + CHANNELS * i + EACH * lane);
-      Neighbours neighbours;
-#pragma unroll
-      for (int e = 0; e < EACH; ++e) neighbours.v[e] = from_float<T>(sum.v[e]);
-      if (down >= own.first && down < own.end) store_word(at + down * pitch, *(const word<Neighbours>*)&neighbours);
-    }
-  }
-}
-
-// The same by 16 bytes, if a group's channels are a multiple of that.
-template <class T> DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, T* to) {
-  constexpr int WIDE = 16 / sizeof(T);
-  if (arg.own_columns % WIDE == 0)
-    store_rows<WIDE>(sums, arg, of, to);
-  else
-    store_rows<CHANNELS / 32>(sums, arg, of, to);
-}
-
-// Stores [k][c][tap]: neighbouring lanes have the same channel of the tile's blocks of columns, which are neighbouring taps of it.
-DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const Tile& of, data_t* dw) {
-  const int lane = threadIdx.x % 32, rows = min(BLOCK_M, (int)arg.rows - of.row);
-  const long long pitch = arg.taps * arg.own_columns;
-  for (int first = lane; first < BLOCK_N; first += 32) {
-    const int block = first % X_BLOCKS, inside = first / X_BLOCKS;
-    const Column column(arg, of.block + block);
-    const int c = column.channel + inside;
-    if (block >= of.x_blocks || c >= (int)arg.columns) continue;
-    const Own own(arg, of, c);
-    data_t* const at = dw + (of.bundle * arg.rows + of.row) * pitch + own.channel * arg.taps + column.tap;
-#pragma unroll 4
-    for (int down = threadIdx.x / 32; down < rows; down += WARPS)
-      if (down >= own.first && down < own.end) at[down * pitch] = from_float<data_t>(sums[down * PITCH + CHANNELS * block + inside]);
-  }
-}
-
+// ---- sums to dw, or to a part of it
+#include "hopper/wgrad_store.cuh"
 #if FLIPPED
-// Computes one sum of this block's run without pixels outside dy: for channel `row` of x, loaded channel `channel` of dy, and tap `tap` of all.
-DEVICE float sum_again(const FlippedArguments& flip, const Range& range, const data_t* x, const data_t* dy, int row, int channel, int tap) {
-  const Divided s_of(tap, flip.tap_s, flip.by_tap_s), r_of(s_of.quotient, flip.tap_r, flip.by_tap_r);
-  const int end = min(range.last * BLOCK_K, (int)flip.pixels);
-  float sum = 0;
-  for (int at = range.first * BLOCK_K; at < end; ++at) {
-    const Divided image(at, flip.plane, flip.by_plane), slice(image.rest, flip.pq, flip.by_pq), line(slice.rest, flip.q, flip.by_q);
-    const int d = slice.quotient + (int)flip.low_d + r_of.quotient * (int)flip.apart_d;
-    int h = line.quotient + (int)flip.low_h + r_of.rest * (int)flip.apart_h, w = line.rest + (int)flip.low_w + s_of.rest * (int)flip.apart_w;
-    if ((unsigned)d >= (unsigned)flip.d || (unsigned)h >= (unsigned)flip.h || (unsigned)w >= (unsigned)flip.w) continue;
-    if (flip.folded_axes > 1) h = line.quotient;
-    if (flip.folded_axes > 0) w = line.rest;
-    const long long met = ((image.quotient * flip.size_d + d) * flip.size_h + h) * flip.size_w + w;
-    sum = fmaf(to_float(x[(long long)at * flip.dense + row]), to_float(dy[met * flip.thin + channel]), sum);
-    if (sum != sum) break;
-  }
-  return sum;
-}
-
-// Stores flipped tiles: a lane has a row and four neighbouring columns at once, a warp 32 rows.
-template <class T>
-DEVICE void store_flipped(const float* sums, const WgradNhwcArguments& arg, const FlippedArguments& flip, const Tile& of, const Range& range,
-                          const data_t* x, const data_t* dy, T* to) {
-  const int rows = min(BLOCK_M, (int)arg.rows - of.row);
-  for (int first = threadIdx.x / 32 * 4; first < of.x_blocks * CHANNELS; first += 4 * WARPS) {
-    const Column column(arg, of.block + first / CHANNELS);
-    const int channel = column.channel + first % CHANNELS;
-    for (int row = threadIdx.x % 32; row < rows; row += 32) {
-      T* const at = to + (of.row + row) * flip.out_c;
-      const float4 four = *(const float4*)(sums + row * PITCH + first);
-      auto store = [&](int e, float sum, bool again = false) {
-        const Divided fold(channel + e, flip.own, flip.by_own);
-        const int tap = column.tap * (int)flip.folds + fold.quotient, taps = (int)(arg.taps * flip.folds);
-        if (fold.quotient >= (int)flip.folds) return;  // past the last channel
-        if (again && !(fabsf(sum) <= 3.4e38f)) sum = sum_again(flip, range, x, dy, of.row + row, channel + e, tap);
-        at[fold.rest * flip.out_k + (taps - 1 - tap) * flip.out_tap] = from_float<T>(sum);
-      };
-      if (fabsf(four.x) + fabsf(four.y) + fabsf(four.z) + fabsf(four.w) <= 3.4e38f) {
-        store(0, four.x);
-        store(1, four.y);
-        store(2, four.z);
-        store(3, four.w);
-      } else {
-#pragma unroll 1
-        for (int e = 0; e < 4; ++e) store(e, sums[row * PITCH + first + e], true);
-      }
-    }
-  }
-}
+#include "hopper/wgrad_flipped.cuh"
 #endif
 
 // ---- the multiplication
 
 #if TALL
-struct Sums {
-  float of[2][64];
-};
-
-DEVICE void store_vector(uint32_t to, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-
-// A warp transposes a block of 32 positions x 32 channels where it lies, by quads of both: a lane loads channels 4 a to 4 a + 3 of positions 4 p to
-// 4 p + 3, and stores the positions of these channels. Quads (a, p) and (p, a) are exchanged, and a ^ p is the same for 8 lanes, so these touch each
-// other's quads alone. Neither their loads nor their stores use a bank twice.
-DEVICE void transpose_block(uint32_t block) {
-  const int lane = threadIdx.x % 32, a = lane % 8;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int p = a ^ (lane / 8 + 4 * i);
-    const uint32_t from = block + p * 512, chunk = a ^ p % 2 * 4, to = block + a * 512, chunk_to = p ^ a % 2 * 4;
-    uint4 v[4];
-#pragma unroll
-    for (int m = 0; m < 4; ++m) v[m] = load_vector(from + m * 128 + (chunk ^ m) * 16);
-    __syncwarp();
-    store_vector(to + chunk_to * 16, v[0].x, v[1].x, v[2].x, v[3].x);
-    store_vector(to + 128 + (chunk_to ^ 1) * 16, v[0].y, v[1].y, v[2].y, v[3].y);
-    store_vector(to + 256 + (chunk_to ^ 2) * 16, v[0].z, v[1].z, v[2].z, v[3].z);
-    store_vector(to + 384 + (chunk_to ^ 3) * 16, v[0].w, v[1].w, v[2].w, v[3].w);
-  }
-}
-
-// Which four of a warp's 32 rows lanes 4 r to 4 r + 3 have: in this order 8 lanes use every bank once.
-DEVICE int four(int r) { return r % 2 * 4 + r / 2; }
-
-// Multiplies all stages. The warps transpose x for wgmma while the stage before is multiplied. dy comes through registers: a warp's rows are a block
-// of it, and a lane's four channels of a position are the same element of four fragments.
-DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
-  const int warp = threadIdx.x / 32, r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-  Ring::Position at;
-  auto prepare = [&](const Ring::Position& at) {
-    ring.wait_full(at);
-    transpose_block(ring.stage(at) + (DY_BLOCKS + warp) * BLOCK_BYTES);
-    fence_for_bulk();  // wgmma reads shared memory as bulk copies do
-    named_barrier(2, CONSUMER_THREADS);
-  };
-  if (range.first < range.last) prepare(at);
-  for (int step = range.first; step < range.last; ++step) {
-    const uint32_t stage = ring.stage(at);
-    uint32_t a[STEPS][2][4];
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const uint4 v = load_vector(stage + warp * BLOCK_BYTES + (8 * k + c + 4 * j) * 128 + (four(r) ^ (c + 4 * j)) * 16);
-        a[k][0][2 * j] = v.x;
-        a[k][0][2 * j + 1] = v.y;
-        a[k][1][2 * j] = v.z;
-        a[k][1][2 * j + 1] = v.w;
-      }
-    const uint64_t x = wgmma_descriptor<128>(stage + DY_BLOCKS * BLOCK_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) wgmma_tf32(sums.of[i], a[k][i], x + k * 32 / 16, step > range.first || k > 0);
-    wgmma_commit();
-    Ring::Position coming = at;
-    coming.next();
-    if (step + 1 < range.last) prepare(coming);
-    wgmma_wait<0>();
-    ring.give_back(at);
-    at = coming;
-  }
-  const float lost = lost_in(STEPS * (range.last - range.first));
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    wgmma_arrived(sums.of[i]);
-#pragma unroll
-    for (int j = 0; j < 64; ++j) sums.of[i][j] = range.first < range.last ? with_lost(sums.of[i][j], lost) : 0;
-  }
-}
-
-DEVICE void leave(const Sums& sums, float* to) {
-  float* const first = to + (threadIdx.x / 32 * 32 + 4 * four(threadIdx.x % 32 / 4)) * PITCH + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int row = 0; row < 4; ++row)
-#pragma unroll
-    for (int i = 0; i < 16; ++i)
-      *(float2*)(first + row * PITCH + 8 * i) = make_float2(sums.of[row / 2][4 * i + 2 * (row % 2)], sums.of[row / 2][4 * i + 2 * (row % 2) + 1]);
-}
+#include "hopper/wgrad_tall.cuh"
 #elif TYPE == 32
-// The sums of a warp's 32 rows and of its half of the consumer's columns: 32 of each block, in fragments of 16 x 8.
-constexpr int WARP_BLOCKS = WGMMA_N / 64, SUMS = WARP_BLOCKS * 32;
-struct Sums {
-  float of[WARP_BLOCKS][2][4][4];
-  DEVICE float& operator[](int i) { return of[i / 32][i / 16 % 2][i / 4 % 4][i % 4]; }
-};
-
-#if LIMBS == 2
-// The second limb is kept so many times larger: then every normal number has one.
-constexpr float LARGER = 512;
-// Splits a float into the nearest TF32 number and LARGER times the rest, of which the tensor core takes the first bits. Neither limb of a finite number
-// is Inf: a limb that would be Inf is the largest number instead. An Inf becomes that number and Inf, a NaN with all bits set becomes zero and NaN.
-struct Limbs {
-  uint32_t high, low;
-  DEVICE explicit Limbs(uint32_t word) {
-    float first;
-    asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(first) : "f"(__uint_as_float((word + 0x1000) & ~0x1fffu)), "f"(__uint_as_float(0x7f7fe000)));
-    high = __float_as_uint(first);
-    low = __float_as_uint((__uint_as_float(word) - first) * LARGER);
-  }
-};
-// The part of itself that a sum of 4 steps loses in the mean: what truncation loses, less what rounding gives. See truncation.cuh.
-constexpr float PROMOTED = 0.67e-7f * 16 / 15;
-
-// Multiplies a step of a block of 32 x 32.
-DEVICE void multiply_limbs(float (&main)[2][4][4], float (&cross)[2][4][4], const uint32_t (&a)[2][4], const uint32_t (&b)[4][2]) {
-  uint32_t a_high[2][4], a_low[2][4], b_high[4][2], b_low[4][2];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const Limbs of_a(a[i / 4][i % 4]), of_b(b[i / 2][i % 2]);
-    a_high[i / 4][i % 4] = of_a.high;
-    a_low[i / 4][i % 4] = of_a.low;
-    b_high[i / 2][i % 2] = of_b.high;
-    b_low[i / 2][i % 2] = of_b.low;
-  }
-#pragma unroll
-  for (int i = 0; i < 8; ++i) multiply<float>(main[i / 4][i % 4], a_high[i / 4], b_high[i % 4][0], b_high[i % 4][1]);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) multiply<float>(cross[i / 4][i % 4], a_low[i / 4], b_high[i % 4][0], b_high[i % 4][1]);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) multiply<float>(cross[i / 4][i % 4], a_high[i / 4], b_low[i % 4][0], b_low[i % 4][1]);
-}
-#endif
-
-DEVICE void clear(Sums& sums) {
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) sums[i] = 0;
-}
-
-// Multiplies all stages.
-DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
-  const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  // the block of this warp's rows, and the first block of its columns; the offsets of a lane's channels of its two positions in a block's first eight rows
-  const int dy_block = 2 * consumer + warp % 2, x_block = warp / 2 * WARP_BLOCKS;
-  uint32_t place[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) place[i] = (2 * (lane % 4) + i) * 128 + (lane / 4 ^ (2 * (lane % 4) + i)) * 16;
-  clear(sums);
-#if LIMBS == 2
-  Sums main, cross;
-  clear(cross);
-#endif
-  Ring::Position at;
-  for (int step = range.first; step < range.last; ++step) {
-    const uint32_t stage = ring.stage(at);
-    ring.wait_full(at);
-    uint4 dy[2][2], x[2][2];  // four channels of two positions: of one product, and of the next one, loaded meanwhile
-    auto load = [&](int number) {
-      const uint32_t at = stage + number / WARP_BLOCKS * STEP_BYTES, block = (DY_BLOCKS + x_block + number % WARP_BLOCKS) * BLOCK_BYTES;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (number % WARP_BLOCKS == 0) dy[number / WARP_BLOCKS % 2][i] = load_vector(at + dy_block * BLOCK_BYTES + place[i]);
-        x[number % 2][i] = load_vector(at + block + place[i]);
-      }
-    };
-    load(0);
-#if LIMBS == 2
-    clear(main);
-#endif
-#pragma unroll
-    for (int number = 0; number < STEPS * WARP_BLOCKS; ++number) {
-      if (number + 1 < STEPS * WARP_BLOCKS) load(number + 1);
-      const uint4(&right)[2] = x[number % 2];
-      const uint32_t b[4][2] = {{right[0].x, right[1].x}, {right[0].y, right[1].y}, {right[0].z, right[1].z}, {right[0].w, right[1].w}};
-      const uint4(&left)[2] = dy[number / WARP_BLOCKS % 2];
-      const uint32_t a[2][4] = {{left[0].x, left[0].y, left[1].x, left[1].y}, {left[0].z, left[0].w, left[1].z, left[1].w}};
-#if LIMBS == 2
-      multiply_limbs(main.of[number % WARP_BLOCKS], cross.of[number % WARP_BLOCKS], a, b);
-#else
-#pragma unroll
-      for (int i = 0; i < 8; ++i) multiply<float>(sums.of[number % WARP_BLOCKS][i / 4][i % 4], a[i / 4], b[i % 4][0], b[i % 4][1]);
-#endif
-    }
-#if LIMBS == 2
-#pragma unroll
-    for (int i = 0; i < SUMS; ++i) sums[i] += main[i];
-#endif
-    __syncwarp();
-    ring.give_back(at);
-    at.next();
-  }
-#if LIMBS == 2
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) {
-    const float more = with_lost(cross[i], sums[i], LARGER * PROMOTED);
-    if (fabsf(sums[i]) < INFINITY) sums[i] = fmaf(more, 1 / LARGER, sums[i]);  // after an Inf the cross products may have either sign
-  }
-#else
-  const float lost = lost_in(STEPS * (range.last - range.first));
-#pragma unroll
-  for (int i = 0; i < SUMS; ++i) sums[i] = with_lost(sums[i], lost);
-#endif
-}
-
-DEVICE void leave(const Sums& sums, float* to) {
-  const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  float* const first = to + (64 * consumer + 32 * (warp % 2) + 4 * (lane / 4)) * PITCH + (warp / 2 * WARP_BLOCKS * 32 + 8 * (lane % 4));
-#pragma unroll
-  for (int block = 0; block < WARP_BLOCKS; ++block)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {  // a row of a pair, of a half, and four columns
-      const float(&of)[4][4] = sums.of[block][i / 4];
-      const int e = i % 4;
-      *(float4*)(first + (2 * (i / 4) + e / 2) * PITCH + 32 * block + 4 * (e % 2)) = make_float4(of[0][e], of[1][e], of[2][e], of[3][e]);
-    }
-}
+#include "hopper/wgrad_fragments.cuh"
 #else
 struct Sums {
   float of[PRODUCTS][WGMMA_N / 2];

@@ -7,7 +7,7 @@
 //
 // Sides    core/border.cuh says in which numbers a side goes on. Each side of each axis has its own.
 // Layout   x [outer][d][h][w][inner]: inner is 1 for NCHW, and the channels for channels last.
-// Mapping  border_copy: thread -> 4 neighbours of wide, which it stores at once; border_fold and border_round: one element.
+// Mapping  border_copy: thread -> EACH neighbours of wide, 16 bytes or 32, which it stores at once; border_fold and border_round: one element.
 // Sums     border_fold adds a pixel's own place first. Then come, axis by axis from the outermost, the places before it and behind it, the nearest of each
 //          of a side's two families first: always in the same order.
 //
@@ -32,6 +32,9 @@ typedef struct BorderArguments {
   long_t last_shift_d, last_period_d, by_last_period_d, last_low_d, last_high_d, last_fills_d;  // the side behind
   long_t last_shift_h, last_period_h, by_last_period_h, last_low_h, last_high_h, last_fills_h;
   long_t last_shift_w, last_period_w, by_last_period_w, last_low_w, last_high_w, last_fills_w;
+  long_t near_d, step_d, last_near_d, last_step_d;                             // a border that is near: i becomes near + step * i
+  long_t near_h, step_h, last_near_h, last_step_h, near_w, step_w, last_near_w, last_step_w;
+  long_t near, whole;                                                          // whether all borders are near; whether pixels have whole vectors
   long_t value, type, has_residual;                                            // an acc_t's bits; the type of x: TYPE_
 } BorderArguments;
 
@@ -87,14 +90,72 @@ WITHIN_KERNEL acc_t load_typed(const GLOBAL_MEM data_t* x, index_t i, int type) 
   return LOAD(x, i);
 }
 
+// Elements of a thread of border_copy.
+#if DTYPE == 16 || DTYPE == 17
+#define EACH 8
+#define STORE_EACH STORE_VEC8
+#define LOAD_EACH LOAD_VEC8
+#else
+#define EACH 4
+#define STORE_EACH STORE_VEC
+#define LOAD_EACH LOAD_VEC
+#endif
+
+// TO_PIXEL for a border that goes on no further than to the image's other end: no division.
+#define TO_NEAR_PIXEL(i, n, axis)                                                           \
+  {                                                                                         \
+    const int before_ = i < 0, behind_ = i >= (n);                                          \
+    filled = before_ ? FILLED_BY(arg.fills_##axis) : behind_ ? FILLED_BY(arg.last_fills_##axis) : filled; \
+    i = before_ ? (int)arg.near_##axis + (int)arg.step_##axis * i : behind_ ? (int)arg.last_near_##axis + (int)arg.last_step_##axis * i : i; \
+  }
+// Where row `row` of wide begins in x, in rows; sets `filled` as TO_PIXEL does.
+#define ROW_OF(row, from, filled_by)                                                                                             \
+  {                                                                                                                              \
+    int filled = 0;                                                                                                              \
+    const index_t slice = DIVIDED(row, arg.wide_h, arg.by_wide_h), outer = arg.wide_d == 1 ? slice : DIVIDED(slice, arg.wide_d, arg.by_wide_d); \
+    int h_ = (int)((row) - slice * (index_t)arg.wide_h) - (int)arg.before_h, d_ = (int)(slice - outer * (index_t)arg.wide_d) - (int)arg.before_d; \
+    TO_NEAR_PIXEL(d_, d_end, d)                                                                                                  \
+    TO_NEAR_PIXEL(h_, h_end, h)                                                                                                  \
+    from = (outer * d_end + d_) * h_end + h_;                                                                                    \
+    filled_by = filled;                                                                                                          \
+  }
+
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM data_t* RESTRICT wide, const BorderArguments arg) {
   AFTER_LAST_LAUNCH
-  const index_t first = 4 * ((index_t)GID_0 * THREADS + LID_0), size = (index_t)arg.size, inner = (index_t)arg.inner, line = (index_t)arg.line;
+  const index_t first = EACH * ((index_t)GID_0 * THREADS + LID_0), size = (index_t)arg.size, inner = (index_t)arg.inner, line = (index_t)arg.line;
   if (first >= size) return;
-  const int count = size - first < 4 ? (int)(size - first) : 4, d_end = (int)arg.d, h_end = (int)arg.h, w_end = (int)arg.w, type = (int)arg.type;
+  const int count = size - first < EACH ? (int)(size - first) : EACH, d_end = (int)arg.d, h_end = (int)arg.h, w_end = (int)arg.w, type = (int)arg.type;
   const acc_t value = BITS_TO_ACC(arg.value);
-  acc_t v[4];
-  for (int i = 0; i < 4; ++i) v[i] = 0;
+  acc_t v[EACH];
+  if (arg.near && count == EACH) {
+    const index_t row = DIVIDED(first, line, arg.by_line), at = first - row * line;
+    index_t from, next;
+    int filled_by, filled_next;
+    ROW_OF(row, from, filled_by)
+    if (arg.whole) {  // a pixel has a multiple of EACH elements
+      const index_t pixel = DIVIDED(at, inner, arg.by_inner);
+      int w = (int)pixel - (int)arg.before_w, filled = filled_by;
+      TO_NEAR_PIXEL(w, w_end, w)
+      LOAD_EACH(v, x, (from * w_end + w) * inner + (at - pixel * inner))
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) v[j] = filled ? (filled == 1 ? value : 0) : v[j];
+    } else {  // of one row, or of two
+      const index_t following = row + (first + EACH <= size && at + EACH > line ? 1 : 0);
+      ROW_OF(following, next, filled_next)
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) {
+        const int over = at + j >= line;
+        const index_t in_row = at + j - (over ? line : 0), pixel = inner == 1 ? in_row : DIVIDED(in_row, inner, arg.by_inner);
+        int w = (int)pixel - (int)arg.before_w, filled = over ? filled_next : filled_by;
+        TO_NEAR_PIXEL(w, w_end, w)
+        const acc_t one = load_typed(x, ((over ? next : from) * w_end + w) * inner + (in_row - pixel * inner), type);
+        v[j] = filled ? (filled == 1 ? value : 0) : one;
+      }
+    }
+    STORE_EACH(wide, first, v)
+    return;
+  }
+  for (int i = 0; i < EACH; ++i) v[i] = 0;
   for (int i = 0; i < count;) {
     const index_t row = DIVIDED(first + i, line, arg.by_line), at = first + i - row * line;
     const index_t slice = DIVIDED(row, arg.wide_h, arg.by_wide_h), outer = DIVIDED(slice, arg.wide_d, arg.by_wide_d);
@@ -102,24 +163,17 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTR
     int filled = 0;
     TO_PIXEL(d, d_end, d, last_)
     TO_PIXEL(h, h_end, h, last_)
-    const index_t from = ((outer * d_end + d) * h_end + h) * (w_end * inner), inside = at - (index_t)arg.before_w * inner;
-    if (i == 0 && count == 4 && inside >= 0 && inside + 4 <= w_end * inner) {  // most threads have four neighbours of a row of x
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = load_typed(x, from + inside + j, type);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) v[j] = filled ? (filled == 1 ? value : 0) : v[j];
-      break;
-    }
+    const index_t from = ((outer * d_end + d) * h_end + h) * (w_end * inner);
     const index_t pixel = DIVIDED(at, inner, arg.by_inner);
     int w = (int)pixel - (int)arg.before_w;
     TO_PIXEL(w, w_end, w, last_)
     const acc_t one = filled ? (filled == 1 ? value : 0) : load_typed(x, from + w * inner + (at - pixel * inner), type);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = j == i ? one : v[j];
+    for (int j = 0; j < EACH; ++j) v[j] = j == i ? one : v[j];
     ++i;
   }
-  if (count == 4) {
-    STORE_VEC(wide, first, v)
+  if (count == EACH) {
+    STORE_EACH(wide, first, v)
   } else {
     for (int i = 0; i < count; ++i) STORE(wide, first + i, v[i]);
   }

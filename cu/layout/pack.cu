@@ -6,10 +6,12 @@
 // to find the best scale would cost half as much again. Once all of an image is packed, blocks look at the extremes. If the image did not fit, they
 // pack it anew with the scale that brings its largest magnitude to [2^14, 2^15). The filter of an output channel gets that scale at once.
 // Flags say what limbs cannot hold. Flag 1: an image or a channel of the filter has values 2^(28 + slack) below its largest, or smaller, which
-// lose too many bits. mend.cuh or direct/gemm.cu looks for results that may show it, and computes these in plain fp32. An image also has flag 1 if
+// lose too many bits. recompute.cuh or direct/gemm.cu looks for results that may show it, and computes these in plain fp32. An image also has flag 1 if
 // its guess was within 5 bits of the best scale and it has smaller values, as most gradients behind a batch norm do. Flag 2: it holds Inf or
 // NaN, or its largest lies outside 2^-60 .. 2^60; everything that depends on it is computed in plain fp32.
 // 16-bit images have no scale. If they are checked (RANGE_CHECK: windows, below), their flag is 2 if they hold Inf or NaN, else 0.
+// Whether a tile's results are computed again for flag 1 depends on all images that the tile has pixels of. So with too_small = 2, for results that
+// depend on their own image alone, flag 2 stands in its place.
 // slack is half the bits of gemm k, which the rounding of a sum of that length may lose anyway. With one limb slack is 2, since its products may
 // lose two bits of eleven.
 //
@@ -77,10 +79,10 @@ struct PackArguments {
   long long tiles, by_tiles, tiles_c, by_tiles_c;         // tiles of an image; tiles of it side by side along the channels
   long long slices, by_slices;                            // blocks that settle an image; 0: none
   long long chunk_bits;                                   // log2 of a tile's chunks of 8 channels: 1, 2, 4, 8 or 16 chunks
-  long long together, together_bits;  // chunks of each tap in a tile, the same for all taps; 0: a tile's chunks are neighbours in the packed image
+  long long chunks_per_tap, chunks_per_tap_bits;  // chunks of each tap in a tile, the same for all taps; 0: a tile's chunks are neighbours in the packed image
   long long groups, group_chunks, by_group_chunks;        // groups, and packed chunks of one
   long long channels, by_channels;                        // channels of a group of x
-  long long slack, each;                                  // each: blocks of an image, with CLUSTER
+  long long slack, too_small, each;                       // too_small: 2 if flag 2 stands for flag 1, see below; each: blocks of an image, with CLUSTER
   long long d, h, w;                                      // size of x
   long long x_image, x_group, x_channel, x_pixel;         // elements of x from one to the next
   long long packed_d, packed_h, by_packed_h, packed_w, by_packed_w;  // pixels of a packed image
@@ -135,6 +137,9 @@ __device__ MagnitudeRange over_image(const MagnitudeRange& mine, int first, int 
 
 // where 16-byte piece `piece` of row `row` of the packed filter lies among the row's 8, 4 or 2 pieces, swizzled as in shared memory
 __device__ int swizzled_piece(int row, int piece, int piece_bits) { return piece ^ (row >> (3 - piece_bits) & ((1 << piece_bits) - 1)); }
+
+// The flag of what has values that are too small is 1 or 2, as the caller says.
+DEVICE int flag_of(int flag, const PackArguments& shape) { return flag == 1 ? (int)shape.too_small : flag; }
 
 // Loads elements of x as one word, or zeros; a condition in C would become one for each element. They are not read again, unless for other taps, so
 // the L2 cache should rather keep what is written, which the products read next. Volatile, so that none moves before AFTER_LAST_LAUNCH.
@@ -258,13 +263,13 @@ template <class Scale>
 __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const PackArguments& shape, long long image, int tile,
                                     const Scale& scale_of) {
   const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.group_chunks);
-  const int bits = (int)shape.chunk_bits, mask = (1 << bits) - 1, together = FOLDED && EIGHTS && !NHWC ? (int)shape.together : 0;
+  const int bits = (int)shape.chunk_bits, mask = (1 << bits) - 1, per_tap = FOLDED && EIGHTS && !NHWC ? (int)shape.chunks_per_tap : 0;
   const Divided along(tile, shape.tiles_c, shape.by_tiles_c);
-  const int first = together ? along.rest * together : along.rest << bits, pixel0 = along.quotient * (PIECES >> bits);
+  const int first = per_tap ? along.rest * per_tap : along.rest << bits, pixel0 = along.quotient * (PIECES >> bits);
   // the packed chunk of the tile's chunk `at`; `chunks` or more if there is none
   auto chunk_of = [&](int at) {
-    if (!together) return first + at;
-    const int tap = at >> (int)shape.together_bits, c = first + (at & (together - 1)), of_tap = (int)shape.channels / 8;
+    if (!per_tap) return first + at;
+    const int tap = at >> (int)shape.chunks_per_tap_bits, c = first + (at & (per_tap - 1)), of_tap = (int)shape.channels / 8;
     return tap < (int)shape.folds && c < of_tap ? tap * of_tap + c : chunks;
   };
 #if FILTER
@@ -459,7 +464,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     scale = found.scale();
     if (thread == 0) {
       scales[g * shape.rows_group + row] = 1 / scale;
-      flags[g * shape.rows_group + row] = found.flag((int)shape.slack);
+      flags[g * shape.rows_group + row] = flag_of(found.flag((int)shape.slack), shape);
     }
   }
 #else
@@ -571,7 +576,7 @@ __device__ void pack_four_rows(const in_t* __restrict__ w, uint4* __restrict__ p
       scale[j] = all.scale();
       if (real) {
         scales[m + j] = 1 / scale[j];
-        flags[m + j] = all.flag((int)shape.slack);
+        flags[m + j] = flag_of(all.flag((int)shape.slack), shape);
       }
     }
     __syncthreads();  // over_block's room is used again
@@ -629,7 +634,8 @@ __device__ bool settle(const MagnitudeRange& found, int guess, float& scale, con
   if (!guessed) scale = found.scale();
   if (notes) {
     x_scales[image] = 1 / scale;
-    x_flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE) : guessed ? found.flag(guess, (int)shape.slack) : found.flag((int)shape.slack);
+    x_flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE)
+                              : flag_of(guessed ? found.flag(guess, (int)shape.slack) : found.flag((int)shape.slack), shape);
   }
   return !guessed && found.usable();
 }

@@ -111,13 +111,13 @@ struct Channels {
 [[maybe_unused]] constexpr float LOST = 0.42e-7f * 16 / 15;
 
 // Channels as factors; for three products `high` and LARGER times the rest.
-struct Factor {
+struct Tf32Pair {
   uint32_t high[4];
 #if PRODUCTS == 3
   uint32_t low[4];
 #endif
-  Factor() = default;
-  DEVICE Factor(const Channels& channels, bool rounded) {  // rounded: to TF32 numbers
+  Tf32Pair() = default;
+  DEVICE Tf32Pair(const Channels& channels, bool rounded) {  // rounded: to TF32 numbers
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #if TYPE == 32
@@ -134,7 +134,7 @@ struct Factor {
 };
 
 // sum += 16 columns of x times 8 of gemm n, over a step's channels; x: a lane's two columns.
-DEVICE void multiply_step(float (&sum)[4], const Factor (&x)[2], const Factor& w) {
+DEVICE void multiply_step(float (&sum)[4], const Tf32Pair (&x)[2], const Tf32Pair& w) {
 #if PRODUCTS == 3
   float main[4] = {}, cross[4] = {};
 #pragma unroll
@@ -193,7 +193,7 @@ DEVICE void load(Pixels& to, const FewChannelsArguments& arg, const data_t* firs
 // ---- results that are not finite, computed once more
 
 #if PRODUCTS == 3
-static __device__ __noinline__ float exact(const FewChannelsArguments& arg, const data_t* image, const data_t* w, int p, int q) {
+static __device__ __noinline__ float recompute_fp32(const FewChannelsArguments& arg, const data_t* image, const data_t* w, int p, int q) {
   const bool gradient = arg.gradient != 0;
   const int down = gradient ? (int)arg.every_h * (int)arg.dil_h / (int)arg.stride_h : (int)arg.dil_h;
   const Taps rows(gradient, p, arg.taps_r, arg.stride_h, arg.pad_h, arg.dil_h, arg.every_h);
@@ -295,11 +295,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
 #pragma unroll
       for (int i = 0; i < DEEP; ++i) {
         if (at + i < count) {
-          Factor pixels[PIXEL_TILES][2];
+          Tf32Pair pixels[PIXEL_TILES][2];
 #pragma unroll
           for (int tile = 0; tile < PIXEL_TILES; ++tile)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) pixels[tile][half] = Factor(ring[i].of[tile][half], false);
+            for (int half = 0; half < 2; ++half) pixels[tile][half] = Tf32Pair(ring[i].of[tile][half], false);
           if (at + i + DEEP < count) load_next(ring[i]);
 #pragma unroll
           for (int row = 0; row < ROWS; ++row) {
@@ -310,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
               for (int column = 0; column < COLUMN_TILES; ++column) {
                 Channels channels;
                 load_shared(channels, by + column * 512);
-                const Factor factor(channels, PRODUCTS == 1);
+                const Tf32Pair factor(channels, PRODUCTS == 1);
 #pragma unroll
                 for (int tile = 0; tile < PIXEL_TILES; ++tile) multiply_step(sums[row][column][tile], pixels[tile], factor);
               }
@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
 #pragma unroll 2
         for (int s = 0; s < column.count; ++s) v[0] += from[s * next];
 #if PRODUCTS == 3
-      if ((__float_as_uint(v[0]) & 0x7f800000) == 0x7f800000) v[0] = exact(arg, x + n * arg.x_image, w + (k0 + kk) * arg.w_k, p, q0 + q);
+      if ((__float_as_uint(v[0]) & 0x7f800000) == 0x7f800000) v[0] = recompute_fp32(arg, x + n * arg.x_image, w + (k0 + kk) * arg.w_k, p, q0 + q);
 #endif
       const int k = k0 + kk;
       const long long at = n * arg.y_image + k * arg.y_channel + (p * arg.q + q0 + q) * arg.y_pixel;

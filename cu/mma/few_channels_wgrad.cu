@@ -76,9 +76,9 @@ constexpr float LARGER = 4096;
 // The part of itself that a sum of two steps loses in the mean. See truncation.cuh.
 [[maybe_unused]] constexpr float LOST = 0.42e-7f * 16 / 15;
 // A float as a TF32 number and LARGER times the rest, of which the tensor core takes the first bits.
-struct Limbs {
+struct Tf32Pair {
   uint32_t high, low;
-  DEVICE explicit Limbs(float v) : high(to_tf32(v)), low(__float_as_uint((v - __uint_as_float(high)) * LARGER)) {}
+  DEVICE explicit Tf32Pair(float v) : high(to_tf32(v)), low(__float_as_uint((v - __uint_as_float(high)) * LARGER)) {}
 };
 #endif
 
@@ -113,7 +113,7 @@ struct ThinWords {
     each(arg, [&](int i, int number) {
       if (number >= (int)arg.tile_words) return;
 #if LIMBS == 2
-      const Limbs limbs(get(i, 0));
+      const Tf32Pair limbs(get(i, 0));
       ((uint2*)to)[number] = make_uint2(limbs.high, limbs.low);
 #elif TYPE == 32
       to[number] = to_tf32(get(i, 0));
@@ -163,7 +163,7 @@ DEVICE void load_channels(uint32_t (&a)[LIMBS][4], uint32_t from) {
   from += lane % 4 * PIXEL + lane / 4 * 4;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    const Limbs limbs(__uint_as_float(load_word(from + e / 2 * 4 * PIXEL + e % 2 * 32)));
+    const Tf32Pair limbs(__uint_as_float(load_word(from + e / 2 * 4 * PIXEL + e % 2 * 32)));
     a[0][e] = limbs.high;
     if (LIMBS == 2) a[LIMBS - 1][e] = limbs.low;
   }
@@ -227,7 +227,8 @@ struct Column {
 };
 
 // Computes the sum of dense channel m and a column, of this part, without pixels outside the arrays.
-static __device__ __noinline__ float sum_again(const FewChannelsWgradArguments& arg, const data_t* dense, const data_t* thin, int part, int m, const Column& of) {
+static __device__ __noinline__ float recompute_fp32(
+    const FewChannelsWgradArguments& arg, const data_t* dense, const data_t* thin, int part, int m, const Column& of) {
   float sum = 0;
   for (int number = part; number < (int)arg.tiles; number += (int)arg.parts) {
     const Tile tile(arg, number);
@@ -318,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         const int m = m0 + lane / 4 + 8 * i;
         if (m >= (int)arg.dense) continue;
         float sum = sums[i / 2][j][e + i % 2 * 2];
-        if (!(fabsf(sum) <= 3.4e38f)) sum = sum_again(arg, dense, thin, part, m, column);
+        if (!(fabsf(sum) <= 3.4e38f)) sum = recompute_fp32(arg, dense, thin, part, m, column);
         dw[m * arg.out_m + column.c * arg.out_c + column.tap] = sum;
       }
     }

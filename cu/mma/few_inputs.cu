@@ -50,7 +50,7 @@ constexpr int EIGHTS = SIXTEENS * 2;                              // column tile
 constexpr int RUN_PIXELS = 4 * EACH;                              // neighbours that a lane writes at once: 16 bytes
 constexpr int RUNS_OF_LANE = 2 * EIGHTS / RUN_PIXELS;             // runs of each channel; the second begins 4 * RUN_PIXELS after the first
 constexpr int EIGHTS_OF_RUN = EIGHTS / RUNS_OF_LANE;
-constexpr int TURNED_PITCH = 36;                                  // floats from one channel's pixels to the next, where a warp transposes its sums
+constexpr int TRANSPOSED_PITCH = 36;                                  // floats from one channel's pixels to the next, where a warp transposes its sums
 #endif
 #if PLANES
 constexpr int STEP_FILTER = BLOCK_N * 8 * (PRODUCTS == 3 ? 2 : 1);  // words of a step
@@ -88,8 +88,8 @@ struct FewInputsArguments {
   long long stride_d, stride_h, stride_w, low_d, low_h, low_w, dilation_d, dilation_h, dilation_w;
   long long p, q;                                       // size of y
   long long table_at, places_at, patch_at, copy_at;     // offsets in shared memory in bytes; copy_at: from the patch to its copy, or 0
-  long long wide, turned_at;                            // wide: whether pixels of y begin at multiples of what a lane writes at once; with PLANES the elements of
-                                                        // that; turned_at: the offset of the sums that are transposed if these are few
+  long long wide, transposed_at;                        // wide: whether pixels of y begin at multiples of what a lane writes at once; with PLANES its
+                                                        // elements; transposed_at: the offset of the sums that are transposed if these are few
   long long has_bias, has_scale, has_residual, activation, slope;
 };
 
@@ -118,9 +118,9 @@ DEVICE data_t factor(data_t v) {
 
 #if PRODUCTS == 3
 // A float32 as two halves, of which the tensor core takes TF32's bits.
-struct Halves {
+struct Tf32Pair {
   uint32_t hi, lo;
-  DEVICE Halves(uint32_t v) {
+  DEVICE Tf32Pair(uint32_t v) {
     constexpr uint32_t BITS = 0xffffe000, HALF = 0x1000;
     hi = (v + HALF) & BITS;
     lo = __float_as_uint(__uint_as_float(v) - __uint_as_float(hi)) + HALF;
@@ -129,8 +129,8 @@ struct Halves {
 // Whether rounding makes Inf of it, or it is Inf or NaN.
 DEVICE bool too_large(uint32_t v) { return (v & 0x7fffffff) >= 0x7f7ff000; }
 // The halves to keep of a filter's element: if it is too large, hi is the element, and lo next to nothing.
-DEVICE Halves kept_halves(float v) {
-  Halves of(__float_as_uint(v));
+DEVICE Tf32Pair kept_pair(float v) {
+  Tf32Pair of(__float_as_uint(v));
   if (too_large(__float_as_uint(v))) of.hi = __float_as_uint(v) | (v != v ? 0x400000 : 0), of.lo = 0x1000;
   return of;
 }
@@ -143,7 +143,7 @@ constexpr uint32_t ENOUGH = 27u << 24;
 // sign: both halves are next to zero.
 struct Found {
   uint32_t least, carries;  // carries: in the highest bit
-  DEVICE void add(uint32_t v, const Halves& of) {
+  DEVICE void add(uint32_t v, const Tf32Pair& of) {
     least = min(least, magnitude(v));
     carries |= v ^ of.hi;
   }
@@ -255,7 +255,7 @@ DEVICE void store_planes(const FewInputsArguments& arg, float (&sum)[COLUMN_TILE
 // The same if rows of y are no multiple of a run: the warp transposes its sums in its part of shared memory, so that neighbouring lanes write
 // neighbouring runs of RUN pixels of a channel.
 template <int RUN>
-DEVICE void store_transposed(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], float* turned, const data_t* bias,
+DEVICE void store_transposed(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], float* transposed, const data_t* bias,
                          const data_t* scale, const data_t* residual, data_t* y, const Corner& corner, int group, int first_k) {
   constexpr int RUNS = 32 / RUN, SOME = 4 / RUN;  // runs of a channel; runs that a lane finishes together
   struct alignas(RUN * sizeof(data_t)) Run {
@@ -272,7 +272,7 @@ DEVICE void store_transposed(const FewInputsArguments& arg, float (&sum)[COLUMN_
       const auto& low = sum[eight / 2][e / 2];
       const auto& high = sum[eight / 2][e / 2 + 1];
       const int run = e / RUN_PIXELS;
-      *(float4*)(turned + lane / 4 * TURNED_PITCH + (run * 4 + lane % 4) * RUN_PIXELS + e % RUN_PIXELS) =
+      *(float4*)(transposed + lane / 4 * TRANSPOSED_PITCH + (run * 4 + lane % 4) * RUN_PIXELS + e % RUN_PIXELS) =
           make_float4(low[eight % 2 * 2], low[eight % 2 * 2 + 1], high[eight % 2 * 2], high[eight % 2 * 2 + 1]);
     }
     __syncwarp();
@@ -294,7 +294,7 @@ DEVICE void store_transposed(const FewInputsArguments& arg, float (&sum)[COLUMN_
         finish.of = ScaleAndBias(arg, scale, bias, group * (int)arg.k + min(first_k + eight * 8 + of_eight, (int)arg.k - 1));
 #pragma unroll
         for (int e = 0; e < RUN; ++e)
-          v[i * RUN + e] = finish.whole(arg, turned[of_eight * TURNED_PITCH + lane % RUNS * RUN + e], 1, has_residual(arg) ? to_float(added[i].v[e]) : -0.f);
+          v[i * RUN + e] = finish.whole(arg, transposed[of_eight * TRANSPOSED_PITCH + lane % RUNS * RUN + e], 1, has_residual(arg) ? to_float(added[i].v[e]) : -0.f);
       }
       activate(arg, v);
 #pragma unroll
@@ -435,7 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int i = 0; i < AT_ONCE; ++i)
       if (to[i] >= 0) {
 #if PLANES && PRODUCTS == 3
-        const Halves of = kept_halves(v[i]);
+        const Tf32Pair of = kept_pair(v[i]);
         filter[to[i]] = of.hi, filter[to[i] + OF_SIXTEEN / 2] = of.lo;
 #else
         ((data_t*)filter)[to[i]] = factor(v[i]);
@@ -495,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
       for (int i = 0; i < 2 * EIGHTS; ++i) {
         uint32_t& v = b[i / 2][i % 2];
-        const Halves of(v);
+        const Tf32Pair of(v);
         found.add(v, of);
         v = of.hi, lo[i / 2][i % 2] = of.lo;
       }
@@ -549,10 +549,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     }
 #endif
     const Corner corner(arg, tile);
-    float* const turned = (float*)((char*)dynamic + arg.turned_at) + warp * 8 * TURNED_PITCH;
+    float* const transposed = (float*)((char*)dynamic + arg.transposed_at) + warp * 8 * TRANSPOSED_PITCH;
     if (arg.wide == RUN_PIXELS) store_planes(arg, sum, bias, scale, residual, y, corner, group, first_k);
-    else if (arg.wide == 2) store_transposed<2>(arg, sum, turned, bias, scale, residual, y, corner, group, first_k);
-    else store_transposed<1>(arg, sum, turned, bias, scale, residual, y, corner, group, first_k);
+    else if (arg.wide == 2) store_transposed<2>(arg, sum, transposed, bias, scale, residual, y, corner, group, first_k);
+    else store_transposed<1>(arg, sum, transposed, bias, scale, residual, y, corner, group, first_k);
 #else
     float sum[SIXTEENS][COLUMN_TILES][4];
     const auto each_sum = [&](const auto& f) {
@@ -570,14 +570,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const uint32_t v = load_word(here + base[i] + e % 2 * further + (e < 2 ? at.x : at.z)) & (e < 2 ? at.y : at.w);
-          const Halves of(v);
+          const Tf32Pair of(v);
           hi[i][e] = of.hi, lo[i][e] = of.lo;
           found.add(v, of);
         }
 #pragma unroll
       for (int eight = 0; eight < COLUMN_TILES; ++eight) {
         const uint2 b = load_words(filter_lane + (step * COLUMN_TILES + eight) * 256);
-        const Halves first(b.x), second(b.y);
+        const Tf32Pair first(b.x), second(b.y);
 #pragma unroll
         for (int i = 0; i < SIXTEENS; ++i) {
           float part[4] = {};

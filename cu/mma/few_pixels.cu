@@ -229,10 +229,10 @@ DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot,
 [[maybe_unused]] constexpr float LARGER = 4096;
 // A number as factors. For three products: the nearest TF32 number, and LARGER times the rest, of which the tensor core takes the first bits.
 // Rounding does not check for NaN: a NaN with all bits set becomes zero, and leaves a NaN.
-struct Factor {
+struct Tf32Pair {
   uint32_t high, low;
-  Factor() = default;
-  DEVICE explicit Factor(uint32_t word) {
+  Tf32Pair() = default;
+  DEVICE explicit Tf32Pair(uint32_t word) {
 #if PRODUCTS == 3
     high = (word + 0x1000) & ~0x1fffu;
     low = __float_as_uint((__uint_as_float(word) - __uint_as_float(high)) * LARGER);
@@ -265,11 +265,11 @@ struct Operands {
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) load_shared(x[j][0], x[j][1], x_at + start[j]);
   }
-  DEVICE Factor factor_of_w(int half, int e) const {
+  DEVICE Tf32Pair factor_of_w(int half, int e) const {
 #if TYPE == 32
-    return Factor(w[half][e][0]);
+    return Tf32Pair(w[half][e][0]);
 #else
-    return Factor(w[half][e][0] | (uint32_t)w[half][e][1] << 16);
+    return Tf32Pair(w[half][e][0] | (uint32_t)w[half][e][1] << 16);
 #endif
   }
 };
@@ -309,14 +309,14 @@ struct Totals {
 #endif
   }
   DEVICE void multiply_step(const Operands& of) {
-    Factor a[2][4];
+    Tf32Pair a[2][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int e = 0; e < 4; ++e) a[half][e] = of.factor_of_w(half, e);
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) {
-      const Factor b0(of.x[j][0]), b1(of.x[j][1]);
+      const Tf32Pair b0(of.x[j][0]), b1(of.x[j][1]);
       const uint32_t high[2][4] = {{a[0][0].high, a[0][1].high, a[0][2].high, a[0][3].high}, {a[1][0].high, a[1][1].high, a[1][2].high, a[1][3].high}};
 #if PRODUCTS == 3
       const uint32_t low[2][4] = {{a[0][0].low, a[0][1].low, a[0][2].low, a[0][3].low}, {a[1][0].low, a[1][1].low, a[1][2].low, a[1][3].low}};
@@ -346,7 +346,7 @@ struct Totals {
 
 #if PRODUCTS == 3
 // Computes a result that is not finite once more.
-static __device__ __noinline__ float exact(const FewPixelsPhase& shape, const data_t* x, const data_t* w, int row, int pixel) {
+static __device__ __noinline__ float recompute_fp32(const FewPixelsPhase& shape, const data_t* x, const data_t* w, int row, int pixel) {
   const Pixel at(shape, pixel);
   const int row_step = shape.gradient ? (int)shape.w_taps : (int)shape.line_step, channel_step = shape.gradient ? (int)shape.line_step : (int)shape.w_taps;
   float sum = 0;
@@ -494,7 +494,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       const long long at = place + channel * shape.y_channel;
       float v[1] = {all[e]};
 #if PRODUCTS == 3
-      if ((__float_as_uint(v[0]) & 0x7f800000) == 0x7f800000) v[0] = exact(shape, x, w, channel, of.pixel + column + e);
+      if ((__float_as_uint(v[0]) & 0x7f800000) == 0x7f800000) v[0] = recompute_fp32(shape, x, w, channel, of.pixel + column + e);
 #endif
       v[0] = finish.whole(shape, v[0], 1, has_residual(shape) ? to_float(residual[at]) : -0.f);
       activate(shape, v);

@@ -122,7 +122,7 @@ DEVICE void load_tile(const GroupedPhase& shape, const Tile& tile, int c0, const
 DEVICE bool numbers(float a, float b) { return a <= b || a > b; }
 
 // Computes the sum of pixel (p, q) of image n, channel `channel`, from its own group alone.
-static __device__ __noinline__ float sum_again(const GroupedPhase& shape, const data_t* x, const data_t* w, int n, int p, int q, int channel) {
+static __device__ __noinline__ float recompute_fp32(const GroupedPhase& shape, const data_t* x, const data_t* w, int n, int p, int q, int channel) {
   const Divided row(channel, shape.written, shape.by_written);
   const data_t* const of_row = w + row.quotient * shape.group_step + row.rest * shape.row_step;
   float sum = 0;
@@ -251,7 +251,7 @@ struct Worker {
         for (int i = 0; i < 4 * ROWS; ++i) some[i] = of_half[i];
 #pragma unroll 1
         for (int i = 0; i < 4 * min(rows, ROWS); ++i)
-          if (some[i] != some[i]) some[i] = sum_again(shape, x, w, n, p + i / 4, q, channel + i % 4);
+          if (some[i] != some[i]) some[i] = recompute_fp32(shape, x, w, n, p + i / 4, q, channel + i % 4);
 #pragma unroll
         for (int i = 0; i < 4 * ROWS; ++i) of_half[i] = some[i];
       }

@@ -11,7 +11,7 @@
 // a block sums one slice of its channels into part[slice][2][K], and a small launch adds the slices.
 //
 // Layout   y, residual, dout, out, g, dy: NCHW [N][K][plane] or NHWC [N*plane][K]. Statistics, parameters and sums are acc_t [K].
-// Sizes    They are arguments, in the struct Walk.
+// Sizes    They are arguments, in the struct BatchNormShape.
 // Mapping  item: VEC neighbours of a plane in NCHW (one channel), or of a pixel in NHWC (VEC channels). VEC is 4, or 8 for
 //          16-bit types, if plane or K is a multiple of it, which makes loads of 16 bytes; else 4 or 1. A channel, or a row of VEC channels,
 //          has `total` items, cut into slices of `per`.
@@ -54,26 +54,26 @@
 #define GIVEN(array) HAS_RESIDUAL
 #define FORWARD_UNROLL (HAS_RESIDUAL ? UNROLL_TWO : UNROLL)
 #endif
-#ifndef NOTED
-#define NOTED 0
+#ifndef WITH_MOMENTS
+#define WITH_MOMENTS 0
 #endif
 
 #define UNROLL (VEC == 1 ? 8 : 4)
 #define UNROLL_TWO (UNROLL / 2)  // if two arrays are read
 
-// How a launch walks an array.
-typedef struct Walk {
+// The shape of an array, and how a launch divides it.
+typedef struct BatchNormShape {
   long_t channels, plane;         // K; pixels of a channel of an image
   long_t total, per;              // items of a channel, or of VEC channels; items of a slice
   long_t columns, tiles, by_tiles, across, by_across;
   long_t plane_items, by_plane_items;  // items of a plane in NCHW; by_: a prepared divisor, see division.cuh; 0 if `total` is 2^31 or more
-} Walk;
+} BatchNormShape;
 
-#define K ((int)walk.channels)
-#define PLANE ((index_t)walk.plane)
+#define K ((int)shape.channels)
+#define PLANE ((index_t)shape.plane)
 #if NHWC
-#define ACROSS ((int)walk.across)
-#define LANE divided(LID_0, walk.by_across)
+#define ACROSS ((int)shape.across)
+#define LANE divided(LID_0, shape.by_across)
 #define OWN VEC  // channels of a thread
 #define OF(e) ((e) % VEC)
 #define ITEM(i) ((i) * K + column * VEC)
@@ -84,12 +84,12 @@ typedef struct Walk {
 #define LANE LID_0
 #define OWN 1
 #define OF(e) 0
-#define IMAGE_OF(i) (INDEX_64 && !walk.by_plane_items ? (i) / (index_t)walk.plane_items : divided((int)(i), walk.by_plane_items))
-#define ITEM(i) ((IMAGE_OF(i) * (index_t)K + column) * PLANE + ((i) - IMAGE_OF(i) * (index_t)walk.plane_items) * VEC)
+#define IMAGE_OF(i) (INDEX_64 && !shape.by_plane_items ? (i) / (index_t)shape.plane_items : divided((int)(i), shape.by_plane_items))
+#define ITEM(i) ((IMAGE_OF(i) * (index_t)K + column) * PLANE + ((i) - IMAGE_OF(i) * (index_t)shape.plane_items) * VEC)
 #define FIRST(j) (column * PLANE)
 #define VALUES(items) ((items) * VEC)
 #endif
-#define FROM_END(i) ITEM((index_t)walk.total - 1 - (i))
+#define FROM_END(i) ITEM((index_t)shape.total - 1 - (i))
 #define DOWN (THREADS / ACROSS)
 #define CHANNEL(j) (column * OWN + (j))
 
@@ -123,10 +123,10 @@ typedef struct { acc_t of[VEC]; } item_t;
 
 // A thread's channels and items. Threads without a column have no items, but take part in barriers.
 #define STAND                                                                                                                  \
-  const int tile_ = (int)GID_0 - divided((int)GID_0, walk.by_tiles) * (int)walk.tiles, lane = LANE, down = DOWN;               \
+  const int tile_ = (int)GID_0 - divided((int)GID_0, shape.by_tiles) * (int)shape.tiles, lane = LANE, down = DOWN;               \
   const int column = tile_ * ACROSS + LID_0 - lane * ACROSS;                                                                   \
-  const bool inside = lane < down && column < (int)walk.columns;                                                               \
-  const index_t slice = divided((int)GID_0, walk.by_tiles), per = (index_t)walk.per, total = (index_t)walk.total, start = slice * per; \
+  const bool inside = lane < down && column < (int)shape.columns;                                                               \
+  const index_t slice = divided((int)GID_0, shape.by_tiles), per = (index_t)shape.per, total = (index_t)shape.total, start = slice * per; \
   const index_t end = inside ? (start + per < total ? start + per : total) : start
 
 // The normalisation of a thread's channels: (y - centre) * a + b. `more` is done for each channel as well.
@@ -164,7 +164,7 @@ typedef struct { acc_t of[VEC]; } item_t;
 
 // The moments of the block's items, left to the first lane of each column: means are relative to the channels' first values.
 WITHIN_KERNEL void find_moments(
-    const GLOBAL_MEM data_t* RESTRICT y, const Walk walk, const int column, const int lane, const int down, const bool inside,
+    const GLOBAL_MEM data_t* RESTRICT y, const BatchNormShape shape, const int column, const int lane, const int down, const bool inside,
     const index_t start, const index_t end, LOCAL_MEM_POINTER acc_t* counts, LOCAL_MEM_POINTER acc_t* means, LOCAL_MEM_POINTER acc_t* squares) {
   acc_t n = 0, mean[OWN], m2[OWN], shift[OWN];
   for (int j = 0; j < OWN; ++j) {
@@ -226,11 +226,11 @@ WITHIN_KERNEL acc_t settle(
 }
 
 KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
-                                                            const Walk walk) {
+                                                            const BatchNormShape shape) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t counts[THREADS], means[OWN * THREADS], squares[OWN * THREADS];
   STAND;
-  find_moments(y, walk, column, lane, down, inside, start, end, counts, means, squares);
+  find_moments(y, shape, column, lane, down, inside, start, end, counts, means, squares);
   if (inside && lane == 0)
     for (int j = 0; j < OWN; ++j) {
       part[slice * 2 * K + CHANNEL(j)] = means[j * THREADS + LID_0];
@@ -239,14 +239,14 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM dat
 }
 
 // Combines the slices of channel_moments. The channels' first values are `apart` elements apart; an item has `values` values of a channel.
-// NOTED    the convolution noted the slices while it had its sums at hand (hopper/gemm.cu): `sets` times `total` items, slices
+// WITH_MOMENTS    the convolution emitted the slices while it had its sums at hand (hopper/gemm.cu): `sets` times `total` items, slices
 //          of one set each; no means are relative to first values. If `redone` says that results were computed again since, which is
 //          rare (direct/gemm.cu), this launch reads all of y: `images` of `plane` pixels.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT part, const GLOBAL_MEM long_t* RESTRICT tracked,
     GLOBAL_MEM acc_t* RESTRICT mean, GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean,
     GLOBAL_MEM acc_t* RESTRICT running_var, GLOBAL_MEM long_t* RESTRICT counted,
-#if NOTED
+#if WITH_MOMENTS
     const int* redone, const long_t blocks, const long_t sets, const long_t images, const long_t plane, const long_t y_image, const long_t y_pixel,
 #endif
     const long_t total, const long_t per, const long_t channels, const long_t values, const long_t apart, const long_t eps,
@@ -254,7 +254,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
   AFTER_LAST_LAUNCH
   const int own = LID_0 & ((int)beside - 1), lane = LID_0 / (int)beside;
   const index_t channel = (index_t)GID_0 * beside + own;
-#if NOTED
+#if WITH_MOMENTS
   // slices are many, so they are read once: relative to the first one's mean, and in double, which has digits to spare if that is far off
   acc_t shift = 0;
   double sum = 0, square = 0;
@@ -327,7 +327,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
 
 // out = activation((y - centre) * a + b + residual)
 WITHIN_KERNEL void normalise(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, const Walk walk,
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, const BatchNormShape shape,
     const int column, const int lane, const int down, const index_t start, const index_t end, const acc_t* centre, const acc_t* a,
     const acc_t* b, const long_t activation, const long_t slope) {
   for (index_t i = start + lane; i < end; i += down * FORWARD_UNROLL) {
@@ -358,11 +358,11 @@ WITHIN_KERNEL void normalise(
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
     const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT residual,
-    GLOBAL_MEM data_t* RESTRICT out, const Walk walk, const long_t activation, const long_t slope) {
+    GLOBAL_MEM data_t* RESTRICT out, const BatchNormShape shape, const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
   STAND;
   NORMALISED_BY()
-  normalise(y, residual, out, walk, column, lane, down, start, end, centre, a, b, activation, slope);
+  normalise(y, residual, out, shape, column, lane, down, start, end, centre, a, b, activation, slope);
 }
 
 // g times the activation's derivative, given v = y - mean. If that is 0, so is the gradient, even of an infinity. A ReLU lets that of a NaN pass.
@@ -381,7 +381,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
 // read off `out`, and g is written to `masked`.
 WITHIN_KERNEL void sum_gradients(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM data_t* RESTRICT out,
-    GLOBAL_MEM data_t* RESTRICT masked, const Walk walk, const int column, const int lane, const int down, const index_t start,
+    GLOBAL_MEM data_t* RESTRICT masked, const BatchNormShape shape, const int column, const int lane, const int down, const index_t start,
     const index_t end, const acc_t* centre, const acc_t* a, const acc_t* b, const long_t activation, const long_t slope,
     LOCAL_MEM_POINTER acc_t* sums) {
   acc_t sum[2 * OWN];
@@ -420,13 +420,13 @@ WITHIN_KERNEL void sum_gradients(
 KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const Walk walk,
+    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const BatchNormShape shape,
     const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[2 * OWN * THREADS];
   STAND;
   NORMALISED_BY()
-  sum_gradients(y, dout, out, masked, walk, column, lane, down, start, end, centre, a, b, activation, slope, sums);
+  sum_gradients(y, dout, out, masked, shape, column, lane, down, start, end, centre, a, b, activation, slope, sums);
   if (inside && lane == 0)
     for (int j = 0; j < OWN; ++j) {
       part[slice * 2 * K + CHANNEL(j)] = sums[j * THREADS + LID_0];
@@ -436,7 +436,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
 
 // dy = a * g - less - rate * (y - centre). It may be written over y: one thread reads and writes each item.
 WITHIN_KERNEL void spread_gradients(
-    const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* dout, GLOBAL_MEM data_t* dy, const Walk walk, const int column,
+    const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* dout, GLOBAL_MEM data_t* dy, const BatchNormShape shape, const int column,
     const int lane, const int down, const index_t start, const index_t end, const acc_t* centre, const acc_t* a, const acc_t* b,
     const acc_t* less, const acc_t* rate, const long_t activation, const long_t slope) {
   for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
@@ -464,7 +464,7 @@ WITHIN_KERNEL void spread_gradients(
 KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
     const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* dy, const Walk walk, const long_t activation,
+    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* dy, const BatchNormShape shape, const long_t activation,
     const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
   STAND;
@@ -474,12 +474,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
     less[j] = of_batch ? share * sums[CHANNEL(j)] : 0;  // the sums may be no numbers
     rate[j] = of_batch ? share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)] : 0;
   })
-  spread_gradients(y, dout, dy, walk, column, lane, down, start, end, centre, a, b, less, rate, activation, slope);
+  spread_gradients(y, dout, dy, shape, column, lane, down, start, end, centre, a, b, less, rate, activation, slope);
 }
 
 // The sum over each channel of x, slice by slice: a bias's gradient.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM acc_t* RESTRICT part,
-                                                   const Walk walk) {
+                                                   const BatchNormShape shape) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[OWN * THREADS];
   STAND;
@@ -527,25 +527,25 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRIC
 
 // The statistics; the channel's mean and 1 / sqrt(variance + eps) go to the first elements.
 WITHIN_KERNEL void whole_statistics(
-    const GLOBAL_MEM data_t* RESTRICT y, const Walk walk, const int column, const int lane, const int down, const bool inside,
+    const GLOBAL_MEM data_t* RESTRICT y, const BatchNormShape shape, const int column, const int lane, const int down, const bool inside,
     const index_t start, const index_t end, const GLOBAL_MEM long_t* tracked, GLOBAL_MEM acc_t* mean, GLOBAL_MEM acc_t* invstd,
     GLOBAL_MEM acc_t* running_mean, GLOBAL_MEM acc_t* running_var, GLOBAL_MEM long_t* counted, const long_t eps, const long_t momentum,
     LOCAL_MEM_POINTER acc_t* counts, LOCAL_MEM_POINTER acc_t* means, LOCAL_MEM_POINTER acc_t* squares) {
-  find_moments(y, walk, column, lane, down, inside, start, end, counts, means, squares);
+  find_moments(y, shape, column, lane, down, inside, start, end, counts, means, squares);
   if (lane == 0) {
     means[0] += LOAD(y, FIRST(0));
-    squares[0] = settle(column, means[0], squares[0], VALUES(walk.total), tracked, mean, invstd, running_mean, running_var, counted, eps, momentum);
+    squares[0] = settle(column, means[0], squares[0], VALUES(shape.total), tracked, mean, invstd, running_mean, running_var, counted, eps, momentum);
   }
 }
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_statistics(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM long_t* RESTRICT tracked, GLOBAL_MEM acc_t* RESTRICT mean,
     GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean, GLOBAL_MEM acc_t* RESTRICT running_var,
-    GLOBAL_MEM long_t* RESTRICT counted, const Walk walk, const long_t eps, const long_t momentum) {
+    GLOBAL_MEM long_t* RESTRICT counted, const BatchNormShape shape, const long_t eps, const long_t momentum) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   STAND;
-  whole_statistics(y, walk, column, lane, down, inside, start, end, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum,
+  whole_statistics(y, shape, column, lane, down, inside, start, end, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum,
                    counts, means, squares);
 }
 
@@ -554,16 +554,16 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM long_t* RESTRICT tracked, GLOBAL_MEM acc_t* RESTRICT mean,
     GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean, GLOBAL_MEM acc_t* RESTRICT running_var,
     GLOBAL_MEM long_t* RESTRICT counted, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, const Walk walk, const long_t activation,
+    const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, const BatchNormShape shape, const long_t activation,
     const long_t slope, const long_t eps, const long_t momentum) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   STAND;
-  whole_statistics(y, walk, column, lane, down, inside, start, end, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum,
+  whole_statistics(y, shape, column, lane, down, inside, start, end, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum,
                    counts, means, squares);
   local_barrier();
   const acc_t centre = means[0], a = (gamma ? gamma[column] : 1) * squares[0], b = beta ? beta[column] : 0;
-  normalise(y, residual, out, walk, column, lane, down, start, end, &centre, &a, &b, activation, slope);
+  normalise(y, residual, out, shape, column, lane, down, start, end, &centre, &a, &b, activation, slope);
 }
 
 // The whole backward pass in one launch. `totals` are dbeta and dgamma of all channels.
@@ -571,18 +571,18 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_backward(
     const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
     const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* masked, GLOBAL_MEM acc_t* RESTRICT totals, GLOBAL_MEM data_t* dy,
-    const Walk walk, const long_t activation, const long_t slope, const long_t of_batch) {
+    const BatchNormShape shape, const long_t activation, const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[2 * THREADS];
   STAND;
   const acc_t centre = mean[column], deviation = invstd[column];
   const acc_t a = (gamma ? gamma[column] : 1) * deviation, b = beta ? beta[column] : 0;
-  sum_gradients(y, dout, out, masked, walk, column, lane, down, start, end, &centre, &a, &b, activation, slope, sums);
+  sum_gradients(y, dout, out, masked, shape, column, lane, down, start, end, &centre, &a, &b, activation, slope, sums);
   local_barrier();
   const acc_t by_beta = sums[0], by_gamma = sums[THREADS] * deviation, share = a / (acc_t)VALUES(total);
   if (lane == 0) totals[column] = by_beta, totals[K + column] = by_gamma;
   const acc_t less = of_batch ? share * by_beta : 0, rate = of_batch ? share * deviation * by_gamma : 0;  // in the order of batch_norm_backward
   const bool summed = GIVEN(out);
-  spread_gradients(y, summed ? masked : dout, dy, walk, column, lane, down, start, end, &centre, &a, &b, &less, &rate, summed ? 0 : activation, slope);
+  spread_gradients(y, summed ? masked : dout, dy, shape, column, lane, down, start, end, &centre, &a, &b, &less, &rate, summed ? 0 : activation, slope);
 }
 #endif

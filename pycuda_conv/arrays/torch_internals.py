@@ -52,6 +52,15 @@ keeps_graph: Callable[[], bool] = _part("_autograd._get_current_graph_task_keep_
 packing_hooks: Callable[[bool], Any] = _part("_autograd._top_saved_tensors_default_hooks", lambda _: True)
 
 
+def _copy_one_by_one(to: list[Any], given: list[Any]) -> None:
+    for one, other in zip(to, given, strict=True):
+        one.copy_(other)
+
+
+#: (to, given) -> copies tensors into others, of another type too, by few launches
+copy_all: Callable[[list[Any], list[Any]], Any] = getattr(torch, "_foreach_copy_", _copy_one_by_one)
+
+
 def is_functionalized(transform: Any) -> bool:
     """Whether a transform of :func:`innermost_transform` is torch.func.functionalize, which takes no ``torch.autograd.Function``."""
     kinds = _part("_functorch.TransformType", None)

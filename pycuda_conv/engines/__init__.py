@@ -13,6 +13,7 @@ from pycuda_conv.engines import former, peers  # noqa: F401 peers fills the regi
 from pycuda_conv.engines.base import Config, Gone, GoneError, config_again
 from pycuda_conv.engines.compose.bordered import alike
 from pycuda_conv.engines.registry import (
+    BATCHES,
     alternatives,
     candidates,
     choose,
@@ -35,7 +36,7 @@ from pycuda_conv.engines.registry import (
 from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
-    "Config", "Gone", "GoneError", "Schedule", "alike", "alternatives", "candidates", "choose", "config_again",
+    "BATCHES", "Config", "Gone", "GoneError", "Schedule", "alike", "alternatives", "candidates", "choose", "config_again",
     "config_classes", "config_from_table", "engine_of", "fastest_first", "filter_key", "find", "order", "predicted", "predictions",
     "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores", "with_moments",
 ]  # fmt: skip

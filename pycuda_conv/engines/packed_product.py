@@ -25,13 +25,13 @@ from pycuda_conv.runtime.base import KernelLaunch, Place
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
     products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, Place, MomentsLayout], list[KernelLaunch]],
-    moments: Moments | None = None, filter_last: bool = False, windows: bool = False, clusters: bool = False, mends: bool = False,
+    moments: Moments | None = None, filter_last: bool = False, windows: bool = False, clusters: bool = False, recomputes: bool = False,
     tickets: int = 0,
 ) -> Schedule:
-    """The launches of a problem: those of `products`, and around them those that pack, add the parts of a split sum, and mend.
+    """The launches of a problem: those of `products`, and around them those that pack, add the parts of a split sum, and recompute.
 
     With `filter_last` the filter's second axis is last, see :func:`packs_filter_last`. `windows`: see :func:`packing`. `clusters`: the GPU
-    has clusters of blocks. With `mends` the product itself computes flagged results once more. With `tickets`, their number, it also adds
+    has clusters of blocks. With `recomputes` the product itself recomputes flagged results. With `tickets`, their number, it also adds
     the parts of a split sum; the images have to be packed then. The last argument of `products` is the layout of `moments`.
     """
     packed, addressings = packed_layout(problem, windows)
@@ -45,7 +45,7 @@ def assemble(
     if split > 1 and not tickets:
         after.append([reduce_launch(problem, split, target)])
     checked = flagged(problem, packed)
-    if mends:
+    if recomputes:
         layout.redone_by(after[0])
     elif checked:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales

@@ -170,7 +170,8 @@ def packed_array(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_
     args = arguments(
         PackArguments, filter_rows=0, row_bits=0, images=images, lines=lines, **tile, slices=0, groups=groups,
         group_chunks=group // 8, channels=read,
-        slack=slack(problem), each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image, x_group=strides.group,
+        slack=slack(problem), too_small=1 + problem.batch_invariant, each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image,
+        x_group=strides.group,
         x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
         **_columns(problem, not as_filter and not packed.level), folds=math.prod(packed.folded), fold_r=packed.folded[1],
         fold_s=packed.folded[2], **by_axis("stride_", steps), **by_axis("pad_", pads), **by_axis("dilation_", dilations),
@@ -213,16 +214,16 @@ def _tiles(problem: ConvProblem, packed: PackedLayout, size: Size3, pixels: int,
     planes, folds = _in_planes(problem, packed), math.prod(packed.folded)
     channels = problem.operand_channels // problem.groups
     # a pixel's taps share sectors of memory: a block takes the same channels of all (with more than 4 taps, too few of each to write well)
-    together = 0
+    per_tap = 0
     if problem.layout == "NCHW" and packed.window is None and problem.groups == 1 and channels % 8 == 0 and 1 < folds <= 4:
-        together = 8 if folds == 2 else 4
+        per_tap = 8 if folds == 2 else 4
     # if there are few pixels, too, a tile has room for more channels
-    most = 16 if together or (planes and pixels <= PACK_THREADS * PACK_PIXELS // 16) else 8
-    at_once = most if together else min(most, 1 << (chunks - 1).bit_length())
+    most = 16 if per_tap or (planes and pixels <= PACK_THREADS * PACK_PIXELS // 16) else 8
+    at_once = most if per_tap else min(most, 1 << (chunks - 1).bit_length())
     vector = PACK_PIXELS if planes and math.prod(size) % PACK_PIXELS == 0 else 1
-    across = ceil(channels // 8, together) if together else ceil(chunks, at_once)
+    across = ceil(channels // 8, per_tap) if per_tap else ceil(chunks, at_once)
     tiles = ceil(pixels, PACK_THREADS * _thread_pixels(problem, packed) // at_once) * across
-    bits = {"chunk_bits": (at_once - 1).bit_length(), "together": together, "together_bits": max(together - 1, 0).bit_length()}
+    bits = {"chunk_bits": (at_once - 1).bit_length(), "chunks_per_tap": per_tap, "chunks_per_tap_bits": max(per_tap - 1, 0).bit_length()}
     return vector, {"tiles": tiles, "tiles_c": across, **bits}
 
 

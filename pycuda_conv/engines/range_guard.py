@@ -29,20 +29,20 @@ def slack(problem: ConvProblem) -> int:
 def guarded(
     problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None
 ) -> list[KernelLaunch]:
-    """Launches that mend the results that depend on flagged images and channels of `problem`: see ``direct/gemm.cu``.
+    """Launches that recompute the results that depend on flagged images and channels of `problem`: see ``direct/gemm.cu``.
 
     `found`: the places of the flags of images and filters, and of their scales. `filter_last`: the filter has its second axis
-    last. `redone`: where each block notes whether it computed results again.
+    last. `redone`: where each block writes whether it computed results again.
     """
     launches = direct_gemm.products(problem, direct_gemm.Gemm(128, 128, 16, 8, 8, 1), filter_last)
     *_, last = launches
     return [
         replace(
-            step, defines={**step.defines, "FIXUP": 1, "A_VEC": 1, "B_VEC": 1},  # one kernel for all sizes, since it seldom has work
+            step, defines={**step.defines, "RECOMPUTE": 1, "A_VEC": 1, "B_VEC": 1},  # one kernel for all sizes, since it seldom has work
             arguments=cast(Any, step.arguments)._replace(
-                n_blocks=step.grid, images=problem.N, followed=int(step is not last), noted=int(redone is not None),
+                n_blocks=step.grid, images=problem.N, followed=int(step is not last), with_moments=int(redone is not None),
             ),
-            grid=min(step.grid, multiprocessors),  # registers leave room for no second block
+            grid=min(step.grid, multiprocessors),  # registers leave no room for a second block
             buffers=(*step.buffers, *found, redone or found[0]),  # without `redone` the last buffer is not written
         )
         for step in launches
@@ -50,13 +50,13 @@ def guarded(
 
 
 #: How operands lie in memory, and how a convolution reads them.
-MendArrays = kernel_struct("mend.cuh", "MendArrays")
+RecomputeArrays = kernel_struct("recompute.cuh", "RecomputeArrays")
 #: How a phase reads them.
-MendPhase = kernel_struct("mend.cuh", "MendPhase")
+RecomputePhase = kernel_struct("recompute.cuh", "RecomputePhase")
 
 
-def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_last: bool) -> tuple[tuple[int, ...], ...]:
-    """The structs of ``mend.cuh`` for a launch of some phases, with `room` for so many; `filter_last` as for :func:`guarded`."""
+def recompute_arguments(problem: ConvProblem, launched: Sequence[Phase], most: int, filter_last: bool) -> tuple[tuple[int, ...], ...]:
+    """The structs of ``recompute.cuh`` for a launch of at most `most` phases; `filter_last` as for :func:`guarded`."""
     x, (w_group, w_m, w_c), channels = read_strides(problem), filter_strides(problem), problem.operand_channels // problem.groups
     tap_strides = row_major(problem.filter_size)
     if filter_last:
@@ -65,20 +65,20 @@ def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_l
     if problem.direction == "fprop":  # the launch's phase may have folded taps
         launched = phases(problem)
     args = [
-        MendPhase(*phase.taps, *phase.pad, sum(f * n for f, n in zip(phase.first, tap_strides, strict=True))) for phase in launched
+        RecomputePhase(*phase.taps, *phase.pad, sum(f * n for f, n in zip(phase.first, tap_strides, strict=True))) for phase in launched
     ]
     # phases with taps along an axis say how far these are apart
     by_axis = [max(launched, key=lambda phase: phase.taps[i]) for i in range(3)]
     taps = tuple(by_axis[i].every[i] * tap_strides[i] for i in range(3))
     stride, dilation = tuple(by_axis[i].stride[i] for i in range(3)), tuple(by_axis[i].dilation[i] for i in range(3))
-    arrays = MendArrays(
+    arrays = RecomputeArrays(
         channels, *problem.operand_size, x.image, x.group, x.channel, x.pixel, w_group, w_m, w_c, *taps, *stride, *dilation
     )
-    return *args, *args[-1:] * (room - len(args)), arrays
+    return *args, *args[-1:] * (most - len(args)), arrays
 
 
 class MomentsLayout:
-    """The place of `moments` in the workspace, if any are noted, and of the flags by which launches tell what they computed again."""
+    """The place of `moments` in the workspace, if there are any, and of the flags that say what launches computed again."""
 
     def __init__(self, moments: Moments | None, scratch: Arena, multiprocessors: int) -> None:
         self._multiprocessors = multiprocessors

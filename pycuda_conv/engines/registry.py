@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines import packing, split_sum
@@ -108,9 +109,14 @@ _found: dict[tuple[Any, ...], Config | None] = {}
 MOST_FOUND = 1024
 
 
+def _asked_of(device: Device) -> tuple[Any, ...]:
+    """What engines ask of a device, and the engines."""
+    return device.backend, device.capability, device.multiprocessors, type(device), ENGINES
+
+
 def find(problem: ConvProblem, device: Device) -> Config | None:
     """:func:`choose`, but None if no engine can run it, as most channels-last wgrad problems."""
-    key = problem, device.backend, device.capability, device.multiprocessors, type(device), ENGINES
+    key = problem, *_asked_of(device)
     try:
         return _found[key]
     except KeyError:
@@ -121,6 +127,8 @@ def find(problem: ConvProblem, device: Device) -> Config | None:
 
 
 def _fastest(problem: ConvProblem, device: Device) -> Config | None:
+    if problem.batch_invariant:
+        return next(iter(_in_order_of_layer(problem, device)), None)
     best: tuple[float, Config] | None = None
     for engine in _engines(device, problem):
         found = engine.choose(problem.launched, device)
@@ -129,6 +137,62 @@ def _fastest(problem: ConvProblem, device: Device) -> Config | None:
         if best and best[0] == BY_RULE:
             break  # no prediction is shorter
     return None if best is None else best[1]
+
+
+#: Numbers of images by whose configurations the order of a batch-invariant layer's sums is chosen. It has to be possible for all whose
+#: arrays are of ordinary size, and should take little time for the first ones.
+BATCHES = 8, 64, 1
+
+
+def _in_order_of_layer(problem: ConvProblem, device: Device) -> list[Config]:
+    """The configurations of a batch-invariant problem, the fastest first: those that sum in the order that the layer has for any batch."""
+    order, known = _order_of_layer(replace(problem, N=1, batched=True, bare=False), device)
+    return [] if order is None else [config for _, config in _in_order(problem, order, known, device)]
+
+
+#: By layer and by what engines ask of a device: the order, and the configurations in that order that batches of BATCHES would choose.
+_orders: dict[tuple[Any, ...], tuple[Hashable, list[Config]]] = {}
+
+
+def _order_of_layer(layer: ConvProblem, device: Device) -> tuple[Hashable, list[Config]]:
+    """The order of sums that takes the least time for :data:`BATCHES`, among those of these batches' fastest configurations."""
+    key = layer, *_asked_of(device)
+    if key not in _orders:
+        if len(_orders) >= MOST_FOUND:
+            _orders.clear()
+        batches = [replace(layer, N=n) for n in BATCHES if n == 1 or replace(layer, N=n).largest_array < 2**31]
+        plain = [replace(one, algorithm="direct") for one in batches]
+        wanted: dict[Hashable, dict[Config, None]] = {}
+        for one in plain:
+            config = _fastest(one, device)
+            if config is not None:
+                wanted.setdefault(order(one, config), {})[config] = None
+        best: tuple[float, Hashable, list[Config]] = math.inf, None, []
+        for found, configs in wanted.items():
+            times = [_in_order(one, found, configs, device) for one in batches]
+            if all(times):
+                took = math.prod(max(timed[0][0], 1.0) for timed in times if timed is not times[-1] or len(times) == 1)
+                best = min(best, (took, found, [timed[0][1] for timed in times]), key=lambda triple: triple[0])
+        if best[1] is None:  # each of them serves some batches alone
+            others = dict.fromkeys(order(plain[0], config) for _, config in predictions(plain[0], device))
+            unmodelled = dict.fromkeys(order(plain[0], config) for us, config in _compared(plain[0], device) if us is None)
+            possible = (found for found in (others | unmodelled) if all(_in_order(one, found, (), device) for one in batches))
+            best = math.inf, next(possible, None), []
+        _orders[key] = best[1:]
+    return _orders[key]
+
+
+def _in_order(problem: ConvProblem, wanted: Any, more: Iterable[Config], device: Device) -> list[tuple[float, Config]]:
+    """The configurations that sum in this :func:`order`, of those that `problem` would be measured with and of `more`, the fastest first.
+
+    Each comes with the microseconds that it should take.
+    """
+    engine, sums = wanted
+    launched = problem.launched
+    choice = engine.choose(launched, device)
+    known = dict.fromkeys([*([choice[1]] if choice else []), *engine.configs(launched, device), *more])
+    alike = [one for one in known if engine.refusal(launched, one) is None and engine.sum_order(launched, one) == sums]
+    return sorted(((engine.time(launched, one, device) or 0.0, one) for one in alike), key=lambda pair: pair[0])
 
 
 def predicted(problem: ConvProblem, config: Config, device: Device) -> float | None:
@@ -146,6 +210,8 @@ def candidates(problem: ConvProblem, device: Device) -> list[Config]:
 
     They are those with predictions near the shortest, the :data:`BEST` of every engine, and all without a model.
     """
+    if problem.batch_invariant:
+        return _in_order_of_layer(problem, device)[:MOST_NEAR]
     compared = _compared(problem, device)
     modelled = sorted(((us, config) for us, config in compared if us is not None), key=lambda pair: pair[0])
     near = [config for us, config in modelled if us <= NEAR * modelled[0][0]][:MOST_NEAR]
@@ -201,7 +267,7 @@ def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config
     pass that reads the result. Else it is `config`.
     """
     fastest_us = predicted(problem, config, device)
-    if fastest_us is None or schedule(problem, config, device, True).moments is not None:
+    if problem.batch_invariant or fastest_us is None or schedule(problem, config, device, True).moments is not None:
         return config
     pass_us = PASS_LAUNCH + problem.itemsize * math.prod(problem.result_shape) / MEMORY
     for us, other in predictions(problem, device):
@@ -221,7 +287,8 @@ def texts(device: Device) -> list[TextFamily]:
 
 def filter_key(problem: ConvProblem, config: Config) -> Hashable:
     """Equal for plans that pack a filter alike, whatever their images; None if the filter is read as it is."""
-    return engine_of(config).filter_key(problem.launched, config)
+    key = engine_of(config).filter_key(problem.launched, config)
+    return key and (key, problem.batch_invariant)
 
 
 def _worthwhile(engine: Any, launched: ConvProblem, device: Device) -> bool:

@@ -28,8 +28,9 @@ import numpy as np
 from pycuda_conv import borders, engines
 from pycuda_conv.execute import staging
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime import contexts, transforms
+from pycuda_conv.runtime import contexts
 from pycuda_conv.runtime.base import LibraryCall
+from pycuda_conv.runtime.transforms import host as host_transforms
 from pycuda_conv.tune import lookup
 
 if TYPE_CHECKING:
@@ -681,7 +682,7 @@ def _by_library(plan: Plan, arrays: Sequence[Any], y: np.ndarray) -> bool:
     plain = not (problem.adapted or problem.activation or any(one is not None for one in others))
     if not isinstance(call, LibraryCall) or problem.itemsize < 4 or not plain:
         return False
-    return transforms.convolve(call.told[0], x, weight, bias, y)
+    return host_transforms.convolve(call.transforms[0], x, weight, bias, y)
 
 
 def _chunk_bytes(x: np.ndarray, y: np.ndarray) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pycuda_conv.arrays import torch_internals
 from pycuda_conv.nn import operators
 
 HALVES = torch.float16, torch.bfloat16
@@ -29,7 +30,7 @@ def _cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors in another type, by as few launches as hold them all. Each lies as it did."""
     made = [torch.empty_like(one, dtype=dtype, requires_grad=False) for one in tensors]
     with torch.no_grad():
-        torch._foreach_copy_(made, list(tensors))
+        torch_internals.copy_all(made, list(tensors))
     return made
 
 

@@ -244,7 +244,8 @@ def revert(model: Model) -> Model:
         _give_back(module)
         if type(module) in _TORCHS:
             module.__class__ = _TORCHS[type(module)]
-            module.__dict__.pop("precision", None)
+            for name in ("precision", "algorithm"):
+                module.__dict__.pop(name, None)
         module.__dict__.pop("_compiled_call_impl", None)
     model.__dict__.pop("_conversion", None)
     return model

@@ -32,6 +32,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
+from pycuda_conv import borders
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.torch_internals import leaves
 from pycuda_conv.engines.nn import batch_norm
@@ -543,13 +544,19 @@ class Rewrite:
             return "its options are not constants"
         return given, Options(transposed, settings, extra)
 
-    def _absorb_padding(self, chain: _Chain, options: Options) -> Options:
-        """Zeros padded in front of a convolution become its padding."""
+    def _absorb_padding(self, chain: _Chain, options: Options, with_border: bool = False) -> Options:
+        """Zeros padded in front of a convolution become its padding; `with_border`, so does any other border in front of one without padding."""
         pad = chain.operands[0]
         if pad.op != "call_function" or pad.target not in _PADS or len(pad.users) != 1 or options.transposed:
             return options
         given = bound(pad, ("input", "pad", "mode", "value"))
-        if given is None or given["mode"] not in (None, "constant") or given["value"] or not is_plain(given["input"]):
+        if given is None or not is_plain(given["input"]):
+            return options
+        mode, number = given["mode"] or "constant", given["value"] or 0
+        zeros = mode == "constant" and isinstance(number, (int, float)) and number == 0
+        if zeros == with_border or (with_border and (options.settings.padding_mode != "zeros" or any(map(any, options.settings.padding)))):
+            return options
+        if mode not in borders.MODES or isinstance(number, bool) or not isinstance(number, (int, float)) or (number and mode != "constant"):
             return options
         sides: list[Any] = list(given["pad"]) if isinstance(given["pad"], (list, tuple)) else [-1]
         ndim, x = options.settings.ndim, given["input"]
@@ -563,7 +570,8 @@ class Rewrite:
         chain.operands[0] = x
         chain.reads = [(x, self.order[pad]), *chain.reads[1:]]
         chain.nodes.insert(0, pad)
-        return options._replace(settings=options.settings._replace(padding=padding))
+        settings = options.settings._replace(padding=padding)
+        return options._replace(settings=settings._replace(padding_mode=mode, padding_value=float(number)) if with_border else settings)
 
     def _rewrite_convolution(self, convolution: Node, grad: bool) -> str | None:
         """Put one call in the place of a convolution's chain; else say why it stays torch's."""
@@ -588,6 +596,8 @@ class Rewrite:
                     chain.activation = activation
                     chain.nodes.append(node)
         options = options._replace(activation=chain.activation)
+        if chain.norm is None and chain.residual is None and chain.activation is None:  # what is fused has zeros around it
+            options = self._absorb_padding(chain, options, with_border=True)
         turned = self._turned(chain.operands[0], value(chain.last), options.settings.ndim)
         if turned is None:
             return "torch's result is neither in C order nor channels last"
@@ -719,12 +729,13 @@ class Rewrite:
                     operands[0] = self.graph.call_method("contiguous", (operands[0],), {"memory_format": turned})
                     operands[0].meta["example_value"] = value(chain.operands[0])
                 if training or not gradient or self.targets.casts_early:
-                    at_start = slice(1, 3 if training or gradient else 2)  # norms that are folded read the bias as it is
+                    folded = chain.norm is not None and not training  # with the bias as it is
+                    at_start = slice(1, 2 if folded else 3)
                     operands[at_start] = [self._cast_early(chain, n, dtype, grad) for n in operands[at_start]]
                 if training:
                     assert chain.norm is not None
                     new = self.targets.train(options, operands, dtype, chain.norm, chain.residual, grad)
-                elif gradient:
+                elif gradient or options.settings.padding_mode != "zeros":
                     new = self.targets.convolve(options, operands, dtype)
                 else:
                     vectors = () if chain.norm is None else (*chain.norm.vectors, chain.operands[2])

@@ -208,7 +208,9 @@ def training_of(
 
 def convolution_of(options: Options) -> Callable[..., Any]:
     """(x, weight, bias) -> a convolution with gradients. It casts as ``torch.autocast`` says."""
-    asked, convolve_ = (*_asked(options), None), dispatch.convolve
+    asked, convolve_, settings = (*_asked(options), None), dispatch.convolve, options.settings
+    if settings.padding_mode != "zeros":
+        asked = *asked, None, settings.padding_mode, settings.padding_value, None
 
     def convolve(x: Any, weight: Any, bias: Any) -> Any:
         return convolve_(asked, (x, weight, bias, None, None), None, _ANYWHERE)

@@ -152,11 +152,11 @@ class LibraryCall(KernelLaunch):
 
     Attributes
     ----------
-    told : (Transforms, int, int)
+    transforms : (Transforms, int, int)
         What to make of the input and the weight, and the bytes from the workspace's start to the sums and to their limits.
     """
 
-    told: tuple[Any, int, int] = (None, 0, 0)
+    transforms: tuple[Any, int, int] = (None, 0, 0)
 
     def source(self) -> str:
         return ""

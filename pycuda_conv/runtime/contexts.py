@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.runtime import driver, transforms
+from pycuda_conv.runtime import driver
 from pycuda_conv.runtime.base import pycuda_context
 from pycuda_conv.runtime.device import CudaDevice, Where
 from pycuda_conv.runtime.gpu import Gpu, gpu
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
+from pycuda_conv.runtime.transforms.gpu import gpu_library
 
 #: As in ``launch/launch.h``.
 GPUS = 64
@@ -93,7 +94,7 @@ class PrimaryContext(CudaDevice):
     @property
     def transforms(self) -> str:
         """The library of Fourier transforms that serves the device, or "". It is imported, which takes seconds."""
-        return transforms.gpu_library()
+        return gpu_library()
 
     def __enter__(self) -> CudaDevice:
         """Make the context current for PyCUDA as well, so that programs can make arrays in it."""

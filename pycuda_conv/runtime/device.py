@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pycuda_conv.runtime import copies, driver, tensor_map, transforms
+from pycuda_conv.runtime import copies, driver, tensor_map
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, LibraryCall
 from pycuda_conv.runtime.gpu import Gpu
 from pycuda_conv.runtime.launcher import (
@@ -39,6 +39,7 @@ from pycuda_conv.runtime.launcher import (
 from pycuda_conv.runtime.memory import MemoryPool, block_class
 from pycuda_conv.runtime.pinned import PinnedPool
 from pycuda_conv.runtime.streams import SIDES, Event, Lease, Streams
+from pycuda_conv.runtime.transforms.gpu import fill_on_gpu
 from pycuda_conv.runtime.workers import cores
 
 log = logging.getLogger("pycuda_conv")
@@ -179,10 +180,10 @@ class CudaDevice(Device):
 
     def _call_library(self, call: LibraryCall, buffers: Sequence[Any], stream: Any) -> None:
         driver.check_not_forked()
-        told, sums, limits = call.told
+        args, sums, limits = call.transforms
         places = (one if isinstance(one, tuple) else (one, 0) for one in call.buffers)
         x, w, workspace = (int(buffers[i]) + start for i, start in places)
-        transforms.fill_on_gpu(told, call.kernel, self.ordinal, (x, w, workspace + sums, workspace + limits), driver.handle_of(stream))
+        fill_on_gpu(args, call.kernel, self.ordinal, (x, w, workspace + sums, workspace + limits), driver.handle_of(stream))
 
     def launches(self, steps: Sequence[Sequence[KernelLaunch]]) -> list[Launch]:
         """The launches of `steps`, one behind the other, each with its compiled kernel."""

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import BackendError, DeviceMemoryError
-from pycuda_conv.runtime import pocl, transforms, waiting
+from pycuda_conv.runtime import pocl, waiting
 from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, LibraryCall, Place, forked, headers
 from pycuda_conv.runtime.cache import Entry, trusted_folder
 from pycuda_conv.runtime.pocl_process import compile_elsewhere
+from pycuda_conv.runtime.transforms import host
 from pycuda_conv.runtime.workers import workers
 
 #: Options that every kernel is built with.
@@ -183,7 +184,7 @@ class OpenCLDevice(Device):
 
     @property
     def transforms(self) -> str:
-        return transforms.host_library()
+        return host.host_library()
 
     def __enter__(self) -> OpenCLDevice:
         return self
@@ -213,7 +214,7 @@ class OpenCLDevice(Device):
 
     def _by_library(self, step: LibraryCall) -> Launcher:
         """A launcher that lets a library work on the buffers' memory, which is the host's."""
-        told, sums_at, limits_at = step.told
+        args, sums_at, limits_at = step.transforms
         places = [_place(one) for one in step.buffers]
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
@@ -225,14 +226,14 @@ class OpenCLDevice(Device):
             x, w, workspace = mapped
             sums, limits = (
                 workspace[at : at + 8 * math.prod(shape)].view(np.float64).reshape(shape)
-                for at, shape in ((sums_at, told.sums_shape), (limits_at, told.limits_shape))
+                for at, shape in ((sums_at, args.sums_shape), (limits_at, args.limits_shape))
             )
-            dtype = np.dtype(told.storage)
+            dtype = np.dtype(args.storage)
             try:
-                counts = math.prod(told.x_memory + told.size), math.prod(told.w_memory + told.taps)
+                counts = math.prod(args.x_memory + args.size), math.prod(args.w_memory + args.taps)
                 # a part of a buffer goes to its end
                 x, w = (one[: n * dtype.itemsize].view(dtype) for one, n in zip((x, w), counts, strict=True))
-                transforms.fill(told, x, w, sums, limits)
+                host.fill(args, x, w, sums, limits)
             finally:
                 for one in mapped:
                     one.base.release(self.queue)

@@ -262,22 +262,28 @@ def measure_training(torch: Any, case: Case, device: Device, effort: Effort, see
         apart = {name: abs(losses[name] / losses[EAGER] - 1) for name in steps if name in (LIGHT, INDUCTOR)}
         peaks = [peak(torch, models[name], steps[name]) for name in (LIGHT, EAGER)]
         times = dict(zip(steps, _host_times(list(steps.values()), torch.cuda.synchronize, effort), strict=True))
-        graphs = _graphs(torch, {side.name: steps[side.name] for side in chosen if side.name in steps and not side.captures}, effort)
+        own = {side.name: steps[side.name] for side in chosen if side.name in steps and not side.captures}
+        graphs = _graphs(torch, own, effort, max(peaks))
     right = all(one <= LOSS_LIMITS[dtype_of(case.mode)] for one in apart.values())  # NaN is wrong
     limit = WRONG * max(errors.get(EAGER, math.inf), LEAST_ERROR)
     right = right and all(errors.get(name, 0.0) <= limit for name in (LIGHT, INDUCTOR))
     return Trained(case, "ok" if right else "WRONG", times, apart, begun.failed, peaks[0], peaks[1], graphs, errors)
 
 
-def _graphs(torch: Any, steps: dict[str, Callable[[], Any]], effort: Effort) -> dict[str, float]:
-    """Milliseconds of each step as a replayed CUDA graph, one after the other: a graph keeps all memory of its step."""
+def _graphs(torch: Any, steps: dict[str, Callable[[], Any]], effort: Effort, needs: float) -> dict[str, float]:
+    """Milliseconds of each step as a replayed CUDA graph, by turns; one after the other if the GPU has no room for what all of them need.
+
+    A graph keeps all memory of its step, about so many bytes as the step `needs` at most.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    together = 2 * needs * len(steps) < torch.cuda.mem_get_info()[0]
     found = {}
-    for name, step in steps.items():
+    for names in [list(steps)] if together else [[name] for name in steps]:
+        taken, how = gpu_times(torch, [_once(steps[name]) for name in names], 1, effort, captured=math.inf)
+        found.update({name: median(one) * 1e3 for name, one in zip(names, taken, strict=True) if how == "graph"})
         gc.collect()
         torch.cuda.empty_cache()
-        (taken,), how = gpu_times(torch, [_once(step)], 1, effort, captured=math.inf)
-        if how == "graph":
-            found[name] = median(taken) * 1e3
     return found
 
 
@@ -321,8 +327,7 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
         words += ["--only", settings.only] if settings.only else []
         machine["command"] = " ".join(["pycuda-conv bench --models", *words, *["--quick"] * settings.quick])
         machine["method"] = (
-            "medians of rounds by turns; calls and training steps by the host's clock, with all they set off; graphs by the GPU's, "
-            "those of steps one by one"
+            "medians of rounds by turns; calls and training steps by the host's clock, with all they set off; graphs by the GPU's"
         )
         for line in header_lines(machine):
             out.print(line, markup=False)

@@ -134,7 +134,7 @@ BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multi
 BEST = 3  # predictions of the other engines that are worth comparing
 
 
-def _beside(problem: ConvProblem, device: Device) -> float:
+def _overhead_us(problem: ConvProblem, device: Device) -> float:
     """Microseconds beside those of the inner engine."""
     padded, us = _inner(problem), 0.0
     wide = padded.result_shape if _folds(problem) else padded.input_shape
@@ -165,7 +165,7 @@ def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None
     """Microseconds that `config` should take."""
     inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_inner(problem), inner, device)
-    return None if us is None else us + _beside(problem, device)
+    return None if us is None else us + _overhead_us(problem, device)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:

@@ -311,10 +311,10 @@ def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
     """Microseconds that `config` should take."""
     inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_transposed(problem), inner, device)
-    return None if us is None or inner is None else us + _beside(problem, inner)
+    return None if us is None or inner is None else us + _overhead_us(problem, inner)
 
 
-def _beside(problem: ConvProblem, inner: Config) -> float:
+def _overhead_us(problem: ConvProblem, inner: Config) -> float:
     """Microseconds beside those of the inner engine."""
     us = _transposing(problem) + _packing(problem)
     # sums that are not split are written directly to their scattered taps
@@ -333,4 +333,4 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None
         us = None if found is None else engine.time(transposed, found[1], device)
         if found and us is not None and (best is None or us < best[0]):
             best = us, found[1]
-    return None if best is None else (best[0] + _beside(problem, best[1]), _kind(problem)(str(best[1])))
+    return None if best is None else (best[0] + _overhead_us(problem, best[1]), _kind(problem)(str(best[1])))

@@ -29,7 +29,7 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     vector_of,
 )
 from pycuda_conv.engines.depthwise.nhwc_time import time
-from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.geometry import border_words, ceil
 from pycuda_conv.engines.schedule import grid_refusal
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -43,7 +43,7 @@ __all__ = [
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 152, "opencl": 90}
+MOST_TEXTS = {"cuda": 196, "opencl": 90}
 CHUNKS = (64, 32, 16, 8, 4)
 #: Pixels of a thread, down and across: larger tiles would not fill the GPU.
 TILES = ((2, 4), (1, 4))
@@ -59,8 +59,16 @@ def unsupported(device: Device) -> str | None:
     return None
 
 
+def adapts(problem: ConvProblem) -> bool:
+    """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one that goes on alike at both sides of an axis."""
+    plain = not (problem.input_dtype or problem.result_dtype)
+    return plain and problem.direction == "fprop" and problem.layout == "NHWC" and border_words(problem) is not None
+
+
 def refusal(problem: ConvProblem, config: Config) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
+    if problem.border is not None and not (isinstance(config, DepthwiseStrips) and adapts(problem)):
+        return "it takes no such border"
     reason = _refused(problem)
     if reason:
         return reason
@@ -136,7 +144,9 @@ def texts(device: Device) -> Iterator[TextFamily]:
         for size in UNROLLED:
             strips, gradients = ({"V": vector_choices(code, size, kind), "STRIDE": (1, 2)} for kind in (DepthwiseStrips, DepthwiseWgrad))
             if on_gpu:
-                yield TextFamily("depthwise_nhwc_strips", common | strips | {"R": (size,), "S": (size,)})
+                of_size = common | strips | {"R": (size,), "S": (size,)}
+                yield TextFamily("depthwise_nhwc_strips", of_size)
+                yield TextFamily("depthwise_nhwc_strips", of_size | {"BORDERED": (1,)})
             yield TextFamily("depthwise_nhwc_wgrad", common | gradients | {"TAPS_R": (size,), "TAPS_S": (size,)})
         yield TextFamily("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
     if on_gpu and device.capability >= (8, 0):

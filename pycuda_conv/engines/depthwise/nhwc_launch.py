@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, border_numbers, ceil, needs_64_bits
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -208,6 +208,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, with_moments:
         defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
     if isinstance(config, DepthwiseStrips):
         kernel, args = "depthwise_nhwc_strips", _strips_arguments(problem, config)
+        defines |= {"BORDERED": 1} if problem.border is not None else {}
     else:
         assert isinstance(config, Depthwise)
         kernel, args = "depthwise_nhwc", _tile_arguments(problem, config)
@@ -249,7 +250,7 @@ def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> Any:
         DepthwiseStripsArguments, lanes_c=cut.lanes_c, lanes_u=cut.lanes_u, blocks_c=cut.blocks_c, strips=cut.strips,
         tiles_q=cut.tiles_q, rows=config.ROWS, n=problem.N, c=problem.operand_channels, k=problem.result_channels,
         multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w,
-        flip=int(flipped(problem, DepthwiseStrips)), **finish(problem),
+        flip=int(flipped(problem, DepthwiseStrips)), **border_numbers(problem, "hw"), **finish(problem),
     )  # fmt: skip
 
 

@@ -101,17 +101,17 @@ def unsupported(device: Device) -> str | None:
 def adapts(problem: ConvProblem) -> bool:
     """Whether ``direct/tile.cu`` reads the image's border: one that goes on alike at both sides of an axis."""
     plain = not (problem.input_dtype or problem.result_dtype)
-    return plain and problem.direction == "fprop" and border_words(problem) is not None
+    return plain and problem.direction == "fprop" and problem.layout == "NCHW" and border_words(problem) is not None
 
 
 def refusal(problem: ConvProblem, config: Config) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
+    if problem.border is not None and not (isinstance(config, Tile) and adapts(problem)):
+        return "it takes no such border"
     if isinstance(config, Wgrad):
         return wgrad_refusal(problem, config)
     if problem.layout != "NCHW":
         return "it takes NCHW arrays"
-    if problem.border is not None and not (isinstance(config, Tile) and adapts(problem)):
-        return "it takes no such border"
     taps, acc = math.prod(problem.filter_size), accumulator_bytes(problem)
     if isinstance(config, (Single, Tile)):
         forward = problem.direction == "fprop" or (isinstance(config, Tile) and flips(problem))

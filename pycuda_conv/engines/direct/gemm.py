@@ -146,8 +146,8 @@ def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> l
 
 
 GemmArguments = kernel_struct("direct_gemm", "GemmArguments")
-#: The members that only the FIXUP kernel reads.
-_OF_FIXUP = ("n_blocks", "images", "followed", "noted")
+#: The members that only the RECOMPUTE kernel reads.
+_OF_RECOMPUTE = ("n_blocks", "images", "followed", "with_moments")
 
 
 def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool) -> KernelLaunch:
@@ -169,7 +169,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem) or split * size >= 2**31),
         **{name: value for name, value in asdict(config).items() if name != "SPLIT_K"},
-        "A_VEC": 4 if a_vec else 1, "B_VEC": 4 if b_vec else 1, "FIXUP": 0,
+        "A_VEC": 4 if a_vec else 1, "B_VEC": 4 if b_vec else 1, "RECOMPUTE": 0,
     }
     _, p, q = phase.size
     _, r, s = phase.taps
@@ -190,7 +190,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool
         y_base=origin * y.pixel, y_image=y.image, y_group=y.group, y_channel=y.channel, **by_axis("y_", [n * y.pixel for n in steps]),
         # the parts of split 16-bit sums are floats
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
-        **finish(problem, split > 1), **dict.fromkeys(_OF_FIXUP, 0),
+        **finish(problem, split > 1), **dict.fromkeys(_OF_RECOMPUTE, 0),
     )  # fmt: skip
     buffers = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT if split == 1 else WORKSPACE)
     return KernelLaunch("direct_gemm", defines, _grid(problem, config, plane), config.threads, buffers, (), arguments=arguments)
@@ -205,13 +205,13 @@ def texts(device: Device) -> Iterator[TextFamily]:
     """A text for each tile and type, and for each way to read operands."""
     guarded, on_gpu = Gemm(128, 128, 16, 8, 8, 1), device.backend == "cuda"
     for dtype, code in DTYPE_CODES.items():
-        # among 16-bit arrays only what Hopper's loads read along with windows is mended
-        mended = on_gpu and (dtype == "float32" or (dtype != "float64" and device.capability >= (9, 0)))
-        for tile, mends in [(tile, 0) for tile in (RATES[dtype] if on_gpu else (CPU_TILE,))] + [(guarded, 1)] * mended:
+        # among 16-bit arrays only what Hopper's loads read along with windows is recomputed
+        recomputed = on_gpu and (dtype == "float32" or (dtype != "float64" and device.capability >= (9, 0)))
+        for tile, recomputes in [(tile, 0) for tile in (RATES[dtype] if on_gpu else (CPU_TILE,))] + [(guarded, 1)] * recomputed:
             of_tile = {name: (value,) for name, value in asdict(tile).items() if name != "SPLIT_K"}
             by_four = _divides(tile.threads, tile.BLOCK_K, tile.BLOCK_M, 4), _divides(tile.threads, tile.BLOCK_N, tile.BLOCK_K, 4)
-            vectors = {name: (1, 4) if fits and not mends else (1,) for name, fits in zip(("A_VEC", "B_VEC"), by_four, strict=True)}
-            common = {"DTYPE": (code,), "INDEX_64": FLAG, "FIXUP": (mends,)}
+            vectors = {name: (1, 4) if fits and not recomputes else (1,) for name, fits in zip(("A_VEC", "B_VEC"), by_four, strict=True)}
+            common = {"DTYPE": (code,), "INDEX_64": FLAG, "RECOMPUTE": (recomputes,)}
             yield TextFamily("direct_gemm", common | of_tile | vectors)
 
 

@@ -34,7 +34,8 @@ from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
-from pycuda_conv.runtime.transforms import Transforms, good_length, host_library
+from pycuda_conv.runtime.transforms import Transforms, good_length
+from pycuda_conv.runtime.transforms.host import host_library
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,18 @@ def refusal(problem: ConvProblem, config: LibraryFft) -> str | None:
     """Why it can't run `problem`, or None if it can."""
     if problem.is_empty:
         return "there is nothing to transform"
-    told = transforms(problem)
-    if _bytes(problem, told) > MOST_BYTES:
-        return f"its spectra and blocks take {_bytes(problem, told):,} bytes; at most {MOST_BYTES:,} are taken"
+    args = transforms(problem)
+    if _bytes(problem, args) > MOST_BYTES:
+        return f"its spectra and blocks take {_bytes(problem, args):,} bytes; at most {MOST_BYTES:,} are taken"
     return grid_refusal(ceil(math.prod(problem.result_shape), THREADS))
 
 
-def _bytes(problem: ConvProblem, told: Transforms) -> int:
+def _bytes(problem: ConvProblem, args: Transforms) -> int:
     """Roughly the bytes that are held: the filter's spectrum, the padded image, blocks under way, sums."""
-    filters = told.groups * told.written * told.read
-    spectrum = 8 * math.prod(told.length)
-    under_way = min(told.images * math.prod(told.blocks), 8) * 3 * spectrum * told.groups * max(told.read, told.written)
-    return (1 + told.magnitudes) * filters * spectrum + under_way + 8 * math.prod(told.sums_shape)
+    filters = args.groups * args.written * args.read
+    spectrum = 8 * math.prod(args.length)
+    under_way = min(args.images * math.prod(args.blocks), 8) * 3 * spectrum * args.groups * max(args.read, args.written)
+    return (1 + args.magnitudes) * filters * spectrum + under_way + 8 * math.prod(args.sums_shape)
 
 
 # ---- how it is made of transforms
@@ -167,16 +168,16 @@ def _lengths(
 
 def schedule(problem: ConvProblem, config: LibraryFft, device: Device, with_moments: bool = False) -> Schedule:
     """The library's call, and the launch that checks and finishes what it has made."""
-    told, scratch = transforms(problem), Arena(WORKSPACE)
+    args, scratch = transforms(problem), Arena(WORKSPACE)
     if device.backend == "cuda" and problem.algorithm == "fft" and problem.dtype != "float64":
-        told = replace(told, single=True, accuracy=math.inf)
-    (_, sums), (_, limits) = (scratch.take(8 * math.prod(shape)) for shape in (told.sums_shape, told.limits_shape))
-    buffers, blocks = (INPUT, WEIGHT, WORKSPACE), math.prod(told.blocks) * told.images
-    call = LibraryCall(getattr(device, "transforms", "") or host_library(), {}, blocks, 1, buffers, (), told=(told, sums, limits))
-    return Schedule.plain([[call], [_finish(problem, told, sums, limits)]], scratch.used)
+        args = replace(args, single=True, accuracy=math.inf)
+    (_, sums), (_, limits) = (scratch.take(8 * math.prod(shape)) for shape in (args.sums_shape, args.limits_shape))
+    buffers, blocks = (INPUT, WEIGHT, WORKSPACE), math.prod(args.blocks) * args.images
+    call = LibraryCall(getattr(device, "transforms", "") or host_library(), {}, blocks, 1, buffers, (), transforms=(args, sums, limits))
+    return Schedule.plain([[call], [_finish(problem, args, sums, limits)]], scratch.used)
 
 
-def _finish(problem: ConvProblem, told: Transforms, sums: int, limits: int) -> KernelLaunch:
+def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> KernelLaunch:
     x, y = read_strides(problem), written_strides(problem)
     w_group, w_written, w_read = filter_strides(problem)
     forward, (_, p, q) = problem.direction == "fprop", problem.result_size
@@ -187,23 +188,23 @@ def _finish(problem: ConvProblem, told: Transforms, sums: int, limits: int) -> K
         by_axis = dict(zip(axes, values, strict=True))
         return {prefix + "dhw"[i]: by_axis.get(i, missing) for i in range(3)}
 
-    blocks = of_axes("blocks_", told.blocks, 1)
+    blocks = of_axes("blocks_", args.blocks, 1)
     steps = [s if forward else 1 for s in problem.stride]
     firsts = [-pad if forward else pad for pad in problem.padding_before]
     tap = [d if forward else -d for d in problem.dilation]
     apart = [1 if forward else s for s in problem.stride]
-    told_to = arguments(
-        LibraryFftArguments, size=size, plane=plane, pq=p * q, q=q, written=told.written, groups=told.groups,
+    finish_args = arguments(
+        LibraryFftArguments, size=size, plane=plane, pq=p * q, q=q, written=args.written, groups=args.groups,
         sums_at=sums // 8, limits_at=limits // 8,
-        blocks=math.prod(told.blocks), blocks_h=blocks["blocks_h"], blocks_w=blocks["blocks_w"], **of_axes("used_", told.held, 1),
+        blocks=math.prod(args.blocks), blocks_h=blocks["blocks_h"], blocks_w=blocks["blocks_w"], **of_axes("used_", args.held, 1),
         **by_axis("step_", steps), **by_axis("first_", firsts), **by_axis("tap_", tap), **by_axis("apart_", apart),
-        **dict(zip("dhw", problem.operand_size, strict=True)), **dict(zip("trs", problem.filter_size, strict=True)), channels=told.read,
+        **dict(zip("dhw", problem.operand_size, strict=True)), **dict(zip("trs", problem.filter_size, strict=True)), channels=args.read,
         x_image=x.image, x_group=x.group, x_channel=x.channel, w_group=w_group, w_written=w_written, w_read=w_read,
         y_image=y.image, y_group=y.group, y_channel=y.channel, **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE
-    return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=told_to)
+    return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=finish_args)
 
 
 def filter_key(problem: ConvProblem, config: LibraryFft) -> Hashable:
@@ -235,13 +236,13 @@ CLEARLY = 1.2
 
 def time(problem: ConvProblem, config: LibraryFft, device: Device) -> float:
     """Microseconds that it should take."""
-    told = transforms(problem)
-    filters, planes = told.groups * told.written * told.read, told.images * told.groups * (told.read + told.written)
-    products, blocks, runs = _products(problem, told.read, told.written), math.prod(told.blocks), 1 + told.magnitudes
+    args = transforms(problem)
+    filters, planes = args.groups * args.written * args.read, args.images * args.groups * (args.read + args.written)
+    products, blocks, runs = _products(problem, args.read, args.written), math.prod(args.blocks), 1 + args.magnitudes
     if device.backend == "cuda":
-        numbers = math.prod(told.length) * (blocks * planes + filters + blocks * products / 8)
+        numbers = math.prod(args.length) * (blocks * planes + filters + blocks * products / 8)
         return runs * (GPU_CALL_TIME + numbers * 8 * GPU_PASSES / 2 / 3e6 * 132 / device.multiprocessors)
-    return CALL_TIME + runs * _cost(told.length, blocks, filters, planes, products) * UNIT_TIME / max(device.multiprocessors, 1)
+    return CALL_TIME + runs * _cost(args.length, blocks, filters, planes, products) * UNIT_TIME / max(device.multiprocessors, 1)
 
 
 def worthwhile(problem: ConvProblem, device: Device) -> bool:
@@ -254,8 +255,8 @@ def worthwhile(problem: ConvProblem, device: Device) -> bool:
 
 def _mostly_right(problem: ConvProblem) -> bool:
     """Whether transforms of normal numbers in float64 are as right as sums of products in float64."""
-    told, taps = transforms(problem), math.prod(problem.filter_size)
-    return told.error * math.sqrt(math.prod(told.length) * taps) <= 0.4 * told.accuracy * taps
+    args, taps = transforms(problem), math.prod(problem.filter_size)
+    return args.error * math.sqrt(math.prod(args.length) * taps) <= 0.4 * args.accuracy * taps
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[LibraryFft]:

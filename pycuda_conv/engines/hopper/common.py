@@ -100,8 +100,8 @@ def read_bytes(problem: ConvProblem) -> float:
     return part * problem.itemsize * problem.N * problem.operand_channels * math.prod(problem.operand_size)
 
 
-def wide_stores(problem: ConvProblem, columns: int, phase: Phase) -> int:
-    """How a tile of `columns` columns writes pixels: ``Wide`` in ``cu/hopper/pixel_tiles.cuh``."""
+def store_mode(problem: ConvProblem, columns: int, phase: Phase) -> int:
+    """How a tile of `columns` columns writes pixels: ``StoreMode`` in ``cu/hopper/pixel_tiles.cuh``."""
     channels = problem.result_channels
     if channels * problem.itemsize % 16 == 0:
         return 3

@@ -42,8 +42,8 @@ from pycuda_conv.engines.hopper.common import (
     pixel_cycles,
     read_bytes,
     stage_channels,
+    store_mode,
     unsupported,
-    wide_stores,
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
@@ -97,7 +97,7 @@ FEW_CHANNELS, MANY_STAGES = 192, 32 * 132
 #: Stages of a multiprocessor up to which its blocks transpose the filter themselves: with tiles of their own, and with shared tiles.
 MOST_TRANSPOSED = 32, 128
 TRANSPOSERS = 3  # a block's warps that transpose the filter
-NOTED_COLUMNS = 192  # the widest tile whose sums leave registers for moments
+MOMENTS_COLUMNS = 192  # the widest tile whose sums leave registers for moments
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
     return _ring(config, _reads_mn_major(problem)).refusal(config.STAGES, config.CLUSTER)
 
 
-def _beside(config: DenseNhwc) -> int:
+def _blocks_per_sm(config: DenseNhwc) -> int:
     """Blocks that share a multiprocessor: two of the small tiles."""
     return 1 if config.BLOCK_M == 128 else 2
 
@@ -184,10 +184,10 @@ def _ring(config: DenseNhwc, mn_major: bool) -> Ring:
     """
     rows = config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major and config.BLOCK_N > 32 else config.BLOCK_N)
     staging = config.BLOCK_M // 16 * STAGING if config.CLUSTER == 1 else 0
-    return Ring(ROW * rows, staging + ALIGNMENT, most_shared(_beside(config)))
+    return Ring(ROW * rows, staging + ALIGNMENT, most_shared(_blocks_per_sm(config)))
 
 
-def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
+def _max_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
     """The most stages of a ring that shared memory has room for."""
     return _ring(DenseNhwc(rows, columns, CLUSTER=cluster), mn_major).deepest(range(STAGES, 1, -1))
 
@@ -242,8 +242,8 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_momen
 
     def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
         tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
-        if tile.STAGES == _most_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
-            tile = replace(tile, STAGES=_most_stages(*shape, mn_major and problem.itemsize == 2))
+        if tile.STAGES == _max_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
+            tile = replace(tile, STAGES=_max_stages(*shape, mn_major and problem.itemsize == 2))
         groups = _launches(_addressed(problem)[1])
         return [[_product(problem, tile, group, place, mn_major, multiprocessors, parts) for group in groups]]
 
@@ -268,7 +268,7 @@ def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
     """The moments that the product can note: forward, whole sums without a residual or an activation."""
     if problem.direction != "fprop" or config.CLUSTER > 1 or problem.has_residual or problem.activation:
         return None
-    if config.BLOCK_N > NOTED_COLUMNS:
+    if config.BLOCK_N > MOMENTS_COLUMNS:
         return None
     return Moments(1, problem.N * math.prod(problem.result_size), SLICE, problem.result_channels)
 
@@ -298,19 +298,19 @@ def _product(
     if phases > 1:
         structs += (repeat_arguments(problem, unpacked, 1, repeats(problem)),)
     tiles, transposing = sum(phase.tiles for phase in args), mn_major and problem.itemsize == 4
-    fitting = multiprocessors * _beside(config)
+    fitting = multiprocessors * _blocks_per_sm(config)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
     }
     buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
-    if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the kernel's NOTES
+    if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= MOMENTS_COLUMNS:  # the kernel's EMIT_MOMENTS
         buffers += (parts or RESULT,)
     return KernelLaunch(
         "hopper_dense", defines, grid, 2 * config.BLOCK_M + 32 + (32 * TRANSPOSERS if transposing else 0), buffers, (),
         maps=tuple(maps), shared=_ring(config, mn_major and not transposing).nbytes(config.STAGES), arch="sm_90a", arguments=structs,
-        layer=finish_constants(args[0]) | {"NOTED": args[0].noted, "LAST_STEPS": args[0].last_steps},
+        layer=finish_constants(args[0]) | {"WITH_MOMENTS": args[0].with_moments, "LAST_STEPS": args[0].last_steps},
     )  # fmt: skip
 
 
@@ -357,7 +357,7 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddress
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
         rows=problem.result_channels, **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
-        wide=wide_stores(problem, config.BLOCK_N, addressing.phase), noted=int(with_moments), **finish(problem),
+        store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments), **finish(problem),
     )  # fmt: skip
 
 
@@ -375,7 +375,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     """A text for each tile, cluster, type, filter layout, and for one or more phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
         for mn_major, cluster, kind in product((0, 1), clusters, ELEMENTS.values()):
-            stages = _most_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
+            stages = _max_stages(rows, columns, cluster, bool(mn_major and kind != FLOAT))
             choices = {
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": (kind,),
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
@@ -403,7 +403,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
     blocks, mn_major = _blocks(problem, addressings[0]), _reads_mn_major(problem)
     for (rows, columns), clusters in (TILES if count_phases(problem) == 1 else PHASED_TILES).items():
         for cluster in clusters:
-            config = DenseNhwc(rows, columns, _most_stages(rows, columns, cluster, mn_major), cluster)
+            config = DenseNhwc(rows, columns, _max_stages(rows, columns, cluster, mn_major), cluster)
             if (cluster == 1 or blocks >= 2 * cluster) and refusal(problem, config) is None:
                 yield config
 
@@ -453,7 +453,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     loads = config.BLOCK_M * cycles * slower + _filter_cycles(problem, config, mn_major)
     filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # part of the steps of a tap's stages that are multiplied
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
-    rate = WIDEST_FINISHED if config.BLOCK_N > NOTED_COLUMNS else FINISHED
+    rate = WIDEST_FINISHED if config.BLOCK_N > MOMENTS_COLUMNS else FINISHED
     sums = config.BLOCK_M * config.BLOCK_N
     end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
     slots = at_once(device, config.CLUSTER)

@@ -29,8 +29,8 @@ from pycuda_conv.engines.hopper.common import (
     most_shared,
     read_bytes,
     stage_channels,
+    store_mode,
     unsupported,
-    wide_stores,
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
@@ -145,7 +145,7 @@ def refusal(problem: ConvProblem, config: GatherNhwc) -> str | None:
     return ring.refusal(config.STAGES, config.CLUSTER)
 
 
-def _beside(config: GatherNhwc) -> int:
+def _blocks_per_sm(config: GatherNhwc) -> int:
     """Blocks that share a multiprocessor: of the small tiles two."""
     return 1 if config.BLOCK_M == 128 else 2
 
@@ -153,10 +153,10 @@ def _beside(config: GatherNhwc) -> int:
 def _ring(config: GatherNhwc) -> Ring:
     """The ring of a tile. The warps' staging tiles lie beside it, unless blocks share the tile."""
     staging = config.BLOCK_M // 16 * STAGING if config.CLUSTER == 1 else 0
-    return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), staging + ALIGNMENT, most_shared(_beside(config)))
+    return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), staging + ALIGNMENT, most_shared(_blocks_per_sm(config)))
 
 
-def _most_stages(rows: int, columns: int, cluster: int) -> int:
+def _max_stages(rows: int, columns: int, cluster: int) -> int:
     """The stages that a ring has room for."""
     return _ring(GatherNhwc(rows, columns, CLUSTER=cluster)).deepest(range(STAGES, 1, -1))
 
@@ -198,7 +198,7 @@ def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_mome
 
 def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int, device: Device) -> KernelLaunch:
     args, runs = _arguments(problem, config), _runs(problem)
-    fitting = device.multiprocessors * _beside(config)
+    fitting = device.multiprocessors * _blocks_per_sm(config)
     grid = args.tiles * config.CLUSTER if config.CLUSTER > 1 else min(args.tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype], "COPY": runs.copy,
@@ -245,7 +245,7 @@ def _arguments(problem: ConvProblem, config: GatherNhwc) -> Any:
         tap_s=runs.taps[2], **by_axis("dilation_", phase.dilation), depth=depth, height=high, width=wide, channels=problem.operand_channels,
         pixels=problem.N * plane, **by_axis("stride_", phase.stride), **by_axis("low_", [-pad for pad in phase.pad]), load_plane=plane,
         load_pq=height * width, load_q=width, plane=plane, pq=height * width, q=width, **written,
-        wide=wide_stores(problem, config.BLOCK_N, phase), **finish(problem),
+        store_mode=store_mode(problem, config.BLOCK_N, phase), **finish(problem),
     )  # fmt: skip
 
 
@@ -264,7 +264,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     for (rows, columns), clusters in TILES.items():
         for cluster in clusters:
             choices = {
-                "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (_most_stages(rows, columns, cluster),),
+                "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (_max_stages(rows, columns, cluster),),
                 "TYPE": tuple(ELEMENTS.values()), "COPY": COPIES, "CLUSTER": (cluster,),
             }  # fmt: skip
             yield TextFamily("hopper_gather", choices, arch="sm_90a")
@@ -284,7 +284,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:
         return
     for (rows, columns), clusters in TILES.items():
         for cluster in clusters:
-            config = GatherNhwc(rows, columns, _most_stages(rows, columns, cluster), cluster)
+            config = GatherNhwc(rows, columns, _max_stages(rows, columns, cluster), cluster)
             if (cluster == 1 or _stages(problem) >= 2 * cluster) and refusal(problem, config) is None:
                 yield config
 

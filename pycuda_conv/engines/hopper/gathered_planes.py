@@ -95,7 +95,7 @@ def refusal(problem: ConvProblem, config: GatheredPlanes) -> str | None:
     return ring.refusal(config.STAGES, config.CLUSTER)
 
 
-def _beside(config: GatheredPlanes) -> int:
+def _blocks_per_sm(config: GatheredPlanes) -> int:
     """Blocks that fit a multiprocessor."""
     return 2 if config.BLOCK_M == 64 and config.GROUPS == 2 else 1
 
@@ -129,7 +129,8 @@ def schedule(problem: ConvProblem, config: GatheredPlanes, device: Device, with_
         height=height, width=width, x_image=channels * x_plane, x_channel=x_plane, pixels=problem.N * plane,
         **by_axis("stride_", (1, 1, 1) if backward else problem.stride),
         **by_axis("low_", [pad if backward else -pad for pad in problem.padding_before]),
-        apart=int(backward and problem.stride != (1, 1, 1)), **by_axis("apart_", problem.stride), load_plane=plane, load_pq=high * wide,
+        has_dgrad_stride=int(backward and problem.stride != (1, 1, 1)), **by_axis("dgrad_stride_", problem.stride),
+        load_plane=plane, load_pq=high * wide,
         load_q=wide, y_image=rows * plane, y_channel=plane,
         wide=int(_wide(problem)), pairs=int(plane % 2 == 0), **finish(problem),
     )  # fmt: skip
@@ -214,7 +215,7 @@ def time(problem: ConvProblem, config: GatheredPlanes, device: Device) -> float:
     rows = config.BLOCK_N + (config.BLOCK_M if _gathers_filter(problem) else 0)
     loads = GATHERED * stage_channels(problem) * rows / (64 if _wide(problem) else 32)
     busy = max(loads, MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32) / CLOCK
-    slots, beside, blocks = at_once(device, config.CLUSTER), _beside(config), down * across * config.CLUSTER
+    slots, beside, blocks = at_once(device, config.CLUSTER), _blocks_per_sm(config), down * across * config.CLUSTER
     rounds, together = ceil(blocks, slots * beside), min(beside, ceil(blocks, slots))
     end = config.BLOCK_M * config.BLOCK_N / config.CLUSTER / STORED + (JOINED if shared else 0)
     work = ceil(steps, config.CLUSTER) * (WAIT / config.GROUPS + busy * together) + end * together

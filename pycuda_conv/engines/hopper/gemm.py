@@ -1,6 +1,6 @@
 """The implicit GEMM engine for Hopper: convolutions on tensor cores fed by TMA (``cu/hopper/gemm.cu``).
 
-:mod:`pycuda_conv.engines.packing` says how operands are packed and how phases walk them. This module has the tensor maps and the launch
+:mod:`pycuda_conv.engines.packing` says how operands are packed and what phases read of them. This module has the tensor maps and the launch
 of some phases. Its tiles are in ``gemm_tiles.py``, its texts in ``gemm_texts.py``, and the choice by a model of time in ``gemm_time.py``.
 """
 
@@ -29,6 +29,7 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
     launches_of,
     may_note,
     paired,
+    phases_with_repeats,
     reads_filter,
     refusal,
     result_arithmetic,
@@ -36,13 +37,12 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
     stored_bytes,
     tensor_store,
     tiles_of,
-    turns_of,
     whole_rows,
 )
 from pycuda_conv.engines.hopper.gemm_time import choose, configs, time
 from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.packing import Operands, packs_filter_last
-from pycuda_conv.engines.range_guard import MomentsLayout, mending
+from pycuda_conv.engines.range_guard import MomentsLayout, recompute_arguments
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
@@ -77,9 +77,9 @@ def _schedule(
     moments = _moments(problem, config) if with_moments else None
 
     def products(
-        packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
+        packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
     ) -> list[KernelLaunch]:
-        flagged: tuple[Place, ...] = (INPUT, WEIGHT, operands.x_flags, operands.w_flags) if _may_mend(problem, config) else ()
+        flagged: tuple[Place, ...] = (INPUT, WEIGHT, operands.x_flags, operands.w_flags) if _may_recompute(problem, config) else ()
         buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         launches, (arena, first) = [], operands.tickets
         for group in launches_of(problem):
@@ -92,17 +92,17 @@ def _schedule(
     tickets = sum(_results(problem, config, group) for group in launches_of(problem)) if joins(problem, config) else 0
     return assemble(
         problem, config.SPLIT, multiprocessors, products, moments, filter_last, windows=True, clusters=True,
-        mends=_may_mend(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets,
+        recomputes=_may_recompute(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets,
     )
 
 
-def _results(problem: ConvProblem, config: ImplicitGemm, walks: Sequence[PhaseAddressing]) -> int:
+def _results(problem: ConvProblem, config: ImplicitGemm, addressings: Sequence[PhaseAddressing]) -> int:
     """Tickets of a launch: one for each tile of each phase, whatever its splits; rounded up to a multiple of 16 bytes."""
-    return ceil(math.prod(tiles_of(problem, config, walks)) * problem.groups * turns_of(problem, walks), 4) * 4
+    return ceil(math.prod(tiles_of(problem, config, addressings)) * problem.groups * phases_with_repeats(problem, addressings), 4) * 4
 
 
-def _may_mend(problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether the kernel's text can mend flagged results: that of float32 can, which also writes the fp32 parts of float16 sums."""
+def _may_recompute(problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether the kernel's text can recompute flagged results: that of float32 can, which also writes the fp32 parts of float16 sums."""
     return problem.dtype == "float32" or (problem.dtype == "float16" and config.SPLIT > 1)
 
 
@@ -129,22 +129,22 @@ def _packed_strides(problem: ConvProblem, packed: PackedLayout, axes: Sequence[i
 
 
 def _image_map(
-    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing, place: tuple[int, int]
+    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, addressing: PhaseAddressing, place: tuple[int, int]
 ) -> TensorMap:
     channels, copies = problem.groups * packed.group, limbs(problem)
-    if walk.flat:
+    if addressing.flat:
         pixel = 2 * problem.groups * packed.pixel  # bytes
         axes, images = [problem.N * math.prod(packed.size)], copies
         strides = [pixel, pixel * axes[0]]
         stride, low, upper = [1], [0], [0]
     else:
-        inner = range(2, 2 - walk.rank, -1)  # W first
+        inner = range(2, 2 - addressing.rank, -1)  # W first
         axes, images = [packed.size[i] for i in inner], copies * problem.N
         strides = _packed_strides(problem, packed, inner)
-        stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
-        upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (packed.size[i] - 1) for i in inner]
-    walked = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.BLOCK_N)
-    return TensorMap(*place, (channels, *axes, images), tuple(strides), walked, 2 * packed.load, _operand(problem))
+        stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
+        upper = [addressing.low[i] + (addressing.phase.size[i] - 1) * addressing.stride[i] - (packed.size[i] - 1) for i in inner]
+    box = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.BLOCK_N)
+    return TensorMap(*place, (channels, *axes, images), tuple(strides), box, 2 * packed.load, _operand(problem))
 
 
 def _operand(problem: ConvProblem) -> str:
@@ -170,48 +170,48 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> Ten
 
 
 def _product(
-    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands,
+    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands,
     buffers: tuple[Place, ...], flagged: tuple[Place, ...], multiprocessors: int, layout: MomentsLayout, map_w: TensorMap | None,
     filter_last: bool, tickets: Place | None,
 ) -> KernelLaunch:
     """The launch of some phases. With `tickets` it adds the parts of split sums; with `flagged` it computes flagged results once more."""
-    defines = result_arithmetic(problem, walks[0].phase, config.SPLIT) | {
+    defines = result_arithmetic(problem, addressings[0].phase, config.SPLIT) | {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "LOAD_CHANNELS": packed.load,
         "WGMMA_N": consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)),
-        "W_MN_MAJOR": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.takes_turns),
+        "W_MN_MAJOR": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.is_pingpong),
         "PHASES": 1, "INTERLEAVE_COLUMNS": int(paired(problem)),
     }
     if not defines["DENSE"]:
         defines["PHASES"] = PHASES
-    maps = [_image_map(problem, config, packed, walk, operands.x_limbs) for walk in walks]
-    unused = defines["PHASES"] - len(walks)  # the kernel's parameters always hold PHASES phases: the last one fills the rest
+    maps = [_image_map(problem, config, packed, addressing, operands.x_limbs) for addressing in addressings]
+    unused = defines["PHASES"] - len(addressings)  # the kernel's parameters always hold PHASES phases: the last one fills the rest
     maps += maps[-1:] * unused
     if products(problem) == 1 and problem.layout == "NHWC":
         maps.append(map_w or maps[0])  # the text has this parameter even where the filter is packed
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[-1]))
-    with_moments, tiles = layout.moments is not None, tiles_of(problem, config, walks)
+    with_moments, tiles = layout.moments is not None, tiles_of(problem, config, addressings)
     bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * with_moments, "x_tiles": operands.tiles}
-    phases = tuple(_arguments(problem, config, packed, walk, tiles, bits) for walk in walks)
+    phases = tuple(_arguments(problem, config, packed, addressing, tiles, bits) for addressing in addressings)
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
     if defines["PHASES"] > 1:
-        structs += (repeat_arguments(problem, packed, len(walks), alike(problem)[1], filter_last),)
-    if _may_mend(problem, config):
-        structs += mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
+        structs += (repeat_arguments(problem, packed, len(addressings), alike(problem)[1], filter_last),)
+    if _may_recompute(problem, config):
+        structs += recompute_arguments(problem, [addressing.phase for addressing in addressings], defines["PHASES"], filter_last)
     if may_note(defines):
         buffers += (layout.parts if with_moments else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
     else:
         buffers += flagged
-    if defines["OUT"] == FLOAT and not (defines["BF16"] or config.takes_turns):  # the kernel's JOINS
+    if defines["OUT"] == FLOAT and not (defines["BF16"] or config.is_pingpong):  # the kernel's JOINS
         buffers += RESULT, tickets or RESULT
         kept = finish(problem) if tickets else dict.fromkeys(finish(problem), 0)
         structs += (JoinArguments(joins=int(tickets is not None), **kept),)
     buffers += (operands.x_tiles,) if defines["PHASES"] > 1 else (operands.x_tiles, operands.w_tiles)
     return KernelLaunch(
-        KERNEL, defines, grid_of(problem, walks, phases[0].tiles, multiprocessors), THREADS, buffers, (), maps=tuple(maps),
+        KERNEL, defines, grid_of(problem, addressings, phases[0].tiles, multiprocessors), THREADS, buffers, (), maps=tuple(maps),
         shared=shared_bytes(problem, config), arch="sm_90a", arguments=structs,
         # the epilogue runs on whole sums, not on a part
-        layer={} if tickets else finish_constants(phases[0]) | {"NOTED": int(with_moments)},
+        layer={} if tickets else finish_constants(phases[0]) | {"WITH_MOMENTS": int(with_moments)},
     )
 
 
@@ -221,26 +221,27 @@ JoinArguments = kernel_struct(KERNEL, "JoinArguments")
 
 
 def _arguments(
-    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing, tiles: tuple[int, int],
+    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, addressing: PhaseAddressing, tiles: tuple[int, int],
     of_launch: Mapping[str, int],
 ) -> Any:
     """The kernel's arguments of a phase. All phases of a launch count the same `tiles`; `of_launch` are its other common values."""
-    phase, groups, rows = walk.phase, problem.groups, problem.result_channels
+    phase, groups, rows = addressing.phase, problem.groups, problem.result_channels
     tiles_m, tiles_pixels = tiles
     blocks_group, _, channel_blocks = filter_sizes(problem, packed)
     plane, size = math.prod(phase.size), phase.size
-    blocks = channel_blocks * math.prod(walk.taps)
+    blocks = channel_blocks * math.prod(addressing.taps)
     pixels = problem.N * plane
-    # loads see all images of a flat walk as one row of pixels
-    stride, low = (((1, 1, 1), (0, 0, 0)) if walk.flat else (walk.stride, walk.low))
+    # loads see all images of a flat phase as one row of pixels
+    flat = addressing.flat
+    stride, low = (((1, 1, 1), (0, 0, 0)) if flat else (addressing.stride, addressing.low))
     return arguments(
         GemmPhase, **of_launch, tiles=tiles_m * tiles_pixels * config.SPLIT * groups, tiles_m=tiles_m, splits=config.SPLIT,
         split_stages=ceil(ceil(blocks, 64 // packed.load), config.SPLIT), tiles_pixels=tiles_pixels,
         blocks=blocks, channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
-        row_blocks=row_blocks(problem, packed), channels_group=packed.group, channels=groups * packed.group, **tap_numbers(packed, walk),
-        **by_axis("dilation_", walk.dilation), pixels=pixels, limb_images=1 if walk.flat else problem.N, rank=walk.rank,
-        load_plane=pixels if walk.flat else plane, load_pq=pixels if walk.flat else size[1] * size[2],
-        load_q=pixels if walk.flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
+        row_blocks=row_blocks(problem, packed), channels_group=packed.group, channels=groups * packed.group,
+        **tap_numbers(packed, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels, limb_images=1 if flat else problem.N,
+        rank=addressing.rank, load_plane=pixels if flat else plane, load_pq=pixels if flat else size[1] * size[2],
+        load_q=pixels if flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
         q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape),
         **finish(problem, config.SPLIT > 1),
     )  # fmt: skip

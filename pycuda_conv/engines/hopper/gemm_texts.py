@@ -33,7 +33,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     for tile, one in product(tiles, ARITHMETICS):
         own = one | _ORDINARY | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (consumer_pixels(tile),)}
         for special in ({}, _STORED, _PAIRED):
-            choices = own | special | {"PINGPONG": (int(tile.takes_turns),)}
+            choices = own | special | {"PINGPONG": (int(tile.is_pingpong),)}
             stored = (4 if one["OUT"] == (FLOAT,) else 2) if choices["TENSOR_STORE"] == (1,) else 0
             ring = ring_of(tile, 2 if one["PRODUCTS"] == (3,) else 1, stored, choices["INTERLEAVE_COLUMNS"] == (1,))
             choices["STAGES"] = (ring.deepest(depths_of(tile)),)

@@ -38,7 +38,7 @@ PIXELS: dict[tuple[bool, bool], tuple[dict[int, tuple[int, ...]], ...]] = {
 BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64, 144)}, {128: (128,), 64: (64,)}, {64: (64,)}, {64: (64,)})
 #: The same for ping-pong consumers: BLOCK_N by `rarity`.
 PINGPONG_PIXELS: tuple[tuple[int, ...], ...] = ((128, 160), (128,), (128,), ())
-#: "cooperative": the two consumers share each tile. "pingpong": they take tiles in turn, so that one multiplies while the other stores.
+#: "cooperative": the two consumers share each tile. "pingpong": they alternate tiles, so that one multiplies while the other stores.
 Pipeline = Literal["cooperative", "pingpong"]
 PIPELINES = get_args(Pipeline)
 
@@ -63,8 +63,8 @@ class ImplicitGemm(Config):
             raise ValueError(f"schedule must be one of {', '.join(PIPELINES)}, but got {self.schedule!r}")
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether the consumers take whole tiles in turn."""
+    def is_pingpong(self) -> bool:
+        """Whether the consumers alternate whole tiles."""
         return self.schedule == "pingpong"
 
     @property
@@ -110,7 +110,7 @@ def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     most = 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
     if config.BLOCK_N % (8 if config.BLOCK_M == 128 else 16) or not 8 <= consumer_pixels(config) <= most:
         return f"a consumer takes a multiple of 8 pixels up to {most}"
-    if config.takes_turns:
+    if config.is_pingpong:
         reason = _no_pingpong(problem, config)
         if reason:
             return reason
@@ -118,9 +118,9 @@ def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 
 def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
-    """Why consumers can't take tiles by turns, or None if they can."""
+    """Why consumers can't alternate tiles, or None if they can."""
     if products(problem) == 3 or config.BLOCK_M != 128 or paired(problem):
-        return "consumers take tiles by turns if these have 128 rows, of one product, and columns of one phase"
+        return "consumers alternate tiles if these have 128 rows, of one product, and columns of one phase"
     most = 128 if problem.has_residual and config.SPLIT == 1 else 192
     return f"a consumer takes all {config.BLOCK_N} pixels of a tile then, up to {most}" if config.BLOCK_N > most else None
 
@@ -193,7 +193,7 @@ def joins(problem: ConvProblem, config: ImplicitGemm) -> bool:
     In 16 bits a separate launch that adds them is faster: three layers took 19, 39 and 23 us so, and 37, 50 and 28 us with joins.
     """
     packed, _ = form(problem)
-    if config.SPLIT == 1 or config.takes_turns or packed.as_is or parts_bytes(config) > JOINED_BYTES:
+    if config.SPLIT == 1 or config.is_pingpong or packed.as_is or parts_bytes(config) > JOINED_BYTES:
         return False
     return problem.dtype == "float32"
 
@@ -213,18 +213,19 @@ def launches_of(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
 @lru_cache(maxsize=64)  # the planner asks for it once a configuration
 def alike(problem: ConvProblem) -> tuple[Sequence[PhaseAddressing], Size3]:
     """The phases in the order of their first pixels, all loaded along equally many axes; and the number of repeats along each axis."""
-    _, walks = form(problem)
-    if len(walks) > 1 and not all(walk.flat for walk in walks):
-        rank = max(walk.rank for walk in walks)
-        walks = tuple(replace(walk, rank=rank, flat=False) for walk in walks)
+    _, addressings = form(problem)
+    if len(addressings) > 1 and not all(addressing.flat for addressing in addressings):
+        rank = max(addressing.rank for addressing in addressings)
+        addressings = tuple(replace(addressing, rank=rank, flat=False) for addressing in addressings)
     d, h, w = repeats(problem)
-    return sorted(walks, key=lambda walk: walk.phase.origin), (d, h, 1 if paired(problem) else w)  # a pair's columns are no repeats
+    many = (d, h, 1 if paired(problem) else w)  # a pair's columns are no repeats
+    return sorted(addressings, key=lambda one: one.phase.origin), many
 
 
-def turns_of(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> int:
+def phases_with_repeats(problem: ConvProblem, addressings: Sequence[PhaseAddressing]) -> int:
     """The phases of a launch, repeats included."""
     _, many = alike(problem)
-    return len(walks) * math.prod(many)
+    return len(addressings) * math.prod(many)
 
 
 def phases_at_once(problem: ConvProblem) -> int:
@@ -232,16 +233,16 @@ def phases_at_once(problem: ConvProblem) -> int:
     return 2 if paired(problem) else 1
 
 
-def grid_of(problem: ConvProblem, walks: Sequence[PhaseAddressing], tiles: int, multiprocessors: int) -> int:
+def grid_of(problem: ConvProblem, addressings: Sequence[PhaseAddressing], tiles: int, multiprocessors: int) -> int:
     """Blocks of a launch. Their number and that of the phases (or pairs of them) have no common factor, so each block meets all phases."""
-    turns = turns_of(problem, walks) // phases_at_once(problem)
-    some = multiprocessors if tiles * turns <= multiprocessors or math.gcd(multiprocessors, turns) == 1 else multiprocessors - 1
-    return min(tiles * turns, some)
+    all_phases = phases_with_repeats(problem, addressings) // phases_at_once(problem)
+    some = multiprocessors if tiles * all_phases <= multiprocessors or math.gcd(multiprocessors, all_phases) == 1 else multiprocessors - 1
+    return min(tiles * all_phases, some)
 
 
-def tiles_of(problem: ConvProblem, config: ImplicitGemm, walks: Sequence[PhaseAddressing]) -> tuple[int, int]:
+def tiles_of(problem: ConvProblem, config: ImplicitGemm, addressings: Sequence[PhaseAddressing]) -> tuple[int, int]:
     """Tiles of a group along the channels, and along the pixels of the launch's largest phase."""
-    plane = max(math.prod(walk.phase.size) for walk in walks)
+    plane = max(math.prod(addressing.phase.size) for addressing in addressings)
     return ceil(problem.result_channels // problem.groups, config.BLOCK_M), ceil(problem.N * plane, config.BLOCK_N)
 
 
@@ -261,8 +262,8 @@ def rarity(defines: Mapping[str, int]) -> int:
     channels-last arrays counts one, because another engine reads most of these as they lie.
     """
     few, scattered = {64: 0, 32: 1, 16: 2}[defines["LOAD_CHANNELS"]], not defines["DENSE"]
-    lying = bool(defines["NHWC"] and defines["PRODUCTS"] == 1)
-    return min(3, few + (scattered or defines["VEC"] == 1) + lying)
+    in_place = bool(defines["NHWC"] and defines["PRODUCTS"] == 1)
+    return min(3, few + (scattered or defines["VEC"] == 1) + in_place)
 
 
 def may_split(defines: Mapping[str, int]) -> bool:
@@ -278,15 +279,15 @@ def is_common(defines: Mapping[str, int]) -> bool:
 
 
 def may_note(defines: Mapping[str, int]) -> bool:
-    """Whether the kernel with these defines can note moments: its NOTES."""
+    """Whether the kernel with these defines can emit moments: its EMIT_MOMENTS."""
     parts, few = defines["BF16"] and defines["OUT"] == FLOAT, defines["PRODUCTS"] == 1 or defines["WGMMA_N"] <= 128
     return bool(defines["DENSE"] and is_common(defines) and few and not (defines["W_MN_MAJOR"] or parts))
 
 
 def defines_of(problem: ConvProblem) -> dict[str, int]:
     """The defines of `problem` that do not depend on the tile, for sums that are not split."""
-    packed, walks = form(problem)
-    return result_arithmetic(problem, walks[0].phase, 1) | {"LOAD_CHANNELS": packed.load}
+    packed, addressings = form(problem)
+    return result_arithmetic(problem, addressings[0].phase, 1) | {"LOAD_CHANNELS": packed.load}
 
 
 def ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitGemm]:
@@ -302,5 +303,5 @@ def ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitGe
 
 def depths_of(tile: ImplicitGemm) -> tuple[int, ...]:
     """Numbers of stages of a tile's ring that are tried, largest first."""
-    shallow = tile.BLOCK_M == 64 and not tile.takes_turns
+    shallow = tile.BLOCK_M == 64 and not tile.is_pingpong
     return (6, 5, 4, 3, 2) if shallow else (6, 5, 4, 3)

@@ -25,6 +25,7 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
     paired,
     parts_bytes,
     phases_at_once,
+    phases_with_repeats,
     rarity,
     reads_filter,
     refusal,
@@ -33,7 +34,6 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
     stored_bytes,
     tensor_store,
     tiles_of,
-    turns_of,
     whole_rows,
 )
 from pycuda_conv.engines.packing_time import overhead
@@ -75,10 +75,10 @@ class InPlaceRates(NamedTuple):
 
 #: Measured on an H200, by the bytes of an element. Those of float32 were fitted to 258 times: root mean square of the error 17%.
 RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 2.07, 98e3, 21.6e3, 1.79), 2: Rates(1450.0, 2.8, 110e3, 17.4e3, 1.0)}
-#: For 16-bit images and filters that are read as they lie. LYING_PRODUCT: the time of products relative to the tensor cores' peak.
+#: For 16-bit images and filters that are read as they lie. IN_PLACE_PRODUCT: the time of products relative to the tensor cores' peak.
 #: PIXEL_CYCLES: cycles of a pixel's row, by its bytes. Fitted to 147 times of 57 layers on an H200 and an H100: root mean square of the
 #: error 17%, and 18% for layers that were left out.
-LYING, LYING_PRODUCT = InPlaceRates(1860.0, 3.5, 1.7), 1.64
+IN_PLACE, IN_PLACE_PRODUCT = InPlaceRates(1860.0, 3.5, 1.7), 1.64
 PIXEL_CYCLES = {128: 2.59, 64: 1.49, 32: 2.0, 16: 2.0}
 VOLUME = 1.05  # relative time of a load of a volume, as it lies
 #: Relative times of loads of packed images: of volumes; and of pixels that are no multiple of a load, so that loads straddle cache lines.
@@ -110,7 +110,7 @@ PINGPONG_PRODUCT, PINGPONG_STORE, PINGPONG_ALONE = 1.15, 0.54, 1.15
 JOINED_PLANES, JOINED_APART = 4.7e3, 2.33
 #: For 16-bit channels-last results: TILE_TIME; the rate `stored` of TMA's stores, of other stores, and of phases' scattered stores; and the
 #: elements of a residual that are added in a microsecond.
-LYING_TILE, LYING_STORED, LYING_APART, PHASED_STORED, JOINED = 0.26, 25e3, 12.9e3, 9.3e3, 4.4e3
+IN_PLACE_TILE, IN_PLACE_STORED, IN_PLACE_APART, PHASED_STORED, JOINED = 0.26, 25e3, 12.9e3, 9.3e3, 4.4e3
 TILE_TIME = 0.75  # microseconds to start and drain a tile
 
 
@@ -130,12 +130,12 @@ def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
     for tile in ordinary_tiles(seldom, products(problem) == 3, dense):
         if tile.BLOCK_M == 128 and problem.result_channels // problem.groups <= 64:
             continue
-        if tile.takes_turns and problem.layout == "NHWC" and tile.BLOCK_N % 32:  # rows of channels by TMA: multiples of 32
+        if tile.is_pingpong and problem.layout == "NHWC" and tile.BLOCK_N % 32:  # rows of channels by TMA: multiples of 32
             continue
-        if tile.takes_turns and problem.has_residual and tile.BLOCK_N > 160:  # registers do not hold both the sums and the residual
+        if tile.is_pingpong and problem.has_residual and tile.BLOCK_N > 160:  # registers do not hold both the sums and the residual
             continue
         depths = depths_of(tile)
-        if not tile.takes_turns:
+        if not tile.is_pingpong:
             in_parts = problem.itemsize == 4 or may_split(defines | {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N})
             for split in splits(problem, _steps(problem) // 4 if in_parts else 1):
                 yield from _deepest(problem, _changed(tile, split, tile.STAGES), depths)
@@ -158,8 +158,8 @@ def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]
 
 def _steps(problem: ConvProblem) -> int:
     """The most stages that a tile without splits multiplies."""
-    packed, walks = form(problem)
-    return ceil(ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
+    packed, addressings = form(problem)
+    return ceil(ceil(packed.group, packed.load) * math.prod(addressings[0].taps), 64 // packed.load)
 
 
 def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
@@ -175,7 +175,7 @@ def _stages_of_launches(problem: ConvProblem) -> tuple[tuple[Sequence[PhaseAddre
     packed, _ = form(problem)
     blocks, at_once = ceil(packed.group, packed.load), 64 // packed.load
     return tuple(
-        (group, tuple(ceil(blocks * math.prod(walk.taps), at_once) for walk in group)) for group in launches_of(problem)
+        (group, tuple(ceil(blocks * math.prod(addressing.taps), at_once) for addressing in group)) for group in launches_of(problem)
     )
 
 
@@ -189,40 +189,40 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
 
 @lru_cache(maxsize=1024)
 def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
-    packed, walks = form(problem)
-    lying = reads_filter(problem)
-    launch_time = LYING.launch_time if lying else RATES[problem.itemsize].launch_time
+    packed, addressings = form(problem)
+    in_place = reads_filter(problem)
+    launch_time = IN_PLACE.launch_time if in_place else RATES[problem.itemsize].launch_time
     us = launch_time
     for _ in _stages_of_launches(problem)[1:]:
         us += FOLLOW
-    of_product, joined = _product_time(problem, config, multiprocessors, lying)
-    kept = 0 if lying else 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
+    of_product, joined = _product_time(problem, config, multiprocessors, in_place)
+    kept = 0 if in_place else 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
     if kept > FORGOTTEN:
         written = problem.itemsize * math.prod(problem.result_shape) * (2 if problem.has_residual else 1)
         of_product = max(of_product, (kept + written) / REMEMBERED_RATE)
     us += of_product
-    if joined and result_arithmetic(problem, walks[0].phase, config.SPLIT)["VEC"] == 1:
+    if joined and result_arithmetic(problem, addressings[0].phase, config.SPLIT)["VEC"] == 1:
         joined *= APART
-    us += overhead(problem, packed, config.SPLIT, not lying, joined)
-    if lying and problem.layout == "NHWC":
+    us += overhead(problem, packed, config.SPLIT, not in_place, joined)
+    if in_place and problem.layout == "NHWC":
         moved = read_bytes(problem) + problem.itemsize * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
         us = max(us, launch_time + moved / MEMORY)
-    if problem.layout == "NCHW" and len(walks) > 1:  # memory writes a sector again for each phase that has a pixel in it
-        parts = min(walks[0].phase.step[2], SECTOR // problem.itemsize)
+    if problem.layout == "NCHW" and len(addressings) > 1:  # memory writes a sector again for each phase that has a pixel in it
+        parts = min(addressings[0].phase.step[2], SECTOR // problem.itemsize)
         us = max(us, problem.itemsize * math.prod(problem.result_shape) * parts / PARTS_OF_SECTORS)
-    return _corrected(us, problem, config, lying)
+    return _corrected(us, problem, config, in_place)
 
 
-def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, lying: bool) -> tuple[float, float]:
+def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, in_place: bool) -> tuple[float, float]:
     """Microseconds of the launches that multiply; and bytes of the parts of sums that a block adds."""
-    _, walks = form(problem)
-    loaded = _loaded(problem, config, lying)
-    step, stores = _stage_time(problem, config, lying, loaded), _store_time(problem, config, multiprocessors)
-    between = (LYING_TILE if _stores_last(problem, config) else TILE_TIME) + stores
+    _, addressings = form(problem)
+    loaded = _loaded(problem, config, in_place)
+    step, stores = _stage_time(problem, config, in_place, loaded), _store_time(problem, config, multiprocessors)
+    between = (IN_PLACE_TILE if _stores_last(problem, config) else TILE_TIME) + stores
 
     def tile_time(steps: int) -> float:
         product = ceil(steps, config.SPLIT) * step
-        if config.takes_turns:  # stores slow the other consumer's products down, but only the last ones are waited for
+        if config.is_pingpong:  # stores slow the other consumer's products down, but only the last ones are waited for
             return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, PINGPONG_ALONE * between)
         return product + between
 
@@ -235,36 +235,36 @@ def _product_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: i
     for group, stages in _stages_of_launches(problem):
         works = [sum(map(tile_time, stages[i : i + at_once])) for i in range(0, len(group), at_once)]
         tiles = math.prod(tiles_of(problem, config, group)) * problem.groups * config.SPLIT
-        grid, turns = grid_of(problem, group, tiles, multiprocessors), turns_of(problem, group)
-        rounds = ceil(tiles * turns // at_once, grid)
+        grid, all_phases = grid_of(problem, group, tiles, multiprocessors), phases_with_repeats(problem, group)
+        rounds = ceil(tiles * all_phases // at_once, grid)
         if joins(problem, config):
-            joined += parts_bytes(config) * ceil(tiles * turns, config.SPLIT * grid)
+            joined += parts_bytes(config) * ceil(tiles * all_phases, config.SPLIT * grid)
         # a block takes tiles of all phases in turn, equally many of each
-        own = max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
+        own = max(max(works), rounds * sum(works) / len(works)) + (between if config.is_pingpong else 0)
         longest, shared = max(longest, own), shared + own * grid / multiprocessors
         _, across = tiles_of(problem, config, group)
-        from_cache += across * problem.groups * sum(stages) / len(walks) * of_pixels
+        from_cache += across * problem.groups * sum(stages) / len(addressings) * of_pixels
     return max(longest, shared, between + from_cache / CACHE_RATE), joined
 
 
-def _loaded(problem: ConvProblem, config: ImplicitGemm, lying: bool) -> float:
+def _loaded(problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float:
     """Bytes of a stage, of which those of pixels count more whose loads take longer."""
-    packed, walks = form(problem)
+    packed, addressings = form(problem)
     loaded = float(ring_of_problem(problem, config).stage)
-    if lying:
+    if in_place:
         return loaded
     slower = UNALIGNED if packed.window is None and packed.pixel * problem.groups % packed.load else 1.0
-    slower *= PACKED_VOLUME if walks[0].rank == 3 else 1.0
+    slower *= PACKED_VOLUME if addressings[0].rank == 3 else 1.0
     return loaded + (slower - 1) * limbs(problem) * config.BLOCK_N * 128
 
 
-def _stage_time(problem: ConvProblem, config: ImplicitGemm, lying: bool, loaded: float) -> float:
+def _stage_time(problem: ConvProblem, config: ImplicitGemm, in_place: bool, loaded: float) -> float:
     """Microseconds of a stage, of which so many bytes are `loaded`: its products, its loads, its bytes."""
     packed, _ = form(problem)
     rates = RATES[problem.itemsize]
-    cycles = 4 * products(problem) * config.BLOCK_N * config.BLOCK_M / 128 * (LYING_PRODUCT if lying else 1)
-    clock, of_filter = (LYING.clock, LYING.filter_cycles) if lying else (rates.clock, 0.0)
-    of_pixel = _pixel_cycles(problem, packed) if lying else rates.row_cycles * SHORT_ROW[packed.load]
+    cycles = 4 * products(problem) * config.BLOCK_N * config.BLOCK_M / 128 * (IN_PLACE_PRODUCT if in_place else 1)
+    clock, of_filter = (IN_PLACE.clock, IN_PLACE.filter_cycles) if in_place else (rates.clock, 0.0)
+    of_pixel = _pixel_cycles(problem, packed) if in_place else rates.row_cycles * SHORT_ROW[packed.load]
     loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
     return max(cycles / clock, loads / clock, loaded / rates.loaded)
 
@@ -276,38 +276,38 @@ def _stores_last(problem: ConvProblem, config: ImplicitGemm) -> bool:
 
 def _store_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
     """Microseconds in which a tile adds a residual and stores its results."""
-    _, walks = form(problem)
+    _, addressings = form(problem)
     last, stored = _stores_last(problem, config), RATES[problem.itemsize].stored
-    if last and len(walks) > 1:
+    if last and len(addressings) > 1:
         stored = PHASED_STORED
     elif last:
-        stored = LYING_APART if whole_rows(problem, 1) and not tensor_store(problem, config) else LYING_STORED
+        stored = IN_PLACE_APART if whole_rows(problem, 1) and not tensor_store(problem, config) else IN_PLACE_STORED
     us = config.BLOCK_M * config.BLOCK_N * stored_bytes(problem, config) / stored
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
-        us *= SCATTERED if len(walks) == 1 or defines_of(problem)["VEC"] == 1 else 1.0
+        us *= SCATTERED if len(addressings) == 1 or defines_of(problem)["VEC"] == 1 else 1.0
     elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and defines_of(problem)["VEC"] == 1:
         # elements are stored one by one, each in a sector of its own; all multiprocessors share the memory's rate for sectors
-        stored_at_once = math.prod(tiles_of(problem, config, walks[:1])) * problem.groups * len(walks) / multiprocessors
-        us *= SCATTERED * max(1.0, min(walks[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
-    elif problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
+        stored_at_once = math.prod(tiles_of(problem, config, addressings[:1])) * problem.groups * len(addressings) / multiprocessors
+        us *= SCATTERED * max(1.0, min(addressings[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
+    elif problem.layout == "NCHW" and problem.itemsize == 4 and len(addressings) > 1:
         us *= PHASED
     added = config.BLOCK_M * config.BLOCK_N if problem.has_residual and config.SPLIT == 1 else 0
     one_by_one = not last and defines_of(problem)["VEC"] == 1
     return us + added / (JOINED if last else JOINED_PLANES / JOINED_APART if one_by_one else JOINED_PLANES)
 
 
-def _corrected(us: float, problem: ConvProblem, config: ImplicitGemm, lying: bool) -> float:
+def _corrected(us: float, problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float:
     """`us` times the relative times of the problem's kind and of the tile."""
-    _, walks = form(problem)
-    if problem.layout == "NHWC" and problem.itemsize == 2 and not lying:
+    _, addressings = form(problem)
+    if problem.layout == "NHWC" and problem.itemsize == 2 and not in_place:
         us *= LAST_PACKED
-    if problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
+    if problem.layout == "NCHW" and problem.itemsize == 4 and len(addressings) > 1:
         small = config.BLOCK_M == 64 == config.BLOCK_N
         us *= PAIRED if paired(problem) else 1.0 if small else PHASED_TILE
     us *= NARROW if config.BLOCK_N <= 64 else WIDE if config.BLOCK_N >= 128 else 1.0
     if products(problem) == 3:
         us *= (TALL if config.BLOCK_M == 128 else 1.0) * (SHALLOW if config.STAGES == 2 else 1.0)
-    if problem.layout == "NCHW" and len(walks) == 1 and walks[0].flat:
+    if problem.layout == "NCHW" and len(addressings) == 1 and addressings[0].flat:
         us *= FLAT
     if problem.layout == "CNHW":
         us *= LONGER[products(problem), problem.itemsize] * (STRIDED if max(problem.dilation) > 1 else 1.0)

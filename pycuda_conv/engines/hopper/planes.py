@@ -87,7 +87,7 @@ def refusal(problem: ConvProblem, config: Planes) -> str | None:
     return _ring(config).refusal(config.STAGES)
 
 
-def _beside(config: Planes) -> int:
+def _blocks_per_sm(config: Planes) -> int:
     """Blocks that share a multiprocessor."""
     return 2 if config.BLOCK_M * config.BLOCK_N <= 64 * 128 else 1
 
@@ -96,7 +96,7 @@ def _ring(config: Planes) -> Ring:
     """The ring of a tile. The consumers' results lie beside it."""
     own = TILES[config.BLOCK_M, config.BLOCK_N]
     results = _consumers(config) * own.results * 2 * 64 * own.pixels
-    return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), results + ALIGNMENT, most_shared(_beside(config)))
+    return Ring(ROW * (config.BLOCK_M + config.BLOCK_N), results + ALIGNMENT, most_shared(_blocks_per_sm(config)))
 
 
 def _max_stages_of(rows: int, pixels: int) -> Planes:
@@ -126,7 +126,7 @@ def schedule(problem: ConvProblem, config: Planes, device: Device, with_moments:
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": own.pixels, "STAGES": config.STAGES,
         "TYPE": ELEMENTS[problem.dtype], "W_MN_MAJOR": int(backward), "OWN_M": own.rows, "RESULTS": own.results,
     }  # fmt: skip
-    grid = min(args.tiles, device.multiprocessors * _beside(config))
+    grid = min(args.tiles, device.multiprocessors * _blocks_per_sm(config))
     launch = KernelLaunch(
         "hopper_planes", defines, grid, _threads(config), (BIAS, SCALE, RESIDUAL), (),
         maps=maps, shared=_ring(config).nbytes(config.STAGES), arch="sm_90a", arguments=args, layer=finish_constants(args),
@@ -209,7 +209,7 @@ def time(problem: ConvProblem, config: Planes, device: Device) -> float:
     loads = (min(config.BLOCK_M, ceil(problem.result_channels, BLOCK) * BLOCK) + pixels) * ROW_CYCLES
     step = math.hypot(MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32, loads, WAIT_CYCLES / (config.STAGES - 1)) / CLOCK
     end = TILE + 2 * config.BLOCK_M * config.BLOCK_N / STORED
-    beside = _beside(config)
+    beside = _blocks_per_sm(config)
     rounds = ceil(problem.N * down * across, device.multiprocessors * beside)
     works = rounds * (steps * step + end) * beside**SHARED, problem.bytes / MEMORY
     return BEGIN + max(works) + BESIDE * min(works)

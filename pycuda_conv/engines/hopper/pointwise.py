@@ -231,8 +231,8 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_momen
     else:
         step, of_filter = _filter(problem, config, kept, defines)
         prepare, maps = [[step]], [_images(problem, config), of_filter]
-    noted_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
-    buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
+    moments_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
+    buffers, grid = (BIAS, SCALE, RESIDUAL, target, *moments_at), min(product.tiles, multiprocessors)
     shared, args = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
     launch = KernelLaunch(
         "hopper_pointwise", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=args,

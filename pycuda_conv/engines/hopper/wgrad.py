@@ -178,7 +178,7 @@ def _ring(config: WgradNhwc, size: int) -> Ring:
     return Ring(ROW * (rows + columns), ALIGNMENT, most_shared(_blocks_per_sm(config, size)), sum_bytes(rows, columns))
 
 
-def _most_stages(rows: int, columns: int, size: int) -> int:
+def _max_stages(rows: int, columns: int, size: int) -> int:
     """The most stages of a ring that shared memory has room for."""
     return _ring(WgradNhwc(rows, columns), size).deepest(range(STAGES, 1, -1))
 
@@ -226,7 +226,7 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
     _, tap_r, tap_s = loaded.filter_size
     taps, taps_inner = math.prod(loaded.filter_size), int(taps_fastest and parts is None and not config.FLIPPED)
     args = arguments(
-        WgradNhwcArguments, tiles_m=down, tiles_n=across, bundles=packs, splits=config.SPLIT, stages=stages,
+        WgradNhwcArguments, tiles_m=down, tiles_n=across, group_packs=packs, splits=config.SPLIT, stages=stages,
         part=_part(seen, config), rows=(loaded if config.FLIPPED and parts else forward).K // packs, columns=loaded.C // packs,
         own_rows=forward.K // forward.groups, own_columns=loaded.C // forward.groups,
         column_blocks=_column_blocks(seen), inner=taps if taps_inner else _tap_blocks(seen), taps_inner=taps_inner,
@@ -335,7 +335,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     for flipped, (size, types) in itertools.product((False, True), ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,)))):
         for rows, widths in (FLIPPED_TILES if flipped else TILES)[size].items():
             for columns in widths:
-                config = WgradNhwc(rows, columns, _most_stages(rows, columns, size))
+                config = WgradNhwc(rows, columns, _max_stages(rows, columns, size))
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
                     "TYPE": types, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
@@ -389,7 +389,7 @@ def _useful_tiles(problem: ConvProblem, flipped: bool) -> Iterator[WgradNhwc]:
     tiles_of, size, seen = _tiles_of(problem, flipped), factor_bytes(problem), as_seen(problem, WgradNhwc(FLIPPED=flipped))
     for rows in _useful(tuple(tiles_of), seen.K // group_packs(seen)):
         for columns in _useful(tiles_of[rows], _column_blocks(seen) * block_channels(seen)):
-            yield WgradNhwc(rows, columns, _most_stages(rows, columns, size), FLIPPED=flipped)
+            yield WgradNhwc(rows, columns, _max_stages(rows, columns, size), FLIPPED=flipped)
 
 
 def _cut(problem: ConvProblem, tile: WgradNhwc, device: Device) -> Iterator[WgradNhwc]:

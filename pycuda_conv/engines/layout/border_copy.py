@@ -14,7 +14,8 @@ from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import KernelLaunch, Place
 
-THREADS, EACH = 256, 4  # threads of a block, and elements that a thread copies
+THREADS = 256
+EACH = {"float16": 8, "bfloat16": 8, "float32": 4, "float64": 4}  # elements that a thread copies
 #: The numbers of types in bordered.cu; 0 is the arithmetic's.
 TYPES = {
     "": 0, "bool": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "uint32": 6, "int32": 7, "uint64": 8, "int64": 9, "float16": 10,
@@ -34,24 +35,40 @@ def _outer_and_inner(problem: ConvProblem, channels: int) -> tuple[int, int]:
 
 
 def _told(
-    outer: int, size: Sequence[int], inner: int, border: borders.Border, before: Sequence[int], after: Sequence[int], big: bool, fold: bool,
-    **others: int,
+    dtype: str, outer: int, size: Sequence[int], inner: int, border: borders.Border, before: Sequence[int], after: Sequence[int], big: bool,
+    fold: bool, **others: int,
 ) -> tuple[Any, int]:
     """The arguments of a launch for images of this `size`, and elements of the array that it writes."""
     wide = tuple(b + n + a for b, n, a in zip(before, size, after, strict=True))
     written = outer * math.prod(size if fold else wide) * inner
     numbers: dict[str, int] = {}
-    for axis, n, words in zip("dhw", size, border, strict=True):
-        for prefix, word in zip(("", "last_"), words, strict=True):
+    near = wide[2] * inner >= EACH[dtype]
+    for axis, n, words, *paddings in zip("dhw", size, border, before, after, strict=True):
+        for prefix, word, padding in zip(("", "last_"), words, paddings, strict=True):
             side = borders.side(word, n)
             numbers |= {f"{prefix}{name}_{axis}": value for name, value in side._asdict().items()}
             numbers[f"by_{prefix}period_{axis}"] = divider(side.period)
+            start, step, reach = _near(word, n, bool(prefix))
+            numbers |= {f"{prefix}near_{axis}": start, f"{prefix}step_{axis}": step}
+            near = near and padding <= reach
+    numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])}
     sizes = {"inner": inner, "line": (size if fold else wide)[2] * inner, **by_axis("", size), **by_axis("wide_", wide)}
     prepared = {f"by_{name}": 0 if big else divider(sizes[name]) for name in ("inner", "line", "d", "h", "wide_d", "wide_h")}
     told = arguments(
         BorderArguments, size=written, **sizes, **prepared, **by_axis("before_", before), **by_axis("after_", after), **numbers, **others
     )
     return told, written
+
+
+def _near(mode: str, n: int, last: bool) -> tuple[int, int, int]:
+    """A start and a step with which place i outside shows pixel ``start + step * i``, and for how many places that holds."""
+    if mode == "circular":
+        return -n if last else n, 1, n
+    if mode == "symmetric":
+        return 2 * n - 1 if last else -1, -1, n
+    if mode == "reflect" and n > 1:
+        return 2 * n - 2 if last else 0, -1, n - 1
+    return n - 1 if last else 0, 0, 2**31
 
 
 def _defines(dtype: str, big: bool) -> dict[str, int]:
@@ -69,10 +86,10 @@ def copy(problem: ConvProblem, to: Place) -> KernelLaunch:
     outer, inner = _outer_and_inner(problem, problem.operand_channels)
     before, after = (none, none) if problem.direction == "dgrad" else problem.border_sizes
     told, written = _told(
-        outer, problem.operand_size, inner, problem.border or borders.NONE, before, after, big, False,
+        problem.dtype, outer, problem.operand_size, inner, problem.border or borders.NONE, before, after, big, False,
         value=bits(problem.border_value, accumulator_bytes(problem)), type=TYPES[problem.input_dtype], has_residual=0,
     )  # fmt: skip
-    blocks = ceil(written, EACH * THREADS)
+    blocks = ceil(written, EACH[problem.dtype] * THREADS)
     return KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (INPUT, to), (), "bordered", arguments=told)
 
 
@@ -81,8 +98,9 @@ def fold(problem: ConvProblem, wide: Place, to: Place) -> KernelLaunch:
     big, border = _is_big(problem), problem.border or borders.NONE
     outer, inner = _outer_and_inner(problem, problem.result_channels)
     told, written = _told(
-        outer, problem.input_size, inner, border, *problem.border_sizes, big, True, value=0, type=0, has_residual=int(problem.has_residual)
-    )
+        problem.dtype, outer, problem.input_size, inner, border, *problem.border_sizes, big, True, value=0, type=0,
+        has_residual=int(problem.has_residual),
+    )  # fmt: skip
     blocks, buffers = ceil(written, THREADS), (wide, RESIDUAL, to)
     return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=told)
 
@@ -100,8 +118,8 @@ def _rounding(size: int, given: str, dtype: str, source: Place, target: Place) -
 def converting(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
     """Convert an array without gaps to `dtype`, one of floats."""
     big, none = size >= 2**31 - 2**20, (0, 0, 0)
-    told, _ = _told(1, (1, 1, size), 1, borders.NONE, none, none, big, False, value=0, type=TYPES[given], has_residual=0)
-    blocks = ceil(size, EACH * THREADS)
+    told, _ = _told(dtype, 1, (1, 1, size), 1, borders.NONE, none, none, big, False, value=0, type=TYPES[given], has_residual=0)
+    blocks = ceil(size, EACH[dtype] * THREADS)
     return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=told)
 
 

@@ -232,7 +232,7 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
         units=tile.pitch // tile.unit, shift=tile.shift, stages=tile.stages, stage_bytes=tile.stage_bytes,
         **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
         **by_axis("dilation_", problem.dilation), p=p, q=q, table_at=tile.table_at, places_at=tile.places_at, patch_at=tile.patch_at,
-        copy_at=tile.copy_at, wide=wide, turned_at=tile.transpose_at, **finish(problem),
+        copy_at=tile.copy_at, wide=wide, transposed_at=tile.transpose_at, **finish(problem),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes), "PRODUCTS": products(problem)}
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT

@@ -71,12 +71,12 @@ class Pixels:
         return not self.channels_last and self.N * self.plane <= most * _vector(self) and not _index_64(self)
 
 
-Walk = kernel_struct("batch_norm", "Walk")
+BatchNormShape = kernel_struct("batch_norm", "BatchNormShape")
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How the kernels walk an array: the counts of the struct ``Walk`` in ``cu/nn/batch_norm.cu``."""
+    """How the kernels step through an array: the counts of the struct ``BatchNormShape`` in ``cu/nn/batch_norm.cu``."""
 
     pixels: Pixels
     vector: int
@@ -123,14 +123,14 @@ class _Cut:
         pixels, columns = self.pixels, self.pixels.K // (self.vector if self.pixels.channels_last else 1)
         across = -(-columns // self.tiles)
         plane_items = pixels.plane // (1 if pixels.channels_last else self.vector)
-        walk = Walk(
+        shape = BatchNormShape(
             pixels.K, pixels.plane, self.total, self.per, columns, self.tiles, divider(self.tiles), across, divider(across),
             plane_items, divider(plane_items) if self.total < 2**31 - 2**20 else 0,
         )  # fmt: skip
         defines = self._defines(THREADS) | {
             "NHWC": int(pixels.channels_last), "VEC": self.vector, "HAS_RESIDUAL": int(residual), "BEYOND_RELU": int(beyond_relu),
         }  # fmt: skip
-        return KernelLaunch(kernel, defines, self.tiles * self.slices, THREADS, buffers, scalars, "batch_norm", arguments=walk)
+        return KernelLaunch(kernel, defines, self.tiles * self.slices, THREADS, buffers, scalars, "batch_norm", arguments=shape)
 
     def activating_step(
         self, kernel: str, buffers: tuple[int, ...], activation: Activation, *scalars: int, residual: bool = False
@@ -141,18 +141,18 @@ class _Cut:
         return self.step(kernel, buffers, *args, *scalars, residual=residual, beyond_relu=beyond_relu)
 
     def adding_step(
-        self, kernel: str, columns: int, slices: int, buffers: tuple[Place, ...], *scalars: int, noted: bool = False
+        self, kernel: str, columns: int, slices: int, buffers: tuple[Place, ...], *scalars: int, with_moments: bool = False
     ) -> KernelLaunch:
         """A launch that adds the slices of each column."""
         wanted = 1 << (ceil(slices, ADDED) - 1).bit_length()
         beside = ADDING_THREADS // min(max(wanted, LANES[0]), LANES[1])
-        return self.step_of_channels(kernel, ceil(columns, beside), buffers, *scalars, beside, noted=noted)
+        return self.step_of_channels(kernel, ceil(columns, beside), buffers, *scalars, beside, with_moments=with_moments)
 
     def step_of_channels(
-        self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, noted: bool = False
+        self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, with_moments: bool = False
     ) -> KernelLaunch:
         """A launch that works on per-channel values, or on one value of each channel and slice."""
-        defines = self._defines(ADDING_THREADS) | {"NOTED": int(noted)}
+        defines = self._defines(ADDING_THREADS) | {"WITH_MOMENTS": int(with_moments)}
         return KernelLaunch(kernel, defines, blocks, ADDING_THREADS, buffers, scalars, "batch_norm")
 
 
@@ -181,10 +181,10 @@ def texts(device: Device) -> Iterator[TextFamily]:
         yield TextFamily("batch_norm", common | arrays | {"VEC": (1, 4)})
         yield TextFamily("batch_norm", common | arrays | of_halves | {"VEC": (8,)})
     adding = common | {"THREADS": (ADDING_THREADS,)}
-    yield TextFamily("batch_norm", adding | {"NOTED": (0,)})
+    yield TextFamily("batch_norm", adding | {"WITH_MOMENTS": (0,)})
     if device.backend == "cuda" and device.capability >= (9, 0):  # whose tensor-core kernels note moments
         of_tensor_cores = {"DTYPE": (*of_halves["DTYPE"], DTYPE_CODES["float32"])}
-        yield TextFamily("batch_norm", adding | of_tensor_cores | {"NOTED": (1,)})
+        yield TextFamily("batch_norm", adding | of_tensor_cores | {"WITH_MOMENTS": (1,)})
 
 
 def _finishes(device: Device) -> tuple[dict[str, tuple[int, ...]], ...]:
@@ -226,8 +226,8 @@ def statistics(
         places = (0, (7, moments.parts), 1, 2, 3, 4, 5, 6, (7, moments.redone))
         as_it_lies = pixels.N, pixels.plane, pixels.K * pixels.plane, pixels.K if pixels.channels_last else 1
         slices = moments.sets * ceil(moments.span, moments.per)
-        noted = moments.blocks, moments.sets, *as_it_lies, moments.span, moments.per, pixels.K, 1, apart, *last
-        return (cut.adding_step("batch_norm_statistics", pixels.K, slices, places, *noted, noted=True),), 0
+        sizes = moments.blocks, moments.sets, *as_it_lies, moments.span, moments.per, pixels.K, 1, apart, *last
+        return (cut.adding_step("batch_norm_statistics", pixels.K, slices, places, *sizes, with_moments=True),), 0
     scalars = cut.total, cut.per, pixels.K, cut.values, apart, *last
     add = cut.adding_step("batch_norm_statistics", pixels.K, cut.slices, (0, 7, 1, 2, 3, 4, 5, 6), *scalars)
     return (cut.step("channel_moments", (0, 7)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes

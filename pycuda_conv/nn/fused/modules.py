@@ -144,7 +144,7 @@ class _FusedConvBnReLU(nn.Module):
             Modules that are not torch's convolution and batch norm of this rank; a ``SyncBatchNorm``, whose statistics go over
             several processes.
         ValueError
-            A batch norm of another number of channels than the convolution's.
+            A batch norm of another number of channels than the convolution's; a convolution that asks for an algorithm.
         """
         _refuse_sync(bn)
         for name, module, kind in (("conv", conv, cls._conv), ("bn", bn, cls._bn)):
@@ -153,6 +153,9 @@ class _FusedConvBnReLU(nn.Module):
         channels, features = cast(Any, conv).out_channels, cast(Any, bn).num_features
         if channels != features:
             raise ValueError(f"bn has {features} features, but conv has {channels} output channels")
+        algorithm = getattr(conv, "algorithm", None)
+        if algorithm is not None:
+            raise ValueError(f"conv asks for algorithm={algorithm!r}, which a fused layer does not take; expected None")
         fused = cls.__new__(cls)
         fused._adopt(conv, bn, relu, precision)
         return fused
@@ -214,9 +217,11 @@ def _conv_bn_act(
     if input.dim() != ndim + 2:
         raise ValueError(f"expected {ndim + 2}D input (got {input.dim()}D input)")
     momentum, eps = bn.momentum, bn.eps
-    x, padding = _padded(conv, input, ndim)
     of_batch = bn.training or (running_mean is None and running_var is None)
-    settings = _in_numbers(Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False), weight.shape[2:])
+    trains = not _traced(input, weight, bias) and (of_batch or _differentiated(input, weight, bias, gamma, beta))
+    x, padding, mode = _padded(conv, input, not trains)
+    settings = Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False, None, mode)
+    settings = _in_numbers(settings, weight.shape[2:])
     spec, named = _LayerSpec(activation, of_batch, settings), (x, weight, bias, gamma, beta)
     traced, differentiated = _traced(*named), _differentiated(*named)
     if residual is not None:
@@ -281,11 +286,14 @@ def _tensors(conv: Any, bn: Any) -> tuple[Any, ...]:
         return conv.weight, conv.bias, bn.weight, bn.bias, bn.running_mean, bn.running_var, bn.num_batches_tracked
 
 
-def _padded(conv: Any, x: Tensor, ndim: int) -> tuple[Tensor, Any]:
-    """`x` with the border that the convolution's mode makes, and the padding with zeros that is still to be added."""
-    if conv.padding_mode != "zeros":
-        return F.pad(x, conv._reversed_padding_repeated_twice, mode=conv.padding_mode), 0
-    return x, conv.padding
+def _padded(conv: Any, x: Tensor, copied: bool) -> tuple[Tensor, Any, str]:
+    """`x`, and the padding and its mode that are still to be added. With `copied`, a border other than zeros is added by torch."""
+    if conv.padding_mode == "zeros":
+        return x, conv.padding, "zeros"
+    sides = conv._reversed_padding_repeated_twice
+    if copied:
+        return F.pad(x, sides, mode=conv.padding_mode), 0, "zeros"
+    return x, tuple((sides[i], sides[i + 1]) for i in range(len(sides) - 2, -1, -2)), conv.padding_mode
 
 
 def _refuse_sync(bn: nn.Module | None) -> None:

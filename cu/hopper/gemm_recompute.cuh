@@ -1,4 +1,4 @@
-// gemm_mend.cuh: blocks compute their flagged results once more in plain fp32, where a number did not fit its limbs (mend.cuh).
+// gemm_recompute.cuh: blocks compute their flagged results once more in plain fp32, where a number did not fit its limbs (recompute.cuh).
 //
 // The consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way. If any is set, they go through
 // the block's tiles once more after its last tile.
@@ -14,7 +14,7 @@ DEVICE bool any_of_flags(const GemmPhase& shape, const int* __restrict__ x_flags
 }
 
 // Computes a tile that the block stored once more where its limbs did not fit. The consumers' warps share it.
-__device__ __noinline__ void mend_tile(const Shapes& shapes, int tile, const MendFinish& what, const Mends& mends, MendOperands operands,
+__device__ __noinline__ void recompute_tile(const Shapes& shapes, int tile, const RecomputeFinish& what, const Recomputes& recomputes, RecomputeOperands operands,
                                        [[maybe_unused]] int* redone, out_t* y) {
   const int phase = phase_of(shapes, tile);
   const GemmPhase& shape = shapes.of[phase];
@@ -29,14 +29,14 @@ __device__ __noinline__ void mend_tile(const Shapes& shapes, int tile, const Men
     const int m = of.m + strip % (BLOCK_M / MENDED) * MENDED, inside = strip / (BLOCK_M / MENDED) * 32 + lane;
     if (m >= (int)shape.rows_group) continue;
     const int pixel = of.pixel + inside;
-    const int mended = inside < BLOCK_N && pixel < of.end ? pixel : -1;
-    [[maybe_unused]] const bool again = mend<NHWC, DENSE>(shape, what, mends.arrays, mends.of[phase], operands, y, of.group, m, mended);
-    if (NOTES && redone && again && lane == 0) redone[blockIdx.x] = 1;
+    const int recomputed = inside < BLOCK_N && pixel < of.end ? pixel : -1;
+    [[maybe_unused]] const bool again = recompute_fp32<NHWC, DENSE>(shape, what, recomputes.arrays, recomputes.of[phase], operands, y, of.group, m, recomputed);
+    if (EMIT_MOMENTS && redone && again && lane == 0) redone[blockIdx.x] = 1;
   }
 }
 
-__device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends, const MendOperands& operands, int* redone, out_t* y) {
+__device__ __noinline__ void recompute_tiles(const Shapes& shapes, const Recomputes& recomputes, const RecomputeOperands& operands, int* redone, out_t* y) {
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
-    mend_tile(shapes, tile, MendFinish(shapes.of[phase_of(shapes, tile)]), mends, operands, redone, y);
+    recompute_tile(shapes, tile, RecomputeFinish(shapes.of[phase_of(shapes, tile)]), recomputes, operands, redone, y);
   }
 }

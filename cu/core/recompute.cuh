@@ -1,4 +1,4 @@
-// mend.cuh: a block computes the results that fp16 limbs can't give once more, in plain fp32, after it has stored them.
+// recompute.cuh: a block computes the results that fp16 limbs can't give once more, in plain fp32, after it has stored them.
 //
 // pack.cu flags images and channels of the filter. Flag 2: one holds Inf, NaN or what no scale fits. Every result that depends on it is computed again.
 // Flag 1: one has numbers that are too small. A result is computed again if it may show that: if it is small for its scales and its summands are
@@ -14,36 +14,36 @@ constexpr int SUSPECTS = 24;  // with more suspects it is quicker to compute all
 
 // How x and w lie, and where a convolution, or each phase of dgrad, reads x: pixel (o, p, q) of y and tap t of an axis read x at
 // o * stride_d - pad_d + t * dilation_d and so on.
-struct MendArrays {
+struct RecomputeArrays {
   long long channels, d, h, w;                      // x: channels of a group, and its size,
   long long x_image, x_group, x_channel, x_pixel;   // elements from one image, group, channel and pixel to the next
   long long w_group, w_m, w_c, w_t, w_r, w_s;       // w: elements from one group, channel of y, channel of x and tap to the next
   long long stride_d, stride_h, stride_w, dilation_d, dilation_h, dilation_w;
 };
 // What differs from phase to phase; a launch's arguments have room for 4 kB.
-struct MendPhase {
+struct RecomputePhase {
   long long taps_t, taps_r, taps_s, pad_d, pad_h, pad_w;
   long long w_base;                                 // elements of w before the phase's first tap
 };
 // The arrays themselves.
-struct MendOperands {
+struct RecomputeOperands {
   const float *x, *w, *bias, *scale, *residual;
   const int *x_flags, *w_flags;
   const float *x_scales, *w_scales;
 };
 
 // What finishes a sum; slope: a float's bits.
-struct MendFinish {
+struct RecomputeFinish {
   long long has_bias, has_scale, has_residual, activation, slope;
   template <class Arguments>
-  DEVICE explicit MendFinish(const Arguments& of)
+  DEVICE explicit RecomputeFinish(const Arguments& of)
       : has_bias(of.has_bias), has_scale(of.has_scale), has_residual(of.has_residual), activation(of.activation), slope(of.slope) {}
 };
 
 // A summand's channel and tap; next() goes through the taps first, along s first.
 struct Summand {
   int c, t, r, s;
-  DEVICE void next(const MendPhase& phase, int channels) {
+  DEVICE void next(const RecomputePhase& phase, int channels) {
     if (++s < (int)phase.taps_s) return;
     s = 0;
     if (++r < (int)phase.taps_r) return;
@@ -60,10 +60,10 @@ DEVICE float load_stored(const float* from) {  // reads what other warps of the 
   return __uint_as_float(v);
 }
 
-// Mends channels m0, ... of `group` of this lane's pixel of the launch (-1: none), which are stored. Returns whether results were computed again.
+// Recomputes channels m0, ... of `group` of this lane's pixel of the launch (-1: none), which are stored. Returns whether results were computed again.
 template <bool nhwc, bool dense, class Shape>
-DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& arrays, const MendPhase& phase, const MendOperands& of, float* y, int group,
-                 int m0, int pixel) {
+DEVICE bool recompute_fp32(const Shape& shape, const RecomputeFinish& what, const RecomputeArrays& arrays, const RecomputePhase& phase,
+                           const RecomputeOperands& of, float* y, int group, int m0, int pixel) {
   const bool there = pixel >= 0;
   const Divided of_image(there ? pixel : 0, shape.plane, shape.by_plane), slice(of_image.rest, shape.pq, shape.by_pq);
   const Divided row(slice.rest, shape.q, shape.by_q);

@@ -1,0 +1,282 @@
+// pixel_store.cuh: from the sums of a tile of pixels x channels to channels-last y, for hopper/pixel_tiles.cuh, and the moments of what is stored.
+#pragma once
+
+// The pixel of y that pixel `pixel` of the phase is; -1 past the end.
+DEVICE int place_of(const Phase& shape, int pixel) {
+  if (pixel >= (int)shape.pixels) return -1;
+  const Divided of_image(pixel, shape.plane, shape.by_plane);
+  return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
+}
+
+// How channels of y are written. SINGLE: one at a time. VEC_4: four neighbours at once. RUN: if all channels of a pixel are in one chunk and pixels
+// are contiguous, neighbours of a warp's whole run of pixels. BYTES_16: 16 bytes at once, from the registers of the sums.
+enum StoreMode { SINGLE, VEC_4, RUN, BYTES_16 };
+// Stores four neighbouring channels of y.
+struct Vec4 {
+  int first, count;  // channels that exist
+  Finish<false> finish[4];
+  DEVICE Vec4(const Phase& shape, int channel, const data_t* scales, const data_t* biases)
+      : first(channel), count(min((int)shape.rows - channel, 4)) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, scales, biases, min(first + e, (int)shape.rows - 1));
+  }
+  DEVICE void store(const Phase& shape, int place, const float (&sum)[4], const data_t* residual, data_t* y) const {
+    struct alignas(4 * sizeof(data_t)) Vector {
+      data_t v[4];
+    };
+    const bool there = place >= 0 && count > 0, wide = (int)shape.store_mode % 2 == 1;  // VEC_4 or BYTES_16; no branch, so that several stores are issued at once
+    const long long at = place * shape.rows + first;
+    const bool added_to = MAY_ADD && has_residual(shape);
+    Vector added = {}, out;
+    float v[4];
+    if (added_to && wide && there) added = *(const Vector*)(residual + at);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (added_to && !wide && there && e < count) added.v[e] = residual[at + e];
+      v[e] = finish[e].whole(shape, sum[e], 1, added_to ? to_float(added.v[e]) : -0.f);
+    }
+    activate(shape, v);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      out.v[e] = from_float<data_t>(v[e]);
+      if (!wide && there && e < count) y[at + e] = out.v[e];
+    }
+    if (wide && there) store_word(y + at, *(const word<Vector>*)&out);
+  }
+};
+
+// Stores a warp's staging tile to a run of y, from pixel `pixel` on: a lane takes two neighbours at a time, whichever pixels they belong to.
+DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const data_t* scales, const data_t* biases, const data_t* residual, data_t* y) {
+  struct alignas(2 * sizeof(data_t)) Pair {
+    data_t v[2];
+  };
+  const int count = min(16, (int)shape.pixels - pixel) * (int)shape.rows;
+  const long long first = (long long)pixel * shape.rows;  // 16 pixels begin at a multiple of 32 bytes
+  const bool added_to = MAY_ADD && has_residual(shape);
+  for (int i = threadIdx.x % 32 * 2; i < count; i += 64) {
+    float v[2];
+    Pair out;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const Divided of_pixel(min(i + e, count - 1), shape.rows, shape.by_rows);
+      Finish<false> finish;
+      finish.of = ScaleAndBias(shape, scales, biases, of_pixel.rest);
+      const float added = added_to && i + e < count ? to_float(residual[first + i + e]) : -0.f;
+      v[e] = finish.whole(shape, staging[of_pixel.quotient * PITCH + of_pixel.rest], 1, added);
+    }
+    activate(shape, v);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) out.v[e] = from_float<data_t>(v[e]);
+    if (i + 1 < count) store_word(y + first + i, *(const word<Pair>*)&out);
+    else y[first + i] = out.v[0];
+  }
+}
+
+#if EMIT_MOMENTS
+// Notes the moments of a chunk: a lane has channel `channel` of its warp's 16 pixels, and one of the consumer's warps combines those of all four.
+// `staged_moments` is [warp][mean, squares][channel], and another one for each second chunk, so that one barrier a chunk is enough.
+DEVICE void emit_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* staged_moments, const data_t* scale,
+                         const data_t* bias, float* moments) {
+  const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, pixel = of.pixel + 64 * consumer;
+  const bool real = channel < (int)shape.rows;
+  Finish<false> finish;
+  finish.of = ScaleAndBias(shape, scale, bias, real ? channel : 0);
+  auto count_of = [&](int number) { return max(min((int)shape.pixels - pixel - 16 * number, 16), 0); };
+  auto value = [&](int row) { return to_float(from_float<data_t>(finish.shifted(shape, staging[row * PITCH + lane], 1))); };  // as it is stored
+  const float first = value(0);
+  Deviations own;
+  const int count = count_of(warp);
+#pragma unroll 4
+  for (int row = 0; row < count; ++row) own.add(value(row) - first);
+  staged_moments[warp * 2 * CHUNK + lane] = own.mean(first, max(count, 1));
+  staged_moments[(warp * 2 + 1) * CHUNK + lane] = own.off_mean(max(count, 1));
+  named_barrier(1 + consumer, 128);
+  if (warp != chunk % 4 || count_of(0) == 0 || !real) return;
+  float mean = staged_moments[lane], squares = staged_moments[CHUNK + lane];
+#pragma unroll
+  for (int other = 1; other < 4; ++other) {
+    const int before = count_of(0) == 16 ? 16 * other : count_of(0), more = count_of(other);
+    if (more == 0) continue;
+    const float off = staged_moments[other * 2 * CHUNK + lane] - mean, share = (float)more / (before + more);
+    mean = fmaf(off, share, mean);
+    squares += fmaf(off * off, before * share, staged_moments[(other * 2 + 1) * CHUNK + lane]);
+  }
+  float* const to = moments + (long long)(pixel / 64) * 2 * shape.rows + channel;
+  to[0] = mean;
+  to[shape.rows] = squares;
+}
+#endif
+
+// Exchanges words of two lanes whose numbers differ in the bit `beside`: the lower lane then has both lanes' a, the upper one both lanes' b.
+DEVICE void swap_words(uint32_t& a, uint32_t& b, int beside) {
+  const bool upper = threadIdx.x & beside;
+  const uint32_t got = __shfl_xor_sync(~0u, upper ? a : b, beside);
+  a = upper ? got : a;
+  b = upper ? b : got;
+}
+
+// A row of sums as wgmma leaves it to four lanes, exchanged between them into runs of 16 bytes; turn() is its own inverse.
+constexpr int EIGHTS = 8 / (int)sizeof(data_t);  // groups of 8 columns in a run; a lane has two neighbours of each
+struct alignas(16) Run {
+  uint32_t words[4];
+  DEVICE void turn() {
+    if (EIGHTS == 4) {
+      swap_words(words[0], words[1], 1);
+      swap_words(words[2], words[3], 1);
+      swap_words(words[0], words[2], 2);
+      swap_words(words[1], words[3], 2);
+    } else {
+      swap_words(words[0], words[2], 1);
+      swap_words(words[1], words[3], 1);
+    }
+  }
+  // the first channel of this lane's run, counted from that of the four lanes
+  static DEVICE int channel() { return threadIdx.x % 4 * 8 - (EIGHTS == 2 ? threadIdx.x % 4 / 2 * 12 : 0); }
+};
+
+// Stores a consumer's sums of a tile from registers, where 16 bytes of y belong to one pixel. `plain`: without an epilogue. `of_channels` has
+// scale and bias of two neighbouring channels in each element, from the tile's first on.
+template <bool plain>
+DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const float4* of_channels, const data_t* residual, data_t* y) {
+  constexpr int GROUP = 8 * EIGHTS, AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
+  static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
+  const bool added_to = !plain && MAY_ADD && has_residual(shape);
+  const int own = place_of(shape, of.pixel + threadIdx.x / 32 * 16 + threadIdx.x % 16), first = of.channel + Run::channel();
+  long long at[2];
+  bool there[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int place = __shfl_sync(~0u, own, threadIdx.x % 32 / 4 + 8 * half);
+    there[half] = place >= 0;
+    at[half] = place * shape.rows + first;
+  }
+  for_all<BLOCK_N / GROUP>([&](auto group) {
+    constexpr int base = decltype(group)::value * GROUP;
+    const bool real = first + base < (int)shape.rows;
+    Run added[2] = {}, out[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (added_to && there[half] && real) added[half] = *(const Run*)(residual + at[half] + base);
+    if (added_to)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) added[half].turn();
+    for_all<2 * EIGHTS / AT_ONCE>([&](auto part) {
+      constexpr int from = decltype(part)::value * AT_ONCE;
+      Finish<false> finish[AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i += 2) {
+        const float4 two = plain ? make_float4(1, -0.f, 1, -0.f) : of_channels[(base + (from + i) / 2 * 8) / 2 + threadIdx.x % 4];
+        finish[i].of = ScaleAndBias(two.x, two.y);
+        finish[i + 1].of = ScaleAndBias(two.z, two.w);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float v[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+          const float one = sum[(base / 8 + (from + i) / 2) * 4 + 2 * half + i % 2];
+          if (plain) v[i] = one;
+          else v[i] = added_to ? finish[i].whole(shape, one, 1, to_float(((const data_t*)added[half].words)[from + i])) : finish[i].shifted(shape, one, 1);
+        }
+        if (!plain) activate(shape, v);
+#if TYPE == 32
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) out[half].words[from + i] = __float_as_uint(v[i]);
+#else
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i += 2) out[half].words[(from + i) / 2] = word_of<data_t>(v[i], v[i + 1]);
+#endif
+      }
+    });
+#pragma unroll
+    for (int half = 0; half < 2; ++half) out[half].turn();
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (there[half] && real) store_word(y + at[half] + base, *(const uint4*)out[half].words);
+  });
+}
+
+// Whether sums are stored as they are.
+DEVICE bool stores_plainly(const Phase& shape) {
+  return !has_scale(shape) && !has_bias(shape) && !(MAY_ADD && has_residual(shape)) && !activation(shape);
+}
+
+// Leaves scale and bias of a tile's channels in a warp's staging tile, where store_runs() reads them. `staged` is the first of the channels whose
+// numbers lie there.
+DEVICE void stage_finish(float* staging, int& staged, const Phase& shape, const Tile& of, const data_t* scale, const data_t* bias) {
+  static_assert(BLOCK_N / 2 * 4 <= 16 * PITCH, "they fit a staging tile");
+  if (staged == of.channel || (int)shape.store_mode != BYTES_16 || stores_plainly(shape)) return;
+  staged = of.channel;
+  __syncwarp();  // what lies there has been read
+#pragma unroll
+  for (int i = threadIdx.x % 32; i < BLOCK_N / 2; i += 32) {
+    const int channel = min(of.channel + 2 * i, (int)shape.rows - 2);  // 16 bytes of channels, so their number is even
+    const ScaleAndBias one(shape, scale, bias, channel), next(shape, scale, bias, channel + 1);
+    ((float4*)staging)[i] = make_float4(one.scale, one.bias, next.scale, next.bias);
+  }
+  __syncwarp();
+}
+
+// Stores a consumer's sums of a tile, through its warps' staging tiles or from registers; `moments` is null if they are not asked for. After
+// stage_finish(), whose numbers are gone if moments are emitted.
+DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] int& staged,
+                       [[maybe_unused]] float* staged_moments, const data_t* scale, const data_t* bias, const data_t* residual, data_t* y,
+                       [[maybe_unused]] float* moments) {
+  const bool as_runs = (int)shape.store_mode == BYTES_16;
+  if (as_runs) {
+    if (stores_plainly(shape)) store_runs<true>(sum, shape, of, (const float4*)staging, residual, y);
+    else store_runs<false>(sum, shape, of, (const float4*)staging, residual, y);
+    if (!EMIT_MOMENTS || !moments) return;
+    staged = -1;
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int own = place_of(shape, of.pixel + 16 * warp + lane % 16);
+  for_all<BLOCK_N / CHUNK>([&](auto chunk) {
+    constexpr int base = decltype(chunk)::value * CHUNK;
+    __syncwarp();  // the last chunk has been read
+#pragma unroll
+    for (int i = 0; i < CHUNK / 8; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = 4 * (base / 8 + i) + 2 * half;
+        *(float2*)(staging + (lane / 4 + 8 * half) * PITCH + 8 * i + 2 * (lane % 4)) = make_float2(sum[at], sum[at + 1]);
+      }
+    __syncwarp();
+    if (BLOCK_N == CHUNK && (int)shape.store_mode == RUN) {
+      store_run(staging, shape, of.pixel + 16 * warp, scale, bias, residual, y);
+    } else if (!as_runs) {
+      const Vec4 four(shape, of.channel + base + 4 * (lane % 8), scale, bias);
+      constexpr int BATCH = BLOCK_N > 160 ? 1 : 4;  // fours of rows that are read before the first of them is written, as registers allow
+#pragma unroll(BATCH == 1 ? 1 : 4)
+      for (int down = 0; down < 16; down += 4 * BATCH) {
+        float4 v[BATCH];
+        int place[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+          const int row = down + 4 * i + lane / 8;
+          v[i] = *(const float4*)(staging + row * PITCH + 4 * (lane % 8));
+          place[i] = __shfl_sync(~0u, own, row);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) four.store(shape, place[i], {v[i].x, v[i].y, v[i].z, v[i].w}, residual, y);
+      }
+    }
+#if EMIT_MOMENTS
+    if (moments) emit_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, staged_moments + base / CHUNK % 2 * 8 * CHUNK, scale, bias, moments);
+#endif
+  });
+}
+
+#if CLUSTER > 1
+// Adds this block's rows of the tile, once all blocks have left their sums.
+DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const data_t* scale, const data_t* bias, const data_t* residual,
+                      data_t* y) {
+  constexpr int ROWS = BLOCK_M / CLUSTER, ACROSS = BLOCK_N / 4;
+  for (int i = threadIdx.x; i < ROWS * ACROSS; i += CONSUMER_THREADS) {
+    const int row = cluster_rank() * ROWS + i / ACROSS, column = i % ACROSS * 4;
+    const Vec4 four(shape, of.channel + column, scale, bias);
+    const float4 v = add_of_ranks(sums + (row * SUMS_PITCH + column) * 4);
+    four.store(shape, place_of(shape, of.pixel + row), {v.x, v.y, v.z, v.w}, residual, y);
+  }
+}
+#endif

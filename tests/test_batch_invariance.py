@@ -1,0 +1,224 @@
+"""Same bits in every batch: an image's result and its gradient by the input, whatever stands beside it."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import simt
+from test_implicit_gemm import H200
+
+import pycuda_conv as pc
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan, background, engines
+from pycuda_conv.engines import registry
+from pycuda_conv.memo import forget_plans
+from pycuda_conv.plan import as_called
+from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools.families import draw
+from pycuda_conv.tools.suite import MODES as MODE_FIELDS
+from pycuda_conv.tools.suite import in_mode
+
+MODES = ("fp32", "tf32", "fp16", "bf16", "fp64", "tf32-nhwc", "fp16-nhwc")
+
+
+def drawn(seed, each, most=2e7):
+    """Problems of all families, forward and by the input, without large ones."""
+    found = {replace(problem, N=1) for problem in draw(seed, each) if problem.direction != "wgrad"}
+    return [problem for problem in sorted(found, key=str) if problem.macs < most]
+
+
+@pytest.mark.parametrize("name", ["sm_90a", "sm_80", "sm_75", "sm_120"])
+def test_the_order_of_sums_follows_from_the_layer(name):
+    """Without the option it does not: then the test would tell nothing."""
+    device, differ = Target(name), 0
+    problems = drawn(1, 4)
+    for number, plain in enumerate(problems):
+        orders = {}
+        for asked in (None, "batch_invariant"):
+            layer = replace(in_mode(plain, MODES[number % len(MODES)]), algorithm=asked)
+            some = [replace(layer, N=n, batched=True) for n in (1, 3, 8, 40, 300)]
+            some = [replace(as_called(one, device), algorithm=asked) for one in some]
+            assert asked is None or len({one.layout for one in some}) == 1
+            orders[asked] = {engines.order(one, engines.choose(one, device)) for one in some}
+        assert len(orders["batch_invariant"]) == 1, layer
+        differ += len(orders[None]) > 1
+    assert differ > len(problems) / 20
+
+
+def test_nothing_else_chooses_by_the_batch():
+    """Stand-ins while a kernel is compiled, candidates to measure, kernels that note moments, transforms."""
+    device = Target("sm_90a")
+    for plain in drawn(2, 2):
+        problem = replace(plain, N=5, batched=True, algorithm="batch_invariant")
+        config = engines.choose(problem, device)
+        order = engines.order(problem, config)
+        others = [*engines.candidates(problem, device), *engines.alternatives(problem, config, device), engines.with_moments(problem, config, device)]
+        assert {engines.order(problem, one) for one in others} == {order}
+    large = ConvProblem.forward(2, (1, 1, 900, 900), (1, 1, 300, 300), algorithm="batch_invariant")
+    assert registry.engine_of(engines.choose(large, device)) not in registry.TRANSFORMS
+
+
+def test_numbers_too_small_for_limbs_are_mended_image_by_image():
+    """A tile with pixels of several images is computed again, or not, by what all of them hold. So flags of 2 stand for flags of 1."""
+    plain, device = ConvProblem.forward(2, (3, 64, 14, 14), (64, 64, 3, 3), padding=1), Target("sm_80")
+    config = next(one for one in engines.candidates(plain, device) if engines.filter_key(plain, one) is not None)
+    for algorithm, flag in ((None, 1), ("batch_invariant", 2)):
+        schedule = engines.schedule(replace(plain, algorithm=algorithm), config, device)
+        flags = {step.arguments.too_small for step in background.launches(schedule) if hasattr(step.arguments, "too_small")}
+        assert flags == {flag}
+    assert engines.filter_key(plain, config) != engines.filter_key(replace(plain, algorithm="batch_invariant"), config)
+
+
+def images_of(rng, shape, dtype):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+CALLS = [
+    ("conv2d", (8, 12, 12), (16, 8, 3, 3), {"padding": 1}), ("conv2d", (16, 9, 11), (16, 1, 3, 3), {"groups": 16}),
+    ("conv2d", (64, 7, 7), (32, 64, 1, 1), {}), ("conv2d", (1, 40, 50), (1, 1, 7, 7), {"stride": 2}), ("conv1d", (6, 300), (8, 6, 9), {"padding": 4}),
+    ("conv3d", (4, 6, 7, 8), (8, 4, 3, 3, 3), {}), ("conv_transpose2d", (16, 7, 9), (16, 8, 3, 3), {"stride": 2}),
+    ("conv2d", (24, 10, 10), (24, 6, 3, 3), {"groups": 4, "activation": "relu"}), ("conv2d", (300, 5, 5), (4, 300, 3, 3), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("function, image, weight, options", CALLS)
+def test_an_image_has_the_same_bits_in_every_batch(device, function, image, weight, options, dtype):
+    rng = np.random.default_rng(len(image) + weight[0])
+    w, call = images_of(rng, weight, dtype), getattr(pc, function)
+    one, others = images_of(rng, (1, *image), dtype), images_of(rng, (9, *image), dtype)
+    others[0] *= 1e3  # on another scale
+    alone = call(one, w, device=device, batch_invariant=True, **options)
+    for count, place in ((2, 0), (3, 2), (10, 4)):
+        batch = np.concatenate([others[:place], one, others[place : count - 1]])
+        assert np.array_equal(call(batch, w, device=device, batch_invariant=True, **options)[place], alone[0]), (count, place)
+    with pc.batch_invariant():
+        assert np.array_equal(call(batch, w, device=device, **options)[place], alone[0])
+        with pc.batch_invariant(False):
+            call(batch, w, device=device, **options)
+    if function == "conv2d" and "activation" not in options:
+        shape = pc.ConvProblem.forward(2, batch.shape, weight, **options).result_shape
+        dy = images_of(rng, shape, dtype)
+        whole = pc.conv2d_input(batch.shape, w, dy, device=device, batch_invariant=True, **options)
+        part = pc.conv2d_input((1, *image), w, dy[place : place + 1], device=device, batch_invariant=True, **options)
+        assert np.array_equal(whole[place], part[0])
+
+
+def test_plans_keep_it(device):
+    problem = ConvProblem.forward(2, (4, 8, 12, 12), (16, 8, 3, 3), algorithm="batch_invariant")
+    plan = pickle.loads(pickle.dumps(Plan(problem, device)))
+    assert plan.problem == problem and plan.problem.batch_invariant and "batch_invariant" in plan.explain() and "batch_invariant" in str(problem)
+    rng = np.random.default_rng(0)
+    x, w = images_of(rng, problem.input_shape, "f"), images_of(rng, problem.weight_shape, "f")
+    alone = Plan(replace(problem, N=1), device).bind(w)
+    assert np.array_equal(plan(x, w)[2:3], alone(x[2:3]))
+    # a gradient by the filter sums over the images
+    shapes = (4, 8, 12, 12), (16, 8, 3, 3), (4, 16, 10, 10)
+    assert not ConvProblem.gradient("weight", 2, *shapes, algorithm="batch_invariant").batch_invariant
+    assert ConvProblem.gradient("input", 2, *shapes, algorithm="batch_invariant").batch_invariant
+
+
+def test_calls_inside_and_outside_of_a_block_are_not_mixed_up(monkeypatch, device):
+    """Repeated calls too: a call's key has the option."""
+    x, w = np.ones((2, 3, 8, 8), "f"), np.ones((4, 3, 3, 3), "f")
+    asked = []
+    monkeypatch.setattr(ConvProblem, "forward", classmethod(lambda cls, *a, forward=ConvProblem.forward.__func__, **k: (asked.append(k["algorithm"]), forward(cls, *a, **k))[1]))
+    forget_plans()
+    for _ in range(2):
+        pc.conv2d(x, w, device=device)
+        with pc.batch_invariant():
+            pc.conv2d(x, w, device=device)
+    assert set(asked) == {None, "batch_invariant"}
+
+
+def test_tensors_of_torch_and_their_gradients():
+    torch = pytest.importorskip("torch")
+    x, w = torch.randn(5, 6, 9, 9), torch.randn(8, 6, 3, 3, requires_grad=True)
+    both = []
+    for images in (x, x[2:3]):
+        images = images.clone().requires_grad_()
+        with pc.batch_invariant():
+            y = pc.conv2d(images, w, padding=1)
+        (dx,) = torch.autograd.grad(y.square().sum(), images)
+        both.append((y.detach(), dx))
+    assert all(torch.equal(whole[2:3], part) for whole, part in zip(*both, strict=True))
+
+
+def test_wrong_options_are_refused():
+    x, w = np.ones((2, 3, 8, 8), "f"), np.ones((4, 3, 3, 3), "f")
+    with pytest.raises(TypeError, match="batch_invariant must be True or False, got 1"):
+        pc.conv2d(x, w, batch_invariant=1)
+    with pytest.raises(ConvArgumentError, match="algorithm='fft' and batch_invariant=True exclude each other"):
+        pc.conv2d(x, w, algorithm="fft", batch_invariant=True)
+    with pytest.raises(TypeError, match="enabled must be True or False, got 'yes'"), pc.batch_invariant("yes"):
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_random_layers_on_a_gpu(seed):
+    """All modes, both layouts and passes; images with numbers of a wide range beside others, which are mended."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(seed)
+    for layer in rng.permutation(np.array(drawn(100 + seed, 1, 4e6), object))[:6]:
+        dtype, last = getattr(torch, layer.dtype), layer.layout == "NHWC"
+        layer = replace(layer, has_bias=False, has_scale=False, has_residual=False, float_scale=False, activation=None, algorithm="batch_invariant", batched=True)
+        images = torch.from_numpy(rng.standard_normal(replace(layer, N=12).input_shape)).to("cuda", dtype)
+        images[3] *= torch.from_numpy(10 ** rng.uniform(-6, 0, images[3].shape)).to("cuda", dtype)
+        images[7] *= 100
+        images[9].view(-1)[5] = torch.nan
+        w = torch.from_numpy(rng.standard_normal(layer.weight_shape)).to("cuda", dtype)
+
+        def made(some, layer=layer, w=w, last=last):
+            some = some.contiguous()
+            if last and layer.order is not None:
+                some = some.permute(layer.order).contiguous().permute([layer.order.index(axis) for axis in range(some.ndim)])
+            return Plan(replace(layer, N=len(some)), "cuda:0")(some, w).contiguous().view(torch.uint8)
+
+        whole = made(images)
+        for part in (slice(0, 1), slice(3, 4), slice(2, 5), slice(6, 12), slice(9, 10)):
+            assert torch.equal(made(images[part]), whole[part]), (str(layer), part)
+        order = torch.from_numpy(rng.permutation(12)).to("cuda")
+        assert torch.equal(made(images[order]), whole[order]), str(layer)
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("image, weight, options, mode", [
+    ((128, 4, 4), (64, 128, 3, 3), {"padding": 1}, "fp32"), ((16, 9, 9), (24, 16, 3, 3), {"padding": 1}, "fp16-nhwc"), ((64, 7, 7), (32, 64, 1, 1), {}, "fp32"),
+    ((64, 7, 7), (32, 64, 1, 1), {}, "tf32"), ((3, 17, 17), (16, 3, 5, 5), {"stride": 2, "padding": 2}, "fp32"), ((32, 6, 6), (32, 8, 3, 3), {"groups": 4}, "tf32-nhwc"),
+    ((16, 10, 10), (3, 16, 3, 3), {}, "fp32-nhwc"),
+])  # fmt: skip
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+def test_kernels_of_gpus_on_the_simulated_machine(image, weight, options, mode, direction):
+    """One image's numbers are far apart: its results, some of which are mended, share tiles with others' results."""
+    modes = MODE_FIELDS | {"fp32-nhwc": {"layout": "NHWC"}}
+    layer = ConvProblem.forward(2, (1, *image), weight, algorithm="batch_invariant", **options)
+    layer = as_called(replace(layer, direction=direction, **modes[mode]), H200)
+    rng = np.random.default_rng(1)
+    x, w = (rng.standard_normal(shape).astype(layer.dtype) for shape in (replace(layer, N=4).input_shape, layer.weight_shape))
+    if layer.dtype == "float32":
+        x[1:3] *= (10 ** rng.uniform(-12, 0, x[1:3].shape)).astype("f")
+
+    def made(images):
+        problem = replace(layer, N=len(images))
+        return np.ascontiguousarray(simt.computed(problem, engines.choose(problem, H200), images, w)).view(np.uint8)
+
+    whole = made(x)
+    assert all(np.array_equal(made(x[i : i + 1]), whole[i : i + 1]) for i in range(4)) and np.array_equal(made(x[[2, 0]]), whole[[2, 0]])
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("split", [1, 2])
+def test_mending_looks_at_one_image(split):
+    """An image with a few tiny numbers beside one that has to be mended: without the option a tile of both is, too."""
+    rng, config = np.random.default_rng(0), engines.ImplicitGemm(BLOCK_M=64, BLOCK_N=64, STAGES=6, SPLIT=split)
+    layer = ConvProblem.forward(2, (1, 64, 4, 4), (64, 64, 3, 3), padding=1)
+    x, w = (rng.standard_normal(shape).astype("f") for shape in ((4, 64, 4, 4), layer.weight_shape))
+    x[0, ::7, 1, 1] = 1e-12
+    x[1] *= (10 ** rng.uniform(-9, -8, x[1].shape)).astype("f")
+    x[1, 0, 0, 0] = 30
+    same = {}
+    for algorithm in (None, "batch_invariant"):
+        together, alone = (simt.computed(replace(layer, N=len(some), algorithm=algorithm), config, some, w) for some in (x, x[:1]))
+        same[algorithm] = np.array_equal(together[:1], alone)
+    assert same == {None: False, "batch_invariant": True}
