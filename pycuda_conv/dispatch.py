@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pycuda_conv import execute, repeat
+from pycuda_conv import complex_numbers, execute, repeat
 from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, is_torchs, same_kind
 from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
 from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, dtype_name, result_type
@@ -69,6 +69,12 @@ def convolve(
     if not isinstance(tune, bool):
         raise TypeError(f"tune must be True or False, got {brief(tune)}")
     call = call.hashable()
+    if complex_numbers.involved(arrays):
+
+        def of_reals(input: Any, weight: Any, value: float) -> Any:
+            return convolve(tuple(call._replace(padding_value=value)), (input, weight, None, None, None), None, place)
+
+        return complex_numbers.convolve(call, arrays, out, stream, of_reals)
     if kind is LAZY:
         return handlers["dask"]().convolve(call, arrays, out, stream, chunks_place(device, devices, tune))
     gpus: tuple[Any, ...] = ()

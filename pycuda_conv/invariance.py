@@ -40,7 +40,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     -----
     It costs what the fastest kernel for the batch gains over the one that serves all batches. Large filters are not transformed. Other
     GPUs, and OpenCL, have bits of their own. Gradients by the filter and by the bias sum over the images, so they depend on all of them;
-    so do statistics of a batch. Fused layers of :mod:`pycuda_conv.nn` are not covered. torch's
+    so do statistics of a batch. Fused layers and compiled models are not covered. torch's
     ``use_deterministic_algorithms`` promises less: the same bits for the same batch.
 
     Examples
@@ -66,6 +66,13 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
             blocks -= 1
 
 
+def checked_invariance(batch_invariant: Any) -> bool:
+    """The option `batch_invariant`, which must be a bool."""
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be True or False, got {brief(batch_invariant)}")
+    return batch_invariant
+
+
 def with_invariance(algorithm: Any, asked: Any) -> Any:
     """The algorithm of a call that gives it, and the option `batch_invariant`.
 
@@ -76,8 +83,7 @@ def with_invariance(algorithm: Any, asked: Any) -> Any:
     """
     if asked is False and not (blocks and _inside.get()):
         return algorithm
-    if not isinstance(asked, bool):
-        raise TypeError(f"batch_invariant must be True or False, got {brief(asked)}")
+    checked_invariance(asked)
     if algorithm is None or algorithm == "direct":
         return WORD
     if asked and algorithm == "fft":

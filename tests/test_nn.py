@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from reference import channels_last, is_channels_last, python
 
 import pycuda_conv as pc
-from pycuda_conv import dispatch, memo
+from pycuda_conv import dispatch, engines, memo
 
 torch = pytest.importorskip("torch", reason="the modules are torch's")
 import pycuda_conv.nn as pn  # noqa: E402
@@ -332,9 +332,35 @@ def test_torch_s_samples_of_the_modules(where, name):
 def test_arguments_are_torch_s():
     for name in NAMES:
         theirs, ours = (list(inspect.signature(getattr(of, name)).parameters.values()) for of in (torch.nn, pn))
-        *first, precision = ours
+        *first, precision, algorithm = ours
+        assert (algorithm.name, algorithm.default, algorithm.kind) == ("algorithm", None, algorithm.KEYWORD_ONLY)
         assert [(p.name, p.default, p.kind) for p in first] == [(p.name, p.default, p.kind) for p in theirs]
         assert (precision.name, precision.default, precision.kind) == ("precision", "fp32", precision.KEYWORD_ONLY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("algorithm", ["direct", "fft"])
+def test_modules_take_an_algorithm(name, algorithm, monkeypatch):
+    """Forward, in gradients, and in what torch.compile traces."""
+    asked = []
+    choose = engines.choose
+    monkeypatch.setattr(engines, "choose", lambda problem, device: asked.append(problem.algorithm) or choose(problem, device))
+    arguments, size = (2, 3, 5), (1, 2, *(11 + (algorithm == "fft"),) * int(name[-2]))  # a size of its own: no plan is kept
+    ours, plain = getattr(pn, name)(*arguments, algorithm=algorithm), getattr(torch.nn, name)(*arguments)
+    plain.load_state_dict(ours.state_dict())
+    assert repr(ours) == repr(plain)[:-1] + f", algorithm={algorithm}, by pycuda_conv)"
+    same_gradients(plain, ours, (torch.randn(size, requires_grad=True),))
+    assert asked and set(asked) == {algorithm}
+    traced = torch.compile(ours, backend="eager", fullgraph=True)(torch.ones(size))
+    assert torch.equal(traced, ours(torch.ones(size)))
+    assert copy.deepcopy(ours).algorithm == algorithm and "algorithm" not in vars(pn.revert(torch.nn.Sequential(ours))[0])
+    with pytest.raises(pc.ConvArgumentError, match=r"algorithm must be None or one of .*dft"):
+        getattr(pn, name)(*arguments, algorithm="dft")
+
+
+def test_a_fused_layer_takes_no_algorithm():
+    with pytest.raises(ValueError, match=r"algorithm=.fft."):
+        pn.FusedConvBnReLU2d.from_modules(pn.Conv2d(3, 4, 11, algorithm="fft"), torch.nn.BatchNorm2d(4))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,8 +4,8 @@
 //   WHOLE     made[k][pair] = inverse transforms of (transforms * spectrum of filter k)
 //   BACKWARD  made = inverse transforms
 //
-// One block a pair, or a filter, also adds up the squares of its parts, of which blocks_rows.cu has made a sum each: the norm of a pair and of a filter. That of a filter
-// with Inf or NaN is NaN.
+// One block of threads a pair, or a filter, also adds up the squares of its parts, of which blocks_rows.cu has made a sum each: the norm of a pair and
+// of a filter. That of a filter with Inf or NaN is NaN.
 //
 // Mapping  block -> BATCH neighbouring lines of a pair of a channel; thread -> some numbers of each pass. Neighbouring threads have neighbouring lines.
 // Memory   shared: the lines. The product, between the last pass and the first of the way back, takes place in registers.
@@ -54,7 +54,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_columns(const GLOBAL_MEM
   LOCAL_MEM int lost[32], frequencies[BATCH];
   const GLOBAL_MEM complex_t* turns = (const GLOBAL_MEM complex_t*)(rotations + arg.turns_axis);
   const int at_pair = divided((int)GID_0, arg.by_lines), rest = (int)GID_0 - at_pair * (int)arg.lines;
-  const int columns = divided(rest, arg.by_lines_of_group), line = rest - columns * (int)arg.lines_of_group;
+  const int columns = divided(rest, arg.by_lines_of_group), line = rest - columns * (int)arg.lines_of_group + (int)arg.first_line;
   const int length = (int)arg.axis_length, q = (int)arg.axis_eighth;
   const long_t apart = arg.apart, place = columns * arg.rows + line * arg.line_step, place_read = columns * arg.rows_read + line * arg.line_step;
 #if MODE == WHOLE

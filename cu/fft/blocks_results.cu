@@ -2,9 +2,10 @@
 //
 //   y = epilogue(inverse transforms of the rows that blocks_columns.cu made)
 //
-// The error of a transform is at most u * log2(numbers of a block) times the norms of the pair and of the filter, with u = 2^-53. `limit` times both norms is 2^24 times
-// that. A result of at least so much is right to half of a float's rounding, and is stored. So is one whose window, the pixels that it is computed
-// from, has nothing but zeros, as 0. The others go onto a list for blocks_sums.cu, with what the transform gives. Where the list is full, they are summed here.
+// The error of a transform is at most u * log2(numbers of a block) times the norms of the pair and of the filter, with u = 2^-53. `limit` times both
+// norms is 2^24 times that. A result of at least so much is right to half of a float's rounding, and is stored. So is one whose window, the pixels that
+// it is computed from, has nothing but zeros, as 0. The others go onto a list for blocks_sums.cu, with what the transform gives. Where the list is full,
+// they are summed here.
 //
 // Mapping  block -> BATCH rows of results of a pair of a channel; thread -> some numbers of each pass. In the first pass neighbouring threads have neighbouring
 //          frequencies, in the last one neighbouring results.
@@ -17,9 +18,12 @@
 #define COLUMN_OF(pixel) (linear ? divided(pixel, arg.by_length_h) : (pixel))  // of a row
 #define RESIDUAL_IF(there, at) ((there) ? RESIDUAL_AT(at) : NOTHING)
 
-KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_results(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
-                                                  const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y,
-                                                  const GLOBAL_MEM wide_t* read, const GLOBAL_MEM wide_t* RESTRICT packed, GLOBAL_MEM wide_t* list, const BlocksArguments arg) {
+KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_results(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+                                                                const GLOBAL_MEM data_t* RESTRICT bias,
+                                                                const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual,
+                                                                GLOBAL_MEM data_t* y, const GLOBAL_MEM wide_t* read,
+                                                                const GLOBAL_MEM wide_t* RESTRICT packed, GLOBAL_MEM wide_t* list,
+                                                                const BlocksArguments arg) {
   AFTER_LAST_LAUNCH
   SHARED_NUMBERS
   LOCAL_MEM int masks[MASKS];
@@ -39,7 +43,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_results(const GLOBAL_MEM
   const int length = (int)arg.length_w, q = (int)arg.eighth_w, source = group * (int)arg.pairs + in_launch, length_h = (int)arg.length_h;
   if (LID_0 < MASKS) masks[LID_0] = 0;
 
-  const GLOBAL_MEM complex_t* from = (const GLOBAL_MEM complex_t*)(read + arg.from_at) + (at_pair * (long_t)arg.groups * arg.rows + (z_of + t - 1) * length_h) * BATCH;
+  const long_t first_row = at_pair * (long_t)arg.groups * arg.rows + (z_of + t - 1) * length_h;
+  const GLOBAL_MEM complex_t* from = (const GLOBAL_MEM complex_t*)(read + arg.from_at) + first_row * BATCH;
   ALL(at, q * BATCH) {
     const int within = at % BATCH, lane = at / BATCH % BATCH, number = at / (BATCH * BATCH) * BATCH + within;
     const int row = SMALLER(r - 1 + top + lane, length_h - 1);  // those behind the end are not stored
@@ -80,20 +85,22 @@ KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_results(const GLOBAL_MEM
     }
     TRANSFORM_BACK(v, 8)
     // the circular convolution is right from its column s - 1 on
-    const int step = linear ? length_h : 1, column0 = (linear ? top + lane : 0) + j * step - (s - 1), apart = q * step, in_row0 = top + lane < rows0, in_row1 = top + lane < rows1;
-    acc_t finished[16];
-    unsigned stored = 0, off = 0;
-    EACH(i, 16) {
-      const int column = column0 + i / 2 * apart, in_range = (i % 2 ? in_row1 : in_row0) && (unsigned)column < (unsigned)(i % 2 ? columns1 : columns0);
-      const double value = i % 2 ? v[i / 2].y : v[i / 2].x;
-      const int right = !doubted && fabs(value) >= limit;
-      stored |= (unsigned)(in_range && right) << i;
-      off |= (unsigned)(in_range && !right) << i;
-      finished[i] = (acc_t)value;
-      FINISH(finished[i], factor, summand, RESIDUAL_IF(in_range && right, (i % 2 ? corner1 : corner0) + (lane * row_step + column)))
+    const int step = linear ? length_h : 1, apart = q * step, column0 = (linear ? top + lane : 0) + j * step - (s - 1);
+    const int in_row0 = top + lane < rows0, in_row1 = top + lane < rows1;
+    unsigned off = 0;
+    EACH(i, 8) {
+      const int column = column0 + i * apart, in_range0 = in_row0 && (unsigned)column < (unsigned)columns0;
+      const int in_range1 = in_row1 && (unsigned)column < (unsigned)columns1;
+      const int right0 = !doubted && fabs(v[i].x) >= limit, right1 = !doubted && fabs(v[i].y) >= limit;
+      off |= (unsigned)(in_range0 && !right0) << 2 * i | (unsigned)(in_range1 && !right1) << (2 * i + 1);
+      const index_t at0 = corner0 + (lane * row_step + column), at1 = corner1 + (lane * row_step + column);
+      acc_t both[2] = {(acc_t)v[i].x, (acc_t)v[i].y};
+      FINISH(both[0], factor, summand, RESIDUAL_IF(in_range0 && right0, at0))
+      FINISH(both[1], factor, summand, RESIDUAL_IF(in_range1 && right1, at1))
+      ACTIVATE(both, 2)
+      if (in_range0 && right0) STORE(y, at0, both[0]);
+      if (in_range1 && right1) STORE(y, at1, both[1]);
     }
-    ACTIVATE(finished, 16)
-    EACH(i, 16) if (stored >> i & 1) STORE(y, (i % 2 ? corner1 : corner0) + (lane * row_step + column0 + i / 2 * apart), finished[i]);
     if (!off) continue;
 
     EACH(i, 8) z[SLOT(j + i * q, lane)] = v[i];

@@ -20,8 +20,8 @@ WITHIN_KERNEL acc_t element(const GLOBAL_MEM data_t* image, const BlocksArgument
   return v;
 }
 
-KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_rows(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM wide_t* RESTRICT rotations, GLOBAL_MEM wide_t* made,
-                                                      const BlocksArguments arg) {
+KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_rows(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM wide_t* RESTRICT rotations,
+                                                             GLOBAL_MEM wide_t* made, const BlocksArguments arg) {
   AFTER_LAST_LAUNCH
   SHARED_NUMBERS
   LOCAL_MEM wide_t squares[THREADS], some_squares[32];

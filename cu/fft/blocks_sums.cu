@@ -1,7 +1,7 @@
 // blocks_sums.cu: the results that blocks_results.cu has listed: each is the transform's if that is right, or else the sum of its products.
 //
-// A transform has it right if the sum of its products' magnitudes reaches the limit, and the result may not be zero. So zeros come out as zeros. What has to do with Inf
-// and NaN is a sum.
+// A transform has it right if the sum of its products' magnitudes reaches the limit, and the result may not be zero. So zeros come out as zeros.
+// What has to do with Inf and NaN is a sum.
 //
 // Mapping  SUMMANDS threads -> a result: each adds up every SUMMANDS-th piece of the window's rows. Blocks take the list by turns.
 // Memory   shared: the threads' sums, which are added in order.
@@ -10,9 +10,10 @@
 #include "core/portable.cuh"
 #include "fft/blocks.cuh"
 
-KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_sums(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
-                                               const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y,
-                                               const GLOBAL_MEM wide_t* list, const BlocksArguments arg) {
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_blocks_sums(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+                                                             const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
+                                                             const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y, const GLOBAL_MEM wide_t* list,
+                                                             const BlocksArguments arg) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM Sum sums[THREADS];
   const int listed = ((const GLOBAL_MEM int*)(list + arg.count_at))[0], count = SMALLER(listed, (int)arg.most);

@@ -7,7 +7,7 @@
 #include "core/portable.cuh"
 #include "fft/blocks.cuh"
 
-KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_turns(GLOBAL_MEM wide_t* made, const BlocksArguments arg) {
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_blocks_turns(GLOBAL_MEM wide_t* made, const BlocksArguments arg) {
   AFTER_LAST_LAUNCH
   const int i = (int)GID_0 * THREADS + LID_0, length = (int)arg.axis_length;
   if (i >= length) return;

@@ -5,7 +5,7 @@
 //
 // A transform's error is relative to the norms of all that it took at once. `limits` has a number for each block of results that came from one transform. A
 // result is right if the sum of its products' magnitudes reaches that number. That sum is no smaller than the result itself, so most results need no
-// other look. For the others the products are added up, row after row of the filter, until their magnitudes reach the number; where they never do, the products'
+// other look. For the others the products are added up, in pieces of rows of the filter, until their magnitudes reach the number; where they never do, the products'
 // own sum is the result. A result that may be zero is always a sum, so that zeros come out as zeros. A NaN reaches no number: whatever has to do
 // with Inf and NaN is a sum. -0 in `sums` says that all pixels of the window are zeros.
 //
@@ -21,6 +21,8 @@
 #ifdef __OPENCL_VERSION__
 #pragma OPENCL EXTENSION cl_khr_fp64 : enable
 #endif
+
+#define PIECE 128  // products that are added up before another look at the limit
 
 typedef struct LibraryFftArguments {
   long_t size, by_plane, plane, by_pq, pq, q, by_q, written, by_written, groups, by_groups;  // results; of a plane, of its slices and rows; channels of a group
@@ -72,17 +74,20 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void library_fft(const GLOBAL_MEM data_t* RESTR
           if (in_h < 0) continue;
           const GLOBAL_MEM data_t* from = image + (c * (index_t)arg.x_channel + ((index_t)in_d * (int)arg.h + in_h) * (int)arg.w);
           const GLOBAL_MEM data_t* taps = filter + (c * (index_t)arg.w_read + ((index_t)t * (int)arg.r + r) * (int)arg.s);
-          double part = 0, of_part = 0;
-          for (int s = 0; s < (int)arg.s; ++s) {
-            const int in_w = met(q * (int)arg.step_w + (int)arg.first_w + s * (int)arg.tap_w, (int)arg.apart_w, (int)arg.w);
-            if (in_w < 0) continue;
-            const double product = (double)LOAD(from, in_w) * (double)LOAD(taps, s);
-            part += product;
-            of_part += fabs(product);
+          for (int first = 0; first < (int)arg.s && !right; first += PIECE) {
+            const int end = first + PIECE < (int)arg.s ? first + PIECE : (int)arg.s;
+            double part = 0, of_part = 0;
+            for (int s = first; s < end; ++s) {
+              const int in_w = met(q * (int)arg.step_w + (int)arg.first_w + s * (int)arg.tap_w, (int)arg.apart_w, (int)arg.w);
+              if (in_w < 0) continue;
+              const double product = (double)LOAD(from, in_w) * (double)LOAD(taps, s);
+              part += product;
+              of_part += fabs(product);
+            }
+            sum += part;
+            magnitude += of_part;
+            right = !unsure && magnitude >= limit;
           }
-          sum += part;
-          magnitude += of_part;
-          right = !unsure && magnitude >= limit;
         }
       }
     if (!right) v = sum;

@@ -350,7 +350,7 @@ def call_operator(operator: Operator, settings: Settings, first: Any, second: An
 
 
 def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *options: Any) -> Any:
-    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups, precision and the mode of the padding.
+    """A convolution that torch.compile traces; `options` are stride, padding, dilation, groups, precision, padding's mode, the algorithm.
 
     The operator is called at once. Torch.compile would follow all that a call of :func:`pycuda_conv.conv2d` does, which takes it 0.1 s.
     """
@@ -362,9 +362,10 @@ def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *opti
 
 @torch_internals.constant
 def _flat_options(
-    sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str, padding_mode: Any = "zeros"
+    sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str, padding_mode: Any = "zeros",
+    algorithm: str | None = None,
 ) -> tuple[Any, ...]:
-    settings = Settings(len(sizes), stride, padding, dilation, groups, precision, None, False, None, padding_mode)
+    settings = Settings(len(sizes), stride, padding, dilation, groups, precision, None, False, algorithm, padding_mode)
     return _flat(_in_numbers(settings, sizes))
 
 

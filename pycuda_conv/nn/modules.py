@@ -14,14 +14,21 @@ import torch
 
 import pycuda_conv as pc
 from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.invariance import checked_invariance, with_invariance
 from pycuda_conv.nn.autograd import _is_followed, followed
-from pycuda_conv.problem import check_precision, integers, padding_pairs
-from pycuda_conv.typing import Precision
+from pycuda_conv.problem import check_precision, checked_algorithm, integers, padding_pairs
+from pycuda_conv.typing import Algorithm, Precision
 
 
 def checked_precision(precision: str) -> str:
     check_precision(precision)
     return precision
+
+
+def layer_algorithm(algorithm: Any, batch_invariant: Any) -> Any:
+    """The algorithm of a layer that was made with these options. A block around the layer's making has no say."""
+    algorithm = checked_algorithm(algorithm)
+    return with_invariance(algorithm, True) if checked_invariance(batch_invariant) else algorithm
 
 
 def in_pairs(padding: Any) -> bool:
@@ -49,13 +56,15 @@ _FILE = torch.nn.Conv2d.__init__.__code__.co_filename
 
 
 class _Ours:
-    """The base of all the modules, which adds a precision to torch's."""
+    """The base of all the modules, which adds a precision and an algorithm to what torch's have."""
 
     precision = "fp32"
+    algorithm: str | None = None
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
-        return marked(text if self.precision == "fp32" else f"{text}, precision={self.precision}")
+        text += "" if self.precision == "fp32" else f", precision={self.precision}"
+        return marked(text if self.algorithm is None else f"{text}, algorithm={self.algorithm}")
 
     @property
     def qconfig(self) -> Any:
@@ -93,11 +102,12 @@ class _Conv(_Ours):
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
         bias: bool = True, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, precision: Precision = "fp32",
+        algorithm: Algorithm | None = None, batch_invariant: bool = False,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
-        self.precision = checked_precision(precision)
+        self.precision, self.algorithm = checked_precision(precision), layer_algorithm(algorithm, batch_invariant)
         if in_pairs(padding):  # torch would repeat each pair
             pairs = padding_pairs(padding, len(self.kernel_size))
             self._reversed_padding_repeated_twice = tuple(v for pair in reversed(pairs) for v in pair)
@@ -110,8 +120,11 @@ class _Conv(_Ours):
             sides = self._reversed_padding_repeated_twice
             padding = tuple((sides[i], sides[i + 1]) for i in range(len(sides) - 2, -1, -2))
         if _is_followed():
-            return followed("conv", input, weight, bias, (), self.stride, padding, self.dilation, self.groups, self.precision, mode)
+            asked = self.stride, padding, self.dilation, self.groups, self.precision, mode, self.algorithm
+            return followed("conv", input, weight, bias, (), *asked)
         options = {} if mode == "zeros" else {"padding_mode": mode}
+        if self.algorithm is not None:
+            options["algorithm"] = self.algorithm
         return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **options)
 
 
@@ -124,14 +137,14 @@ class _ConvTranspose(_Ours):
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
         groups: int = 1, bias: bool = True, dilation: Any = 1, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *,
-        precision: Precision = "fp32",
+        precision: Precision = "fp32", algorithm: Algorithm | None = None, batch_invariant: bool = False,
     ) -> None:
         if isinstance(padding, str):  # torch makes a tuple of its letters
             raise ConvArgumentError(f"padding must be integers for a transposed convolution, but got padding={brief(padding)}")
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode, device, dtype
         )
-        self.precision = checked_precision(precision)
+        self.precision, self.algorithm = checked_precision(precision), layer_algorithm(algorithm, batch_invariant)
 
     def forward(self: Any, input: Any, output_size: Any = None) -> Any:
         """The same as torch's. `output_size` is the size of the result, where a stride leaves it open."""
@@ -141,10 +154,11 @@ class _ConvTranspose(_Ours):
         output_padding = self._output_padding(input, output_size, self.stride, self.padding, self.kernel_size, ndim, self.dilation)
         if _is_followed():
             more = integers("output_padding", output_padding, ndim)
-            options = self.stride, self.padding, self.dilation, self.groups, self.precision
-            return followed("conv_transpose", input, self.weight, self.bias, more, *options)
+            settings = self.stride, self.padding, self.dilation, self.groups, self.precision, "zeros", self.algorithm
+            return followed("conv_transpose", input, self.weight, self.bias, more, *settings)
         options = self.stride, self.padding, output_padding, self.groups, self.dilation
-        return self.function(input, self.weight, self.bias, *options, precision=self.precision)
+        asked = {} if self.algorithm is None else {"algorithm": self.algorithm}
+        return self.function(input, self.weight, self.bias, *options, precision=self.precision, **asked)
 
 
 class Conv1d(_Conv, torch.nn.Conv1d):
@@ -163,6 +177,10 @@ class Conv2d(_Conv, torch.nn.Conv2d):
         As for ``torch.nn.Conv2d``, in its order. State dicts fit both ways. The padding may be ((top, bottom), (left, right)) too.
     precision : {"fp32", "tf32"}
         Arithmetic for float32, forward and backward: see :func:`pycuda_conv.conv2d`.
+    algorithm : {"direct", "fft", "batch_invariant"} or None
+        Sums of products alone, or Fourier transforms, forward and backward: see :func:`pycuda_conv.conv2d`.
+    batch_invariant : bool
+        Compute each image with the same bits whatever images stand beside it: see :func:`pycuda_conv.batch_invariant`.
 
     Examples
     --------
@@ -199,6 +217,8 @@ class ConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
         As for ``torch.nn.ConvTranspose2d``, in its order. State dicts fit both ways.
     precision : {"fp32", "tf32"}
         Arithmetic for float32, forward and backward: see :func:`pycuda_conv.conv2d`.
+    algorithm : {"direct", "fft", "batch_invariant"} or None
+        Sums of products alone, or Fourier transforms, forward and backward: see :func:`pycuda_conv.conv2d`.
 
     Examples
     --------

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pycuda_conv.engines.base import BY_RULE, Config, fastest
+from pycuda_conv.engines.base import AMONG_TRANSFORMS, Config, fastest
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -381,12 +381,10 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Fft] | None:
-    """The tile that should be fastest; on a line, by rule if plain cores should take longer for a filter that reads one channel."""
+    """The tile that should be fastest; by rule if plain cores should take longer for a filter that reads one channel."""
     found = fastest((time(problem, config, device), config) for config in configs(problem, device))
     if found is None or problem.algorithm == "fft":
         return found
     us, config = CLEARLY * found[0], found[1]
-    if _dense(problem) or not _is_line(problem):
-        return us, config
     plain = problem.macs / PLAIN_RATE * 132 / device.multiprocessors
-    return (BY_RULE if us < plain else us), config
+    return (us * AMONG_TRANSFORMS if us < plain and not _dense(problem) else us), config

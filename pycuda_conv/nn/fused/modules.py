@@ -144,7 +144,7 @@ class _FusedConvBnReLU(nn.Module):
             Modules that are not torch's convolution and batch norm of this rank; a ``SyncBatchNorm``, whose statistics go over
             several processes.
         ValueError
-            A batch norm of another number of channels than the convolution's.
+            A batch norm of another number of channels than the convolution's; a convolution that asks for an algorithm.
         """
         _refuse_sync(bn)
         for name, module, kind in (("conv", conv, cls._conv), ("bn", bn, cls._bn)):
@@ -153,6 +153,9 @@ class _FusedConvBnReLU(nn.Module):
         channels, features = cast(Any, conv).out_channels, cast(Any, bn).num_features
         if channels != features:
             raise ValueError(f"bn has {features} features, but conv has {channels} output channels")
+        algorithm = getattr(conv, "algorithm", None)
+        if algorithm is not None:
+            raise ValueError(f"conv asks for algorithm={algorithm!r}, which a fused layer does not take; expected None")
         fused = cls.__new__(cls)
         fused._adopt(conv, bn, relu, precision)
         return fused

@@ -28,6 +28,16 @@ def _library() -> Any:
     return importlib.import_module(host_library())
 
 
+@cache
+def _keep_heap() -> None:
+    """Let the C library keep memory that is freed.
+
+    It gives back what lies above twice the largest block that was ever freed, of at most 32 MiB. A call's arrays would come from the
+    system anew each time, page by page, which takes as long as their transforms.
+    """
+    np.empty((32 << 20) - (64 << 10), np.uint8)
+
+
 _pool: ThreadPoolExecutor | None = None
 _pool_lock = threading.Lock()
 
@@ -63,7 +73,7 @@ def fill(args: Transforms, x: np.ndarray, w: np.ndarray, sums: np.ndarray, limit
     `x` and `w` are C-contiguous, of :attr:`Transforms.storage`.
     """
 
-    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray, known: np.ndarray | None) -> None:
+    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray, doubts: np.ndarray | None) -> None:
         limits[index(image, ..., *where)] = limit
         for number, to, kept in result_places(args, where):
             sums[index(image, ..., *to)] = summed[index(slice(None), slice(None), *number, *kept)]
@@ -74,8 +84,11 @@ def fill(args: Transforms, x: np.ndarray, w: np.ndarray, sums: np.ndarray, limit
 #: The most results of a call that Python looks at one by one, and the most products of these; ``library_fft.cu`` does more of them.
 MOST_SUMMED, MOST_PRODUCTS = 1 << 9, 1 << 27
 
-#: As many results of some blocks may be off before their windows are looked at for zeros.
-FEW_DOUBTS = 32
+#: As many results of some blocks may be zero before their windows are looked at for zeros. So many numbers of blocks take less time in one
+#: thread than in several.
+FEW_DOUBTS, FEW_NUMBERS = 32, 1 << 18
+#: Products of a row that are added before another look.
+PIECE = 4096
 
 
 def convolve(args: Transforms, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, y: np.ndarray) -> bool:
@@ -89,16 +102,12 @@ def convolve(args: Transforms, x: np.ndarray, w: np.ndarray, bias: np.ndarray | 
     doubtful: list[tuple[int, ...]] = []
     values: list[tuple[float, float]] = []
 
-    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray, known: np.ndarray | None) -> None:
-        of_pixels = limit[index(..., *(None,) * len(args.length))]
-        right = (abs(summed) >= of_pixels) | ((summed == 0) & np.signbit(summed))
-        if known is not None:
-            right |= known
-        summed += 0.0  # no -0
-        fine = bool(right.all())
+    def keep(image: int, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray, doubts: np.ndarray | None) -> None:
+        if doubts is not None or not limit.all():
+            summed += 0.0  # no -0
         for number, to, kept in result_places(args, where):
-            if not fine:
-                for g, k, *pixel in np.argwhere(~right[index(slice(None), slice(None), *number, *kept)])[: MOST_SUMMED + 1].tolist():
+            if doubts is not None:
+                for g, k, *pixel in np.argwhere(doubts[index(slice(None), slice(None), *number, *kept)])[: MOST_SUMMED + 1].tolist():
                     if len(doubtful) > MOST_SUMMED:
                         return
                     doubtful.append((image, g, k, *(t.start + p for t, p in zip(to, pixel, strict=True))))
@@ -167,6 +176,7 @@ class _OnHost(BlockTransforms):
     """The transforms of one call in the host's memory."""
 
     def __init__(self, args: Transforms, x: np.ndarray, w: np.ndarray) -> None:
+        _keep_heap()
         self.alone = args.images * math.prod(args.blocks) == 1
         with np.errstate(all="ignore"):
             super().__init__(args, _values(x, args.storage), _values(w, args.storage), _Numpy(self.alone))
@@ -174,9 +184,12 @@ class _OnHost(BlockTransforms):
     def run(self, keep: Callable[[int, tuple[slice, ...], np.ndarray, np.ndarray, np.ndarray | None], None]) -> None:
         """Call `keep` with an image's number, a box of its blocks, their sums and limits, for all of them, in several threads.
 
-        The last argument says which results are known to be NaN, if some are.
+        The last argument says which results may be off; None for none.
         """
-        tasks = [(image, where) for image in range(self.args.images) for where in groups_of_blocks(self.args, AT_ONCE)]
+        numbers = self.args.images * math.prod((*self.args.blocks, *self.args.length)) * self.args.groups * self.args.read
+        few = numbers <= FEW_NUMBERS  # which take less time than threads
+        at_once = 8 * numbers if few else AT_ONCE
+        tasks = [(image, where) for image in range(self.args.images) for where in groups_of_blocks(self.args, at_once)]
 
         def done(task: tuple[int, tuple[slice, ...]]) -> None:
             with np.errstate(all="ignore"):
@@ -188,11 +201,11 @@ class _OnHost(BlockTransforms):
                         clean = np.where(lost, 0, block)
                         summed, limit = self._judged(task[0], clean)
                         known = self._mark_lost(summed, block, lost)
-                self._mark_zeros(summed, limit, block)
-                keep(*task, summed, limit, known)
+                keep(*task, summed, limit, self._doubts(task[1], summed, limit, block, known))
 
-        if len(tasks) == 1:
-            done(tasks[0])
+        if few or len(tasks) == 1:
+            for task in tasks:
+                done(task)
         else:
             for _ in _threads().map(done, tasks):
                 pass
@@ -214,14 +227,30 @@ class _OnHost(BlockTransforms):
         all_met = max(args.dilation) == max(args.apart) == 1  # each pixel of the window is multiplied, and NaN times 0 is NaN
         return near if all_met and not np.isinf(block).any() else None
 
-    def _mark_zeros(self, summed: np.ndarray, limit: np.ndarray, block: np.ndarray) -> None:
-        """Put -0 where a window has nothing but zeros, if results of these blocks may be off: they need no other look."""
-        ndim = len(self.args.length)
+    def _doubts(
+        self, where: tuple[slice, ...], summed: np.ndarray, limit: np.ndarray, block: np.ndarray, known: np.ndarray | None
+    ) -> np.ndarray | None:
+        """Which results may be off; None for none. Where many may be zero, they become -0 if their windows have nothing but zeros."""
+        args, ndim = self.args, len(self.args.length)
         of_pixels = limit[index(..., *(None,) * ndim)]
-        if np.count_nonzero(~(abs(summed) >= of_pixels)) < FEW_DOUBTS:
-            return
-        nothing = ~self._near(np.any(block != 0, 1))[:, None] & np.isfinite(of_pixels)  # a filter's Inf times 0 is NaN
-        summed[np.broadcast_to(nothing, summed.shape)] = -0.0
+        doubts = abs(summed) >= of_pixels
+        if doubts.all():
+            return None
+        np.logical_not(doubts, out=doubts)
+        for axis, (cut, count, held, results) in enumerate(zip(where, args.blocks, args.held, args.results, strict=True), 2):
+            if cut.stop == count and count * held > results:  # what lies behind the last result is not kept
+                behind: list[Any] = [slice(None)] * doubts.ndim
+                behind[axis], behind[axis + ndim] = -1, slice(results - count * held, None)
+                doubts[tuple(behind)] = False
+        if known is not None:
+            doubts &= ~known
+        unsure = ~(abs(summed[doubts]) > self.args.accuracy * np.broadcast_to(of_pixels, summed.shape)[doubts])
+        if np.count_nonzero(unsure) >= FEW_DOUBTS:
+            nothing = ~self._near(np.any(block != 0, 1))[:, None] & np.isfinite(of_pixels)  # a filter's Inf times 0 is NaN
+            nothing = np.broadcast_to(nothing, summed.shape)
+            summed[nothing] = -0.0
+            doubts &= ~nothing
+        return doubts
 
     def summed_again(self, at: tuple[int, ...], value: float, limit: float) -> float:
         """A result that a transform may not have right: it is that, if the sum of its products' magnitudes shows it; else their sum."""
@@ -241,11 +270,13 @@ class _OnHost(BlockTransforms):
             self.products += window.size
             return float((window.astype(np.float64) * filter).sum())
         total = magnitude = 0.0
-        for row in np.ndindex(*window.shape[:2]):  # each row of a channel, or the line
-            products = window[row].astype(np.float64) * filter[row]
-            self.products += products.size
-            total += float(products.sum())
-            magnitude += float(abs(products).sum())
-            if magnitude >= limit:
-                return value
+        for row in np.ndindex(*window.shape[:-1]):
+            for first in range(0, window.shape[-1], PIECE):
+                some = slice(first, first + PIECE)
+                products = window[row][some].astype(np.float64) * filter[row][some]
+                self.products += products.size
+                total += float(products.sum())
+                magnitude += float(abs(products).sum())
+                if magnitude >= limit:
+                    return value
         return total
