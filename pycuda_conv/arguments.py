@@ -160,7 +160,8 @@ def check_ranks(name: str, ndim: int, input_shape: tuple[int, ...], weight_shape
         if forward:
             raise ConvArgumentError(
                 f"weight of size {shape_text(weight_shape)} is a filter without channels, which {name} takes for an input of shape "
-                f"({image}), but got input of size: {shape_text(input_shape)}; for an input with channels weight has the shape (K, C/groups, {taps})"
+                f"({image}), but got input of size: {shape_text(input_shape)}; for an input with channels weight has the shape "
+                f"(K, C/groups, {taps})"
             )
         raise ConvArgumentError(without_channels(name, ndim, weight_shape))
     if len(input_shape) not in (ndim + 1, ndim + 2):
