@@ -155,6 +155,17 @@ def side(mode: str, n: int) -> Side:
     return Side(0, 1, 1, 0, {"constant": 1, "zeros": 2}.get(mode, 0))
 
 
+def near(mode: str, n: int, last: bool) -> tuple[int, int, int]:
+    """A start and a step with which place i outside shows pixel ``start + step * i``, and for how many places that holds."""
+    if mode == "circular":
+        return -n if last else n, 1, n
+    if mode == "symmetric":
+        return 2 * n - 1 if last else -1, -1, n
+    if mode == "reflect" and n > 1:
+        return 2 * n - 2 if last else 0, -1, n - 1
+    return n - 1 if last else 0, 0, 2**31
+
+
 def source(mode: str, n: int, a: int) -> int:
     """The distance from the edge, inside, of the pixel that stands at a distance of `a` + 1 outside."""
     numbers = side(mode, n)

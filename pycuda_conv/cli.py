@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import pycuda_conv
 from pycuda_conv import interrupt
+from pycuda_conv.arguments import ACTIVATIONS, ALGORITHMS, PADDINGS, checked_activation
 from pycuda_conv.errors import BackendError, ConvArgumentError, VariableError, did_you_mean
 from pycuda_conv.interrupt import INTERRUPTED
-from pycuda_conv.problem import ACTIVATIONS, ALGORITHMS, PADDINGS, checked_activation
 from pycuda_conv.runtime import named_place
 from pycuda_conv.tools import streams
 from pycuda_conv.tools.suite import KINDS, MODES
@@ -185,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
         help="measure these networks of torchvision's, timm:NAME, segformer_b0, vae_decoder or small_unet, by default seven; "
         "with --training, training too",
     )
-    bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N networks of timm's too, drawn by the seed")
+    bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed, and those named")
     bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models: begin no further case after so many seconds")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")

@@ -3,11 +3,10 @@
 Chunks of images and of space stay what they are. A spatial chunk is computed from itself and from what the filter reaches of its
 neighbours (:func:`_with_neighbours`), so nothing is computed twice. Each result pixel belongs to the chunk in which the middle of
 its window lies, shifted by the padding: with ``padding="same"`` and stride 1 the result's chunks are the input's.
-
 A border that mirrors or wraps the image is joined to it first, as its rows may lie in other chunks (:mod:`pycuda_conv.chunk_borders`).
 
 Workers get the filter once: it is a key of the graph on which all chunks depend. A chunk also needs three numbers for each spatial axis
-(:class:`_Where`), from which :func:`pycuda_conv.execute.pipeline.band` makes the chunk's own problem.
+(:class:`_Where`), from which :func:`pycuda_conv.execute.pieces.band` makes the chunk's own problem.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from pycuda_conv.arrays import LAZY, ArrayKind, CupyKind, NumpyKind, check_same_
 from pycuda_conv.arrays.base import numpy_dtype
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
-from pycuda_conv.execute import pipeline, staging
+from pycuda_conv.execute import pieces, staging
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import default_backend, get_device, named_place
 
@@ -260,7 +259,7 @@ class _Chunks:
         """The problem of one chunk, without its channels, and the part of `x` that it reads."""
         problem, ndim, cut = self.problem, self.problem.ndim, []
         for axis, (start, first, last) in zip(range(3 - ndim, 3), where, strict=True):
-            problem, low, high = pipeline.band(problem, axis, first, last)
+            problem, low, high = pieces.band(problem, axis, first, last)
             cut.append(slice(low - start, high - start))
         here = (Ellipsis, *cut)
         x = x[here]
@@ -592,7 +591,7 @@ def _check_chunk_size(problem: ConvProblem, axes: Sequence[_Axis]) -> None:
     """Refuse chunks with more elements in a channel than kernels can count."""
     for axis_number, axis in zip(range(3 - problem.ndim, 3), axes, strict=True):
         largest = max(range(len(axis.chunks)), key=lambda i: axis.result_chunks[i])
-        problem, _, _ = pipeline.band(problem, axis_number, axis.cuts[largest], axis.cuts[largest + 1])
+        problem, _, _ = pieces.band(problem, axis_number, axis.cuts[largest], axis.cuts[largest + 1])
     try:
         problem._checked_sizes()
     except ConvArgumentError as error:

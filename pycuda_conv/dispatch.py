@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pycuda_conv import execute, repeat
+from pycuda_conv import complex_numbers, execute, repeat
 from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, is_torchs, same_kind
 from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
 from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, dtype_name, result_type
@@ -31,7 +31,7 @@ handlers: dict[str, Callable[[], Any]] = {}
 
 def convolve(
     asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False,
-    more: tuple[Any, ...] = (None, "zeros", 0.0, None),
+    more: tuple[Any, ...] | None = None,
 ) -> Any:
     """A convolution, transposed or not, or a gradient of one.
 
@@ -47,11 +47,13 @@ def convolve(
     recorded : bool
         Whether the arrays' library knows of the call.
     more : tuple
-        The last members of the :class:`Call`, from its algorithm on, where `asked` lacks them.
+        The last members of the :class:`Call`, from its algorithm on, where `asked` lacks them; None for their defaults.
     """
-    algorithm, mode, value, dtype = more
-    if algorithm is not None or mode.__class__ is not str or mode != "zeros" or value.__class__ is not float or value or dtype is not None:
-        asked = *asked, algorithm, mode, value, dtype_name(dtype)
+    if more is not None:
+        algorithm, mode, value, dtype = more
+        of_border = mode.__class__ is not str or mode != "zeros" or value.__class__ is not float or value
+        if of_border or algorithm is not None or dtype is not None:
+            asked = *asked, algorithm, mode, value, dtype_name(dtype)
     device, devices, stream, tune = place
     repeatable = device is None and devices is None and stream is None and tune is False and repeat.may_repeat(operands[0])
     if repeatable:
@@ -67,6 +69,12 @@ def convolve(
     if not isinstance(tune, bool):
         raise TypeError(f"tune must be True or False, got {brief(tune)}")
     call = call.hashable()
+    if complex_numbers.involved(arrays):
+
+        def of_reals(input: Any, weight: Any, value: float) -> Any:
+            return convolve(tuple(call._replace(padding_value=value)), (input, weight, None, None, None), None, place)
+
+        return complex_numbers.convolve(call, arrays, out, stream, of_reals)
     if kind is LAZY:
         return handlers["dask"]().convolve(call, arrays, out, stream, chunks_place(device, devices, tune))
     gpus: tuple[Any, ...] = ()

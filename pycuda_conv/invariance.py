@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +15,9 @@ WORD = "batch_invariant"
 
 #: Whether calls of this thread or task are made inside a block of :func:`batch_invariant`.
 _inside: ContextVar[bool] = ContextVar("batch_invariant", default=False)
+#: How many such blocks there are, of all threads. Without one nobody looks at the ContextVar, which torch.compile can't trace.
+blocks = 0
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     -----
     It costs what the fastest kernel for the batch gains over the one that serves all batches. Large filters are not transformed. Other
     GPUs, and OpenCL, have bits of their own. Gradients by the filter and by the bias sum over the images, so they depend on all of them;
-    so do statistics of a batch. Fused layers of :mod:`pycuda_conv.nn` are not covered. torch's
+    so do statistics of a batch. Fused layers and compiled models are not covered. torch's
     ``use_deterministic_algorithms`` promises less: the same bits for the same batch.
 
     Examples
@@ -50,11 +54,23 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled must be True or False, got {brief(enabled)}")
+    global blocks
+    with _lock:
+        blocks += 1
     token = _inside.set(enabled)
     try:
         yield
     finally:
         _inside.reset(token)
+        with _lock:
+            blocks -= 1
+
+
+def checked_invariance(batch_invariant: Any) -> bool:
+    """The option `batch_invariant`, which must be a bool."""
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be True or False, got {brief(batch_invariant)}")
+    return batch_invariant
 
 
 def with_invariance(algorithm: Any, asked: Any) -> Any:
@@ -65,10 +81,9 @@ def with_invariance(algorithm: Any, asked: Any) -> Any:
     TypeError, ConvArgumentError
         An option that is no bool, or transforms, whose blocks are chosen by the number of images.
     """
-    if asked is False and not _inside.get():
+    if asked is False and not (blocks and _inside.get()):
         return algorithm
-    if not isinstance(asked, bool):
-        raise TypeError(f"batch_invariant must be True or False, got {brief(asked)}")
+    checked_invariance(asked)
     if algorithm is None or algorithm == "direct":
         return WORD
     if asked and algorithm == "fft":

@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
+from pycuda_conv import invariance
 from pycuda_conv.dispatch import convolve, sum_channels
 from pycuda_conv.invariance import with_invariance
 from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes
 
 if TYPE_CHECKING:
     import numpy as np
+
+#: The default of `padding_mode`, the very object: strings of a program are interned.
+_ZEROS = "zeros"
+
+
+def _more(algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any) -> tuple[Any, ...] | None:
+    """The last members of the :class:`~pycuda_conv.call.Call`; None for their defaults, with which a call takes less time.
+
+    `invariant` is the option `batch_invariant`, or None where a function has none.
+    """
+    given = (invariant is False or invariant is None) and algorithm is None and dtype is None and mode is _ZEROS
+    if given and value.__class__ is float and not value and not invariance.blocks:
+        return None
+    return algorithm if invariant is None else with_invariance(algorithm, invariant), mode, value, dtype
 
 
 def conv2d(
@@ -124,8 +139,8 @@ def conv2d(
     (64, 64)
     """
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
-    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
 def conv1d(
@@ -156,8 +171,8 @@ def conv1d(
         As for :func:`conv2d`.
     """
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
-    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
 def conv3d(
@@ -188,8 +203,8 @@ def conv3d(
         As for :func:`conv2d`.
     """
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
-    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
 def conv_transpose2d(
@@ -230,8 +245,8 @@ def conv_transpose2d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 2, stride, padding, dilation, groups, precision, output_padding, activation
-    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
 def conv_transpose1d(
@@ -262,8 +277,8 @@ def conv_transpose1d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
-    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
 def conv_transpose3d(
@@ -294,8 +309,8 @@ def conv_transpose3d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
-    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
-    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more=more)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
 def conv2d_input(
@@ -331,8 +346,8 @@ def conv2d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 2, stride, padding, dilation, groups, precision, input_size, None
-    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
-    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), more=more)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
 def conv1d_input(
@@ -361,8 +376,8 @@ def conv1d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 1, stride, padding, dilation, groups, precision, input_size, None
-    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
-    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), more=more)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
 def conv3d_input(
@@ -391,14 +406,15 @@ def conv3d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 3, stride, padding, dilation, groups, precision, input_size, None
-    more = with_invariance(algorithm, batch_invariant), padding_mode, padding_value, dtype
-    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), more=more)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
 def conv2d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv2d` by its filter, as in ``torch.nn.grad``.
 
@@ -429,14 +445,15 @@ def conv2d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 2, stride, padding, dilation, groups, precision, weight_size, None
-    more = algorithm, padding_mode, padding_value, dtype
-    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), more=more)
+    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
 
 
 def conv1d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv1d` by its filter: see :func:`conv2d_weight`.
 
@@ -458,14 +475,15 @@ def conv1d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 1, stride, padding, dilation, groups, precision, weight_size, None
-    more = algorithm, padding_mode, padding_value, dtype
-    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), more=more)
+    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
 
 
 def conv3d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv3d` by its filter: see :func:`conv2d_weight`.
 
@@ -487,8 +505,8 @@ def conv3d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 3, stride, padding, dilation, groups, precision, weight_size, None
-    more = algorithm, padding_mode, padding_value, dtype
-    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), more=more)
+    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
 
 
 @overload

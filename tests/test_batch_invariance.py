@@ -144,6 +144,49 @@ def test_tensors_of_torch_and_their_gradients():
     assert all(torch.equal(whole[2:3], part) for whole, part in zip(*both, strict=True))
 
 
+def model_of(torch):
+    nn = torch.nn
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.ConvTranspose2d(8, 6, 3, stride=2), nn.Conv2d(6, 8, 3, padding=1, padding_mode="circular"))
+
+
+@pytest.mark.parametrize("way", ["called", "compiled", "by our backend"])
+def test_converted_models(way, monkeypatch):
+    """An image of a batch as alone; each convolution is planned so, in torch.compile too."""
+    torch = pytest.importorskip("torch")
+    pn = pytest.importorskip("pycuda_conv.nn")
+    model = pn.convert(model_of(torch), batch_invariant=True).eval()
+    assert "batch_invariant" in repr(model[0]) and model[0].algorithm == "batch_invariant"
+    asked, forward = [], ConvProblem.forward.__func__
+    monkeypatch.setattr(ConvProblem, "forward", classmethod(lambda cls, *a, **k: (asked.append(k["algorithm"]), forward(cls, *a, **k))[1]))
+    transposed = ConvProblem.transposed.__func__
+    monkeypatch.setattr(ConvProblem, "transposed", classmethod(lambda cls, *a, **k: (asked.append(k["algorithm"]), transposed(cls, *a, **k))[1]))
+    forget_plans()
+    run = {"called": model, "compiled": torch.compile(model, backend="eager"), "by our backend": torch.compile(model, backend=pn.backend, mode="light")}[way]
+    x = torch.randn(5, 3, 14, 13)
+    with torch.no_grad():
+        whole = run(x)
+        assert torch.equal(run(x[3:4]), whole[3:4]) and torch.equal(run(x.flip(0)).flip(0), whole)
+    assert set(asked) == {"batch_invariant"}
+    pn.convert(model)
+    assert model[0].algorithm is None and "batch_invariant" not in repr(model)
+    pn.revert(pn.convert(model, batch_invariant=True))
+    assert type(model[0]) is torch.nn.Conv2d and "algorithm" not in vars(model[0])
+
+
+def test_modules_take_it():
+    torch = pytest.importorskip("torch")
+    pn = pytest.importorskip("pycuda_conv.nn")
+    for layer in (pn.Conv1d(4, 6, 3, batch_invariant=True), pn.ConvTranspose1d(4, 6, 3, batch_invariant=True)):
+        x = torch.randn(5, 4, 30)
+        assert torch.equal(layer(x)[2:3], layer(x[2:3])) and layer.algorithm == "batch_invariant"
+    with pytest.raises(TypeError, match="batch_invariant must be True or False, got 'no'"):
+        pn.Conv2d(3, 4, 3, batch_invariant="no")
+    with pytest.raises(ConvArgumentError, match="but got linear=True"):
+        pn.convert(model_of(torch), linear=True, batch_invariant=True)
+    with pytest.raises(ConvArgumentError, match="but got a model with fused layers"):
+        pn.convert(torch.nn.Sequential(pn.FusedConvBnReLU2d(3, 4, 3)), batch_invariant=True)
+
+
 def test_wrong_options_are_refused():
     x, w = np.ones((2, 3, 8, 8), "f"), np.ones((4, 3, 3, 3), "f")
     with pytest.raises(TypeError, match="batch_invariant must be True or False, got 1"):

@@ -8,7 +8,7 @@ from reference import DTYPES, reference
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, borders, engines
-from pycuda_conv.execute import pipeline
+from pycuda_conv.execute.pieces import pieces
 from pycuda_conv.runtime import get_device
 
 try:
@@ -208,7 +208,7 @@ def test_chunks_of_rows(seed):
     x, w = drawn.numbers(shape).astype("f"), drawn.numbers(drawn.w_shape).astype("f")
     problem = ConvProblem.forward(drawn.ndim, shape, w.shape, **drawn.options, **drawn.border)
     whole = Plan(problem, "opencl")(x, w)
-    cut = pipeline.pieces(problem, max(4 * x.size // 5, 1))
+    cut = pieces(problem, max(4 * x.size // 5, 1))
     made = np.full_like(whole, np.nan)
     for piece in cut:
         made[piece.images, :, piece.rows_out] = Plan(piece.problem, "opencl")(np.ascontiguousarray(x[piece.images, :, piece.rows_in]), w)

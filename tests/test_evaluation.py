@@ -110,14 +110,14 @@ def test_the_texts_of_tensor_cores_take_scale_and_bias_of_float32(engine):
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
-@pytest.mark.parametrize("k", [72, 64])
 @pytest.mark.parametrize("whole", [False, True])
-def test_tiles_of_a_block_have_their_own_channels_scale_and_bias(k, whole):
-    """Two blocks compute all tiles. The channels of a block's tiles take turns, or are the same in all."""
+@pytest.mark.parametrize(("k", "tile"), [(72, (64, 32)), (64, (64, 64)), (152, (128, 160)), (184, (128, 192))])
+def test_tiles_of_a_block_have_their_own_channels_scale_and_bias(k, tile, whole):
+    """One or two blocks compute all tiles. The channels of a block's tiles take turns, or are the same in all. Residuals are read ahead."""
     case = fprop((2, 16, 12, 12), (k, 16, 1, 1))
     one = Layer(case, replace(case.problem("float16"), layout="NHWC"), whole)
     config = next(c for c in engines.predictions(one.problem, H200) if type(c[1]).__name__ == "DenseNhwc")[1]
-    config = replace(config, BLOCK_M=64, BLOCK_N=32 if k == 72 else 64, STAGES=3, CLUSTER=1)
+    config = replace(config, BLOCK_M=tile[0], BLOCK_N=tile[1], STAGES=3, CLUSTER=1)
     for constants in (False, True):
         one.check(simt.computed(one.problem, config, one.x, one.w, one.bias, one.scale, one.residual, multiprocessors=1, constants=constants), config)
 

@@ -39,7 +39,8 @@ from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.engines.mma.gemm import ImplicitGemm80
 from pycuda_conv.engines.schedule import PACKED, WEIGHT, Schedule
 from pycuda_conv.execute import pipeline as host
-from pycuda_conv.execute import staging
+from pycuda_conv.execute import several_gpus, staging
+from pycuda_conv.execute.pieces import pieces
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime import KernelLaunch, contexts, copies, driver, get_device, pinned
 from pycuda_conv.runtime import device as device_module
@@ -170,7 +171,7 @@ def put_together(case, chunk_bytes, run):
     x = x if batched else x[None]
     whole = np.full(problem.result_shape if batched else (1, *problem.result_shape), np.nan)
     written = np.zeros(whole.shape, int)
-    cut = host.pieces(problem, chunk_bytes)
+    cut = pieces(problem, chunk_bytes)
     for piece in cut:
         place = piece.images, slice(None), piece.rows_out
         part = x[piece.images, :, piece.rows_in]
@@ -203,7 +204,7 @@ BESIDE = [  # bands that lie in the padding alone, before and after a short imag
 def test_pieces_cover_the_result_once_and_make_up_the_whole(case, chunk_bytes):
     cut = put_together(case, chunk_bytes, compute)
     problem = case.problem()
-    assert cut == host.pieces(replace(problem), chunk_bytes)
+    assert cut == pieces(replace(problem), chunk_bytes)
     image = max(math.prod(shape) for shape in (problem.input_shape, problem.result_shape)) * 4 // problem.N
     for piece in cut:
         if len(cut) > 1 and image <= 2 * chunk_bytes:
@@ -255,7 +256,7 @@ def test_all_pieces_have_one_configuration():
         device = SimpleNamespace(multiprocessors=132, backend="cuda", capability=capability, model="")
         plan = Planned(case.problem(), device, engines.choose(case.problem(), device))
         seen = [(chunk.piece, chunk.plan.config) for chunk in host._chunks.__wrapped__(plan, chunk_bytes, device)]
-        assert [piece for piece, _ in seen] == host.pieces(plan.problem, chunk_bytes)
+        assert [piece for piece, _ in seen] == pieces(plan.problem, chunk_bytes)
         assert len({config for _, config in seen}) == 1
         if capability == (9, 0):
             assert len({engines.filter_key(piece.problem, config) for piece, config in seen}) == 1
@@ -892,7 +893,7 @@ DriverInC.functions = in_order_of_c()
 def forget_plans():
     memo.forget_plans()
     host._chunks.cache_clear()
-    host._kernel_seconds.cache_clear()
+    several_gpus._kernel_seconds.cache_clear()
 
 
 @pytest.fixture
@@ -1109,7 +1110,7 @@ def test_a_filter_packed_another_way_than_the_chunks_take_it_is_packed_again(sim
     for _ in range(2):
         packing.clear()
         assert np.array_equal(bound(x), ROWS.reference(x, w, b))
-        assert len(packing) == len({piece.problem.input_shape for piece in host.pieces(ROWS.problem(), host.LEAST_CHUNK_BYTES)}) > 1
+        assert len(packing) == len({piece.problem.input_shape for piece in pieces(ROWS.problem(), host.LEAST_CHUNK_BYTES)}) > 1
 
 
 @needs_torch
@@ -1677,18 +1678,18 @@ def test_as_many_gpus_are_used_as_pay(simulated, monkeypatch):
         kernels[0] = microseconds
         plan = Plan.__new__(Plan)
         plan.problem = plan.config = plan.device = None
-        counts = dict(zip(host.numbers_of_gpus(len(per_gb) if len(per_gb) < 3 else 4), per_gb, strict=True))
-        monkeypatch.setattr(host, "throughputs", lambda *key: asked.append(key) or {n: host.Throughput(start * n, s / 1e9) for n, s in counts.items()})
-        return host.gpus_that_pay(plan, simulated, x, of, residual)[0]
+        counts = dict(zip(several_gpus.numbers_of_gpus(len(per_gb) if len(per_gb) < 3 else 4), per_gb, strict=True))
+        monkeypatch.setattr(several_gpus, "throughputs", lambda *key: asked.append(key) or {n: several_gpus.Throughput(start * n, s / 1e9) for n, s in counts.items()})
+        return several_gpus.gpus_that_pay(plan, simulated, x, of, residual, host.copy_only)[0]
 
-    assert [host.numbers_of_gpus(n) for n in (1, 2, 3, 4, 6, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert [several_gpus.numbers_of_gpus(n) for n in (1, 2, 3, 4, 6, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8]]
     assert pay(1.0, 0.5) == 2 and pay(1.0, 1.2) == 1 and pay(1.0, 0.99) == 1  # within what counts as the same
     assert pay(1.0, 0.6, 0.3) == 4 and pay(1.0, 0.6, 0.61) == 2
     assert pay(1.0, 0.9, start=0.001) == 2 and pay(1.0, 0.9, start=0.1) == 1  # 0.27 GB
     assert pay(1.0, 1.2, microseconds=1e6) == 2  # the kernels take a second
     assert pay(1.0, 0.5, of=y[:4], residual=None) == 2 and pay(1.0, 0.5, of=locked(simulated[0], y)) == 2
-    assert [key[1:] for key in asked[-2:]] == [(True, True), (True, False)]
-    assert host.gpus_that_pay(None, simulated, x[:2], y[:2], None)[0] == 1
+    assert [key[1:3] for key in asked[-2:]] == [(True, True), (True, False)]
+    assert several_gpus.gpus_that_pay(None, simulated, x[:2], y[:2], None, host.copy_only)[0] == 1
 
 
 def test_calls_correct_what_was_expected_of_gpus(simulated, monkeypatch):
@@ -1699,11 +1700,11 @@ def test_calls_correct_what_was_expected_of_gpus(simulated, monkeypatch):
     monkeypatch.setattr(engines, "predicted", lambda *_: None)
 
     def numbers(expected, real, calls, of=plan, later=None):
-        monkeypatch.setattr(host, "_taken", weakref.WeakKeyDictionary())
-        monkeypatch.setattr(host, "throughputs", lambda *_: {n: host.Throughput(0.0, s / 2 / x.nbytes) for n, s in expected.items()})
+        monkeypatch.setattr(several_gpus, "_taken", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(several_gpus, "throughputs", lambda *_: {n: several_gpus.Throughput(0.0, s / 2 / x.nbytes) for n, s in expected.items()})
         used = []
         for i in range(calls):
-            count, took = host.gpus_that_pay(of, simulated, x, x, None)
+            count, took = several_gpus.gpus_that_pay(of, simulated, x, x, None, host.copy_only)
             used.append(count)
             took((later if later and i >= 10 else real)[count] + (5.0 if i == 0 else 0.0))  # the first call compiles
         return used
@@ -1722,16 +1723,16 @@ def test_calls_correct_what_was_expected_of_gpus(simulated, monkeypatch):
 
 
 def test_the_throughput_of_copies_is_measured_once_and_leaves_nothing(simulated, monkeypatch):
-    monkeypatch.setattr(host, "_throughputs", {})
-    monkeypatch.setattr(host, "THROUGHPUT_BYTES", 24 << 20)
+    monkeypatch.setattr(several_gpus, "_throughputs", {})
+    monkeypatch.setattr(several_gpus, "THROUGHPUT_BYTES", 24 << 20)
     ran, original, before = [], host.copy_only, memory(simulated)
     monkeypatch.setattr(host, "copy_only", lambda gpus, x, y: (ran.append((len(gpus), x.nbytes)), original(gpus, x, y)))
     for _ in range(2):
         for ways in ((True, False), (False, True)):
-            found = host.throughputs(tuple(simulated), *ways)
+            found = several_gpus.throughputs(tuple(simulated), *ways, host.copy_only)
             assert set(found) == {1, 2} and all(one.seconds(1 << 30) > 0 for one in found.values())
     assert {count for count, _ in ran} == {1, 2} and len({nbytes for _, nbytes in ran}) == 2
-    assert len(ran) == 2 * 2 * 2 * host.THROUGHPUT_ROUNDS and memory(simulated) == before
+    assert len(ran) == 2 * 2 * 2 * several_gpus.THROUGHPUT_ROUNDS and memory(simulated) == before
 
 
 def test_devices_that_cannot_be_are_refused(gpus):

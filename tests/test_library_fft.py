@@ -265,12 +265,12 @@ def test_a_captured_graph_on_a_gpu():
 def test_words():
     x, w = np.ones((1, 1, 9, 9), "f"), np.ones((1, 1, 3, 3), "f")
     for wrong in ("FFT", "auto", ""):
-        with pytest.raises(ConvArgumentError, match=r"algorithm must be None or one of \('direct', 'fft'\), but got algorithm="):
+        with pytest.raises(ConvArgumentError, match=r"algorithm must be None or one of \('direct', 'fft', 'batch_invariant'\), but got algorithm="):
             pc.conv2d(x, w, algorithm=wrong)
         with pytest.raises(ConvArgumentError, match="algorithm must be"):
             ConvProblem.forward(2, x.shape, w.shape, algorithm=wrong)
     for wrong in (1, True, ["fft"]):
-        with pytest.raises(TypeError, match=r"algorithm must be None or one of \('direct', 'fft'\), got"):
+        with pytest.raises(TypeError, match=r"algorithm must be None or one of \('direct', 'fft', 'batch_invariant'\), got"):
             pc.conv2d(x, w, algorithm=wrong)
 
 

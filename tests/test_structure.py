@@ -57,7 +57,6 @@ MOST_LINES, MOST_FILES = 600, 30
 
 #: Files of more lines, and why they are not cut.
 LONG = {
-    "execute/pipeline.py": "one idea: copies and kernels that overlap, whose parts make no sense alone",
     "problem.py": "one idea: what a convolution is, and all that is refused",
     "tools/bench.py": "one idea: layers measured against torch",
     "nn/graph.py": "one idea: which nodes of a graph become one call",

@@ -141,6 +141,19 @@ def test_numbers_that_the_type_has_not_are_infinite():
     assert compare(problem, np.full((1, 1, 4), inf), np.full((1, 1, 4), 1e6), np.full((1, 1, 4), 1e6)).correct
 
 
+def test_transforms_that_were_asked_for_are_judged_by_the_norm():
+    """Elements may be far off; the norm and a NaN still fail."""
+    problem = replace(PROBLEM, algorithm="fft")
+    ref = np.random.default_rng(0).standard_normal(problem.result_shape)
+    ref.flat[0] = 1e-9
+    off = ref.copy()
+    off.flat[0] *= 2
+    assert compare(problem, off, ref, abs(ref)).correct and not compare(PROBLEM, off, ref, abs(ref)).correct
+    assert not compare(problem, ref * (1 + 1e-5), ref, abs(ref)).correct
+    off.flat[0] = np.nan
+    assert not compare(problem, off, ref, abs(ref)).correct
+
+
 def test_limits_of_arithmetic_beside_torch():
     """TF32 beside torch's float32; and where tensor cores multiply for float32, more is allowed on numbers that are not ordinary."""
     assert beside_limit(replace(PROBLEM, precision="tf32"), 1e-4) == 0.5

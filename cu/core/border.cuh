@@ -26,7 +26,15 @@ WITHIN_KERNEL int distance_inside(int a, int shift, int period, divider_t by_per
     filled = FILLED_BY(arg.last##fills_##axis);     \
     i = (n) - 1 - DISTANCE(i - (n), last, axis);    \
   }
-// The same without branches, for an axis whose sides are alike.
+// The same without branches and divisions, for an axis whose sides are alike and go on no further than to the image's other end: place i shows pixel
+// near + step * i before the image and last_near + step * i behind it. Places beyond that are not asked for, but lie inside, too.
+#define TO_NEAR_PIXEL(i, n, axis)                                                                                                    \
+  {                                                                                                                                  \
+    const int shown_ = (i < 0 ? (int)arg.near_##axis : i >= (n) ? (int)arg.last_near_##axis : 0) + ((unsigned)i < (unsigned)(n) ? i : (int)arg.step_##axis * i); \
+    filled = (unsigned)i < (unsigned)(n) ? filled : FILLED_BY(arg.fills_##axis);                                                     \
+    i = shown_ < 0 ? 0 : shown_ >= (n) ? (n) - 1 : shown_;                                                                           \
+  }
+// The same for any border.
 #define TO_PIXEL_SELECTED(i, n, axis)                                                   \
   {                                                                                     \
     const bool inside_ = (unsigned)i < (unsigned)(n);                                   \

@@ -35,7 +35,8 @@ typedef struct TileArguments {
   long_t r, s, stride_h, stride_w, dil_h, dil_w, by_halo_w;
   long_t flipped;                                   // whether the filter's taps are reversed
   long_t apart_h, apart_w;                          // log2 of the distance of x's pixels
-  long_t bordered, value;                           // whether x has a border of its own pixels, or of a value: an acc_t's bits
+  long_t bordered, value;                           // whether x has a border: 1 near, 2 beyond the image's other end; an acc_t's bits
+  long_t near_h, last_near_h, step_h, near_w, last_near_w, step_w;
   long_t shift_h, period_h, by_period_h, low_h, high_h, fills_h, shift_w, period_w, by_period_w, low_w, high_w, fills_w;  // border.cuh
   long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
 } TileArguments;
@@ -106,14 +107,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
   } else if (OF_LAYER(BORDERED, bordered)) {
     const index_t first = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end);
     const acc_t value = BITS_TO_ACC(arg.value);
+#define LOAD_BORDERED(TO)                                                                                       \
+  for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {                                                      \
+    const int down = HALO_ROW(i);                                                                               \
+    int h = h0 + down, col = w0 + i - down * HALO_W, filled = 0;                                                \
+    TO(h, h_end, h)                                                                                             \
+    TO(col, w_end, w)                                                                                           \
+    const acc_t v = LOAD(x, first + h * w_end + col); /* always inside: no load waits for a branch */           \
+    tile[i] = filled ? (filled == 1 ? value : 0) : v;                                                           \
+  }
+    if (OF_LAYER(BORDERED, bordered) == 1) {
 #pragma unroll 8
-    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
-      const int down = HALO_ROW(i);
-      int h = h0 + down, col = w0 + i - down * HALO_W, filled = 0;
-      TO_PIXEL_SELECTED(h, h_end, h)
-      TO_PIXEL_SELECTED(col, w_end, w)
-      const acc_t v = LOAD(x, first + h * w_end + col);  // always inside: no load waits for a branch
-      tile[i] = filled ? (filled == 1 ? value : 0) : v;
+      LOAD_BORDERED(TO_NEAR_PIXEL)
+    } else {
+#pragma unroll 4
+      LOAD_BORDERED(TO_PIXEL_SELECTED)
     }
   } else
 #pragma unroll 8

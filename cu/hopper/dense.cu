@@ -132,7 +132,7 @@ DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
     for (int step = range.first; step < range.last; ++step) {
       barrier_wait(raw + 8 * at.stage, at.parity);  // all warps wait: one that skipped a round would mistake the round before for its own
       for (; block < MN_BLOCKS; block += TRANSPOSERS) {
-        if (block < filter_blocks) transpose_block(ring.stage(at) + A_BYTES + block * MN_BLOCK);
+        if (block < filter_blocks) transpose_block<2>(ring.stage(at) + A_BYTES + block * MN_BLOCK);
         fence_for_bulk();
         __syncwarp();
         if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived(at));

@@ -134,32 +134,70 @@ struct alignas(16) Run {
   static DEVICE int channel() { return threadIdx.x % 4 * 8 - (EIGHTS == 2 ? threadIdx.x % 4 / 2 * 12 : 0); }
 };
 
-// Stores a consumer's sums of a tile from registers, where 16 bytes of y belong to one pixel. `plain`: without an epilogue. `of_channels` has
-// scale and bias of two neighbouring channels in each element, from the tile's first on.
-template <bool plain>
-DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const float4* of_channels, const data_t* residual, data_t* y) {
-  constexpr int GROUP = 8 * EIGHTS, AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
-  static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
-  const bool added_to = !plain && MAY_ADD && has_residual(shape);
-  const int own = place_of(shape, of.pixel + threadIdx.x / 32 * 16 + threadIdx.x % 16), first = of.channel + Run::channel();
+// Where the runs of a lane lie, in rows of its warp's lower and upper half: their pixels' first runs.
+struct RunPlaces {
+  int first;  // channel
   long long at[2];
   bool there[2];
+  DEVICE RunPlaces(const Phase& shape, const Tile& of) : first(of.channel + Run::channel()) {
+    const int own = place_of(shape, of.pixel + threadIdx.x / 32 * 16 + threadIdx.x % 16);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int place = __shfl_sync(~0u, own, threadIdx.x % 32 / 4 + 8 * half);
-    there[half] = place >= 0;
-    at[half] = place * shape.rows + first;
+    for (int half = 0; half < 2; ++half) {
+      const int place = __shfl_sync(~0u, own, threadIdx.x % 32 / 4 + 8 * half);
+      there[half] = place >= 0;
+      at[half] = place * shape.rows + first;
+    }
   }
-  for_all<BLOCK_N / GROUP>([&](auto group) {
-    constexpr int base = decltype(group)::value * GROUP;
-    const bool real = first + base < (int)shape.rows;
-    Run added[2] = {}, out[2];
+  // whether the group of columns that begins at `base` has channels of this lane
+  DEVICE bool real(const Phase& shape, int base) const { return first + base < (int)shape.rows; }
+  DEVICE void load(Run (&to)[2], const Phase& shape, const data_t* from, int base) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (added_to && there[half] && real) added[half] = *(const Run*)(residual + at[half] + base);
-    if (added_to)
+    for (int half = 0; half < 2; ++half) to[half] = there[half] && real(shape, base) ? *(const Run*)(from + at[half] + base) : Run();
+  }
+};
+
+// A residual's groups of columns that are loaded before the products: each load takes as long as memory does, and the loads of a group must not wait
+// for the stores of the one before, which may go to the same array. Only texts that know that there is a residual have the registers.
+constexpr int GROUP = 8 * EIGHTS, GROUPS = BLOCK_N / GROUP;
+#if defined(LAYER) && CLUSTER == 1
+constexpr int EARLY = !MAY_ADD || !HAS_RESIDUAL ? 0 : BLOCK_N > 160 ? 1 : GROUPS < 4 ? GROUPS : 4;
+#else
+constexpr int EARLY = 0;
+#endif
+struct Early {
+  Run of[EARLY ? EARLY : 1][2];
+  DEVICE void load(const Phase& shape, const Tile& of_tile, const data_t* residual) {
+    if (!EARLY || (int)shape.store_mode != BYTES_16) return;
+    const RunPlaces places(shape, of_tile);
+#pragma unroll
+    for (int i = 0; i < EARLY; ++i) places.load(of[i], shape, residual, i * GROUP);
+  }
+};
+
+// Stores a consumer's sums of a tile from registers, where 16 bytes of y belong to one pixel. `plain`: without an epilogue. `of_channels` has
+// scale and bias of two neighbouring channels in each element, from the tile's first on. `early` has the residual's first groups.
+template <bool plain>
+DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const float4* of_channels, [[maybe_unused]] Early& early,
+                       const data_t* residual, data_t* y) {
+  constexpr int AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
+  static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
+  const bool added_to = !plain && MAY_ADD && has_residual(shape);
+  const RunPlaces places(shape, of);
+  for_all<GROUPS>([&](auto group) {
+    constexpr int base = decltype(group)::value * GROUP;
+    Run added[2] = {}, out[2];
+    if (added_to) {
+      if constexpr (EARLY > 0) {
+        Run(&waiting)[2] = early.of[decltype(group)::value % EARLY];
+        added[0] = waiting[0];
+        added[1] = waiting[1];
+        if (base + EARLY * GROUP < BLOCK_N) places.load(waiting, shape, residual, base + EARLY * GROUP);
+      } else {
+        places.load(added, shape, residual, base);
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) added[half].turn();
+    }
     for_all<2 * EIGHTS / AT_ONCE>([&](auto part) {
       constexpr int from = decltype(part)::value * AT_ONCE;
       Finish<false> finish[AT_ONCE];
@@ -192,7 +230,7 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
     for (int half = 0; half < 2; ++half) out[half].turn();
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (there[half] && real) store_word(y + at[half] + base, *(const uint4*)out[half].words);
+      if (places.there[half] && places.real(shape, base)) store_word(y + places.at[half] + base, *(const uint4*)out[half].words);
   });
 }
 
@@ -218,14 +256,14 @@ DEVICE void stage_finish(float* staging, int& staged, const Phase& shape, const 
 }
 
 // Stores a consumer's sums of a tile, through its warps' staging tiles or from registers; `moments` is null if they are not asked for. After
-// stage_finish(), whose numbers are gone if moments are emitted.
+// stage_finish(), whose numbers are gone if moments are emitted, and Early::load().
 DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] int& staged,
-                       [[maybe_unused]] float* staged_moments, const data_t* scale, const data_t* bias, const data_t* residual, data_t* y,
-                       [[maybe_unused]] float* moments) {
+                       Early& early, [[maybe_unused]] float* staged_moments, const data_t* scale, const data_t* bias, const data_t* residual,
+                       data_t* y, [[maybe_unused]] float* moments) {
   const bool as_runs = (int)shape.store_mode == BYTES_16;
   if (as_runs) {
-    if (stores_plainly(shape)) store_runs<true>(sum, shape, of, (const float4*)staging, residual, y);
-    else store_runs<false>(sum, shape, of, (const float4*)staging, residual, y);
+    if (stores_plainly(shape)) store_runs<true>(sum, shape, of, (const float4*)staging, early, residual, y);
+    else store_runs<false>(sum, shape, of, (const float4*)staging, early, residual, y);
     if (!EMIT_MOMENTS || !moments) return;
     staged = -1;
   }

@@ -131,7 +131,12 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
     const Phase& shape = shapes.of[of.phase];
     const Range range(shape);
     [[maybe_unused]] float* const own = staging + threadIdx.x / 32 * (16 * PITCH);
-    if (CLUSTER == 1) stage_finish(own, staged, shape, of, scale, bias);  // while the first stages arrive
+    const auto apart = y_apart(shapes, of);
+    [[maybe_unused]] Early early;
+    if (CLUSTER == 1) {  // while the first stages arrive
+      early.load(shape, of, residual + apart);
+      stage_finish(own, staged, shape, of, scale, bias);
+    }
     auto multiply_stage = [&](auto steps, int step) {
       const uint32_t stage = ring.stage(at);
       ring.wait_full(at);
@@ -163,7 +168,6 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
       sum[i] = any ? sum[i] : 0;
       if (TYPE == 32) sum[i] = with_lost(sum[i], part);  // the rounding to 16 bits hides it
     }
-    const auto apart = y_apart(shapes, of);
 #if CLUSTER > 1
     named_barrier(1, CONSUMER_THREADS);  // the ring has been read
     stage_accumulators<SUMS_PITCH>(sum, sums);
@@ -171,7 +175,7 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
     add_parts(shape, of, shared_address(sums), scale, bias, residual + apart, y + apart);
 #else
     float* const staged_moments = staging + 4 * CONSUMERS * 16 * PITCH + consumer * 16 * CHUNK;
-    store_sums(sum, shape, of, own, staged, staged_moments, scale, bias, residual + apart, y + apart, moments);
+    store_sums(sum, shape, of, own, staged, early, staged_moments, scale, bias, residual + apart, y + apart, moments);
 #endif
   }
 }

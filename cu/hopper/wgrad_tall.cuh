@@ -17,7 +17,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   Ring::Position at;
   auto prepare = [&](const Ring::Position& at) {
     ring.wait_full(at);
-    transpose_block(ring.stage(at) + (DY_BLOCKS + warp) * BLOCK_BYTES);
+    transpose_block<1>(ring.stage(at) + (DY_BLOCKS + warp) * BLOCK_BYTES);
     fence_for_bulk();  // wgmma reads shared memory as bulk copies do
     named_barrier(2, CONSUMER_THREADS);
   };

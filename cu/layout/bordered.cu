@@ -2,7 +2,8 @@
 //
 //   border_copy   wide[outer, i, j, k, inner] = x[outer, D(i), H(j), W(k), inner], or a value where a side is filled. D, H and W say which pixel of an axis
 //                 stands at a place of the wider one: the place itself inside, and outside what the side's mode says
-//   border_fold   the adjoint: dx[pixel] = sum of wide over the places at which border_copy puts that pixel, + residual[pixel]
+//   border_fold   the adjoint: dx[pixel] = sum of wide over the places at which border_copy puts that pixel, + residual[pixel]; of all pixels, or of
+//                 the rims alone, which the border shows, where border_copy has copied the others
 //   border_round  y[i] = x[i] rounded to the nearest integer, ties to even, and clipped to what the type holds; NaN gives the least
 //
 // Sides    core/border.cuh says in which numbers a side goes on. Each side of each axis has its own.
@@ -35,6 +36,8 @@ typedef struct BorderArguments {
   long_t near_d, step_d, last_near_d, last_step_d;                             // a border that is near: i becomes near + step * i
   long_t near_h, step_h, last_near_h, last_step_h, near_w, step_w, last_near_w, last_step_w;
   long_t near, whole;                                                          // whether all borders are near; whether pixels have whole vectors
+  long_t rims, by_rims, by_of_slice, by_w, by_rim_w;                           // border_fold: pixels of an image outside of a box, or 0 for all pixels
+  long_t rim_d, rim_h, rim_w, box_d, box_h, box_w, inside_d, inside_h, inside_w;  // places outside of the box; its first place, and its size
   long_t value, type, has_residual;                                            // an acc_t's bits; the type of x: TYPE_
 } BorderArguments;
 
@@ -90,6 +93,17 @@ WITHIN_KERNEL acc_t load_typed(const GLOBAL_MEM data_t* x, index_t i, int type) 
   return LOAD(x, i);
 }
 
+// Loads EACH elements, at places[0], ...: all of a type together, so that they are under way at once.
+#define LOAD_ALL(type) { _Pragma("unroll") for (int j = 0; j < EACH; ++j) v[j] = (acc_t)TYPED(type)[places[j]]; break; }
+#define LOAD_TYPED(v, places)                  \
+  switch (type) {                              \
+    case TYPE_UINT8: LOAD_ALL(unsigned char)   \
+    case TYPE_INT8: LOAD_ALL(signed char)      \
+    case TYPE_UINT16: LOAD_ALL(unsigned short) \
+    case TYPE_INT16: LOAD_ALL(short)           \
+    default: { _Pragma("unroll") for (int j = 0; j < EACH; ++j) v[j] = load_typed(x, places[j], type); } \
+  }
+
 // Elements of a thread of border_copy.
 #if DTYPE == 16 || DTYPE == 17
 #define EACH 8
@@ -101,8 +115,8 @@ WITHIN_KERNEL acc_t load_typed(const GLOBAL_MEM data_t* x, index_t i, int type) 
 #define LOAD_EACH LOAD_VEC
 #endif
 
-// TO_PIXEL for a border that goes on no further than to the image's other end: no division.
-#define TO_NEAR_PIXEL(i, n, axis)                                                           \
+// TO_NEAR_PIXEL for an axis whose sides differ.
+#define TO_NEAR_PIXEL_OF_SIDE(i, n, axis)                                                           \
   {                                                                                         \
     const int before_ = i < 0, behind_ = i >= (n);                                          \
     filled = before_ ? FILLED_BY(arg.fills_##axis) : behind_ ? FILLED_BY(arg.last_fills_##axis) : filled; \
@@ -114,8 +128,8 @@ WITHIN_KERNEL acc_t load_typed(const GLOBAL_MEM data_t* x, index_t i, int type) 
     int filled = 0;                                                                                                              \
     const index_t slice = DIVIDED(row, arg.wide_h, arg.by_wide_h), outer = arg.wide_d == 1 ? slice : DIVIDED(slice, arg.wide_d, arg.by_wide_d); \
     int h_ = (int)((row) - slice * (index_t)arg.wide_h) - (int)arg.before_h, d_ = (int)(slice - outer * (index_t)arg.wide_d) - (int)arg.before_d; \
-    TO_NEAR_PIXEL(d_, d_end, d)                                                                                                  \
-    TO_NEAR_PIXEL(h_, h_end, h)                                                                                                  \
+    TO_NEAR_PIXEL_OF_SIDE(d_, d_end, d)                                                                                                  \
+    TO_NEAR_PIXEL_OF_SIDE(h_, h_end, h)                                                                                                  \
     from = (outer * d_end + d_) * h_end + h_;                                                                                    \
     filled_by = filled;                                                                                                          \
   }
@@ -135,22 +149,32 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTR
     if (arg.whole) {  // a pixel has a multiple of EACH elements
       const index_t pixel = DIVIDED(at, inner, arg.by_inner);
       int w = (int)pixel - (int)arg.before_w, filled = filled_by;
-      TO_NEAR_PIXEL(w, w_end, w)
+      TO_NEAR_PIXEL_OF_SIDE(w, w_end, w)
       LOAD_EACH(v, x, (from * w_end + w) * inner + (at - pixel * inner))
 #pragma unroll
       for (int j = 0; j < EACH; ++j) v[j] = filled ? (filled == 1 ? value : 0) : v[j];
     } else {  // of one row, or of two
       const index_t following = row + (first + EACH <= size && at + EACH > line ? 1 : 0);
       ROW_OF(following, next, filled_next)
+      index_t places[EACH];
+      int fills[EACH];
 #pragma unroll
       for (int j = 0; j < EACH; ++j) {
         const int over = at + j >= line;
         const index_t in_row = at + j - (over ? line : 0), pixel = inner == 1 ? in_row : DIVIDED(in_row, inner, arg.by_inner);
         int w = (int)pixel - (int)arg.before_w, filled = over ? filled_next : filled_by;
-        TO_NEAR_PIXEL(w, w_end, w)
-        const acc_t one = load_typed(x, ((over ? next : from) * w_end + w) * inner + (in_row - pixel * inner), type);
-        v[j] = filled ? (filled == 1 ? value : 0) : one;
+        TO_NEAR_PIXEL_OF_SIDE(w, w_end, w)
+        places[j] = ((over ? next : from) * w_end + w) * inner + (in_row - pixel * inner);
+        fills[j] = filled;
       }
+      if (type == 0) {
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) v[j] = LOAD(x, places[j]);
+      } else {
+        LOAD_TYPED(v, places)
+      }
+#pragma unroll
+      for (int j = 0; j < EACH; ++j) v[j] = fills[j] ? (fills[j] == 1 ? value : 0) : v[j];
     }
     STORE_EACH(wide, first, v)
     return;
@@ -219,11 +243,49 @@ WITHIN_KERNEL Run family(int t, int valid, int shift, int period, divider_t by_p
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_fold(
     const GLOBAL_MEM data_t* RESTRICT wide, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* dx, const BorderArguments arg) {
   AFTER_LAST_LAUNCH
-  const index_t at = (index_t)GID_0 * THREADS + LID_0, inner = (index_t)arg.inner;
-  if (at >= (index_t)arg.size) return;
-  const index_t row = DIVIDED(at, arg.line, arg.by_line), slice = DIVIDED(row, arg.h, arg.by_h), outer = DIVIDED(slice, arg.d, arg.by_d);
-  const index_t in_row = at - row * (index_t)arg.line, pixel = DIVIDED(in_row, inner, arg.by_inner), channel = in_row - pixel * inner;
-  const int w = (int)pixel, h = (int)(row - slice * (index_t)arg.h), d = (int)(slice - outer * (index_t)arg.d);
+  const index_t number = (index_t)GID_0 * THREADS + LID_0, inner = (index_t)arg.inner;
+  if (number >= (index_t)arg.size) return;
+  index_t outer, channel;
+  int d, h, w;
+  if (arg.rims) {  // the pixels outside of a box, image by image: slices, then rows of the other slices, then columns of the other rows
+    const index_t pixel = DIVIDED(number, inner, arg.by_inner);
+    channel = number - pixel * inner;
+    outer = DIVIDED(pixel, arg.rims, arg.by_rims);
+    int rest = (int)(pixel - outer * (index_t)arg.rims);
+    const int width = (int)arg.w, height = (int)arg.h, rim_d = (int)arg.rim_d, rim_h = (int)arg.rim_h, rim_w = (int)arg.rim_w;
+    const int in_slices = rim_d * height * width, of_slice = rim_h * width + (height - rim_h) * rim_w;
+#define OUTSIDE(i, axis) ((i) < (int)arg.box_##axis ? (i) : (i) + (int)arg.inside_##axis)
+    if (rest < in_slices) {
+      const int line = divided(rest, arg.by_w), slice = divided(line, arg.by_h);
+      w = rest - line * width;
+      h = line - slice * height;
+      d = OUTSIDE(slice, d);
+    } else {
+      rest -= in_slices;
+      const int slice = divided(rest, arg.by_of_slice);
+      rest -= slice * of_slice;
+      d = (int)arg.box_d + slice;
+      if (rest < rim_h * width) {
+        const int line = divided(rest, arg.by_w);
+        w = rest - line * width;
+        h = OUTSIDE(line, h);
+      } else {
+        rest -= rim_h * width;
+        const int line = divided(rest, arg.by_rim_w), column = rest - line * rim_w;
+        h = (int)arg.box_h + line;
+        w = OUTSIDE(column, w);
+      }
+    }
+  } else {
+    const index_t row = DIVIDED(number, arg.line, arg.by_line), slice = DIVIDED(row, arg.h, arg.by_h);
+    const index_t in_row = number - row * (index_t)arg.line, pixel = DIVIDED(in_row, inner, arg.by_inner);
+    outer = DIVIDED(slice, arg.d, arg.by_d);
+    channel = in_row - pixel * inner;
+    w = (int)pixel;
+    h = (int)(row - slice * (index_t)arg.h);
+    d = (int)(slice - outer * (index_t)arg.d);
+  }
+  const index_t at = (((outer * (index_t)arg.d + d) * (index_t)arg.h + h) * (index_t)arg.w + w) * inner + channel;
   Run of_d[RUNS], of_h[RUNS], of_w[RUNS];
   int count = 1;
   FIND_PLACES(of_d, count, d, d)
@@ -247,18 +309,40 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_fold(
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_round(
     const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM data_t* RESTRICT y, const long_t size, const long_t type) {
   AFTER_LAST_LAUNCH
-  const long_t i = (long_t)GID_0 * THREADS + LID_0;
-  if (i >= size) return;
-  const acc_t v = rint((acc_t)LOAD(x, i));
-  switch ((int)type) {
-    case TYPE_BOOL: PUT(unsigned char, 0, 1, 1)
-    case TYPE_UINT8: PUT(unsigned char, 0, 255, 256)
-    case TYPE_INT8: PUT(signed char, -128, 127, 128)
-    case TYPE_UINT16: PUT(unsigned short, 0, 65535, 65536)
-    case TYPE_INT16: PUT(short, -32768, 32767, 32768)
-    case TYPE_UINT32: PUT(unsigned int, 0, 4294967295u, 4294967296.0f)
-    case TYPE_INT32: PUT(int, -2147483647 - 1, 2147483647, 2147483648.0f)
-    case TYPE_UINT64: PUT(ulong_t, 0, 18446744073709551615ull, 18446744073709551616.0f)
-    case TYPE_INT64: PUT(long_t, -9223372036854775807ll - 1, 9223372036854775807ll, 9223372036854775808.0f)
+  const long_t first = EACH * ((long_t)GID_0 * THREADS + LID_0);
+  if (first >= size) return;
+  const int count = size - first < EACH ? (int)(size - first) : EACH;
+  acc_t rounded[EACH];
+  if (count == EACH) {
+    LOAD_EACH(rounded, x, first)
+  } else {
+    for (int j = 0; j < EACH; ++j) rounded[j] = j < count ? LOAD(x, first + j) : 0;
   }
+  if (type == TYPE_UINT8 && count == EACH && EACH == 4) {
+    unsigned word = 0;
+#pragma unroll
+    for (int j = 0; j < EACH; ++j) {
+      const acc_t v = rint(rounded[j]);
+      word |= (unsigned)CLIPPED(unsigned char, 0, 255, 256) << 8 * j;
+    }
+    ((GLOBAL_MEM unsigned*)y)[first / 4] = word;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < EACH; ++j)
+    if (j < count) {
+      const acc_t v = rint(rounded[j]);
+      const long_t i = first + j;
+      switch ((int)type) {
+        case TYPE_BOOL: PUT(unsigned char, 0, 1, 1)
+        case TYPE_UINT8: PUT(unsigned char, 0, 255, 256)
+        case TYPE_INT8: PUT(signed char, -128, 127, 128)
+        case TYPE_UINT16: PUT(unsigned short, 0, 65535, 65536)
+        case TYPE_INT16: PUT(short, -32768, 32767, 32768)
+        case TYPE_UINT32: PUT(unsigned int, 0, 4294967295u, 4294967296.0f)
+        case TYPE_INT32: PUT(int, -2147483647 - 1, 2147483647, 2147483648.0f)
+        case TYPE_UINT64: PUT(ulong_t, 0, 18446744073709551615ull, 18446744073709551616.0f)
+        case TYPE_INT64: PUT(long_t, -9223372036854775807ll - 1, 9223372036854775807ll, 9223372036854775808.0f)
+      }
+    }
 }

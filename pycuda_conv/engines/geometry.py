@@ -169,14 +169,16 @@ def border_words(problem: ConvProblem) -> tuple[str, str, str] | None:
 
 def border_numbers(problem: ConvProblem, axes: str = "dhw") -> dict[str, int]:
     """The arguments of kernels that read borders of :func:`border_words` (``cu/core/border.cuh``), for some of the axes."""
-    found = {"bordered": int(problem.border is not None), "value": bits(problem.border_value, accumulator_bytes(problem))}
-    words = border_words(problem) or ("zeros",) * 3
-    for axis, word, n in zip("dhw", words, problem.input_size, strict=True):
+    words, near = border_words(problem) or ("zeros",) * 3, True
+    found = {"value": bits(problem.border_value, accumulator_bytes(problem))}
+    paddings = zip(problem.padding_before, problem.padding_after, strict=True)
+    for axis, word, n, padding in zip("dhw", words, problem.input_size, paddings, strict=True):
         if axis in axes:
-            side = borders.side(word, n)
+            side, (first, step, reach), (last, *_) = borders.side(word, n), borders.near(word, n, False), borders.near(word, n, True)
             found |= {f"{name}_{axis}": value for name, value in side._asdict().items()}
-            found[f"by_period_{axis}"] = divider(side.period)
-    return found
+            found |= {f"by_period_{axis}": divider(side.period), f"near_{axis}": first, f"last_near_{axis}": last, f"step_{axis}": step}
+            near = near and max(padding) <= reach
+    return found | {"bordered": 0 if problem.border is None else 1 if near else 2}
 
 
 # ---- dgrad as forward convolutions

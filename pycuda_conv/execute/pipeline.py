@@ -12,22 +12,22 @@ The chunks bound what is on the device at a time, so arrays may be larger than i
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from pycuda_conv import borders, engines
+from pycuda_conv import engines
 from pycuda_conv.execute import staging
-from pycuda_conv.problem import ConvProblem, Size3
+from pycuda_conv.execute.pieces import Piece, pieces
+from pycuda_conv.execute.several_gpus import gpus_that_pay
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import contexts
 from pycuda_conv.runtime.base import LibraryCall
 from pycuda_conv.runtime.transforms import host as host_transforms
@@ -53,129 +53,6 @@ SMALL_BYTES = 1 << 20
 #: Arrays smaller than this together stay in page-locked memory, which kernels read and write over the bus: that takes less time than to
 #: begin a copy, also where several blocks read the same.
 IN_PLACE_BYTES = 16 << 10
-#: Fewer bytes than this, in and out together, are not shared among GPUs: each would have but one chunk.
-LEAST_SHARED_BYTES = 8 * LEAST_CHUNK_BYTES
-#: The throughput of copies to GPUs and back is measured with so many bytes of input and rounds. Fewer bytes would be in the host's cache.
-THROUGHPUT_BYTES, THROUGHPUT_ROUNDS = 256 << 20, 3
-#: Factor up to which times count as the same; calls of a plan by which a number of GPUs is judged; and factor to the best expected time up
-#: to which a number of GPUs is tried.
-WORTH, TRIES, NEAR = 1.03, 3, 1.25
-#: Calls of a plan at which the times of all numbers of GPUs but the best are forgotten, to try them again: the host may have been busy.
-AGAIN = frozenset(16 * 4**i for i in range(16))
-
-
-# ---- cutting a problem up
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a problem: some images and, along the first spatial axis, rows to read and rows to write.
-
-    The rows to read are a list where they are not neighbours: at a border that shows rows from elsewhere.
-    """
-
-    problem: ConvProblem
-    images: slice
-    rows_in: slice | list[int]
-    rows_out: slice
-
-
-def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
-    """`problem` in pieces of about `chunk_bytes`: by images, and by rows where one image is larger than that.
-
-    The pieces depend on the problem and on `chunk_bytes` only, so every number of GPUs computes the same sums.
-    """
-    if problem.direction == "wgrad":  # a sum over all images and rows
-        return [Piece(problem, slice(None), slice(None), slice(None))]
-    axis = 3 - problem.ndim
-    whole_in, whole_out = slice(0, problem.operand_size[axis]), slice(0, problem.result_size[axis])
-    image_bytes = max(
-        problem.operand_channels * math.prod(problem.operand_size) * problem.input_itemsize,
-        problem.result_channels * math.prod(problem.result_size) * problem.result_itemsize, 1,
-    )
-    images = min(problem.N, max(1, chunk_bytes // image_bytes))
-    if image_bytes <= 2 * chunk_bytes:
-        cuts = staging.cuts(problem.N, -(-problem.N // images))
-        return [Piece(replace(problem, N=end - first), slice(first, end), whole_in, whole_out) for first, end in cuts]
-    rows = problem.result_size[axis]
-    if problem.direction == "dgrad" and problem.border is not None and set(problem.border[axis]) != {"zeros"}:
-        cuts = staging.cuts(problem.N, problem.N)  # what is folded comes from rows elsewhere
-        return [Piece(replace(problem, N=1), slice(first, end), whole_in, whole_out) for first, end in cuts]
-    bands = [_rows(problem, axis, *cut) for cut in staging.cuts(rows, min(rows, -(-image_bytes // chunk_bytes)))]
-    return [replace(band, images=slice(n, n + 1)) for n in range(problem.N) for band in bands]
-
-
-def _rows(problem: ConvProblem, axis: int, first: int, last: int) -> Piece:
-    """The piece of one image that gives rows `first` to `last` of the result along `axis`."""
-    part, low, high = band(replace(problem, N=1), axis, first, last)
-    found = with_rows_from_elsewhere(part, problem, axis, low, high)
-    if found is not None:
-        return Piece(found[0], slice(0, 1), found[1], slice(first, last))
-    return Piece(part, slice(0, 1), slice(low, high), slice(first, last))
-
-
-def with_rows_from_elsewhere(
-    part: ConvProblem, problem: ConvProblem, axis: int, low: int, high: int
-) -> tuple[ConvProblem, list[int]] | None:
-    """The part of a problem that reads rows `low` to `high`, without a border along `axis`, and the rows that it reads then.
-
-    None where the part can make its border from its own rows: mirrors of so few rows, repeated ones, and those that are filled.
-    """
-    if problem.border is None:
-        return None
-    n, before, after = problem.input_size[axis], part.padding_before[axis], part.padding_after[axis]
-    words, own = problem.border[axis], high - low
-    if all(
-        padding <= 0 or mode in (*borders.FILLED, "replicate") or (mode == "symmetric" and padding <= own)
-        or (mode == "reflect" and padding < own) or own == n
-        for mode, padding in zip(words, (before, after), strict=True)
-    ):  # fmt: skip
-        return None
-    rows = borders.rows(words, n, low - before, high + after)
-    shown = [i for i, row in enumerate(rows) if row >= 0]
-    if not shown:
-        return None
-    first, last = shown[0], len(rows) - 1 - shown[-1]  # rows that are filled stay padding
-    rows = rows[first : len(rows) - last]
-
-    def at(values: Size3, value: int) -> Size3:
-        d, h, w = (value if i == axis else v for i, v in enumerate(values))
-        return d, h, w
-
-    found = replace(
-        part, input_size=at(part.input_size, len(rows)), padding_before=at(part.padding_before, first),
-        padding_after=at(part.padding_after, last),
-    )
-    return found.with_settled_border(), rows
-
-
-def band(problem: ConvProblem, axis: int, first: int, last: int) -> tuple[ConvProblem, int, int]:
-    """The problem that gives rows `first` to `last` of the result along `axis`; the first row that it reads, and the end of its rows."""
-    stride, before, dilation = problem.stride[axis], problem.padding_before[axis], problem.dilation[axis]
-    reach = dilation * (problem.filter_size[axis] - 1)
-    size = problem.operand_size[axis]
-
-    def at(values: Size3, value: int) -> Size3:
-        d, h, w = (value if i == axis else v for i, v in enumerate(values))
-        return d, h, w
-
-    if problem.direction == "fprop":
-        start, end = first * stride - before, (last - 1) * stride - before + reach + 1  # of what is read, padding included
-        low = min(max(start, 0), size - 1)
-        high = max(min(end, size), low + 1)
-        part = replace(
-            problem, input_size=at(problem.input_size, high - low), output_size=at(problem.output_size, last - first),
-            padding_before=at(problem.padding_before, low - start), padding_after=at(problem.padding_after, end - high),
-        )
-    else:
-        # result row h is fed by operand rows p with p*stride = h + padding - r*dilation
-        low = max(0, min(-(-(first + before - reach) // stride), (first + before) // stride, size - 1))
-        high = max(min(size, (last - 1 + before) // stride + 1), low + 1)
-        part = replace(
-            problem, output_size=at(problem.output_size, high - low), input_size=at(problem.input_size, last - first),
-            padding_before=at(problem.padding_before, first + before - low * stride),
-        )
-    return part.with_settled_border(), low, high
 
 
 # ---- running the pieces
@@ -466,21 +343,6 @@ class _Pipeline:
         lane.done(counted=len(self._lanes) > 1)
 
 
-# ---- how many GPUs pay
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """The time that a host takes to copy arrays to GPUs and back: seconds to begin, and seconds a byte."""
-
-    start: float
-    per_byte: float
-
-    def seconds(self, nbytes: int) -> float:
-        """Seconds for `nbytes` bytes, in and out together."""
-        return self.start + self.per_byte * nbytes
-
-
 class _Nothing:
     """A plan that launches nothing."""
 
@@ -498,101 +360,6 @@ def copy_only(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> None:
     cut = pieces(ConvProblem.forward(1, x.shape, (1, 1, 1)), _chunk_bytes(x, y))
     chunks = [_Chunk(piece, cast("Plan", _Nothing())) for piece in cut]
     _run([(one, chunks) for one in gpus], x, Filter(np.zeros((1, 1, 1), x.dtype), None), y, None)
-
-
-_measuring = threading.Lock()
-_throughputs: dict[Hashable, dict[int, Throughput]] = {}
-
-
-def throughputs(gpus: Sequence[CudaDevice], from_ordinary: bool, to_ordinary: bool) -> dict[int, Throughput]:
-    """The throughput of 1, 2, 4 ... and of all of `gpus`, measured once in a process, which takes some 0.1 s."""
-    key = tuple(gpus), from_ordinary, to_ordinary
-    with _measuring:
-        if key not in _throughputs:
-            shape, dtype, first = (THROUGHPUT_BYTES >> 20, 1, 1 << 18), np.dtype(np.float32), gpus[0]
-            with first.current():
-                x, y = (np.empty(shape, dtype) if ordinary else first.pinned_or_ordinary(shape, dtype) for ordinary in key[1:])
-            x.fill(1)  # otherwise all its pages would be the same page of zeros
-            y.fill(0)
-            _throughputs[key] = {count: _measured_throughput(gpus[:count], x, y) for count in numbers_of_gpus(len(gpus))}
-    return _throughputs[key]
-
-
-def numbers_of_gpus(most: int) -> list[int]:
-    """1, 2, 4 ... below `most`, and `most`."""
-    return sorted({1 << i for i in range(most.bit_length())} | {most})
-
-
-def _measured_throughput(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> Throughput:
-    """The throughput of copies, measured on `x` and `y` and on a part of them."""
-    part = len(x) // 4
-    sizes = (x[:part], y[:part]), (x, y)
-    seconds = [math.inf] * len(sizes)
-    for _ in range(THROUGHPUT_ROUNDS):
-        for i, (one, other) in enumerate(sizes):
-            began = time.perf_counter()
-            copy_only(gpus, one, other)
-            seconds[i] = min(seconds[i], time.perf_counter() - began)
-    nbytes = [one.nbytes + other.nbytes for one, other in sizes]
-    per_byte = max(seconds[1] - seconds[0], 0.0) / (nbytes[1] - nbytes[0])
-    return Throughput(max(seconds[1] - per_byte * nbytes[1], 0.0), per_byte)
-
-
-@lru_cache(maxsize=256)
-def _kernel_seconds(plan: Plan) -> float:
-    """Seconds that the kernels of `plan` should take on one GPU; 0 where no model knows."""
-    return (engines.predicted(plan.problem, plan.config, plan.device) or 0.0) * 1e-6
-
-
-@dataclass
-class _Taken:
-    """Seconds that the last calls of a plan took on each number of GPUs, and how many calls there were."""
-
-    seconds: dict[int, deque[float]]
-    calls: int = 0
-
-
-#: For each plan, the times of its calls by the GPUs and by the kind of memory that the arrays are in.
-_taken: WeakKeyDictionary[Plan, dict[Hashable, _Taken]] = WeakKeyDictionary()
-
-
-def gpus_that_pay(
-    plan: Plan, gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray, residual: np.ndarray | None
-) -> tuple[int, Callable[[float], Any]]:
-    """How many of `gpus` to use for a call, and a function that takes the call's seconds.
-
-    The number is the one that takes the least time, or the smallest of equals. At first :func:`throughputs` predicts the times; later the
-    plan's own calls give them. Numbers predicted to be near the best are tried, and tried again after 16, 64, 256 ... calls.
-    """
-    nbytes = y.nbytes + sum(a.nbytes for a in (x, residual) if a is not None)
-    if nbytes < LEAST_SHARED_BYTES:
-        return 1, lambda seconds: None
-    with gpus[0] as first:
-        ordinary = [not (a.flags.c_contiguous and a.dtype.isnative and first.is_pinned(a)) for a in (x, y)]
-    kernels = _kernel_seconds(plan)
-    expected = {
-        count: copies.start + max(copies.seconds(nbytes) - copies.start, kernels / count)
-        for count, copies in throughputs(gpus, *ordinary).items()
-    }
-    of_plan = _taken.setdefault(plan, {})
-    taken = of_plan.setdefault((tuple(gpus), *ordinary), _Taken({count: deque(maxlen=TRIES) for count in expected}))
-    count = _best(expected, taken.seconds)
-    taken.calls += 1
-    if taken.calls in AGAIN:
-        for other in taken.seconds.keys() - {count}:
-            taken.seconds[other].clear()
-    return count, taken.seconds[count].append
-
-
-def _best(expected: Mapping[int, float], taken: Mapping[int, Sequence[float]]) -> int:
-    """The number of GPUs for the next call, from the expected seconds and those that calls have taken."""
-    tried = [count for count in expected if taken[count]]
-    scale = min((min(taken[count]) / expected[count] for count in tried), default=1.0)
-    seconds = {count: min(taken[count]) if taken[count] else scale * expected[count] for count in expected}
-    least = min(seconds.values())
-    best = min(count for count in seconds if seconds[count] <= WORTH * least)
-    near = [count for count in seconds if seconds[count] <= NEAR * least and len(taken[count]) < TRIES]
-    return best if best in near or not near else min(near, key=seconds.__getitem__)
 
 
 # ---- the call
@@ -666,7 +433,7 @@ def _convolve(
     chunk_bytes = _chunk_bytes(x, y)
     gpus = devices or (gpu,)
     if len(gpus) > 1:
-        count, took = gpus_that_pay(plan, gpus, x, y, residual)
+        count, took = gpus_that_pay(plan, gpus, x, y, residual, copy_only)
         gpus = gpus[:count]
     began = time.perf_counter()
     _run([(one, _chunks(plan, chunk_bytes, one)) for one in gpus], batch_x, filters, batch_y, batch_r, stream)

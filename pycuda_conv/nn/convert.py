@@ -15,6 +15,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +24,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.invariance import WORD as BATCH_INVARIANT
+from pycuda_conv.invariance import batch_invariant as invariant_block
+from pycuda_conv.invariance import checked_invariance
 from pycuda_conv.nn import modules
 from pycuda_conv.nn.compiler import CompiledGraph, graphs_of
 from pycuda_conv.nn.fused.modules import _FusedConvBnReLU
@@ -122,7 +126,8 @@ def _check_module(model: Any) -> None:
 
 
 def convert(
-    model: Model, precision: Precision = "fp32", fuse: bool | None = None, fuse_training: bool | None = None, *, linear: bool = False
+    model: Model, precision: Precision = "fp32", fuse: bool | None = None, fuse_training: bool | None = None, *, linear: bool = False,
+    batch_invariant: bool = False,
 ) -> Model:
     """Let this package compute a model's convolutions, in place.
 
@@ -142,6 +147,10 @@ def convert(
         Compute ``nn.Linear`` of float32 arrays as 1x1 convolutions too, with its gradients, where they are large enough. Torch multiplies
         float32 on plain cores, this package on tensor cores with errors as small. Where torch was told to round to TF32
         (``torch.set_float32_matmul_precision``), in autocast and in ``torch.compile``, layers are torch's as before, and so are subclasses.
+    batch_invariant : bool
+        Compute each convolution so that an image's result, and its gradient by the input, have the same bits whatever images stand beside
+        it: see :func:`pycuda_conv.batch_invariant`. The model's other layers are torch's, and promise what torch's do. ``torch.compile``
+        fuses nothing with such convolutions.
 
     Returns
     -------
@@ -153,7 +162,7 @@ def convert(
     TypeError
         `model` is not a module.
     ValueError
-        A precision that there is not.
+        A precision that there is not; or `batch_invariant` with `linear`, or for a model with fused layers, whose bits depend on the batch.
 
     Warns
     -----
@@ -179,6 +188,9 @@ def convert(
                 DeprecationWarning,
                 stacklevel=2,
             )
+    if checked_invariance(batch_invariant) and (linear or any(isinstance(module, _FusedConvBnReLU) for module in model.modules())):
+        what = "linear=True" if linear else "a model with fused layers"
+        raise ConvArgumentError(f"batch_invariant=True is for convolutions alone, but got {what}, whose bits depend on the batch")
     done = Conversion()
     ours = [module for module in model.modules() if isinstance(module, _FusedConvBnReLU)]  # these compute everything themselves
     for layer in ours:
@@ -194,7 +206,7 @@ def convert(
         _give_back(module)
         if isinstance(module, tuple(_OURS)):
             try:
-                done.converted.append(_convert_convolution(name, module, precision))
+                done.converted.append(_convert_convolution(name, module, precision, batch_invariant))
             except TypeError as error:
                 done.notes.append(f"{name or 'the model'} ({_full_name(type(module))}) was left as it is: {error}")
         elif linear and type(module) is torch.nn.Linear:
@@ -244,8 +256,7 @@ def revert(model: Model) -> Model:
         _give_back(module)
         if type(module) in _TORCHS:
             module.__class__ = _TORCHS[type(module)]
-            for name in ("precision", "algorithm"):
-                module.__dict__.pop(name, None)
+            _forget_options(module)
         module.__dict__.pop("_compiled_call_impl", None)
     model.__dict__.pop("_conversion", None)
     return model
@@ -256,10 +267,15 @@ def _give_back(module: torch.nn.Module) -> None:
     cls: Any = type(module)
     if "_origin" in cls.__dict__:
         module.__class__ = cls.__dict__["_origin"]
-        module.__dict__.pop("precision", None)
+        _forget_options(module)
 
 
-def _convert_convolution(name: str, module: torch.nn.Module, precision: str) -> Converted:
+def _forget_options(module: torch.nn.Module) -> None:
+    for name in ("precision", "algorithm"):
+        module.__dict__.pop(name, None)
+
+
+def _convert_convolution(name: str, module: torch.nn.Module, precision: str, batch_invariant: bool) -> Converted:
     """Let this package compute a convolution; a TypeError if it cannot."""
     if isinstance(module, LazyModuleMixin):
         raise TypeError("its parameters have no sizes yet; call the model once, then convert it")
@@ -269,6 +285,10 @@ def _convert_convolution(name: str, module: torch.nn.Module, precision: str) -> 
     if own or was not in _TORCHS:
         _change_class(module, "routed" if own else "ours")
     module.__dict__["precision"] = precision
+    if batch_invariant:
+        module.__dict__["algorithm"] = BATCH_INVARIANT
+    elif module.__dict__.get("algorithm") == BATCH_INVARIANT:
+        module.__dict__.pop("algorithm")
     return Converted(name, was.__name__, by_its_own_forward=own)
 
 
@@ -320,7 +340,8 @@ class _Routed(_Changed):
     def forward_of(cls: Any) -> Any:
         @functools.wraps(cls.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with routed(self.precision):
+            block = invariant_block() if self.__dict__.get("algorithm") == BATCH_INVARIANT else nullcontext()
+            with routed(self.precision), block:
                 return cls.forward(self, *args, **kwargs)
 
         return forward

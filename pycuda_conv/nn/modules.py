@@ -13,15 +13,22 @@ from typing import Any
 import torch
 
 import pycuda_conv as pc
+from pycuda_conv.arguments import check_precision, checked_algorithm, integers, padding_pairs
 from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.invariance import checked_invariance, with_invariance
 from pycuda_conv.nn.autograd import _is_followed, followed
-from pycuda_conv.problem import check_precision, checked_algorithm, integers, padding_pairs
 from pycuda_conv.typing import Algorithm, Precision
 
 
 def checked_precision(precision: str) -> str:
     check_precision(precision)
     return precision
+
+
+def layer_algorithm(algorithm: Any, batch_invariant: Any) -> Any:
+    """The algorithm of a layer that was made with these options. A block around the layer's making has no say."""
+    algorithm = checked_algorithm(algorithm)
+    return with_invariance(algorithm, True) if checked_invariance(batch_invariant) else algorithm
 
 
 def in_pairs(padding: Any) -> bool:
@@ -95,12 +102,12 @@ class _Conv(_Ours):
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
         bias: bool = True, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, precision: Precision = "fp32",
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | None = None, batch_invariant: bool = False,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
-        self.precision, self.algorithm = checked_precision(precision), checked_algorithm(algorithm)
+        self.precision, self.algorithm = checked_precision(precision), layer_algorithm(algorithm, batch_invariant)
         if in_pairs(padding):  # torch would repeat each pair
             pairs = padding_pairs(padding, len(self.kernel_size))
             self._reversed_padding_repeated_twice = tuple(v for pair in reversed(pairs) for v in pair)
@@ -130,14 +137,14 @@ class _ConvTranspose(_Ours):
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
         groups: int = 1, bias: bool = True, dilation: Any = 1, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *,
-        precision: Precision = "fp32", algorithm: Algorithm | None = None,
+        precision: Precision = "fp32", algorithm: Algorithm | None = None, batch_invariant: bool = False,
     ) -> None:
         if isinstance(padding, str):  # torch makes a tuple of its letters
             raise ConvArgumentError(f"padding must be integers for a transposed convolution, but got padding={brief(padding)}")
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode, device, dtype
         )
-        self.precision, self.algorithm = checked_precision(precision), checked_algorithm(algorithm)
+        self.precision, self.algorithm = checked_precision(precision), layer_algorithm(algorithm, batch_invariant)
 
     def forward(self: Any, input: Any, output_size: Any = None) -> Any:
         """The same as torch's. `output_size` is the size of the result, where a stride leaves it open."""
@@ -170,8 +177,10 @@ class Conv2d(_Conv, torch.nn.Conv2d):
         As for ``torch.nn.Conv2d``, in its order. State dicts fit both ways. The padding may be ((top, bottom), (left, right)) too.
     precision : {"fp32", "tf32"}
         Arithmetic for float32, forward and backward: see :func:`pycuda_conv.conv2d`.
-    algorithm : {"direct", "fft"} or None
+    algorithm : {"direct", "fft", "batch_invariant"} or None
         Sums of products alone, or Fourier transforms, forward and backward: see :func:`pycuda_conv.conv2d`.
+    batch_invariant : bool
+        Compute each image with the same bits whatever images stand beside it: see :func:`pycuda_conv.batch_invariant`.
 
     Examples
     --------
@@ -208,7 +217,7 @@ class ConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
         As for ``torch.nn.ConvTranspose2d``, in its order. State dicts fit both ways.
     precision : {"fp32", "tf32"}
         Arithmetic for float32, forward and backward: see :func:`pycuda_conv.conv2d`.
-    algorithm : {"direct", "fft"} or None
+    algorithm : {"direct", "fft", "batch_invariant"} or None
         Sums of products alone, or Fourier transforms, forward and backward: see :func:`pycuda_conv.conv2d`.
 
     Examples

@@ -98,7 +98,7 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
         exact = scratch.take(problem.itemsize * math.prod(problem.result_shape))
     if _folds(problem):
         places[RESULT] = scratch.take(problem.itemsize * math.prod(padded.result_shape))
-        last.append(border_copy.fold(problem, places[RESULT], exact))
+        last += border_copy.fold(problem, places[RESULT], exact)
     elif problem.result_dtype:
         places[RESULT] = exact
     if problem.result_dtype:

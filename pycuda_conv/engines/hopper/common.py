@@ -24,6 +24,13 @@ MEMORY = 3.5e6  # bytes a microsecond
 #: For tiles that cu/hopper/pixel_tiles.cuh stores, a microsecond and multiprocessor: bytes of the result, from registers; sums through
 #: shared memory, whatever their type; elements of a residual that are added.
 FINISHED, STAGED, JOINED = 22e3, 5.4e3, 4.5e3
+#: The same elements where runs of 16 bytes are stored from registers. A guess, as many as sums are stored: no time was measured since the
+#: residual is loaded before the products.
+JOINED_IN_RUNS = 12e3
+#: Sums a microsecond and multiprocessor that are scaled, shifted and activated, columns past the last channel too; and with an activation
+#: that takes an exponential. Of 17 times of 1x1 layers, 16 to 96 and 24 to 144 channels with ReLU6 and SiLU, on an H200. The second is a
+#: little more than the 8.5e3 that was measured, since other engines' models know no activation.
+SCALED, EXPONENTIAL = 14e3, 10e3
 BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads; of each further round of blocks that are not persistent
 ADDED = 17.7e3  # bytes of sums that a multiprocessor of a cluster adds in a microsecond
 
@@ -77,15 +84,24 @@ def pixel_cycles(nbytes: int) -> float:
 def finished_time(problem: ConvProblem, rows: int, columns: int, rate: float = FINISHED) -> float:
     """Microseconds that it takes to finish and store a tile of `rows` pixels and `columns` channels.
 
-    Columns past the last channel take no time, unless a pixel is no multiple of 16 bytes: then all columns go through shared memory.
+    Columns past the last channel take no time if sums are stored as they are. If a pixel is no multiple of 16 bytes, all columns go through
+    shared memory.
     """
     channels, sums = problem.result_channels, rows * columns
     if channels * problem.itemsize % 16:
-        us = sums / STAGED
+        us, joined = sums / STAGED, JOINED
     else:
+        finishing = sums / (EXPONENTIAL if problem.activation in ("silu", "gelu", "gelu_tanh") else SCALED)
         sums = rows * channels // math.ceil(channels / columns)
-        us = sums * problem.itemsize / rate
-    return us + (sums / JOINED if problem.has_residual else 0.0)
+        us, joined = sums * problem.itemsize / rate, JOINED_IN_RUNS
+        if problem.has_scale or problem.has_bias or problem.has_residual or problem.activation:
+            us = max(us, finishing)
+    return us + (sums / joined if problem.has_residual else 0.0)
+
+
+def written_bytes(problem: ConvProblem) -> int:
+    """Bytes of the result that are written, and of the residual that are read."""
+    return problem.itemsize * math.prod(problem.result_shape) * (2 if problem.has_residual else 1)
 
 
 def read_bytes(problem: ConvProblem) -> float:

@@ -44,6 +44,7 @@ from pycuda_conv.engines.hopper.common import (
     stage_channels,
     store_mode,
     unsupported,
+    written_bytes,
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
@@ -474,7 +475,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
     loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels, config.BLOCK_N)
     us = max(us, BEGIN + loaded / CACHE_RATE)
-    moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
+    moved = read_bytes(problem) + written_bytes(problem) + size * math.prod(problem.weight_shape)
     result_bytes = size * math.prod(problem.result_shape)
     if many > 1 and problem.result_channels * size < ROW:  # each phase writes parts of cache lines
         us = max(us, result_bytes / PARTS_OF_LINES)

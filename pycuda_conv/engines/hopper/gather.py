@@ -31,6 +31,7 @@ from pycuda_conv.engines.hopper.common import (
     stage_channels,
     store_mode,
     unsupported,
+    written_bytes,
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
@@ -301,7 +302,7 @@ def time(problem: ConvProblem, config: GatherNhwc, device: Device) -> float:
     rounds = ceil(jobs, slots)
     us = BEGIN + max(work, rounds * work + (AGAIN * (rounds - 1) if shared else 0))
     elements = math.prod(problem.filter_size) * problem.operand_channels
-    moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
+    moved = read_bytes(problem) + written_bytes(problem) + size * math.prod(problem.weight_shape)
     lies = problem.direction == "fprop" and elements * size % 16 == 0
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
     return max(us, BEGIN + moved / MEMORY) + transposed

@@ -36,7 +36,7 @@ def _outer_and_inner(problem: ConvProblem, channels: int) -> tuple[int, int]:
 
 def _told(
     dtype: str, outer: int, size: Sequence[int], inner: int, border: borders.Border, before: Sequence[int], after: Sequence[int], big: bool,
-    fold: bool, **others: int,
+    fold: bool, rims: bool = False, **others: int,
 ) -> tuple[Any, int]:
     """The arguments of a launch for images of this `size`, and elements of the array that it writes."""
     wide = tuple(b + n + a for b, n, a in zip(before, size, after, strict=True))
@@ -48,9 +48,18 @@ def _told(
             side = borders.side(word, n)
             numbers |= {f"{prefix}{name}_{axis}": value for name, value in side._asdict().items()}
             numbers[f"by_{prefix}period_{axis}"] = divider(side.period)
-            start, step, reach = _near(word, n, bool(prefix))
+            start, step, reach = borders.near(word, n, bool(prefix))
             numbers |= {f"{prefix}near_{axis}": start, f"{prefix}step_{axis}": step}
             near = near and padding <= reach
+    boxes = [_shown_once(*axis) for axis in zip(size, border, before, after, strict=True)] if rims else [(n, 0) for n in size]
+    rim = [n - inside for n, (_, inside) in zip(size, boxes, strict=True)]
+    of_slice = rim[1] * size[2] + (size[1] - rim[1]) * rim[2]
+    outside = rim[0] * size[1] * size[2] + (size[0] - rim[0]) * of_slice
+    if rims:
+        written = outer * outside * inner
+    numbers |= {"rims": outside if rims else 0, "by_rims": divider(outside), "by_of_slice": divider(of_slice), "by_w": divider(size[2])}
+    numbers |= {"by_rim_w": divider(rim[2]), **by_axis("rim_", rim), **by_axis("box_", [first for first, _ in boxes])}
+    numbers |= by_axis("inside_", [inside for _, inside in boxes])
     numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])}
     sizes = {"inner": inner, "line": (size if fold else wide)[2] * inner, **by_axis("", size), **by_axis("wide_", wide)}
     prepared = {f"by_{name}": 0 if big else divider(sizes[name]) for name in ("inner", "line", "d", "h", "wide_d", "wide_h")}
@@ -60,15 +69,21 @@ def _told(
     return told, written
 
 
-def _near(mode: str, n: int, last: bool) -> tuple[int, int, int]:
-    """A start and a step with which place i outside shows pixel ``start + step * i``, and for how many places that holds."""
-    if mode == "circular":
-        return -n if last else n, 1, n
-    if mode == "symmetric":
-        return 2 * n - 1 if last else -1, -1, n
-    if mode == "reflect" and n > 1:
-        return 2 * n - 2 if last else 0, -1, n - 1
-    return n - 1 if last else 0, 0, 2**31
+def _shown_once(n: int, words: tuple[str, str], before: int, after: int) -> tuple[int, int]:
+    """The first and the number of neighbouring pixels of an axis that its border shows nowhere."""
+    low, high = 0, n
+    for last, (word, padding) in enumerate(zip(words, (before, after), strict=True)):
+        if padding <= 0 or word in borders.FILLED:
+            continue
+        if padding > borders.near(word, n, False)[2]:
+            return n, 0
+        # the pixels that this side shows, counted from its edge; those of the other edge if it wraps
+        reach = {"replicate": 1, "symmetric": padding, "reflect": padding + 1, "circular": padding}[word]
+        if bool(last) == (word == "circular"):
+            low = max(low, reach)
+        else:
+            high = min(high, n - reach)
+    return (low, high - low) if high > low else (n, 0)
 
 
 def _defines(dtype: str, big: bool) -> dict[str, int]:
@@ -93,16 +108,31 @@ def copy(problem: ConvProblem, to: Place) -> KernelLaunch:
     return KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (INPUT, to), (), "bordered", arguments=told)
 
 
-def fold(problem: ConvProblem, wide: Place, to: Place) -> KernelLaunch:
-    """Add the border of a gradient by the input to the pixels that it shows, and a residual."""
+def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
+    """Launches, one behind the other, that add the border of a gradient by the input to the pixels that it shows, and a residual."""
     big, border = _is_big(problem), problem.border or borders.NONE
     outer, inner = _outer_and_inner(problem, problem.result_channels)
+    before, after = problem.border_sizes
+
+    def launch(rims: bool) -> KernelLaunch:
+        told, written = _told(
+            problem.dtype, outer, problem.input_size, inner, border, before, after, big, True, rims, value=0, type=0,
+            has_residual=int(problem.has_residual),
+        )  # fmt: skip
+        blocks, buffers = ceil(written, THREADS), (wide, RESIDUAL, to)
+        return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=told)
+
+    if problem.has_residual or big:
+        return [launch(False)]
+    # most pixels are copied as they are; then those are added to that the border shows
+    minus, less = ([-n for n in sides] for sides in (before, after))
+    size = tuple(n + b + a for n, b, a in zip(problem.input_size, before, after, strict=True))
     told, written = _told(
-        problem.dtype, outer, problem.input_size, inner, border, *problem.border_sizes, big, True, value=0, type=0,
-        has_residual=int(problem.has_residual),
-    )  # fmt: skip
-    blocks, buffers = ceil(written, THREADS), (wide, RESIDUAL, to)
-    return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=told)
+        problem.dtype, outer, size, inner, borders.NONE, minus, less, big, False, value=0, type=0, has_residual=0
+    )
+    blocks = ceil(written, EACH[problem.dtype] * THREADS)
+    inside = KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (wide, to), (), "bordered", arguments=told)
+    return [inside, launch(True)]
 
 
 def round_to(problem: ConvProblem, exact: Place) -> KernelLaunch:
@@ -112,7 +142,8 @@ def round_to(problem: ConvProblem, exact: Place) -> KernelLaunch:
 
 def _rounding(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
     numbers = size, TYPES[dtype]
-    return KernelLaunch("border_round", _defines(given, False), ceil(size, THREADS), THREADS, (source, target), numbers, "bordered")
+    blocks = ceil(size, EACH[given] * THREADS)
+    return KernelLaunch("border_round", _defines(given, False), blocks, THREADS, (source, target), numbers, "bordered")
 
 
 def converting(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:

@@ -17,7 +17,8 @@ import numpy as np
 
 import pycuda_conv
 from pycuda_conv.errors import DeviceMemoryError
-from pycuda_conv.execute.pipeline import copy_only, numbers_of_gpus
+from pycuda_conv.execute.pipeline import copy_only
+from pycuda_conv.execute.several_gpus import numbers_of_gpus
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, device_count, driver, get_device
