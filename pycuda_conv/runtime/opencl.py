@@ -168,7 +168,7 @@ class OpenCLDevice(Device):
         self._kept: set[str] = set()
         self._coming: dict[str, Future[Any]] = {}
         self._compiling: list[tuple[Any, Any, Any]] = []
-        #: by the block times of launches, the blocks given to OpenCL since :attr:`queue` was empty; since when, and the seconds they may take
+        #: by the block times of launches, the blocks given to OpenCL since :attr:`queue` was empty; since when, and seconds they may take
         self._given: dict[_BlockTime, int] = {}
         self._since, self._queued = 0.0, 0.0
         atexit.register(self._wait_for_compiler, os.getpid())  # before the folder is removed in which it works
