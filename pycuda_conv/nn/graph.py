@@ -179,7 +179,7 @@ def is_barrier(node: Node) -> bool:
     """True for a step that changes a mode of torch's, so that nothing may be moved past it."""
     if node.op == "call_method":
         return node.target in ("set_", "resize_", "resize_as_")
-    if node.op != "call_function" or node.target is operator.setitem:
+    if node.op != "call_function" or node.target is operator.setitem or node.target is torch_internals.logs_usage:
         return False
     if "_functorch" in str(getattr(node.target, "__module__", "")):
         return True
@@ -545,7 +545,7 @@ class Rewrite:
         return given, Options(transposed, settings, extra)
 
     def _absorb_padding(self, chain: _Chain, options: Options, with_border: bool = False) -> Options:
-        """Zeros padded in front of a convolution become its padding; `with_border`, so does any other border in front of one without padding."""
+        """Zeros padded in front of a convolution become its padding; `with_border`, any other border in front of one without padding."""
         pad = chain.operands[0]
         if pad.op != "call_function" or pad.target not in _PADS or len(pad.users) != 1 or options.transposed:
             return options
