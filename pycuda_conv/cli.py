@@ -185,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
         help="measure these networks of torchvision's, timm:NAME, segformer_b0, vae_decoder or small_unet, by default seven; "
         "with --training, training too",
     )
-    bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N networks of timm's too, drawn by the seed")
+    bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed, and those named")
     bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models: begin no further case after so many seconds")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")

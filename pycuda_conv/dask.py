@@ -3,7 +3,6 @@
 Chunks of images and of space stay what they are. A spatial chunk is computed from itself and from what the filter reaches of its
 neighbours (:func:`_with_neighbours`), so nothing is computed twice. Each result pixel belongs to the chunk in which the middle of
 its window lies, shifted by the padding: with ``padding="same"`` and stride 1 the result's chunks are the input's.
-
 A border that mirrors or wraps the image is joined to it first, as its rows may lie in other chunks (:mod:`pycuda_conv.chunk_borders`).
 
 Workers get the filter once: it is a key of the graph on which all chunks depend. A chunk also needs three numbers for each spatial axis

@@ -51,7 +51,8 @@ def convolve(
     """
     if more is not None:
         algorithm, mode, value, dtype = more
-        if algorithm is not None or mode.__class__ is not str or mode != "zeros" or value.__class__ is not float or value or dtype is not None:
+        of_border = mode.__class__ is not str or mode != "zeros" or value.__class__ is not float or value
+        if of_border or algorithm is not None or dtype is not None:
             asked = *asked, algorithm, mode, value, dtype_name(dtype)
     device, devices, stream, tune = place
     repeatable = device is None and devices is None and stream is None and tune is False and repeat.may_repeat(operands[0])

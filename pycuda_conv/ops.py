@@ -413,7 +413,8 @@ def conv3d_input(
 def conv2d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv2d` by its filter, as in ``torch.nn.grad``.
 
@@ -451,7 +452,8 @@ def conv2d_weight(
 def conv1d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv1d` by its filter: see :func:`conv2d_weight`.
 
@@ -480,7 +482,8 @@ def conv1d_weight(
 def conv3d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
-    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
+    dtype: Any = None,
 ) -> Array:
     """The gradient of :func:`conv3d` by its filter: see :func:`conv2d_weight`.
 

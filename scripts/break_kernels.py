@@ -71,8 +71,9 @@ def places(file: Path) -> list[Place]:
     found, comment = [], False
     for number, line in enumerate(file.read_text().splitlines(), 1):
         code = line.split("//")[0].rstrip()
-        comment = (comment or code.lstrip().startswith("/*")) and "*/" not in code
-        if comment or not code.strip() or code.lstrip().startswith(("#", "*", "static_assert")) or '"' in code or ROOM.fullmatch(code):
+        inside = comment or code.lstrip().startswith("/*")
+        comment = inside and "*/" not in code
+        if inside or not code.strip() or code.lstrip().startswith(("#", "*", "static_assert")) or '"' in code or ROOM.fullmatch(code):
             continue
         rest = line[len(code) :]
         broken = [code.replace(was, now, 1) for was, now in OPERATORS.items() if was in code]

@@ -10,6 +10,7 @@ import pytest
 
 import pycuda_conv.ndimage as ours
 import pycuda_conv.signal as our_signal
+from pycuda_conv.runtime import get_device
 
 ndimage = pytest.importorskip("scipy.ndimage")
 signal = pytest.importorskip("scipy.signal")
@@ -352,11 +353,11 @@ def test_random_calls_on_a_gpu(library, seed):
         narrow = x.dtype.name in ("float32", "float64", "uint8", "int8", "int16", "complex64", "complex128")
         if not narrow or (library == "gpuarray" and ("output" in arguments or np.iscomplexobj(arguments.get("weights", 0)))):
             continue
-        x = np.ascontiguousarray(x)
-        there, back = on_gpu(library, x)
-        with warnings.catch_warnings():
+        x = x.copy(order="C")
+        with warnings.catch_warnings(), get_device("cuda:0"):
             warnings.simplefilter("ignore")
             try:
+                there, back = on_gpu(library, x)
                 check(name, x, arguments, back(getattr(ours, name)(there, **arguments)))
             except Exception as error:
                 raise AssertionError(f"call {done} of seed {seed}: {name} of {x.dtype} {x.shape}, {arguments}") from error

@@ -30,11 +30,10 @@
 #define THREADS 256
 #endif
 
-#ifndef TOGETHER
-#define TOGETHER (512 / THREADS)  // blocks of threads that should fit a multiprocessor at once
-#endif
+#define TOGETHER (THREADS == 192 ? 3 : 512 / THREADS)  // blocks of threads that should fit a multiprocessor at once
 #define EACH(i, count) _Pragma("unroll") for (int i = 0; i < (count); ++i)
 #define ALL(at, number) for (int at = LID_0; at < (number); at += THREADS)
+#define LARGER(a, b) ((a) > (b) ? (a) : (b))
 #define SMALLER(a, b) ((a) < (b) ? (a) : (b))
 #if BATCH == 8
 #define SWIZZLE(position) (((position) ^ ((position) >> 3)) & 7)
@@ -64,7 +63,8 @@ typedef unsigned long long mask_t;
 #define SEGMENTS 64
 // an entry of the list of results that may be off: where it is in y, in which pair, block and place, and what its transform gives
 #define ENTRY 4      // wide_t
-#define PIECE 128    // taps of a row that are added up at a time: blocks_sums.cu
+#define PIECE 128    // taps of a row that are added up in one piece: blocks_sums.cu
+#define AT_A_TIME 8  // of these before another look at the magnitudes
 #define SUMMANDS 32  // threads that share a sum
 
 typedef struct BlocksArguments {
@@ -82,10 +82,10 @@ typedef struct BlocksArguments {
   // rows of a pair that are stored; groups of BATCH columns; parts of a pair, and of a plane of it; columns of a segment
   long_t rows, groups, parts, by_parts, parts_of_plane, by_parts_of_plane, segment, by_segment;
   // blocks_columns.cu: transforms along another axis: the length, an eighth, the factors; chunks of BATCH numbers from one number to the next; groups
-  // times the lines of each, these, and chunks from one to the next; rows of what is read; numbers that are there; the first that is needed on
+  // times the lines of each, these, and chunks from one to the next; rows of what is read; the first line; numbers that are there; the first that is needed on
   // the way back; what norm is noted
   long_t axis_length, axis_eighth, axis_factors, axis_count, apart, lines, by_lines, lines_of_group, by_lines_of_group, line_step;
-  long_t rows_read, there, needed, notes, turns_axis;
+  long_t rows_read, first_line, there, needed, notes, turns_axis;
   // blocks_results.cu: parts of what it stores of a pair, and of a plane
   long_t result_parts, by_result_parts, result_parts_of_plane, by_result_parts_of_plane;
   // what is written: channels of images, of groups; the size of a result
@@ -288,17 +288,22 @@ WITHIN_KERNEL Sum share_of_sum(const GLOBAL_MEM data_t* image, const GLOBAL_MEM 
   const int t = (int)arg->t, r = (int)arg->r, s = (int)arg->s, h = (int)arg->h, w = (int)arg->w, pieces = (s + PIECE - 1) / PIECE;
   int row = share / pieces, piece = share - row * pieces;
   const int down = SUMMANDS / pieces, along = SUMMANDS - down * pieces;
+  const int step = arg->flipped ? -1 : 1;
   while (row < t * r && !(sum.magnitude >= enough)) {
-    const int plane = row / r, z = front + plane, y = top + row - plane * r, first = piece * PIECE, end = SMALLER(first + PIECE, s);
-    if ((unsigned)z < (unsigned)arg->d && (unsigned)y < (unsigned)h) {
-      const GLOBAL_MEM data_t* from = image + (z * h + y) * (index_t)w;
+    const int plane = row / r, z = front + plane, y = top + row - plane * r;
+    // taps of this piece that meet the image
+    const int first = LARGER(piece * PIECE, -left), end = SMALLER(SMALLER(piece * PIECE + PIECE, s), w - left);
+    if ((unsigned)z < (unsigned)arg->d && (unsigned)y < (unsigned)h && first < end) {
+      const GLOBAL_MEM data_t* from = image + ((z * h + y) * (index_t)w + left);
+      const GLOBAL_MEM data_t* taps = filter + (arg->flipped ? t * r * s - 1 - row * s : row * s);
       double part = 0, magnitude = 0;
-      for (int i = first; i < end; ++i) {
-        const int x = left + i, tap = row * s + i;
-        if ((unsigned)x >= (unsigned)w) continue;
-        const double product = (double)LOAD(from, x) * (double)LOAD(filter, arg->flipped ? t * r * s - 1 - tap : tap);
-        part += product;
-        magnitude += fabs(product);
+      for (int i = first; i < end && !(sum.magnitude + magnitude >= enough); i += AT_A_TIME) {
+        double products[AT_A_TIME];
+        EACH(j, AT_A_TIME) products[j] = i + j < end ? (double)LOAD(from, i + j) * (double)LOAD(taps, (i + j) * step) : 0;
+        EACH(j, AT_A_TIME) {
+          part += products[j];
+          magnitude += fabs(products[j]);
+        }
       }
       sum.total += part;
       sum.magnitude += magnitude;

@@ -54,7 +54,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, TOGETHER) void fft_blocks_columns(const GLOBAL_MEM
   LOCAL_MEM int lost[32], frequencies[BATCH];
   const GLOBAL_MEM complex_t* turns = (const GLOBAL_MEM complex_t*)(rotations + arg.turns_axis);
   const int at_pair = divided((int)GID_0, arg.by_lines), rest = (int)GID_0 - at_pair * (int)arg.lines;
-  const int columns = divided(rest, arg.by_lines_of_group), line = rest - columns * (int)arg.lines_of_group;
+  const int columns = divided(rest, arg.by_lines_of_group), line = rest - columns * (int)arg.lines_of_group + (int)arg.first_line;
   const int length = (int)arg.axis_length, q = (int)arg.axis_eighth;
   const long_t apart = arg.apart, place = columns * arg.rows + line * arg.line_step, place_read = columns * arg.rows_read + line * arg.line_step;
 #if MODE == WHOLE

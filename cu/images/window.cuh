@@ -68,6 +68,7 @@ typedef struct WindowArguments {
   long_t bias_w, period_w, by_period_w, high_w, sign_w, outside_w;
   long_t value;              // of what lies outside: bits of an acc_t
   long_t square, add, root;  // joins
+  long_t box_h, box_w;       // whether all taps along an axis are equal and the sums are made by doubling; OpenCL alone looks
 } WindowArguments;
 
 WITHIN_KERNEL int border_of(int i, int n, int bias, int period, divider_t by_period, int high, int sign) {

@@ -1,7 +1,7 @@
 """Filters with the signatures of :mod:`scipy.ndimage`, for arrays of numpy, CuPy, torch, PyCUDA and dask.
 
 They differ from scipy's in this: sums are float32 for images of float32 and of 8 and 16 bits; integers are rounded to the nearest and
-clipped, once, where scipy truncates after each pass and lets them wrap; float16 is taken. :doc:`/scipy` has the whole list.
+clipped, once, where scipy truncates after each pass and lets them wrap; float16 is taken. :doc:`/howto/scipy` has the whole list.
 """
 
 from pycuda_conv import signal

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv.arrays import kind_of
 from pycuda_conv.ndimage import compute
 from pycuda_conv.ndimage import missing as missing_data
 from pycuda_conv.ndimage.launches import Dense, Pass, Term
@@ -585,7 +584,9 @@ def _dense(
     if flip:
         weights = weights[(slice(None, None, -1),) * weights.ndim]
     if getattr(given, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-        return _by_weights(input, given, flip, places, front, edge, output, cval, device, stream)
+        from pycuda_conv.ndimage import gradients
+
+        return gradients.by_filter(input, given, flip, places, front, edge, output, cval, device, stream)
     if not places:
         terms: Callable[[Any], list[Term]] = lambda taps: [_scaled(input, taps)]  # noqa: E731
     else:
@@ -595,22 +596,3 @@ def _dense(
 
 def _scaled(input: Any, tap: np.ndarray) -> list[Pass]:
     return [Pass(max(_rank(input) - 1, 0), tap.reshape(1), 0, "nearest")]
-
-
-def _by_weights(
-    input: Any, weights: Any, flip: bool, axes: tuple[int, ...], front: tuple[int, ...], edge: str, output: Any, cval: Any,
-    device: Any, stream: Any,
-) -> Any:
-    from pycuda_conv.ndimage import gradients
-    from pycuda_conv.ndimage.launches import Bench
-    from pycuda_conv.ndimage.spaces import space_of
-    from pycuda_conv.runtime import get_device
-
-    kind = kind_of("input", input)
-    if kind is not kind_of("weights", weights) or output is not None or input.is_complex() or weights.is_complex():
-        raise TypeError("weights that require a gradient go with a real torch.Tensor as input, and with no output")
-    taps = weights.flip(tuple(range(weights.ndim))) if flip else weights
-    asked = None if device is None else get_device(device)
-    bench = Bench(space_of(kind), kind.device(kind.signature(input), asked), stream)
-    made = gradients.by_weights(bench, input, taps, axes, front, edge, float(cval))
-    return made.to(input.dtype) if input.dtype.is_floating_point else made

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from pycuda_conv.arrays import kind_of
 from pycuda_conv.ndimage import launches
 from pycuda_conv.ndimage.launches import Bench, Dense, Pass, mapped
+from pycuda_conv.ndimage.spaces import space_of
+from pycuda_conv.runtime import get_device
 
 
 def joined(bench: Bench, x: Any, terms: Sequence[Any], value: float, sums: str, norm: bool) -> Any:
@@ -129,3 +132,18 @@ def by_weights(bench: Bench, x: Any, weights: Any, axes: Sequence[int], before: 
     where: dict[str, Any] = {"stream": bench.stream} if x.is_cuda else {"device": bench.device.name}
     made = getattr(pycuda_conv, f"conv{rank}d")(planes, weights[None, None], **{k: v for k, v in where.items() if v is not None})
     return made.reshape(*turned.shape[:-rank], *made.shape[-rank:]).movedim(behind, tuple(axes))
+
+
+def by_filter(
+    input: Any, weights: Any, flip: bool, axes: tuple[int, ...], front: tuple[int, ...], edge: str, output: Any, cval: Any,
+    device: Any, stream: Any,
+) -> Any:
+    """A correlation whose filter requires a gradient."""
+    kind = kind_of("input", input)
+    if kind is not kind_of("weights", weights) or output is not None or input.is_complex() or weights.is_complex():
+        raise TypeError("weights that require a gradient go with a real torch.Tensor as input, and with no output")
+    taps = weights.flip(tuple(range(weights.ndim))) if flip else weights
+    asked = None if device is None else get_device(device)
+    bench = Bench(space_of(kind), kind.device(kind.signature(input), asked), stream)
+    made = by_weights(bench, input, taps, axes, front, edge, float(cval))
+    return made.to(input.dtype) if input.dtype.is_floating_point else made

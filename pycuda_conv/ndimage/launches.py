@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -20,6 +21,10 @@ from pycuda_conv.ndimage.taps import rounded, separated
 LONG = {"cuda": 41, "opencl": 41}
 #: Taps of a dense filter, from which on the package's convolutions are faster: they may be transforms.
 MANY = {"cuda": 150, "opencl": 4000}
+#: Equal taps from which on sums by doubling are quicker, on the CPU.
+SHORTEST_BOX = 12
+#: The words of the package's convolutions for borders.
+PADDING_MODES = {"nearest": "replicate", "reflect": "symmetric", "mirror": "reflect", "wrap": "circular", "constant": "constant"}
 #: Taps along an axis that a launch can have.
 MOST_TAPS = 1500
 
@@ -157,6 +162,9 @@ def _separable(
     else:
         window, along_rows = _window_of_one(x.shape, group[0], input, output, value, join)
         taps = (1, 0, len(filters[0])) if along_rows else (1, len(filters[0]), 0)
+    if bench.backend != "cuda":
+        equal = [len(f) >= SHORTEST_BOX and bool((f == f[0]).all()) for f in filters]
+        window = replace(window, boxes=(bool(taps[1]) and equal[0], bool(taps[2]) and equal[-1]))
     flat = np.concatenate([rounded(f) if window.sums == "float32" else np.asarray(f, np.float64) for f in filters])
     return _launched(bench, "separable", window, taps, x, flat, shape, output, target, previous)
 
@@ -372,22 +380,33 @@ def by_convolution(
     bench: Bench, x: Any, filter: Dense, value: float, output: str, target: Any, previous: Any, join: Join
 ) -> Any:
     """The same by the package's convolutions, for filters of many taps: their planner may take transforms."""
-    space, sums = bench.space, sums_of(bench.space.dtype(x), output)
-    if len(filter.axes) > 3:
+    space, sums, rank = bench.space, sums_of(bench.space.dtype(x), output), len(filter.axes)
+    if rank > 3:
         return _tap_by_tap(bench, x, filter, value, output, target, previous, join)
     x = space.cast(x, sums)
     sizes = filter.sizes or tuple(x.shape[axis] for axis in filter.axes)
-    for axis, n, before, border, size in zip(filter.axes, filter.weights.shape, filter.before, filter.borders, sizes, strict=True):
-        x = padded(bench, x, axis, before, size + n - 1 - before - x.shape[axis], border, value)
-    rank, behind = len(filter.axes), tuple(range(x.ndim - len(filter.axes), x.ndim))
-    turned = space.contiguous(space.moved(x, filter.axes, behind))
-    shape = turned.shape
-    planes = turned.reshape(prod(shape[:-rank]), 1, *shape[-rank:])
+    behind = tuple(range(x.ndim - rank, x.ndim))
+    as_it_lies = filter.axes == behind
+    turned = x if as_it_lies else space.contiguous(space.moved(x, filter.axes, behind))
+    lead, shape = turned.shape[:-rank], turned.shape[-rank:]
+    planes = turned.reshape(prod(lead), 1, *shape)
+    around = tuple(
+        (before, size + n - 1 - before - there)
+        for before, size, n, there in zip(filter.before, sizes, filter.weights.shape, shape, strict=True)
+    )
     weights = space.upload(np.ascontiguousarray(filter.weights, sums)[None, None], x)
     function: Callable[..., Any] = getattr(pycuda_conv, f"conv{rank}d")
     where: dict[str, Any] = {"device": bench.device.name} if space.device_key(x) is None else {"stream": bench.stream}
-    made = function(planes, weights, **where).reshape(*shape[:-rank], *sizes)
-    made = space.contiguous(space.moved(made, behind, filter.axes))
+    if "constant" in filter.borders and value:
+        where["padding_value"] = value
+    plain = output == sums and previous is None and join == PLAIN and as_it_lies
+    if plain and target is not None:
+        where["out"] = target.reshape(prod(lead), 1, *sizes)
+    made = function(planes, weights, padding=around, padding_mode=[PADDING_MODES[border] for border in filter.borders], **where)
+    if plain:
+        return made.reshape(*lead, *sizes) if target is None else target
+    made = made.reshape(*lead, *sizes)
+    made = made if as_it_lies else space.contiguous(space.moved(made, behind, filter.axes))
     return passes(bench, made, (), 0.0, output, target, previous, join)
 
 

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.arrays import ArrayKind, CupyKind, GPUArrayKind, NumpyKind, is_torchs
+from pycuda_conv.arrays.device import _gpuarray as new_gpuarray
+from pycuda_conv.arrays.device import _made as made_by
 from pycuda_conv.errors import brief
+from pycuda_conv.runtime import contexts
 
 INTEGERS = {name: np.iinfo(name) for name in ("uint8", "int8", "uint16", "int16", "int32", "uint32", "int64", "uint64")}
 #: The real types of the parts of complex numbers.
@@ -200,10 +203,15 @@ class GPUArraySpace(Space):
         return bool(array.flags.c_contiguous)
 
     def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
-        return self.library.GPUArray(tuple(shape), np.dtype(dtype), allocator=like.allocator)
+        device: Any = contexts.device_at(self.kind.where(self.kind.pointer(like)))  # type: ignore[attr-defined]
+        with device.current():
+            return made_by(device, like.allocator, lambda allocate: new_gpuarray(tuple(shape), np.dtype(dtype), allocate, None))
 
     def upload(self, array: np.ndarray, like: Any) -> Any:
-        return self.library.to_gpu(np.ascontiguousarray(array), allocator=like.allocator)
+        made = self.empty(array.shape, array.dtype.name, like)
+        with contexts.device_at(self.kind.where(self.kind.pointer(like))).current():  # type: ignore[attr-defined]
+            made.set(np.ascontiguousarray(array))
+        return made
 
     def cast(self, array: Any, dtype: str) -> Any:
         return array if self.dtype(array) == dtype else array.astype(dtype)

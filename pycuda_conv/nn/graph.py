@@ -545,7 +545,7 @@ class Rewrite:
         return given, Options(transposed, settings, extra)
 
     def _absorb_padding(self, chain: _Chain, options: Options, with_border: bool = False) -> Options:
-        """Zeros padded in front of a convolution become its padding; `with_border`, any other border in front of one without padding."""
+        """Zeros padded in front of a convolution become its padding. With `with_border` any other border does, if there is no padding."""
         pad = chain.operands[0]
         if pad.op != "call_function" or pad.target not in _PADS or len(pad.users) != 1 or options.transposed:
             return options

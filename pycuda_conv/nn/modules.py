@@ -177,8 +177,10 @@ class Conv2d(_Conv, torch.nn.Conv2d):
         As for ``torch.nn.Conv2d``, in its order. State dicts fit both ways. The padding may be ((top, bottom), (left, right)) too.
     precision : {"fp32", "tf32"}
         Arithmetic for float32, forward and backward: see :func:`pycuda_conv.conv2d`.
-    algorithm : {"direct", "fft"} or None
+    algorithm : {"direct", "fft", "batch_invariant"} or None
         Sums of products alone, or Fourier transforms, forward and backward: see :func:`pycuda_conv.conv2d`.
+    batch_invariant : bool
+        Compute each image with the same bits whatever images stand beside it: see :func:`pycuda_conv.batch_invariant`.
 
     Examples
     --------
@@ -215,7 +217,7 @@ class ConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
         As for ``torch.nn.ConvTranspose2d``, in its order. State dicts fit both ways.
     precision : {"fp32", "tf32"}
         Arithmetic for float32, forward and backward: see :func:`pycuda_conv.conv2d`.
-    algorithm : {"direct", "fft"} or None
+    algorithm : {"direct", "fft", "batch_invariant"} or None
         Sums of products alone, or Fourier transforms, forward and backward: see :func:`pycuda_conv.conv2d`.
 
     Examples

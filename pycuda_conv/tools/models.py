@@ -306,7 +306,10 @@ def _measured(torch: Any, case: Case, device: Device, settings: bench.Settings, 
 
 
 def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks: Sequence[str], draw: int = 0) -> int:
-    """Measure :func:`cases`, print, and write the files that were asked for. So many networks of timm's to `draw` come on top."""
+    """Measure :func:`cases`, print, and write the files that were asked for.
+
+    If there are networks of timm's to `draw`, these are measured besides those that are named.
+    """
     began = time.perf_counter()
     bench.refuse_suite_options(replace(settings, modes=("fp32",)), "--models", "networks")
     if not draw:
@@ -325,6 +328,7 @@ def run(settings: bench.Settings, modes: Sequence[str], training: bool, networks
         machine = bench.describe(torch, device, ", ".join(used), bench.arithmetic(used), seed)
         words = [*networks, *(["--draw", str(draw)] if draw else []), *["--training"] * training, *(["--mode", *modes] if modes else [])]
         words += ["--only", settings.only] if settings.only else []
+        words += [] if settings.seconds is None else ["--seconds", f"{settings.seconds:g}"]
         machine["command"] = " ".join(["pycuda-conv bench --models", *words, *["--quick"] * settings.quick])
         machine["method"] = (
             "medians of rounds by turns; calls and training steps by the host's clock, with all they set off; graphs by the GPU's"

@@ -56,14 +56,16 @@ BlocksArguments = kernel_struct("blocks.cuh", "BlocksArguments")
 CONFIGS = (BlockFft,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 83}
-#: blocks.cuh's BATCH, the largest first; its MASKS, SEGMENTS, ENTRY; threads of a block where two of them fit a multiprocessor, and where
-#: one does.
+MOST_TEXTS = {"cuda": 96}
+#: blocks.cuh's BATCH, the largest first; its MASKS, SEGMENTS, ENTRY. By BATCH, threads of a block, and blocks whose registers fit a
+#: multiprocessor at once.
 BATCHES = 8, 4, 2
 MASKS, SEGMENTS, ENTRY = 8, 64, 4
-TOGETHER, ALONE = 256, 512
+SHAPES = {8: ((192, 3), (256, 2), (128, 4)), 4: ((192, 3), (256, 2), (512, 1)), 2: ((512, 1),)}
 FORWARD, WHOLE, BACKWARD = range(3)  # blocks_columns.cu's MODE
 OF_PAIR, OF_FILTER = 1, 2  # its notes
+#: Threads of the launches without transforms.
+SMALL = 256
 #: Numbers of a complex double, and bytes; shared memory of a block besides.
 NUMBERS, BYTES, BESIDES = 2, 16, 5 << 10
 #: Factors of a length between its first and last, which are 8; the shortest and the longest length.
@@ -98,8 +100,34 @@ def factors(length: int) -> tuple[int, ...] | None:
 
 
 def _batch(config: BlockFft, most_shared: int) -> int:
-    """Transforms that a block of threads has at once; 0 if not even two fit."""
-    return next((batch for batch in BATCHES if max(config.lengths) * batch * BYTES + BESIDES <= most_shared), 0)
+    """Transforms that a block of threads has at once: 8 where two blocks fit a multiprocessor, else at most 4; 0 if not even 2 fit."""
+    for batch in BATCHES:
+        if _shared_bytes(config, batch) * (2 if batch == 8 else 1) <= most_shared:
+            return batch
+    return 0
+
+
+def _shared_bytes(config: BlockFft, batch: int) -> int:
+    """Shared memory of a block of threads, with what is not dynamic."""
+    return max(config.lengths) * batch * BYTES + BESIDES
+
+
+def _passes(length: int, batch: int, threads: int) -> float:
+    """Passes of a transform, by the share of threads that have something to do in the first and the last."""
+    work = batch * length // 8
+    return (2 + len(factors(length) or ())) * ceil(work, threads) * threads / work
+
+
+def _threads(config: BlockFft, batch: int) -> int:
+    """Threads of a block: so that few are idle, and many fit a multiprocessor."""
+
+    def busy(shape: tuple[int, int]) -> float:
+        threads, registers = shape
+        fit = min(MULTIPROCESSOR_BYTES // _shared_bytes(config, batch), registers)
+        lengths = [length for length in config.lengths if length > 1]
+        return fit * threads * sum(1 / _passes(length, batch, threads) for length in lengths)
+
+    return max(SHAPES[batch], key=busy)[0]
 
 
 def _is_line(problem: ConvProblem) -> bool:
@@ -177,8 +205,7 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moment
         most = shared_limit(device)
         raise ValueError(f"{config} can't run {problem}: two rows need more than the {most:,} bytes of shared memory of a block")
     blocks, filters, written = _Blocks.of(problem, config), _filters(problem), problem.result_channels
-    of_block, longest = math.prod(config.lengths), max(config.lengths)
-    threads = TOGETHER if 2 * (longest * batch * BYTES + BESIDES) <= MULTIPROCESSOR_BYTES else ALONE
+    of_block, longest, threads = math.prod(config.lengths), max(config.lengths), _threads(config, batch)
 
     scratch = Arena(WORKSPACE)
     packed = Arena(PACKED) if on_gpu else scratch
@@ -210,37 +237,41 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moment
     )  # fmt: skip
 
     index, dtype = {"INDEX_64": int(needs_64_bits(problem))}, {"DTYPE": DTYPE_CODES[problem.dtype]}
-    of_doubles, fixed = {"DTYPE": DTYPE_CODES["float64"]}, {"BATCH": BATCHES[0], "THREADS": TOGETHER}
+    of_doubles, fixed = {"DTYPE": DTYPE_CODES["float64"]}, {"BATCH": 8, "THREADS": SMALL}
     shape = {"BATCH": batch, "THREADS": threads} | ({} if on_gpu else {"ROOM": 1 << (longest * batch - 1).bit_length()})
     shared = longest * batch * BYTES if on_gpu else 0
     linear = {"LINEAR": int(_is_line(problem))}
 
-    def rows(told: Any, planes: int, x: int, into: int) -> list[KernelLaunch]:
-        grid, buffers = planes * told.pairs * told.parts, (x, packed.buffer, into)
-        return [KernelLaunch("fft_blocks_rows", dtype | index | shape, grid, threads, buffers, (), arguments=told, shared=shared)]
+    def rows(args: Any, planes: int, x: int, into: int) -> list[KernelLaunch]:
+        grid, buffers = planes * args.pairs * args.parts, (x, packed.buffer, into)
+        return [KernelLaunch("fft_blocks_rows", dtype | index | shape, grid, threads, buffers, (), arguments=args, shared=shared)]
 
-    def columns(mode: int, told: Any, planes: int, buffer: int) -> list[KernelLaunch]:
-        grid, buffers = planes * told.pairs * told.lines, (buffer, packed.buffer, packed.buffer, buffer)
+    def columns(mode: int, args: Any, planes: int, buffer: int) -> list[KernelLaunch]:
+        grid, buffers = planes * args.pairs * args.lines, (buffer, packed.buffer, packed.buffer, buffer)
         defines = of_doubles | index | shape | linear | {"MODE": mode}
-        return [KernelLaunch("fft_blocks_columns", defines, grid, threads, buffers, (), arguments=told, shared=shared)]
+        return [KernelLaunch("fft_blocks_columns", defines, grid, threads, buffers, (), arguments=args, shared=shared)]
 
-    def along(told: Any, axis: int, **more: int) -> Any:
+    def along(args: Any, axis: int, **more: int) -> Any:
         """The arguments of blocks_columns.cu for an axis: 0 of the depth, 1 of columns."""
         d, h, _ = config.lengths
         length, found = config.lengths[axis], factors(config.lengths[axis]) or ()
         of_group, step, apart = (d, h, 1) if axis else (h, 1, h)
-        numbers = told._asdict() | {
+        numbers = args._asdict() | {
             "axis_length": length, "axis_eighth": length // 8, "axis_factors": _packed_factors(found), "axis_count": len(found),
-            "apart": apart, "lines": told.groups * of_group, "lines_of_group": of_group, "line_step": step, "rows_read": told.rows,
-            "rows": d * h, "there": told.rows if d == 1 else length, "needed": 0 if told.linear else problem.filter_size[axis] - 1,
-            "notes": 0, "turns_axis": turns_at[length], "from_at": told.to_at,
+            "apart": apart, "lines": args.groups * of_group, "lines_of_group": of_group, "line_step": step, "rows_read": args.rows,
+            "rows": d * h, "there": args.rows if d == 1 else length, "needed": 0 if args.linear else problem.filter_size[axis] - 1,
+            "first_line": 0, "notes": 0, "turns_axis": turns_at[length], "from_at": args.to_at,
         } | more  # fmt: skip
-        return arguments(BlocksArguments, **{name: value for name, value in numbers.items() if not name.startswith("by_")})
+        if more.get("backward"):  # planes that no result needs stay
+            needless = problem.filter_size[0] - 1
+            numbers |= {"first_line": needless, "lines_of_group": of_group - needless, "lines": args.groups * (of_group - needless)}
+        kept = {name: value for name, value in numbers.items() if not name.startswith("by_") and name != "backward"}
+        return arguments(BlocksArguments, **kept)
 
     operands = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     steps = []
     prepare = [
-        [KernelLaunch("fft_blocks_turns", of_doubles | {"INDEX_64": 0} | fixed, ceil(n, TOGETHER), TOGETHER, (packed.buffer,), (),
+        [KernelLaunch("fft_blocks_turns", of_doubles | {"INDEX_64": 0} | fixed, ceil(n, SMALL), SMALL, (packed.buffer,), (),
                       arguments=of_filter._replace(axis_length=n, turns_axis=at))]
         for n, at in turns_at.items()
     ]  # fmt: skip
@@ -253,18 +284,18 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moment
 
     for first in range(0, blocks.pairs, at_once):
         numbers = of_image._asdict() | {"first_pair": first, "pairs": min(at_once, blocks.pairs - first), "resets": int(first == 0)}
-        told = arguments(BlocksArguments, **{name: value for name, value in numbers.items() if not name.startswith("by_")})
-        steps.append(rows(told, read, INPUT, WORKSPACE))
+        args = arguments(BlocksArguments, **{name: value for name, value in numbers.items() if not name.startswith("by_")})
+        steps.append(rows(args, read, INPUT, WORKSPACE))
         if deep:
-            steps.append(columns(FORWARD, along(told, 1, notes=OF_PAIR), read, WORKSPACE))
-        steps.append(columns(WHOLE, along(told, 0 if deep else 1, to_at=made_at, notes=0 if deep else OF_PAIR), written, WORKSPACE))
+            steps.append(columns(FORWARD, along(args, 1, notes=OF_PAIR), read, WORKSPACE))
+        steps.append(columns(WHOLE, along(args, 0 if deep else 1, to_at=made_at, notes=0 if deep else OF_PAIR), written, WORKSPACE))
         if deep:
-            steps.append(columns(BACKWARD, along(told, 1, from_at=made_at, to_at=made_at), written, WORKSPACE))
+            steps.append(columns(BACKWARD, along(args, 1, from_at=made_at, to_at=made_at, backward=1), written, WORKSPACE))
         steps.append([KernelLaunch(
-            "fft_blocks_results", dtype | index | shape, written * told.pairs * told.result_parts, threads,
-            (*operands, WORKSPACE, packed.buffer, WORKSPACE), (), arguments=told._replace(from_at=made_at), shared=shared,
+            "fft_blocks_results", dtype | index | shape, written * args.pairs * args.result_parts, threads,
+            (*operands, WORKSPACE, packed.buffer, WORKSPACE), (), arguments=args._replace(from_at=made_at), shared=shared,
         )])  # fmt: skip
-    sums = of_image.sums_grid, TOGETHER, (*operands, WORKSPACE)
+    sums = of_image.sums_grid, SMALL, (*operands, WORKSPACE)
     steps.append([KernelLaunch("fft_blocks_sums", dtype | index | fixed, *sums, (), arguments=of_image)])
     if not on_gpu:
         return Schedule.plain([*prepare, *steps], scratch.used)
@@ -275,9 +306,9 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moment
 MULTIPROCESSOR_BYTES = 227 << 10
 #: The arguments that are set for each launch.
 LATER = (
-    "axis_length", "axis_eighth", "axis_factors", "axis_count", "apart", "lines", "lines_of_group", "line_step", "rows_read", "there",
-    "needed", "notes", "turns_axis", "turns_w", "from_at", "to_at", "filters_at", "part_norms_at", "masks_at", "norms_at",
-    "filter_norms_at", "list_at", "count_at", "most", "resets", "sums_grid", "first_pair",
+    "axis_length", "axis_eighth", "axis_factors", "axis_count", "apart", "lines", "lines_of_group", "line_step", "rows_read",
+    "first_line", "there", "needed", "notes", "turns_axis", "turns_w", "from_at", "to_at", "filters_at", "part_norms_at", "masks_at",
+    "norms_at", "filter_norms_at", "list_at", "count_at", "most", "resets", "sums_grid", "first_pair",
 )  # fmt: skip
 
 
@@ -343,7 +374,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     if device.backend != "cuda":
         return
     dtypes = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
-    doubles, fixed = {"DTYPE": (DTYPE_CODES["float64"],)}, {"BATCH": BATCHES[:1], "THREADS": (TOGETHER,)}
+    doubles, fixed = {"DTYPE": (DTYPE_CODES["float64"],)}, {"BATCH": (8,), "THREADS": (SMALL,)}
     modes = {"LINEAR": FLAG, "MODE": (FORWARD, WHOLE, BACKWARD)}
 
     def goes(defines: Mapping[str, int]) -> bool:
@@ -351,7 +382,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
         return not (defines["LINEAR"] and defines["MODE"] == BACKWARD)
 
     for batch in BATCHES:
-        shape = {"BATCH": (batch,), "THREADS": (TOGETHER, ALONE)}
+        shape = {"BATCH": (batch,), "THREADS": tuple(threads for threads, _ in SHAPES[batch])}
         yield TextFamily("fft_blocks_rows", dtypes | shape)
         yield TextFamily("fft_blocks_columns", doubles | {"INDEX_64": FLAG} | shape | modes, goes)
         yield TextFamily("fft_blocks_results", dtypes | shape)
@@ -361,11 +392,12 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-#: Microseconds of launches; bytes a microsecond of 132 multiprocessors, by :func:`_batch`; passes of a pair's spectrum through memory,
-#: of a plane and of a volume.
-LAUNCHES = 22.0
-RATE = {8: 2.6e6, 4: 2.0e6, 2: 1.2e6}
-PASSES, PASSES_OF_VOLUME = 4.5, 8.5
+#: Microseconds of launches; of 132 multiprocessors for a byte that goes through memory, and besides for each pass of :func:`_passes`; how
+#: much longer it takes by :func:`_batch`; times that a pair's spectrum goes through memory, of a plane and of a volume. Fitted to 12 times
+#: on H200s.
+LAUNCHES, BYTE, PASS = 22.0, 3.0e-7, 5.2e-8
+SLOWER = {8: 1.0, 4: 1.12, 2: 1.19}
+THROUGH, THROUGH_OF_VOLUME = 4.5, 8.5
 #: MACs of a channel's filters that the plain cores of 132 multiprocessors do in a microsecond: transforms have to beat that.
 PLAIN_RATE = 10e6
 #: Lengths of an axis of a plane, and of a volume, that are compared.
@@ -378,10 +410,11 @@ def time(problem: ConvProblem, config: BlockFft, device: Device) -> float:
 
 
 def _time(problem: ConvProblem, config: BlockFft, batch: int, multiprocessors: int) -> float:
-    blocks, of_block = _Blocks.of(problem, config), math.prod(config.lengths) * BYTES
-    passes = PASSES_OF_VOLUME if config.LENGTH_D > 1 else PASSES
-    spectra = of_block * passes * (_filters(problem) / 2 + problem.result_channels * blocks.pairs)
-    return LAUNCHES + spectra / RATE[batch] * 132 / multiprocessors
+    blocks, threads = _Blocks.of(problem, config), _threads(config, batch)
+    through = THROUGH_OF_VOLUME if config.LENGTH_D > 1 else THROUGH
+    spectra = math.prod(config.lengths) * BYTES * through * (_filters(problem) / 2 + problem.result_channels * blocks.pairs)
+    passes = [_passes(length, batch, threads) for length in config.lengths if length > 1]
+    return LAUNCHES + spectra * (BYTE + PASS * sum(passes) / len(passes)) * SLOWER[batch] * 132 / multiprocessors
 
 
 @lru_cache(maxsize=1024)
@@ -409,7 +442,8 @@ def _best(problem: ConvProblem, most_shared: int, multiprocessors: int) -> tuple
         batch = _batch(one, most_shared)
         if batch and refusal(problem, one) is None:
             timed.append((_time(problem, one, batch, multiprocessors), one))
-    return tuple(one for _, one in sorted(timed, key=lambda pair: pair[0])[:4])
+    timed.sort(key=lambda pair: (pair[0], -pair[1].LENGTH_W))  # long rows read whole segments of memory
+    return tuple(one for _, one in timed[:4])
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[BlockFft]:

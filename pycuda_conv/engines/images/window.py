@@ -61,6 +61,8 @@ class Window:
         What a constant border has.
     square, add, root : bool
         What is done with a sum: see ``cu/images/window.cuh``.
+    boxes : (bool, bool)
+        Whether all taps along rows' axis, and along columns', are equal.
     """
 
     input: str
@@ -77,6 +79,7 @@ class Window:
     square: bool = False
     add: bool = False
     root: bool = False
+    boxes: tuple[bool, bool] = (False, False)
 
     @property
     def sums(self) -> str:
@@ -118,17 +121,20 @@ class Tile:
         return self.halo_p * self.halo_q / (self.p * self.q)
 
 
-def _tile(p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bool, host: bool) -> Tile:
+def _tile(p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bool, host: bool, box: bool) -> Tile:
     t, r, s = taps
     halo_p, halo_q = p + max(r - 1, 0), q + max(s - 1, 0) * colours
     pitch = ceil(halo_q, 8) * 8 if host else halo_q | 1
     wide = (ceil(q, 32) * 32 if host else q + 1) if s else pitch
     room = t * halo_p * pitch + t * r * s if dense else halo_p * (pitch + (wide if s else 0)) + r + s
-    return Tile(p, q, halo_p, halo_q, pitch, wide, room + SLACK * host)
+    return Tile(p, q, halo_p, halo_q, pitch, wide, room + (SLACK + box * p * wide) * host)
 
 
 @lru_cache(maxsize=1024)
-def tile_for(p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bool, limits: tuple[int, ...], host: bool) -> Tile | None:
+def tile_for(
+    p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bool, limits: tuple[int, ...], host: bool,
+    box: bool = False,
+) -> Tile | None:
     """The tile for results of `p` rows of `q` numbers that loads the fewest numbers, or None if none fits.
 
     A smaller one of `limits`, the most sums of a block, counts before that.
@@ -138,7 +144,7 @@ def tile_for(p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bo
     widths = {min(width, ceil(q, unit) * unit) for width in widths}
     heights = (64, 32, 16, 8, 4, 2, 1) if host else (256, 128, 64, 32, 16, 8)
     downs = sorted({min(height, p if host else ceil(p, 8) * 8) for height in heights}, reverse=True)
-    tiles = [_tile(down, width, colours, taps, dense, host) for down, width in product(downs, sorted(widths, reverse=True))]
+    tiles = [_tile(down, width, colours, taps, dense, host, box) for down, width in product(downs, sorted(widths, reverse=True))]
     if not host:
         tiles = [tile for tile in tiles if tile.p * tile.q <= 16 * THREADS] or tiles
     for limit in limits:
@@ -157,7 +163,7 @@ def _limits(window: Window, device: Device) -> tuple[int, ...]:
 def fits(window: Window, taps: tuple[int, int, int], dense: bool, device: Device) -> Tile | None:
     """The tile of a launch, or None where a block has too little memory."""
     (_, p, q), colours = window.result, window.colours
-    return tile_for(p, q * colours, colours, taps, dense, _limits(window, device), device.backend != "cuda")
+    return tile_for(p, q * colours, colours, taps, dense, _limits(window, device), device.backend != "cuda", window.boxes[0])
 
 
 def separable(window: Window, taps: tuple[int, int], device: Device) -> KernelLaunch:
@@ -182,6 +188,7 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
         "d": d, "h": h, "w": w * colours, "p": p, "q": q * colours, "colours": colours, "t": taps[0], "r": taps[1], "s": taps[2],
         "tile_p": tile.p, "tile_q": tile.q, "halo_p": tile.halo_p, "halo_q": tile.halo_q, "pitch": tile.pitch, "wide": tile.wide,
         "value": bits(window.value, window.sum_bytes), "square": window.square, "add": window.add, "root": window.root,
+        "box_h": window.boxes[0], "box_w": window.boxes[1],
         "x_d": window.x_strides[0], "x_h": window.x_strides[1], "y_d": window.y_strides[0], "y_h": window.y_strides[1],
     }  # fmt: skip
     for name, x_step, y_step in zip(("outer", "middle", "inner"), x_steps, y_steps, strict=True):

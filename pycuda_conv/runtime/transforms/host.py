@@ -30,9 +30,10 @@ def _library() -> Any:
 
 @cache
 def _keep_heap() -> None:
-    """Let the C library keep memory that is freed: it gives back what lies above twice the largest block that was ever freed, of at most 32 MiB.
+    """Let the C library keep memory that is freed.
 
-    A call's arrays would come from the system anew each time, page by page, which takes as long as their transforms.
+    It gives back what lies above twice the largest block that was ever freed, of at most 32 MiB. A call's arrays would come from the
+    system anew each time, page by page, which takes as long as their transforms.
     """
     np.empty((32 << 20) - (64 << 10), np.uint8)
 
@@ -187,7 +188,8 @@ class _OnHost(BlockTransforms):
         """
         numbers = self.args.images * math.prod((*self.args.blocks, *self.args.length)) * self.args.groups * self.args.read
         few = numbers <= FEW_NUMBERS  # which take less time than threads
-        tasks = [(image, where) for image in range(self.args.images) for where in groups_of_blocks(self.args, 8 * numbers if few else AT_ONCE)]
+        at_once = 8 * numbers if few else AT_ONCE
+        tasks = [(image, where) for image in range(self.args.images) for where in groups_of_blocks(self.args, at_once)]
 
         def done(task: tuple[int, tuple[slice, ...]]) -> None:
             with np.errstate(all="ignore"):
