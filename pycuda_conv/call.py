@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pycuda_conv import borders
+from pycuda_conv.arguments import PRECISIONS, checked_activation, checked_algorithm, checked_shape, integer
 from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_taken, dtype_name
 from pycuda_conv.errors import brief
-from pycuda_conv.problem import PRECISIONS, ConvProblem, checked_activation, checked_algorithm, checked_shape, integer
+from pycuda_conv.problem import ConvProblem
 
 
 class Operands(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 import pycuda_conv
 from pycuda_conv import interrupt
+from pycuda_conv.arguments import ACTIVATIONS, ALGORITHMS, PADDINGS, checked_activation
 from pycuda_conv.errors import BackendError, ConvArgumentError, VariableError, did_you_mean
 from pycuda_conv.interrupt import INTERRUPTED
-from pycuda_conv.problem import ACTIVATIONS, ALGORITHMS, PADDINGS, checked_activation
 from pycuda_conv.runtime import named_place
 from pycuda_conv.tools import streams
 from pycuda_conv.tools.suite import KINDS, MODES

@@ -1,8 +1,9 @@
 """Convolutions of complex numbers, from convolutions of real ones.
 
-``(a + bi) * (c + di)`` is two convolutions whose filters have twice the channels: ``a`` with ``c`` and ``d``, ``b`` with ``-d`` and ``c``. So there are as
-many products as in four real convolutions, and each sum is as right as one of these. (Three convolutions would be enough, but an imaginary part that is
-much smaller than the real one would be lost in their differences.) A real filter, or a real image, takes half of that.
+``(a + bi) * (c + di)`` is two convolutions whose filters have twice the channels: ``a`` with ``c`` and ``d``, ``b`` with ``-d`` and
+``c``. So there are as many products as in four real convolutions, and each sum is as right as one of these. (Three convolutions would be
+enough, but an imaginary part that is much smaller than the real one would be lost in their differences.) A real filter, or a real image,
+takes half of that.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def convolve(call: Call, arrays: Operands, out: Any, stream: Any, of_reals: Call
         first, second = call.operand_names
         name, array = (first, input) if _is_complex(input) else (second, weight)
         raise TypeError(
-            f"{name} has the type {str(array.dtype).removeprefix('torch.')}, but {call.name} takes complex numbers of numpy, torch, CuPy and dask, and no "
-            f"gradient of theirs: convolve {name}.real and {name}.imag, one after the other"
+            f"{name} has the type {str(array.dtype).removeprefix('torch.')}, but {call.name} takes complex numbers of numpy, torch, CuPy "
+            f"and dask, and no gradient of theirs: convolve {name}.real and {name}.imag, one after the other"
         )
     for word, value in (("activation", call.activation), ("dtype", call.dtype), ("stream", stream)):
         if value is not None:
@@ -101,9 +102,11 @@ def _convolved(call: Call, library: Any, input: Any, weight: Any, of_reals: Call
     channels = len(both.shape) - call.ndim - 1
     shape, count = tuple(both.shape), both.shape[channels] // (2 * call.groups)
     parted = both.reshape((*shape[:channels], call.groups, 2 * count, *shape[channels + 1 :]))
-    at = (slice(None),) * (channels + 1)
+    before = (slice(None),) * (channels + 1)
+    places = [(*before, part) for part in (slice(0, count), slice(count, None))]
     whole = (*shape[:channels], call.groups * count, *shape[channels + 1 :])
-    return parted[(*at, slice(0, count))].reshape(whole), parted[(*at, slice(count, None))].reshape(whole)
+    real, imaginary = (parted[place].reshape(whole) for place in places)
+    return real, imaginary
 
 
 def _beside(library: Any, first: Any, second: Any, axis: int, groups: int) -> Any:

@@ -34,8 +34,7 @@ from pycuda_conv.arrays import LAZY, ArrayKind, CupyKind, NumpyKind, check_same_
 from pycuda_conv.arrays.base import numpy_dtype
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
-from pycuda_conv.execute import staging
-from pycuda_conv.execute.pieces import band
+from pycuda_conv.execute import pieces, staging
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import default_backend, get_device, named_place
 
@@ -260,7 +259,7 @@ class _Chunks:
         """The problem of one chunk, without its channels, and the part of `x` that it reads."""
         problem, ndim, cut = self.problem, self.problem.ndim, []
         for axis, (start, first, last) in zip(range(3 - ndim, 3), where, strict=True):
-            problem, low, high = band(problem, axis, first, last)
+            problem, low, high = pieces.band(problem, axis, first, last)
             cut.append(slice(low - start, high - start))
         here = (Ellipsis, *cut)
         x = x[here]
@@ -592,7 +591,7 @@ def _check_chunk_size(problem: ConvProblem, axes: Sequence[_Axis]) -> None:
     """Refuse chunks with more elements in a channel than kernels can count."""
     for axis_number, axis in zip(range(3 - problem.ndim, 3), axes, strict=True):
         largest = max(range(len(axis.chunks)), key=lambda i: axis.result_chunks[i])
-        problem, _, _ = band(problem, axis_number, axis.cuts[largest], axis.cuts[largest + 1])
+        problem, _, _ = pieces.band(problem, axis_number, axis.cuts[largest], axis.cuts[largest + 1])
     try:
         problem._checked_sizes()
     except ConvArgumentError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,8 +15,9 @@ WORD = "batch_invariant"
 
 #: Whether calls of this thread or task are made inside a block of :func:`batch_invariant`.
 _inside: ContextVar[bool] = ContextVar("batch_invariant", default=False)
-#: Whether there ever was such a block: torch.compile traces calls, but not a look at a ContextVar.
-entered = False
+#: How many such blocks there are, of all threads. Without one nobody looks at the ContextVar, which torch.compile can't trace.
+blocks = 0
+_lock = threading.Lock()
 
 
 @contextmanager
@@ -52,13 +54,16 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled must be True or False, got {brief(enabled)}")
-    global entered
-    entered = True
+    global blocks
+    with _lock:
+        blocks += 1
     token = _inside.set(enabled)
     try:
         yield
     finally:
         _inside.reset(token)
+        with _lock:
+            blocks -= 1
 
 
 def checked_invariance(batch_invariant: Any) -> bool:
@@ -76,7 +81,7 @@ def with_invariance(algorithm: Any, asked: Any) -> Any:
     TypeError, ConvArgumentError
         An option that is no bool, or transforms, whose blocks are chosen by the number of images.
     """
-    if asked is False and not (entered and _inside.get()):
+    if asked is False and not (blocks and _inside.get()):
         return algorithm
     checked_invariance(asked)
     if algorithm is None or algorithm == "direct":

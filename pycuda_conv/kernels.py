@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pycuda_conv import engines, execute
+from pycuda_conv.arguments import integer
 from pycuda_conv.arrays import DeviceKind, kind_of, same_kind
 from pycuda_conv.background import launches
 from pycuda_conv.call import Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
-from pycuda_conv.problem import ConvProblem, integer
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import contexts, get_device
 from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch, LibraryCall, kernel_file, kernel_names, source_of
 from pycuda_conv.runtime.plain import plain

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from pycuda_conv.arguments import integer
 from pycuda_conv.arrays import NumpyKind, kind_of
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.ops import conv1d, conv2d, conv3d
-from pycuda_conv.problem import integer
 from pycuda_conv.runtime import bound_to_thread
 from pycuda_conv.typing import Array
 

@@ -23,7 +23,7 @@ def _more(algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any) -> 
     `invariant` is the option `batch_invariant`, or None where a function has none.
     """
     given = (invariant is False or invariant is None) and algorithm is None and dtype is None and mode is _ZEROS
-    if given and value.__class__ is float and not value and not invariance.entered:
+    if given and value.__class__ is float and not value and not invariance.blocks:
         return None
     return algorithm if invariant is None else with_invariance(algorithm, invariant), mode, value, dtype
 

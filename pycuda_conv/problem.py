@@ -1,4 +1,4 @@
-"""One convolution as a value, and every check of its arguments.
+"""One convolution as a value, and every check of how its arguments fit together.
 
 A :class:`ConvProblem` holds the field's letters (N C H W K R S P Q and so on) for one convolution. It is frozen and
 hashable: the key under which plans are cached. It is the only place where output sizes are computed and the only one
@@ -10,14 +10,31 @@ Every rank is treated as three-dimensional: a 2-d convolution has D = T = O = 1,
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from numbers import Real
 from typing import Any, Literal, SupportsIndex
 
 from pycuda_conv import borders
+from pycuda_conv.arguments import (
+    activation_and_slope,
+    check_channels,
+    check_groups,
+    check_pairs,
+    check_precision,
+    check_ranks,
+    checked_activation,
+    checked_algorithm,
+    checked_rank,
+    checked_shape,
+    integer,
+    integers,
+    padding_in_numbers,
+    padding_pairs,
+    product_text,
+    shape_text,
+    without_channels,
+)
 from pycuda_conv.borders import Border
 from pycuda_conv.elements import DTYPE_BYTES, INTEGER_BYTES, as_dtype
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
@@ -28,143 +45,7 @@ Size3 = tuple[int, int, int]
 
 #: DTYPE in ``cu/core/portable.cuh``.
 DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
-PRECISIONS = ("fp32", "tf32")
-ALGORITHMS = ("direct", "fft", "batch_invariant")
 LAYOUTS = ("NCHW", "NHWC")  # the layouts of callers' arrays; kernels also see those of :attr:`ConvProblem.launched`
-#: In the order of ``cu/core/activation.cuh``.
-ACTIVATIONS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
-PADDINGS = ("same", "valid")
-SLOPE = 0.01  # the slope of "leaky_relu" if the caller gives none
-
-
-def _shown(shape: Iterable[int]) -> str:
-    return "[" + ", ".join(str(v) for v in shape) + "]"
-
-
-def _times(sizes: Iterable[int]) -> str:
-    return "(" + " x ".join(str(v) for v in sizes) + ")"
-
-
-#: The forms of some arguments besides an integer.
-_OR_ELSE = dict.fromkeys(("stride", "dilation", "output_padding"), " or a list of one for each axis")
-_OR_ELSE["padding"] = " or a list of one, or of a pair (before, after), for each axis"
-
-
-def integer(name: str, value: Any) -> int:
-    """`value` as an int; a ``TypeError`` naming the argument for anything that is not an integer (bool, 2.0, nan)."""
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    raise TypeError(f"{name} must be an integer{_OR_ELSE.get(name, '')}, got {brief(value)} of type {type(value).__name__}")
-
-
-def integers(name: str, value: Any, ndim: int) -> tuple[int, ...]:
-    """`value`, an integer or a sequence of one or `ndim` integers, as a tuple of `ndim` integers."""
-    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, tuple, list)):
-        return (integer(name, value),) * ndim
-    values = tuple(integer(name, v) for v in value)
-    if len(values) == 1:
-        values *= ndim
-    if len(values) != ndim:
-        raise ConvArgumentError(
-            f"expected {name} to be a single integer value or a list of {ndim} values to match the convolution "
-            f"dimensions, but got {name}={_shown(values)}"
-        )
-    return values
-
-
-def checked_activation(value: Any) -> str | tuple[str, float] | None:
-    """The `activation` argument in one form: a word, ``("leaky_relu", slope)`` for another slope than 0.01, or None."""
-    if value is None or (isinstance(value, str) and value in ACTIVATIONS):
-        return value
-    if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], str) and value[0] == "leaky_relu":
-        slope = value[1]
-        if isinstance(slope, bool) or not isinstance(slope, Real):
-            raise TypeError(f"the slope in activation=('leaky_relu', slope) must be a number, got {brief(slope)}")
-        try:
-            finite = math.isfinite(slope)
-        except OverflowError:  # an integer beyond all floats
-            finite = False
-        if not finite:
-            raise ConvArgumentError(f"the slope in activation=('leaky_relu', slope) must be finite, but got {brief(slope)}")
-        return "leaky_relu" if float(slope) == SLOPE else ("leaky_relu", float(slope))
-    expected = f"activation must be one of {ACTIVATIONS} or ('leaky_relu', slope)"
-    if isinstance(value, (str, tuple, list)):
-        word = value if isinstance(value, str) or not value else value[0]
-        raise ConvArgumentError(f"{expected}, but got activation={brief(value)}{did_you_mean(word, ACTIVATIONS)}")
-    raise TypeError(f"{expected}, got {brief(value)}")
-
-
-def checked_algorithm(value: Any) -> str | None:
-    """The `algorithm` argument."""
-    if value is None or (isinstance(value, str) and value in ALGORITHMS):
-        return value
-    expected = f"algorithm must be None or one of {ALGORITHMS}"
-    if isinstance(value, str):
-        raise ConvArgumentError(f"{expected}, but got algorithm={brief(value)}{did_you_mean(value, ALGORITHMS)}")
-    raise TypeError(f"{expected}, got {brief(value)}")
-
-
-def activation_and_slope(activation: str | tuple[str, float] | None) -> tuple[int, float]:
-    """The number in :data:`ACTIVATIONS` of the result of :func:`checked_activation`, and the slope, which is 0 for all but a leaky ReLU."""
-    if isinstance(activation, tuple):
-        return ACTIVATIONS.index("leaky_relu"), activation[1]
-    return ACTIVATIONS.index(activation), SLOPE if activation == "leaky_relu" else 0.0
-
-
-def check_precision(precision: Any) -> None:
-    """Refuse what is no word for a precision."""
-    if not isinstance(precision, str) or precision not in PRECISIONS:
-        hint = did_you_mean(precision, PRECISIONS)
-        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={brief(precision)}{hint}")
-
-
-def _rank(ndim: Any) -> int:
-    if integer("ndim", ndim) not in (1, 2, 3):
-        raise ConvArgumentError(f"ndim, the number of spatial axes, must be 1, 2 or 3, but got ndim={ndim}")
-    return int(ndim)
-
-
-def checked_shape(name: str, shape: Any) -> tuple[int, ...]:
-    """A shape as a tuple of ints."""
-    if isinstance(shape, (str, bytes)) or not isinstance(shape, Iterable):
-        raise TypeError(f"{name} must be a shape, a tuple of integers, got {brief(shape)}")
-    sizes = tuple(integer(f"each size in {name}", size) for size in shape)
-    if any(size < 0 for size in sizes):
-        raise ConvArgumentError(f"{name} must not hold negative sizes, but got {_shown(sizes)}")
-    return sizes
-
-
-def padding_pairs(padding: Any, ndim: int) -> str | tuple[tuple[int, int], ...]:
-    """The `padding` argument in one form: ``"same"``, ``"valid"`` or `ndim` pairs (before, after)."""
-    if isinstance(padding, str):
-        if padding not in PADDINGS:
-            raise ConvArgumentError(
-                f"Invalid padding string: '{padding}' (expected 'same', 'valid', an integer, {ndim} integers or {ndim} pairs)"
-                f"{did_you_mean(padding, PADDINGS)}"
-            )
-        return padding
-    if isinstance(padding, Sequence) and any(isinstance(v, Sequence) for v in padding):
-        if len(padding) != ndim or not all(isinstance(v, Sequence) and len(v) == 2 for v in padding):
-            raise ConvArgumentError(f"expected padding to be {ndim} pairs (before, after), one an axis, but got padding={brief(padding)}")
-        return tuple((integer("padding", before), integer("padding", after)) for before, after in padding)
-    return tuple((v, v) for v in integers("padding", padding, ndim))
-
-
-def padding_in_numbers(
-    pairs: str | tuple[tuple[int, int], ...], stride: Sequence[int], dilation: Sequence[int], filter_size: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Pairs of numbers for ``"same"`` and ``"valid"``; other pairs unchanged."""
-    if not isinstance(pairs, str):
-        return pairs
-    if pairs == "valid":
-        return ((0, 0),) * len(filter_size)
-    if any(v != 1 for v in stride):
-        raise ConvArgumentError("padding='same' is not supported for strided convolutions")
-    totals = [d * (f - 1) for d, f in zip(dilation, filter_size, strict=True)]
-    return tuple((total // 2, total - total // 2) for total in totals)
 
 
 @lru_cache
@@ -310,7 +191,7 @@ class ConvProblem:
         TypeError
             Values that are not integers, or a dtype that is not supported.
         """
-        ndim = _rank(ndim)
+        ndim = checked_rank(ndim)
         name = f"conv{ndim}d"
         input_shape, weight_shape = checked_shape("input_shape", input_shape), checked_shape("weight_shape", weight_shape)
         common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout, algorithm, bare=True)
@@ -321,15 +202,15 @@ class ConvProblem:
         if common.bare and groups != 1:
             raise ConvArgumentError(f"an image and a filter without channels are one group, but got groups={groups}")
         if not common.bare:
-            _check_groups(groups, weight_shape)
-        _check_pairs(pairs)
+            check_groups(groups, weight_shape)
+        check_pairs(pairs)
         channels = 1 if common.bare else input_shape[-ndim - 1]
         if channels != channels_per_group * groups:
             raise ConvArgumentError(
-                f"Given groups={groups}, weight of size {_shown(weight_shape)}, expected input{_shown(input_shape)} to have "
+                f"Given groups={groups}, weight of size {shape_text(weight_shape)}, expected input{shape_text(input_shape)} to have "
                 f"{channels_per_group * groups} channels, but got {channels} channels instead"
             )
-        _check_channels("bias", bias_shape, k, weight_shape)
+        check_channels("bias", bias_shape, k, weight_shape)
         pairs = padding_in_numbers(pairs, common.stride[-ndim:], common.dilation[-ndim:], filter_size)
         before, after = _pad3([p[0] for p in pairs], 0), _pad3([p[1] for p in pairs], 0)
         common = replace(common, padding_before=before, padding_after=after)
@@ -338,7 +219,7 @@ class ConvProblem:
             padded = [n + b + a for n, b, a in zip(common.input_size, before, after, strict=True)]
             reach = [d * (f - 1) + 1 for d, f in zip(common.dilation, common.filter_size, strict=True)]
             raise ConvArgumentError(
-                f"Calculated padded input size per channel: {_times(padded[-ndim:])}. Kernel size: {_times(reach[-ndim:])}. "
+                f"Calculated padded input size per channel: {product_text(padded[-ndim:])}. Kernel size: {product_text(reach[-ndim:])}. "
                 "Kernel size can't be greater than actual input size"
             )
         made = replace(common, C=channels, K=k, output_size=output_size, has_bias=bias_shape is not None)
@@ -415,7 +296,7 @@ class ConvProblem:
         ConvArgumentError, TypeError
             As for :meth:`forward`.
         """
-        ndim = _rank(ndim)
+        ndim = checked_rank(ndim)
         name = f"conv_transpose{ndim}d"
         input_shape, weight_shape = checked_shape("input_shape", input_shape), checked_shape("weight_shape", weight_shape)
         common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout, algorithm)
@@ -430,25 +311,25 @@ class ConvProblem:
         pairs = padding_pairs(padding, ndim)
         assert not isinstance(pairs, str)
         extra = _pad3(integers("output_padding", output_padding, ndim), 0)
-        _check_pairs(pairs)
+        check_pairs(pairs)
         if any(v < 0 for v in extra):
-            raise ConvArgumentError(f"negative output_padding is not supported, but got {_shown(extra[-ndim:])}")
+            raise ConvArgumentError(f"negative output_padding is not supported, but got {shape_text(extra[-ndim:])}")
         k, channels_per_group, *_ = weight_shape
         groups = common.groups
-        _check_groups(groups, weight_shape)
+        check_groups(groups, weight_shape)
         if input_shape[-ndim - 1] != k:
             raise ConvArgumentError(
-                f"Given transposed=1, weight of size {_shown(weight_shape)}, expected input{_shown(input_shape)} to have {k} "
+                f"Given transposed=1, weight of size {shape_text(weight_shape)}, expected input{shape_text(input_shape)} to have {k} "
                 f"channels, but got {input_shape[-ndim - 1]} channels instead"
             )
         channels = channels_per_group * groups
-        _check_channels("bias", bias_shape, channels, weight_shape)
+        check_channels("bias", bias_shape, channels, weight_shape)
         before, after = _pad3([p[0] for p in pairs], 0), _pad3([p[1] for p in pairs], 0)
         for e, s, d in zip(extra, common.stride, common.dilation, strict=True):
             if e >= s and e >= d:
                 raise ConvArgumentError(
-                    f"output padding must be smaller than either stride or dilation, but got output_padding={_shown(extra[-ndim:])}, "
-                    f"stride={_shown(common.stride[-ndim:])}, dilation={_shown(common.dilation[-ndim:])}"
+                    f"output padding must be smaller than either stride or dilation, but got output_padding={shape_text(extra[-ndim:])}, "
+                    f"stride={shape_text(common.stride[-ndim:])}, dilation={shape_text(common.dilation[-ndim:])}"
                 )
         size = [
             (n - 1) * s - b - a + d * (f - 1) + e + 1
@@ -458,8 +339,8 @@ class ConvProblem:
         ]
         if any(n < 1 for n in size):
             raise ConvArgumentError(
-                f"Given input size per channel: {_times(common.input_size[-ndim:])}. Calculated output size per channel: "
-                f"{_times(size[-ndim:])}. Output size is too small"
+                f"Given input size per channel: {product_text(common.input_size[-ndim:])}. Calculated output size per channel: "
+                f"{product_text(size[-ndim:])}. Output size is too small"
             )
         d, h, w = size
         made = replace(
@@ -498,8 +379,8 @@ class ConvProblem:
             hint = did_you_mean(of, ("input", "weight"))
             raise ConvArgumentError(f"a gradient is of the 'input' or of the 'weight', but got of={brief(of)}{hint}")
         weight_shape = checked_shape("weight_shape", weight_shape)
-        if len(weight_shape) == _rank(ndim):
-            raise ConvArgumentError(_without_channels(f"conv{ndim}d_{of}", ndim, weight_shape))
+        if len(weight_shape) == checked_rank(ndim):
+            raise ConvArgumentError(without_channels(f"conv{ndim}d_{of}", ndim, weight_shape))
         forward = cls.forward(
             ndim, input_shape, weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=dtype,
             precision=precision, layout=layout, in_chunks=in_chunks, algorithm=algorithm, padding_mode=padding_mode,
@@ -507,8 +388,8 @@ class ConvProblem:
         )
         if checked_shape("grad_output_shape", grad_output_shape) != forward.result_shape:
             raise ConvArgumentError(
-                f"grad_output must have the shape of the convolution's result, {_shown(forward.result_shape)} for input of size "
-                f"{_shown(input_shape)} and weight of size {_shown(weight_shape)}, but got {_shown(grad_output_shape)}"
+                f"grad_output must have the shape of the convolution's result, {shape_text(forward.result_shape)} for input of size "
+                f"{shape_text(input_shape)} and weight of size {shape_text(weight_shape)}, but got {shape_text(grad_output_shape)}"
             )
         if of == "input":
             made = replace(forward, direction="dgrad").with_settled_border()
@@ -518,7 +399,7 @@ class ConvProblem:
     def _checked_sizes(self, in_chunks: bool = False) -> ConvProblem:
         for what, size in (("input", self.operand_size), ("output", self.result_size)):
             if math.prod(size) >= 2**31 and not in_chunks:
-                shown = _times(size[-self.ndim :])
+                shown = product_text(size[-self.ndim :])
                 raise ConvArgumentError(f"one channel of the {what} has {shown} elements; at most 2^31 - 1 are supported")
         # kernels compute coordinates inside a plane in 32 bits, before they look whether these lie in the image
         reach = tuple(d * (f - 1) for d, f in zip(self.dilation, self.filter_size, strict=True))
@@ -526,12 +407,12 @@ class ConvProblem:
         for what, values in {**named, "dilation * (kernel size - 1)": reach}.items():
             if max(values) >= 2**29:
                 own = [v for i, v in enumerate(values) if i % 3 >= 3 - self.ndim]  # of the axes that the caller knows
-                raise ConvArgumentError(f"{what} must be below 2^29, but got {_shown(own)}")
+                raise ConvArgumentError(f"{what} must be below 2^29, but got {shape_text(own)}")
         for what, shape in (("input", self.input_shape), ("weight", self.weight_shape), ("the result", self.result_shape)):
             # numpy and torch have no such shapes even where another size is 0
             if math.prod([size or 1 for size in shape]) * self.itemsize >= 2**63:
                 raise ConvArgumentError(
-                    f"expected {what} to have fewer than 2^63 bytes, but got {what} of size {_shown(shape)} in {self.dtype}"
+                    f"expected {what} to have fewer than 2^63 bytes, but got {what} of size {shape_text(shape)} in {self.dtype}"
                 )
         return self
 
@@ -541,10 +422,11 @@ class ConvProblem:
         if activation is None and scale_shape is None and residual_shape is None:
             return self
         activation = checked_activation(activation)
-        _check_channels("scale", scale_shape, self.result_channels, weight_shape)
+        check_channels("scale", scale_shape, self.result_channels, weight_shape)
         if residual_shape is not None and checked_shape("residual_shape", residual_shape) != self.result_shape:
             raise ConvArgumentError(
-                f"residual must have the result's shape {_shown(self.result_shape)}, but got residual of size {_shown(residual_shape)}"
+                f"residual must have the result's shape {shape_text(self.result_shape)}, but got residual of size "
+                f"{shape_text(residual_shape)}"
             )
         return replace(self, has_scale=scale_shape is not None, has_residual=residual_shape is not None, activation=activation)
 
@@ -836,11 +718,11 @@ def _common(
     groups = integer("groups", groups)
     bare = bare and len(input_shape) == len(weight_shape) == ndim
     if not bare:
-        _check_ranks(name, ndim, input_shape, weight_shape)
+        check_ranks(name, ndim, input_shape, weight_shape)
     if any(v <= 0 for v in strides):
-        raise ConvArgumentError(f"non-positive stride is not supported, but got stride={_shown(strides)}")
+        raise ConvArgumentError(f"non-positive stride is not supported, but got stride={shape_text(strides)}")
     if any(v <= 0 for v in dilations):
-        raise ConvArgumentError(f"dilation should be greater than zero, but got {_shown(dilations)}")
+        raise ConvArgumentError(f"dilation should be greater than zero, but got {shape_text(dilations)}")
     if groups <= 0:
         raise ConvArgumentError(f"non-positive groups is not supported, but got groups={groups}")
     batched = len(input_shape) == ndim + 2
@@ -851,7 +733,7 @@ def _common(
         raise ConvArgumentError(f"kernel size should be greater than zero, but got {shown}")
     if any(v == 0 for v in size):
         raise ConvArgumentError(
-            f"Only zero batch or zero channel inputs are supported, but got input shape: {_shown(input_shape)}"
+            f"Only zero batch or zero channel inputs are supported, but got input shape: {shape_text(input_shape)}"
         )
     one = (1, 1, 1)
     return ConvProblem(
@@ -861,65 +743,3 @@ def _common(
         dilation=_pad3(dilations, 1), padding_before=(0, 0, 0), padding_after=(0, 0, 0), has_bias=False, precision=precision,
         layout="NHWC" if layout == "NHWC" and not bare else "NCHW", bare=bare, algorithm=checked_algorithm(algorithm),
     )
-
-
-#: The spatial axes of an image, and of a filter, by their letters.
-_LETTERS = {1: ("W", "S"), 2: ("H, W", "R, S"), 3: ("D, H, W", "T, R, S")}
-
-
-def _check_ranks(name: str, ndim: int, input_shape: tuple[int, ...], weight_shape: tuple[int, ...]) -> None:
-    """Refuse an input, or a filter, with another number of axes than the function takes."""
-    image, taps = _LETTERS[ndim]
-    forward = name == f"conv{ndim}d"
-    if len(weight_shape) == ndim:
-        if forward:
-            raise ConvArgumentError(
-                f"weight of size {_shown(weight_shape)} is a filter without channels, which {name} takes for an input of shape ({image}), "
-                f"but got input of size: {_shown(input_shape)}; for an input with channels weight has the shape (K, C/groups, {taps})"
-            )
-        raise ConvArgumentError(_without_channels(name, ndim, weight_shape))
-    if len(input_shape) not in (ndim + 1, ndim + 2):
-        text = f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) input to {name}, but got input of size: {_shown(input_shape)}"
-        if forward and len(input_shape) == ndim:
-            text += f"; an image of shape ({image}) goes with a filter of shape ({taps}), but got weight of size {_shown(weight_shape)}"
-        raise ConvArgumentError(text)
-    if len(weight_shape) != ndim + 2:
-        raise ConvArgumentError(
-            f"Expected {ndim + 2}-dimensional weight for {name}, of shape (K, C/groups, {taps}), but got {len(weight_shape)}-dimensional "
-            f"weight of size {_shown(weight_shape)} instead"
-        )
-
-
-def _without_channels(name: str, ndim: int, weight_shape: tuple[int, ...]) -> str:
-    """The message for a filter of spatial axes alone where only a forward convolution takes one."""
-    return (
-        f"Expected {ndim + 2}-dimensional weight for {name}, but got {ndim}-dimensional weight of size {_shown(weight_shape)} instead; "
-        f"conv{ndim}d alone takes filters without channels: give every array its axis of channels"
-    )
-
-
-def _check_groups(groups: int, weight_shape: tuple[int, ...]) -> None:
-    if weight_shape[0] < groups:
-        raise ConvArgumentError(
-            f"Given groups={groups}, expected weight to be at least {groups} at dimension 0, but got weight of size "
-            f"{_shown(weight_shape)} instead"
-        )
-    if weight_shape[0] % groups:
-        raise ConvArgumentError(
-            f"Given groups={groups}, expected weight to be divisible by {groups} at dimension 0, but got weight of size "
-            f"[{_shown(weight_shape)}] instead"
-        )
-
-
-def _check_pairs(pairs: str | tuple[tuple[int, int], ...]) -> None:
-    if not isinstance(pairs, str) and any(v < 0 for pair in pairs for v in pair):
-        raise ConvArgumentError(f"negative padding is not supported, but got padding={pairs}")
-
-
-def _check_channels(name: str, shape: Sequence[int] | None, channels: int, weight_shape: tuple[int, ...]) -> None:
-    """That the bias, or the scale, has a number for each channel of the result."""
-    if shape is not None and checked_shape(f"{name}_shape", shape) != (channels,):
-        raise ConvArgumentError(
-            f"Given weight of size {_shown(weight_shape)}, expected {name} to be 1-dimensional with {channels} elements, but got {name} "
-            f"of size {_shown(shape)} instead"
-        )

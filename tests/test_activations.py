@@ -36,11 +36,11 @@ from test_kernels import DEPTHWISE, GEMM, GENERAL, POINTWISE, TRANSPOSED
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan
+from pycuda_conv.arguments import ACTIVATIONS as WORDS
 from pycuda_conv.engines.depthwise.nhwc import Depthwise
 from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.hopper.dense import DenseNhwc
-from pycuda_conv.problem import ACTIVATIONS as WORDS
 from pycuda_conv.runtime.base import KERNEL_DIR
 
 try:

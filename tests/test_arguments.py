@@ -234,13 +234,13 @@ def test_masked_arrays_are_refused_with_the_reason(refuses, name):
     refuses(TypeError, rf"{name} is a masked array.* pass {name}.filled\(value\), or {name}.data", "conv2d", **arrays)
 
 
-@pytest.mark.parametrize("dtype", ["complex64", "complex128", "object", "longdouble", "S4", "U4", "V2", "M8[s]", "f4,f4"])
+@pytest.mark.parametrize("dtype", ["object", "longdouble", "S4", "U4", "V2", "M8[s]", "f4,f4"])
 @pytest.mark.parametrize("function", ["conv2d", "conv_transpose2d"])
 def test_dtypes_without_a_kernel(refuses, function, dtype):
     x, w = zeros(1, 2, 4, 4, dtype=dtype), zeros(2, 2, 3, 3, dtype=dtype)
     text = refuses(TypeError, r"^input has the type .*, but a convolution takes arrays of float16, .* and integers of 8 to 64 bits: ", function, x, w)
     assert x.dtype.name in text
-    advice = {"complex": "input.real and input.imag", "str": "pass numbers", "void16": "ml_dtypes.bfloat16", "void": "one of its fields", "object": "input.astype('float64')"}
+    advice = {"str": "pass numbers", "void16": "ml_dtypes.bfloat16", "void": "one of its fields", "object": "input.astype('float64')"}
     for kind, words in advice.items():
         if x.dtype.name.startswith(kind) and not (kind == "void" and x.dtype.itemsize == 2):
             assert words in text
@@ -364,12 +364,12 @@ def test_tensors_of_different_dtypes_in_torch_s_words(refuses):
 
 
 @needs_torch
-@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_tensor_dtypes_without_a_kernel(refuses, dtype):
     x, w = (torch.zeros(s, dtype=getattr(torch, dtype)) for s in ((1, 2, 4, 4), (2, 2, 3, 3)))
     for name, arrays in (("input", (x, w)), ("input", (x, w.float())), ("weight", (x.float(), w))):
         text = refuses(TypeError, f"^{name} has the type {dtype}, but a convolution takes arrays of float16, bfloat16, float32, ", "conv2d", *arrays)
-        assert (f"{name}.real" if dtype == "complex64" else f"{name}.to(torch.float") in text
+        assert f"{name}.to(torch.float" in text
     with pytest.raises(TypeError, match=f"^input has the type {dtype}"):  # where torch differentiates
         pc.conv2d(x, w.float().requires_grad_())
 

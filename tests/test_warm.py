@@ -307,11 +307,13 @@ def opencl(monkeypatch, tmp_path, fast_env):
 def test_on_opencl_the_problems_need_nearly_every_text(opencl):
     texts = {source_of(family.file, defines) for family in kernels.families("opencl") for defines in family if not defines.get("INDEX_64")}
     found = {launch.source() for problem, with_moments in warm.every_kind() for launch in warm.launches_of(problem, opencl, with_moments=with_moments)}
+    found |= {launch.source() for launch in warm.of_images(opencl)}
     assert len(found & texts) >= 0.95 * len(texts)
 
 
 def test_on_opencl_what_was_compiled_is_there_the_next_time(opencl, monkeypatch, capsys):
     monkeypatch.setattr(warm, "every_kind", lambda: [(SMALL, False)])
+    monkeypatch.setattr(warm, "of_images", lambda device: [])
     launches = warm.launches_of(SMALL, opencl)
     assert not any(map(opencl.compiled, launches))
     assert main(["warm", "--device", "opencl"]) == 0

@@ -90,11 +90,15 @@ constexpr int THREADS = 128 * (1 + CONSUMERS);
 static_assert(!W_MN_MAJOR || LOAD_CHANNELS == 64, "whole blocks of 64 channels");
 static_assert(PHASES == 1 || PHASES == 4, "a block meets all phases");
 
+// IF_JOINS(code) and so on: code that stands only in texts that join.
 #if JOINS
 // Split sums: whether the product adds their parts (joins), and what finishes them then.
 struct JoinArguments {
   long long joins, has_bias, has_scale, has_residual, activation, slope;
 };
+#define IF_JOINS(...) __VA_ARGS__
+#else
+#define IF_JOINS(...)
 #endif
 
 typedef StageRing<STAGES, STAGE_BYTES> Ring;
@@ -119,6 +123,11 @@ struct Rings : Ring {
 #endif
 #if EMIT_MOMENTS
 #include "hopper/gemm_moments.cuh"
+#define IF_MOMENTS(...) __VA_ARGS__
+#define IF_NO_MOMENTS(...)
+#else
+#define IF_MOMENTS(...)
+#define IF_NO_MOMENTS(...) __VA_ARGS__
 #endif
 
 // Stores a consumer's 64 channels of a tile.
@@ -144,9 +153,7 @@ DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, int tile, int consumer, uint8_t* staging,
                        const float* scales, const long long* output_offsets, const out_t* residual, const CUtensorMap* map_y,
                        [[maybe_unused]] float* moments, out_t* y) {
-#if EMIT_MOMENTS
-  if (OF_LAYER(WITH_MOMENTS, shape.scaled & 2)) store_moments(sum, rows, shape, scales, moments);
-#endif
+  IF_MOMENTS(if (OF_LAYER(WITH_MOMENTS, shape.scaled & 2)) store_moments(sum, rows, shape, scales, moments);)
   if (is_plain(shape)) {
     store_tile(sum, rows, as_plain(shape), tile, consumer, staging, scales, output_offsets, residual, map_y, y);
   } else {
@@ -191,46 +198,51 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
 #endif
 #if RECOMPUTES
 #include "hopper/gemm_recompute.cuh"
+#define IF_RECOMPUTES(...) __VA_ARGS__
+#define IF_NOT_RECOMPUTES(...)
+#else
+#define IF_RECOMPUTES(...)
+#define IF_NOT_RECOMPUTES(...) __VA_ARGS__
 #endif
 #if ADDS_PARTS
 #include "hopper/gemm_join.cuh"
+#define IF_ADDS_PARTS(...) __VA_ARGS__
+#define IF_ADDS_NONE(...)
+#else
+#define IF_ADDS_PARTS(...)
+#define IF_ADDS_NONE(...) __VA_ARGS__
+#endif
+#if WITH_MAP_W
+#define MAP_W &map_w
+#define IF_MAP_W(...) __VA_ARGS__
+#else
+#define MAP_W nullptr
+#define IF_MAP_W(...)
+#endif
+#if TENSOR_STORE
+#define MAP_Y &map_y
+#define IF_MAP_Y(...) __VA_ARGS__
+#else
+#define MAP_Y nullptr
+#define IF_MAP_Y(...)
+#endif
+#if PHASES == 1
+#define IF_ONE_PHASE(...) __VA_ARGS__
+#else
+#define IF_ONE_PHASE(...)
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_gemm(const __grid_constant__ Maps maps_x,
-#if WITH_MAP_W
-                       const __grid_constant__ CUtensorMap map_w,
-#endif
-#if TENSOR_STORE
-                       const __grid_constant__ CUtensorMap map_y,
-#endif
-                       const uint8_t* __restrict__ w, const float* __restrict__ scale_n,
-                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual,
-                       out_t* __restrict__ y,
-#if EMIT_MOMENTS
-                       float* __restrict__ moments,
-#endif
-#if RECOMPUTES
-                       const float* __restrict__ raw_x, const float* __restrict__ raw_w, const int* __restrict__ x_flags, const int* __restrict__ w_flags,
-#if EMIT_MOMENTS
-                       int* __restrict__ redone,
-#endif
-#endif
-#if JOINS
-                       void* __restrict__ joined, unsigned* __restrict__ tickets,
-#endif
-                       uint4* __restrict__ x_tiles,
-#if PHASES == 1
-                       uint4* __restrict__ w_tiles,
-#endif
-                       const __grid_constant__ Shapes shapes
-#if RECOMPUTES
-                       , const __grid_constant__ Recomputes recomputes
-#endif
-#if JOINS
-                       , const __grid_constant__ JoinArguments join
-#endif
-                       ) {
+    hopper_gemm(const __grid_constant__ Maps maps_x, IF_MAP_W(const __grid_constant__ CUtensorMap map_w,) IF_MAP_Y(const __grid_constant__ CUtensorMap map_y,)
+                const uint8_t* __restrict__ w, const float* __restrict__ scale_n, const float* __restrict__ scale_k,
+                const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual, out_t* __restrict__ y,
+                IF_MOMENTS(float* __restrict__ moments,)
+                IF_RECOMPUTES(const float* __restrict__ raw_x, const float* __restrict__ raw_w, const int* __restrict__ x_flags,
+                              const int* __restrict__ w_flags, IF_MOMENTS(int* __restrict__ redone,))
+                IF_JOINS(void* __restrict__ joined, unsigned* __restrict__ tickets,)
+                uint4* __restrict__ x_tiles, IF_ONE_PHASE(uint4* __restrict__ w_tiles,)
+                const __grid_constant__ Shapes shapes
+                IF_RECOMPUTES(, const __grid_constant__ Recomputes recomputes) IF_JOINS(, const __grid_constant__ JoinArguments join)) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES + CONSUMERS];
   Rings rings(dynamic, barriers);
@@ -242,75 +254,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; PINGPONG && i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
     rings.init(1, PINGPONG ? 4 : 4 * CONSUMERS);
   }
-#if RECOMPUTES
-#if ADDS_PARTS
-  const bool recomputes_own = shapes.of[0].splits == 1 || join.joins;  // else the launch that adds the parts recomputes them
-#else
-  const bool recomputes_own = !JOINS || shapes.of[0].splits == 1;
-#endif
-  if (threadIdx.x == 0) any_flag = 0;
-#endif
+  // split sums whose parts another launch adds are recomputed by that
+  IF_RECOMPUTES(
+    const bool recomputes_own = IF_ADDS_PARTS(shapes.of[0].splits == 1 || join.joins) IF_ADDS_NONE(!JOINS || shapes.of[0].splits == 1);
+    if (threadIdx.x == 0) any_flag = 0;
+  )
   __syncthreads();
   AFTER_LAST_LAUNCH
-#if !EMIT_MOMENTS
-  float* const moments = nullptr;
-#endif
+  IF_NO_MOMENTS(float* const moments = nullptr;)
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     registers_down<PINGPONG ? 24 : 40>();
-#if WITH_MAP_W
-    const CUtensorMap* const filters = &map_w;
-#else
-    const CUtensorMap* const filters = nullptr;
-#endif
+    const CUtensorMap* const filters = MAP_W;
     if (threadIdx.x == 0) produce(w, filters, maps_x, shapes, rings);
   } else {
     registers_up<PINGPONG ? 240 : 232>();
     const int thread = blockIdx.x * 128 * CONSUMERS + threadIdx.x - 128, threads = gridDim.x * 128 * CONSUMERS;
     clear_packed_tiles(x_tiles, (int)shapes.of[0].x_tiles, thread, threads);
-#if PHASES == 1
-    clear_packed_tiles(w_tiles, (int)(shapes.of[0].x_tiles >> 32), thread, threads);
-#endif
-#if RECOMPUTES
-    if (recomputes_own && scaled(shapes.of[0]) && any_of_flags(shapes.of[0], x_flags, w_flags)) any_flag = 1;  // while the first loads are under way
-#endif
-#if TENSOR_STORE
-    const CUtensorMap* const to = &map_y;
-#else
-    const CUtensorMap* const to = nullptr;
-#endif
+    IF_ONE_PHASE(clear_packed_tiles(w_tiles, (int)(shapes.of[0].x_tiles >> 32), thread, threads);)
+    // while the first loads are under way
+    IF_RECOMPUTES(if (recomputes_own && scaled(shapes.of[0]) && any_of_flags(shapes.of[0], x_flags, w_flags)) any_flag = 1;)
+    const CUtensorMap* const to = MAP_Y;
     const int consumer = warpgroup - 1;
     consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, output_offsets + consumer * WGMMA_N, scale_n, scale_k, bias, scale,
             residual, to, moments, y);
-#if RECOMPUTES
-#if EMIT_MOMENTS
-    if (!OF_LAYER(WITH_MOMENTS, shapes.of[0].scaled & 2)) redone = nullptr;
-    if (redone && threadIdx.x == 128) redone[blockIdx.x] = 0;
-#else
-    int* const redone = nullptr;
-#endif
-    if (!recomputes_own) return;
-#if TENSOR_STORE
-    if (threadIdx.x % 128 == 0) bulk_wait<0>();
-#endif
-    const RecomputeOperands operands = {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k};
-#endif
-#if ADDS_PARTS
-    if (join.joins) {
-#if TENSOR_STORE && !RECOMPUTES
-      if (threadIdx.x % 128 == 0) bulk_wait<0>();
-#endif
-      join_tiles(shapes, join, {y, tickets, bias, scale, residual, joined}
-#if RECOMPUTES
-                 , recomputes, operands
-#endif
-      );
-      return;
-    }
-#endif
-#if RECOMPUTES
-    named_barrier(STORED, 128 * CONSUMERS);
-    if (any_flag) recompute_tiles(shapes, recomputes, operands, redone, y);
-#endif
+    IF_RECOMPUTES(
+      IF_MOMENTS(
+        if (!OF_LAYER(WITH_MOMENTS, shapes.of[0].scaled & 2)) redone = nullptr;
+        if (redone && threadIdx.x == 128) redone[blockIdx.x] = 0;
+      )
+      IF_NO_MOMENTS(int* const redone = nullptr;)
+      if (!recomputes_own) return;
+      IF_MAP_Y(if (threadIdx.x % 128 == 0) bulk_wait<0>();)
+      const RecomputeOperands operands = {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k};
+    )
+    IF_ADDS_PARTS(
+      if (join.joins) {
+        IF_MAP_Y(IF_NOT_RECOMPUTES(if (threadIdx.x % 128 == 0) bulk_wait<0>();))
+        join_tiles(shapes, join, {y, tickets, bias, scale, residual, joined} IF_RECOMPUTES(, recomputes, operands));
+        return;
+      }
+    )
+    IF_RECOMPUTES(
+      named_barrier(STORED, 128 * CONSUMERS);
+      if (any_flag) recompute_tiles(shapes, recomputes, operands, redone, y);
+    )
   }
 }

@@ -26,12 +26,13 @@ import torch
 from torch.nn import functional as _F
 
 from pycuda_conv import borders, dispatch
+from pycuda_conv.arguments import SLOPE, integers, padding_in_numbers, padding_pairs
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, check_taken, result_type
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
+from pycuda_conv.problem import ConvProblem, channels_last
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
 _is_batched = torch_internals.is_batched

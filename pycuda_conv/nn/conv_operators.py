@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from pycuda_conv import borders
+from pycuda_conv.arguments import ALGORITHMS, PRECISIONS
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines.geometry import bits, from_bits
@@ -32,7 +33,7 @@ from pycuda_conv.nn.autograd import (
     _vmap,
     lying_as,
 )
-from pycuda_conv.problem import ALGORITHMS, PRECISIONS, channels_last
+from pycuda_conv.problem import channels_last
 
 #: Of an operator's list of options.
 _ALGORITHMS = (None, *ALGORITHMS)

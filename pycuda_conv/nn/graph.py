@@ -33,11 +33,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from pycuda_conv import borders
+from pycuda_conv.arguments import SLOPE, checked_activation, integers
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.torch_internals import leaves
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.nn.autograd import Settings, _in_numbers, lies_in, traced_layout
-from pycuda_conv.problem import SLOPE, channels_last, checked_activation, integers
+from pycuda_conv.problem import channels_last
 
 aten = torch.ops.aten
 DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))

@@ -18,10 +18,10 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import pycuda_conv as pc
+from pycuda_conv.arguments import ACTIVATIONS, activation_and_slope
 from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.nn import operators
 from pycuda_conv.nn.autograd import _differentiated, _traced, activated
-from pycuda_conv.problem import ACTIVATIONS, activation_and_slope
 from pycuda_conv.typing import Precision
 
 #: The least products, rows, and features in or out for which our kernels are faster.

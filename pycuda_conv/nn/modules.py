@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import pycuda_conv as pc
+from pycuda_conv.arguments import check_precision, checked_algorithm, integers, padding_pairs
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.invariance import checked_invariance, with_invariance
 from pycuda_conv.nn.autograd import _is_followed, followed
-from pycuda_conv.problem import check_precision, checked_algorithm, integers, padding_pairs
 from pycuda_conv.typing import Algorithm, Precision
 
 

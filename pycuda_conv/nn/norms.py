@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pycuda_conv import repeat
+from pycuda_conv.arguments import checked_activation
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.nn.autograd import _is_batched, _traced, activated, without_autocast, without_gaps
 from pycuda_conv.nn.fused import launches as fused
-from pycuda_conv.problem import checked_activation
 from pycuda_conv.repeat import RepeatTable
 
 #: Forward and backward passes by their keys, for the launcher in C.

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pycuda_conv.arguments import ACTIVATIONS, PRECISIONS, activation_and_slope, checked_activation, integers
 from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.nn.autograd import CONV, CONV_TRANSPOSE, Settings, _empty_like, _in_numbers
-from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, checked_activation, integers
 
 
 class _Options(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pycuda_conv import dispatch, repeat
+from pycuda_conv.arguments import integers
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.nn.autograd import (
@@ -29,7 +30,7 @@ from pycuda_conv.nn.autograd import (
     _traced,
     without_gaps,
 )
-from pycuda_conv.problem import channels_last, integers
+from pycuda_conv.problem import channels_last
 from pycuda_conv.repeat import RepeatTable
 
 #: Both gradients of convolutions by their keys, as the launcher in C repeats them.

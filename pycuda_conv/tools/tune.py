@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pycuda_conv import engines, tune
+from pycuda_conv.arguments import PRECISIONS
 from pycuda_conv.elements import DTYPE_BYTES
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.measure import Compiler, WrongResultError, trials
-from pycuda_conv.problem import PRECISIONS, ConvProblem
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import driver
 from pycuda_conv.runtime.device import CudaDevice
 from pycuda_conv.tools.report import geometric_mean, microseconds, number

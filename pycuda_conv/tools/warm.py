@@ -17,6 +17,7 @@ from typing import Any
 from pycuda_conv import background, engines, interrupt
 from pycuda_conv.elements import DTYPE_BYTES
 from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.images import window as images
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.plan import as_called
 from pycuda_conv.problem import ConvProblem
@@ -295,22 +296,39 @@ def every_kind() -> Iterator[tuple[ConvProblem, bool]]:
     for dtype, (x, w) in product(DTYPE_BYTES, shapes):
         one = replace(ConvProblem.forward(len(x) - 2, x, w), dtype=dtype)
         yield from (*_uses(one, True), *_uses(replace(one, layout="NHWC"), True))
+    for dtype, layout in product(DTYPE_BYTES, ("NCHW", "NHWC")):
+        given: Any = {"padding": 1, "padding_mode": "reflect", "dtype": dtype, "layout": layout}
+        sides = (2, 4, 20, 20), (4, 4, 3, 3)
+        bordered = ConvProblem.forward(2, *sides, **given)
+        gradients = (ConvProblem.gradient(of, 2, *sides, bordered.result_shape, **given) for of in ("input", "weight"))
+        yield from ((one, False) for one in (bordered, *gradients))
     for mode, problem in product((*plain, "fp16-nhwc", "bf16-nhwc"), core()[:12]):
         yield from _uses(in_mode(problem, mode), True)
     yield from ((in_mode(problem, mode), False) for mode in plain for problem in suite())
     yield from ((problem, False) for seed in range(2) for problem in draw(seed, 30))
 
 
+def of_images(device: Device) -> Iterator[KernelLaunch]:
+    """Launches of the filters over images and volumes: of each kind and pair of types."""
+    for input, output in product(images.CODES, images.CODES):
+        if input == output or ("float32" in (input, output) and "float64" not in (input, output)):
+            window = images.Window(input, output, ((1, 0, 0),) * 3, (1, 32, 32), (1, 32, 32), (1024, 32), (1024, 32), before=(0, 1, 1))
+            yield images.separable(window, (3, 3), device)
+            yield images.correlate(window, (1, 3, 3), device)
+
+
 def _run_on_opencl(settings: Settings, device: Any) -> int:
     """The same on OpenCL: by default all kernels, which are few there. Several processes compile, as PoCL compiles one at a time."""
     if settings.constants:
         raise ToolError("--constants is for GPUs; on OpenCL every kernel serves many layers")
+    used: Counter[str] = Counter()
+    found: dict[str, KernelLaunch] = {}
     if settings.model or settings.mode or settings.training:
         chosen = problems(settings)
     else:
         chosen = list(every_kind())
-    used: Counter[str] = Counter()
-    found: dict[str, KernelLaunch] = {}
+        found = {launch.source(): launch for launch in of_images(device)}
+        used.update(found.keys())
     for problem, with_moments in chosen:
         launches = {launch.source(): launch for launch in launches_of(problem, device, with_moments=with_moments)}
         used.update(dict.fromkeys(launches, 1))

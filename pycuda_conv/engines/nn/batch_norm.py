@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from pycuda_conv.arguments import activation_and_slope
 from pycuda_conv.engines.geometry import bits, ceil, divider
 from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
-from pycuda_conv.problem import DTYPE_CODES, activation_and_slope
+from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
 
-#: None, or the form that :func:`pycuda_conv.problem.checked_activation` returns.
+#: None, or the form that :func:`pycuda_conv.arguments.checked_activation` returns.
 Activation = str | tuple[str, float] | None
 
 HALVES = "float16", "bfloat16"

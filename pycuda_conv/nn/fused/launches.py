@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pycuda_conv import dispatch, execute
+from pycuda_conv.arguments import ACTIVATIONS, PRECISIONS, activation_and_slope, checked_activation
 from pycuda_conv.arrays import Signature, torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
@@ -20,7 +21,7 @@ from pycuda_conv.memo import remember_launches
 from pycuda_conv.nn import evaluation
 from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_WEIGHT, Settings, _layout, _traced
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, channels_last, checked_activation
+from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import Device
 from pycuda_conv.runtime.base import Launcher
 
@@ -28,7 +29,7 @@ from pycuda_conv.runtime.base import Launcher
 class _LayerSpec(NamedTuple):
     """The options of a layer."""
 
-    #: in the form of :func:`pycuda_conv.problem.checked_activation`
+    #: in the form of :func:`pycuda_conv.arguments.checked_activation`
     activation: batch_norm.Activation
     #: whether the statistics are those of the batch
     of_batch: bool

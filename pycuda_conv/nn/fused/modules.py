@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pycuda_conv import repeat
+from pycuda_conv.arguments import check_precision
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.nn.autograd import CONV, Settings, _cast, _differentiated, _in_numbers, _traced, activated, without_autocast
@@ -19,7 +20,6 @@ from pycuda_conv.nn.fused.launches import _counted_by_kernels, _inference, _Laye
 from pycuda_conv.nn.fused.operators import _asked_of
 from pycuda_conv.nn.fused.repeat import _asked_forward, _remember_forward
 from pycuda_conv.nn.modules import in_pairs
-from pycuda_conv.problem import check_precision
 from pycuda_conv.typing import Precision
 
 # ---- a layer as a function of tensors
@@ -31,7 +31,7 @@ class Layer:
     Parameters
     ----------
     activation
-        In the form of :func:`pycuda_conv.problem.checked_activation`.
+        In the form of :func:`pycuda_conv.arguments.checked_activation`.
     of_batch : bool
         Whether the statistics are the batch's; otherwise they are the running ones.
     settings : Settings

@@ -10,7 +10,7 @@ import numpy as np
 
 import pycuda_conv
 from pycuda_conv import ndimage
-from pycuda_conv.problem import integers
+from pycuda_conv.arguments import integers
 from pycuda_conv.tools.files import FILTERS, Settings, named_number
 from pycuda_conv.tools.pictures.forms import Picture
 from pycuda_conv.tools.terminal import ToolError
