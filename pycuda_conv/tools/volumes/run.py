@@ -87,7 +87,7 @@ def _fingerprint(settings: Settings, source: Source, y: Any) -> dict[str, Any]:
         "bias": None if settings.bias is None else content(settings.bias), "stride": settings.stride, "padding": settings.padding,
         "dilation": settings.dilation, "groups": settings.groups, "transposed": settings.transposed,
         "output_padding": settings.output_padding, "precision": settings.precision, "algorithm": settings.algorithm,
-        "chunks": y.chunks, "activation": settings.activation, "border": settings.border, "dtype": settings.dtype,
+        "chunks": y.chunks, "activation": settings.activation, "border": settings.border, "result_dtype": settings.dtype,
     }
 
 
