@@ -87,9 +87,14 @@ def test_keys_stay_as_they_are():
 def test_every_field_shows_in_the_key(direction):
     problem = replace(ConvProblem.forward(3, (2, 6, 7, 8, 9), (9, 2, 2, 3, 4), groups=3, padding=1, stride=(2, 3, 1)), direction=direction)
     other = {"direction": {"fprop": "dgrad", "dgrad": "fprop"}[direction], "ndim": 2, "batched": False, "dtype": "float16", "precision": "tf32", "layout": "NHWC", "has_bias": True, "algorithm": "fft"}
+    other |= {"border": (("reflect", "reflect"),) * 3, "input_dtype": "uint8", "result_dtype": "uint8"}
     for field in fields(problem):
         value = getattr(problem, field.name)
         if field.name in ("has_scale", "has_residual", "activation", "bare", "float_scale"):  # a choice serves them all
+            continue
+        if field.name == "border_value":  # counts where a border is filled with it
+            filled = replace(problem, border=(("constant", "constant"),) * 3, border_value=1.0)
+            assert tune.key(filled) != tune.key(replace(filled, border_value=2.0))
             continue
         changes = [other[field.name]] if field.name in other else [value + 1] if isinstance(value, int) else [
             tuple(v + (i == axis) for i, v in enumerate(value)) for axis in range(3)
