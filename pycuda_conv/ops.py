@@ -33,7 +33,7 @@ def conv2d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
 ) -> Array:
     """Convolve with two spatial axes. It is a cross-correlation, as in torch: the filter is not flipped.
 
@@ -148,7 +148,7 @@ def conv1d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -180,7 +180,7 @@ def conv3d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -212,7 +212,7 @@ def conv_transpose2d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
 ) -> Array:
     """The transposed convolution with two spatial axes. It is the gradient of :func:`conv2d` by its input.
 
@@ -254,7 +254,7 @@ def conv_transpose1d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
 ) -> Array:
     """The transposed convolution with one spatial axis: see :func:`conv_transpose2d`.
 
@@ -286,7 +286,7 @@ def conv_transpose3d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
 ) -> Array:
     """The transposed convolution with three spatial axes: see :func:`conv_transpose2d`.
 
@@ -317,7 +317,7 @@ def conv2d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
 ) -> Array:
     """The gradient of :func:`conv2d` by its input, as in ``torch.nn.grad``.
 
@@ -354,7 +354,7 @@ def conv1d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
 ) -> Array:
     """The gradient of :func:`conv1d` by its input: see :func:`conv2d_input`.
 
@@ -384,7 +384,7 @@ def conv3d_input(
     input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
 ) -> Array:
     """The gradient of :func:`conv3d` by its input: see :func:`conv2d_input`.
 
@@ -414,7 +414,7 @@ def conv2d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    dtype: object = None,
 ) -> Array:
     """The gradient of :func:`conv2d` by its filter, as in ``torch.nn.grad``.
 
@@ -453,7 +453,7 @@ def conv1d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    dtype: object = None,
 ) -> Array:
     """The gradient of :func:`conv1d` by its filter: see :func:`conv2d_weight`.
 
@@ -483,7 +483,7 @@ def conv3d_weight(
     input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0,
-    dtype: Any = None,
+    dtype: object = None,
 ) -> Array:
     """The gradient of :func:`conv3d` by its filter: see :func:`conv2d_weight`.
 

@@ -29,7 +29,7 @@ import ml_dtypes  # noqa: F401 teaches numpy the name bfloat16
 import numpy as np
 
 import pycuda_conv as pc
-from pycuda_conv import Plan
+from pycuda_conv import Plan, ndimage
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm as normalising
 from pycuda_conv.engines.nn.batch_norm import Pixels
@@ -141,9 +141,24 @@ def convolutions(cases: Iterable[covering.Case]) -> Iterator[Run]:
             yield line + " large" * large, partial(convolution, problem, config, with_moments, large)
 
 
+def image_filters(dtype: str, output: str) -> bool:
+    """Filters of images and volumes with every border: passes in one launch and in two, dense filters, colours."""
+    good, options = True, {"output": output, "device": "cuda"}
+    for shape in ((70, 41), (9, 37, 3), (6, 20, 33)):
+        x = np.ones(shape, dtype)
+        for mode in ("reflect", "mirror", "nearest", "wrap", "constant"):
+            made = [ndimage.gaussian_filter(x, 1.5, mode=mode, **options), ndimage.laplace(x, mode=mode, **options)]
+            made.append(ndimage.correlate(x, np.arange(3.0 ** len(shape)).reshape((3,) * len(shape)), mode=mode, cval=1.0, **options))
+            good &= all(bool(np.isfinite(one.astype(np.float64)).all()) for one in made)
+    return good
+
+
 def others() -> Iterator[Run]:
     """What belongs to no engine."""
     yield "copy_strided", copy_strided
+    narrow = [(one, other) for one in ("uint8", "int8", "uint16", "int16") for other in (one, "float32")]
+    for dtype, output in (("float64", "float64"), ("float32", "float32"), *narrow):
+        yield f"images {dtype} {output}", partial(image_filters, dtype, output)
     for dtype in ("float16", "bfloat16"):
         yield f"cast {dtype}", partial(cast, dtype)
     for layout, dtype in product(("NCHW", "NHWC"), ("float32", "float16", "bfloat16")):

@@ -476,6 +476,25 @@ def test_what_ends_a_chain(name, how):
 
 
 @pytest.mark.parametrize("how", HOWS)
+def test_a_note_of_usage_does_not_end_a_chain(how):
+    """As torchvision's StochasticDepth makes one, between a block and the sum with the block's input."""
+
+    class Noted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = conv_bn(4, 4, padding=1)
+
+        def forward(self, x):
+            y = self.block(x)
+            torch._C._log_api_usage_once("pycuda_conv.tests")
+            y += x
+            return F.relu(y)
+
+    (steps,) = alike(lambda: moved(Noted()), how, False, False)
+    assert len(steps) == 4
+
+
+@pytest.mark.parametrize("how", HOWS)
 def test_inputs_that_share_memory(how):
     """Dynamo does not guard on which inputs share memory: a graph made for separate ones runs with views of one another."""
 

@@ -43,7 +43,7 @@ def test_parts_give_the_same_bits(monkeypatch, name, dtype):
     monkeypatch.setattr(opencl, "PART_SECONDS", 1e9)
     whole = call()
 
-    class Pace:
+    class BlockTime:
         seconds = 1.0
 
         def __setattr__(self, name, value):
@@ -51,12 +51,12 @@ def test_parts_give_the_same_bits(monkeypatch, name, dtype):
 
     enqueue = type(get_device("opencl"))._launch_in_parts
 
-    def counted(self, step, kernel, arguments, pace):
+    def counted(self, step, kernel, arguments, block_time):
         def launch(queue, size, local, *rest, global_offset):
             counts.append((step.grid, size[0] // local[0], global_offset[0] // local[0] - 1))
             return kernel(queue, size, local, *rest, global_offset=global_offset)
 
-        enqueue(self, step, launch, arguments, Pace())
+        enqueue(self, step, launch, arguments, BlockTime())
 
     monkeypatch.setattr(opencl, "PART_SECONDS", 3.0)
     monkeypatch.setattr(opencl.OpenCLDevice, "_launch_in_parts", counted)
@@ -79,19 +79,19 @@ def test_no_part_makes_pocl_compile_once_more(monkeypatch):
 def test_work_is_cut_by_measured_time(monkeypatch):
     """The first blocks of a launch are timed; after that, OpenCL never has more blocks than take PART_SECONDS."""
     x, w = np.ones((1, 8, 40, 40), "f"), np.ones((8, 8, 3, 3), "f")
-    device, paces, waits = get_device("opencl"), [], []
+    device, block_times, waits = get_device("opencl"), [], []
     in_parts, finish = opencl.OpenCLDevice._launch_in_parts, opencl.OpenCLDevice._finish
-    monkeypatch.setattr(opencl.OpenCLDevice, "_launch_in_parts", lambda *given: (paces.append((given[-1], given[1].grid)), in_parts(*given))[1])
+    monkeypatch.setattr(opencl.OpenCLDevice, "_launch_in_parts", lambda *given: (block_times.append((given[-1], given[1].grid)), in_parts(*given))[1])
     monkeypatch.setattr(opencl.OpenCLDevice, "_finish", lambda self, new=False: (waits.append(sum(self._given.values())), finish(self, new))[1])
     pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape), device)(x, w)
-    ((pace, grid),) = paces
+    ((block_time, grid),) = block_times
     first = next(blocks for blocks in waits if blocks)
-    assert first == min(device.multiprocessors, grid) and 0 < pace.seconds < 10
-    pace.seconds = 0.01  # as if a block took so long: two parts of 20 blocks are as much as OpenCL may have
+    assert first == min(device.multiprocessors, grid) and 0 < block_time.seconds < 10
+    block_time.seconds = 0.01  # as if a block took so long: two parts of 20 blocks are as much as OpenCL may have
     waits.clear()
     finish = lambda self, new: (self._given.clear(), self.queue.finish(), setattr(self, "_queued", 0.0))  # noqa: E731  (which measures nothing)
     with device._lock:
-        device._launch_in_parts(SimpleNamespace(grid=64, block=64), lambda *_, **__: None, (), pace)
+        device._launch_in_parts(SimpleNamespace(grid=64, block=64), lambda *_, **__: None, (), block_time)
     assert [blocks for blocks in waits if blocks] == [20, 20, 20] and sum(device._given.values()) == 4
     device._given, device._queued = {}, 0.0
 

@@ -352,8 +352,29 @@ def test_packed_values_are_not_misread(run):
     assert status == 0 and "stands for no data" in err
 
 
+def test_a_stack_s_type_is_asked_for(run):
+    x = pixels(1, np.uint8, pages=3)
+    tifffile.imwrite("a.tif", x, photometric="minisblack")
+    for dtype in ("float32", "int16", "bool"):
+        assert run("--filter", "identity", "a.tif", "b.tif", "--dtype", dtype, "--axes", "tyx", "--force")[0] == 0
+        found = tifffile.imread("b.tif")
+        assert found.dtype == ("uint8" if dtype == "bool" else dtype) and np.array_equal(found, x >= 0.5 if dtype == "bool" else x)
+
+
 def test_wide_integers_keep_their_digits(run):
     np.save("x.npy", np.full((1, 4, 4), 2**24 + 1, np.int32))
     np.save("w.npy", np.ones((1, 1, 1, 1), np.float32))
     assert run("--filter", "w.npy", "x.npy", "y.npy")[0] == 0
     assert (np.load("y.npy") == 2**24 + 1).all()
+
+
+@pytest.mark.parametrize("axes", ["zyx", "tyx"])
+def test_stacks_take_filters_with_numbers(run, axes):
+    ndimage = pytest.importorskip("scipy.ndimage")
+    zarr = pytest.importorskip("zarr")
+    x = np.random.default_rng(0).random((6, 20, 25), np.float32)
+    zarr.create_array("a.zarr", shape=x.shape, chunks=(2, 9, 9), dtype=x.dtype)[...] = x
+    along = (0, 1, 2) if axes == "zyx" else (1, 2)
+    for name, exact in (("gaussian:1.2", ndimage.gaussian_filter(x.astype(float), 1.2, mode="nearest", axes=along)), ("box:3", ndimage.uniform_filter(x.astype(float), 3, mode="nearest", axes=along))):
+        assert run("--filter", name, "a.zarr", "b.zarr", "--axes", axes, "--force")[0] == 0
+        np.testing.assert_allclose(zarr.open_array("b.zarr", mode="r")[...], exact, atol=2e-6)

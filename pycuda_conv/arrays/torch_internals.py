@@ -25,6 +25,10 @@ def _part(path: str, substitute: Any) -> Any:
     return found
 
 
+#: What torch's libraries call where a function of theirs is used, to count that.
+logs_usage = _part("_log_api_usage_once", None)
+
+
 def modes() -> list[Any]:
     """The modes that see the call."""
     try:

@@ -75,7 +75,7 @@ class Schedule:
     both. `filter_last`, if there is one, does the same as `whole` for a filter, or the gradient of one, whose second axis is last in
     memory.
     Steps follow one another; the launches of one step don't depend on each other. With `redoes`, later launches may write parts of
-    the result once more, so a residual must not lie in the result's memory. `moments` says what is noted of the result, if that was
+    the result once more, so a residual must not lie in the result's memory. `moments` says what is computed of the result, if that was
     asked for and the kernels can.
     """
 

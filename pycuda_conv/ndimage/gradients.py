@@ -96,23 +96,23 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Any, axis: int, before: int, after: int, border: str, value: float, bench: Bench) -> Any:
-        ctx.told = axis, before, after, border, bench, x.shape[axis]
+        ctx.args = axis, before, after, border, bench, x.shape[axis]
         return launches.padded(bench, x.contiguous(), axis, before, after, border, value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return (_Folded.apply(gradient, *ctx.told), *(None,) * 6)
+        return (_Folded.apply(gradient, *ctx.args), *(None,) * 6)
 
 
 class _Folded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, wide: Any, axis: int, before: int, after: int, border: str, bench: Bench, n: int) -> Any:
-        ctx.told = axis, before, after, border, 0.0, bench
+        ctx.args = axis, before, after, border, 0.0, bench
         return folded(wide, axis, before, border, n)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
-        return (_Gathered.apply(gradient, *ctx.told), *(None,) * 6)
+        return (_Gathered.apply(gradient, *ctx.args), *(None,) * 6)
 
 
 def by_weights(bench: Bench, x: Any, weights: Any, axes: Sequence[int], before: Sequence[int], border: str, value: float) -> Any:
@@ -127,11 +127,11 @@ def by_weights(bench: Bench, x: Any, weights: Any, axes: Sequence[int], before: 
     for axis, n, front in zip(axes, weights.shape, before, strict=True):
         x = _Gathered.apply(x, axis, front, n - 1 - front, border, value, bench)
     behind = tuple(range(x.ndim - rank, x.ndim))
-    turned = x.movedim(tuple(axes), behind)
-    planes = turned.reshape(-1, 1, *turned.shape[-rank:])
+    arranged = x.movedim(tuple(axes), behind)
+    planes = arranged.reshape(-1, 1, *arranged.shape[-rank:])
     where: dict[str, Any] = {"stream": bench.stream} if x.is_cuda else {"device": bench.device.name}
     made = getattr(pycuda_conv, f"conv{rank}d")(planes, weights[None, None], **{k: v for k, v in where.items() if v is not None})
-    return made.reshape(*turned.shape[:-rank], *made.shape[-rank:]).movedim(behind, tuple(axes))
+    return made.reshape(*arranged.shape[:-rank], *made.shape[-rank:]).movedim(behind, tuple(axes))
 
 
 def by_filter(

@@ -279,8 +279,8 @@ def _in_one_launch(
         front = list(range(count))
         moved = bench.space.contiguous(bench.space.moved(x, range(last, x.ndim), front))
         earlier = None if previous is None else bench.space.contiguous(bench.space.moved(previous, range(last, x.ndim), front))
-        turned = filter._replace(axes=tuple(axis + count for axis in axes))
-        made = _in_one_launch(bench, moved, turned, value, output, None, earlier, join)
+        arranged = filter._replace(axes=tuple(axis + count for axis in axes))
+        made = _in_one_launch(bench, moved, arranged, value, output, None, earlier, join)
         if made is None:
             return None
         made = bench.space.contiguous(bench.space.moved(made, front, range(last, x.ndim)))
@@ -371,9 +371,9 @@ def padded(bench: Bench, x: Any, axis: int, before: int, after: int, border: str
 
 def mapped(border: str, n: int, places: np.ndarray) -> np.ndarray:
     """Where the pixels at any `places` along an axis of `n` come from: the formula of ``cu/images/window.cuh``."""
-    told = images.border_numbers(border, n, int(max(-places.min(initial=0), 0)))
-    t = np.maximum(places + told["bias"], 0) % told["period"]
-    return np.asarray(np.where(t >= n, told["high"] + told["sign"] * t, t), np.int64)
+    numbers = images.border_numbers(border, n, int(max(-places.min(initial=0), 0)))
+    t = np.maximum(places + numbers["bias"], 0) % numbers["period"]
+    return np.asarray(np.where(t >= n, numbers["high"] + numbers["sign"] * t, t), np.int64)
 
 
 def by_convolution(
@@ -387,9 +387,9 @@ def by_convolution(
     sizes = filter.sizes or tuple(x.shape[axis] for axis in filter.axes)
     behind = tuple(range(x.ndim - rank, x.ndim))
     as_it_lies = filter.axes == behind
-    turned = x if as_it_lies else space.contiguous(space.moved(x, filter.axes, behind))
-    lead, shape = turned.shape[:-rank], turned.shape[-rank:]
-    planes = turned.reshape(prod(lead), 1, *shape)
+    arranged = x if as_it_lies else space.contiguous(space.moved(x, filter.axes, behind))
+    lead, shape = arranged.shape[:-rank], arranged.shape[-rank:]
+    planes = arranged.reshape(prod(lead), 1, *shape)
     around = tuple(
         (before, size + n - 1 - before - there)
         for before, size, n, there in zip(filter.before, sizes, filter.weights.shape, shape, strict=True)

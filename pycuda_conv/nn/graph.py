@@ -180,7 +180,7 @@ def is_barrier(node: Node) -> bool:
     """True for a step that changes a mode of torch's, so that nothing may be moved past it."""
     if node.op == "call_method":
         return node.target in ("set_", "resize_", "resize_as_")
-    if node.op != "call_function" or node.target is operator.setitem:
+    if node.op != "call_function" or node.target is operator.setitem or node.target is torch_internals.logs_usage:
         return False
     if "_functorch" in str(getattr(node.target, "__module__", "")):
         return True

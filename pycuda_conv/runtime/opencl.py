@@ -107,7 +107,7 @@ def compiling() -> bool:
     return any(device.compiling() for device in _made)
 
 
-class _Pace:
+class _BlockTime:
     """How long a block of a launch takes, in seconds; None before it was measured."""
 
     seconds: float | None = None
@@ -168,8 +168,8 @@ class OpenCLDevice(Device):
         self._kept: set[str] = set()
         self._coming: dict[str, Future[Any]] = {}
         self._compiling: list[tuple[Any, Any, Any]] = []
-        #: by the launches' paces, the blocks given to OpenCL since :attr:`queue` was empty; since when, and how many seconds they may take
-        self._given: dict[_Pace, int] = {}
+        #: by the block times of launches, the blocks given to OpenCL since :attr:`queue` was empty; since when, and seconds they may take
+        self._given: dict[_BlockTime, int] = {}
         self._since, self._queued = 0.0, 0.0
         atexit.register(self._wait_for_compiler, os.getpid())  # before the folder is removed in which it works
 
@@ -199,7 +199,7 @@ class OpenCLDevice(Device):
         kernel, program = (found, self._programs[source][1]) if found else waiting.beside(lambda: self._kernel(step))
         numbers = _numbers(step)
         places = [_place(one) for one in step.buffers]
-        pace = _Pace()
+        block_time = _BlockTime()
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
             given = [_part(buffers[i], start) for i, start in places]
@@ -208,7 +208,7 @@ class OpenCLDevice(Device):
                 program.keep()
                 self._compiled.add(kernel)
             with self._lock:  # a kernel object holds its arguments
-                self._launch_in_parts(step, kernel, [*given, *numbers], pace)
+                self._launch_in_parts(step, kernel, [*given, *numbers], block_time)
 
         return launch
 
@@ -299,23 +299,23 @@ class OpenCLDevice(Device):
         event.wait()  # or raise its error
         self._compiling = [one for one in self._compiling if not _done(one[0])]
 
-    def _launch_in_parts(self, step: KernelLaunch, kernel: Any, arguments: Sequence[Any], pace: _Pace) -> None:
+    def _launch_in_parts(self, step: KernelLaunch, kernel: Any, arguments: Sequence[Any], block_time: _BlockTime) -> None:
         """Launch all blocks, at most PART_SECONDS of work at a time. In portable.cuh, blocks are numbered from the offset on."""
         first, block = 0, step.block
         while first < step.grid:
-            if pace.seconds is None or self._queued >= PART_SECONDS:
+            if block_time.seconds is None or self._queued >= PART_SECONDS:
                 self._finish()
-            count = self.multiprocessors if pace.seconds is None else int((PART_SECONDS - self._queued) / pace.seconds)
+            count = self.multiprocessors if block_time.seconds is None else int((PART_SECONDS - self._queued) / block_time.seconds)
             count = max(1, min(count, step.grid - first, PART_ITEMS // block))
             if not self._given:
                 self._since = time.perf_counter()
             kernel(self.queue, (count * block,), (block,), *arguments, global_offset=((first + 1) * block,))
             first += count
-            self._given[pace] = self._given.get(pace, 0) + count
-            if pace.seconds is None:
+            self._given[block_time] = self._given.get(block_time, 0) + count
+            if block_time.seconds is None:
                 self._finish(new=True)
             else:
-                self._queued += count * pace.seconds
+                self._queued += count * block_time.seconds
 
     def _finish(self, new: bool = False) -> None:
         """Wait for what OpenCL has to do; `new` says that nobody knows how long that takes. Note how long it took."""
@@ -327,8 +327,8 @@ class OpenCLDevice(Device):
             waiting.until(lambda: _done(event))
         self.queue.finish()
         if len(self._given) == 1:
-            ((pace, count),) = self._given.items()
-            pace.seconds = (time.perf_counter() - self._since) / count
+            ((block_time, count),) = self._given.items()
+            block_time.seconds = (time.perf_counter() - self._since) / count
         self._given, self._queued = {}, 0.0
 
     def _entry(self, source: str, options: list[str]) -> Entry:

@@ -385,8 +385,8 @@ def _write_report(settings: bench.Settings, machine: dict[str, Any], rows: Seque
 def _say(row: Row, seconds: float) -> None:
     """Print the row to stderr if there is no progress bar, in case the run is cut short."""
     if not sys.stderr.isatty():
-        told = ", ".join(f"{name} {text}" for name, text in zip(row.COLUMNS, row.figures(), strict=True) if text != "-")
-        print(f"{row.case}: {told or '-'}; {row.verdict}; {seconds:.0f} s", file=sys.stderr, flush=True)
+        figures = ", ".join(f"{name} {text}" for name, text in zip(row.COLUMNS, row.figures(), strict=True) if text != "-")
+        print(f"{row.case}: {figures or '-'}; {row.verdict}; {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 # ---- in a process of its own

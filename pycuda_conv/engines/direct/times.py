@@ -31,7 +31,7 @@ TAP, TAP_TOGETHER = 0.42, 0.125
 WARP = 32  # pixels of a warp of direct/single.cu
 #: Microseconds of a launch of direct/single.cu; and that 132 multiprocessors take for each tap of a warp, and for each warp.
 SINGLE_START, SINGLE_TAP, SINGLE_WARP = 2.0, 1.12e-5, 6.1e-5
-ALONE = 0.58  # a single thread's walk takes so much of the time in which a full multiprocessor's threads walk
+ALONE = 0.58  # the time of a single thread, as a part of the time of a full multiprocessor's threads
 TILE_START = 2.57  # microseconds of a launch of direct/tile.cu
 #: Microseconds that a block takes at least: for each row of taps; and for each tap, by ROWS of a thread, which share loads.
 TILE_ALONE, TAP_ALONE = 0.108, {1: 0.075, 2: 0.0168, 7: 0.0389}
@@ -60,7 +60,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     """Microseconds that `config` should take; None for direct/single.cu where a rule chooses it: for few results.
 
     A thread of direct/batched.cu or direct/dgrad.cu waits for memory at every channel. So its time follows from the channels that it
-    walks and from how many threads there are for each that fits, not from multiplications. The same holds for pixels in direct/wgrad.cu.
+    reads and from how many threads there are for each that fits, not from multiplications. The same holds for pixels in direct/wgrad.cu.
     direct/tile.cu takes its multiplications, overhang included, its loads, and its blocks. Fitted to 119 times of float32 on an H200:
     half of a tile's are within 7%, most of the others within a quarter. direct/wgrad.cu's times are older. direct/single.cu takes the
     taps of its warps where each channel has one result: 11 times of float32 are within 16%.
@@ -109,15 +109,15 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     split, run, size = parts_of_sum(problem, config.SPLIT, read, at_once).values()
     threads = result_pixels(problem) * problem.groups * ceil(written, block) * split
     channel += STAGED * taps * block / config.THREADS  # a block brings that much of the filter to shared memory
-    walked = min(run, read)
+    channels = min(run, read)
     fit = LONE_THREADS if lone and block == 1 else 512 if block == 8 else 768  # a thread of 8 sums has more registers
     rounds = threads / (fit * device.multiprocessors)
-    walk = walked * channel + CHUNK * (ceil(walked, at_once) - 1)
+    of_thread = channels * channel + CHUNK * (ceil(channels, at_once) - 1)
     if isinstance(config, Batched):  # few threads share a multiprocessor's loads
-        walk += BATCHED_STORE * block
-        us = start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
+        of_thread += BATCHED_STORE * block
+        us = start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * of_thread
     else:
-        us = DGRAD_START + max(1.0, rounds) ** DGRAD_ROUNDS * (start + walk)
+        us = DGRAD_START + max(1.0, rounds) ** DGRAD_ROUNDS * (start + of_thread)
     written_bytes = problem.itemsize * math.prod(problem.result_shape)
     moved = problem.itemsize * math.prod(problem.input_shape) + written_bytes * (2 if problem.has_residual else 1)
     us = max(us, moved / DIRECT_MEMORY)

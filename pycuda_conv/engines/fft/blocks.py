@@ -64,8 +64,8 @@ MASKS, SEGMENTS, ENTRY = 8, 64, 4
 SHAPES = {8: ((192, 3), (256, 2), (128, 4)), 4: ((192, 3), (256, 2), (512, 1)), 2: ((512, 1),)}
 FORWARD, WHOLE, BACKWARD = range(3)  # blocks_columns.cu's MODE
 OF_PAIR, OF_FILTER = 1, 2  # its notes
-#: Threads of the launches without transforms.
-SMALL = 256
+#: Threads of the launches without transforms, and of all on OpenCL; numbers that a block has room for there, or more: few texts serve.
+SMALL, ROOM = 256, 1 << 14
 #: Numbers of a complex double, and bytes; shared memory of a block besides.
 NUMBERS, BYTES, BESIDES = 2, 16, 5 << 10
 #: Factors of a length between its first and last, which are 8; the shortest and the longest length.
@@ -205,7 +205,7 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moment
         most = shared_limit(device)
         raise ValueError(f"{config} can't run {problem}: two rows need more than the {most:,} bytes of shared memory of a block")
     blocks, filters, written = _Blocks.of(problem, config), _filters(problem), problem.result_channels
-    of_block, longest, threads = math.prod(config.lengths), max(config.lengths), _threads(config, batch)
+    of_block, longest, threads = math.prod(config.lengths), max(config.lengths), _threads(config, batch) if on_gpu else SMALL
 
     scratch = Arena(WORKSPACE)
     packed = Arena(PACKED) if on_gpu else scratch
@@ -238,7 +238,7 @@ def schedule(problem: ConvProblem, config: BlockFft, device: Device, with_moment
 
     index, dtype = {"INDEX_64": int(needs_64_bits(problem))}, {"DTYPE": DTYPE_CODES[problem.dtype]}
     of_doubles, fixed = {"DTYPE": DTYPE_CODES["float64"]}, {"BATCH": 8, "THREADS": SMALL}
-    shape = {"BATCH": batch, "THREADS": threads} | ({} if on_gpu else {"ROOM": 1 << (longest * batch - 1).bit_length()})
+    shape = {"BATCH": batch, "THREADS": threads} | ({} if on_gpu else {"ROOM": max(ROOM, 1 << (longest * batch - 1).bit_length())})
     shared = longest * batch * BYTES if on_gpu else 0
     linear = {"LINEAR": int(_is_line(problem))}
 
@@ -358,9 +358,10 @@ def _packed_factors(found: tuple[int, ...]) -> int:
 
 
 def filter_key(problem: ConvProblem, config: BlockFft) -> Hashable:
-    """Equal for problems with the same block, on which the filters' spectra depend."""
+    """Equal for problems with the same block and kind of line, on which the filters' spectra depend."""
     return (
-        BlockFft, config, problem.dtype, problem.direction, problem.K, problem.C // problem.groups, problem.groups, problem.filter_size,
+        BlockFft, config, problem.dtype, problem.direction, _is_line(problem), problem.K, problem.C // problem.groups, problem.groups,
+        problem.filter_size,
     )  # fmt: skip
 
 

@@ -224,13 +224,13 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, with_moments: bo
         gain=bits(1.0, size), norms_at=norms // size, filter_norms_at=filter_norms // size, least=least,
     )
 
-    def ranges(told: Any, x: int, into: int) -> KernelLaunch:
-        return KernelLaunch("fft_range", types, groups * told.pairs, PARTS, (x, into), (), arguments=told)
+    def ranges(args: Any, x: int, into: int) -> KernelLaunch:
+        return KernelLaunch("fft_range", types, groups * args.pairs, PARTS, (x, into), (), arguments=args)
 
-    def tiled(mode: int, told: Any, grid: int, x: int, read_from: int, into: int, flags_in: int) -> KernelLaunch:
+    def tiled(mode: int, args: Any, grid: int, x: int, read_from: int, into: int, flags_in: int) -> KernelLaunch:
         buffers = x, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, read_from, into, flags_in, packed.buffer
         return KernelLaunch(
-            "fft_tiles", types | tile | line | {"MODE": mode, "THREADS": threads}, grid, threads, buffers, (), arguments=told,
+            "fft_tiles", types | tile | line | {"MODE": mode, "THREADS": threads}, grid, threads, buffers, (), arguments=args,
             shared=config.TILE_H * (config.TILE_W + 1) * 2 * size,
         )
 

@@ -183,7 +183,7 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
         raise ValueError(f"a filter of {taps} taps does not fit a block's memory")
     (d, h, w), (o, p, q), colours = window.size, window.result, window.colours
     counts, x_steps, y_steps = zip(*window.images, strict=True)
-    told: dict[str, int] = {
+    args: dict[str, int] = {
         "tiles_p": ceil(p, tile.p), "tiles_q": ceil(q * colours, tile.q), "o": o, "middle": counts[1], "inner": counts[2],
         "d": d, "h": h, "w": w * colours, "p": p, "q": q * colours, "colours": colours, "t": taps[0], "r": taps[1], "s": taps[2],
         "tile_p": tile.p, "tile_q": tile.q, "halo_p": tile.halo_p, "halo_q": tile.halo_q, "pitch": tile.pitch, "wide": tile.wide,
@@ -192,18 +192,18 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
         "x_d": window.x_strides[0], "x_h": window.x_strides[1], "y_d": window.y_strides[0], "y_h": window.y_strides[1],
     }  # fmt: skip
     for name, x_step, y_step in zip(("outer", "middle", "inner"), x_steps, y_steps, strict=True):
-        told |= {f"x_{name}": x_step, f"y_{name}": y_step}
+        args |= {f"x_{name}": x_step, f"y_{name}": y_step}
     for axis, n, before, border in zip("dhw", window.size, window.before, window.borders, strict=True):
-        told[f"pad_{axis}"] = before
-        told |= {f"{name}_{axis}": number for name, number in border_numbers(border, n, before).items()}
-    blocks = prod(counts) * o * told["tiles_p"] * told["tiles_q"]
+        args[f"pad_{axis}"] = before
+        args |= {f"{name}_{axis}": number for name, number in border_numbers(border, n, before).items()}
+    blocks = prod(counts) * o * args["tiles_p"] * args["tiles_q"]
     if blocks > GRID_LIMIT:
         raise ValueError(f"the images take {blocks:,} blocks, and a launch has at most {GRID_LIMIT:,}")
     reach = max(_reach(window, x_steps, window.x_strides, window.size), _reach(window, y_steps, window.y_strides, window.result))
     defines = _defines(window.input, window.output, int(reach >= 2**31), host)
     return KernelLaunch(
         f"images_{kernel}", defines, blocks, defines["THREADS"], (0, 1, 2, 3), (), f"images_{kernel}",
-        shared=0 if host else tile.room * window.sum_bytes, arguments=arguments(WindowArguments, **told),
+        shared=0 if host else tile.room * window.sum_bytes, arguments=arguments(WindowArguments, **args),
     )  # fmt: skip
 
 

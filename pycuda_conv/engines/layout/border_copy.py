@@ -34,7 +34,7 @@ def _outer_and_inner(problem: ConvProblem, channels: int) -> tuple[int, int]:
     return (channels, problem.N) if problem.layout == "CHWN" else (problem.N * channels, 1)
 
 
-def _told(
+def _args(
     dtype: str, outer: int, size: Sequence[int], inner: int, border: borders.Border, before: Sequence[int], after: Sequence[int], big: bool,
     fold: bool, rims: bool = False, **others: int,
 ) -> tuple[Any, int]:
@@ -63,10 +63,10 @@ def _told(
     numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])}
     sizes = {"inner": inner, "line": (size if fold else wide)[2] * inner, **by_axis("", size), **by_axis("wide_", wide)}
     prepared = {f"by_{name}": 0 if big else divider(sizes[name]) for name in ("inner", "line", "d", "h", "wide_d", "wide_h")}
-    told = arguments(
+    args = arguments(
         BorderArguments, size=written, **sizes, **prepared, **by_axis("before_", before), **by_axis("after_", after), **numbers, **others
     )
-    return told, written
+    return args, written
 
 
 def _shown_once(n: int, words: tuple[str, str], before: int, after: int) -> tuple[int, int]:
@@ -100,12 +100,12 @@ def copy(problem: ConvProblem, to: Place) -> KernelLaunch:
     big, none = _is_big(problem), (0, 0, 0)
     outer, inner = _outer_and_inner(problem, problem.operand_channels)
     before, after = (none, none) if problem.direction == "dgrad" else problem.border_sizes
-    told, written = _told(
+    args, written = _args(
         problem.dtype, outer, problem.operand_size, inner, problem.border or borders.NONE, before, after, big, False,
         value=bits(problem.border_value, accumulator_bytes(problem)), type=TYPES[problem.input_dtype], has_residual=0,
     )  # fmt: skip
     blocks = ceil(written, EACH[problem.dtype] * THREADS)
-    return KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (INPUT, to), (), "bordered", arguments=told)
+    return KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (INPUT, to), (), "bordered", arguments=args)
 
 
 def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
@@ -115,23 +115,23 @@ def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
     before, after = problem.border_sizes
 
     def launch(rims: bool) -> KernelLaunch:
-        told, written = _told(
+        args, written = _args(
             problem.dtype, outer, problem.input_size, inner, border, before, after, big, True, rims, value=0, type=0,
             has_residual=int(problem.has_residual),
         )  # fmt: skip
         blocks, buffers = ceil(written, THREADS), (wide, RESIDUAL, to)
-        return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=told)
+        return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=args)
 
     if problem.has_residual or big:
         return [launch(False)]
     # most pixels are copied as they are; then those are added to that the border shows
     minus, less = ([-n for n in sides] for sides in (before, after))
     size = tuple(n + b + a for n, b, a in zip(problem.input_size, before, after, strict=True))
-    told, written = _told(
+    args, written = _args(
         problem.dtype, outer, size, inner, borders.NONE, minus, less, big, False, value=0, type=0, has_residual=0
     )
     blocks = ceil(written, EACH[problem.dtype] * THREADS)
-    inside = KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (wide, to), (), "bordered", arguments=told)
+    inside = KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (wide, to), (), "bordered", arguments=args)
     return [inside, launch(True)]
 
 
@@ -149,9 +149,9 @@ def _rounding(size: int, given: str, dtype: str, source: Place, target: Place) -
 def converting(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
     """Convert an array without gaps to `dtype`, one of floats."""
     big, none = size >= 2**31 - 2**20, (0, 0, 0)
-    told, _ = _told(dtype, 1, (1, 1, size), 1, borders.NONE, none, none, big, False, value=0, type=TYPES[given], has_residual=0)
+    args, _ = _args(dtype, 1, (1, 1, size), 1, borders.NONE, none, none, big, False, value=0, type=TYPES[given], has_residual=0)
     blocks = ceil(size, EACH[dtype] * THREADS)
-    return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=told)
+    return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=args)
 
 
 def texts() -> Iterator[TextFamily]:

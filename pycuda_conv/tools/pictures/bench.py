@@ -34,8 +34,8 @@ class Case(NamedTuple):
     arguments: dict[str, Any]
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name}={_shown(value)}" for name, value in self.arguments.items())
-        return f"{self.function}({'x'.join(map(str, self.shape))} {self.dtype}, {told}), {self.place}".replace("(, ", "(")
+        options = ", ".join(f"{name}={_shown(value)}" for name, value in self.arguments.items())
+        return f"{self.function}({'x'.join(map(str, self.shape))} {self.dtype}, {options}), {self.place}".replace("(, ", "(")
 
 
 def _shown(value: Any) -> str:
@@ -150,9 +150,9 @@ def _error(case: Case, x: np.ndarray, made: np.ndarray) -> float | None:
     size = 48 if len(case.shape) == 3 else 300
     near = tuple(slice(0, min(size, n)) if i in axes else slice(0, 1) for i, n in enumerate(case.shape))
     wide = tuple(slice(0, min(2 * size, n)) if i in axes else slice(0, 1) for i, n in enumerate(case.shape))
-    told = {name: value for name, value in case.arguments.items() if name != "output"}
+    options = {name: value for name, value in case.arguments.items() if name != "output"}
     cut = tuple(slice(0, size) if i in axes else slice(None) for i in range(len(case.shape)))
-    exact = getattr(scipys, case.function)(x[wide].astype(np.float64), **told)[cut]
+    exact = getattr(scipys, case.function)(x[wide].astype(np.float64), **options)[cut]
     if made.dtype.kind in "iu":
         return float(np.abs(np.clip(np.rint(exact), 0, 255) - made[near]).max())
     return float(np.abs(exact - made[near]).max() / np.abs(exact).max())
@@ -186,17 +186,17 @@ def _on_gpu(case: Case, peer: Any) -> Row:
     cupy = require("cupy")
     there = cupy.asarray(x)
     dtype = case.arguments.get("output", case.dtype)
-    told = {name: value for name, value in case.arguments.items() if name != "output"}
+    options = {name: value for name, value in case.arguments.items() if name != "output"}
     out = [cupy.empty(case.shape, dtype) for _ in range(2)]
-    theirs_told = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in told.items()}
+    of_theirs = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
     start = time.perf_counter()
-    getattr(ndimage, case.function)(there, output=out[0], **told)
+    getattr(ndimage, case.function)(there, output=out[0], **options)
     cupy.cuda.get_current_stream().synchronize()
     row.first = (time.perf_counter() - start) * 1e6
     row.error = _error(case, x, out[0].get())
-    ways = [lambda: getattr(ndimage, case.function)(there, output=out[0], **told)]
+    ways = [lambda: getattr(ndimage, case.function)(there, output=out[0], **options)]
     if peer is not None:
-        ways.append(lambda: getattr(peer, case.function)(there, output=out[1], **theirs_told))
+        ways.append(lambda: getattr(peer, case.function)(there, output=out[1], **of_theirs))
     times = _replayed(cupy, ways)
     row.ours, row.theirs = times[0], times[1] if peer is not None else None
     start = time.perf_counter()
@@ -256,8 +256,8 @@ def _host_to_host(case: Case, x: np.ndarray, peer: Any, row: Row) -> Row:
     del made
     ways = [lambda: getattr(ndimage, case.function)(locked, **case.arguments)]
     if peer is not None and cupy is not None:
-        told = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in case.arguments.items()}
-        ways.append(lambda: cupy.asnumpy(getattr(peer, case.function)(cupy.asarray(locked), **told)))
+        options = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in case.arguments.items()}
+        ways.append(lambda: cupy.asnumpy(getattr(peer, case.function)(cupy.asarray(locked), **options)))
     ways.append(lambda: getattr(ndimage, case.function)(x, **case.arguments))
     times: list[list[float]] = [[] for _ in ways]
     for way in ways:

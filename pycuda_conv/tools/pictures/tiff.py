@@ -229,17 +229,17 @@ def _write(path: Path, data: np.ndarray, rgb: bool, metadata: Any, notes: Notes,
     if metadata is not None and "imagej" in options:
         for name in ("compression", "predictor", "tile", "software", "datetime"):
             options.pop(name, None)
-    told = {"photometric": "rgb" if rgb else "minisblack", "metadata": metadata, "extratags": list(notes.extratags), "software": False}
-    told |= options
+    written = {"photometric": "rgb" if rgb else "minisblack", "metadata": metadata, "extratags": list(notes.extratags), "software": False}
+    written |= options
     try:
-        library.imwrite(path, data, **told)
+        library.imwrite(path, data, **written)
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        if "compression" not in told:
+        if "compression" not in written:
             raise
         said.append(f"it is written without compression: {error}")
         for name in ("compression", "predictor"):
-            told.pop(name, None)
-        library.imwrite(path, data, **told)
+            written.pop(name, None)
+        library.imwrite(path, data, **written)
 
 
 def stack_options(path: str, axes: str | None, dtype: np.dtype, same_grid: bool) -> tuple[dict[str, Any], list[str]]:

@@ -53,6 +53,9 @@ def convolve(settings: Settings) -> str:
     if settings.devices is None and settings.scheduler is None:
         named_device(settings.device)
     y = work.result
+    if kind == "tiff" and y.dtype.kind == "b":
+        print(f"{settings.output}: a stack in TIFF has no bool, and holds 0 and 1 as uint8", file=sys.stderr)
+        y = y.astype(np.uint8)
     if kind == "zarr":
         y = y.rechunk(tuple(chunks[0] for chunks in y.chunks))
     target = Target(output, str(settings.output), kind, y.shape, y.dtype, work.chunks, work.axes, zarr_format=source.zarr_format)
@@ -84,7 +87,7 @@ def _fingerprint(settings: Settings, source: Source, y: Any) -> dict[str, Any]:
         "bias": None if settings.bias is None else content(settings.bias), "stride": settings.stride, "padding": settings.padding,
         "dilation": settings.dilation, "groups": settings.groups, "transposed": settings.transposed,
         "output_padding": settings.output_padding, "precision": settings.precision, "algorithm": settings.algorithm,
-        "chunks": y.chunks, "activation": settings.activation,
+        "chunks": y.chunks, "activation": settings.activation, "border": settings.border, "result_dtype": settings.dtype,
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from pycuda_conv.ndimage.taps import gaussian
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import default_backend
 from pycuda_conv.tools.files import FILTERS, Settings, common_dtype, exactly, filter_file, named_number, pairs, read_array, refusals
@@ -98,13 +99,23 @@ def _check_units(source: Source, weight: np.ndarray) -> None:
 def _filters(settings: Settings, source: Source) -> tuple[np.ndarray, np.ndarray | None]:
     """The filter, by name or from its file, and the bias."""
     bias = None if settings.bias is None else np.array(read_array(settings.bias))
-    if named_number(settings.filter) is not None:
-        raise ToolError(f"the filter {settings.filter!r} is for pictures, and {source.place} is an array of {len(source.shape)} axes")
-    if settings.filter not in FILTERS:
+    number = named_number(settings.filter)
+    if number is None and settings.filter not in FILTERS:
         return filter_file(settings.filter), bias
     if source.axes is None:
         raise ToolError(f"the filter {settings.filter!r} needs to know the axes of {source.place}: name them, as in --axes zyx")
+    if number is not None:
+        return _numbered(*number, 3 if "z" in source.axes else 2), bias
     return volume_filter(settings.filter) if "z" in source.axes else FILTERS[settings.filter], bias
+
+
+def _numbered(name: str, number: float | int, rank: int) -> np.ndarray:
+    """A Gaussian of that sigma, or a box of that size, along all axes of space."""
+    taps = gaussian(number, 0, int(4 * number + 0.5)) if name == "gaussian" else np.full(int(number), 1 / number)
+    made = taps
+    for _ in range(rank - 1):
+        made = np.multiply.outer(made, taps)
+    return made
 
 
 def _graph(
@@ -149,8 +160,11 @@ def _graph(
     if "c" in found and "c" not in wanted:  # the filter added an axis of channels
         wanted = wanted.replace(space[0], "c" + space[0], 1)
     y = y.transpose([found.index(letter) for letter in wanted])
-    if alone and source.dtype.kind in "iub":
-        y = y.map_blocks(_rounded, source.dtype, dtype=source.dtype, meta=np.empty((0,) * y.ndim, source.dtype))
+    wanted_dtype = np.dtype(settings.dtype) if settings.dtype is not None else source.dtype if alone else y.dtype
+    if wanted_dtype.kind == "f":
+        y = y.astype(wanted_dtype)
+    else:
+        y = y.map_blocks(_rounded, wanted_dtype, dtype=wanted_dtype, meta=np.empty((0,) * y.ndim, wanted_dtype))
     near = dict(zip(axes, source.chunks, strict=True)) if source.kind != "npy" else dict.fromkeys(axes, 128)
     chunks = tuple(_stored(y.chunks[i], near.get(letter, y.shape[i])) for i, letter in enumerate(wanted))
     places = dict(zip(space, [_place(problem, axis) for axis in range(3 - rank, 3)], strict=True))
