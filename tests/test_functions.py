@@ -380,7 +380,7 @@ class Recorder:
         self.plan = SimpleNamespace(
             problem=problem, device=self, order=None, result_shape=problem.result_shape, result_bytes=4 * torch.Size(problem.result_shape).numel(),
             operand_bytes=[a.nbytes for a in arrays] + [0, 0], workspace_bytes=0, empty=False, launch=self._launch,
-            schedule=SimpleNamespace(workspace_bytes=0), reads_filter_last=False, filter_order=None, weight_order=None, result_order=None,
+            schedule=SimpleNamespace(workspace_bytes=0), reads_filter_last=False, new_dtype=None, filter_order=None, weight_order=None, result_order=None,
             lays_filter_last=lambda kind, out: False,
         )  # fmt: skip
         self._case = case
