@@ -707,7 +707,7 @@ BROKEN = [  # (what is run, what the kernel's text has, what stands there instea
     (DENSE_RUN, "x + 2 * k,", "x + 2 * (k ^ 1),", "elements differ"),
     (DENSE_RUN, "x_s = s * (int)shape.dilation_w;", "x_s = r * (int)shape.dilation_w;", "elements differ"),
     (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "writes .* bytes at .* of buffer 3, which has"),
-    (WIDE_RUN, "if (there[half] && real) store_word", "if (real) store_word", "writes 4 bytes at -.* of buffer 3, which has"),
+    (WIDE_RUN, "if (places.there[half] && places.real(shape, base)) store_word", "if (places.real(shape, base)) store_word", "writes 4 bytes at -.* of buffer 3, which has"),
     (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
     (STORE_RUN, "  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),
     (JOIN_RUN, "== (unsigned)shape.splits - 1;", "== 0;", "elements differ"),
