@@ -239,7 +239,7 @@ class Arrays:
         self.gpuarray, self.problem = importlib.import_module("pycuda.gpuarray"), problem
         rng = np.random.default_rng(seed)
         shapes, orders = problem.operand_shapes, (problem.order, problem.weight_order, None, None, problem.order)
-        host = [None if s is None else rng.standard_normal(s).astype(problem.dtype) for s in shapes]
+        host = [None if s is None else (9 * rng.random(s)).astype(dtype) for s, dtype in zip(shapes, problem.operand_dtypes, strict=True)]
         self.operands = [self.laid_out(a, order) for a, order in zip(host, orders, strict=True)]
 
     def laid_out(self, array, order):
@@ -252,7 +252,9 @@ class Arrays:
         return self.gpuarray.GPUArray(tuple(shape), turned.dtype, base=turned, gpudata=turned.gpudata, strides=tuple(strides))
 
     def out(self):
-        return self.laid_out(np.full(self.problem.result_shape, np.nan).astype(self.problem.dtype), self.problem.result_order)
+        dtype = np.dtype(self.problem.result_dtype or self.problem.dtype)
+        poison = np.nan if dtype.kind not in "iub" else 1
+        return self.laid_out(np.full(self.problem.result_shape, poison).astype(dtype), self.problem.result_order)
 
     def kernels(self, plan, out, **more):
         x, w, b, s, r = self.operands

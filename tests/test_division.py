@@ -69,6 +69,7 @@ def test_cuda_divides_so(monkeypatch):
     from pycuda_conv.runtime import base, cuda_device
 
     monkeypatch.setattr(base, "_text", lambda file: TEXT)
+    monkeypatch.setattr(base, "shown_file", lambda name: f"cu/{name}.cu")
     device = cuda_device(0)
     for d in DIVISORS:
         n = numbers(d)

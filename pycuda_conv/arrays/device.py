@@ -85,8 +85,9 @@ class DeviceKind(ArrayKind):
         return own
 
     def converted(self, array: Any, dtype: str) -> Any:
-        given, shape = self.dtype_name(self.signature(array)[1]), tuple(array.shape)
-        device: Any = self.device(self.signature(array), None)
+        signature = self.signature(array)
+        given, shape = self.dtype_name(signature[1]), tuple(signature[0])
+        device: Any = self.device(signature, None)
         with device.current():
             dense = self.as_kernel_input(array, None)
             made = self.empty(shape, array, device, None, dtype)

@@ -48,7 +48,10 @@ DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _CONV = "input", "weight", "bias", "stride", "padding", "dilation", "groups"
 _TRANSPOSED = "input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation"
 _EITHER = "input", "weight", "bias", "stride", "padding", "dilation", "transposed", "output_padding", "groups"
-_OURS = "input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune", "algorithm"
+_OURS = (
+    "input", "weight", "bias", "size", "stride", "padding", "dilation", "groups", "precision", "device", "tune", "algorithm",
+    "padding_mode", "padding_value",
+)  # fmt: skip
 #: The number of spatial axes, where the name tells it, and the names of the arguments.
 CONVOLUTIONS: dict[Any, tuple[int | None, tuple[str, ...]]] = {
     torch.convolution: (None, _EITHER), aten.convolution.default: (None, _EITHER),
@@ -533,6 +536,8 @@ class Rewrite:
             padding = tuple(zip(padding[::2], padding[1::2], strict=True))
             if given["device"] is not None or given["tune"] or given.get("algorithm") is not None:
                 return "it asks for a device, for an algorithm or to be tuned"
+            if given["padding_mode"]:
+                return "it reads a border of the image's own pixels itself"
         elif names is _EITHER:
             transposed = bool(given["transposed"])
         try:
