@@ -44,7 +44,7 @@ def test_importing_needs_no_gpu_library_and_imports_none(python_env):
 
 def test_every_module_imports_without_gpu_libraries(python_env):
     paths = [p.relative_to(ROOT) for p in (ROOT / "pycuda_conv").rglob("*.py") if p.stem != "__main__"]
-    absent = {"nn", "tensors", "torch_internals"} | ({"dask"} if find_spec("dask") is None else set())  # which are for torch and for dask
+    absent = {"nn", "tensors", "torch_internals", "gradients"} | ({"dask"} if find_spec("dask") is None else set())  # which are for torch and for dask
     modules = [".".join(p.with_suffix("").parts) for p in paths if absent.isdisjoint(p.with_suffix("").parts)]
     code = BLOCK + f"import importlib\nfor name in {modules!r}: importlib.import_module(name.removesuffix('.__init__'))"
     python(code, python_env)

@@ -304,7 +304,7 @@ def test_an_interrupted_picture_leaves_nothing(command, opencl, monkeypatch):
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "write_picture", write)
+    monkeypatch.setattr(run.pictures, "write", write)
     assert command("run", "--filter", "blur", "a.png", "b.png", "--device", "opencl") == (INTERRUPTED, "", "interrupted\n")
     assert names() == ["a.png"]
 

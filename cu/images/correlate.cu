@@ -1,4 +1,4 @@
-// images/correlate.cu: a filter of up to three axes over images or volumes of one channel.
+// correlate.cu: a filter of up to three axes over images or volumes of one channel.
 //
 //   y[n, o, p, q] = sum over t,r,s of f[t, r, s] * x[n, o + t - pad_d, p + r - pad_h, q + s - pad_w]
 //

@@ -1,4 +1,4 @@
-// images/separable.cu: a filter along rows and then one along columns, of images, in one launch.
+// separable.cu: a filter along rows and then one along columns, of images, in one launch.
 //
 //   y[n, p, q] = sum over r of f_h[r] * (sum over s of f_w[s] * x[n, p + r - pad_h, q + s - pad_w])
 //
@@ -12,8 +12,8 @@
 //          On OpenCL a block is one work-item, which has four vectors of neighbours of a row at a time.
 // Memory   shared: the window, halo_p x pitch; its filtered rows, halo_p x wide; the filters, f_h and then f_w.
 //
-// Boxes    With equal taps, on OpenCL, sums of 2, 4, 8, ... neighbours are made one of the other, and those that make up the filter are added: 2 log2(taps) additions
-//          instead of one for each tap. Memory then holds a tile of sums more.
+// Boxes    With equal taps, on OpenCL, sums of 2, 4, 8, ... neighbours are made one of the other, and those that make up the filter are added:
+//          2 log2(taps) additions instead of one for each tap. Memory then holds a tile of sums more.
 //
 // By hand: nvcc -cubin -I cu cu/images/separable.cu
 #include "images/window.cuh"

@@ -9,6 +9,7 @@
 // Sides    core/border.cuh says in which numbers a side goes on. Each side of each axis has its own.
 // Layout   x [outer][d][h][w][inner]: inner is 1 for NCHW, and the channels for channels last.
 // Mapping  border_copy: thread -> EACH neighbours of wide, 16 bytes or 32, which it stores at once; border_fold and border_round: one element.
+// Memory   no shared memory: neighbours of wide are neighbours of x but at the rims, where lines are read from L1 once more.
 // Sums     border_fold adds a pixel's own place first. Then come, axis by axis from the outermost, the places before it and behind it, the nearest of each
 //          of a side's two families first: always in the same order.
 //
