@@ -83,7 +83,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_separable(const GLOBAL_MEM in_t* RE
           for (int i = 0; i < 4; ++i) STORE_LANES(sums[i], i, across + down * wide + q);
         } else if (down < rows) {
           for (int i = 0; i < 4; ++i)
-            if (q + LANES * i < columns) store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q + LANES * i, columns - q - LANES * i, sums[i]);
+            if (q + LANES * i < columns)
+              store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q + LANES * i, columns - q - LANES * i, sums[i]);
         }
       }
   }
@@ -99,7 +100,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_separable(const GLOBAL_MEM in_t* RE
         lanes_t sums[4] = NO_SUMS;
         ADD_PRODUCTS(sums, across + down * wide + q, wide, taps, 1, taps_h, 0)
         for (int i = 0; i < 4; ++i)
-          if (q + LANES * i < columns) store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q + LANES * i, columns - q - LANES * i, sums[i]);
+          if (q + LANES * i < columns)
+            store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q + LANES * i, columns - q - LANES * i, sums[i]);
       }
 #else
   local_barrier();
