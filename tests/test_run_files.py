@@ -89,17 +89,17 @@ def test_what_is_refused(command, arguments, words):
 
 
 def test_ctrl_c_tells_what_is_done(command, monkeypatch):
-    import pycuda_conv
+    from pycuda_conv.tools.pictures import filtering
 
-    convolve, calls = pycuda_conv.conv2d, []
+    filtered, calls = filtering.filtered, []
 
-    def conv2d(*arguments, **options):
+    def interrupted(*arguments):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return convolve(*arguments, **options)
+        return filtered(*arguments)
 
-    monkeypatch.setattr(pycuda_conv, "conv2d", conv2d)
+    monkeypatch.setattr(filtering, "filtered", interrupted)
     status, _, err = command("a.png", "b.png", "in/c.png", "made")
     assert (status, err) == (130, "interrupted; 1 of 3 files are done; the same command with --resume does the others\n")
     assert pictures("made") == ["a.png"]
