@@ -17,6 +17,7 @@ from pycuda_conv import ConvProblem, Plan, background, engines
 from pycuda_conv import plan as plan_module
 from pycuda_conv.engines.direct import direct, patch_wgrad
 from pycuda_conv.engines.direct import gemm as direct_gemm
+from pycuda_conv.engines.direct.configs import tiles_of
 from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.engines.nn.batch_norm import Pixels
@@ -134,7 +135,7 @@ def test_depthwise_layers_share_the_texts_of_few_tiles(taps):
     for n, size in sizes(60):
         problem = ConvProblem.forward(2, (n, 32, *size), (32, 1, *taps), groups=32, padding=tuple(t // 2 for t in taps))
         found |= texts(problem, direct.choose(problem, GPU)[1])
-    assert len(found) <= len(direct.TILES)
+    assert len(found) <= len(tiles_of(GPU))
 
 
 LAYERS_OF_ALL_KINDS = [
@@ -154,7 +155,7 @@ def test_kernels_that_know_a_layer_do_not_know_its_sizes(rank, c, k, taps, optio
         if of != "fprop":
             problem = ConvProblem.gradient(of, rank, *shapes, problem.result_shape, **options)
         config = {"fprop": direct.Batched(), "input": direct.Dgrad(), "weight": direct.Wgrad(TAPS=5, SLICES=min(n, 2))}[of]
-        configs = [config, *(direct.TILES if of == "fprop" and c == options.get("groups") else ())]
+        configs = [config, *(tiles_of(GPU) if of == "fprop" and c == options.get("groups") else ())]
         for one in configs:
             if direct.refusal(problem.launched, one) is None:
                 found.setdefault(replace(one, SLICES=1) if of == "weight" else one, set()).add(

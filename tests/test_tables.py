@@ -16,6 +16,7 @@ from pycuda_conv.engines.hopper.gemm import ImplicitGemm
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools import ablation, bench, choices, info, kernels, models, report, suite, terminal, training, tune, verify
 from pycuda_conv.tools.benchmarks import coldbench, hostbench, hostcost, loopbench
+from pycuda_conv.tools.pictures import bench as picture_bench
 
 pytest.importorskip("rich", reason="the tables are drawn by rich")
 cell_len = pytest.importorskip("rich.cells").cell_len
@@ -81,6 +82,8 @@ def of_others():
     row = "depthwise_planes, depthwise_nhwc", "12,345", "1.35", "+0.12%", "+123.4%", "depthwise, gradient by weight", "123", "4", "5", "stays: +0.12% of all families"
     out.print(terminal.table("Engines of sm_90a by their models, 9,600 problems, seed 0", ablation.COLUMNS, [row, row], left=ablation.COLUMNS[:1]))
     case = models.Case("trained", "efficientnet_v2_s", 128, "bf16-nhwc")
+    jobs = picture_bench.Row("gaussian_filter, sigma 3, 2160 x 3840 of uint8", 123456.7, 1e6, 12.3, 1e7, 1.2e-7), picture_bench.Row("sobel")
+    out.print(terminal.table("ratio = theirs / ours, above 1 ours is faster", picture_bench.COLUMNS, [job.cells() for job in jobs], left=("job",)))
     for kind in models.ROWS.values():
         out.print(models.row_table([kind(case), kind(case, "failed: the reason")]))
     training._print(out, [training.Row("gradient by weight", str(LONG), "fp32", 12345.6, 23456.7, 1.0, 1e-7, 1e-7, str(CONFIG)), training.Row("conv + bn", "x", "tf32", verdict="WRONG")])
@@ -103,7 +106,8 @@ def of_lists():
 PRINTERS = {f.__name__.removeprefix("of_"): f for f in (of_tune, of_info, of_info_with_gpus, of_verify, of_bench, of_others, of_kernels, of_lists)}
 #: By module, the calls of `table` that the functions above lead to: a new one needs a line there.
 CALLS = {
-    "ablation": 1, "bench": 2, "choices": 1, "coldbench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "loopbench": 2, "model_rows": 1, "report": 1, "training": 1, "tune": 1, "verify": 1,
+    "ablation": 1, "bench": 2, "choices": 1, "coldbench": 1, "hostbench": 2, "hostcost": 2, "info": 3, "kernels": 1, "loopbench": 2, "model_rows": 1, "pictures.bench": 1,
+    "report": 1, "training": 1, "tune": 1, "verify": 1,
 }  # fmt: skip
 
 
@@ -112,7 +116,7 @@ def test_every_table_is_tried_here():
     for path in Path(terminal.__file__).parent.rglob("*.py"):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("table", "Table")]
         if calls and path.stem != "terminal":
-            found[path.stem] = len(calls)
+            found[path.stem if path.parent.name != "pictures" else f"pictures.{path.stem}"] = len(calls)  # there are two files named bench
     assert found == CALLS
 
 
