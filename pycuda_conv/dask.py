@@ -336,9 +336,10 @@ def convolve(call: Call, operands: Operands, out: Any, stream: Any, place: Chunk
     names = *call.operand_names, *Operands._fields[2:]
     x = _checked(names[0], operands.input, call.ndim)
     operands = operands._replace(input=x)
+    _check_kinds(names, *operands)
     dtypes = [None if one is None else LAZY.dtype_name(np.dtype(one.dtype)) for one in operands]
     operands = call.of_one_type(operands, dtypes, lambda array, dtype: array.astype(numpy_dtype(dtype)), LAZY.conversion)
-    _check_dtypes(names, *operands)
+    check_same_type(LAZY, *map(_signature, operands), names=names)
     problem = dispatch.problem_of(call, LAZY, [_signature(a) for a in operands], in_chunks=True)
     lead = x.ndim - call.ndim - 1
     if call.function == "weight":
@@ -559,8 +560,8 @@ def _checked(name: str, array: Any, ndim: int) -> Any:
     return _as_dask(array)
 
 
-def _check_dtypes(names: Sequence[str], x: Any, *others: Any) -> None:
-    """Refuse arrays whose kinds or types don't go together."""
+def _check_kinds(names: Sequence[str], x: Any, *others: Any) -> None:
+    """Refuse arrays whose kinds don't go together."""
     own = kind_of(names[0], x._meta)
     for name, array in zip(names[1:], others, strict=False):
         if array is not None:
@@ -569,7 +570,6 @@ def _check_dtypes(names: Sequence[str], x: Any, *others: Any) -> None:
                 raise TypeError(f"{names[0]} has chunks of {own.name} but {name} is of {kind.name}; pass arrays of one kind")
     if not isinstance(own, NumpyKind | CupyKind):
         raise TypeError(f"{names[0]} must have chunks of numpy.ndarray or cupy.ndarray, but they are of {own.name}")
-    check_same_type(LAZY, _signature(x), *map(_signature, others), names=names)
 
 
 def _check_channel_chunks(x: Any, lead: int, per_group: int, grouped: bool) -> None:

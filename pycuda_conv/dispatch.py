@@ -22,7 +22,7 @@ from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.memo import remember_plans
 from pycuda_conv.plan import Plan, as_called, cached_plan
 from pycuda_conv.problem import ConvProblem, channels_last
-from pycuda_conv.runtime import cuda_device, device_count, get_device, pycuda_device
+from pycuda_conv.runtime import contexts, cuda_device, device_count, get_device, pycuda_device
 
 #: Modules that take calls over: "torch" records them, "autocast" casts their tensors, "dask" divides them into chunks. They import
 #: this module, so :mod:`pycuda_conv.handlers` puts here how each is imported when a call needs it.
@@ -113,7 +113,10 @@ def _typed(call: Call, kind: ArrayKind, arrays: Operands, out: Any) -> tuple[Cal
     names = *call.operand_names, *Operands._fields[2:]
     signatures = kind.signatures(arrays, names)
     dtypes = [None if one is None else kind.dtype_name(one[1]) for one in signatures]
-    written = None if out is None else kind.dtype_name(kind.signature(out)[1])
+    try:
+        written = None if out is None else kind.dtype_name(kind.signature(out)[1])
+    except contexts.NotCurrent as error:
+        raise contexts.NotCurrent(error.template, "out") from None
     if call.dtype is None and written in INTEGER_BYTES:
         call = call._replace(dtype=written)
     typed = call.of_one_type(arrays, dtypes, kind.converted, kind.conversion)

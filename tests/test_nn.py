@@ -332,7 +332,8 @@ def test_torch_s_samples_of_the_modules(where, name):
 def test_arguments_are_torch_s():
     for name in NAMES:
         theirs, ours = (list(inspect.signature(getattr(of, name)).parameters.values()) for of in (torch.nn, pn))
-        *first, precision, algorithm = ours
+        *first, precision, algorithm, invariant = ours
+        assert (invariant.name, invariant.default, invariant.kind) == ("batch_invariant", False, invariant.KEYWORD_ONLY)
         assert (algorithm.name, algorithm.default, algorithm.kind) == ("algorithm", None, algorithm.KEYWORD_ONLY)
         assert [(p.name, p.default, p.kind) for p in first] == [(p.name, p.default, p.kind) for p in theirs]
         assert (precision.name, precision.default, precision.kind) == ("precision", "fp32", precision.KEYWORD_ONLY)

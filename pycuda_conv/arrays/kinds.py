@@ -142,9 +142,12 @@ def same_kind(operands: Operands, out: Any = None, names: tuple[str, str] = ("in
         return seen
     if any(is_torchs(a) and not _is_tensor(a) for a in (*operands, out)):
         return STAND_IN
-    if any(map(_is_lazy, (*operands, out))):
-        return LAZY
     first, second = names
+    if any(map(_is_lazy, (*operands, out))):
+        for name, array in ((second, weight), ("bias", bias), ("scale", scale), ("residual", residual)):
+            if array is not None or name == second:
+                kind_of(name, array)
+        return LAZY
     kind = kind_of(first, input)
     for name, array in ((second, weight), ("bias", bias), ("scale", scale), ("residual", residual), ("out", out)):
         if array is not None or name == second:
