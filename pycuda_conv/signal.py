@@ -50,8 +50,7 @@ def convolve(in1: Any, in2: Any, mode: str = "full", method: str = "auto", *, de
     ValueError
         An unknown mode or method, arrays of different ranks, or, with ``"valid"``, none at least as large as the other along each axis.
     """
-    if method not in ("auto", "direct", "fft"):
-        raise ValueError(f"Acceptable method flags are 'auto', 'direct', or 'fft', got {method!r}")
+    _check_method(method)
     return _both(in1, in2, mode, False, "constant", 0.0, device, stream)
 
 
@@ -72,8 +71,7 @@ def correlate(in1: Any, in2: Any, mode: str = "full", method: str = "auto", *, d
     ValueError
         As for :func:`convolve`.
     """
-    if method not in ("auto", "direct", "fft"):
-        raise ValueError(f"Acceptable method flags are 'auto', 'direct', or 'fft', got {method!r}")
+    _check_method(method)
     return _both(in1, in2, mode, True, "constant", 0.0, device, stream)
 
 
@@ -172,6 +170,11 @@ def oaconvolve(in1: Any, in2: Any, mode: str = "full", axes: Any = None, *, devi
 
 
 # ---- what they share
+
+
+def _check_method(method: Any) -> None:
+    if method not in ("auto", "direct", "fft"):
+        raise ValueError(f"Acceptable method flags are 'auto', 'direct', or 'fft', got {method!r}")
 
 
 def _mode(mode: Any) -> None:
