@@ -100,6 +100,8 @@ def _rewrite_convolution(rewrite: Rewrite, convolution: Node, grad: bool) -> str
             if takes and rewrite.reaches(chain, node):
                 chain.activation = activation
                 chain.nodes.append(node)
+        elif not training and not gradient:
+            rewrite.take_late_activation(chain, node)
     chain.gradient, chain.training = gradient, training
     options = options._replace(activation=chain.activation)
     for front in fronts.FRONTS:
@@ -109,8 +111,10 @@ def _rewrite_convolution(rewrite: Rewrite, convolution: Node, grad: bool) -> str
         return "torch's result is neither in C order nor channels last"
     why = chain.why or _why_alone(rewrite, convolution, gradient)
     _write(rewrite, chain, options, turned, grad)
-    steps = tuple(dict.fromkeys(name_of(n) for n in chain.nodes))
-    if len(chain.nodes) > 1:
+    late = () if chain.late is None else (chain.late,)
+    steps = tuple(dict.fromkeys(name_of(n) for n in (*chain.nodes, *late)))
+    rewrite.drop_late(chain)
+    if len(chain.nodes) > 1 or late:
         rewrite.found.fused.append(steps)
     else:
         rewrite.found.alone.append((steps[0], why))
