@@ -194,7 +194,7 @@ def mentioning(names: Sequence[str]) -> list[str]:
     for engine in registry.ENGINES:
         for architecture in ("sm_90a", "sm_80", "opencl"):
             device = device_of(architecture)
-            if engine.unsupported(device) is None and {family.file for family in engine.texts(device)} & set(names):
+            if engine.unsupported(device) is None and {family.file for family in engine.variants(device)} & set(names):
                 words |= {cls.__name__ for cls in engine.CONFIGS}
     if {family.file for family in families("opencl")} & set(names):
         words.add("device")  # tests of a device run the planner's choice

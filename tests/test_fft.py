@@ -484,7 +484,7 @@ def test_a_long_line_is_chosen_for():
 
 
 def test_launches_of_planes_and_of_the_planner_s_lines_are_on_the_closed_list_of_texts():
-    texts = registry.texts(H200)
+    texts = registry.variants(H200)
     for case in CASES:
         for dtype in DTYPES:
             for tile in fft._tiles(case.problem(dtype, algorithm="fft")):

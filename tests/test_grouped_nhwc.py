@@ -214,7 +214,7 @@ def test_older_gpus_do_not_have_it():
 def test_the_choice_is_legal_and_its_texts_are_listed(architecture):
     """Of random grouped layers: what is chosen, and each candidate's launches; a planner that is asked seldom has fewer than a hundred."""
     device, r, met = Target(architecture), random.Random(3), 0
-    listed = list(gn.texts(device))
+    listed = list(gn.variants(device))
     for _ in range(12):
         layer = families.layer(r, "grouped")
         for direction, kind in (("fprop", ("float16", "fp32", "NHWC")), ("dgrad", ("bfloat16", "fp32", "NHWC")), ("fprop", ("float32", "tf32", "NHWC"))):

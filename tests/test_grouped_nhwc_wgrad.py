@@ -58,7 +58,7 @@ def test_the_kernel_computes_the_gradient(case, dtype, config):
 
 def test_every_kind_is_among_them():
     launches = [step for case, dtype, config in RUNS for steps in gw.schedule(case.problem(dtype).launched, config, H200).whole for step in steps]
-    listed = {tuple(sorted(d.items())) for family in gw.texts(H200) for d in family}
+    listed = {tuple(sorted(d.items())) for family in gw.variants(H200) for d in family}
     assert {tuple(sorted(step.defines.items())) for step in launches if step.kernel == "grouped_nhwc_wgrad"} == listed
     told = [struct for step in launches for struct in step.structs if step.kernel == "grouped_nhwc_wgrad"]
     for name, least in (("steps", {1, 2, 3, 4}), ("beside", {1, 2, 4}), ("tap_blocks", {1, 3}), ("unit_groups", {1, 2, 4})):

@@ -178,7 +178,7 @@ def test_buffers_that_are_transposed_lie_in_the_workspace():
 
 
 def test_it_is_chosen_where_it_pays_and_its_texts_are_listed():
-    listed, r, chosen = list(vn.texts(H200)), random.Random(7), 0
+    listed, r, chosen = list(vn.variants(H200)), random.Random(7), 0
     for family, _ in product(("dense 3x3", "grouped", "audio", "volume", "odd"), range(4)):
         try:
             problem = families.problem(families.layer(r, family), r.choice(("dgrad", "wgrad")), "float16", "fp32", "NCHW").launched

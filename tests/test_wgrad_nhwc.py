@@ -270,7 +270,7 @@ def test_other_gpus_do_not_have_it():
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of every family: what is chosen, and a candidate's launches."""
-    listed, r, met = [*wn.texts(H200)], random.Random(3), 0
+    listed, r, met = [*wn.variants(H200)], random.Random(3), 0
     for family in ("dense 3x3", "dense 1x1", "small batch", "grouped", "volume", "odd"):
         for _ in range(8):
             try:
@@ -482,7 +482,7 @@ def check_choices(engine, device, problems, every: int, most: int) -> int:
 
     How many of the problems have candidates, of which there are fewer than `most`.
     """
-    met, listed = 0, list(engine.texts(device))
+    met, listed = 0, list(engine.variants(device))
     for problem in problems:
         found = list(engine.configs(problem, device))
         assert len(set(found)) < most

@@ -15,13 +15,13 @@ from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Bordered", "adapts", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Bordered", "adapts", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Bordered(Config):
 CONFIGS = (Bordered,)
 LAYOUTS = "NCHW", "NHWC", "CNHW", "CHWN"
 TENSOR_CORES = True
-MOST_TEXTS = border_copy.MOST_TEXTS
+MOST_VARIANTS = border_copy.MOST_VARIANTS
 
 
 def unsupported(device: Device) -> str | None:
@@ -123,9 +123,9 @@ def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
     return inner_sum_order(_inner(problem), config.INNER) or config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
-    yield from border_copy.texts()
+    yield from border_copy.variants()
 
 
 # ---- the choice

@@ -17,13 +17,13 @@ from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 THREADS = 256  # of a block of columns_add.cu
@@ -39,7 +39,7 @@ class Columns(Config):
 CONFIGS = (Columns,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 4}
+MOST_VARIANTS = {"cuda": 4}
 
 
 def unsupported(device: Device) -> str | None:
@@ -112,7 +112,7 @@ def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments
     )
 
 
-def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLaunch:
+def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> KernelLaunch:
     """The launch that adds the columns. With `filter_last` the channels of a tap are neighbours in them, else the taps of a channel."""
     (_, h, w), taps = problem.result_size, _taps(problem)
     read, channels = math.prod(problem.output_size), problem.C
@@ -143,9 +143,9 @@ def sum_order(problem: ConvProblem, config: Columns) -> Hashable:
     return inner_sum_order(_product(problem), config.INNER) or config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
-    yield TextFamily("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
+    yield VariantSet("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
 
 
 # ---- the choice

@@ -10,7 +10,7 @@ from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.schedule import Buffer
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch, TensorMap
 
 
 def parsed(text: str) -> Config | None:
@@ -58,7 +58,7 @@ def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, in
         to, start = places.get(Buffer(buffer), (buffer, 0))
         return to, start + offset
 
-    def of_buffer(one: Place) -> Place:
+    def of_buffer(one: BufferSlice) -> BufferSlice:
         at, offset = place(*one) if isinstance(one, tuple) else place(one, 0)
         return (at, offset) if offset else at
 

@@ -18,13 +18,13 @@ from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.hopper import common as hopper
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
@@ -47,7 +47,7 @@ CONFIGS = (ViaNhwc, ViaNchw)
 TRANSPOSED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
 LAYOUTS = tuple(TRANSPOSED)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 2}
+MOST_VARIANTS = {"cuda": 2}
 
 unsupported = hopper.unsupported
 
@@ -154,7 +154,7 @@ class _Transposition:
             rate = WIDE if self._wide == self._vector * self.itemsize == 16 else NARROW
         return BEGIN + 2 * max(self.nbytes, EMPTY * self.tiles * TILE_BYTES) / rate
 
-    def launch(self, source: Place, target: Place) -> KernelLaunch:
+    def launch(self, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
         size = self.itemsize
         row_bits, columns = self._tile
         args = arguments(
@@ -256,9 +256,9 @@ def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     return inner_sum_order(_transposed(problem), config.INNER) or config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each size of elements."""
-    yield TextFamily("via_nhwc", {"BYTES": (2, 4)})
+    yield VariantSet("via_nhwc", {"BYTES": (2, 4)})
 
 
 # ---- the choice

@@ -67,13 +67,13 @@ from pycuda_conv.engines.schedule import (
 )
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
@@ -114,7 +114,7 @@ class DenseNhwc(Config):
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 137}
+MOST_VARIANTS = {"cuda": 137}
 
 
 # ---- what runs
@@ -241,7 +241,7 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_momen
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
     parts = layout.parts if layout.moments else None
 
-    def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
+    def products(place: BufferSlice, mn_major: bool) -> list[list[KernelLaunch]]:
         tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
         if tile.STAGES == _max_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
             tile = replace(tile, STAGES=_max_stages(*shape, mn_major and problem.itemsize == 2))
@@ -281,8 +281,8 @@ def _launches(addressings: Sequence[PhaseAddressing]) -> Iterator[Sequence[Phase
 
 
 def _product(
-    problem: ConvProblem, config: DenseNhwc, addressings: Sequence[PhaseAddressing], place: Place, mn_major: bool, multiprocessors: int,
-    parts: Place | None,
+    problem: ConvProblem, config: DenseNhwc, addressings: Sequence[PhaseAddressing], place: BufferSlice, mn_major: bool,
+    multiprocessors: int, parts: BufferSlice | None,
 ) -> KernelLaunch:
     """The launch of some phases. It notes moments if it is given a place for their `parts`."""
     unpacked, _ = _addressed(problem)
@@ -305,7 +305,7 @@ def _product(
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
     }
-    buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
+    buffers: tuple[BufferSlice, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= MOMENTS_COLUMNS:  # the kernel's EMIT_MOMENTS
         buffers += (parts or RESULT,)
     return KernelLaunch(
@@ -315,7 +315,7 @@ def _product(
     )  # fmt: skip
 
 
-def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major: bool, row: int) -> TensorMap:
+def _filter_map(problem: ConvProblem, config: DenseNhwc, place: BufferSlice, mn_major: bool, row: int) -> TensorMap:
     """The filter's map. A box is `row` bytes of k of one tap x a tile's channels, or, MN-major, channels x k."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
@@ -372,7 +372,7 @@ def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
     return config.CLUSTER
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, cluster, type, filter layout, and for one or more phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
         for mn_major, cluster, kind in product((0, 1), clusters, ELEMENTS.values()):
@@ -381,8 +381,8 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": (kind,),
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
-            yield TextFamily("hopper_dense", choices, _is_listed, "sm_90a")
-    yield from transpose_filter.texts()
+            yield VariantSet("hopper_dense", choices, _is_listed, "sm_90a")
+    yield from transpose_filter.variants()
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

@@ -54,13 +54,13 @@ from pycuda_conv.engines.hopper.wgrad_launches import (
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 LEAST_OF_GROUP = 4  # channels of a group, if there are several: with fewer, most products would be thrown away
@@ -80,7 +80,7 @@ FLIPPED_TILES: dict[int, dict[int, tuple[int, ...]]] = {2: {128: (64, 128, 192),
 CONFIGS = (WgradNhwc,)
 LAYOUTS = "CHWN", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 62}
+MOST_VARIANTS = {"cuda": 62}
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -195,7 +195,7 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_momen
     """The launches of `config`, which can run `problem`."""
     scratch, seen = Arena(WORKSPACE), as_seen(problem, config)
     parts = scratch.take(4 * config.SPLIT * part_sums(problem, config)) if config.SPLIT > 1 else None
-    places: dict[int, Place] = {INPUT: INPUT, WEIGHT: WEIGHT}
+    places: dict[int, BufferSlice] = {INPUT: INPUT, WEIGHT: WEIGHT}
     copies = []
     for array, args in channel_copies(seen):
         buffer = array if not config.FLIPPED else WEIGHT if array == INPUT else INPUT
@@ -216,7 +216,9 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_momen
     return Schedule([], whole, whole, scratch.used, 0, filter_last=steps(False))
 
 
-def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts: Place | None, taps_fastest: bool) -> KernelLaunch:
+def _product(
+    problem: ConvProblem, config: WgradNhwc, x: BufferSlice, dy: BufferSlice, parts: BufferSlice | None, taps_fastest: bool
+) -> KernelLaunch:
     """The launch that multiplies: it writes the result, or parts of it."""
     seen = as_seen(problem, config)
     of_columns, of_rows = (dy, x) if config.FLIPPED else (x, dy)
@@ -260,7 +262,7 @@ def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> Any:
     )  # fmt: skip
 
 
-def _maps(problem: ConvProblem, x: Place, dy: Place) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
+def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
     """The arguments that say how loads step through x, and the maps of dy and x, for channels-last arrays."""
     loaded, form, positions = as_loaded(problem), load_form(problem), position_count(problem)
     assert form is not None
@@ -330,7 +332,7 @@ def sum_order(problem: ConvProblem, config: WgradNhwc) -> Hashable:
     return config.FLIPPED, config.SPLIT
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type."""
     for flipped, (size, types) in itertools.product((False, True), ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,)))):
         for rows, widths in (FLIPPED_TILES if flipped else TILES)[size].items():
@@ -341,11 +343,11 @@ def texts(device: Device) -> Iterator[TextFamily]:
                     "TYPE": types, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
                     "FLIPPED": (int(flipped),),
                 }  # fmt: skip
-                yield TextFamily("hopper_wgrad", choices, _is_listed, "sm_90a")
-    yield TextFamily("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
-    yield TextFamily("hopper_wgrad_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
+                yield VariantSet("hopper_wgrad", choices, _is_listed, "sm_90a")
+    yield VariantSet("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
+    yield VariantSet("hopper_wgrad_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
     for size in (2, 4):
-        yield TextFamily("fold_channels", {"BYTES": (size,), "UNIT": tuple(unit for unit in (2, 4, 8, 16) if unit >= size)})
+        yield VariantSet("fold_channels", {"BYTES": (size,), "UNIT": tuple(unit for unit in (2, 4, 8, 16) if unit >= size)})
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

@@ -18,13 +18,13 @@ from pycuda_conv.engines.hopper.common import MOST_SHARED, unsupported
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
@@ -51,7 +51,7 @@ class FewPixels(Config):
 CONFIGS = (FewPixels,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 32}
+MOST_VARIANTS = {"cuda": 32}
 
 
 FewPixelsPhase = kernel_struct("mma_few_pixels", "FewPixelsPhase")
@@ -242,10 +242,10 @@ def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:
     return config.CLUSTER, config.BLOCK_M, tile and tile.phases[0].stage_units
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type and arithmetic, BLOCK_N and CLUSTER."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "BLOCK_N": COLUMNS, "CLUSTER": CLUSTERS, "PHASES": (1, PHASES)}
-    yield TextFamily("mma_few_pixels", choices, _is_listed)
+    yield VariantSet("mma_few_pixels", choices, _is_listed)
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

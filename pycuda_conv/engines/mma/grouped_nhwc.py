@@ -22,13 +22,13 @@ from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupport
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 THREADS = 256
@@ -53,7 +53,7 @@ class GroupedNhwc(Config):
 CONFIGS = (GroupedNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 12}
+MOST_VARIANTS = {"cuda": 12}
 
 
 # ---- what runs
@@ -297,10 +297,10 @@ def sum_order(problem: ConvProblem, config: GroupedNhwc) -> Hashable:
     return GroupedNhwc
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, and for each number of filter rows that share loads."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES)}
-    yield TextFamily("grouped_nhwc", choices, _is_listed)
+    yield VariantSet("grouped_nhwc", choices, _is_listed)
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

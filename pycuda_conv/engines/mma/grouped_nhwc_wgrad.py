@@ -17,13 +17,13 @@ from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupport
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 THREADS, WARPS = 256, 8
@@ -48,7 +48,7 @@ class GroupedWgrad(Config):
 CONFIGS = (GroupedWgrad,)
 LAYOUTS = ("CHWN",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 8}
+MOST_VARIANTS = {"cuda": 8}
 
 
 # ---- what runs
@@ -192,9 +192,9 @@ def sum_order(problem: ConvProblem, config: GroupedWgrad) -> Hashable:
     return config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, for one tap and for several, and for whole sums or parts."""
-    yield TextFamily("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
+    yield VariantSet("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
 
 
 # ---- the choice
