@@ -71,10 +71,10 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Toy] | None:
 
 def schedule(problem: ConvProblem, config: Toy, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    told = ToyArguments(math.prod(problem.result_shape), math.prod(problem.output_size), problem.C)
+    args = ToyArguments(math.prod(problem.result_shape), math.prod(problem.output_size), problem.C)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": config.THREADS}
-    grid = ceil(told.elements, config.THREADS)
-    return Schedule.plain([[KernelLaunch("toy_engine", defines, grid, config.THREADS, (INPUT, WEIGHT, RESULT), (), arguments=told)]])
+    grid = ceil(args.elements, config.THREADS)
+    return Schedule.plain([[KernelLaunch("toy_engine", defines, grid, config.THREADS, (INPUT, WEIGHT, RESULT), (), arguments=args)]])
 
 
 def sum_order(problem: ConvProblem, config: Toy) -> None:

@@ -37,7 +37,7 @@ SLOTS = 4  # the most blocks a multiprocessor that finalize scales
 CLUSTER = 8  # blocks of a cluster: images of up to so many tiles have their scale finalized while they are packed
 WARPS = PACK_THREADS // 32
 MANY_ROWS = 2  # rows of a filter a multiprocessor: from so many on, warps pack them, if they are short
-BESIDE_ROWS = 4  # rows of a filter that are neighbours in memory and packed by one block
+NEIGHBOUR_ROWS = 4  # rows of a filter that are neighbours in memory and packed by one block
 ROWS_ROOM = 7168  # words of shared memory for the rows of a filter that a block's warps pack, beside one word every eight channels
 FILTER_ROOM = 11264  # words of shared memory for a row of a filter: four such blocks fit a multiprocessor
 NOWHERE: tuple[int, int] = (INPUT, 0)  # the place of what a launch does not have
@@ -301,10 +301,10 @@ def _with_filter(
     written, shared = problem.result_channels, images.filter_shared
     strides = dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)) if filter_last else {}
     args = images.arguments._replace(**strides)
-    if args.w_m == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:  # without shared memory
+    if args.w_m == 1 and not packed.level and written // problem.groups % NEIGHBOUR_ROWS == 0:  # without shared memory
         by_one = divider(1)
         args = args._replace(fitting=0, by_fitting=by_one, part_pieces=0, by_part_pieces=by_one, parts=1, by_parts=by_one)
-        args = args._replace(row_bits=BESIDE_ROWS.bit_length() - 1)
+        args = args._replace(row_bits=NEIGHBOUR_ROWS.bit_length() - 1)
         shared = 0
     elif written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed):
         args = args._replace(row_bits=WARPS.bit_length() - 1)

@@ -67,7 +67,7 @@ OF_PAIR, OF_FILTER = 1, 2  # its notes
 #: Threads of the launches without transforms, and of all on OpenCL; numbers that a block has room for there, or more: few texts serve.
 SMALL, ROOM = 256, 1 << 14
 #: Numbers of a complex double, and bytes; shared memory of a block besides.
-NUMBERS, BYTES, BESIDES = 2, 16, 5 << 10
+NUMBERS, BYTES, FIXED_BYTES = 2, 16, 5 << 10
 #: Factors of a length between its first and last, which are 8; the shortest and the longest length.
 FACTORS = 9, 8, 5, 4, 3, 2
 SHORTEST, LONGEST = 64, 6912
@@ -109,7 +109,7 @@ def _batch(config: BlockFft, most_shared: int) -> int:
 
 def _shared_bytes(config: BlockFft, batch: int) -> int:
     """Shared memory of a block of threads, with what is not dynamic."""
-    return max(config.lengths) * batch * BYTES + BESIDES
+    return max(config.lengths) * batch * BYTES + FIXED_BYTES
 
 
 def _passes(length: int, batch: int, threads: int) -> float:

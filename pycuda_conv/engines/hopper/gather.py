@@ -18,10 +18,10 @@ from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
     ADDED,
-    AGAIN,
     BEGIN,
     CLOCK,
     MEMORY,
+    PER_ROUND,
     ROW,
     at_once,
     finished_time,
@@ -300,7 +300,7 @@ def time(problem: ConvProblem, config: GatherNhwc, device: Device) -> float:
     slots, jobs = at_once(device, config.CLUSTER), math.prod(_tiles(problem, config)) * config.CLUSTER
     work = ceil(_stages(problem), config.CLUSTER) * step + end
     rounds = ceil(jobs, slots)
-    us = BEGIN + max(work, rounds * work + (AGAIN * (rounds - 1) if shared else 0))
+    us = BEGIN + max(work, rounds * work + (PER_ROUND * (rounds - 1) if shared else 0))
     elements = math.prod(problem.filter_size) * problem.operand_channels
     moved = read_bytes(problem) + written_bytes(problem) + size * math.prod(problem.weight_shape)
     lies = problem.direction == "fprop" and elements * size % 16 == 0

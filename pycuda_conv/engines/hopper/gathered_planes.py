@@ -188,7 +188,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 # Fitted to 218 times of 31 layers on an H100: root mean square of the error 13%. The chosen tile took 2.5% longer than the
 # best in the mean.
-BEGIN, AGAIN = 2.97, 1.5  # microseconds of a launch with its first loads, and of each further round of blocks
+BEGIN, PER_ROUND = 2.97, 1.5  # microseconds of a launch with its first loads, and of each further round of blocks
 WAIT = 0.566  # microseconds that a group waits for its loads of a stage
 GATHERED = 3.5  # cycles of a multiprocessor for a load of 32 elements, or of 64 as pairs
 MULTIPLIED = 2.43  # relative time of products, of the tensor cores' peak
@@ -223,7 +223,7 @@ def time(problem: ConvProblem, config: GatheredPlanes, device: Device) -> float:
     stepped = problem.stride[0] * problem.stride[1] if problem.direction == "fprop" else 1
     read = problem.N * problem.operand_channels * math.prod(problem.operand_size) // stepped
     moved = problem.itemsize * (read + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
-    return BEGIN + max(rounds * work + AGAIN * (rounds - 1), moved / MEMORY)
+    return BEGIN + max(rounds * work + PER_ROUND * (rounds - 1), moved / MEMORY)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, GatheredPlanes] | None:

@@ -138,7 +138,7 @@ def _image_map(
         strides = [pixel, pixel * axes[0]]
         stride, low, upper = [1], [0], [0]
     else:
-        inner = range(2, 2 - addressing.rank, -1)  # W first
+        inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
         axes, images = [packed.size[i] for i in inner], copies * problem.N
         strides = _packed_strides(problem, packed, inner)
         stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
@@ -240,7 +240,7 @@ def _arguments(
         blocks=blocks, channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
         row_blocks=row_blocks(problem, packed), channels_group=packed.group, channels=groups * packed.group,
         **tap_numbers(packed, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels, limb_images=1 if flat else problem.N,
-        rank=addressing.rank, load_plane=pixels if flat else plane, load_pq=pixels if flat else size[1] * size[2],
+        spatial_dims=addressing.spatial_dims, load_plane=pixels if flat else plane, load_pq=pixels if flat else size[1] * size[2],
         load_q=pixels if flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
         q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape),
         **finish(problem, config.SPLIT > 1),

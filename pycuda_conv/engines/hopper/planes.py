@@ -189,7 +189,7 @@ STORED = 40e3  # bytes of the result that a multiprocessor stores to shared memo
 TILE = 0.1  # microseconds of a tile beside its stages and stores
 SHARED = 0.7  # n blocks of a multiprocessor each take n to this power times as long
 MEMORY = 3.1e6  # bytes a microsecond
-BESIDE = 0.1  # part of the shorter of memory's time and the multiprocessors' that does not overlap the longer
+NOT_OVERLAPPED = 0.1  # part of the shorter of memory's time and the multiprocessors' that does not overlap the longer
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
@@ -212,7 +212,7 @@ def time(problem: ConvProblem, config: Planes, device: Device) -> float:
     beside = _blocks_per_sm(config)
     rounds = ceil(problem.N * down * across, device.multiprocessors * beside)
     works = rounds * (steps * step + end) * beside**SHARED, problem.bytes / MEMORY
-    return BEGIN + max(works) + BESIDE * min(works)
+    return BEGIN + max(works) + NOT_OVERLAPPED * min(works)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Planes] | None:

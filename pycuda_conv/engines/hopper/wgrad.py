@@ -274,7 +274,7 @@ def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[s
     if reads_flat(problem):
         sizes = (loaded.C, positions, 1), (problem.itemsize * loaded.C, problem.itemsize * loaded.C * positions)
         map_x = replace(map_dy, buffer=of_x[0], offset=of_x[1], sizes=sizes[0], strides=sizes[1])
-        return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing) | {"rank": 0}, (map_dy, map_x)
+        return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing) | {"spatial_dims": 0}, (map_dy, map_x)
     return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing), (map_dy, map_x)
 
 
@@ -287,8 +287,8 @@ def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, 
         TensorMap(buffer, 0, (plane, channels, forward.N), (row, row * channels), (block, block, 1), ROW, map_type(problem))
         for buffer, channels in ((WEIGHT, forward.K), (INPUT, forward.C))
     )
-    unused = ("dilation_d", "dilation_h", "dilation_w", "rank", "load_plane", "load_pq", "load_q", "stride_d", "stride_h", "stride_w")
-    return dict.fromkeys((*unused, "low_d", "low_h", "low_w"), 0), maps
+    unused = ("spatial_dims", "dilation_d", "dilation_h", "dilation_w", "load_plane", "load_pq", "load_q")
+    return dict.fromkeys((*unused, "stride_d", "stride_h", "stride_w", "low_d", "low_h", "low_w"), 0), maps
 
 
 def _image_stages(problem: ConvProblem) -> int:
@@ -359,7 +359,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # Fitted to 3300 times of 115 layers, 16 bits and TF32, on H100s: root mean square of the error 9%. STORED and TALL were fitted to 142 later
 # times, with fp32: 10%.
-FIRST, AGAIN = 2.43, 1.47  # microseconds of a launch, and of each further round of blocks, which do not persist
+FIRST, PER_ROUND = 2.43, 1.47  # microseconds of a launch, and of each further round of blocks, which do not persist
 MEMORY = 2.8e6  # bytes a microsecond
 PARTED, STORED = 79e3, 25e3  # bytes a microsecond and multiprocessor: of parts, and of results
 #: Relative times of loads, beside pixel_cycles: those that step through nothing, and im2col.
@@ -371,8 +371,8 @@ LEAST_STAGES = 4  # of a run, if there are several
 PRODUCT, LOADS = {2: 1 / 43, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
 TALL = 1 / 22  # the same cycles of tall tiles
 FLIPPED_TIME = 1.15  # relative time of flipped tiles in 16 bits
-#: Relative time of loads in grouped layers if a tile has at least BESIDE taps of the same channels.
-CROWDED, BESIDE = 1.35, 3
+#: Relative time of loads in grouped layers if a tile has at least MANY_TAPS taps of the same channels.
+CROWDED, MANY_TAPS = 1.35, 3
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
@@ -428,7 +428,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     else:
         of_dy, of_x = pixel_cycles(size * loaded.K // packs), pixel_cycles(size * loaded.C // packs)
         cycles = channels * of_dy + columns * of_x
-    crowded = packs > 1 and columns >= BESIDE * block * _tap_blocks(seen)
+    crowded = packs > 1 and columns >= MANY_TAPS * block * _tap_blocks(seen)
     loads = LOADS[factor] * (BOXED if flat else IM2COL) * cycles * (CROWDED if crowded else 1)
     sums = config.BLOCK_M * config.BLOCK_N
     products = (TALL if _tall(config, factor) else PRODUCT[factor]) * sums
@@ -442,7 +442,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
 
     blocks, slots = down * across * packs * config.SPLIT, device.multiprocessors * _blocks_per_sm(config, factor)
     again = ceil(blocks, slots) - 1
-    us = again * (taken(slots) + AGAIN) + taken(blocks - again * slots)
+    us = again * (taken(slots) + PER_ROUND) + taken(blocks - again * slots)
     us *= FLIPPED_TIME if config.FLIPPED and size == 2 else 1
     added = REDUCE + 4 * config.SPLIT * part_sums(problem, config) / ADDED if config.SPLIT > 1 else 0
     copied = sum(COPY + 32 * args.words / COPIED for _, args in channel_copies(seen))

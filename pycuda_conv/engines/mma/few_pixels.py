@@ -266,7 +266,7 @@ STEP_CYCLES = {  # cycles of a quarter of a multiprocessor for a warp's step, by
 }  # fmt: skip
 WAIT = 302.0  # cycles of a warp for a step, whatever the other warps do
 X_BYTES = 11.9  # bytes of images that a multiprocessor loads in a cycle; the times don't tell the filter's bytes from the stages
-BESIDE = 0.889  # part of the shorter of loads and products that adds to the longer
+NOT_OVERLAPPED = 0.889  # part of the shorter of loads and products that adds to the longer
 ADDED_CYCLES = 0.615  # cycles of each sum of the tile
 AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters of 132 multiprocessors if each block is alone on its multiprocessor
 CHOSEN_ROWS = ROWS[:2]  # tiles of 128 channels were the fastest for none of 46 problems
@@ -300,7 +300,7 @@ def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
     multiplying = steps * max(WAIT, 2 * beside * step)
     loading = beside * first.part * UNIT_BYTES * first.positions * (4 // problem.itemsize) / X_BYTES
     each = BLOCK_CYCLES + STAGE_CYCLES * ceil(first.part, first.stage_units) + ADDED_CYCLES * config.BLOCK_M * config.BLOCK_N * beside
-    return BEGIN + rounds * (each + max(multiplying, loading) + BESIDE * min(multiplying, loading)) / CLOCK
+    return BEGIN + rounds * (each + max(multiplying, loading) + NOT_OVERLAPPED * min(multiplying, loading)) / CLOCK
 
 
 def _blocks(tile: _Tile, config: FewPixels) -> int:
