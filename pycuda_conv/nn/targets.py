@@ -269,7 +269,7 @@ def _spec(options: Options) -> list[int]:
 class Operators(_Folding):
     """Operators for graphs that torch's compilers take apart."""
 
-    sums_in_training = counts = True
+    sums_in_training = counts = turns_filters = True
 
     def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         vectors, eps = ((None,) * 4, 0.0) if norm is None else (norm.vectors, norm.eps)

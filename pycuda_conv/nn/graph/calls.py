@@ -42,6 +42,9 @@ class Targets:
     #: whether convolutions with gradients take parameters that were cast at the graph's start
     casts_early = True
 
+    #: whether filters that the graph computes are asked for in the order of the input's axes, since what computes them can write that order
+    turns_filters = False
+
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         #: the parameters that are cast at the graph's start, with their types, and the nodes that stand for the results

@@ -184,6 +184,18 @@ def _turned(rewrite: Rewrite, x: Node, wanted: Any, ndim: int) -> Any:
     return "" if ours is not None and ours in fits else fits[0] if fits else None
 
 
+def _turned_filter(rewrite: Rewrite, x: Node, weight: Node, ndim: int) -> Node:
+    """A filter that the graph computes with its channels last in memory if the input's are, and one that the caller gave as it is."""
+    last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(ndim)
+    if last is None or weight.op in ("placeholder", "get_attr") or traced_layout(value(x), ndim) != "NHWC":
+        return weight
+    if lies(value(weight), channels_last(ndim + 2, ndim)):
+        return weight
+    made = rewrite.graph.call_method("contiguous", (weight,), {"memory_format": last})
+    made.meta["example_value"] = value(weight).detach().contiguous(memory_format=last)
+    return made
+
+
 def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: bool) -> None:
     training, gradient, settings = chain.training, chain.gradient, options.settings
     dtype = value(chain.convolution).dtype
@@ -205,6 +217,8 @@ def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: 
                 folded = chain.norm is not None and not training  # with the bias as it is
                 at_start = slice(1, 2 if folded else 3)
                 operands[at_start] = [_cast_early(rewrite, chain, n, dtype, grad) for n in operands[at_start]]
+            if rewrite.targets.turns_filters:
+                operands[1] = _turned_filter(rewrite, operands[0], operands[1], settings.ndim)
             if training:
                 assert chain.norm is not None
                 new = rewrite.targets.train(options, operands, dtype, chain.norm, chain.residual, grad)

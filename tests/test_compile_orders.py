@@ -1,4 +1,4 @@
-"""Activations behind steps that change the shape alone: they are computed with the convolution in front of these steps."""
+"""Activations behind steps that change the shape alone, which are computed in front of these, and the order of filters that a graph computes."""
 
 import pytest
 
@@ -69,3 +69,28 @@ def test_activations_behind_views(name, how):
         assert not any(getattr(node.target, "__name__", "") in ("gelu", "silu", "relu_") for node in GRAPHS[-1].graph.nodes)
     alike(lambda: Of(call), how, True, True, images(*shape))
     alike(lambda: Of(call), how, False, "input", images(*shape))
+
+
+class Standardised(nn.Module):
+    """Layers whose filters are computed in each call, as those of networks without norms are."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 4, 1), nn.Conv2d(4, 4, 3, groups=4)])
+
+    def forward(self, x):
+        for conv in self.convs:
+            weight = F.batch_norm(conv.weight.reshape(1, conv.out_channels, -1), None, None, training=True).reshape_as(conv.weight)
+            x = F.relu(F.conv2d(x, weight, conv.bias, padding=conv.padding, groups=conv.groups))
+        return x
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+def test_filters_that_are_computed(last, train, how):
+    """A compiler writes them in the order of the input's axes; the others lie alike in both orders."""
+    alike(Standardised, how, train, train, images(2, 4, 9, 9, channels_last=last))
+    turned = [node for node in GRAPHS[-1].graph.nodes if node.target == "contiguous"]
+    assert len(turned) == (last and how == "operators")
+    assert sum(len(one.fused) + len(one.alone) for one in FOUND[-1]) == 3
