@@ -59,12 +59,11 @@ class _Folding(Targets):
         super().finish()
         groups: dict[Any, list[tuple[Node, Options, Norm, Any, torch.dtype]]] = {}
         for one in self._folded:
-            mean = one[2].vectors[2]
-            groups.setdefault((value(mean).device, one[4] is torch.float64), []).append(one)
+            groups.setdefault((value(one[0].args[1]).device, one[4] is torch.float64), []).append(one)
         first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
         for (device, wide), members in groups.items():
             vectors = [v for _, _, norm, bias, _ in members for v in (*norm.vectors, bias)]
-            starts = folding.starts_of([value(norm.vectors[2]).shape[0] for _, _, norm, _, _ in members])
+            starts = folding.starts_of([folding.channels_of([value(v) for v in norm.vectors]) for _, _, norm, _, _ in members])
             with self.graph.inserting_before(first):
                 folded = self.fold(vectors, [norm.eps for _, _, norm, _, _ in members], wide)
             for (node, options, *_), start in zip(members, starts, strict=False):

@@ -23,7 +23,10 @@ class Options(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A batch normalisation of a chain: gamma, beta, mean, variance, each a node or None, and its options."""
+    """A batch normalisation of a chain: gamma, beta, mean, variance, each a node or None, and its options.
+
+    Without mean and variance, and with an eps of 1, it is a factor and a summand for each channel.
+    """
 
     vectors: tuple[Any, ...]
     of_batch: bool

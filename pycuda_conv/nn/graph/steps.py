@@ -49,6 +49,7 @@ LINEARS: dict[Any, tuple[str, ...]] = {F.linear: _LINEAR, aten.linear.default: _
 SUMS = {operator.add, torch.add, "add", aten.add.Tensor}
 SUMS_IN_PLACE = {operator.iadd, "add_", "__iadd__", aten.add_.Tensor}
 PRODUCTS = {operator.mul, torch.mul, "mul", aten.mul.Tensor}
+PRODUCTS_IN_PLACE = {operator.imul, "mul_", "__imul__", aten.mul_.Tensor}
 PERMUTES = {torch.permute, "permute", aten.permute.default}
 #: Steps that change the shape or the order of a value's elements, and no element.
 VIEWS = {
