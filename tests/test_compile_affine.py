@@ -3,7 +3,7 @@
 import pytest
 
 torch = pytest.importorskip("torch")
-from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images  # noqa: E402, F401
+from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images, where  # noqa: E402, F401
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
@@ -98,23 +98,26 @@ FORWARDS = {
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("name", FORWARDS)
-def test_factors_and_summands(name, how):
+def test_factors_and_summands(name, how, where):  # noqa: F811
     call, count, early = FORWARDS[name]
-    found = alike(lambda: Of(call), how, False, False, images(2, 4, 10, 10))
+    found = alike(lambda: Of(call), how, False, False, images(2, 4, 10, 10, where=where))
     assert [len(steps) for steps in found] == [count] * bool(count), found
     if early is not None:
         names = [getattr(node.target, "__name__", "") for node in GRAPHS[-1].graph.nodes]
         assert any("scaled" in one for one in names) == early
     if name != "written":
-        alike(lambda: Of(call), how, True, True, images(2, 4, 10, 10))
+        alike(lambda: Of(call), how, True, True, images(2, 4, 10, 10, where=where))
         assert sum(len(one.alone) for graph in FOUND for one in graph) == 1
 
 
 @pytest.mark.parametrize("dtype, limit", [(torch.float16, 2e-2), (torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)])
-def test_a_factor_or_a_summand_alone(given, dtype, limit):
-    x, w, b = images(2, 4, 9, 7, dtype=dtype), torch.randn(6, 4, 3, 3, dtype=dtype) / 6, torch.randn(6, dtype=dtype)
-    gamma, beta = (torch.randn(6, dtype=torch.float32 if dtype is torch.float16 else dtype) if one else None for one in given)
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_factor_or_a_summand_alone(place, given, dtype, limit):
+    x = images(2, 4, 9, 7, channels_last=True, dtype=dtype, where=place)
+    w, b = torch.randn(6, 4, 3, 3, dtype=dtype, device=place) / 6, torch.randn(6, dtype=dtype, device=place)
+    wide = torch.float32 if dtype is torch.float16 else dtype
+    gamma, beta = (torch.randn(6, dtype=wide, device=place) if one else None for one in given)
     for bias in (None, b):
         y = F.conv2d(x.double(), w.double(), None if bias is None else bias.double())
         y = y if gamma is None else y * gamma.double().view(-1, 1, 1)

@@ -1,9 +1,10 @@
 """Finds the steps that belong to a convolution in a graph of ``torch.compile``, and puts one call in their place.
 
 Dynamo's graph calls torch's functions, whatever class or function of the caller's made the call. A *chain* in it is a convolution,
-transposed or not, and those of these steps that stand around it: zeros padded in front, a batch normalisation, the sum with a residual, and
-an activation. All of a chain is computed where its last step stands. Other steps of the graph stand between, so a chain ends where that
-would change a number:
+transposed or not, and those of these steps that stand around it: a border padded in front, a batch normalisation or a factor and a summand
+for each channel, the sum with a residual, and an activation. All of a chain is computed where its last step stands; an activation behind
+steps that change the shape alone is computed in front of them. Other steps of the graph stand between, so a chain ends where that would
+change a number:
 
 1. Each value inside a chain has one reader, which reads it once.
 2. Nothing in between writes to memory that the chain reads, or touches memory that it writes (running statistics).
