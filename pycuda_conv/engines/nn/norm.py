@@ -1,0 +1,279 @@
+"""Group, instance, layer and RMS norms with an activation behind them: launches of ``cu/nn/norm_*.cu``. These are no convolutions.
+
+A norm takes one of four forms. `SMALL` and `ROWS` are one launch with all numbers in registers; `PLANES` and `SLICED_ROWS` are one for
+the moments of slices, a small one that combines them, and one that applies them. How an image is cut into slices depends on its own sizes
+alone, so a batch's size changes no bit of its statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pycuda_conv.arguments import ACTIVATIONS
+from pycuda_conv.engines.geometry import bits, ceil, divider
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import DTYPE_CODES
+from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
+
+TYPES = ("float32", "float16", "bfloat16")
+#: What may stand behind a norm.
+ACTIVATED = (None, "relu", "silu", "gelu", "gelu_tanh")
+THREADS = 256
+MOST_COLUMNS = 32  # of VEC channels, of a block
+VECTOR_BYTES = 16
+#: Bytes that a block of `PLANES` reads at a time, and the least of these turns that it makes if the array is large.
+TURN_BYTES, TURNS = THREADS * 64, (1, 8)
+#: Blocks for each multiprocessor into which an image is cut, and into which arrays are cut to be applied.
+IMAGE_BLOCKS, APPLY_BLOCKS = 4, 16
+#: Neighbours of a pixel that a block of `SMALL` reads, in bytes.
+LEAST_BYTES = 32
+CLUSTERS = (1, 2, 4, 8)
+ITEMS = (1, 2, 4, 8)
+SMALL_THREADS = (256, 512)
+ROW_THREADS = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+SMALL, ROWS, PLANES, SLICED_ROWS = "small", "rows", "planes", "sliced rows"
+
+NormShape = kernel_struct("norm.cuh", "NormShape")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of an array of `N` images of `C` channels of `P` pixels, in `groups` of channels each.
+
+    A layer or RMS norm over the last axes is one of `N` rows of one pixel and one group.
+
+    Attributes
+    ----------
+    dtype : str
+    layout : {"NCHW", "NHWC"}
+    N, C, P, groups : int
+    eps : float
+    rms : bool
+        Whether the mean counts as 0.
+    activation : str, optional
+        One of :data:`ACTIVATED`.
+    wide : (bool, bool)
+        Whether gamma and beta are float32, whatever the arrays are.
+    """
+
+    dtype: str
+    layout: str
+    N: int
+    C: int
+    P: int
+    groups: int
+    eps: float = 1e-5
+    rms: bool = False
+    activation: str | None = None
+    wide: tuple[bool, bool] = (False, False)
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether a group's numbers are neighbours."""
+        return self.layout == "NCHW" or self.P == 1
+
+    @property
+    def each(self) -> int:
+        """Channels of a group."""
+        return self.C // self.groups
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernels can run it."""
+        if self.dtype not in TYPES or self.activation not in ACTIVATED or min(self.N, self.C, self.P, self.groups) < 1:
+            return False
+        if self.C % self.groups:
+            return False
+        return self.C * self.P < 2**31 - 2**20 and self.N * max(self.groups, self.C if not self.in_rows else 1) < 2**31 - 2**20
+
+
+@dataclass(frozen=True)
+class Small:
+    """How one launch takes small planes: neighbours that a thread reads, columns of a block, threads, blocks of a cluster, items."""
+
+    vector: int
+    across: int
+    threads: int
+    cluster: int
+    items: int
+
+    @property
+    def width(self) -> int:
+        return _power(self.across)
+
+
+def _power(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
+@lru_cache(maxsize=1024)
+def small_of(norm: Norm, clusters: Sequence[int] = CLUSTERS) -> Small | None:
+    """How one launch takes a norm with the channels last; None if it does not fit."""
+    vector = math.gcd(norm.each, VECTOR_BYTES // norm.itemsize)
+    own = norm.each // vector
+    if norm.in_rows or own > MOST_COLUMNS:
+        return None
+    across = own
+    for count in range(1, norm.groups + 1):  # whole groups, at least so many bytes
+        if norm.groups % count == 0 and count * own <= MOST_COLUMNS:
+            across = count * own
+            if across * vector * norm.itemsize >= LEAST_BYTES:
+                break
+    width = _power(across)
+    for threads, items in ((256, 4), (256, 8), (512, 8)):
+        for cluster in clusters:
+            if cluster * items * (threads // width) >= norm.P:
+                needed = ceil(norm.P, cluster * (threads // width))
+                return Small(vector, across, threads, cluster, next(n for n in ITEMS if n >= needed))
+    return None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How launches step through an array, as the struct ``NormShape`` in ``cu/nn/norm.cuh`` has it."""
+
+    norm: Norm
+    vector: int
+    across: int
+    tiles: int
+    slices: int
+    per: int
+
+    @classmethod
+    def of_planes(cls, norm: Norm, blocks: int, turns: tuple[int, int] = TURNS, images: int = 1) -> Cut:
+        """Pixels of `images` images together cut into about so many blocks, each of which makes some turns."""
+        vector = math.gcd(norm.C, VECTOR_BYTES // norm.itemsize)
+        columns = norm.C // vector
+        tiles = ceil(columns, MOST_COLUMNS)
+        across = ceil(columns, tiles)
+        turn = (THREADS // _power(across)) * (8 if vector * norm.itemsize < VECTOR_BYTES else 4)
+        count = ceil(norm.P * images * tiles, turn * blocks)
+        per = turn * min(max(count, turns[0]), turns[1])
+        return cls(norm, vector, across, tiles, ceil(norm.P, per), per)
+
+    @classmethod
+    def of_rows(cls, norm: Norm, blocks: int, turns: tuple[int, int] = TURNS, rows: int = 1) -> Cut:
+        """A row, or all of them, cut likewise."""
+        length = norm.each * norm.P
+        vector = math.gcd(length, VECTOR_BYTES // norm.itemsize)
+        turn = THREADS * vector * (8 if vector * norm.itemsize < VECTOR_BYTES else 4)
+        per = turn * min(max(ceil(length * rows, turn * blocks), turns[0]), turns[1])
+        return cls(norm, vector, 1, 1, ceil(length, per), per)
+
+    @classmethod
+    def of_small(cls, norm: Norm, small: Small) -> Cut:
+        tiles = norm.C // small.vector // small.across
+        return cls(norm, small.vector, small.across, tiles, small.cluster, ceil(norm.P, small.cluster))
+
+    def shape(self, **given: int) -> tuple[int, ...]:
+        """The struct; `given` are members that differ."""
+        norm = self.norm
+        values = {
+            "images": norm.N, "pixels": norm.P, "channels": norm.C, "groups": norm.groups, "each": norm.each,
+            "columns": norm.C // self.vector, "across": self.across, "width": _power(self.across), "tiles": self.tiles,
+            "slices": self.slices, "per": self.per, "plane": norm.P, "eps": bits(norm.eps, 4), "rms": int(norm.rms),
+            "wide": norm.wide[0] + 2 * norm.wide[1],
+        } | given  # fmt: skip
+        values |= {f"by_{name}": divider(values[name]) for name in ("groups", "each", "tiles", "slices", "plane")}
+        made: tuple[int, ...] = NormShape(**values)
+        return made
+
+    def shape_of_rows(self) -> tuple[int, ...]:
+        norm = self.norm
+        return self.shape(images=norm.N * norm.groups, pixels=norm.each * norm.P, channels=norm.each)
+
+    def defines(self, threads: int = THREADS, activation: str | None = None) -> dict[str, int]:
+        return {
+            "TYPE": DTYPE_CODES[self.norm.dtype], "VEC": self.vector, "THREADS": threads, "ACTIVATION": ACTIVATIONS.index(activation),
+        }  # fmt: skip
+
+
+def form_of(norm: Norm, multiprocessors: int, clusters: Sequence[int] = CLUSTERS) -> str:
+    """The form in which a norm is computed: by one image's sizes alone."""
+    if norm.in_rows:
+        return ROWS if rows_of(norm) else SLICED_ROWS
+    return SMALL if small_of(norm, tuple(clusters)) else PLANES
+
+
+@lru_cache(maxsize=1024)
+def rows_of(norm: Norm) -> tuple[int, int, int] | None:
+    """Neighbours that a thread reads, threads of a row and items of a thread, if a row is taken by one block; else None."""
+    length = norm.each * norm.P
+    vector = math.gcd(length, VECTOR_BYTES // norm.itemsize)
+    count = length // vector
+    for items in (1, 2, 4, 8):
+        threads = _power(max(ceil(count, items), ROW_THREADS[0]))
+        if threads <= (32 if items == 1 else 256 if items < 8 else ROW_THREADS[-1]):
+            return vector, threads, items
+    return None
+
+
+def forward(norm: Norm, multiprocessors: int, form: str = "", clusters: Sequence[int] = CLUSTERS) -> tuple[list[KernelLaunch], int]:
+    """The launches of a norm, and the bytes of workspace that they need.
+
+    Buffers: x, gamma or None, beta or None | out, stats or None | workspace. Stats are mean and 1 / sqrt(variance + eps) of each group,
+    float32, (N, groups, 2); `PLANES` and `SLICED_ROWS` need them.
+    """
+    form = form or form_of(norm, multiprocessors, clusters)
+    if form == SMALL:
+        small = small_of(norm, tuple(clusters))
+        assert small is not None
+        cut = Cut.of_small(norm, small)
+        defines = cut.defines(small.threads, norm.activation) | {"CLUSTER": small.cluster, "ITEMS": small.items}
+        grid = norm.N * cut.tiles * small.cluster
+        return [KernelLaunch("norm_small", defines, grid, small.threads, (0, 1, 2, 3, 4), (), "norm_small", arguments=cut.shape())], 0
+    if form == ROWS:
+        found = rows_of(norm)
+        assert found is not None
+        vector, row_threads, items = found
+        cut, threads = Cut(norm, vector, 1, 1, 1, 1), max(THREADS, row_threads)
+        defines = cut.defines(threads, norm.activation) | {"ROW_THREADS": row_threads, "ITEMS": items}
+        grid = ceil(norm.N * norm.groups, threads // row_threads)
+        return [KernelLaunch("norm_rows", defines, grid, threads, (0, 1, 2, 3, 4), (), "norm_rows", arguments=cut.shape_of_rows())], 0
+    if form == PLANES:
+        cut, grid = Cut.of_planes(norm, IMAGE_BLOCKS * multiprocessors), norm.N * norm.groups
+        parts = norm.N * cut.slices * 2 * norm.C * 4
+        applied = Cut.of_planes(norm, APPLY_BLOCKS * multiprocessors, (1, 64), norm.N)
+        return [
+            KernelLaunch("norm_planes_moments", cut.defines(), norm.N * cut.slices * cut.tiles, THREADS, (0, 5), (), "norm_planes", arguments=cut.shape()),
+            KernelLaunch("norm_finish", cut.defines(), grid, 128, (0, 5, 4), (), "norm_planes", arguments=cut.shape()),
+            KernelLaunch("norm_planes_apply", applied.defines(THREADS, norm.activation), norm.N * applied.slices * applied.tiles, THREADS,
+                         (0, 4, 1, 2, 3), (), "norm_planes", arguments=applied.shape()),
+        ], parts  # fmt: skip
+    cut, rows = Cut.of_rows(norm, IMAGE_BLOCKS * multiprocessors), norm.N * norm.groups
+    applied = Cut.of_rows(norm, APPLY_BLOCKS * multiprocessors, (1, 64), rows)
+    finish = cut.shape(images=rows, pixels=norm.each * norm.P, channels=1, groups=1, each=1)
+    alone = {"ROW_THREADS": 32, "ITEMS": 4}
+    return [
+        KernelLaunch("norm_rows_moments", cut.defines() | alone, rows * cut.slices, THREADS, (0, 5), (), "norm_rows", arguments=cut.shape_of_rows()),
+        KernelLaunch("norm_finish", cut.defines(), rows, 128, (0, 5, 4), (), "norm_planes", arguments=finish),
+        KernelLaunch("norm_rows_apply", applied.defines(THREADS, norm.activation) | alone, rows * applied.slices, THREADS, (0, 4, 1, 2, 3), (),
+                     "norm_rows", arguments=applied.shape_of_rows()),
+    ], rows * cut.slices * 2 * 4  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def compiled(norm: Norm, device: Device, form: str = "") -> tuple[Launcher, int]:
+    """The launches as one, compiled for `device`, and the bytes of workspace that they need."""
+    clusters = CLUSTERS if device.capability >= (9, 0) else (1,)
+    steps, workspace = forward(norm, device.multiprocessors, form, clusters)
+    return device.schedule_launcher([[step] for step in steps]), workspace
+
+
+#: The most texts, as an engine says it.
+MOST_TEXTS = {"cuda": 0}
+
+
+def texts() -> Iterator[TextFamily]:
+    """The texts of the kernels."""
+    return iter(())
