@@ -95,3 +95,50 @@ def test_an_image_has_the_same_bits_alone(norm, form):
     out, stats = computed(norm, x, gamma, beta, form)
     one, own = computed(replace(norm, N=1), x[1:2], gamma, beta, form)
     assert one.tobytes() == np.ascontiguousarray(out[1:2]).tobytes() and own.tobytes() == np.ascontiguousarray(stats[1:2]).tobytes()
+
+
+# ---- gradients
+
+
+def exact_gradients(norm, x, gamma, beta, dout):
+    """dx, gamma's and beta's gradient in float64."""
+    torch = pytest.importorskip("torch")
+    of = [torch.from_numpy(one.astype(np.float64)).requires_grad_() for one in (x, gamma, beta)]
+    rows = of[0].reshape(norm.N, norm.groups, -1)
+    mean = torch.zeros(()) if norm.rms else rows.mean(2, keepdim=True)
+    xhat = ((rows - mean) / (((rows - mean) ** 2).mean(2, keepdim=True) + norm.eps).sqrt()).reshape(x.shape)
+    y = xhat * of[1][:, None] + of[2][:, None]
+    F = torch.nn.functional
+    z = {None: lambda v: v, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}[norm.activation](y)
+    return [one.numpy() for one in torch.autograd.grad(z, of, torch.from_numpy(dout.astype(np.float64)))]
+
+
+def computed_gradients(norm, x, gamma, beta, dout, stats, seed=1):
+    steps, workspace = engine.backward(norm, 2)
+    lying = [np.ascontiguousarray(one if norm.layout == "NCHW" else np.moveaxis(one, 1, 2)) for one in (x, dout)]
+    as_bytes = [np.frombuffer(one.tobytes(), np.uint8) for one in (*lying, stats.astype("f"), gamma, beta)]
+    made = [np.full(n, 0xFF, np.uint8) for n in (lying[0].nbytes, gamma.nbytes, beta.nbytes, workspace)]
+    memory = SimpleNamespace(buffers=[*as_bytes, *made])
+    simt.run([[step] for step in steps], memory, seed)
+    dx = memory.buffers[5].view(x.dtype).reshape(lying[0].shape)
+    return (dx if norm.layout == "NCHW" else np.moveaxis(dx, 2, 1)), memory.buffers[6].view(gamma.dtype), memory.buffers[7].view(beta.dtype)
+
+
+GRADIENTS = [case[0] for case in CASES if engine.gradient_fits(case[0])] + [
+    Norm("float32", "NCHW", 70, 24, 1, 1, activation="silu"), Norm("float16", "NCHW", 9, 2048, 1, 1, rms=True, wide=(True, True)),
+    Norm("float32", "NCHW", 3, 4000, 1, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", GRADIENTS, ids=str)
+def test_gradients_are_float64s(norm):
+    x, gamma, beta = operands(norm)
+    dout = np.random.default_rng(5).standard_normal(x.shape).astype(x.dtype)
+    _, stats = exact(norm, x, gamma, beta)
+    wanted = exact_gradients(norm, x, gamma, beta, dout)
+    found = computed_gradients(norm, x, gamma, beta, dout, stats)
+    for one, right in zip(found, wanted, strict=True):
+        limit = LIMITS[one.dtype.name] * 4
+        assert np.abs(one.astype("d") - right).max() < limit * max(np.abs(right).max(), 1)
+    again = computed_gradients(norm, x, gamma, beta, dout, stats, seed=4)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(found, again, strict=True))

@@ -105,7 +105,7 @@ DEVICE Moments moments_of(float n, float first, float all, float squares) {
 
 // The shape of an array, and how a launch divides it. by_n is the divisor n, prepared (division.cuh).
 struct NormShape {
-  long long images, pixels, channels;        // planes: N, P, C. rows: numbers of groups, items of a row, channels of a row
+  long long images, pixels, channels, by_channels;  // planes: N, P, C. rows: numbers of groups, items of a row, channels of a row
   long long groups, by_groups, each, by_each;  // of an image; channels of a group
   long long columns, across, width;          // VEC channels each: of a pixel, of a block, and the next power of two
   long long tiles, by_tiles, slices, by_slices, per;  // tiles of columns; slices of an image, and pixels of a slice

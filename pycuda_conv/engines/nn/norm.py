@@ -29,6 +29,7 @@ VECTOR_BYTES = 16
 TURN_BYTES, TURNS = THREADS * 64, (1, 8)
 #: Blocks for each multiprocessor into which an image is cut, and into which arrays are cut to be applied.
 IMAGE_BLOCKS, APPLY_BLOCKS = 4, 16
+LAYER_BLOCKS = 2  # for each multiprocessor, of the gradient of rows
 #: Neighbours of a pixel that a block of `SMALL` reads, in bytes.
 LEAST_BYTES = 32
 CLUSTERS = (1, 2, 4, 8)
@@ -184,7 +185,7 @@ class Cut:
             "slices": self.slices, "per": self.per, "plane": norm.P, "eps": bits(norm.eps, 4), "rms": int(norm.rms),
             "wide": norm.wide[0] + 2 * norm.wide[1],
         } | given  # fmt: skip
-        values |= {f"by_{name}": divider(values[name]) for name in ("groups", "each", "tiles", "slices", "plane")}
+        values |= {f"by_{name}": divider(values[name]) for name in ("groups", "each", "tiles", "slices", "plane", "channels")}
         made: tuple[int, ...] = NormShape(**values)
         return made
 
@@ -262,11 +263,84 @@ def forward(norm: Norm, multiprocessors: int, form: str = "", clusters: Sequence
     ], rows * cut.slices * 2 * 4  # fmt: skip
 
 
+def gradient_fits(norm: Norm) -> bool:
+    """Whether the kernels compute the gradients: of planes, and of rows that are one group each and fit a block."""
+    return norm.P > 1 or (norm.groups == 1 and _layer_of(norm) is not None)
+
+
+def _layer_of(norm: Norm) -> tuple[int, int, int] | None:
+    """Neighbours that a thread reads, threads of a row and items of a thread in the gradient of rows."""
+    vector = math.gcd(norm.C, VECTOR_BYTES // norm.itemsize)
+    for items in (1, 2, 4):
+        threads = _power(max(ceil(norm.C // vector, items), ROW_THREADS[0]))
+        if threads <= (32 if items == 1 else 128 if items == 2 else THREADS):
+            return vector, threads, items
+    return None
+
+
+def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]:
+    """The launches of a norm's gradients, and the bytes of workspace that they need.
+
+    Buffers: x, dout, stats, gamma or None, beta or None | dx, gamma's gradient or None, beta's or None | workspace. The parameters' gradients
+    are float32 where the parameters are.
+    """
+    names = "norm_gradients"
+    alone = {"ROW_THREADS": 32, "ITEMS": 1}
+    if norm.P == 1:
+        found = _layer_of(norm)
+        assert found is not None
+        vector, row_threads, items = found
+        cut = Cut(norm, vector, 1, 1, 1, 1)
+        defines = cut.defines(THREADS, norm.activation) | {"ROW_THREADS": row_threads, "ITEMS": items}
+        grid = min(ceil(norm.N, THREADS // row_threads), LAYER_BLOCKS * multiprocessors)
+        shape = cut.shape(images=norm.N, pixels=norm.C)
+        return [
+            KernelLaunch("norm_layer_dx", defines, grid, THREADS, (0, 1, 2, 3, 4, 5, 8), (), names, arguments=shape),
+            KernelLaunch("norm_parameters", cut.defines() | alone, ceil(norm.C, THREADS // 4), THREADS, (8, 6, 7), (), names,
+                         arguments=cut.shape(images=grid)),
+        ], grid * 2 * norm.C * 4  # fmt: skip
+    if norm.in_rows:  # a block has a slice of one channel's plane
+        vector = math.gcd(norm.P, VECTOR_BYTES // norm.itemsize)
+        turn = THREADS * vector
+        slices = ceil(norm.P, turn * TURNS[1])
+        per = turn * ceil(norm.P, turn * slices)
+        cut = applied = Cut(norm, vector, 1, 1, ceil(norm.P, per), per)
+        kernels, grids = ("norm_image_sums", "norm_image_dx"), (norm.N * norm.C * cut.slices,) * 2
+    else:
+        cut, applied = Cut.of_planes(norm, IMAGE_BLOCKS * multiprocessors), Cut.of_planes(norm, APPLY_BLOCKS * multiprocessors, (1, 64), norm.N)
+        kernels, grids = ("norm_planes_sums", "norm_planes_dx"), tuple(norm.N * one.slices * one.tiles for one in (cut, applied))
+    parts, sums = norm.N * cut.slices * 2 * norm.C * 4, norm.N * 2 * norm.C * 4
+    at_sums, at_folded = (8, parts), (8, parts + sums)
+    return [
+        KernelLaunch(kernels[0], cut.defines(THREADS, norm.activation) | alone, grids[0], THREADS, (0, 1, 2, 3, 4, 8), (), names, arguments=cut.shape()),
+        KernelLaunch("norm_fold", cut.defines() | alone, norm.N * norm.groups, THREADS, (8, 3, at_sums, at_folded), (), names, arguments=cut.shape()),
+        KernelLaunch(kernels[1], applied.defines(THREADS, norm.activation) | alone, grids[1], THREADS, (0, 1, 2, at_folded, 3, 4, 5), (), names,
+                     arguments=applied.shape()),
+        KernelLaunch("norm_parameters", cut.defines() | alone, ceil(norm.C, THREADS // 4), THREADS, (at_sums, 6, 7), (), names,
+                     arguments=cut.shape()),
+    ], parts + sums + norm.N * norm.groups * 8  # fmt: skip
+
+
+def _clusters(device: Device) -> tuple[int, ...]:
+    return CLUSTERS if device.capability >= (9, 0) else (1,)
+
+
+def is_whole(norm: Norm, device: Device) -> bool:
+    """Whether the norm is one launch, which needs no stats."""
+    return form_of(norm, device.multiprocessors, _clusters(device)) in (SMALL, ROWS)
+
+
+def steps_for(norm: Norm, device: Device, form: str = "", gradient: bool = False) -> tuple[list[KernelLaunch], int]:
+    """The launches for `device` of a norm, or of its gradients."""
+    if gradient:
+        return backward(norm, device.multiprocessors)
+    return forward(norm, device.multiprocessors, form, _clusters(device))
+
+
 @lru_cache(maxsize=1024)
-def compiled(norm: Norm, device: Device, form: str = "") -> tuple[Launcher, int]:
+def compiled(norm: Norm, device: Device, form: str = "", gradient: bool = False) -> tuple[Launcher, int]:
     """The launches as one, compiled for `device`, and the bytes of workspace that they need."""
-    clusters = CLUSTERS if device.capability >= (9, 0) else (1,)
-    steps, workspace = forward(norm, device.multiprocessors, form, clusters)
+    steps, workspace = steps_for(norm, device, form, gradient)
     return device.schedule_launcher([[step] for step in steps]), workspace
 
 
