@@ -19,7 +19,8 @@ from pycuda_conv.arrays import torch_internals
 from pycuda_conv.nn import casting, evaluation, folding, fused, linear, norms, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.fused.launches import _LayerSpec
-from pycuda_conv.nn.graph import Norm, Options, Targets, value
+from pycuda_conv.nn.graph.calls import Norm, Options, Targets
+from pycuda_conv.nn.graph.steps import value
 
 _ANYWHERE = None, None, None, False
 
