@@ -24,7 +24,7 @@ from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines.nn import norm as engine
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.nn import operators
-from pycuda_conv.nn.autograd import _is_batched, _traced, activated, without_gaps
+from pycuda_conv.nn.autograd import _is_batched, _traced, activated, without_autocast, without_gaps
 from pycuda_conv.problem import channels_last
 from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime import Device
@@ -204,7 +204,8 @@ def is_taken(asked: Asked, x: Any, gamma: Any, beta: Any) -> bool:
     if not x.is_cuda or x.dtype not in _TYPES or _traced(x, gamma if gamma is not None else x, beta):
         return False
     given = [one for one in (gamma, beta) if one is not None]
-    if not all(one.dtype in (x.dtype, torch.float32) and one.is_contiguous() for one in given) or not all(isinstance(n, int) for n in x.shape):
+    readable = all(one.dtype in (x.dtype, torch.float32) and one.is_contiguous() for one in given)
+    if not readable or not all(isinstance(n, int) for n in x.shape):
         return False
     return norm_of(asked, x.shape, x.dtype, _order(x, asked) is not None, (False, False)).fits
 
@@ -223,7 +224,7 @@ def _repeated(x: Any, gamma: Any, beta: Any, options: tuple[Any, ...]) -> Any:
     """The result of a call that was made before, or None."""
     if not repeat.possible() or type(x) is not Tensor:
         return None
-    recorded = torch.is_grad_enabled() and (x.requires_grad or any(one is not None and one.requires_grad for one in (gamma, beta)))
+    recorded = torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in (x, gamma, beta))
     made = repeat.replay(_again, (*options, recorded), x, gamma, beta)
     if made is None:
         return None
@@ -235,7 +236,8 @@ def _repeated(x: Any, gamma: Any, beta: Any, options: tuple[Any, ...]) -> Any:
 
 def _norm(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...]) -> Any:
     """A norm whose arguments have been checked."""
-    if torch.compiler.is_dynamo_compiling() or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") or not is_taken(asked, x, gamma, beta):
+    casts = torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+    if torch.compiler.is_dynamo_compiling() or casts or not is_taken(asked, x, gamma, beta):
         return _theirs(asked, x, gamma, beta)
     recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, gamma, beta))
     with torch.no_grad():
@@ -244,8 +246,33 @@ def _norm(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...])
     return _apply(x, gamma, beta, asked, stats, out) if recorded else out
 
 
+def pays(x: Any) -> bool:
+    """Whether a graph's norm of such a tensor, whose sizes may be symbols, is computed here."""
+    return bool(x.is_cuda) and x.dtype in _TYPES
+
+
+def norm_of_graph(asked: Asked) -> Any:
+    """(x, gamma, beta) -> the norm, of x's type and lying as x does, for graphs that run as they are."""
+    options, is_cast = ("graph", asked), torch.is_autocast_enabled
+
+    def norm(x: Any, gamma: Any, beta: Any) -> Any:
+        if is_cast("cuda" if x.is_cuda else "cpu"):
+            with without_autocast(x):
+                return _as_it_lies(asked, x, gamma, beta, options)
+        made = _repeated(x, gamma, beta, options)
+        return _as_it_lies(asked, x, gamma, beta, options) if made is None else made
+
+    return norm
+
+
+def _as_it_lies(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...]) -> Any:
+    made = _norm(asked, x, gamma, beta, options).to(x.dtype)
+    order = _order(x, asked)
+    return made if TORCH.is_laid_out_as(made, order) else torch.empty_like(x).copy_(made)
+
+
 def forward(asked: Asked, x: Any, gamma: Any, beta: Any, with_stats: bool) -> tuple[Any, Any]:
-    """The result, and (N, groups, 2) mean and 1 / sqrt(variance + eps), which is None if nobody asks for it and the kernels can do without."""
+    """The result, and (N, groups, 2): mean and 1 / sqrt(variance + eps). That is None where the kernels do without and nobody asks."""
     order = _order(x, asked)
     given = TORCH.as_kernel_input(x, order)
     found = _device_of(asked, TORCH.signature(given), order is not None, (_is_wide(x, gamma), _is_wide(x, beta)))
@@ -343,7 +370,7 @@ def _first_backward(
     assert found is not None
     norm, device = found
     if not engine.gradient_fits(norm):
-        return tuple(_differentiable(asked, *_leaves(x, gamma, beta), dout, [one is not None for one in (x, gamma, beta)]))  # type: ignore[return-value]
+        return _by_torch(asked, dout, x, gamma, beta)
     dx = TORCH.empty(x.shape, x, device, order)
     launcher, workspace = engine.compiled(norm, device, "", True)
     by_gamma, by_beta = (None if one is None else torch.empty_like(one) for one in (gamma, beta))
@@ -364,8 +391,11 @@ def _first_backward(
     return dx, by_gamma, by_beta
 
 
-def _leaves(*tensors: Any) -> list[Any]:
-    return [None if one is None else one.detach().requires_grad_() for one in tensors]
+def _by_torch(asked: Asked, dout: Any, x: Any, gamma: Any, beta: Any) -> tuple[Any, Any, Any]:
+    """The same by torch."""
+    leaves = [None if one is None else one.detach().requires_grad_() for one in (x, gamma, beta)]
+    dx, by_gamma, by_beta = _differentiable(asked, leaves[0], leaves[1], leaves[2], dout, [one is not None for one in leaves])
+    return torch.empty_like(x).copy_(dx), by_gamma, by_beta
 
 
 # ---- the operators, for graphs that torch's compilers take apart
@@ -414,13 +444,10 @@ def _fake_stats(x: Any, asked: Asked) -> Any:
 
 def _norm_backward(dout: Any, x: Any, gamma: Any, beta: Any, stats: Any, eps: float, spec: Sequence[int]) -> tuple[Any, Any, Any]:
     asked = _asked_of(eps, spec)
-    if not is_taken(asked, x, gamma, beta):
-        wanted = [one is not None for one in (x, gamma, beta)]
-        made: Sequence[Any] = _differentiable(asked, *_leaves(x, gamma, beta), dout, wanted)
-        made = [torch.empty_like(x).copy_(made[0]), *made[1:]]
-    else:
-        made = backward(asked, dout, x, gamma, beta, stats)
-    return tuple(x.new_empty(0) if one is None else one for one in made)  # type: ignore[return-value]
+    compute = backward if is_taken(asked, x, gamma, beta) else None
+    dx, *others = _by_torch(asked, dout, x, gamma, beta) if compute is None else compute(asked, dout, x, gamma, beta, stats)
+    by_gamma, by_beta = (x.new_empty(0) if one is None else one for one in others)
+    return dx, by_gamma, by_beta
 
 
 class _OfOperators(torch.autograd.Function):

@@ -17,7 +17,7 @@ from pycuda_conv.engines.geometry import bits, ceil, divider
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import DTYPE_CODES
-from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
+from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
 
 TYPES = ("float32", "float16", "bfloat16")
 #: What may stand behind a norm.
@@ -30,12 +30,17 @@ TURN_BYTES, TURNS = THREADS * 64, (1, 8)
 #: Blocks for each multiprocessor into which an image is cut, and into which arrays are cut to be applied.
 IMAGE_BLOCKS, APPLY_BLOCKS = 4, 16
 LAYER_BLOCKS = 2  # for each multiprocessor, of the gradient of rows
+APPLY_TURNS = 1, 64
+FINISH_THREADS = 128
 #: Neighbours of a pixel that a block of `SMALL` reads, in bytes.
 LEAST_BYTES = 32
 CLUSTERS = (1, 2, 4, 8)
 ITEMS = (1, 2, 4, 8)
 SMALL_THREADS = (256, 512)
 ROW_THREADS = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+#: Defines of texts whose kernels of rows are not launched.
+UNUSED = {"ROW_THREADS": 32, "ITEMS": 1}
 
 SMALL, ROWS, PLANES, SLICED_ROWS = "small", "rows", "planes", "sliced rows"
 
@@ -193,13 +198,22 @@ class Cut:
         norm = self.norm
         return self.shape(images=norm.N * norm.groups, pixels=norm.each * norm.P, channels=norm.each)
 
+    def launch(
+        self, kernel: str, file: str, grid: int, buffers: tuple[Place, ...], activation: str | None = None, *, threads: int = THREADS,
+        shape: tuple[int, ...] | None = None,
+    ) -> KernelLaunch:
+        """A launch of blocks of this many threads, of a text for blocks of :data:`THREADS`."""
+        arguments = self.shape() if shape is None else shape
+        more = {} if file == "norm_planes" else UNUSED
+        return KernelLaunch(kernel, self.defines(THREADS, activation) | more, grid, threads, buffers, (), file, arguments=arguments)
+
     def defines(self, threads: int = THREADS, activation: str | None = None) -> dict[str, int]:
         return {
             "TYPE": DTYPE_CODES[self.norm.dtype], "VEC": self.vector, "THREADS": threads, "ACTIVATION": ACTIVATIONS.index(activation),
         }  # fmt: skip
 
 
-def form_of(norm: Norm, multiprocessors: int, clusters: Sequence[int] = CLUSTERS) -> str:
+def form_of(norm: Norm, clusters: Sequence[int] = CLUSTERS) -> str:
     """The form in which a norm is computed: by one image's sizes alone."""
     if norm.in_rows:
         return ROWS if rows_of(norm) else SLICED_ROWS
@@ -225,14 +239,15 @@ def forward(norm: Norm, multiprocessors: int, form: str = "", clusters: Sequence
     Buffers: x, gamma or None, beta or None | out, stats or None | workspace. Stats are mean and 1 / sqrt(variance + eps) of each group,
     float32, (N, groups, 2); `PLANES` and `SLICED_ROWS` need them.
     """
-    form = form or form_of(norm, multiprocessors, clusters)
+    form = form or form_of(norm, clusters)
+    in_one, applied_to = (0, 1, 2, 3, 4), (0, 4, 1, 2, 3)
     if form == SMALL:
         small = small_of(norm, tuple(clusters))
         assert small is not None
         cut = Cut.of_small(norm, small)
         defines = cut.defines(small.threads, norm.activation) | {"CLUSTER": small.cluster, "ITEMS": small.items}
         grid = norm.N * cut.tiles * small.cluster
-        return [KernelLaunch("norm_small", defines, grid, small.threads, (0, 1, 2, 3, 4), (), "norm_small", arguments=cut.shape())], 0
+        return [KernelLaunch("norm_small", defines, grid, small.threads, in_one, (), arguments=cut.shape())], 0
     if form == ROWS:
         found = rows_of(norm)
         assert found is not None
@@ -240,27 +255,31 @@ def forward(norm: Norm, multiprocessors: int, form: str = "", clusters: Sequence
         cut, threads = Cut(norm, vector, 1, 1, 1, 1), max(THREADS, row_threads)
         defines = cut.defines(threads, norm.activation) | {"ROW_THREADS": row_threads, "ITEMS": items}
         grid = ceil(norm.N * norm.groups, threads // row_threads)
-        return [KernelLaunch("norm_rows", defines, grid, threads, (0, 1, 2, 3, 4), (), "norm_rows", arguments=cut.shape_of_rows())], 0
+        return [KernelLaunch("norm_rows", defines, grid, threads, in_one, (), arguments=cut.shape_of_rows())], 0
+    rows = norm.N * norm.groups
     if form == PLANES:
-        cut, grid = Cut.of_planes(norm, IMAGE_BLOCKS * multiprocessors), norm.N * norm.groups
-        parts = norm.N * cut.slices * 2 * norm.C * 4
-        applied = Cut.of_planes(norm, APPLY_BLOCKS * multiprocessors, (1, 64), norm.N)
-        return [
-            KernelLaunch("norm_planes_moments", cut.defines(), norm.N * cut.slices * cut.tiles, THREADS, (0, 5), (), "norm_planes", arguments=cut.shape()),
-            KernelLaunch("norm_finish", cut.defines(), grid, 128, (0, 5, 4), (), "norm_planes", arguments=cut.shape()),
-            KernelLaunch("norm_planes_apply", applied.defines(THREADS, norm.activation), norm.N * applied.slices * applied.tiles, THREADS,
-                         (0, 4, 1, 2, 3), (), "norm_planes", arguments=applied.shape()),
-        ], parts  # fmt: skip
-    cut, rows = Cut.of_rows(norm, IMAGE_BLOCKS * multiprocessors), norm.N * norm.groups
-    applied = Cut.of_rows(norm, APPLY_BLOCKS * multiprocessors, (1, 64), rows)
-    finish = cut.shape(images=rows, pixels=norm.each * norm.P, channels=1, groups=1, each=1)
-    alone = {"ROW_THREADS": 32, "ITEMS": 4}
-    return [
-        KernelLaunch("norm_rows_moments", cut.defines() | alone, rows * cut.slices, THREADS, (0, 5), (), "norm_rows", arguments=cut.shape_of_rows()),
-        KernelLaunch("norm_finish", cut.defines(), rows, 128, (0, 5, 4), (), "norm_planes", arguments=finish),
-        KernelLaunch("norm_rows_apply", applied.defines(THREADS, norm.activation) | alone, rows * applied.slices, THREADS, (0, 4, 1, 2, 3), (),
-                     "norm_rows", arguments=applied.shape_of_rows()),
-    ], rows * cut.slices * 2 * 4  # fmt: skip
+        cut, applied = _cuts_of_planes(norm, multiprocessors)
+        moments = cut.launch("norm_planes_moments", "norm_planes", norm.N * cut.slices * cut.tiles, (0, 5))
+        finish = cut.launch("norm_finish", "norm_planes", rows, (0, 5, 4), threads=FINISH_THREADS)
+        apply = applied.launch("norm_planes_apply", "norm_planes", norm.N * applied.slices * applied.tiles, applied_to, norm.activation)
+        return [moments, finish, apply], norm.N * cut.slices * 2 * norm.C * 4
+    cut = Cut.of_rows(norm, IMAGE_BLOCKS * multiprocessors)
+    applied = Cut.of_rows(norm, APPLY_BLOCKS * multiprocessors, APPLY_TURNS, rows)
+    one_each = cut.shape(images=rows, pixels=norm.each * norm.P, channels=1, groups=1, each=1)
+    moments = cut.launch("norm_rows_moments", "norm_rows", rows * cut.slices, (0, 5), shape=cut.shape_of_rows())
+    finish = cut.launch("norm_finish", "norm_planes", rows, (0, 5, 4), threads=FINISH_THREADS, shape=one_each)
+    apply = applied.launch(
+        "norm_rows_apply", "norm_rows", rows * applied.slices, applied_to, norm.activation, shape=applied.shape_of_rows()
+    )
+    return [moments, finish, apply], rows * cut.slices * 2 * 4
+
+
+def _cuts_of_planes(norm: Norm, multiprocessors: int) -> tuple[Cut, Cut]:
+    """How an array with the channels last is cut to be summed, image by image, and to be applied."""
+    return (
+        Cut.of_planes(norm, IMAGE_BLOCKS * multiprocessors),
+        Cut.of_planes(norm, APPLY_BLOCKS * multiprocessors, APPLY_TURNS, norm.N),
+    )
 
 
 def gradient_fits(norm: Norm) -> bool:
@@ -281,11 +300,10 @@ def _layer_of(norm: Norm) -> tuple[int, int, int] | None:
 def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]:
     """The launches of a norm's gradients, and the bytes of workspace that they need.
 
-    Buffers: x, dout, stats, gamma or None, beta or None | dx, gamma's gradient or None, beta's or None | workspace. The parameters' gradients
-    are float32 where the parameters are.
+    Buffers: x, dout, stats, gamma or None, beta or None | dx, gamma's gradient or None, beta's or None | workspace. The gradients of
+    parameters are float32 where these are.
     """
-    names = "norm_gradients"
-    alone = {"ROW_THREADS": 32, "ITEMS": 1}
+    file = "norm_gradients"
     if norm.P == 1:
         found = _layer_of(norm)
         assert found is not None
@@ -294,31 +312,27 @@ def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]
         defines = cut.defines(THREADS, norm.activation) | {"ROW_THREADS": row_threads, "ITEMS": items}
         grid = min(ceil(norm.N, THREADS // row_threads), LAYER_BLOCKS * multiprocessors)
         shape = cut.shape(images=norm.N, pixels=norm.C)
-        return [
-            KernelLaunch("norm_layer_dx", defines, grid, THREADS, (0, 1, 2, 3, 4, 5, 8), (), names, arguments=shape),
-            KernelLaunch("norm_parameters", cut.defines() | alone, ceil(norm.C, THREADS // 4), THREADS, (8, 6, 7), (), names,
-                         arguments=cut.shape(images=grid)),
-        ], grid * 2 * norm.C * 4  # fmt: skip
+        dx = KernelLaunch("norm_layer_dx", defines, grid, THREADS, (0, 1, 2, 3, 4, 5, 8), (), file, arguments=shape)
+        of_blocks = cut.shape(images=grid)
+        parameters = cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (8, 6, 7), shape=of_blocks)
+        return [dx, parameters], grid * 2 * norm.C * 4
     if norm.in_rows:  # a block has a slice of one channel's plane
         vector = math.gcd(norm.P, VECTOR_BYTES // norm.itemsize)
         turn = THREADS * vector
-        slices = ceil(norm.P, turn * TURNS[1])
-        per = turn * ceil(norm.P, turn * slices)
+        per = turn * ceil(norm.P, turn * ceil(norm.P, turn * TURNS[1]))
         cut = applied = Cut(norm, vector, 1, 1, ceil(norm.P, per), per)
-        kernels, grids = ("norm_image_sums", "norm_image_dx"), (norm.N * norm.C * cut.slices,) * 2
+        kernels, grids = ("norm_image_sums", "norm_image_dx"), [norm.N * norm.C * cut.slices] * 2
     else:
-        cut, applied = Cut.of_planes(norm, IMAGE_BLOCKS * multiprocessors), Cut.of_planes(norm, APPLY_BLOCKS * multiprocessors, (1, 64), norm.N)
-        kernels, grids = ("norm_planes_sums", "norm_planes_dx"), tuple(norm.N * one.slices * one.tiles for one in (cut, applied))
+        cut, applied = _cuts_of_planes(norm, multiprocessors)
+        kernels, grids = ("norm_planes_sums", "norm_planes_dx"), [norm.N * one.slices * one.tiles for one in (cut, applied)]
     parts, sums = norm.N * cut.slices * 2 * norm.C * 4, norm.N * 2 * norm.C * 4
     at_sums, at_folded = (8, parts), (8, parts + sums)
     return [
-        KernelLaunch(kernels[0], cut.defines(THREADS, norm.activation) | alone, grids[0], THREADS, (0, 1, 2, 3, 4, 8), (), names, arguments=cut.shape()),
-        KernelLaunch("norm_fold", cut.defines() | alone, norm.N * norm.groups, THREADS, (8, 3, at_sums, at_folded), (), names, arguments=cut.shape()),
-        KernelLaunch(kernels[1], applied.defines(THREADS, norm.activation) | alone, grids[1], THREADS, (0, 1, 2, at_folded, 3, 4, 5), (), names,
-                     arguments=applied.shape()),
-        KernelLaunch("norm_parameters", cut.defines() | alone, ceil(norm.C, THREADS // 4), THREADS, (at_sums, 6, 7), (), names,
-                     arguments=cut.shape()),
-    ], parts + sums + norm.N * norm.groups * 8  # fmt: skip
+        cut.launch(kernels[0], file, grids[0], (0, 1, 2, 3, 4, 8), norm.activation),
+        cut.launch("norm_fold", file, norm.N * norm.groups, (8, 3, at_sums, at_folded)),
+        applied.launch(kernels[1], file, grids[1], (0, 1, 2, at_folded, 3, 4, 5), norm.activation),
+        cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (at_sums, 6, 7)),
+    ], parts + sums + norm.N * norm.groups * 8
 
 
 def _clusters(device: Device) -> tuple[int, ...]:
@@ -327,7 +341,7 @@ def _clusters(device: Device) -> tuple[int, ...]:
 
 def is_whole(norm: Norm, device: Device) -> bool:
     """Whether the norm is one launch, which needs no stats."""
-    return form_of(norm, device.multiprocessors, _clusters(device)) in (SMALL, ROWS)
+    return form_of(norm, _clusters(device)) in (SMALL, ROWS)
 
 
 def steps_for(norm: Norm, device: Device, form: str = "", gradient: bool = False) -> tuple[list[KernelLaunch], int]:
