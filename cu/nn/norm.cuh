@@ -15,9 +15,6 @@
 #ifndef THREADS
 #define THREADS 256
 #endif
-#ifndef ACTIVATION
-#define ACTIVATION 0
-#endif
 #ifndef CLUSTER
 #define CLUSTER 1
 #endif
@@ -33,6 +30,16 @@ struct alignas(VEC * sizeof(data_t)) Neighbours {
   data_t v[VEC];
 };
 typedef word<Neighbours> raw_t;
+
+// The shape of an array, and how a launch divides it. by_n is the divisor n, prepared (division.cuh).
+struct NormShape {
+  long long images, pixels, channels, by_channels;  // planes: N, P, C. rows: numbers of groups, items of a row, channels of a row
+  long long groups, by_groups, each, by_each;  // of an image; channels of a group
+  long long columns, across, width;          // VEC channels each: of a pixel, of a block, and the next power of two
+  long long tiles, by_tiles, slices, by_slices, per;  // tiles of columns; slices of an image, and pixels of a slice
+  long long plane, by_plane;                 // rows: numbers of a channel
+  long long eps, rms, wide, activation;      // bits of a float; whether the mean counts as 0; 1 if gamma is float, 2 if beta is
+};
 
 DEVICE raw_t load(const data_t* from) { return *(const raw_t*)from; }
 DEVICE void floats_of(float (&v)[VEC], const raw_t& raw) {
@@ -57,12 +64,25 @@ struct Parameter {
   }
 };
 
-DEVICE void activate(float (&v)[VEC]) {
-  if constexpr (ACTIVATION == RELU) {
+DEVICE Parameter gamma_of(const void* gamma, const NormShape& shape) { return {gamma, (bool)(shape.wide & 1)}; }
+DEVICE Parameter beta_of(const void* beta, const NormShape& shape) { return {beta, (bool)(shape.wide & 2)}; }
+// those of VEC neighbouring channels
+DEVICE void parameters_of(float (&v)[VEC], const Parameter& p, int channel, float missing) {
+  if (p.of && !p.wide && (unsigned long long)p.of % 16 == 0 && channel % VEC == 0) {
+    floats_of(v, load((const data_t*)p.of + channel));
+  } else {
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) v[i] = p.at(channel + i, missing);
+  }
+}
+
+// The activation is the same for all threads; its branch is taken once for VEC numbers.
+DEVICE void activate(int activation, float (&v)[VEC]) {
+  if (activation > RELU) {
+    beyond_relu(activation, 0, v, VEC);
+  } else if (activation) {
 #pragma unroll
     for (int i = 0; i < VEC; ++i) v[i] = v[i] < 0 ? 0 : v[i];  // a NaN stays one
-  } else if constexpr (ACTIVATION > RELU) {
-    beyond_relu(ACTIVATION, 0, v, VEC);
   }
 }
 
@@ -102,16 +122,6 @@ DEVICE Moments moments_of(float n, float first, float all, float squares) {
   m.squares = m.squares < 0 ? 0 : m.squares;  // a NaN stays one
   return m;
 }
-
-// The shape of an array, and how a launch divides it. by_n is the divisor n, prepared (division.cuh).
-struct NormShape {
-  long long images, pixels, channels, by_channels;  // planes: N, P, C. rows: numbers of groups, items of a row, channels of a row
-  long long groups, by_groups, each, by_each;  // of an image; channels of a group
-  long long columns, across, width;          // VEC channels each: of a pixel, of a block, and the next power of two
-  long long tiles, by_tiles, slices, by_slices, per;  // tiles of columns; slices of an image, and pixels of a slice
-  long long plane, by_plane;                 // rows: numbers of a channel
-  long long eps, rms, wide;                  // bits of a float; whether the mean counts as 0; 1 if gamma is float, 2 if beta is
-};
 
 DEVICE float rstd_of(float squares, float n, const NormShape& shape) { return rsqrtf(squares / n + __int_as_float((int)shape.eps)); }
 

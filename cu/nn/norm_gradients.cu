@@ -12,36 +12,27 @@
 //   norm_layer_dx      dx of a layer or RMS norm in one launch, and parts[block][2][channel]
 //   norm_parameters    dgamma and dbeta: the sums of images, or the parts of blocks, in their order
 //
-// Mapping  planes: as norm_planes.cu. image: block -> (image, channel, slice of the plane). layer: ROW_THREADS threads -> a row, and every block takes
-//          rows in turn. fold: block -> (image, group), warp -> channels of it. parameters: thread -> a channel.
+// Mapping  planes: as norm_planes.cu. image: block -> (image, channel, slice of the plane). layer: `width` threads, a power of two -> a row, and every block
+//          takes rows in turn. fold: block -> (image, group), warp -> channels of it. parameters: thread -> a channel.
 // Memory   registers: UNROLL items of x and dout under way; layer: ITEMS items of both, and the sums of their channels. shared: what warps add.
 // Sums     float32, of blocks' parts as well, always in the same order.
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_gradients.cu
 #include "nn/norm.cuh"
 
-#ifndef ROW_THREADS
-#define ROW_THREADS 32
-#endif
-#ifndef ITEMS
-#define ITEMS 1
-#endif
-constexpr int ROWS = THREADS / ROW_THREADS, WARPS = THREADS / 32, UNROLL = 2;
+constexpr int WARPS = THREADS / 32, UNROLL = 2, ITEMS = VEC == 8 ? 2 : 4;
 
 // dout times the activation's derivative at v
-DEVICE void through_activation(float (&g)[VEC], float (&v)[VEC]) {
-  if constexpr (ACTIVATION == RELU) {
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) g[i] = v[i] <= 0 ? 0 : g[i];  // that of a NaN passes
-  } else if constexpr (ACTIVATION > RELU) {
-    derive_beyond_relu(ACTIVATION, 0, v, VEC);
+DEVICE void through_activation(int activation, float (&g)[VEC], float (&v)[VEC]) {
+  if (activation > RELU) {
+    derive_beyond_relu(activation, 0, v, VEC);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) g[i] = v[i] == 0 ? 0 : g[i] * v[i];
+  } else if (activation) {
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) g[i] = v[i] <= 0 ? 0 : g[i];  // that of a NaN passes
   }
 }
-
-DEVICE Parameter gamma_of(const void* gamma, const NormShape& shape) { return {gamma, (bool)(shape.wide & 1)}; }
-DEVICE Parameter beta_of(const void* beta, const NormShape& shape) { return {beta, (bool)(shape.wide & 2)}; }
 
 // A thread's channels: what their numbers are normalised by.
 struct Channels {
@@ -56,14 +47,14 @@ struct Channels {
     }
   }
   // xhat, and g from dout
-  DEVICE void pass(float (&x)[VEC], float (&g)[VEC]) const {
+  DEVICE void pass(int activation, float (&x)[VEC], float (&g)[VEC]) const {
     float v[VEC];
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
       x[i] = (x[i] - mean[i]) * rstd[i];
       v[i] = fmaf(x[i], gamma[i], beta[i]);
     }
-    through_activation(g, v);
+    through_activation(activation, g, v);
   }
 };
 
@@ -91,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
         float v[VEC], g[VEC];
         floats_of(v, xs[u]);
         floats_of(g, gs[u]);
-        by.pass(v, g);
+        by.pass((int)shape.activation, v, g);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) sums[i] += g[i], products[i] = fmaf(g[i], v[i], products[i]);
       }
@@ -147,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
         float v[VEC], g[VEC];
         floats_of(v, xs[u]);
         floats_of(g, gs[u]);
-        by.pass(v, g);
+        by.pass((int)shape.activation, v, g);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) v[i] = by.rstd[i] * (by.gamma[i] * g[i] - fmaf(v[i], t[i], s[i]));
         store(dx + offset + (long long)(pixel + u * at.down) * channels, v);
@@ -167,14 +158,14 @@ struct PlaneSlice {
     const float2 s = stats[group];
     mean = s.x, rstd = s.y, gamma = gamma_of(of_gamma, shape).at(channel, 1), beta = beta_of(of_beta, shape).at(channel, 0);
   }
-  DEVICE void pass(float (&x)[VEC], float (&g)[VEC]) const {
+  DEVICE void pass(int activation, float (&x)[VEC], float (&g)[VEC]) const {
     float v[VEC];
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
       x[i] = (x[i] - mean) * rstd;
       v[i] = fmaf(x[i], gamma, beta);
     }
-    through_activation(g, v);
+    through_activation(activation, g, v);
   }
   DEVICE long long base(const NormShape& shape) const { return ((long long)image * shape.channels + channel) * shape.pixels; }
 };
@@ -201,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     float v[VEC], g[VEC];
     floats_of(v, load(x + base + i));
     floats_of(g, load(dout + base + i));
-    at.pass(v, g);
+    at.pass((int)shape.activation, v, g);
 #pragma unroll
     for (int j = 0; j < VEC; ++j) sums.x += g[j], sums.y = fmaf(g[j], v[j], sums.y);
   }
@@ -228,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     float v[VEC], g[VEC];
     floats_of(v, load(x + base + i));
     floats_of(g, load(dout + base + i));
-    at.pass(v, g);
+    at.pass((int)shape.activation, v, g);
 #pragma unroll
     for (int j = 0; j < VEC; ++j) v[j] = at.rstd * (at.gamma * g[j] - fmaf(v[j], own.y, own.x));
     store(dx + base + i, v);
@@ -299,36 +290,36 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   AFTER_LAST_LAUNCH
   __shared__ float2 room[WARPS];
   __shared__ float noted[THREADS * VEC];
-  const int own = threadIdx.x % ROW_THREADS, slot = threadIdx.x / ROW_THREADS, numbers = (int)shape.pixels;
+  const int width = (int)shape.width, rows = THREADS / width, own = threadIdx.x & (width - 1), slot = threadIdx.x / width, numbers = (int)shape.pixels;
   const float n = (float)numbers;
   float sums[ITEMS][VEC] = {}, products[ITEMS][VEC] = {};
-  for (long long first = (long long)blockIdx.x * ROWS; first < shape.images; first += (long long)gridDim.x * ROWS) {
+  for (long long first = (long long)blockIdx.x * rows; first < shape.images; first += (long long)gridDim.x * rows) {
     const long long row = first + slot;
     const int end = row < shape.images ? numbers : 0;
     const float2 s = end ? stats[row] : make_float2(0, 0);
     raw_t xs[ITEMS], gs[ITEMS];
 #pragma unroll
     for (int u = 0; u < ITEMS; ++u)
-      if ((own + u * ROW_THREADS) * VEC < end) {
-        const long long here = row * numbers + (own + u * ROW_THREADS) * VEC;
+      if ((own + u * width) * VEC < end) {
+        const long long here = row * numbers + (own + u * width) * VEC;
         xs[u] = load(x + here), gs[u] = load(dout + here);
       }
     float2 all = make_float2(0, 0);
     float v[ITEMS][VEC], g[ITEMS][VEC];  // xhat, and gamma * g
 #pragma unroll
     for (int u = 0; u < ITEMS; ++u)
-      if ((own + u * ROW_THREADS) * VEC < end) {
+      if ((own + u * width) * VEC < end) {
         floats_of(v[u], xs[u]);
         floats_of(g[u], gs[u]);
         float at[VEC], factor[VEC];
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
-          const int channel = (own + u * ROW_THREADS) * VEC + i;
+          const int channel = (own + u * width) * VEC + i;
           factor[i] = gamma_of(gamma, shape).at(channel, 1);
           v[u][i] = (v[u][i] - s.x) * s.y;
           at[i] = fmaf(v[u][i], factor[i], beta_of(beta, shape).at(channel, 0));
         }
-        through_activation(g[u], at);
+        through_activation((int)shape.activation, g[u], at);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
           sums[u][i] += g[u][i];
@@ -337,26 +328,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           all.x += g[u][i], all.y = fmaf(g[u][i], v[u][i], all.y);
         }
       }
-#pragma unroll
-    for (int mask = ROW_THREADS < 32 ? ROW_THREADS / 2 : 16; mask; mask /= 2) {
+    for (int mask = min(width, 32) / 2; mask; mask /= 2) {
       all.x += __shfl_xor_sync(~0u, all.x, mask);
       all.y += __shfl_xor_sync(~0u, all.y, mask);
     }
-    if constexpr (ROW_THREADS > 32) {
-      const int warp = threadIdx.x / 32, of = warp / (ROW_THREADS / 32) * (ROW_THREADS / 32);
+    if (width > 32) {
+      const int warp = threadIdx.x / 32, of = warp / (width / 32) * (width / 32);
       __syncthreads();
       if (threadIdx.x % 32 == 0) room[warp] = all;
       __syncthreads();
       all = room[of];
-      for (int w = 1; w < ROW_THREADS / 32; ++w) all.x += room[of + w].x, all.y += room[of + w].y;
+      for (int w = 1; w < width / 32; ++w) all.x += room[of + w].x, all.y += room[of + w].y;
     }
     const float mean_g = shape.rms ? 0 : all.x / n, mean_product = all.y / n;
 #pragma unroll
     for (int u = 0; u < ITEMS; ++u)
-      if ((own + u * ROW_THREADS) * VEC < end) {
+      if ((own + u * width) * VEC < end) {
 #pragma unroll
         for (int i = 0; i < VEC; ++i) v[u][i] = s.y * (g[u][i] - fmaf(v[u][i], mean_product, mean_g));
-        store(dx + row * numbers + (own + u * ROW_THREADS) * VEC, v[u]);
+        store(dx + row * numbers + (own + u * width) * VEC, v[u]);
       }
   }
   float* const to = parts + (long long)blockIdx.x * 2 * numbers;
@@ -366,13 +356,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int which = 0; which < 2; ++which) {  // the block's rows, one after the other
       __syncthreads();
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) noted[slot * ROW_THREADS * VEC + own * VEC + i] = which ? products[u][i] : sums[u][i];
+      for (int i = 0; i < VEC; ++i) noted[slot * width * VEC + own * VEC + i] = which ? products[u][i] : sums[u][i];
       __syncthreads();
-      for (int j = threadIdx.x; j < ROW_THREADS * VEC; j += THREADS) {
-        const int channel = u * ROW_THREADS * VEC + j;
+      for (int j = threadIdx.x; j < width * VEC; j += THREADS) {
+        const int channel = u * width * VEC + j;
         if (channel >= numbers) continue;
         float all = noted[j];
-        for (int r = 1; r < ROWS; ++r) all += noted[r * ROW_THREADS * VEC + j];
+        for (int r = 1; r < rows; ++r) all += noted[r * width * VEC + j];
         to[which * numbers + channel] = all;
       }
     }

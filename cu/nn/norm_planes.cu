@@ -121,15 +121,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   AFTER_LAST_LAUNCH
   const Stand at(shape, gridDim.x - 1 - blockIdx.x);
   const int channels = (int)shape.channels;
-  const Parameter factor = {gamma, (bool)(shape.wide & 1)}, summand = {beta, (bool)(shape.wide & 2)};
   float mean[VEC], a[VEC], b[VEC];
+  const int first = at.inside ? at.column * VEC : 0;
+  parameters_of(a, gamma_of(gamma, shape), first, 1);
+  parameters_of(b, beta_of(beta, shape), first, 0);
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
-    const int channel = at.inside ? at.column * VEC + i : 0;
-    const float2 s = stats[at.image * (int)shape.groups + divided(channel, shape.by_each)];
+    const float2 s = stats[at.image * (int)shape.groups + divided(first + i, shape.by_each)];
     mean[i] = s.x;
-    a[i] = factor.at(channel, 1) * s.y;
-    b[i] = summand.at(channel, 0);
+    a[i] *= s.y;
   }
   const long long offset = at.first_pixel(x, shape) - x;
   const data_t* const from = x + offset;
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
         floats_of(v, raw[u]);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) v[i] = fmaf(v[i] - mean[i], a[i], b[i]);
-        activate(v);
+        activate((int)shape.activation, v);
         store(to + (long long)(pixel + u * at.down) * channels, v);
       }
   }

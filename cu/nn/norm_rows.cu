@@ -1,66 +1,48 @@
 // norm_rows.cu: norms of rows of neighbours, and an activation behind them: norm.cuh has the formula. A row is a group of an image of an NCHW array, or what
 // a layer or RMS norm normalises.
 //
-//   norm_rows          all of it in one launch, with the numbers in registers, for rows that fit a block's
+//   norm_rows          all of it in one launch, with the numbers in shared memory, for rows that fit a block's
 //   norm_rows_moments  parts[row][slice][mean less the row's first number, squared deviations], which norm_finish (norm_planes.cu) combines
 //   norm_rows_apply    out = activation((x - mean) * rstd * gamma + beta)
 //
 // Layout   x, out: [rows][pixels]. gamma, beta: of the arrays' type or float; number e of a row takes member (row mod groups) * each + e / plane.
-// Mapping  norm_rows: ROW_THREADS threads -> a row, THREADS / ROW_THREADS rows a block. The others: block -> (row, slice).
+// Mapping  norm_rows: `width` threads, a power of two -> a row, THREADS / width rows a block. The others: block -> (row, slice).
 //          Thread -> VEC neighbours at a time. apply begins with the last blocks, which are in the L2 cache.
-// Memory   registers: ITEMS items, which is all that a thread has, or UNROLL items under way. shared: what warps add.
+// Memory   registers: UNROLL items under way. shared: the numbers of norm_rows, where a thread finds its own again, and what warps add. The loops of
+//          norm_rows are short on purpose: each warp runs this text once, and fetching an instruction takes longer than running it.
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_rows.cu
 #include "nn/norm.cuh"
 
-#ifndef ROW_THREADS
-#define ROW_THREADS 32
-#endif
-#ifndef ITEMS
-#define ITEMS 4
-#endif
-constexpr int ROWS = THREADS / ROW_THREADS, WARPS = THREADS / 32, UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4;
-
-DEVICE bool is_aligned(const void* p) { return (unsigned long long)p % 16 == 0; }
+constexpr int WARPS = THREADS / 32, UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4;
 
 // gamma and beta of VEC neighbours of a row, whose channels begin at `base`
 DEVICE void parameters_of(float (&a)[VEC], float (&b)[VEC], const Parameter& gamma, const Parameter& beta, const NormShape& shape, int base, int first) {
   const int plane = (int)shape.plane;
   if (plane == 1) {
-    auto read = [&](float (&v)[VEC], const Parameter& p, float missing) {
-      if (p.of && !p.wide && is_aligned(p.of)) {
-        floats_of(v, load((const data_t*)p.of + base + first));
-      } else {
+    parameters_of(a, gamma, base + first, 1);
+    parameters_of(b, beta, base + first, 0);
+    return;
+  }
+  const bool alike = plane % VEC == 0;  // VEC neighbours are of one channel
+  const int channel = divided(first, shape.by_plane);
+  a[0] = gamma.at(base + channel, 1), b[0] = beta.at(base + channel, 0);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) v[i] = p.at(base + first + i, missing);
-      }
-    };
-    read(a, gamma, 1);
-    read(b, beta, 0);
-  } else {
-    const bool alike = plane % VEC == 0;  // VEC neighbours are of one channel
-    const int channel = divided(first, shape.by_plane);
-    a[0] = gamma.at(base + channel, 1), b[0] = beta.at(base + channel, 0);
-#pragma unroll
-    for (int i = 1; i < VEC; ++i) {
-      const int own = alike ? channel : divided(first + i, shape.by_plane);
-      a[i] = own == channel ? a[0] : gamma.at(base + own, 1);
-      b[i] = own == channel ? b[0] : beta.at(base + own, 0);
-    }
+  for (int i = 1; i < VEC; ++i) {
+    const int own = alike ? channel : divided(first + i, shape.by_plane);
+    a[i] = own == channel ? a[0] : gamma.at(base + own, 1);
+    b[i] = own == channel ? b[0] : beta.at(base + own, 0);
   }
 }
 
-// Adds two numbers over the threads of a row; all of them get the sums.
-DEVICE float2 add_row(float2 v, float2* room) {
-#pragma unroll
-  for (int mask = ROW_THREADS < 32 ? ROW_THREADS / 2 : 16; mask; mask /= 2) {
+// Adds two numbers over the `width` threads of a row; all of them get the sums.
+DEVICE float2 add_row(float2 v, float2* room, int width) {
+  for (int mask = min(width, 32) / 2; mask; mask /= 2) {
     v.x += __shfl_xor_sync(~0u, v.x, mask);
     v.y += __shfl_xor_sync(~0u, v.y, mask);
   }
-  if constexpr (ROW_THREADS > 32) {
-    constexpr int own = ROW_THREADS / 32;
-    const int warp = threadIdx.x / 32;
-    __syncthreads();  // `room` has been read
+  if (width > 32) {
+    const int own = width / 32, warp = threadIdx.x / 32;
     if (threadIdx.x % 32 == 0) room[warp] = v;
     __syncthreads();
     const float2* const of = room + warp / own * own;
@@ -75,55 +57,59 @@ extern "C" __global__ void __launch_bounds__(THREADS)
               float2* __restrict__ stats, const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
-  const long long row = (long long)blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
-  const int own = threadIdx.x % ROW_THREADS, numbers = row < shape.images ? (int)shape.pixels : 0;
+  extern __shared__ __align__(16) raw_t kept[];  // [items][THREADS]
+  __shared__ float2 room[2][WARPS];
+  const int width = (int)shape.width, own = threadIdx.x & (width - 1);
+  const long long row = (long long)blockIdx.x * (THREADS / width) + threadIdx.x / width;
+  const int numbers = row < shape.images ? (int)shape.pixels : 0;
   const data_t* const from = x + row * shape.pixels;
-  raw_t raw[ITEMS];
-#pragma unroll
-  for (int u = 0; u < ITEMS; ++u)
-    if ((own + u * ROW_THREADS) * VEC < numbers) raw[u] = load(from + (own + u * ROW_THREADS) * VEC);
-  __shared__ float2 room[WARPS];
   const float n = (float)shape.pixels;
-  float near = 0;  // the mean but for rounding
-  if (!shape.rms) {
-    float sum = 0;
+  float sum = 0;
+  raw_t* to_keep = kept + threadIdx.x;
+#pragma unroll 1
+  for (int at = own * VEC; at < numbers; at += UNROLL * width * VEC, to_keep += UNROLL * THREADS) {
+    raw_t raw[UNROLL];
 #pragma unroll
-    for (int u = 0; u < ITEMS; ++u)
-      if ((own + u * ROW_THREADS) * VEC < numbers) {
+    for (int u = 0; u < UNROLL; ++u)
+      if (at + u * width * VEC < numbers) raw[u] = load(from + at + u * width * VEC);
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (at + u * width * VEC < numbers) {
         float v[VEC];
         floats_of(v, raw[u]);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) sum += v[i];
+        to_keep[u * THREADS] = raw[u];
       }
-    near = add_row(make_float2(sum, 0), room).x / n;
   }
+  const float near = shape.rms ? 0 : add_row(make_float2(sum, 0), room[0], width).x / n;  // the mean but for rounding
   float2 off = make_float2(0, 0);
+  const raw_t* of_kept = kept + threadIdx.x;
+#pragma unroll 1
+  for (int at = own * VEC; at < numbers; at += width * VEC, of_kept += THREADS) {
+    float v[VEC];
+    floats_of(v, *of_kept);
 #pragma unroll
-  for (int u = 0; u < ITEMS; ++u)
-    if ((own + u * ROW_THREADS) * VEC < numbers) {
-      float v[VEC];
-      floats_of(v, raw[u]);
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) off.x += v[i] - near, off.y = fmaf(v[i] - near, v[i] - near, off.y);
-    }
-  off = add_row(off, room);
+    for (int i = 0; i < VEC; ++i) off.x += v[i] - near, off.y = fmaf(v[i] - near, v[i] - near, off.y);
+  }
+  off = add_row(off, room[1], width);
   const Moments m = moments_of(n, near, shape.rms ? 0 : off.x, off.y);
   const float rstd = rstd_of(m.squares, n, shape);
   if (stats && own == 0 && numbers) stats[row] = make_float2(m.mean, rstd);
-  const Parameter factor = {gamma, (bool)(shape.wide & 1)}, summand = {beta, (bool)(shape.wide & 2)};
+  const Parameter factor = gamma_of(gamma, shape), summand = beta_of(beta, shape);
   const int base = shape.groups == 1 ? 0 : (int)(row - divided((int)row, shape.by_groups) * shape.groups) * (int)shape.each;
   data_t* const to = out + row * shape.pixels;
+  of_kept = kept + threadIdx.x;
+#pragma unroll 1
+  for (int at = own * VEC; at < numbers; at += width * VEC, of_kept += THREADS) {
+    float v[VEC], a[VEC], b[VEC];
+    floats_of(v, *of_kept);
+    parameters_of(a, b, factor, summand, shape, base, at);
 #pragma unroll
-  for (int u = 0; u < ITEMS; ++u)
-    if ((own + u * ROW_THREADS) * VEC < numbers) {
-      float v[VEC], a[VEC], b[VEC];
-      floats_of(v, raw[u]);
-      parameters_of(a, b, factor, summand, shape, base, (own + u * ROW_THREADS) * VEC);
-#pragma unroll
-      for (int i = 0; i < VEC; ++i) v[i] = fmaf((v[i] - m.mean) * rstd, a[i], b[i]);
-      activate(v);
-      store(to + (own + u * ROW_THREADS) * VEC, v);
-    }
+    for (int i = 0; i < VEC; ++i) v[i] = fmaf((v[i] - m.mean) * rstd, a[i], b[i]);
+    activate((int)shape.activation, v);
+    store(to + at, v);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
@@ -175,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   const Divided of_slice(gridDim.x - 1 - blockIdx.x, shape.slices, shape.by_slices);
   const int row = of_slice.quotient;
   const float2 s = stats[row];
-  const Parameter factor = {gamma, (bool)(shape.wide & 1)}, summand = {beta, (bool)(shape.wide & 2)};
+  const Parameter factor = gamma_of(gamma, shape), summand = beta_of(beta, shape);
   const int base = (row - divided(row, shape.by_groups) * (int)shape.groups) * (int)shape.each;
   const data_t* const from = x + row * shape.pixels;
   data_t* const to = out + row * shape.pixels;
@@ -193,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
         parameters_of(a, b, factor, summand, shape, base, at + u * THREADS * VEC);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) v[i] = fmaf((v[i] - s.x) * s.y, a[i], b[i]);
-        activate(v);
+        activate((int)shape.activation, v);
         store(to + at + u * THREADS * VEC, v);
       }
   }

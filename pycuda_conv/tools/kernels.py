@@ -14,7 +14,7 @@ from pycuda_conv.background import launches
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.images import window as images
 from pycuda_conv.engines.layout import cast as casting
-from pycuda_conv.engines.nn import batch_norm, max_pool
+from pycuda_conv.engines.nn import batch_norm, max_pool, norm
 from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
@@ -41,14 +41,14 @@ def families(architecture: str) -> list[TextFamily]:
     device = device_of(architecture)
     planned = [*registry.texts(device), *batch_norm.texts(device), *images.texts(device)]
     if device.backend == "cuda":  # other devices' arrays lie in host memory
-        planned += besides()
+        planned += besides(device)
     return planned + measured(device, planned)
 
 
-def besides() -> list[TextFamily]:
-    """The texts that a GPU needs beside convolutions and batch norms: copies, casts, poolings, norms in evaluation."""
+def besides(device: Any) -> list[TextFamily]:
+    """The texts that a GPU needs beside convolutions and batch norms: copies, casts, poolings, other norms."""
     copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
-    return [copy, *casting.texts(), *max_pool.texts(), *folding.texts()]
+    return [copy, *casting.texts(), *max_pool.texts(), *folding.texts(), *norm.texts(device)]
 
 
 def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:

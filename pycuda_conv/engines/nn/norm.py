@@ -7,10 +7,10 @@ alone, so a batch's size changes no bit of its statistics.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from pycuda_conv.arguments import ACTIVATIONS
 from pycuda_conv.engines.geometry import bits, ceil, divider
@@ -34,13 +34,20 @@ APPLY_TURNS = 1, 64
 FINISH_THREADS = 128
 #: Neighbours of a pixel that a block of `SMALL` reads, in bytes.
 LEAST_BYTES = 32
-CLUSTERS = (1, 2, 4, 8)
-ITEMS = (1, 2, 4, 8)
-SMALL_THREADS = (256, 512)
-ROW_THREADS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
-#: Defines of texts whose kernels of rows are not launched.
-UNUSED = {"ROW_THREADS": 32, "ITEMS": 1}
+
+class Limits(NamedTuple):
+    """What a GPU bears: blocks of a cluster, and bytes of shared memory of a block."""
+
+    clusters: tuple[int, ...] = (1, 2, 4, 8)
+    nbytes: int = 200 << 10
+
+
+LIMITS = Limits()
+#: Bytes of shared memory that a block of `SMALL` takes with each number of threads; more only if a cluster has no more blocks.
+SMALL_BYTES = {256: 32 << 10, 512: 96 << 10}
+#: Items of a thread that has a part of a row, and threads of a block: these for longer rows.
+ROW_ITEMS, LONG_THREADS, LONG_ITEMS = 4, 1024, 12
 
 SMALL, ROWS, PLANES, SLICED_ROWS = "small", "rows", "planes", "sliced rows"
 
@@ -104,17 +111,23 @@ class Norm:
 
 @dataclass(frozen=True)
 class Small:
-    """How one launch takes small planes: neighbours that a thread reads, columns of a block, threads, blocks of a cluster, items."""
+    """How one launch takes small planes: neighbours that a thread reads, columns of a block, threads, blocks of a cluster, bytes kept."""
 
     vector: int
     across: int
     threads: int
     cluster: int
-    items: int
+    nbytes: int
 
     @property
     def width(self) -> int:
         return _power(self.across)
+
+
+def vector_of(neighbours: int, itemsize: int) -> int:
+    """The numbers that a thread reads at once, of a multiple of so many neighbours: 16 bytes, or 8, or one."""
+    most = VECTOR_BYTES // itemsize
+    return next(n for n in (most, most // 2, 1) if n != 2 and neighbours % n == 0)
 
 
 def _power(n: int) -> int:
@@ -123,9 +136,9 @@ def _power(n: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def small_of(norm: Norm, clusters: Sequence[int] = CLUSTERS) -> Small | None:
+def small_of(norm: Norm, limits: Limits = LIMITS) -> Small | None:
     """How one launch takes a norm with the channels last; None if it does not fit."""
-    vector = math.gcd(norm.each, VECTOR_BYTES // norm.itemsize)
+    vector = vector_of(norm.each, norm.itemsize)
     own = norm.each // vector
     if norm.in_rows or own > MOST_COLUMNS:
         return None
@@ -136,11 +149,11 @@ def small_of(norm: Norm, clusters: Sequence[int] = CLUSTERS) -> Small | None:
             if across * vector * norm.itemsize >= LEAST_BYTES:
                 break
     width = _power(across)
-    for threads, items in ((256, 4), (256, 8), (512, 8)):
-        for cluster in clusters:
-            if cluster * items * (threads // width) >= norm.P:
-                needed = ceil(norm.P, cluster * (threads // width))
-                return Small(vector, across, threads, cluster, next(n for n in ITEMS if n >= needed))
+    for threads, most in SMALL_BYTES.items():
+        for cluster in limits.clusters if threads == THREADS else limits.clusters[-1:]:
+            nbytes = ceil(ceil(norm.P, cluster), threads // width) * threads * vector * norm.itemsize
+            if nbytes <= min(most, limits.nbytes):
+                return Small(vector, across, threads, cluster, nbytes)
     return None
 
 
@@ -158,7 +171,7 @@ class Cut:
     @classmethod
     def of_planes(cls, norm: Norm, blocks: int, turns: tuple[int, int] = TURNS, images: int = 1) -> Cut:
         """Pixels of `images` images together cut into about so many blocks, each of which makes some turns."""
-        vector = math.gcd(norm.C, VECTOR_BYTES // norm.itemsize)
+        vector = vector_of(norm.C, norm.itemsize)
         columns = norm.C // vector
         tiles = ceil(columns, MOST_COLUMNS)
         across = ceil(columns, tiles)
@@ -171,7 +184,7 @@ class Cut:
     def of_rows(cls, norm: Norm, blocks: int, turns: tuple[int, int] = TURNS, rows: int = 1) -> Cut:
         """A row, or all of them, cut likewise."""
         length = norm.each * norm.P
-        vector = math.gcd(length, VECTOR_BYTES // norm.itemsize)
+        vector = vector_of(length, norm.itemsize)
         turn = THREADS * vector * (8 if vector * norm.itemsize < VECTOR_BYTES else 4)
         per = turn * min(max(ceil(length * rows, turn * blocks), turns[0]), turns[1])
         return cls(norm, vector, 1, 1, ceil(length, per), per)
@@ -188,7 +201,7 @@ class Cut:
             "images": norm.N, "pixels": norm.P, "channels": norm.C, "groups": norm.groups, "each": norm.each,
             "columns": norm.C // self.vector, "across": self.across, "width": _power(self.across), "tiles": self.tiles,
             "slices": self.slices, "per": self.per, "plane": norm.P, "eps": bits(norm.eps, 4), "rms": int(norm.rms),
-            "wide": norm.wide[0] + 2 * norm.wide[1],
+            "wide": norm.wide[0] + 2 * norm.wide[1], "activation": ACTIVATIONS.index(norm.activation),
         } | given  # fmt: skip
         values |= {f"by_{name}": divider(values[name]) for name in ("groups", "each", "tiles", "slices", "plane", "channels")}
         made: tuple[int, ...] = NormShape(**values)
@@ -199,69 +212,67 @@ class Cut:
         return self.shape(images=norm.N * norm.groups, pixels=norm.each * norm.P, channels=norm.each)
 
     def launch(
-        self, kernel: str, file: str, grid: int, buffers: tuple[Place, ...], activation: str | None = None, *, threads: int = THREADS,
+        self, kernel: str, file: str, grid: int, buffers: tuple[Place, ...], *, threads: int = THREADS,
         shape: tuple[int, ...] | None = None,
     ) -> KernelLaunch:
         """A launch of blocks of this many threads, of a text for blocks of :data:`THREADS`."""
         arguments = self.shape() if shape is None else shape
-        more = {} if file == "norm_planes" else UNUSED
-        return KernelLaunch(kernel, self.defines(THREADS, activation) | more, grid, threads, buffers, (), file, arguments=arguments)
+        return KernelLaunch(kernel, self.defines(), grid, threads, buffers, (), file, arguments=arguments)
 
-    def defines(self, threads: int = THREADS, activation: str | None = None) -> dict[str, int]:
+    def defines(self, threads: int = THREADS) -> dict[str, int]:
         return {
-            "TYPE": DTYPE_CODES[self.norm.dtype], "VEC": self.vector, "THREADS": threads, "ACTIVATION": ACTIVATIONS.index(activation),
+            "TYPE": DTYPE_CODES[self.norm.dtype], "VEC": self.vector, "THREADS": threads,
         }  # fmt: skip
 
 
-def form_of(norm: Norm, clusters: Sequence[int] = CLUSTERS) -> str:
+def form_of(norm: Norm, limits: Limits = LIMITS) -> str:
     """The form in which a norm is computed: by one image's sizes alone."""
     if norm.in_rows:
-        return ROWS if rows_of(norm) else SLICED_ROWS
-    return SMALL if small_of(norm, tuple(clusters)) else PLANES
+        return ROWS if rows_of(norm, limits) else SLICED_ROWS
+    return SMALL if small_of(norm, limits) else PLANES
 
 
 @lru_cache(maxsize=1024)
-def rows_of(norm: Norm) -> tuple[int, int, int] | None:
+def rows_of(norm: Norm, limits: Limits = LIMITS) -> tuple[int, int, int] | None:
     """Neighbours that a thread reads, threads of a row and items of a thread, if a row is taken by one block; else None."""
     length = norm.each * norm.P
-    vector = math.gcd(length, VECTOR_BYTES // norm.itemsize)
+    vector = vector_of(length, norm.itemsize)
     count = length // vector
-    for items in (1, 2, 4, 8):
-        threads = _power(max(ceil(count, items), ROW_THREADS[0]))
-        if threads <= (32 if items == 1 else 256 if items < 8 else ROW_THREADS[-1]):
-            return vector, threads, items
-    return None
+    threads = _power(ceil(count, ROW_ITEMS))
+    if threads > THREADS:
+        threads = LONG_THREADS
+    items = ceil(count, threads)
+    fits = items <= LONG_ITEMS and items * threads * vector * norm.itemsize <= limits.nbytes
+    return (vector, threads, items) if fits else None
 
 
-def forward(norm: Norm, multiprocessors: int, form: str = "", clusters: Sequence[int] = CLUSTERS) -> tuple[list[KernelLaunch], int]:
+def forward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = LIMITS) -> tuple[list[KernelLaunch], int]:
     """The launches of a norm, and the bytes of workspace that they need.
 
     Buffers: x, gamma or None, beta or None | out, stats or None | workspace. Stats are mean and 1 / sqrt(variance + eps) of each group,
     float32, (N, groups, 2); `PLANES` and `SLICED_ROWS` need them.
     """
-    form = form or form_of(norm, clusters)
+    form = form or form_of(norm, limits)
     in_one, applied_to = (0, 1, 2, 3, 4), (0, 4, 1, 2, 3)
     if form == SMALL:
-        small = small_of(norm, tuple(clusters))
+        small = small_of(norm, limits)
         assert small is not None
         cut = Cut.of_small(norm, small)
-        defines = cut.defines(small.threads, norm.activation) | {"CLUSTER": small.cluster, "ITEMS": small.items}
-        grid = norm.N * cut.tiles * small.cluster
-        return [KernelLaunch("norm_small", defines, grid, small.threads, in_one, (), arguments=cut.shape())], 0
+        defines, grid = cut.defines(small.threads) | {"CLUSTER": small.cluster}, norm.N * cut.tiles * small.cluster
+        return [KernelLaunch("norm_small", defines, grid, small.threads, in_one, (), shared=small.nbytes, arguments=cut.shape())], 0
     if form == ROWS:
-        found = rows_of(norm)
+        found = rows_of(norm, limits)
         assert found is not None
-        vector, row_threads, items = found
-        cut, threads = Cut(norm, vector, 1, 1, 1, 1), max(THREADS, row_threads)
-        defines = cut.defines(threads, norm.activation) | {"ROW_THREADS": row_threads, "ITEMS": items}
-        grid = ceil(norm.N * norm.groups, threads // row_threads)
-        return [KernelLaunch("norm_rows", defines, grid, threads, in_one, (), arguments=cut.shape_of_rows())], 0
+        vector, width, items = found
+        cut, threads = Cut(norm, vector, width, 1, 1, 1), max(THREADS, width)
+        grid, kept = ceil(norm.N * norm.groups, threads // width), items * threads * vector * norm.itemsize
+        return [KernelLaunch("norm_rows", cut.defines(threads), grid, threads, in_one, (), shared=kept, arguments=cut.shape_of_rows())], 0
     rows = norm.N * norm.groups
     if form == PLANES:
         cut, applied = _cuts_of_planes(norm, multiprocessors)
         moments = cut.launch("norm_planes_moments", "norm_planes", norm.N * cut.slices * cut.tiles, (0, 5))
         finish = cut.launch("norm_finish", "norm_planes", rows, (0, 5, 4), threads=FINISH_THREADS)
-        apply = applied.launch("norm_planes_apply", "norm_planes", norm.N * applied.slices * applied.tiles, applied_to, norm.activation)
+        apply = applied.launch("norm_planes_apply", "norm_planes", norm.N * applied.slices * applied.tiles, applied_to)
         return [moments, finish, apply], norm.N * cut.slices * 2 * norm.C * 4
     cut = Cut.of_rows(norm, IMAGE_BLOCKS * multiprocessors)
     applied = Cut.of_rows(norm, APPLY_BLOCKS * multiprocessors, APPLY_TURNS, rows)
@@ -269,7 +280,7 @@ def forward(norm: Norm, multiprocessors: int, form: str = "", clusters: Sequence
     moments = cut.launch("norm_rows_moments", "norm_rows", rows * cut.slices, (0, 5), shape=cut.shape_of_rows())
     finish = cut.launch("norm_finish", "norm_planes", rows, (0, 5, 4), threads=FINISH_THREADS, shape=one_each)
     apply = applied.launch(
-        "norm_rows_apply", "norm_rows", rows * applied.slices, applied_to, norm.activation, shape=applied.shape_of_rows()
+        "norm_rows_apply", "norm_rows", rows * applied.slices, applied_to, shape=applied.shape_of_rows()
     )
     return [moments, finish, apply], rows * cut.slices * 2 * 4
 
@@ -287,14 +298,11 @@ def gradient_fits(norm: Norm) -> bool:
     return norm.P > 1 or (norm.groups == 1 and _layer_of(norm) is not None)
 
 
-def _layer_of(norm: Norm) -> tuple[int, int, int] | None:
-    """Neighbours that a thread reads, threads of a row and items of a thread in the gradient of rows."""
-    vector = math.gcd(norm.C, VECTOR_BYTES // norm.itemsize)
-    for items in (1, 2, 4):
-        threads = _power(max(ceil(norm.C // vector, items), ROW_THREADS[0]))
-        if threads <= (32 if items == 1 else 128 if items == 2 else THREADS):
-            return vector, threads, items
-    return None
+def _layer_of(norm: Norm) -> tuple[int, int] | None:
+    """Neighbours that a thread reads and threads of a row in the gradient of rows."""
+    vector = vector_of(norm.C, norm.itemsize)
+    threads = _power(ceil(norm.C // vector, 2 if vector == 8 else 4))
+    return (vector, threads) if threads <= THREADS else None
 
 
 def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]:
@@ -307,17 +315,16 @@ def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]
     if norm.P == 1:
         found = _layer_of(norm)
         assert found is not None
-        vector, row_threads, items = found
-        cut = Cut(norm, vector, 1, 1, 1, 1)
-        defines = cut.defines(THREADS, norm.activation) | {"ROW_THREADS": row_threads, "ITEMS": items}
-        grid = min(ceil(norm.N, THREADS // row_threads), LAYER_BLOCKS * multiprocessors)
+        vector, width = found
+        cut = Cut(norm, vector, width, 1, 1, 1)
+        grid = min(ceil(norm.N, THREADS // width), LAYER_BLOCKS * multiprocessors)
         shape = cut.shape(images=norm.N, pixels=norm.C)
-        dx = KernelLaunch("norm_layer_dx", defines, grid, THREADS, (0, 1, 2, 3, 4, 5, 8), (), file, arguments=shape)
+        dx = cut.launch("norm_layer_dx", file, grid, (0, 1, 2, 3, 4, 5, 8), shape=shape)
         of_blocks = cut.shape(images=grid)
         parameters = cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (8, 6, 7), shape=of_blocks)
         return [dx, parameters], grid * 2 * norm.C * 4
     if norm.in_rows:  # a block has a slice of one channel's plane
-        vector = math.gcd(norm.P, VECTOR_BYTES // norm.itemsize)
+        vector = vector_of(norm.P, norm.itemsize)
         turn = THREADS * vector
         per = turn * ceil(norm.P, turn * ceil(norm.P, turn * TURNS[1]))
         cut = applied = Cut(norm, vector, 1, 1, ceil(norm.P, per), per)
@@ -328,27 +335,29 @@ def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]
     parts, sums = norm.N * cut.slices * 2 * norm.C * 4, norm.N * 2 * norm.C * 4
     at_sums, at_folded = (8, parts), (8, parts + sums)
     return [
-        cut.launch(kernels[0], file, grids[0], (0, 1, 2, 3, 4, 8), norm.activation),
+        cut.launch(kernels[0], file, grids[0], (0, 1, 2, 3, 4, 8)),
         cut.launch("norm_fold", file, norm.N * norm.groups, (8, 3, at_sums, at_folded)),
-        applied.launch(kernels[1], file, grids[1], (0, 1, 2, at_folded, 3, 4, 5), norm.activation),
+        applied.launch(kernels[1], file, grids[1], (0, 1, 2, at_folded, 3, 4, 5)),
         cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (at_sums, 6, 7)),
     ], parts + sums + norm.N * norm.groups * 8
 
 
-def _clusters(device: Device) -> tuple[int, ...]:
-    return CLUSTERS if device.capability >= (9, 0) else (1,)
+def _limits(device: Device) -> Limits:
+    if device.capability >= (9, 0):
+        return LIMITS
+    return Limits((1,), (96 if device.capability >= (8, 0) else 48) << 10)
 
 
 def is_whole(norm: Norm, device: Device) -> bool:
     """Whether the norm is one launch, which needs no stats."""
-    return form_of(norm, _clusters(device)) in (SMALL, ROWS)
+    return form_of(norm, _limits(device)) in (SMALL, ROWS)
 
 
 def steps_for(norm: Norm, device: Device, form: str = "", gradient: bool = False) -> tuple[list[KernelLaunch], int]:
     """The launches for `device` of a norm, or of its gradients."""
     if gradient:
         return backward(norm, device.multiprocessors)
-    return forward(norm, device.multiprocessors, form, _clusters(device))
+    return forward(norm, device.multiprocessors, form, _limits(device))
 
 
 @lru_cache(maxsize=1024)
@@ -359,9 +368,17 @@ def compiled(norm: Norm, device: Device, form: str = "", gradient: bool = False)
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 0}
+MOST_TEXTS = {"cuda": 72}
 
 
-def texts() -> Iterator[TextFamily]:
-    """The texts of the kernels."""
-    return iter(())
+def texts(device: Device) -> Iterator[TextFamily]:
+    """The texts of the kernels, by types, numbers that a thread reads at once, and forms of blocks."""
+    clusters = _limits(device).clusters
+    for dtype, vectors in (("float32", (4, 1)), ("float16", (8, 4, 1)), ("bfloat16", (8, 4, 1))):
+        common = {"TYPE": (DTYPE_CODES[dtype],), "VEC": vectors}
+        alone = common | {"THREADS": (THREADS,)}
+        yield TextFamily("norm_planes", alone)
+        yield TextFamily("norm_gradients", alone)
+        yield TextFamily("norm_small", alone | {"CLUSTER": clusters})
+        yield TextFamily("norm_small", common | {"THREADS": (512,), "CLUSTER": clusters[-1:]})
+        yield TextFamily("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})
