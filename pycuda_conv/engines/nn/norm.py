@@ -15,9 +15,9 @@ from typing import NamedTuple
 from pycuda_conv.arguments import ACTIVATIONS
 from pycuda_conv.engines.geometry import bits, ceil, divider
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES
-from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, Launcher
 
 TYPES = ("float32", "float16", "bfloat16")
 #: What may stand behind a norm.
@@ -212,7 +212,7 @@ class Cut:
         return self.shape(images=norm.N * norm.groups, pixels=norm.each * norm.P, channels=norm.each)
 
     def launch(
-        self, kernel: str, file: str, grid: int, buffers: tuple[Place, ...], *, threads: int = THREADS,
+        self, kernel: str, file: str, grid: int, buffers: tuple[BufferSlice, ...], *, threads: int = THREADS,
         shape: tuple[int, ...] | None = None,
     ) -> KernelLaunch:
         """A launch of blocks of this many threads, of a text for blocks of :data:`THREADS`."""
@@ -368,17 +368,17 @@ def compiled(norm: Norm, device: Device, form: str = "", gradient: bool = False)
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 72}
+MOST_VARIANTS = {"cuda": 72}
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """The texts of the kernels, by types, numbers that a thread reads at once, and forms of blocks."""
     clusters = _limits(device).clusters
     for dtype, vectors in (("float32", (4, 1)), ("float16", (8, 4, 1)), ("bfloat16", (8, 4, 1))):
         common = {"TYPE": (DTYPE_CODES[dtype],), "VEC": vectors}
         alone = common | {"THREADS": (THREADS,)}
-        yield TextFamily("norm_planes", alone)
-        yield TextFamily("norm_gradients", alone)
-        yield TextFamily("norm_small", alone | {"CLUSTER": clusters})
-        yield TextFamily("norm_small", common | {"THREADS": (512,), "CLUSTER": clusters[-1:]})
-        yield TextFamily("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})
+        yield VariantSet("norm_planes", alone)
+        yield VariantSet("norm_gradients", alone)
+        yield VariantSet("norm_small", alone | {"CLUSTER": clusters})
+        yield VariantSet("norm_small", common | {"THREADS": (512,), "CLUSTER": clusters[-1:]})
+        yield VariantSet("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})

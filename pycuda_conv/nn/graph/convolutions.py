@@ -56,6 +56,7 @@ def _options(rewrite: Rewrite, node: Node) -> tuple[dict[str, Any], Options] | s
         return "the size of its filter is not a constant"
     transposed, more, precision = names is TRANSPOSED, given.get("output_padding"), rewrite.precision
     padding: Any = 0 if given["padding"] is None else given["padding"]
+    border: tuple[Any, float] = "zeros", 0.0
     if names is OURS:
         transposed = node.target is torch.ops.pycuda_conv.conv_transpose.default
         more, precision = given["size"] if transposed else None, given["precision"]
@@ -63,12 +64,13 @@ def _options(rewrite: Rewrite, node: Node) -> tuple[dict[str, Any], Options] | s
         if given["device"] is not None or given["tune"] or given.get("algorithm") is not None:
             return "it asks for a device, for an algorithm or to be tuned"
         if given["padding_mode"]:
-            return "it reads a border of the image's own pixels itself"
+            words = given["padding_mode"].split()
+            border = tuple(zip(words[::2], words[1::2], strict=True)), float(given["padding_value"] or 0)
     elif names is EITHER:
         transposed = bool(given["transposed"])
     try:
         settings = Settings(
-            ndim, given["stride"] or 1, padding, given["dilation"] or 1, given["groups"] or 1, precision, None, False
+            ndim, given["stride"] or 1, padding, given["dilation"] or 1, given["groups"] or 1, precision, None, False, None, *border
         )
         settings = _in_numbers(settings, sizes)
         extra = integers("output_padding", more or 0, ndim) if transposed else (0,) * ndim
@@ -84,8 +86,6 @@ def _rewrite_convolution(rewrite: Rewrite, convolution: Node, grad: bool) -> str
         return found
     given, options = found
     chain = Chain(convolution, rewrite.order[convolution], (given["input"], given["weight"], given["bias"]))
-    for front in fronts.FRONTS:
-        options = front(rewrite, chain, options)
     node = rewrite.after(chain, chain.last)
     if node is not None and node.target in NORMS and node.op == "call_function":
         node = _take_norm(rewrite, chain, node, options, grad)
@@ -100,14 +100,15 @@ def _rewrite_convolution(rewrite: Rewrite, convolution: Node, grad: bool) -> str
             if takes and rewrite.reaches(chain, node):
                 chain.activation = activation
                 chain.nodes.append(node)
+    chain.gradient, chain.training = gradient, training
     options = options._replace(activation=chain.activation)
-    if chain.norm is None and chain.residual is None and chain.activation is None:  # what is fused has zeros around it
-        options = fronts.padding(rewrite, chain, options, with_border=True)
+    for front in fronts.FRONTS:
+        options = front(rewrite, chain, options)
     turned = _turned(rewrite, chain.operands[0], value(chain.last), options.settings.ndim)
     if turned is None:
         return "torch's result is neither in C order nor channels last"
     why = chain.why or _why_alone(rewrite, convolution, gradient)
-    _write(rewrite, chain, options, turned, training, gradient, grad)
+    _write(rewrite, chain, options, turned, grad)
     steps = tuple(dict.fromkeys(name_of(n) for n in chain.nodes))
     if len(chain.nodes) > 1:
         rewrite.found.fused.append(steps)
@@ -137,6 +138,10 @@ def _take_norm(rewrite: Rewrite, chain: Chain, node: Node, options: Options, gra
     gradient = rewrite.needs_gradient(grad, *chain.operands, *vectors[:2])
     if options.transposed and (gradient or of_batch):
         chain.why = "a transposed convolution and its batch norm are not trained in one step"
+        return None
+    settings = options.settings
+    if (gradient or of_batch) and settings.padding_mode != "zeros" and fronts.pad_of(settings, chain.operands[0]) is None:
+        chain.why = "a convolution with such a border and its batch norm are not trained in one step"
         return None
     if (vectors[2] is None or vectors[3] is None) and not of_batch:
         return None
@@ -175,15 +180,23 @@ def _turned(rewrite: Rewrite, x: Node, wanted: Any, ndim: int) -> Any:
     return "" if ours is not None and ours in fits else fits[0] if fits else None
 
 
-def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, training: bool, gradient: bool, grad: bool) -> None:
+def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: bool) -> None:
+    training, gradient, settings = chain.training, chain.gradient, options.settings
     dtype = value(chain.convolution).dtype
     before = set(rewrite.graph.nodes)
     try:
         with rewrite.graph.inserting_before(chain.last):
             operands = list(chain.operands)
+            if training and settings.padding_mode != "zeros":
+                pad = fronts.pad_of(settings, operands[0])
+                assert pad is not None
+                operands[0] = fronts.write_pad(rewrite, operands[0], pad)
+                settings = settings._replace(padding=((0, 0),) * settings.ndim, padding_mode="zeros", padding_value=0.0)
+                options = options._replace(settings=settings)
+                turned = _turned(rewrite, operands[0], value(chain.last), settings.ndim)
             if turned:
                 operands[0] = rewrite.graph.call_method("contiguous", (operands[0],), {"memory_format": turned})
-                operands[0].meta["example_value"] = value(chain.operands[0])
+                operands[0].meta["example_value"] = value(operands[0].args[0])
             if training or not gradient or rewrite.targets.casts_early:
                 folded = chain.norm is not None and not training  # with the bias as it is
                 at_start = slice(1, 2 if folded else 3)
@@ -191,7 +204,7 @@ def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, traini
             if training:
                 assert chain.norm is not None
                 new = rewrite.targets.train(options, operands, dtype, chain.norm, chain.residual, grad)
-            elif gradient or options.settings.padding_mode != "zeros":
+            elif gradient:
                 new = rewrite.targets.convolve(options, operands, dtype)
             else:
                 vectors = () if chain.norm is None else (*chain.norm.vectors, chain.operands[2])

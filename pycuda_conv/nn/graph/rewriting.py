@@ -46,6 +46,8 @@ class Chain:
         self.activation: Any = None
         self.counter: Node | None = None
         self.why = ""
+        #: whether a gradient of its convolution is recorded, and whether it is trained: known once the chain is complete
+        self.gradient = self.training = False
         #: whether a linear layer's channels were moved to the second place
         self.moved = False
 
