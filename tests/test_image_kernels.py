@@ -11,7 +11,7 @@ from test_ndimage import check, drawn, ndimage
 
 import pycuda_conv.ndimage as ours
 from pycuda_conv.engines.images import window as images
-from pycuda_conv.ndimage import compute, launches
+from pycuda_conv.ndimage import compute, launches, staged
 from pycuda_conv.ndimage.spaces import Space
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
@@ -93,3 +93,37 @@ def test_white_stays_white(simulated):
     for sigma in (0.7, 2.5):
         assert (ours.gaussian_filter(white, sigma, device="opencl") == 255).all()
         assert (ours.gaussian_filter(white.astype("float32") / 255, sigma, device="opencl") == 1).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bands_give_the_bits_of_the_whole(monkeypatch, seed):
+    """On the CPU, whose launches take the same terms."""
+    rng, cut = np.random.default_rng(seed), 0
+    monkeypatch.setattr(staged, "LEAST_BAND", 200)
+    whole = compute._Work._joined
+
+    def in_bands(self, x, terms, value, output, target):
+        nonlocal cut
+        shape = compute._result_shape(x.shape, terms)
+        found = staged.bands(terms, value, x.shape, shape, x.nbytes)
+        cut += len(found) > 1
+        made = []
+        for band in found:
+            there = x.copy() if x.dtype.kind != "f" else np.where(np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) < band.needed, x, np.nan).astype(x.dtype)
+            made.append(whole(self, there if band.whole else there[band.begin : band.end], band.terms, value, output, None))
+        result = np.concatenate(made)
+        if target is not None:
+            target[...] = result
+        return result if target is None else target
+
+    for number in range(25):
+        name, x, arguments = drawn(rng)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            want = getattr(ours, name)(x, device="opencl", **arguments)
+            monkeypatch.setattr(compute._Work, "_joined", in_bands)
+            got = getattr(ours, name)(x, device="opencl", **arguments)
+            monkeypatch.setattr(compute._Work, "_joined", whole)
+        tolerance = 1e-12 if want.dtype.kind in "fc" and want.dtype.itemsize > 4 + 4 * (want.dtype.kind == "c") else 0
+        np.testing.assert_allclose(got, want, rtol=tolerance, err_msg=f"call {number}: {name} of {x.dtype} {x.shape}, {arguments}")
+    assert cut > 3

@@ -47,20 +47,19 @@ template <int N> WITHIN_KERNEL void add_taps(acc_t (&sums)[4][LANES], const acc_
   }
 }
 
-KERNEL LAUNCH_BOUNDS(THREADS, 4) void images_correlate(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
+KERNEL LAUNCH_BOUNDS(THREADS, 5) void images_correlate(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
                                                        const WindowArguments arg) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) acc_t room[];
   const Tile at = tile_of(arg, (int)GID_0);
   const int taps_d = (int)arg.t, taps_h = (int)arg.r, taps_w = (int)arg.s, groups = (taps_w + LANES - 1) / LANES, pitch = (int)arg.pitch;
   const int colours = (int)arg.colours, halo_p = (int)arg.halo_p, halo_q = (int)arg.halo_q, plane = halo_p * pitch, slice = colours * plane;
-  const int quarter = (int)arg.tile_q / LANES, last = (int)arg.q - at.q, columns = divided((int)arg.w, arg.by_colours);
+  const int quarter = (int)arg.tile_q / LANES, last = (int)arg.q - at.q;
   const int h0 = at.p - (int)arg.pad_h, w0 = divided(at.q, arg.by_colours) - (int)arg.pad_w;
   acc_t* const window = room + taps_d * groups * taps_h * LANES;
-  const bool whole = arg.y_fours && colours == 1 && is_aligned(y, LANES * (int)sizeof(out_t));
+  const bool fours = arg.y_fours && is_aligned(y, LANES * (int)sizeof(out_t));
 
   for (int i = LID_0; i < taps_d * groups * taps_h * LANES; i += THREADS) room[i] = filters[i];
-  acc_t nothing = 0;
   for (int t = 0; t < taps_d; ++t) {
     const int depth = at.o + t - (int)arg.pad_d;
     const bool hidden = IS_OUTSIDE(depth, (int)arg.d, d), inside = !hidden && w0 >= 0 && w0 * colours + halo_q <= (int)arg.w;
@@ -71,24 +70,25 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void images_correlate(const in_t* RESTRICT x, c
       acc_t* const row = window + t * slice + down * pitch;
       if (inside && !out && colours == 1) {
 #pragma unroll 5
+        for (int i = LID_0 & 31; i < halo_q; i += 32) start_copy(row + i, line + w0 + i);
+      } else {
+#pragma unroll 1
         for (int i = LID_0 & 31; i < halo_q; i += 32) {
-          const acc_t v = (acc_t)line[w0 + i];
-          nothing += v * 0;
-          row[i] = v;
+          const int column = divided(i, arg.by_colours);
+          row[(i - column * colours) * plane + column] = at_border(line, arg, out, w0 * colours + i, (int)arg.pad_w > 0 ? (int)arg.pad_w : 0);
         }
-        continue;
-      }
-#pragma unroll 2
-      for (int i = LID_0 & 31; i < halo_q; i += 32) {
-        const int column = divided(i, arg.by_colours), colour = i - column * colours;
-        acc_t v = OUTSIDE_VALUE;
-        if (!out && !IS_OUTSIDE(w0 + column, columns, w)) v = (acc_t)line[MAPPED(w0 + column, columns, w) * colours + colour];
-        nothing += v * 0;
-        row[colour * plane + column] = v;
       }
     }
   }
-  const bool tap_by_tap = __syncthreads_or(arg.skip && nothing != nothing);
+  copies_arrived();
+  local_barrier();
+  bool tap_by_tap = false;
+  if (arg.skip) {
+    acc_t nothing = 0;
+    for (int down = LID_0 >> 5; down < taps_d * colours * halo_p; down += THREADS / 32)
+      for (int i = LID_0 & 31; i < halo_q / colours; i += 32) nothing += window[down * pitch + i] * 0;
+    tap_by_tap = __syncthreads_or(nothing != nothing);
+  }
 
   for (int task = LID_0; task < ((int)arg.tile_p >> 2) * quarter; task += THREADS) {
     const int four = divided(task, arg.by_quarter_q), place = task - four * quarter, group = divided(place, arg.by_colours), colour = place - group * colours;
@@ -124,19 +124,18 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void images_correlate(const in_t* RESTRICT x, c
           add_taps<LANES - 1>(sums, here, pitch, (const Lanes*)taps, taps_h);
         }
       }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (at.p + down + i >= (int)arg.p) continue;
-      const index_t to = at.y + (at.p + down + i) * (index_t)arg.y_h + at.q + q;
-      if (colours == 1) {
-        store_lanes(y, previous, arg, to, last - q, whole, sums[i]);
-      } else {
-#pragma unroll
-        for (int lane = 0; lane < LANES; ++lane) {
-          acc_t one[LANES] = {sums[i][lane]};
-          if (q + lane * colours < last) store_lanes(y, previous, arg, to + lane * colours, 1, false, one);
-        }
-      }
+    const index_t to = at.y + (at.p + down) * (index_t)arg.y_h + at.q + q;
+    const int rows = (int)arg.p - at.p - down;
+    if (colours == 1) {
+      store_rows(y, previous, arg, to, rows, last - q, fours, sums);
+      continue;
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int lane = 0; lane < LANES; ++lane) {
+        acc_t one[LANES] = {sums[i][lane]};
+        if (i < rows && q + lane * colours < last) store_lanes(y, previous, arg, to + i * (index_t)arg.y_h + lane * colours, 1, false, one);
+      }
   }
 }

@@ -65,8 +65,8 @@ WITHIN_KERNEL void store_whole(schar* y, const acc_t (&v)[LANES]) { store_whole(
 
 WITHIN_KERNEL bool is_aligned(const void* p, int bytes) { return ((size_t)p & (bytes - 1)) == 0; }
 
-// Finishes neighbouring sums and stores the first `count` of them. `whole`: y may be written LANES at once.
-WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, int count, bool whole, acc_t (&v)[LANES]) {
+// Finishes neighbouring sums and stores the first `count` of them. `fours`: y may be written LANES at once.
+WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, int count, bool fours, acc_t (&v)[LANES]) {
   if (arg.square || arg.add || arg.root) {
 #pragma unroll
     for (int i = 0; i < LANES; ++i) {
@@ -75,7 +75,7 @@ WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const W
       if (arg.root) v[i] = sqrt(v[i]);
     }
   }
-  if (whole && count >= LANES) {
+  if (fours && count >= LANES) {
     store_whole(y + at, v);
   } else {
 #pragma unroll
@@ -84,60 +84,104 @@ WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const W
   }
 }
 
+// The same for a thread's ROWS rows, of which the first `rows` are inside.
+template <int ROWS> WITHIN_KERNEL void store_rows(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, int rows, int count, bool fours, acc_t (&v)[ROWS][LANES]) {
+  if (fours && count >= LANES && rows >= ROWS && !arg.square && !arg.add && !arg.root) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) store_whole(y + at + i * (index_t)arg.y_h, v[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+      if (i < rows) store_lanes(y, previous, arg, at + i * (index_t)arg.y_h, count, fours, v[i]);
+  }
+}
+
 // ---- windows
 
-// Where the rows of a tile's window begin in x: the first number of a row, moved to a multiple of four, and how far it was moved.
+// Whether numbers of x are sums as they are: then they go to shared memory by copies that nobody waits for until `copies_arrived`.
+#define AS_THEY_ARE (IN == DTYPE)
+
+WITHIN_KERNEL void start_copy(acc_t* to, const in_t* from) {
+#if AS_THEY_ARE && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "n"((int)sizeof(acc_t)), "r"((int)sizeof(acc_t)) : "memory");
+#else
+  *to = (acc_t)*from;
+#endif
+}
+WITHIN_KERNEL void copies_arrived() {
+#if AS_THEY_ARE && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(0) : "memory");
+#endif
+}
+
+// The columns of a tile's window in x: the first number of a row, moved to a multiple of four unless numbers are copied as they are, and how far it was moved.
 typedef struct Columns {
-  int from, shift, fours;
-  bool whole;  // x may be read four numbers at a time
+  int from, shift, count;
+  bool fours;  // x may be read four numbers at a time
 } Columns;
 
 WITHIN_KERNEL Columns columns_of(const in_t* x, const WindowArguments& arg, int q0, int count) {
   Columns at;
   const int from = q0 - (int)arg.pad_w * (int)arg.colours;
-  at.from = from & ~3;
+  at.from = AS_THEY_ARE ? from : from & ~3;
   at.shift = from - at.from;
-  at.fours = (count + at.shift + 3) >> 2;
-  at.whole = arg.x_fours && is_aligned(x, 4 * (int)sizeof(in_t));
+  at.count = count + at.shift;
+  at.fours = arg.x_fours && is_aligned(x, 4 * (int)sizeof(in_t));
   return at;
 }
 
-// `count` rows of the slice at x from `row` on, to rows of `pitch` sums. With FOURS these begin at a multiple of four and nothing is moved. Returns whether a number
-// was no finite one. A warp loads 32 neighbours of four rows at a time: with an odd pitch no two of its lanes use the same bank.
-template <bool FOURS> WITHIN_KERNEL bool load_rows(const in_t* RESTRICT x, acc_t* RESTRICT to, int pitch, const WindowArguments& arg, const Columns& at, bool hidden, int row, int count) {
-  const int lane = LID_0 & 31, warp = LID_0 >> 5, end = (int)arg.w, colours = (int)arg.colours, columns = divided(end, arg.by_colours);
-  const int front = (arg.pad_w > 0 ? (int)arg.pad_w : 0) + 3;  // columns before the image, so that divisions are of no negative number
-  acc_t nothing = 0;
+// The number at `i` of a row of x that may lie outside; `front` columns before the image may.
+WITHIN_KERNEL acc_t at_border(const in_t* line, const WindowArguments& arg, bool out, int i, int front) {
+  const int colours = (int)arg.colours, columns = divided((int)arg.w, arg.by_colours), beyond = i + front * colours, column = divided(beyond, arg.by_colours);
+  if (out || IS_OUTSIDE(column - front, columns, w)) return OUTSIDE_VALUE;
+  return (acc_t)line[MAPPED(column - front, columns, w) * colours + beyond - column * colours];
+}
+
+// Begins to load `count` rows of the slice at x from `row` on to rows of `pitch` sums. With FOURS these begin at a multiple of four and nothing is moved.
+// Of numbers that are copied as they are a warp has 32 neighbours of a row at a time. Of others it has 32 neighbours of four rows: with an odd pitch no two of its
+// lanes use the same bank.
+template <bool FOURS> WITHIN_KERNEL void load_rows(const in_t* RESTRICT x, acc_t* RESTRICT to, int pitch, const WindowArguments& arg, const Columns& at, bool hidden, int row, int count) {
+  const int lane = LID_0 & 31, warp = LID_0 >> 5, end = (int)arg.w, front = (arg.pad_w > 0 ? (int)arg.pad_w : 0) + 3;
+#if AS_THEY_ARE
+  for (int down = warp; down < count; down += THREADS / 32) {
+    const bool out = hidden || IS_OUTSIDE(row + down, (int)arg.h, h);
+    const in_t* const line = x + MAPPED(row + down, (int)arg.h, h) * (index_t)arg.x_h;
+    acc_t* const there = to + down * pitch;
+    if (!out && at.from >= 0 && at.from + at.count <= end) {
+#pragma unroll 5
+      for (int i = lane; i < at.count; i += 32) start_copy(there + i, line + at.from + i);
+    } else {
+#pragma unroll 1
+      for (int i = lane; i < at.count; i += 32) there[i] = at_border(line, arg, out, at.from + i, front);
+    }
+  }
+#else
   for (int down = 4 * warp + (lane >> 3); down < count; down += THREADS / 8) {
     const bool out = hidden || IS_OUTSIDE(row + down, (int)arg.h, h);
     const in_t* const line = x + MAPPED(row + down, (int)arg.h, h) * (index_t)arg.x_h;
     acc_t* const there = to + down * pitch;
 #pragma unroll 5
-    for (int four = lane & 7; four < at.fours; four += 8) {
-      const int from = at.from + 4 * four;
+    for (int i = 4 * (lane & 7); i < at.count; i += 32) {
+      const int from = at.from + i;
       acc_t v[4];
-      if (at.whole && !out && from >= 0 && from + 4 <= end) {
+      if (at.fours && !out && from >= 0 && from + 4 <= end) {
         load_four(v, line + from);
       } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int beyond = from + i + front * colours, column = divided(beyond, arg.by_colours), colour = beyond - column * colours;
-          v[i] = OUTSIDE_VALUE;
-          if (!out && !IS_OUTSIDE(column - front, columns, w)) v[i] = (acc_t)line[MAPPED(column - front, columns, w) * colours + colour];
-        }
+#pragma unroll 1
+        for (int j = 0; j < 4; ++j) there[i + j] = at_border(line, arg, out, from + j, front);
+        continue;
       }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) nothing += v[i] * 0;
       if (FOURS) {
 #pragma unroll
-        for (int i = 0; i < 4; i += LANES) *(Lanes*)(there + 4 * four + i) = *(const Lanes*)(v + i);
+        for (int j = 0; j < 4; j += LANES) *(Lanes*)(there + i + j) = *(const Lanes*)(v + j);
       } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) there[4 * four + i] = v[i];
+        for (int j = 0; j < 4; ++j) there[i + j] = v[j];
       }
     }
   }
-  return nothing != nothing;
+#endif
 }
 
 // ---- sums

@@ -17,6 +17,41 @@
 // By hand: nvcc -cubin -I cu cu/images/separable.cu
 #include "images/registers.cuh"
 
+// Filters `count` rows of `from` to those of `to`. With GREY there is one colour.
+template <bool GREY> WITHIN_KERNEL void filter_rows(const acc_t* RESTRICT from, acc_t* RESTRICT to, const acc_t* taps, const WindowArguments& arg, int count) {
+  const int pitch = (int)arg.pitch, wide = (int)arg.wide, tile_q = (int)arg.tile_q, colours = GREY ? 1 : (int)arg.colours;
+  const int blocks = (count + 8 * LANES - 1) / (8 * LANES);
+  for (int task = LID_0; task < blocks * tile_q; task += THREADS) {
+    const int group = task >> 3, block = divided(group, arg.by_eighth_q), eight = group - block * (tile_q >> 3), down = block * 8 * LANES + (task & 7);
+    const int eights = GREY ? eight : divided(eight, arg.by_colours), first = eights * 8 * colours + eight - eights * colours;
+    const acc_t* rows[LANES];
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) rows[lane] = from + (down + 8 * lane) * pitch + first;
+    acc_t sums[8][LANES];
+    slide(sums, taps, (int)arg.s, [&](int i, acc_t(&v)[LANES]) {
+#pragma unroll
+      for (int lane = 0; lane < LANES; ++lane) v[lane] = rows[lane][i * colours];
+    });
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) {
+      acc_t* const there = to + (down + 8 * lane) * wide + first;
+      if (down + 8 * lane >= count) continue;
+      if (GREY) {
+#pragma unroll
+        for (int i = 0; i < 8; i += LANES) {
+          Lanes some;
+#pragma unroll
+          for (int j = 0; j < LANES; ++j) some.of[j] = sums[i + j][lane];
+          *(Lanes*)(there + i) = some;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) there[i * colours] = sums[i][lane];
+      }
+    }
+  }
+}
+
 KERNEL LAUNCH_BOUNDS(THREADS, DTYPE == 64 ? 3 : 4) void images_separable(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
                                                                          const WindowArguments arg) {
   AFTER_LAST_LAUNCH
@@ -31,100 +66,54 @@ KERNEL LAUNCH_BOUNDS(THREADS, DTYPE == 64 ? 3 : 4) void images_separable(const i
   acc_t* const loaded = across + (more + step) * wide;
   const in_t* const image = x + at.x + at.o * (index_t)arg.x_d;
   const Columns columns = columns_of(image, arg, at.q, width + (taps_w ? taps_w - 1 : 0) * colours);
-  const bool whole = arg.y_fours && is_aligned(y, LANES * (int)sizeof(out_t));
+  const bool fours = arg.y_fours && is_aligned(y, LANES * (int)sizeof(out_t));
 
   for (int i = LID_0; i < taps_h; i += THREADS) f_h[i] = filters[i];
   for (int i = LID_0; i < taps_w; i += THREADS) f_w[i] = filters[taps_h + i];
 
-  // The window's rows from `first` on, counted from the strip's first: loaded, and filtered to the rows `to` of `across`.
-  auto load = [&](int first, int to, int count) {
-    const int row = at.p - (int)arg.pad_h + first;
-    if (taps_w) {
-      load_rows<false>(image, loaded, pitch, arg, columns, false, row, count);
-    } else {
-      load_rows<true>(image, across + to * wide, wide, arg, columns, false, row, count);
+  const int total = more + end - at.p;  // rows of the window; the first r - 1 give no results yet
+  auto rows_from = [&](int first) { const int left = (first < more ? more : total) - first; return left < step ? left : step; };
+
+  for (int done = 0, count = 0;;) {  // `count` rows that were loaded before stand behind `done` others
+    const int to = done < more ? done : more, next = done + count;
+    copies_arrived();
+    local_barrier();
+    if (taps_w && count) {
+      if (colours == 1) {
+        filter_rows<true>(loaded + columns.shift, across + to * wide, f_w, arg, count);
+      } else {
+        filter_rows<false>(loaded + columns.shift, across + to * wide, f_w, arg, count);
+      }
+      local_barrier();
     }
-  };
-  auto filter_rows = [&](int to, int count) {
-    if (!taps_w) return;
-    const int blocks = (count + 8 * LANES - 1) / (8 * LANES);
-    for (int task = LID_0; task < blocks * tile_q; task += THREADS) {
-      const int group = task >> 3, block = divided(group, arg.by_eighth_q), eight = group - block * (tile_q >> 3), down = block * 8 * LANES + (task & 7);
-      const int eights = divided(eight, arg.by_colours), first = eights * 8 * colours + eight - eights * colours;
-      const acc_t* const from = loaded + down * pitch + first + columns.shift;
-      acc_t sums[8][LANES];
-      slide(sums, f_w, taps_w, [&](int i, acc_t(&v)[LANES]) {
-#pragma unroll
-        for (int lane = 0; lane < LANES; ++lane) v[lane] = from[8 * lane * pitch + i * colours];
-      });
-#pragma unroll
-      for (int lane = 0; lane < LANES; ++lane) {
-        acc_t* const there = across + (to + down + 8 * lane) * wide + first;
-        if (down + 8 * lane >= count) continue;
-        if (colours == 1) {
-#pragma unroll
-          for (int i = 0; i < 8; i += LANES) {
-            Lanes some;
-#pragma unroll
-            for (int j = 0; j < LANES; ++j) some.of[j] = sums[i + j][lane];
-            *(Lanes*)(there + i) = some;
-          }
+    if (taps_w && next < total) load_rows<false>(image, loaded, pitch, arg, columns, false, at.p - (int)arg.pad_h + next, rows_from(next));
+    if (next > more) {
+      const int p = at.p + done - more;
+      for (int task = LID_0; task < (step >> 3) * (tile_q / LANES); task += THREADS) {
+        const int eight = divided(task, arg.by_quarter_q), q = (task - eight * (tile_q / LANES)) * LANES, down = 8 * eight;
+        if (down >= count || q >= width) continue;
+        const acc_t* const from = across + down * wide + q;
+        auto take = [&](int i, acc_t(&v)[LANES]) { *(Lanes*)v = *(const Lanes*)(from + i * wide); };
+        acc_t sums[8][LANES];
+        if (taps_h) {
+          slide(sums, f_h, taps_h, take);
         } else {
 #pragma unroll
-          for (int i = 0; i < 8; ++i) there[i * colours] = sums[i][lane];
+          for (int i = 0; i < 8; ++i) take(i, sums[i]);
         }
+        store_rows(y, previous, arg, at.y + (p + down) * (index_t)arg.y_h + at.q + q, count - down, width - q, fours, sums);
+      }
+      if (next == total) return;
+      local_barrier();
+      for (int first = 0; first < more; first += step) {  // the last r - 1 rows move up
+        const int numbers = (more - first < step ? more - first : step) * (wide / LANES);
+        Lanes* const above = (Lanes*)(across + first * wide);
+        for (int i = LID_0; i < numbers; i += THREADS) above[i] = above[i + step * (wide / LANES)];
+        local_barrier();
       }
     }
-  };
-  auto rows_of_step = [&](int p) { return end - p < step ? end - p : step; };
-
-  for (int done = 0; done < more; done += step) {  // what stands before the first results
-    const int count = more - done < step ? more - done : step;
-    load(done, done, count);
-    local_barrier();
-    filter_rows(done, count);
-    local_barrier();
-  }
-  load(more, more, rows_of_step(at.p));
-  local_barrier();
-  for (int p = at.p; p < end; p += step) {
-    const int rows = rows_of_step(p);
-    if (taps_w) {
-      filter_rows(more, rows);
-      local_barrier();
-    }
-    for (int task = LID_0; task < (step >> 3) * (tile_q / LANES); task += THREADS) {
-      const int eight = divided(task, arg.by_quarter_q), q = (task - eight * (tile_q / LANES)) * LANES, down = 8 * eight;
-      if (down >= rows || q >= width) continue;
-      const acc_t* const from = across + down * wide + q;
-      auto take = [&](int i, acc_t(&v)[LANES]) { *(Lanes*)v = *(const Lanes*)(from + i * wide); };
-      acc_t sums[8][LANES];
-      if (taps_h) {
-        slide(sums, f_h, taps_h, take);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) take(i, sums[i]);
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        if (down + i < rows) store_lanes(y, previous, arg, at.y + (p + down + i) * (index_t)arg.y_h + at.q + q, width - q, whole, sums[i]);
-    }
-    if (p + step >= end) return;
-    if (taps_w) load(p - at.p + step + more, more, rows_of_step(p + step));
-    local_barrier();
-    for (int first = 0; first < more; first += step) {
-      const int count = (more - first < step ? more - first : step) * (wide / LANES);
-      Lanes* const above = (Lanes*)(across + first * wide);
-      for (int i = LID_0; i < count; i += 2 * THREADS) {
-        const Lanes one = above[i + step * (wide / LANES)], other = i + THREADS < count ? above[i + THREADS + step * (wide / LANES)] : one;
-        above[i] = one;
-        if (i + THREADS < count) above[i + THREADS] = other;
-      }
-      local_barrier();
-    }
-    if (!taps_w) {
-      load(p - at.p + step + more, more, rows_of_step(p + step));
-      local_barrier();
-    }
+    if (!taps_w) load_rows<true>(image, across + (next < more ? next : more) * wide, wide, arg, columns, false, at.p - (int)arg.pad_h + next, rows_from(next));
+    done = next;
+    count = rows_from(next);
   }
 }
