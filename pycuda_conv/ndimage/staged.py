@@ -1,7 +1,7 @@
 """Filters of arrays in the host's memory on a GPU: there and back once, whatever number of launches is between.
 
-An array is cut into bands of its first axis. While one band is filtered, the next is copied in and the last one out. A band's launches read the
-neighbours' rows where they lie on the GPU, so its results have the bits that they have without bands.
+An array is cut into bands of its first axis. While one band is filtered, the next is copied in and the last one out. A band's launches
+read the neighbours' rows where they lie on the GPU, so its results have the bits that they have without bands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_BANDS = 16
 
 
 class Band(NamedTuple):
-    """Rows `begin` to `end` of the result by `terms`, once `needed` rows of the input are there. Without `whole` they are those of the same rows."""
+    """Rows `begin` to `end` of the result, by `terms`, once `needed` rows of the input are there. Without `whole` these are all they read."""
 
     begin: int
     end: int
