@@ -55,7 +55,7 @@ def _sequence(name: str, value: Any, rank: int) -> list[Any]:
         return [value] * rank
     found = list(value)
     if len(found) != rank:
-        raise RuntimeError(f"{name}: a sequence argument must have length equal to input rank, or to that of axes: {rank}, got {len(found)}")
+        raise RuntimeError(f"{name}: a sequence argument must have length equal to input rank, or that of axes: {rank}, got {len(found)}")
     return found
 
 

@@ -23,7 +23,7 @@ MOST_BANDS = 16
 
 
 class Band(NamedTuple):
-    """Rows `begin` to `end` of the result, by `terms`, once `needed` rows of the input are there. Without `whole` these are all they read."""
+    """Rows `begin` to `end` of the result, by `terms`, once `needed` rows of the input are there. Without `whole` they are all it reads."""
 
     begin: int
     end: int
