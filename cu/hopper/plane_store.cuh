@@ -30,9 +30,6 @@ template <class data_t, int pixels, int results> struct PlaneStore {
       if (pixel + 64 * i < (int)arg.plane && channel < (int)arg.rows) store_box(map_y, shared_address(own + i * BLOCK), pixel + 64 * i, channel, image, 0);
     bulk_commit();
   }
-  DEVICE void end() const {
-    if (stores()) bulk_wait<0>();
-  }
 
   // Leaves finished sums in shared memory. A warp's lanes use all banks: eight rows, whose chunks of 16 bytes are swizzled. `plain`: without an epilogue.
   template <bool plain, class Arguments>

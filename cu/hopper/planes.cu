@@ -3,18 +3,14 @@
 //   y[image, m, pixel] = sum over c of w[m, c] * x[image, c, pixel], and finish.cuh
 //   gemm m: output channel | gemm n: pixel of an image | gemm k: input channel, in stages of 64
 //
-// Mapping  block: tiles of BLOCK_M channels x BLOCK_N pixels of an image. Tiles of the same pixels run side by side. A consumer warpgroup has OWN_M
-//          channels of all pixels of the tile, or, if BLOCK_M is 64 and BLOCK_N is more, of half of them. Behind the consumers is one more warp.
-//          One thread of that, the producer, loads x and w. Blocks are persistent: loads go on while a tile is stored. Two blocks of small
-//          tiles share a multiprocessor.
-//          Three consumers need more registers than a launch gives so many threads: the producer's warp is then a warpgroup, which hands over
-//          most of its own.
+// Mapping  block: persistent, tiles of BLOCK_M channels x BLOCK_N pixels of an image, those of the same pixels side by side. A consumer warpgroup has
+//          OWN_M channels of all pixels of the tile, or, if BLOCK_M is 64 and BLOCK_N is more, of half of them. Two blocks of small tiles share a
+//          multiprocessor. Three consumers need more registers than a launch gives so many threads, so the producer is a warpgroup, which hands over its own.
 // Shared   a ring of STAGES stages (ring.cuh): BLOCK_N / 64 blocks of x, 64 rows of 64 pixels each, then w; rows of 128 bytes, swizzled. Behind the
 //          ring lie the consumers' results (plane_store.cuh).
 // x        MN-major, which wgmma takes of 16-bit operands. Blocks of pixels past the end of an image are not loaded.
 // w        K-major: 64 input channels of each output channel, as a filter of fprop lies. W_MN_MAJOR, for dgrad: 64 output channels of each
-//          input channel.
-// Ends     Elements past the last pixel or channel arrive as zeros, and are not stored.
+//          input channel. Elements past the last pixel or channel of either arrive as zeros.
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/hopper/planes.cu
 #ifndef BLOCK_M
@@ -33,7 +29,7 @@
 typedef element<TYPE> data_t;
 
 constexpr int BLOCK = 64 * 128, STEPS = 4;  // bytes of 64 rows; wgmma steps in a stage
-constexpr int X_BLOCKS = BLOCK_N / 64, W_BLOCKS = BLOCK_M / 64, OWN_BLOCKS = WGMMA_N / 64, ROWS = OWN_M / 64;
+constexpr int X_BLOCKS = BLOCK_N / 64, W_BLOCKS = BLOCK_M / 64, ROWS = OWN_M / 64;
 static_assert(BLOCK_M % 64 == 0 && WGMMA_N % 64 == 0 && BLOCK_N % WGMMA_N == 0, "whole blocks");
 static_assert(BLOCK_M == 64 || BLOCK_N == WGMMA_N, "consumers side by side, or one below the other");
 
@@ -46,46 +42,37 @@ struct PlanesProduct {
 
 struct Planes {
   static constexpr int CONSUMERS = BLOCK_M / OWN_M * (BLOCK_N / WGMMA_N), UP = CONSUMERS == 3 ? 160 : 0, DOWN = CONSUMERS == 3 ? 32 : 0;
-  static constexpr int THREADS = 128 * CONSUMERS + (DOWN ? 128 : 32);
   typedef StageRing<STAGES, (X_BLOCKS + W_BLOCKS) * BLOCK> Ring;
   typedef float Sums[ROWS][WGMMA_N / 2];
   const PlanesProduct& arg;
   const CUtensorMap *map_x, *map_w;
   PlaneStore<data_t, WGMMA_N, RESULTS> store;
   struct Tile {
-    int image, pixel, channel;
+    int image, pixel, channel, x_blocks, w_blocks;  // blocks that there are of x and w
     DEVICE Tile(const Planes& of, int number) {
       const Divided down(number, of.arg.tiles_m, of.arg.by_tiles_m), across(down.quotient, of.arg.tiles_n, of.arg.by_tiles_n);
-      channel = down.rest * BLOCK_M;
-      pixel = across.rest * BLOCK_N;
-      image = across.quotient;
+      channel = down.rest * BLOCK_M, pixel = across.rest * BLOCK_N, image = across.quotient;
+      x_blocks = min(((int)of.arg.plane - pixel + 63) / 64, X_BLOCKS), w_blocks = min(((int)of.arg.rows - channel + 63) / 64, W_BLOCKS);
     }
   };
-  DEVICE int tiles() const { return (int)arg.tiles; }
-  DEVICE int stages(const Tile&) const { return (int)arg.steps; }
-  DEVICE void prefetch() const {
-    prefetch_map(map_x);
-    prefetch_map(map_w);
-    prefetch_map(store.map_y);
-  }
-  DEVICE void load(const Tile& of, int step, uint32_t x, uint32_t arrived) const {
-    const int x_blocks = min(((int)arg.plane - of.pixel + 63) / 64, X_BLOCKS), w_blocks = min(((int)arg.rows - of.channel + 63) / 64, W_BLOCKS);
-    barrier_expect(arrived, (x_blocks + w_blocks) * BLOCK);
+  DEVICE void prefetch() const { prefetch_maps(map_x, map_w, store.map_y); }
+  DEVICE void load(const Tile& of, int step, uint32_t stage, uint32_t arrived) const {
+    barrier_expect(arrived, (of.x_blocks + of.w_blocks) * BLOCK);
 #pragma unroll
     for (int i = 0; i < X_BLOCKS; ++i)
-      if (i < x_blocks) load_box(x + i * BLOCK, map_x, arrived, of.pixel + 64 * i, 64 * step, of.image);
+      if (i < of.x_blocks) load_box(stage + i * BLOCK, map_x, arrived, of.pixel + 64 * i, 64 * step, of.image);
 #pragma unroll
     for (int i = 0; i < W_BLOCKS; ++i) {
       const int channel = of.channel + 64 * i;
-      if (i < w_blocks) load_box(x + (X_BLOCKS + i) * BLOCK, map_w, arrived, W_MN_MAJOR ? channel : 64 * step, W_MN_MAJOR ? 64 * step : channel, 0);
+      if (i < of.w_blocks) load_box(stage + (X_BLOCKS + i) * BLOCK, map_w, arrived, W_MN_MAJOR ? channel : 64 * step, W_MN_MAJOR ? 64 * step : channel, 0);
     }
   }
-  // the first 64 of a consumer's channels, and the first of its pixels, in blocks of a tile
+  // a consumer's first channels and first pixels, in blocks of a tile
   static DEVICE int down() { return BLOCK_M == 64 ? 0 : threadIdx.x / 128 * ROWS; }
-  static DEVICE int across() { return BLOCK_M == 64 ? threadIdx.x / 128 * OWN_BLOCKS : 0; }
-  DEVICE void multiply(Sums& sums, uint32_t x, bool fresh) const {
-    const uint32_t w = x + (X_BLOCKS + down()) * BLOCK;
-    const uint64_t a = W_MN_MAJOR ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w), b = wgmma_mn_major_descriptor(x + across() * BLOCK);
+  static DEVICE int across() { return BLOCK_M == 64 ? threadIdx.x / 128 * (WGMMA_N / 64) : 0; }
+  DEVICE void multiply(Sums& sums, uint32_t stage, bool fresh) const {
+    const uint32_t w = stage + (X_BLOCKS + down()) * BLOCK;
+    const uint64_t a = W_MN_MAJOR ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w), b = wgmma_mn_major_descriptor(stage + across() * BLOCK);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < STEPS; ++k)
@@ -97,10 +84,9 @@ struct Planes {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) store.finish(arg, sums[i], of.image, of.channel + 64 * (down() + i), of.pixel + 64 * across());
   }
-  DEVICE void end() const { store.end(); }
 };
 
-extern "C" __global__ void __launch_bounds__(Planes::THREADS, BLOCK_M * BLOCK_N <= 64 * 128 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS_OF<Planes>, BLOCK_M * BLOCK_N <= 64 * 128 ? 2 : 1)
     hopper_planes(const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_y,
                 const data_t* __restrict__ bias, const data_t* __restrict__ scale, const data_t* residual, const __grid_constant__ PlanesProduct arg) {
   extern __shared__ uint8_t dynamic[];

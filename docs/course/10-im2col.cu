@@ -17,7 +17,7 @@
 #include "hopper/skeleton.cuh"
 
 struct Convolution {
-  long long pixels, filters, channel_blocks, taps_r, taps_s;  // pixels of y; filters; blocks of 64 channels; rows and columns of the filter
+  long long pixels, filters, channel_blocks, taps_s, steps;  // pixels of y; filters; blocks of 64 channels; columns of the filter; stages of a sum
   long long p, q, padding, dilation, tiles_n, tiles;           // rows and columns of y; tiles along the filters, and all
 };
 
@@ -39,9 +39,7 @@ struct Kernel {
       w = pixel % (int)of.arg.q - (int)of.arg.padding;
     }
   };
-  DEVICE int tiles() const { return (int)arg.tiles; }
-  DEVICE int stages(const Tile&) const { return (int)(arg.taps_r * arg.taps_s * arg.channel_blocks); }
-  DEVICE void prefetch() const { prefetch_map(map_x), prefetch_map(map_w); }
+  DEVICE void prefetch() const { prefetch_maps(map_x, map_w); }
   DEVICE void load(const Tile& of, int step, uint32_t stage, uint32_t arrived) const {
     const int tap = step / (int)arg.channel_blocks, c = step % (int)arg.channel_blocks * 64;
     int r = tap / (int)arg.taps_s, s = tap % (int)arg.taps_s;
@@ -64,10 +62,9 @@ struct Kernel {
       if (pixel < (int)arg.pixels && filter < (int)arg.filters) y[pixel * arg.filters + filter] = sums[0][i];
     }
   }
-  DEVICE void end() const {}
 };
 
-extern "C" __global__ void __launch_bounds__(128 * Kernel::CONSUMERS + 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS_OF<Kernel>, 1)
     by_im2col(const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_w, float* __restrict__ y,
               const __grid_constant__ Convolution arg) {
   extern __shared__ uint8_t dynamic[];

@@ -17,7 +17,7 @@
 #include "hopper/skeleton.cuh"
 
 struct Product {
-  long long m, n, steps, tiles_n, tiles, batches;  // rows of a and of b; stages of k; tiles along n, and of a pair of matrices; pairs
+  long long m, n, steps, tiles_n, each, tiles;  // rows of a and of b; stages of k; tiles along n, of a pair of matrices, and of all
 };
 
 struct Kernel {
@@ -30,15 +30,13 @@ struct Kernel {
   struct Tile {
     int row, column, batch = 0;
     DEVICE Tile(const Kernel& of, int number) {
-      const int tile = number % (int)of.arg.tiles;
+      const int tile = number % (int)of.arg.each;
       column = tile % (int)of.arg.tiles_n * BLOCK_N;
       row = tile / (int)of.arg.tiles_n * BLOCK_M;
       // exercise: the maps have more pairs of matrices along their third axis; which one is this tile's `batch`?
     }
   };
-  DEVICE int tiles() const { return (int)(arg.tiles * arg.batches); }
-  DEVICE int stages(const Tile&) const { return (int)arg.steps; }
-  DEVICE void prefetch() const { prefetch_map(map_a), prefetch_map(map_b); }
+  DEVICE void prefetch() const { prefetch_maps(map_a, map_b); }
   DEVICE void load(const Tile& of, int step, uint32_t stage, uint32_t arrived) const {
     barrier_expect(arrived, STAGE_BYTES);
     load_box(stage, map_a, arrived, 64 * step, of.row, of.batch);
@@ -58,10 +56,9 @@ struct Kernel {
       if (m < (int)arg.m && n < (int)arg.n) y[(of.batch * arg.m + m) * arg.n + n] = sums[0][i];
     }
   }
-  DEVICE void end() const {}
 };
 
-extern "C" __global__ void __launch_bounds__(128 * Kernel::CONSUMERS + 32, 1)
+extern "C" __global__ void __launch_bounds__(THREADS_OF<Kernel>, 1)
     tile_after_tile(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, float* __restrict__ y,
                     const __grid_constant__ Product arg) {
   extern __shared__ uint8_t dynamic[];

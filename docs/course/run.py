@@ -101,7 +101,7 @@ def persistence(text: str, size: str, exercise: bool) -> Work:
     """9-persistence: blocks that stay; in the exercise there are two pairs of matrices."""
     (m, n, k), pairs = SIZES[size], 2 if exercise else 1
     tiles = ceil(m, 128) * ceil(n, 256)
-    numbers = {"m": m, "n": n, "steps": ceil(k, 64), "tiles_n": ceil(n, 256), "tiles": tiles, "batches": pairs}
+    numbers = {"m": m, "n": n, "steps": ceil(k, 64), "tiles_n": ceil(n, 256), "each": tiles, "tiles": tiles * pairs}
     maps = rows_map(A, m, k, 128, pairs), rows_map(B, n, k, 256, pairs)
     one = launch(text, "tile_after_tile", min(tiles * pairs, 132), 288, (Y,), numbers, maps=maps, shared=1024 + 4 * 128 * 384)
     return Work((((pairs, m, k), "float16"), ((pairs, n, k), "float16"), ((pairs, m, n), "float32")), (one,), product, 2 * m * n * k)
@@ -113,7 +113,7 @@ def im2col(text: str, size: str, exercise: bool) -> Work:
     padding = dilation * (taps // 2)
     pixels, tiles_n = images * height * width, ceil(filters, 256)
     tiles = ceil(pixels, 128) * tiles_n
-    numbers = {"pixels": pixels, "filters": filters, "channel_blocks": ceil(c, 64), "taps_r": taps, "taps_s": taps}
+    numbers = {"pixels": pixels, "filters": filters, "channel_blocks": ceil(c, 64), "taps_s": taps, "steps": taps * taps * ceil(c, 64)}
     numbers |= {"p": height, "q": width, "padding": padding, "dilation": dilation, "tiles_n": tiles_n, "tiles": tiles}
     # the first pixel's window begins at -padding, and that of the last one of a row ends there too, seen from the row's last pixel
     box = Im2col((-padding,) * 2, (-padding,) * 2, (1, 1), 64, 128)
@@ -151,7 +151,7 @@ PIECES: dict[str, Callable[..., Work]] = {"7-wgmma": wgmma, "8-ring": ring, "9-p
 SOLUTIONS = {
     "7-wgmma": "sum += bias[n];",
     "8-ring": "first = min(part * (int)arg.each, (int)arg.steps), last = min(first + (int)arg.each, (int)arg.steps);",
-    "9-persistence": "batch = number / (int)of.arg.tiles;",
+    "9-persistence": "batch = number / (int)of.arg.each;",
     "10-im2col": "r *= (int)arg.dilation, s *= (int)arg.dilation;",
     "11-limbs": "sum *= __uint_as_float((127 - 2 * (int)arg.scale) << 23);",
 }
