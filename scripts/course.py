@@ -322,7 +322,8 @@ def phases() -> Picture:
 
 PICTURES = {
     "1-loop": loop, "2-single": single, "3-tile": tile, "4-batched": batched, "5-gemm": gemm, "6-limbs": limbs, "7-wgmma": wgmma,
-    "8-ring": ring, "9-persistence": persistence, "10-im2col": im2col, "11-limbs": promotion, "13-registers": registers, "14-phases": phases,
+    "8-ring": ring, "9-persistence": persistence, "10-im2col": im2col, "11-limbs": promotion, "13-registers": registers,
+    "14-phases": phases,
 }
 
 

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def texts():
-    return re.findall(r"```(?:cuda|python)\n(.*?)```", PAGE.read_text(), re.S)
+    return re.findall(r"```(?:cuda|py)\n(.*?)```", PAGE.read_text(), re.S)
 
 
 def test_the_files_are_short():

@@ -18,7 +18,7 @@ DEVICE uint32_t below_infinity(uint32_t tf32) {
   return __float_as_uint(v);
 }
 // What `high` leaves of `v`.
-template <int factor, bool rounded> DEVICE uint32_t tf32_rest(float v, uint32_t high) {
+template <int factor, bool rounded = false> DEVICE uint32_t tf32_rest(float v, uint32_t high) {
   const uint32_t rest = __float_as_uint((v - __uint_as_float(high)) * factor);
   return rounded ? rest + 0x1000 : rest;
 }

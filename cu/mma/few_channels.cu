@@ -124,7 +124,7 @@ struct Factors {
       const float v = __uint_as_float(channels.words[i]);
       high[i] = rounded ? channels.words[i] : to_tf32(v);
 #if PRODUCTS == 3
-      low[i] = tf32_rest<LARGER, true>(v, high[i]);
+      low[i] = to_tf32(__uint_as_float(tf32_rest<LARGER>(v, high[i])));
 #endif
 #else
       high[i] = channels.words[i];

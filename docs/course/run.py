@@ -13,6 +13,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,7 +93,7 @@ def ring(text: str, size: str, exercise: bool) -> Work:
     cut = [64 * min(part * ceil(steps, parts), steps) for part in range(parts + 1)]
 
     def expected(a: Any, b: Any) -> Any:
-        return np.stack([product(a[:, i:j], b[:, i:j]) for i, j in zip(cut, cut[1:], strict=False)]) if parts > 1 else product(a, b)[None]
+        return np.stack([product(a[:, i:j], b[:, i:j]) for i, j in pairwise(cut)]) if parts > 1 else product(a, b)[None]
 
     return Work((((m, k), "float16"), ((n, k), "float16"), ((parts, m, n), "float32")), (one,), expected, 2 * m * n * k)
 
@@ -141,12 +142,15 @@ def limbs(text: str, size: str, exercise: bool, products: int = 3, promotes: int
     numbers = {"m": m, "n": n, "steps": ceil(k, 64), "tiles_m": ceil(m, 128), "scale": scale}
     maps = rows_map(split_a, m, k, 128, 2), rows_map(split_b, n, k, 128, 2)
     defines = {"BLOCK_M": 128, "BLOCK_N": 128, "STAGES": 3, "PRODUCTS": products, "PROMOTES": promotes}
-    one = launch(text, "by_limbs", tiles, 384, (Y,), numbers, maps=maps, shared=1024 + 3 * 128 * 256 * (2 if products == 3 else 1), defines=defines)
+    ring_bytes = 3 * 128 * 256 * (2 if products == 3 else 1)
+    one = launch(text, "by_limbs", tiles, 384, (Y,), numbers, maps=maps, shared=1024 + ring_bytes, defines=defines)
     arrays = ((m, k), "float32"), ((n, k), "float32"), ((m, n), "float32"), ((2, m, k), "empty"), ((2, n, k), "empty")
     return Work(arrays, (*split, one), lambda a, b, *_: product(a, b), 2 * m * n * k, 2.0**-scale)
 
 
-PIECES: dict[str, Callable[..., Work]] = {"7-wgmma": wgmma, "8-ring": ring, "9-persistence": persistence, "10-im2col": im2col, "11-limbs": limbs}
+PIECES: dict[str, Callable[..., Work]] = {
+    "7-wgmma": wgmma, "8-ring": ring, "9-persistence": persistence, "10-im2col": im2col, "11-limbs": limbs,
+}  # fmt: skip
 #: The line that each exercise asks for, below the comment that asks.
 SOLUTIONS = {
     "7-wgmma": "sum += bias[n];",
@@ -188,8 +192,24 @@ def is_right(found: np.ndarray, expected: np.ndarray) -> bool:
     return bool(np.abs(found - expected).max() <= 3e-6 * np.abs(expected).max())
 
 
+def microseconds(call: Callable[[], Any]) -> float:
+    """The median of five times of ten calls on the GPU, after three calls."""
+    import torch
+
+    taken = []
+    for count in (3, *[10] * 5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(begin.elapsed_time(end) * 1e3 / count)
+    return sorted(taken[1:])[2]
+
+
 def timed(work: Work) -> tuple[list[float], Any]:
-    """Microseconds of each launch on the GPU, and the result."""
+    """Microseconds of each launch on the GPU, and the arrays."""
     import torch
 
     from pycuda_conv.runtime import get_device
@@ -199,52 +219,46 @@ def timed(work: Work) -> tuple[list[float], Any]:
     for shape, kind in work.arrays:
         made = torch.zeros if kind == "zeros" else torch.randn
         arrays.append(made(shape, device="cuda", dtype=torch.float16 if kind in ("float16", "empty") else torch.float32))
-    pointers, times = [v.data_ptr() for v in arrays], []
-    for one in work.launches:
-        run = device.launcher(one)
-        taken = []
-        for count in (3, *[10] * 5):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(count):
-                run(pointers, None)
-            end.record()
-            torch.cuda.synchronize()
-            taken.append(begin.elapsed_time(end) * 1e3 / count)
-        times.append(sorted(taken[1:])[2])
-    return times, arrays
+    pointers = [v.data_ptr() for v in arrays]
+    launchers = [device.launcher(one) for one in work.launches]
+    return [microseconds(lambda run=run: run(pointers, None)) for run in launchers], arrays  # type: ignore[misc]
+
+
+#: What is timed of a piece: its name, and the options that make it.
+FORMS: dict[str, dict[str, dict[str, int]]] = {
+    "11-limbs": {
+        "three products, promoted": {}, "three products, not promoted": {"promotes": 0}, "one product, promoted": {"products": 1},
+        "one product, not promoted": {"products": 1, "promotes": 0},
+    },
+}  # fmt: skip
 
 
 def on_gpu(name: str) -> None:
     """Print times, shares of the limit, and for limbs the errors."""
-    import torch
-
-    forms = {"": {}} if name != "11-limbs" else {
-        "three products, promoted": {}, "three products, not promoted": {"promotes": 0}, "one product, promoted": {"products": 1},
-        "one product, not promoted": {"products": 1, "promotes": 0},
-    }  # fmt: skip
-    for form, options in forms.items():
+    for form, options in FORMS.get(name, {"": {}}).items():
         work = PIECES[name](text_of(name), "large", False, **options)
         times, arrays = timed(work)
         share = work.operations * options.get("products", 3 if form else 1) / (times[-1] * 1e-6) / PEAK
-        said = f"{name} {form}: {' + '.join(f'{us:.1f}' for us in times)} us, {work.operations / times[-1] * 1e-6:.1f} TFLOP/s, {share:.1%} of the tensor cores' limit"
-        if form:
-            a, b, y = (v.double() for v in (arrays[A][:512], arrays[B], arrays[Y][:512]))
-            said += f"; root mean square of the error {float((y - a @ b.T).norm() / (a @ b.T).norm()):.2e}, mean {float(((y - a @ b.T) * (a @ b.T).sign()).mean() / (a @ b.T).abs().mean()):.2e}"
-        elif len(arrays) == 3 and arrays[A].dim() < 4:
-            a, b, y = (v.reshape(-1, v.shape[-1]) for v in arrays)
-            said += f"; off by {float((y[:512] - a[:512].float() @ b.float().T).abs().max()):.1e}"
-            taken = []
-            for _ in range(6):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                begin.record()
-                for _ in range(10):
-                    torch.matmul(a, b.T)
-                end.record()
-                torch.cuda.synchronize()
-                taken.append(begin.elapsed_time(end) * 100)
-            said += f"; torch's own product {sorted(taken)[2]:.1f} us"
-        print(said, flush=True)
+        rate = work.operations / times[-1] * 1e-6
+        print(f"{name} {form}: {' + '.join(f'{us:.1f}' for us in times)} us, {rate:.1f} TFLOP/s, {share:.1%} of the limit", flush=True)
+        print_rival(name, work, arrays)
+
+
+def print_rival(name: str, work: Work, arrays: Sequence[Any]) -> None:
+    """Print torch's time, and of products the error of their first rows."""
+    import torch
+
+    if name == "10-im2col":
+        x, w = (v.movedim(-1, 1) for v in (arrays[A], arrays[B].unflatten(1, (3, 3))))
+        print(f"    torch's convolution, float16 result: {microseconds(lambda: torch.conv2d(x, w, padding=1)):.1f} us", flush=True)
+        return
+    left, right = (v.reshape(-1, v.shape[-1]) for v in arrays[:2])
+    expected = left.double()[:512] @ right.double().T
+    error = arrays[Y].reshape(left.shape[0], -1).double()[:512] - expected
+    mean = (error * expected.sign()).sum() / expected.abs().sum()
+    print(f"    error: root mean square {error.norm() / expected.norm():.2e}, in the mean {mean:.2e}")
+    us = microseconds(lambda: torch.matmul(left, right.T))
+    print(f"    torch's product, {work.arrays[A][1]}: {us:.1f} us", flush=True)
 
 
 def main() -> int:
