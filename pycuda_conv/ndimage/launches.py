@@ -211,12 +211,10 @@ def _window_of_three(
     colours = prod(shape[three[2].axis + 1 :])
     result = _result_shape(shape, three)
     rows = [(one.axis, shape[one.axis], result[one.axis], len(one.taps), one.before, one.border) for one in three]
+    _, size, resized, taps, before, borders = zip(*rows, strict=True)
     steps = _steps(shape, result, rows, colours)
-    window = Window(
-        input, output, steps.images, tuple(row[1] for row in rows), tuple(row[2] for row in rows), steps.x, steps.y, colours,
-        tuple(row[4] for row in rows), tuple(row[5] for row in rows), value, *join,  # type: ignore[arg-type]
-    )  # fmt: skip
-    return window, tuple(row[3] for row in rows)  # type: ignore[return-value]
+    window = Window(input, output, steps.images, size, resized, steps.x, steps.y, colours, before, borders, value, *join)
+    return window, taps
 
 
 def _window_of_one(shape: Sequence[int], one: Pass, input: str, output: str, value: float, join: Join) -> tuple[Window, bool]:
