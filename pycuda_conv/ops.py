@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 from pycuda_conv import invariance
 from pycuda_conv.dispatch import convolve, sum_channels
 from pycuda_conv.invariance import with_invariance
-from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes
+from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes, UpsampleFilter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,15 +17,20 @@ if TYPE_CHECKING:
 _ZEROS = "zeros"
 
 
-def _more(algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any) -> tuple[Any, ...] | None:
+def _more(
+    algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any, upsample: Any = 1, upsample_filter: Any = None
+) -> tuple[Any, ...] | None:
     """The last members of the :class:`~pycuda_conv.call.Call`; None for their defaults, with which a call takes less time.
 
     `invariant` is the option `batch_invariant`, or None where a function has none.
     """
     given = (invariant is False or invariant is None) and algorithm is None and dtype is None and mode is _ZEROS
-    if given and value.__class__ is float and not value and not invariance.blocks:
+    once = upsample.__class__ is int and upsample == 1 and upsample_filter is None
+    if given and once and value.__class__ is float and not value and not invariance.blocks:
         return None
-    return algorithm if invariant is None else with_invariance(algorithm, invariant), mode, value, dtype
+    times = tuple(upsample) if isinstance(upsample, list) else upsample
+    own = algorithm if invariant is None else with_invariance(algorithm, invariant)
+    return own, mode, value, dtype, None if once else (times, upsample_filter)
 
 
 def conv2d(
@@ -33,7 +38,8 @@ def conv2d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
+    upsample_filter: UpsampleFilter | None = None,
 ) -> Array:
     """Convolve with two spatial axes. It is a cross-correlation, as in torch: the filter is not flipped.
 
@@ -110,6 +116,14 @@ def conv2d(
     dtype : optional
         The result's type: the one in which the arrays are convolved, which is the default, or a type of integers. Then results are rounded
         to the nearest, ties to even, once, and those out of range are clipped; NaN becomes the least. An `out` of integers means the same.
+    upsample : int or (int, int)
+        How many times each pixel stands along each axis of the image that is convolved: nearest upsampling by whole factors, before the
+        padding. In the formulas H and W are then those of the enlarged image.
+    upsample_filter : {"exact", "folded"} or None
+        ``"folded"`` sums the taps that meet the same pixel, and convolves the input as it is: a 3x3 filter behind an upsampling by 2 takes
+        16 products a pixel of the input instead of 36. In 16 bits that rounds the filter once more, unless it is one of float32 under
+        ``torch.autocast``. ``"exact"`` has the numbers of upsampling first. The default is "folded" for filters of float32 and float64, as
+        far as stride, dilation and border permit it, and "exact" for others.
 
     Returns
     -------
@@ -139,7 +153,7 @@ def conv2d(
     (64, 64)
     """
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -148,7 +162,8 @@ def conv1d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
+    upsample_filter: UpsampleFilter | None = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -158,7 +173,7 @@ def conv1d(
     weight : array of shape (K, C/groups, S), or (S,) for an input of shape (W,)
     padding : int, (int,), ((left, right),), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
-    padding_mode, padding_value, dtype
+    padding_mode, padding_value, dtype, upsample, upsample_filter
         As for :func:`conv2d`.
 
     Returns
@@ -171,7 +186,7 @@ def conv1d(
         As for :func:`conv2d`.
     """
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -180,7 +195,8 @@ def conv3d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
+    upsample_filter: UpsampleFilter | None = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -190,7 +206,7 @@ def conv3d(
     weight : array of shape (K, C/groups, T, R, S), or (T, R, S) for an input of shape (D, H, W)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
-    padding_mode, padding_value, dtype
+    padding_mode, padding_value, dtype, upsample, upsample_filter
         As for :func:`conv2d`.
 
     Returns
@@ -203,7 +219,7 @@ def conv3d(
         As for :func:`conv2d`.
     """
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 

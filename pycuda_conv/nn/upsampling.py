@@ -1,0 +1,141 @@
+"""Convolutions of upsampled images in calls that torch knows of: by operations that torch differentiates and compiles.
+
+The filter is folded, or the image enlarged, by torch. Their gradients are torch's, and those of the convolution that is left are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from pycuda_conv import borders
+from pycuda_conv.call import Call, Operands
+from pycuda_conv.problem import channels_last
+
+
+class Folding(NamedTuple):
+    """What is left of a convolution when its filter is folded: a transposed convolution, and how its operands are made."""
+
+    times: tuple[int, ...]
+    empty: tuple[tuple[int, int], ...]
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+    #: along each axis the words of the border that the image gets, and its sizes
+    modes: borders.Pairs
+    frame: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=1024)
+def folding_of(call: Call, filter_shape: tuple[int, ...], dtype: str) -> Folding | None:
+    """How `call`, whose options are hashable, is folded with such a filter; None where it is not. It does not depend on the image's size."""
+    n, taps = call.ndim, filter_shape[-call.ndim :]
+    times, word = call.upsample
+    reach = max(taps) * max(call.dilation if isinstance(call.dilation, tuple) else (call.dilation,))
+    plain = call._replace(activation=None, dtype=None)
+    shapes = (1, filter_shape[1] * call.groups, *(reach + 1,) * n), filter_shape, None, None, None
+    problem = plain.problem(shapes, dtype)
+    if not problem.folded:
+        return None
+    left, frame = problem.transposed_form, problem.framed
+    border = problem.border or borders.NONE
+    return Folding(
+        times, problem.empty_taps[-n:], left.stride[-n:], tuple(zip(left.padding_before[-n:], left.padding_after[-n:], strict=True)),
+        left.dilation[-n:], problem.groups, border[-n:], tuple(zip(frame.padding_before[-n:], frame.padding_after[-n:], strict=True)),
+    )  # fmt: skip
+
+
+def folded(w: Any, how: Folding) -> Any:
+    """The filter of the transposed convolution: sums in float32, or in the filter's own type if that is wider."""
+    v = w if w.dtype in (torch.float32, torch.float64) else w.float()
+    ndim = len(how.times)
+    for axis, (u, (before, after)) in enumerate(zip(how.times, how.empty, strict=True), 2):
+        if u > 1:
+            v = F.pad(v, _sides(v.dim(), axis, u - 1, u - 1)).unfold(axis, u, 1).sum(-1)
+        v = v.flip(axis)
+        if before or after:
+            v = F.pad(v, _sides(v.dim(), axis, before, after))
+    k, c = v.shape[:2]
+    v = v.reshape(how.groups, k // how.groups, c, *v.shape[-ndim:]).transpose(1, 2).reshape(how.groups * c, k // how.groups, *v.shape[-ndim:])
+    return v.to(w.dtype)
+
+
+def _sides(dims: int, axis: int, before: int, after: int) -> list[int]:
+    """A padding of one axis, as ``F.pad`` takes it."""
+    return [0, 0] * (dims - 1 - axis) + [before, after]
+
+
+def enlarged(x: Any, times: Sequence[int], layout: str) -> Any:
+    """The image, which lies in this layout, with each pixel as often as `times` says."""
+    ndim = len(times)
+    first = x.dim() - ndim
+    order = channels_last(x.dim(), ndim) if layout == "NHWC" else None
+    y = x if order is None else x.permute(order)
+    first = first if order is None else first - 1
+    size = list(y.shape)
+    doubled: list[Any] = []
+    wide: list[Any] = []
+    made: list[Any] = []
+    for axis, n in enumerate(size):
+        u = times[axis - first] if first <= axis < first + ndim else 1
+        doubled += [n] if u == 1 else [n, 1]
+        wide += [n] if u == 1 else [n, u]
+        made.append(n * u)
+    y = y.reshape(doubled).expand(wide).reshape(made)
+    return y if order is None else y.permute([order.index(axis) for axis in range(len(order))])
+
+
+def framed(x: Any, how: Folding, value: float) -> Any:
+    """The image with the border that the transposed convolution reads."""
+    ndim = len(how.times)
+    filled: list[int] = []
+    for axis, (words, (before, after)) in enumerate(zip(how.modes, how.frame, strict=True), x.dim() - ndim):
+        here = [0, 0]
+        if before or after:
+            n = x.shape[axis]
+            rows = borders.rows(words, n, -before, n + after)
+            shown = [row for row in rows if row >= 0]
+            here = [rows.index(shown[0]) if rows[0] < 0 else 0, len(rows) - 1 - max(i for i, row in enumerate(rows) if row >= 0)]
+            if shown != list(range(n)):
+                x = x.index_select(axis, torch.tensor(shown, device=x.device))
+        filled = [*here, *filled]
+        if any(here):  # axis by axis: in a corner the inner axis counts
+            side = [words[i] == "constant" for i in (0, 1)]
+            for i in (0, 1):
+                if here[i]:
+                    x = F.pad(x, _sides(x.dim(), axis, here[0] * (i == 0), here[1] * (i == 1)), value=value if side[i] else 0.0)
+    return x
+
+
+def convolve(call: Call, operands: Operands, layout: str, compute: Callable[[Call, Operands], Any]) -> Any:
+    """The convolution of an upsampled image, which lies in this layout; `compute` is for calls of other images. The options are hashable."""
+    x, w, *others = operands
+    plain = call._replace(upsample=None)
+    times, word = call.upsample
+    if max(times) == 1:
+        return compute(plain, operands)
+    dtype = str(w.dtype).removeprefix("torch.")
+    floats = w.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    _check(call, operands)
+    how = folding_of(call._replace(activation=None), tuple(w.shape), dtype) if floats and w.dim() > call.ndim else None
+    if how is None:
+        return compute(plain, Operands(enlarged(x, times, layout), w, *others))
+    transposed = plain._replace(
+        function="conv_transpose", stride=how.stride, padding=how.padding, dilation=how.dilation, size=0, padding_mode="zeros", padding_value=0.0
+    )
+    x = framed(x, how, call.padding_value) if any(map(any, how.frame)) else x
+    return compute(transposed, Operands(x, folded(w, how), *others))
+
+
+def _check(call: Call, operands: Operands) -> None:
+    """Refuse what does not fit together, as far as sizes are known: of what is left messages would name other sizes."""
+    shapes = [None if one is None else tuple(one.shape) for one in operands]
+    if all(isinstance(n, int) for shape in shapes if shape is not None for n in shape):
+        dtype = str(operands.weight.dtype).removeprefix("torch.")
+        known = dtype if dtype in ("float16", "bfloat16", "float32", "float64") else "float32"
+        call._replace(dtype=None).problem(shapes, known)
