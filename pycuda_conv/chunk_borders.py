@@ -10,6 +10,7 @@ import dask.array as da
 import numpy as np
 
 from pycuda_conv import borders
+from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 
 
@@ -103,3 +104,12 @@ def folded(problem: ConvProblem, wide: Any, first_axis: int) -> Any:
                 made = da.concatenate([piece for piece in pieces if piece.shape[axis]], axis)
         wide = made
     return wide
+
+
+def enlarged(x: Any, times: Sequence[int], word: str | None) -> Any:
+    """An upsampled image, enlarged chunk by chunk."""
+    if word == "folded":
+        raise ConvArgumentError("dask arrays are enlarged chunk by chunk: upsample_filter must be 'exact' or None, but got 'folded'")
+    for axis, n in enumerate(times, x.ndim - len(times)):
+        x = da.repeat(x, n, axis) if n > 1 else x
+    return x

@@ -261,7 +261,7 @@ class ConvProblem:
         if word == "folded" and reason is not None:
             raise ConvArgumentError(f"upsample_filter='folded' is not for this convolution: {reason}")
         if word is None:  # sums of 16 bits would be rounded once more
-            wanted = reason is None and self.itemsize > 2 and self.algorithm != "fft" and not any(n for pair in self.empty_taps for n in pair)
+            wanted = reason is None and self.itemsize > 2 and self.algorithm != "fft" and not any(map(any, self.empty_taps))
         else:
             wanted = word == "folded"
         return replace(self, folded=wanted)
@@ -290,7 +290,7 @@ class ConvProblem:
 
     @property
     def transposed_form(self) -> ConvProblem:
-        """The transposed convolution, of the array with its border as :attr:`framed` makes it, that gives the result of a :attr:`folded` one.
+        """The transposed convolution of the array, with its border as :attr:`framed` makes it, that a :attr:`folded` convolution is.
 
         Pixel i of the result meets a pixel h of the array by all taps r with ``(i - padding + r) // upsample == h``. They are neighbours, and
         which they are depends on ``i - h * upsample`` alone. So their sum is a tap of a transposed convolution whose stride is `upsample`.
@@ -298,7 +298,8 @@ class ConvProblem:
         the filter reaches, whose sums are of nothing.
         """
         frame = self.framed
-        taps, before, after, dilation = [], [], [], []
+        taps: list[int] = []
+        before, after, dilation = list(taps), list(taps), list(taps)
         empty = self.empty_taps
         for axis, (u, r, d) in enumerate(zip(self.upsample, self.filter_size, self.dilation, strict=True)):
             d = d if u == 1 else 1
@@ -306,7 +307,8 @@ class ConvProblem:
             found = first + r + u - 1 + last
             cut = d * (r - 1 + first) - (self.padding_before[axis] - u * frame.padding_before[axis])
             full = (frame.output_size[axis] - 1) * u + d * (found - 1) + 1
-            taps.append(found), dilation.append(d), before.append(cut), after.append(full - cut - self.output_size[axis])
+            for values, own in ((taps, found), (dilation, d), (before, cut), (after, full - cut - self.output_size[axis])):
+                values.append(own)
         bordered = self.border is not None
         return replace(
             self, direction="dgrad", C=self.K, K=self.C, input_size=self.output_size, output_size=frame.output_size,

@@ -13,11 +13,18 @@ from typing import Any
 import torch
 
 import pycuda_conv as pc
-from pycuda_conv.arguments import check_precision, checked_algorithm, integers, padding_pairs
+from pycuda_conv.arguments import (
+    check_precision,
+    checked_algorithm,
+    checked_upsample,
+    checked_upsample_filter,
+    integers,
+    padding_pairs,
+)
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.invariance import checked_invariance, with_invariance
-from pycuda_conv.nn.autograd import _is_followed, followed
-from pycuda_conv.typing import Algorithm, Precision
+from pycuda_conv.nn.autograd import _is_followed, followed, followed_upsampled
+from pycuda_conv.typing import Algorithm, Precision, Sizes, UpsampleFilter
 
 
 def checked_precision(precision: str) -> str:
@@ -63,8 +70,12 @@ class _Ours:
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
+        text += self._upsampling()
         text += "" if self.precision == "fp32" else f", precision={self.precision}"
         return marked(text if self.algorithm is None else f"{text}, algorithm={self.algorithm}")
+
+    def _upsampling(self) -> str:
+        return ""
 
     @property
     def qconfig(self) -> Any:
@@ -95,6 +106,9 @@ class _Conv(_Ours):
 
     function: Callable[..., Any]
     kernel_size: tuple[int, ...]
+    #: how many times each pixel stands along each axis of what is convolved; empty where once
+    upsample: tuple[int, ...] = ()
+    upsample_filter: str | None = None
     _base: Any
     #: torch's method, or :func:`_nobodys`
     _genuine: Any
@@ -102,15 +116,24 @@ class _Conv(_Ours):
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
         bias: bool = True, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, precision: Precision = "fp32",
-        algorithm: Algorithm | None = None, batch_invariant: bool = False,
+        algorithm: Algorithm | None = None, batch_invariant: bool = False, upsample: Sizes = 1,
+        upsample_filter: UpsampleFilter | None = None,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
         self.precision, self.algorithm = checked_precision(precision), layer_algorithm(algorithm, batch_invariant)
+        self.upsample = checked_upsample(upsample, len(self.kernel_size))
+        self.upsample_filter = checked_upsample_filter(upsample_filter)
         if in_pairs(padding):  # torch would repeat each pair
             pairs = padding_pairs(padding, len(self.kernel_size))
             self._reversed_padding_repeated_twice = tuple(v for pair in reversed(pairs) for v in pair)
+
+    def _upsampling(self) -> str:
+        if not any(n != 1 for n in self.upsample):
+            return ""
+        word = "" if self.upsample_filter is None else f", upsample_filter={self.upsample_filter}"
+        return f", upsample={self.upsample}{word}"
 
     def _conv_forward(self: Any, input: Any, weight: Any, bias: Any) -> Any:
         if self._base._conv_forward is not self._genuine:  # somebody replaced it for all convolutions
@@ -119,10 +142,15 @@ class _Conv(_Ours):
         if mode != "zeros":  # in numbers, from the last axis to the first
             sides = self._reversed_padding_repeated_twice
             padding = tuple((sides[i], sides[i + 1]) for i in range(len(sides) - 2, -1, -2))
+        asked = self.stride, padding, self.dilation, self.groups, self.precision, mode, self.algorithm
+        upsampled = any(n != 1 for n in self.upsample)
         if _is_followed():
-            asked = self.stride, padding, self.dilation, self.groups, self.precision, mode, self.algorithm
+            if upsampled:
+                return followed_upsampled(input, weight, bias, self.upsample, self.upsample_filter, *asked)
             return followed("conv", input, weight, bias, (), *asked)
         options = {} if mode == "zeros" else {"padding_mode": mode}
+        if upsampled:
+            options |= {"upsample": self.upsample, "upsample_filter": self.upsample_filter}
         if self.algorithm is not None:
             options["algorithm"] = self.algorithm
         return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **options)
@@ -181,6 +209,8 @@ class Conv2d(_Conv, torch.nn.Conv2d):
         Sums of products alone, or Fourier transforms, forward and backward: see :func:`pycuda_conv.conv2d`.
     batch_invariant : bool
         Compute each image with the same bits whatever images stand beside it: see :func:`pycuda_conv.batch_invariant`.
+    upsample, upsample_filter
+        Nearest upsampling before the padding: see :func:`pycuda_conv.conv2d`.
 
     Examples
     --------

@@ -33,9 +33,8 @@ class Folding(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def folding_of(call: Call, filter_shape: tuple[int, ...], dtype: str) -> Folding | None:
-    """How `call`, whose options are hashable, is folded with such a filter; None where it is not. It does not depend on the image's size."""
-    n, taps = call.ndim, filter_shape[-call.ndim :]
-    times, word = call.upsample
+    """How `call`, whose options are hashable, is folded with such a filter, whatever the image's size; None where it is not."""
+    n, taps, times = call.ndim, filter_shape[-call.ndim :], call.upsample[0]
     reach = max(taps) * max(call.dilation if isinstance(call.dilation, tuple) else (call.dilation,))
     plain = call._replace(activation=None, dtype=None)
     shapes = (1, filter_shape[1] * call.groups, *(reach + 1,) * n), filter_shape, None, None, None
@@ -61,8 +60,8 @@ def folded(w: Any, how: Folding) -> Any:
         if before or after:
             v = F.pad(v, _sides(v.dim(), axis, before, after))
     k, c = v.shape[:2]
-    v = v.reshape(how.groups, k // how.groups, c, *v.shape[-ndim:]).transpose(1, 2).reshape(how.groups * c, k // how.groups, *v.shape[-ndim:])
-    return v.to(w.dtype)
+    rows, taps = k // how.groups, v.shape[-ndim:]
+    return v.reshape(how.groups, rows, c, *taps).transpose(1, 2).reshape(how.groups * c, rows, *taps).to(w.dtype)
 
 
 def _sides(dims: int, axis: int, before: int, after: int) -> list[int]:
@@ -113,10 +112,10 @@ def framed(x: Any, how: Folding, value: float) -> Any:
 
 
 def convolve(call: Call, operands: Operands, layout: str, compute: Callable[[Call, Operands], Any]) -> Any:
-    """The convolution of an upsampled image, which lies in this layout; `compute` is for calls of other images. The options are hashable."""
+    """The convolution of an upsampled image, which lies in this layout; `compute` is for other images. The options are hashable."""
     x, w, *others = operands
     plain = call._replace(upsample=None)
-    times, word = call.upsample
+    times = call.upsample[0]
     if max(times) == 1:
         return compute(plain, operands)
     dtype = str(w.dtype).removeprefix("torch.")
@@ -126,8 +125,9 @@ def convolve(call: Call, operands: Operands, layout: str, compute: Callable[[Cal
     if how is None:
         return compute(plain, Operands(enlarged(x, times, layout), w, *others))
     transposed = plain._replace(
-        function="conv_transpose", stride=how.stride, padding=how.padding, dilation=how.dilation, size=0, padding_mode="zeros", padding_value=0.0
-    )
+        function="conv_transpose", stride=how.stride, padding=how.padding, dilation=how.dilation, size=0, padding_mode="zeros",
+        padding_value=0.0,
+    )  # fmt: skip
     x = framed(x, how, call.padding_value) if any(map(any, how.frame)) else x
     return compute(transposed, Operands(x, folded(w, how), *others))
 

@@ -1,8 +1,8 @@
 """Convolutions of upsampled images, around another engine.
 
-Folded, the filter's taps that meet the same pixel are summed (``cu/layout/sum_taps.cu``), and the other engine computes the transposed
-convolution that is left: :attr:`ConvProblem.transposed_form`. It reads the array as it is, or with its border. The sums are a packed filter:
-a bound plan keeps them. Not folded, the image is enlarged (``cu/layout/enlarge.cu``), and the other engine convolves that.
+Folded, the filter's taps that meet the same pixel are summed (``cu/layout/sum_taps.cu``). The other engine computes the transposed
+convolution that is left: :attr:`ConvProblem.transposed_form`. It reads the array as it is, or with its border. The sums are a packed
+filter: a bound plan keeps them. Not folded, the image is enlarged (``cu/layout/enlarge.cu``), and the other engine convolves that.
 """
 
 from __future__ import annotations
@@ -106,14 +106,17 @@ def schedule(problem: ConvProblem, config: Upsampled, device: Device, with_momen
         places[PACKED] = keeps.take(made.filter_bytes)
     places[WEIGHT] = keeps.take(problem.itemsize * math.prod(left.weight_shape))
     reads_last = bool(made.prepare) and made.filter_last is not None and _count(made.filter_last) < _count(made.whole)
-    sums = [[[enlarge.sum_taps(problem, given, reads_last, places[WEIGHT])]] if math.prod(left.weight_shape) else [] for given in (False, True)]
     packs = [] if reads_last else moved(made.prepare, places)
     steps = first + moved((made.filter_last if reads_last else made.steps) or [], places)
-    whole = [sums[0] + packs + steps, sums[1] + packs + steps]
-    last = whole[1] if problem.layout == "NHWC" else None
+
+    def sums(given_last: bool) -> list[list[KernelLaunch]]:
+        return [[enlarge.sum_taps(problem, given_last, reads_last, places[WEIGHT])]] if math.prod(left.weight_shape) else []
+
+    whole = sums(False) + packs + steps
+    last = sums(True) + packs + steps if problem.layout == "NHWC" else None
     if not kept:
-        return Schedule([], whole[0], whole[0], scratch.used, 0, made.redoes, filter_last=last)
-    return Schedule(sums[0] + packs, steps, whole[0], scratch.used, keeps.used, made.redoes, filter_last=last)
+        return Schedule([], whole, whole, scratch.used, 0, made.redoes, filter_last=last)
+    return Schedule(sums(False) + packs, steps, whole, scratch.used, keeps.used, made.redoes, filter_last=last)
 
 
 def _count(steps: list[list[KernelLaunch]]) -> int:

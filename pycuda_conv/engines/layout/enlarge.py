@@ -1,4 +1,4 @@
-"""Launches for upsampled images: ``cu/layout/enlarge.cu``, which enlarges them, and ``cu/layout/sum_taps.cu``, which sums a filter's taps."""
+"""Launches for upsampled images: ``cu/layout/enlarge.cu`` enlarges them, and ``cu/layout/sum_taps.cu`` sums a filter's taps."""
 
 from __future__ import annotations
 
