@@ -365,28 +365,6 @@ def followed(function: str, first: Any, second: Any, bias: Any, size: Any, *opti
     return getattr(torch.ops.pycuda_conv, operator.name).default(first, second, bias, size, *flat)
 
 
-def followed_upsampled(
-    x: Any, w: Any, bias: Any, times: Any, word: str | None, stride: Any, padding: Any, dilation: Any, groups: int, precision: str,
-    padding_mode: Any, algorithm: str | None,
-) -> Any:
-    """The same for a convolution of an upsampled image; the arguments from `stride` on are those of :func:`followed`."""
-    how = _folding(tuple(w.shape), str(w.dtype), times, word, stride, padding, dilation, groups, padding_mode, algorithm)
-    if how is None:
-        x = upsampling.enlarged(x, times, traced_layout(x, len(times)))
-        return followed("conv", x, w, bias, (), stride, padding, dilation, groups, precision, padding_mode, algorithm)
-    x = upsampling.framed(x, how, 0.0) if any(map(any, how.frame)) else x
-    options = how.stride, how.padding, how.dilation, groups, precision, "zeros", algorithm
-    return followed("conv_transpose", x, upsampling.folded(w, how), bias, (0,) * len(times), *options)
-
-
-@torch_internals.constant
-def _folding(filter_shape: tuple[int, ...], dtype: str, times: Any, word: Any, *options: Any) -> Any:
-    stride, padding, dilation, groups, mode, algorithm = options
-    ndim = len(filter_shape) - 2
-    call = Call("conv", ndim, stride, padding, dilation, groups, "fp32", 0, None, algorithm, mode, upsample=(times, word))
-    return upsampling.folding_of(call.hashable(), filter_shape, dtype.removeprefix("torch."))
-
-
 @torch_internals.constant
 def _flat_options(
     sizes: tuple[int, ...], stride: Any, padding: Any, dilation: Any, groups: int, precision: str, padding_mode: Any = "zeros",

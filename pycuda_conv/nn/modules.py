@@ -21,9 +21,12 @@ from pycuda_conv.arguments import (
     integers,
     padding_pairs,
 )
+from pycuda_conv.arrays import torch_internals
+from pycuda_conv.call import Call
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.invariance import checked_invariance, with_invariance
-from pycuda_conv.nn.autograd import _is_followed, followed, followed_upsampled
+from pycuda_conv.nn import upsampling
+from pycuda_conv.nn.autograd import _is_followed, followed, traced_layout
 from pycuda_conv.typing import Algorithm, Precision, Sizes, UpsampleFilter
 
 
@@ -101,6 +104,28 @@ class _Ours:
             raise AttributeError("qconfig")
 
 
+def _followed_upsampled(
+    x: Any, w: Any, bias: Any, times: Any, word: str | None, stride: Any, padding: Any, dilation: Any, groups: int, precision: str,
+    padding_mode: Any, algorithm: str | None,
+) -> Any:
+    """A convolution of an upsampled image that torch.compile traces; the arguments from `stride` on are those of :func:`followed`."""
+    how = _folding(tuple(w.shape), str(w.dtype), times, word, stride, padding, dilation, groups, padding_mode, algorithm)
+    if how is None:
+        x = upsampling.enlarged(x, times, traced_layout(x, len(times)))
+        return followed("conv", x, w, bias, (), stride, padding, dilation, groups, precision, padding_mode, algorithm)
+    x = upsampling.framed(x, how, 0.0) if any(map(any, how.frame)) else x
+    options = how.stride, how.padding, how.dilation, groups, precision, "zeros", algorithm
+    return followed("conv_transpose", x, upsampling.folded(w, how), bias, (0,) * len(times), *options)
+
+
+@torch_internals.constant
+def _folding(filter_shape: tuple[int, ...], dtype: str, times: Any, word: Any, *options: Any) -> Any:
+    stride, padding, dilation, groups, mode, algorithm = options
+    ndim = len(filter_shape) - 2
+    call = Call("conv", ndim, stride, padding, dilation, groups, "fp32", 0, None, algorithm, mode, upsample=(times, word))
+    return upsampling.folding_of(call.hashable(), filter_shape, dtype.removeprefix("torch."))
+
+
 class _Conv(_Ours):
     """It overrides the one method that convolves, so that a forward that somebody replaced still runs."""
 
@@ -146,7 +171,7 @@ class _Conv(_Ours):
         upsampled = any(n != 1 for n in self.upsample)
         if _is_followed():
             if upsampled:
-                return followed_upsampled(input, weight, bias, self.upsample, self.upsample_filter, *asked)
+                return _followed_upsampled(input, weight, bias, self.upsample, self.upsample_filter, *asked)
             return followed("conv", input, weight, bias, (), *asked)
         options = {} if mode == "zeros" else {"padding_mode": mode}
         if upsampled:

@@ -2,7 +2,7 @@
 
 Folded, the filter's taps that meet the same pixel are summed (``cu/layout/sum_taps.cu``). The other engine computes the transposed
 convolution that is left: :attr:`ConvProblem.transposed_form`. It reads the array as it is, or with its border. The sums are a packed
-filter: a bound plan keeps them. Not folded, the image is enlarged (``cu/layout/enlarge.cu``), and the other engine convolves that.
+filter: a bound plan keeps them. Not folded, the image is enlarged (``cu/layout/upsampled.cu``), and the other engine convolves that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launches for upsampled images: ``cu/layout/enlarge.cu`` enlarges them, and ``cu/layout/sum_taps.cu`` sums a filter's taps."""
+"""Launches for upsampled images: ``cu/layout/upsampled.cu`` enlarges them, and ``cu/layout/sum_taps.cu`` sums a filter's taps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = (1, 2, 4, 8, 16)  # bytes of what a thread copies
 #: The most texts, as an engine says it.
 MOST_TEXTS = {"cuda": 9, "opencl": 9}
 
-EnlargeArguments = kernel_struct("enlarge", "EnlargeArguments")
+EnlargeArguments = kernel_struct("upsampled", "EnlargeArguments")
 SumTapsArguments = kernel_struct("sum_taps", "SumTapsArguments")
 
 
@@ -40,7 +40,7 @@ def enlarge(problem: ConvProblem, to: Place) -> KernelLaunch:
         **by_axis("times_", problem.upsample),
     )
     defines = {"DTYPE": DTYPE_CODES["float32"], "BYTES": word, "INDEX_64": int(big), "THREADS": THREADS}
-    return KernelLaunch("enlarge", defines, ceil(size, THREADS), THREADS, (INPUT, to), (), arguments=args)
+    return KernelLaunch("enlarge", defines, ceil(size, THREADS), THREADS, (INPUT, to), (), "upsampled", arguments=args)
 
 
 def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: Place) -> KernelLaunch:
@@ -68,5 +68,5 @@ def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: Place) -> K
 
 def texts() -> Iterator[TextFamily]:
     """A text for each size of words, and for each type of filters."""
-    yield TextFamily("enlarge", {"DTYPE": (DTYPE_CODES["float32"],), "BYTES": WORDS, "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield TextFamily("upsampled", {"DTYPE": (DTYPE_CODES["float32"],), "BYTES": WORDS, "INDEX_64": FLAG, "THREADS": (THREADS,)})
     yield TextFamily("sum_taps", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})

@@ -1,4 +1,4 @@
-// enlarge.cu: images with each pixel as often as asked along each axis (nearest upsampling by whole factors).
+// upsampled.cu: images with each pixel as often as asked along each axis (nearest upsampling by whole factors).
 //
 //   wide[outer, d*U + i, h*V + j, w*X + k, inner] = x[outer, d, h, w, inner]   for all i < U, j < V, k < X
 //
@@ -7,7 +7,7 @@
 //          neighbours in each line of wide: with channels last whole runs, in NCHW every X-th element, and the stores of one word fill the gaps.
 // Memory   registers only.
 //
-// By hand: nvcc -cubin -I cu cu/layout/enlarge.cu
+// By hand: nvcc -cubin -I cu cu/layout/upsampled.cu
 #include "core/portable.cuh"
 
 #ifndef THREADS
