@@ -14,6 +14,7 @@ from pycuda_conv.runtime.base import KernelLaunch, Place
 
 THREADS = 256
 WORDS = (1, 2, 4, 8, 16)  # bytes of what a thread copies
+ROWS, MOST = 32, 96  # rows of a block of sum_taps.cu, and elements of a row that it keeps
 #: The most texts, as an engine says it.
 MOST_TEXTS = {"cuda": 9, "opencl": 9}
 
@@ -50,20 +51,20 @@ def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: Place) -> K
     """
     made, (t, r, s) = problem.transposed_form, problem.filter_size
     rows, channels, taps = problem.K // problem.groups, problem.C // problem.groups, math.prod(made.filter_size)
-    size = problem.C * rows * taps
     given = t * r * s
     steps = (given * channels, 1, channels) if given_last else (given * channels, given, 1)
-    big = max(size, problem.K * channels * given) >= 2**31 - 2**20
-    sizes = {"rows": rows, "channels": channels, "taps": taps}
+    across = max(1, min(channels, MOST // given))
+    tiles, tiles_k = ceil(channels, across), ceil(rows, ROWS)
     args = arguments(
-        SumTapsArguments, size=size, **sizes, **{f"by_{name}": _divider(n, big) for name, n in sizes.items()},
-        r_taps=made.filter_size[1], s_taps=made.filter_size[2], by_r=divider(made.filter_size[1]), by_s=divider(made.filter_size[2]),
-        last=int(last), t=t, r=r, s=s, **by_axis("times_", problem.upsample),
+        SumTapsArguments, rows=rows, channels=channels, across=across, tiles=tiles, tiles_k=tiles_k, given=given, taps=taps,
+        r_taps=made.filter_size[1], s_taps=made.filter_size[2], run=across * given, shared=int(given <= MOST), last=int(last),
+        given_last=int(given_last), t=t, r=r, s=s, **by_axis("times_", problem.upsample),
         **by_axis("empty_", [before for before, _ in problem.empty_taps]),
         **dict(zip(("row_step", "channel_step", "tap_step"), steps, strict=True)),
     )  # fmt: skip
+    big = max(problem.C * rows * taps, problem.K * channels * given) >= 2**31 - 2**20
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(big), "THREADS": THREADS}
-    return KernelLaunch("sum_taps", defines, ceil(size, THREADS), THREADS, (WEIGHT, to), (), arguments=args)
+    return KernelLaunch("sum_taps", defines, tiles * tiles_k * problem.groups, THREADS, (WEIGHT, to), (), arguments=args)
 
 
 def texts() -> Iterator[TextFamily]:
