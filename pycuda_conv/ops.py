@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from pycuda_conv import invariance
+from pycuda_conv.call import Call, Operands
 from pycuda_conv.dispatch import convolve, sum_channels
+from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.invariance import with_invariance
 from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes, UpsampleFilter
 
@@ -31,6 +33,16 @@ def _more(
     times = tuple(upsample) if isinstance(upsample, list) else upsample
     own = algorithm if invariant is None else with_invariance(algorithm, invariant)
     return own, mode, value, dtype, None if once else (times, upsample_filter)
+
+
+def _streamed(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], more: Any, state: Any) -> Any:
+    """A piece of a signal: its result, and the state for the next piece."""
+    from pycuda_conv import streaming
+
+    device, devices, stream, tune = place
+    if devices is not None or tune is not False:
+        raise ConvArgumentError("state goes with neither devices nor tune: pieces are computed one after the other, and alike")
+    return streaming.convolve(Call(*asked, *(more or ())), Operands(*operands), state, out, device, stream)
 
 
 def conv2d(
@@ -163,7 +175,7 @@ def conv1d(
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
     padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
-    upsample_filter: UpsampleFilter | None = None,
+    upsample_filter: UpsampleFilter | None = None, state: Any = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -187,6 +199,8 @@ def conv1d(
     """
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
     more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -196,7 +210,7 @@ def conv3d(
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
     padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
-    upsample_filter: UpsampleFilter | None = None,
+    upsample_filter: UpsampleFilter | None = None, state: Any = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -220,6 +234,8 @@ def conv3d(
     """
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
     more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -270,7 +286,7 @@ def conv_transpose1d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: Any = None,
 ) -> Array:
     """The transposed convolution with one spatial axis: see :func:`conv_transpose2d`.
 
@@ -294,6 +310,8 @@ def conv_transpose1d(
     """
     asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
     more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -302,7 +320,7 @@ def conv_transpose3d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: Any = None,
 ) -> Array:
     """The transposed convolution with three spatial axes: see :func:`conv_transpose2d`.
 
@@ -326,6 +344,8 @@ def conv_transpose3d(
     """
     asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
     more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
