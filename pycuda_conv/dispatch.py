@@ -150,7 +150,9 @@ def _hand_over(call: Call, operands: Operands, out: Any, place: Place) -> Any:
     """Pass a call on to torch, as the public function's, if its operands are stand-ins for arrays."""
     first, second, bias, scale, residual = operands
     given: tuple[Any, ...] = first, second
+    times, word = call.upsample or (1, None)
     options = {**call._asdict(), **place._asdict(), "bias": bias, "scale": scale, "residual": residual, "out": out}
+    options |= {"upsample": times, "upsample_filter": word}
     if call.function in GRADIENT_OPERANDS:
         given = (call.size, second, first) if call.function == "input" else (first, call.size, second)
     else:

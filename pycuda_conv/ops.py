@@ -187,6 +187,9 @@ def conv1d(
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
     padding_mode, padding_value, dtype, upsample, upsample_filter
         As for :func:`conv2d`.
+    state : {"zeros", "replicate"} or array, optional
+        What is in front of a piece of a signal: then the result is a pair, of what the piece completes and of the state for the next
+        piece. See the page on sound and video in pieces.
 
     Returns
     -------

@@ -292,10 +292,10 @@ class ConvProblem:
     def transposed_form(self) -> ConvProblem:
         """The transposed convolution of the array, with its border as :attr:`framed` makes it, that a :attr:`folded` convolution is.
 
-        Pixel i of the result meets a pixel h of the array by all taps r with ``(i - padding + r) // upsample == h``. They are neighbours, and
-        which they are depends on ``i - h * upsample`` alone. So their sum is a tap of a transposed convolution whose stride is `upsample`.
-        Of taps' places along an axis there are `upsample` - 1 more than taps; and as many before and behind as the padding is wider than
-        the filter reaches, whose sums are of nothing.
+        Pixel i of the result meets a pixel h of the array by all taps r with ``(i - padding + r) // upsample == h``. They are neighbours,
+        and which they are depends on ``i - h * upsample`` alone. So their sum is a tap of a transposed convolution whose stride is
+        `upsample`. Along an axis it has `upsample` - 1 taps more; and as many before and behind as the padding is wider than the filter
+        reaches, whose sums are of nothing.
         """
         frame = self.framed
         taps: list[int] = []

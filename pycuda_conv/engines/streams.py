@@ -1,8 +1,8 @@
 """Which configuration convolves a piece of a stream: one that gives each result the same bits wherever the stream is cut.
 
-Most engines add a result's products in an order that follows from its layer alone, wherever the result stands. The others take parts of their
-order from a result's place in a tile, or look at all numbers of an image. Of the former, the order is chosen that is fastest for a piece of
-an ordinary length; for any other piece any configuration of that order may be taken.
+Most engines add a result's products in an order that follows from its layer alone, wherever the result stands. The others take parts of
+their order from a result's place in a tile, or look at all numbers of an image. Of the former, the order is chosen that is fastest for a
+piece of an ordinary length; for any other piece any configuration of that order may be taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pycuda_conv.runtime.base import Device
 ANYWHERE = ("Gemm", "Batched", "Tile", "Single", "Dgrad", "Depthwise", "DepthwiseStrips", "Dmma")
 NOT_OF_LIMBS = ("DenseNhwc", "GatherNhwc", "Planes", "GatheredPlanes", "ImplicitGemm", "ImplicitGemm80", "GroupedNhwc")
 #: Those that give their work to another.
-AROUND = ("ViaNhwc", "Bordered")
+AROUND = ("ViaNhwc",)
 #: Lengths of pieces along the stream for which the order has to be possible; it should be fast for the first.
 LENGTHS = {1: (4096, 1, 300), 3: (4, 1, 17)}
 
@@ -33,7 +33,7 @@ def serves(problem: ConvProblem, config: Config | None) -> bool:
         return False
     name = type(config).__name__
     if name in AROUND:
-        return serves(problem, parsed(str(getattr(config, "INNER", ""))))
+        return serves(problem, parsed(str(getattr(config, "DELEGATE", ""))))
     limbs = problem.dtype == "float32" and problem.precision == "fp32"
     return name in ANYWHERE or (name in NOT_OF_LIMBS and not limbs)
 
@@ -48,7 +48,8 @@ def _of_length(problem: ConvProblem, length: int) -> ConvProblem:
 
     stride, reach = problem.stride[axis], problem.dilation[axis] * (problem.filter_size[axis] - 1) + 1
     whole = (length - 1) * stride + reach
-    plain = replace(problem, N=1, batched=True, bare=False, padding_before=at(problem.padding_before, 0), padding_after=at(problem.padding_after, 0))
+    before, after = at(problem.padding_before, 0), at(problem.padding_after, 0)
+    plain = replace(problem, N=1, batched=True, bare=False, padding_before=before, padding_after=after)
     return replace(plain, input_size=at(problem.input_size, whole), output_size=at(problem.output_size, length))
 
 
@@ -56,8 +57,7 @@ def _possible(problem: ConvProblem, device: Device) -> Iterator[tuple[float, Con
     """The configurations that serve, with the microseconds that they should take."""
     launched = problem.launched
     for engine in registry.ENGINES:
-        takes = launched.layout in engine.LAYOUTS and (not launched.adapted or registry.adapts(engine, launched))
-        if not takes or engine.unsupported(device) is not None:
+        if launched.layout not in engine.LAYOUTS or engine.unsupported(device) is not None:
             continue
         chosen = engine.choose(launched, device)
         for config in dict.fromkeys([*([chosen[1]] if chosen else []), *engine.configs(launched, device)]):
@@ -85,6 +85,8 @@ def _order(problem: ConvProblem, device: Device) -> Hashable:
 
 def choose(problem: ConvProblem, device: Device) -> Config:
     """The configuration for a piece of a stream along the first spatial axis."""
+    if problem.adapted:  # by a border at a signal's start, say: the sums are those of what is behind it
+        return registry.config_from_table("Bordered", {"DELEGATE": str(choose(problem.padded, device))})
     wanted = _order(problem, device)
     found = [(us, config) for us, config in _possible(problem, device) if registry.order(problem, config) == wanted]
     return min(found, key=lambda pair: pair[0])[1] if found else Gemm()

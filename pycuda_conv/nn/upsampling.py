@@ -1,20 +1,25 @@
-"""Convolutions of upsampled images in calls that torch knows of: by operations that torch differentiates and compiles.
+"""Convolutions of upsampled images in calls that torch knows of.
 
-The filter is folded, or the image enlarged, by torch. Their gradients are torch's, and those of the convolution that is left are ours.
+Where torch differentiates, its operations fold the filter (:func:`folded`) or enlarge the image (:func:`enlarged`), and their gradients are
+torch's. Elsewhere a launch of ours does: :func:`fold_filter`, :func:`enlarge`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from pycuda_conv import borders
+from pycuda_conv import borders, execute
+from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
-from pycuda_conv.problem import channels_last
+from pycuda_conv.engines.layout import enlarge as launches
+from pycuda_conv.nn import operators
+from pycuda_conv.problem import ConvProblem, channels_last
 
 
 class Folding(NamedTuple):
@@ -26,6 +31,8 @@ class Folding(NamedTuple):
     padding: tuple[tuple[int, int], ...]
     dilation: tuple[int, ...]
     groups: int
+    #: the convolution of any image that is so folded
+    problem: ConvProblem
     #: along each axis the words of the border that the image gets, and its sizes
     modes: borders.Pairs
     frame: tuple[tuple[int, int], ...]
@@ -43,9 +50,11 @@ def folding_of(call: Call, filter_shape: tuple[int, ...], dtype: str) -> Folding
         return None
     left, frame = problem.transposed_form, problem.framed
     border = problem.border or borders.NONE
+    cut, sides = (
+        tuple(zip(one.padding_before[-n:], one.padding_after[-n:], strict=True)) for one in (left, frame)
+    )
     return Folding(
-        times, problem.empty_taps[-n:], left.stride[-n:], tuple(zip(left.padding_before[-n:], left.padding_after[-n:], strict=True)),
-        left.dilation[-n:], problem.groups, border[-n:], tuple(zip(frame.padding_before[-n:], frame.padding_after[-n:], strict=True)),
+        times, problem.empty_taps[-n:], left.stride[-n:], cut, left.dilation[-n:], problem.groups, problem, border[-n:], sides,
     )  # fmt: skip
 
 
@@ -139,3 +148,104 @@ def _check(call: Call, operands: Operands) -> None:
         dtype = str(operands.weight.dtype).removeprefix("torch.")
         known = dtype if dtype in ("float16", "bfloat16", "float32", "float64") else "float32"
         call._replace(dtype=None).problem(shapes, known)
+
+
+# ---- launches of ours, without gradients
+
+
+@lru_cache(maxsize=1024)
+def _folds(how: Folding, dtype: str, given_last: bool, last: bool, device: Any) -> Any:
+    """The launcher that folds filters: (filter, folded one, workspace)."""
+    launch = launches.sum_taps(replace(how.problem, dtype=dtype), given_last, last, 1)
+    return device.schedule_launcher([[replace(launch, buffers=(0, 1))]])
+
+
+def fold_filter(w: Any, how: Folding, last: bool) -> Any:
+    """:func:`folded` by one launch; with `last`, its second axis is last in memory."""
+    if not w.is_cuda:
+        return folded(w, how).contiguous()
+    signature, order = TORCH.signature(w), channels_last(w.dim(), w.dim() - 2)
+    device = TORCH.device(signature, None)
+    given_last = order is not None and not w.is_contiguous() and TORCH.is_laid_out_as(w, order)
+    with device:
+        source = TORCH.as_kernel_input(w, order if given_last else None)
+        shape = how.problem.transposed_form.weight_shape
+        made = TORCH.empty(shape, w, device, order if last else None)
+    if made.numel():
+        launcher = _folds(how, TORCH.dtype_name(w.dtype), given_last, last, device)
+        execute.launch(TORCH, device, launcher, (source.detach(),), (made,), 0)
+    return made
+
+
+@lru_cache(maxsize=1024)
+def _enlarges(problem: ConvProblem, device: Any) -> Any:
+    launch = launches.enlarge(problem, 1)
+    return device.schedule_launcher([[replace(launch, buffers=(0, 1))]])
+
+
+@lru_cache(maxsize=1024)
+def _enlarging(shape: tuple[int, ...], dtype: str, layout: Any, times: tuple[int, ...]) -> ConvProblem:
+    """A problem that reads such an enlarged image."""
+    taps = shape[1], shape[1], *(1,) * len(times)
+    return ConvProblem.forward(
+        len(times), shape, taps, dtype=dtype, layout=layout, upsample=times, upsample_filter="exact", in_chunks=True
+    )
+
+
+def enlarge(x: Any, times: tuple[int, ...]) -> Any:
+    """:func:`enlarged` by one launch."""
+    ndim = len(times)
+    layout = TORCH.layout(x, ndim)
+    if not x.is_cuda or not x.numel():
+        return enlarged(x, times, layout)
+    order = channels_last(x.dim(), ndim) if layout == "NHWC" else None
+    device = TORCH.device(TORCH.signature(x), None)
+    problem = _enlarging(tuple(x.shape), TORCH.dtype_name(x.dtype), layout, times)
+    with device:
+        source = TORCH.as_kernel_input(x, order)
+        shape = (*x.shape[:2], *(n * u for n, u in zip(x.shape[2:], times, strict=True)))
+        made = TORCH.empty(shape, x, device, order)
+    execute.launch(TORCH, device, _enlarges(problem, device), (source.detach(),), (made,), 0)
+    return made
+
+
+# ---- the operator
+
+
+def spec_of(how: Folding, last: bool) -> list[int]:
+    """What :func:`fold_filter` has to know, as the operator takes it: axes, groups, whether the result has its second axis last, ..."""
+    n, problem = len(how.times), how.problem
+    axes = zip(how.times, problem.padding_before[-n:], problem.padding_after[-n:], problem.dilation[-n:], strict=True)
+    each = [number for axis in axes for number in axis]
+    return [len(how.times), how.groups, int(last), *each]
+
+
+@lru_cache(maxsize=1024)
+def _of_spec(spec: tuple[int, ...], filter_shape: tuple[int, ...], dtype: str) -> Folding:
+    ndim, groups, _, *each = spec
+    times, before, after, dilation = (tuple(each[i::4]) for i in range(4))
+    pairs = tuple(zip(before, after, strict=True))
+    call = Call("conv", ndim, 1, pairs, dilation, groups, "fp32", 0, upsample=(times, "folded"))
+    how = folding_of(call, filter_shape, dtype)
+    assert how is not None
+    return how
+
+
+def _fold(w: Any, spec: Sequence[int]) -> Any:
+    return fold_filter(w, _of_spec(tuple(spec), tuple(w.shape), TORCH.dtype_name(w.dtype)), bool(spec[2]))
+
+
+def _fake_fold(w: Any, spec: Sequence[int]) -> Any:
+    how = _of_spec(tuple(spec), tuple(w.shape), TORCH.dtype_name(w.dtype))
+    shape, order = how.problem.transposed_form.weight_shape, channels_last(w.dim(), w.dim() - 2)
+    if not spec[2] or order is None or not w.is_cuda:
+        return w.new_empty(shape)
+    return w.new_empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(w.dim())])
+
+
+def _folded(w: Any, spec: Sequence[int]) -> Any:
+    return folded(w, _of_spec(tuple(spec), tuple(w.shape), TORCH.dtype_name(w.dtype)))
+
+
+operators.define_by_others("folded_filter(Tensor weight, int[] spec) -> Tensor", _folded)
+operators.define("fold_filter(Tensor weight, int[] spec) -> Tensor", _fold, _fake_fold)

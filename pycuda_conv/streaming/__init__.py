@@ -29,7 +29,7 @@ from pycuda_conv.call import Call, Operands
 from pycuda_conv.engines import streams
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import get_device, pycuda_device
 
 #: What may stand in front of a signal's first piece.
@@ -63,9 +63,9 @@ def layer_of(call: Call, filter_shape: Sequence[int]) -> Layer:
         what = "upsample" if call.upsample is not None else "algorithm='fft'"
         raise ConvArgumentError(f"state and {what} exclude each other")
     stride, dilation = integers("stride", call.stride, ndim)[0], integers("dilation", call.dilation, ndim)[0]
-    if isinstance(call.padding, str) and call.padding != "valid":
+    if call.padding == "same":
         raise ConvArgumentError(f"state takes the place of the padding along the first spatial axis, but got padding={brief(call.padding)}")
-    before, after = (0, 0) if isinstance(call.padding, str) else padding_pairs(call.padding, ndim)[0]
+    before, after = _pairs(call)[0]
     reach = dilation * (filter_shape[-ndim] - 1) + 1
     if call.function == "conv_transpose":
         if integers("output_padding", call.size, ndim)[0] or after:
@@ -128,12 +128,15 @@ def convolve(call: Call, operands: Operands, state: Any, out: Any, device: Any, 
     begun, n = not isinstance(state, str), x.shape[axis]
     waiting = state.shape[axis] if begun else layer.held
     count = layer.count(waiting + n)
-    whole = _joined(state, x, axis) if begun and waiting else x
+    in_place = begun and _reads_in_place(kind, layer, operands, state, out, stream)
+    whole = _joined(state, x, axis) if begun and waiting and not in_place else x
     call = _of_transposed(call, layer, begun, n) if layer.transposed else _of_forward(call, layer, state)
     keeps = layer.held if layer.transposed else waiting + n - count * layer.stride
     following = _last(keeps, state, x, whole, axis)
     if layer.transposed and not begun:
         count -= layer.cut
+    if in_place:
+        return _in_two(kind, call, operands, state, layer, device), following
     if count <= 0:
         return _nothing(kind, call, operands, axis, out, layer), following
     if not layer.transposed:
@@ -146,6 +149,34 @@ def convolve(call: Call, operands: Operands, state: Any, out: Any, device: Any, 
     return plan(given.input, given.weight, given.bias, scale=given.scale, residual=given.residual, out=out, stream=stream), following
 
 
+def _reads_in_place(kind: Any, layer: Layer, operands: Operands, state: Any, out: Any, stream: Any) -> bool:
+    """Whether most of a piece can be convolved where it lies: frames of a volume that follow one another in memory.
+
+    Then the state is joined with a few frames alone.
+    """
+    x = operands.input
+    if layer.transposed or layer.stride > 1 or len(x.shape) != 5 or x.shape[0] != 1 or x.shape[2] < 2 * layer.held or not layer.held:
+        return False
+    plain = out is None and stream is None and operands.residual is None and kind.on_gpu(x) and kind.layout(x, 3) == "NHWC"
+    return plain and not kind.must_be_recorded(operands, True)
+
+
+def _in_two(kind: Any, call: Call, operands: Operands, state: Any, layer: Layer, device: Any) -> Any:
+    """The results of such a piece: those that reach into the state, and the others."""
+    x, held = operands.input, layer.held
+    parts = []
+    for one in (_joined(state, _part(x, 2, 0, held), 2), x):
+        plan, given = _plan(call, kind, operands._replace(input=one), device)
+        parts.append((plan, given))
+    plan = parts[1][0]
+    n, k, _, *size = plan.result_shape
+    with plan.device:
+        result = kind.empty((n, k, x.shape[2], *size), x, plan.device, channels_last(5, 3), plan.new_dtype)
+    for (plan, given), to in zip(parts, (_part(result, 2, 0, held), _part(result, 2, held, x.shape[2])), strict=True):
+        plan(given.input, given.weight, given.bias, scale=given.scale, out=to)
+    return result
+
+
 def _check_state(kind: Any, state: Any, x: Any, axis: int, layer: Layer) -> None:
     """Refuse what is no state for the next piece, which is `x`."""
     if isinstance(state, str):
@@ -153,8 +184,6 @@ def _check_state(kind: Any, state: Any, x: Any, axis: int, layer: Layer) -> None
             raise ConvArgumentError(f"state must be one of {STARTS} or an array, but got state={brief(state)}{did_you_mean(state, STARTS)}")
         if state == "replicate" and layer.transposed:
             raise ConvArgumentError("a transposed convolution begins with state='zeros' or an array, but got state='replicate'")
-        if x.shape[axis] == 0 and state == "replicate":
-            raise ConvArgumentError("state='replicate' needs a first input, but got an input without any")
         return
     if not hasattr(state, "shape") or not hasattr(state, "dtype"):
         raise TypeError(f"state must be one of {STARTS} or an array, got {brief(state)} of type {type(state).__name__}")
@@ -207,9 +236,9 @@ def _last(count: int, state: Any, x: Any, whole: Any, axis: int) -> Any:
     if count <= n:
         return _kept(_part(x, axis, n - count, n))
     if isinstance(state, str):
-        first = _part(x, axis, 0, 1) if n else None
-        if state == "zeros":
-            first = _zeros(x, axis)
+        if state == "replicate" and not n:  # there is no first input yet
+            return state
+        first = _zeros(x, axis) if state == "zeros" else _part(x, axis, 0, 1)
         for _ in range(count - n):
             x = _joined(first, x, axis)
         return _kept(x)

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
-from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
 from pycuda_conv.engines.layout import border_copy, enlarge
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Upsampled", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported", "upsamples",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Upsampled", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "time", "unsupported", "upsamples", "variants",
 ]  # fmt: skip
 
 
@@ -30,13 +30,13 @@ __all__ = [
 class Upsampled(Config):
     """The configuration for what is left when the filter is folded, or the image enlarged, as text."""
 
-    INNER: str = "Gemm()"
+    DELEGATE: str = "Gemm()"
 
 
 CONFIGS = (Upsampled,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
-MOST_TEXTS = enlarge.MOST_TEXTS
+MOST_VARIANTS = enlarge.MOST_VARIANTS
 
 
 def unsupported(device: Device) -> str | None:
@@ -52,7 +52,7 @@ def upsamples(problem: ConvProblem) -> bool:
     return True
 
 
-def _inner(problem: ConvProblem) -> ConvProblem:
+def _left(problem: ConvProblem) -> ConvProblem:
     """The problem of the other engine, as it is launched."""
     once = (1, 1, 1)
     return (problem.transposed_form if problem.folded else replace(problem, upsample=once)).launched
@@ -64,11 +64,10 @@ def refusal(problem: ConvProblem, config: Upsampled) -> str | None:
         return "it is for upsampled images"
     if any(n % u for n, u in zip(problem.input_size, problem.upsample, strict=True)):
         return "its image has no whole number of pixels"
-    inner = _inner(problem)
-    config_inside = parsed(config.INNER)
-    if config_inside is not None and inner.adapted and not registry.adapts(registry.engine_of(config_inside), inner):
+    left, delegate = _left(problem), parsed(config.DELEGATE)
+    if delegate is not None and left.adapted and not registry.adapts(registry.engine_of(delegate), left):
         return "it takes no borders but zeros, and no integers"
-    return inner_refusal(inner, config.INNER)
+    return delegate_refusal(left, config.DELEGATE)
 
 
 # ---- launches
@@ -81,9 +80,9 @@ def _frames(problem: ConvProblem) -> bool:
 
 def schedule(problem: ConvProblem, config: Upsampled, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    inner, left = parsed(config.INNER), _inner(problem)
-    assert inner is not None
-    made, scratch = registry.schedule(left, inner, device), Arena(WORKSPACE)
+    delegate, left = parsed(config.DELEGATE), _left(problem)
+    assert delegate is not None
+    made, scratch = registry.schedule(left, delegate, device), Arena(WORKSPACE)
     places: dict[Buffer, tuple[int, int]] = {}
     first: list[list[KernelLaunch]] = []
     if not problem.folded:
@@ -124,22 +123,22 @@ def _count(steps: list[list[KernelLaunch]]) -> int:
 
 
 def filter_key(problem: ConvProblem, config: Upsampled) -> Hashable:
-    """That of the inner engine, and how the filter is folded."""
-    inner = inner_filter_key(_inner(problem), config.INNER)
+    """That of the delegate's engine, and how the filter is folded."""
+    key = delegate_filter_key(_left(problem), config.DELEGATE)
     if not problem.folded:
-        return inner
+        return key
     folding = problem.upsample, problem.empty_taps, problem.groups, problem.K, problem.C, problem.filter_size, problem.dtype
-    return config.INNER, inner, folding
+    return config.DELEGATE, key, folding
 
 
 def sum_order(problem: ConvProblem, config: Upsampled) -> Hashable:
-    """That of the inner engine, for its configurations."""
-    return inner_sum_order(_inner(problem), config.INNER) or config
+    """That of the delegate's engine, for its configurations."""
+    return delegate_sum_order(_left(problem), config.DELEGATE) or config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """Those of both kernels."""
-    yield from enlarge.texts()
+    yield from enlarge.variants()
 
 
 # ---- the choice
@@ -149,7 +148,7 @@ BEST = 3  # predictions of the other engines that are worth comparing
 
 
 def _overhead_us(problem: ConvProblem, device: Device) -> float:
-    """Microseconds beside those of the inner engine; a folded filter counts as kept."""
+    """Microseconds beside those of the delegate's engine; a folded filter counts as kept."""
     if problem.folded and not _frames(problem):
         return 0.0
     size = problem.framed.padded.input_size if problem.folded else problem.input_size
@@ -158,26 +157,26 @@ def _overhead_us(problem: ConvProblem, device: Device) -> float:
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Upsampled]:
-    """The configurations worth comparing for `problem`: the inner choice, those that give its bits, and the best of other engines."""
-    inner = _inner(problem)
-    chosen = registry.find(inner, device)
+    """The configurations worth comparing: the choice for what is left, those that give its bits, and the best of other engines."""
+    left = _left(problem)
+    chosen = registry.find(left, device)
     if not problem.upsampled or chosen is None:
         return
-    best = [config for _, config in registry.predictions(inner, device)[:BEST]]
-    yield from map(Upsampled, map(str, dict.fromkeys([chosen, *best, *registry.alternatives(inner, chosen, device)])))
+    best = [config for _, config in registry.predictions(left, device)[:BEST]]
+    yield from map(Upsampled, map(str, dict.fromkeys([chosen, *best, *registry.alternatives(left, chosen, device)])))
 
 
 def time(problem: ConvProblem, config: Upsampled, device: Device) -> float | None:
     """Microseconds that `config` should take."""
-    inner = parsed(config.INNER)
-    us = None if inner is None else registry.predicted(_inner(problem), inner, device)
+    delegate = parsed(config.DELEGATE)
+    us = None if delegate is None else registry.predicted(_left(problem), delegate, device)
     return None if us is None else us + _overhead_us(problem, device)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Upsampled] | None:
     """The other engines' choice for what is left, behind the microseconds that it should take."""
-    inner = registry.find(_inner(problem), device) if problem.upsampled else None
-    if inner is None:
+    delegate = registry.find(_left(problem), device) if problem.upsampled else None
+    if delegate is None:
         return None
-    us = time(problem, Upsampled(str(inner)), device)
-    return LAST_RESORT if us is None else us, Upsampled(str(inner))
+    us = time(problem, Upsampled(str(delegate)), device)
+    return LAST_RESORT if us is None else us, Upsampled(str(delegate))

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, divider
 from pycuda_conv.engines.schedule import INPUT, WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 THREADS = 256
 WORDS = (1, 2, 4, 8, 16)  # bytes of what a thread copies
 ROWS, MOST = 32, 96  # rows of a block of sum_taps.cu, and elements of a row that it keeps
-#: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 9, "opencl": 9}
+#: The most variants, as an engine says it.
+MOST_VARIANTS = {"cuda": 9, "opencl": 9}
 
 EnlargeArguments = kernel_struct("upsampled", "EnlargeArguments")
 SumTapsArguments = kernel_struct("sum_taps", "SumTapsArguments")
@@ -27,7 +27,7 @@ def _divider(n: int, big: bool) -> int:
     return 0 if big else divider(n)
 
 
-def enlarge(problem: ConvProblem, to: Place) -> KernelLaunch:
+def enlarge(problem: ConvProblem, to: BufferSlice) -> KernelLaunch:
     """Enlarge the image that an upsampling `problem` reads."""
     last = problem.layout == "NHWC"
     pixel = problem.input_itemsize * (problem.operand_channels if last else 1)
@@ -44,7 +44,7 @@ def enlarge(problem: ConvProblem, to: Place) -> KernelLaunch:
     return KernelLaunch("enlarge", defines, ceil(size, THREADS), THREADS, (INPUT, to), (), "upsampled", arguments=args)
 
 
-def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: Place) -> KernelLaunch:
+def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: BufferSlice) -> KernelLaunch:
     """Make the filter of the :attr:`ConvProblem.transposed_form` of a `problem` that is folded.
 
     With `given_last` the filter's second axis is last in memory; with `last`, that of the one that is made.
@@ -67,7 +67,7 @@ def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: Place) -> K
     return KernelLaunch("sum_taps", defines, tiles * tiles_k * problem.groups, THREADS, (WEIGHT, to), (), arguments=args)
 
 
-def texts() -> Iterator[TextFamily]:
+def variants() -> Iterator[VariantSet]:
     """A text for each size of words, and for each type of filters."""
-    yield TextFamily("upsampled", {"DTYPE": (DTYPE_CODES["float32"],), "BYTES": WORDS, "INDEX_64": FLAG, "THREADS": (THREADS,)})
-    yield TextFamily("sum_taps", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("upsampled", {"DTYPE": (DTYPE_CODES["float32"],), "BYTES": WORDS, "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("sum_taps", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
