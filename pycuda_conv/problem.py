@@ -497,8 +497,8 @@ class ConvProblem:
         return replace(forward, direction="wgrad", algorithm="direct" if forward.batch_invariant else forward.algorithm)
 
     def _checked_sizes(self, in_chunks: bool = False) -> ConvProblem:
-        sizes = ("input", self.operand_size), ("output", self.result_size), *([("upsampled input", self.input_size)] if self.upsampled else [])
-        for what, size in sizes:
+        wide = [("upsampled input", self.input_size)] if self.upsampled else []
+        for what, size in (("input", self.operand_size), ("output", self.result_size), *wide):
             if math.prod(size) >= 2**31 and not in_chunks:
                 shown = product_text(size[-self.ndim :])
                 raise ConvArgumentError(f"one channel of the {what} has {shown} elements; at most 2^31 - 1 are supported")
