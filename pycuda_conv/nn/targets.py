@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from pycuda_conv import dispatch
 from pycuda_conv.arrays import torch_internals
-from pycuda_conv.nn import casting, evaluation, folding, fused, linear, normalise, norms, pooling
+from pycuda_conv.nn import casting, evaluation, folding, fused, linear, normalise, norms, pooling, upsampling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.fused.launches import _LayerSpec
 from pycuda_conv.nn.graph.calls import Norm, Options, Targets
@@ -124,6 +124,12 @@ class Light(_Folding):
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
         return self.graph.call_function(convolution_of(options), tuple(operands))
+
+    def fold_filter(self, weight: Node, how: Any, last: bool, gradient: bool) -> Node:
+        return self.graph.call_function(folding_of(how, last, gradient), (weight,))
+
+    def enlarge(self, x: Node, times: tuple[int, ...]) -> Node | None:
+        return self.graph.call_function(upsampling.enlarge, (x, times))
 
     def max_pool(self, given: dict[str, Any], gradient: bool) -> Node | None:
         windows = tuple(given[name] for name in ("kernel_size", "stride", "padding", "dilation"))
@@ -236,6 +242,15 @@ def normalisation_of(momentum: float, eps: float, activation: Any) -> Callable[.
     return normalise
 
 
+def folding_of(how: Any, last: bool, gradient: bool) -> Callable[..., Any]:
+    """(weight) -> the folded filter of a convolution behind an upsampling."""
+
+    def folded(weight: Any) -> Any:
+        return upsampling.folded(weight, how) if gradient else upsampling.fold_filter(weight, how, last)
+
+    return folded
+
+
 def pooling_of(windows: Any, ceil_mode: bool) -> Callable[..., Any]:
     """(x) -> its maxima."""
 
@@ -312,6 +327,10 @@ class Operators(_Folding):
             made = call(operator.add, (made, residual))
             made = made if options.activation is None else call(torch.relu, (made,))
         return made
+
+    def fold_filter(self, weight: Node, how: Any, last: bool, gradient: bool) -> Node:
+        call = torch.ops.pycuda_conv.folded_filter if gradient else torch.ops.pycuda_conv.fold_filter
+        return self.graph.call_function(call.default, (weight, upsampling.spec_of(how, last)))
 
     def max_pool(self, given: dict[str, Any], gradient: bool) -> Node | None:
         x, names = value(given["input"]), ("kernel_size", "stride", "padding", "dilation")

@@ -26,20 +26,20 @@ from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule
 
-from pycuda_conv.nn.graph import convolutions, group_norms, others
+from pycuda_conv.nn.graph import convolutions, group_norms, others, upsamplings
 from pycuda_conv.nn.graph.calls import Targets
 from pycuda_conv.nn.graph.rewriting import Found, Pass, Rewrite
 
 #: The passes over a graph, in their order: what an earlier one has replaced, a later one does not see any more.
-PASSES: tuple[Pass, ...] = (group_norms.take, convolutions.take, others.take)
+PASSES: tuple[Pass, ...] = (group_norms.take, convolutions.take, upsamplings.take, others.take)
 
 
 def rewrite(
-    gm: GraphModule, targets: Callable[[Graph], Targets], precision: str = "fp32", raises: bool = False
+    gm: GraphModule, targets: Callable[[Graph], Targets], precision: str = "fp32", raises: bool = False, upsample_filter: str | None = None
 ) -> list[Found]:
     """Rewrite dynamo's graph, and the graphs in it, such as those of ``torch.utils.checkpoint`` and ``torch.cond``."""
-    found = [Rewrite(gm, targets(gm.graph), precision, raises).run(PASSES)]
+    found = [Rewrite(gm, targets(gm.graph), precision, raises, upsample_filter).run(PASSES)]
     for _, child in gm.named_children():
         if isinstance(child, GraphModule):
-            found += rewrite(child, targets, precision, raises)
+            found += rewrite(child, targets, precision, raises, upsample_filter)
     return found

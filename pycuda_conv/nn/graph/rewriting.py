@@ -75,9 +75,14 @@ class Rewrite:
         Arithmetic for float32 where the call itself does not say it.
     raises : bool
         Whether a fault of the rewrite itself is raised; tests ask for it.
+    upsample_filter : str, optional
+        What convolutions behind an upsampling do with their filters: see :func:`pycuda_conv.conv2d`.
     """
 
-    def __init__(self, gm: GraphModule, targets: Targets, precision: str = "fp32", raises: bool = False) -> None:
+    def __init__(
+        self, gm: GraphModule, targets: Targets, precision: str = "fp32", raises: bool = False, upsample_filter: str | None = None
+    ) -> None:
+        self.upsample_filter = upsample_filter
         self.gm, self.graph, self.targets, self.precision, self.raises = gm, gm.graph, targets, precision, raises
         self.nodes: list[Node | None] = list(self.graph.nodes)
         self.order: dict[Node, int] = {n: i for i, n in enumerate(self.graph.nodes)}
