@@ -191,6 +191,21 @@ def test_nothing_of_a_network_is_left_to_chance(stand_in):
     assert torch.allclose(one[0][1].eval()(given).var((0, 2, 3)), torch.ones(8), rtol=0.5)  # statistics are those of such images
 
 
+def test_branches_are_open():
+    """Scales of branches become 1, whatever they are called and however they are shaped; other parameters stay as they are."""
+    n = torch.nn
+    model = n.Module()
+    model.scale, model.gamma = n.Parameter(torch.full((4, 1, 1), 1e-6)), n.Parameter(torch.full((4,), 1e-5))
+    model.last, model.layer_scale = n.BatchNorm2d(4), n.Identity()  # a module may have such a name too
+    n.init.zeros_(model.last.weight)
+    model.table = n.Parameter(torch.zeros(3, 4))
+    model.kept = n.Parameter(torch.tensor([1e-3, 2e-3]))
+    networks.open_branches(torch, model)
+    found = {name: parameter.flatten().tolist() for name, parameter in model.named_parameters()}
+    assert found["scale"] == found["gamma"] == found["last.weight"] == [1] * 4
+    assert found["last.bias"] == [0] * 4 and found["table"] == [0] * 12 and found["kept"] == pytest.approx([1e-3, 2e-3])
+
+
 def test_what_a_network_computes_in_training():
     n = torch.nn
     model = n.Sequential(n.Conv2d(3, 8, 3, stride=2), n.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), n.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)).to("meta")
@@ -366,17 +381,21 @@ def test_other_names_are_not_drawn():
 class Drawn:
     """A stand-in for timm: networks by name, some of which no benchmark takes."""
 
-    made = {"large": (30, 3000, 224), "few": (2, 8, 224), "high": (30, 8, 512), "a": (30, 8, 224), "b": (30, 8, 224), "c": (30, 8, 192), "d": (30, 8, 256)}  # noqa: RUF012
+    made = {"large": (30, 3000), "linear": (1, 4), "sized": (4, 8), "a": (4, 8), "b": (4, 8), "c": (4, 8), "d": (4, 8)}  # noqa: RUF012
 
     def list_models(self):
         return [*self.made, "broken"]
 
     def create_model(self, name, pretrained):
         assert not pretrained
-        count, width, size = self.made[name]
+        count, width = self.made[name]
         assert [rate.item() for rate in torch.linspace(0, 1, 3)] == [0, 0.5, 1]  # as drop rates are made
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, width, 3), *[torch.nn.Conv2d(width, width, 3, padding=1) for _ in range(count - 1)])
-        model.default_cfg = {"input_size": (3, size, size)}
+        n = torch.nn
+        model = n.Sequential(n.Conv2d(3, width, 3, 4), *[n.Conv2d(width, width, 3, padding=1) for _ in range(count - 1)])
+        if name == "linear":  # its convolution is the lesser part
+            model.extend([n.Flatten(2), n.Linear(56 * 56, 64)])
+        if name == "sized":
+            model.append(n.Unflatten(2, (100, -1)))
         return model
 
 
@@ -400,10 +419,12 @@ def test_networks_are_drawn(cpu, monkeypatch, capsys):
 
 def test_the_share_of_convolutions(monkeypatch):
     class Event:
-        def __init__(self, key, own, whole):
+        def __init__(self, key, own, whole, on="CPU"):
             self.key, self.self_device_time_total, self.device_time_total = key, own, whole
+            self.device_type = getattr(torch.autograd.DeviceType, on)
 
     events = [Event("aten::convolution", 0, 30), Event("aten::cudnn_convolution", 30, 30), Event("aten::relu", 70, 70)]
+    events += [Event("void cudnn::kernel", 30, 30, "CUDA"), Event("void relu_kernel", 70, 70, "CUDA")]  # the same time, of kernels
     monkeypatch.setattr(torch.autograd.profiler.profile, "key_averages", lambda self: events)
     monkeypatch.setattr(torch.profiler.profile, "key_averages", lambda self: events)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -19,8 +19,9 @@ INPUTS = {"segformer_b0": (3, 512, 512)}
 PHOTOGRAPH = 3, 224, 224
 #: Numbers of images, where 32 would be too many.
 FEWER = {"segformer_b0": 8}
-#: Networks of timm's that may be drawn: most parameters, largest images that they were made for, and least number of convolutions.
-MOST_PARAMETERS, LARGEST, LEAST_CONVOLUTIONS = 60_000_000, 256, 8
+SMALL = 1e-2  # a scale of at most this leaves little of its branch
+#: Networks of timm's that may be drawn: most parameters, and the least part of the products that convolutions compute.
+MOST_PARAMETERS, LEAST_PRODUCTS = 60_000_000, 0.5
 
 
 def _with_numbers(torch: Any) -> Any:
@@ -34,22 +35,31 @@ def _with_numbers(torch: Any) -> Any:
 
 
 def candidates(torch: Any, seed: int) -> Iterator[str]:
-    """Names of timm's networks in an order drawn by a seed: those of a size that a benchmark bears, with convolutions in them."""
+    """Names of timm's networks in an order drawn by a seed: those of a size that a benchmark bears, and that convolutions compute."""
     timm = require("timm")
     names = sorted(timm.list_models())
     random.Random(seed).shuffle(names)
     for name in names:
         try:
             with torch.device("meta"), _with_numbers(torch):
-                model = timm.create_model(name, pretrained=False)
-        except Exception:  # it may need a package that is not here, or numbers while it is made
+                model = timm.create_model(name, pretrained=False).eval()
+            few = sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
+            fits = few and products_share(torch, model, (1, *PHOTOGRAPH)) >= LEAST_PRODUCTS
+        except Exception:  # it may need a package that is not here, other images, or numbers while it is made
             continue
-        size = model.default_cfg.get("input_size", (0, 0, 0)) if isinstance(getattr(model, "default_cfg", None), dict) else (0, 0, 0)
-        count = sum(isinstance(module, torch.nn.Conv2d) for module in model.modules())
-        if 0 < size[-1] <= LARGEST and size[0] == 3 and count >= LEAST_CONVOLUTIONS and (
-            sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS
-        ):
+        if fits:
             yield f"timm:{name}"
+
+
+def products_share(torch: Any, model: Any, shape: tuple[int, ...]) -> float:
+    """The part of the products of a forward pass that convolutions compute; the model is on the device "meta"."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.empty(shape, device="meta"))
+    counts = counter.get_flop_counts()["Global"]
+    whole = sum(counts.values())
+    return sum(count for operator, count in counts.items() if "convolution" in str(operator)) / whole if whole else 0.0
 
 
 def input_shape(name: str) -> tuple[int, ...]:
@@ -105,8 +115,7 @@ def network(torch: Any, name: str, place: str, seed: int) -> Any:
             module.p = 0.0
         if isinstance(getattr(module, "drop_prob", None), float):
             module.drop_prob = 0.0
-        if hasattr(module, "layer_scale"):  # it begins at 1e-6, at which the block would have no effect
-            torch.nn.init.ones_(module.layer_scale)
+    open_branches(torch, model)
     norms = [(module, module.momentum) for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]
     for norm, _ in norms:
         norm.momentum = 1.0  # the statistics become the batch's
@@ -116,6 +125,19 @@ def network(torch: Any, name: str, place: str, seed: int) -> Any:
     for norm, momentum in norms:
         norm.momentum = momentum
     return model
+
+
+def open_branches(torch: Any, model: Any) -> None:
+    """Set the scales of branches to 1 that begin so small that a branch has no effect: a layer's scale, the last norm of a block.
+
+    These are vectors all of whose numbers are one number of at most SMALL, other than biases that are zero.
+    """
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or not parameter.numel() or sum(size > 1 for size in parameter.shape) > 1:
+            continue
+        least, largest = (float(one) for one in parameter.detach().aminmax())
+        if least == largest and abs(least) <= SMALL and (least or not name.rpartition(".")[2].endswith("bias")):
+            torch.nn.init.ones_(parameter)
 
 
 def output(found: Any) -> Any:

@@ -4,7 +4,7 @@ The library is scipy's or numpy's in the host's memory (OpenCL), CuPy's or torch
 number of axes is taken, and gradients by the filter too. :mod:`pycuda_conv.runtime.transforms` has the transforms.
 
 The error of a transform is relative to the norms of its operands. In float64 it is so small that it seldom shows in a float32 result.
-Where it may show, the result is a sum of products. ``docs/design.md`` says when that is.
+Where it may show, the result is a sum of products. ``docs/lab/transforms.md`` says when that is.
 """
 
 from __future__ import annotations
