@@ -5,27 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
-from pycuda_conv import invariance
 from pycuda_conv.dispatch import convolve, sum_channels
-from pycuda_conv.invariance import with_invariance
 from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes
 
 if TYPE_CHECKING:
     import numpy as np
-
-#: The default of `padding_mode`, the very object: strings of a program are interned.
-_ZEROS = "zeros"
-
-
-def _more(algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any) -> tuple[Any, ...] | None:
-    """The last members of the :class:`~pycuda_conv.call.Call`; None for their defaults, with which a call takes less time.
-
-    `invariant` is the option `batch_invariant`, or None where a function has none.
-    """
-    given = (invariant is False or invariant is None) and algorithm is None and dtype is None and mode is _ZEROS
-    if given and value.__class__ is float and not value and not invariance.blocks:
-        return None
-    return algorithm if invariant is None else with_invariance(algorithm, invariant), mode, value, dtype
 
 
 def conv2d(
@@ -139,7 +123,7 @@ def conv2d(
     (64, 64)
     """
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -171,7 +155,7 @@ def conv1d(
         As for :func:`conv2d`.
     """
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -203,7 +187,7 @@ def conv3d(
         As for :func:`conv2d`.
     """
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -245,7 +229,7 @@ def conv_transpose2d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 2, stride, padding, dilation, groups, precision, output_padding, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -277,7 +261,7 @@ def conv_transpose1d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -309,7 +293,7 @@ def conv_transpose3d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -346,7 +330,7 @@ def conv2d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 2, stride, padding, dilation, groups, precision, input_size, None
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -376,7 +360,7 @@ def conv1d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 1, stride, padding, dilation, groups, precision, input_size, None
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -406,7 +390,7 @@ def conv3d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 3, stride, padding, dilation, groups, precision, input_size, None
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -445,7 +429,7 @@ def conv2d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 2, stride, padding, dilation, groups, precision, weight_size, None
-    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    more = algorithm, None, padding_mode, padding_value, dtype
     return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -475,7 +459,7 @@ def conv1d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 1, stride, padding, dilation, groups, precision, weight_size, None
-    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    more = algorithm, None, padding_mode, padding_value, dtype
     return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -505,7 +489,7 @@ def conv3d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 3, stride, padding, dilation, groups, precision, weight_size, None
-    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    more = algorithm, None, padding_mode, padding_value, dtype
     return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
 
 
