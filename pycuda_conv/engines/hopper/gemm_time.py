@@ -286,9 +286,9 @@ def _store_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int
         stored = PHASED_STORED
     elif last:
         stored = IN_PLACE_APART if whole_rows(problem, 1) and not tensor_store(problem, config) else IN_PLACE_STORED
-    rows = config.BLOCK_M
+    rows = float(config.BLOCK_M)
     if problem.itemsize == 4 and problem.layout == "NCHW":  # the others of a tile's rows are no channels
-        rows = channels / max(ceil(channels, rows), 1)
+        rows = channels / max(ceil(channels, config.BLOCK_M), 1)
     us = rows * config.BLOCK_N * stored_bytes(problem, config) / stored
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
         us *= SCATTERED if len(addressings) == 1 or defines_of(problem)["VEC"] == 1 else 1.0
