@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from pycuda_conv import invariance
 from pycuda_conv.dispatch import convolve, sum_channels
 from pycuda_conv.invariance import with_invariance
+from pycuda_conv.numbers.missing import convolve as convolve_known
 from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def conv2d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, nan: Literal["interpolate"] | None = None,
+    mask: Array | None = None, fill: float | None = None,
 ) -> Array:
     """Convolve with two spatial axes. It is a cross-correlation, as in torch: the filter is not flipped.
 
@@ -110,6 +112,13 @@ def conv2d(
     dtype : optional
         The result's type: the one in which the arrays are convolved, which is the default, or a type of integers. Then results are rounded
         to the nearest, ties to even, once, and those out of range are clipped; NaN becomes the least. An `out` of integers means the same.
+    nan : {"interpolate"}, optional
+        NaN counts as a missing number: the weights of the others make up for its own, as in astropy. Where there are no others, the
+        result is NaN. That takes two convolutions, filters without negative taps, and no bias, scale, residual, activation or `dtype`.
+    mask : array of bool, optional
+        True where a number is missing; of the input's shape or that of its last axes.
+    fill : float, optional
+        What missing numbers count as instead: one convolution, with any filter and any other argument.
 
     Returns
     -------
@@ -138,6 +147,8 @@ def conv2d(
     >>> pc.conv2d(images[0, 0], sharpen, padding=1).shape  # one image, one filter
     (64, 64)
     """
+    if nan is not None or mask is not None or fill is not None:
+        return convolve_known(conv2d, 2, locals())
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
     more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
@@ -148,7 +159,8 @@ def conv1d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, nan: Literal["interpolate"] | None = None,
+    mask: Array | None = None, fill: float | None = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -158,7 +170,7 @@ def conv1d(
     weight : array of shape (K, C/groups, S), or (S,) for an input of shape (W,)
     padding : int, (int,), ((left, right),), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
-    padding_mode, padding_value, dtype
+    padding_mode, padding_value, dtype, nan, mask, fill
         As for :func:`conv2d`.
 
     Returns
@@ -170,6 +182,8 @@ def conv1d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
+    if nan is not None or mask is not None or fill is not None:
+        return convolve_known(conv1d, 1, locals())
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
     more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
@@ -180,7 +194,8 @@ def conv3d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, nan: Literal["interpolate"] | None = None,
+    mask: Array | None = None, fill: float | None = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -190,7 +205,7 @@ def conv3d(
     weight : array of shape (K, C/groups, T, R, S), or (T, R, S) for an input of shape (D, H, W)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
-    padding_mode, padding_value, dtype
+    padding_mode, padding_value, dtype, nan, mask, fill
         As for :func:`conv2d`.
 
     Returns
@@ -202,6 +217,8 @@ def conv3d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
+    if nan is not None or mask is not None or fill is not None:
+        return convolve_known(conv3d, 3, locals())
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
     more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)

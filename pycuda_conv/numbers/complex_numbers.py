@@ -26,7 +26,7 @@ def involved(arrays: Sequence[Any]) -> bool:
     return any(map(_is_complex, arrays))
 
 
-def _library(array: Any) -> Any:
+def library_of(array: Any) -> Any:
     """numpy, torch, CuPy or dask.array: the library of an array, or None for one whose library has no complex numbers of ours."""
     name = type(array).__module__.partition(".")[0]
     if name == "dask":
@@ -62,7 +62,7 @@ def convolve(call: Call, arrays: Operands, out: Any, stream: Any, of_reals: Call
         An activation, a type of the result or a stream is asked for, or `out` can't hold the result.
     """
     input, weight, bias, scale, residual = arrays
-    library = _library(input)
+    library = library_of(input)
     if library is None or call.function in GRADIENT_OPERANDS:
         first, second = call.operand_names
         name, array = (first, input) if _is_complex(input) else (second, weight)
@@ -77,7 +77,7 @@ def convolve(call: Call, arrays: Operands, out: Any, stream: Any, of_reals: Call
     if call.function == "conv" and len(input.shape) == len(weight.shape) == ndim:  # arrays of spatial axes alone
         more = None if residual is None else residual[None]
         made = convolve(call, Operands(input[None], weight[None, None], bias, scale, more), None, None, of_reals)[0]
-        return made if out is None else _written(library, out, made)
+        return made if out is None else written(library, out, made)
     real, imaginary = _convolved(call, library, input, weight, of_reals)
     if imaginary is None:  # the others are complex
         imaginary = real * 0
@@ -86,7 +86,7 @@ def convolve(call: Call, arrays: Operands, out: Any, stream: Any, of_reals: Call
     made = made if scale is None else made * scale.reshape(channels)
     made = made if bias is None else made + bias.reshape(channels)
     made = made if residual is None else made + residual
-    return made if out is None else _written(library, out, made)
+    return made if out is None else written(library, out, made)
 
 
 def _convolved(call: Call, library: Any, input: Any, weight: Any, of_reals: Callable[[Any, Any, float], Any]) -> tuple[Any, Any]:
@@ -95,7 +95,7 @@ def _convolved(call: Call, library: Any, input: Any, weight: Any, of_reals: Call
     if d is None:
         return of_reals(a, c, call.padding_value), None if b is None else of_reals(b, c, 0.0)
     axis = 1 if call.function == "conv_transpose" else 0  # of the filter, along which the channels of the result lie
-    weights = _library(weight)
+    weights = library_of(weight)
     groups = 1 if axis else call.groups  # the second axis has the channels of one group
     of_a = of_reals(a, _beside(weights, c, d, axis, groups), call.padding_value)
     both = of_a if b is None else of_a + of_reals(b, _beside(weights, -d, c, axis, groups), 0.0)
@@ -130,7 +130,7 @@ def _joined(library: Any, real: Any, imaginary: Any) -> Any:
     return made
 
 
-def _written(library: Any, out: Any, made: Any) -> Any:
+def written(library: Any, out: Any, made: Any) -> Any:
     """`out` with the result in it."""
     if tuple(out.shape) != tuple(made.shape):
         raise ConvArgumentError(f"out must have shape {list(made.shape)}, but got out of shape {list(out.shape)}")
