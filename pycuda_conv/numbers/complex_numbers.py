@@ -126,13 +126,15 @@ def _convolved(call: Call, library: Any, input: Any, weight: Any, of_reals: Call
     def of_each(image: Any, filters: Sequence[Any], value: float) -> Sequence[Any]:
         if len(filters) == 1:
             return [of_reals(image, filters[0], value)]
-        both = of_reals(image, _beside(library_of(weight), *filters, axis, 1 if axis else call.groups), value)
+        one, other = filters
+        both = of_reals(image, _beside(library_of(weight), one, other, axis, 1 if axis else call.groups), value)
         channels = len(both.shape) - call.ndim - 1  # the second axis of a transposed one's filter has the channels of one group
         shape, count = tuple(both.shape), both.shape[channels] // (2 * call.groups)
         parted = both.reshape((*shape[:channels], call.groups, 2 * count, *shape[channels + 1 :]))
         before = (slice(None),) * (channels + 1)
         whole = (*shape[:channels], call.groups * count, *shape[channels + 1 :])
-        return [parted[(*before, part)].reshape(whole) for part in (slice(0, count), slice(count, None))]
+        places = [(*before, part) for part in (slice(0, count), slice(count, None))]
+        return [parted[place].reshape(whole) for place in places]
 
     return product(of_each, _parts(input), _parts(weight), (call.padding_value, 0.0))
 
