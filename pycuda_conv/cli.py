@@ -178,6 +178,9 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--host", action="store_true", help="measure calls on numpy arrays, copies included, against torch, and the bus")
     bench.add_argument("--images", action="store_true", help="measure filters of images against CuPy, or on the CPU against scipy")
     bench.add_argument("--families", type=_count, metavar="N", help="measure the planner's choices for N random problems of each family")
+    bench.add_argument(
+        "--batches", type=_count, metavar="N", help="compare the bits of N random layers' images in batches with batch_invariant=True, and times"
+    )
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
     bench.add_argument("--training", action="store_true", help="measure gradients and fused layers against torch; with --models: training")
     bench.add_argument(
@@ -186,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
         "with --training, training too",
     )
     bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed, and those named")
-    bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models: begin no further case after so many seconds")
+    bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models and --batches: begin no further case after so many seconds")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
     bench.add_argument("--seed", type=_seed, help="seed of the random data; by default a new one")
@@ -368,6 +371,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools import choices
 
         return choices.run(arguments.device, settings.modes, arguments.seed, arguments.families, arguments.json)
+    if arguments.batches:
+        from pycuda_conv.tools.benchmarks import batchbench
+
+        return batchbench.run(settings, modes or tuple(MODES), arguments.batches)
     if arguments.models is not None:
         from pycuda_conv.tools import models
 
@@ -381,19 +388,20 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_benchmarks(arguments: argparse.Namespace) -> None:
     """Refuse two benchmarks at once, of which one alone would be run."""
-    benchmarks = "host", "host_calls", "host_cost", "loop", "cold", "images", "families", "training", "models"
+    benchmarks = "host", "host_calls", "host_cost", "loop", "cold", "images", "families", "batches", "training", "models"
     asked = [name for name in benchmarks if getattr(arguments, name)]
     if arguments.models == []:
         asked.append("models")
     if len(asked) > 1 and asked != ["training", "models"]:
         flags = [f"--{name.replace('_', '-')}" for name in asked]
         raise ToolError(f"{' and '.join(flags[:2])} are two benchmarks; ask for one at a time")
-    for option in ("draw", "seconds"):
-        if getattr(arguments, option) is not None and arguments.models is None:
-            raise ToolError(f"--{option} goes with --models only")
+    if arguments.draw is not None and arguments.models is None:
+        raise ToolError("--draw goes with --models only")
+    if arguments.seconds is not None and arguments.models is None and not arguments.batches:
+        raise ToolError("--seconds goes with --models and --batches only")
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
     of_others_alone = (
-        ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]),
+        ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]), ("batches", [*of_others, "only"]),
         ("images", ["list", "kind", "mode", "csv", "plots", "pages", "seed"]),
     )  # fmt: skip
     for name, options in of_others_alone:
