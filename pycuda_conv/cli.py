@@ -179,7 +179,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--images", action="store_true", help="measure filters of images against CuPy, or on the CPU against scipy")
     bench.add_argument("--families", type=_count, metavar="N", help="measure the planner's choices for N random problems of each family")
     bench.add_argument(
-        "--batches", type=_count, metavar="N", help="compare the bits of N random layers' images in batches with batch_invariant=True, and times"
+        "--batches", type=_count, metavar="N", help="compare the bits of N random layers in batches with batch_invariant=True, and the time"
     )
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
     bench.add_argument("--training", action="store_true", help="measure gradients and fused layers against torch; with --models: training")
@@ -189,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
         "with --training, training too",
     )
     bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed, and those named")
-    bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models and --batches: begin no further case after so many seconds")
+    bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models or --batches: begin no case after so many seconds")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
     bench.add_argument("--seed", type=_seed, help="seed of the random data; by default a new one")

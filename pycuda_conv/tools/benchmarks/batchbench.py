@@ -10,7 +10,7 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -113,7 +113,7 @@ def laid_out(x: Any, problem: ConvProblem) -> Any:
     return x.permute(order).contiguous().permute([order.index(axis) for axis in range(x.ndim)])
 
 
-def compile_ahead(problems: Sequence[ConvProblem], device: Device, counts: Sequence[Sequence[int]]) -> None:
+def compile_ahead(problems: Sequence[ConvProblem], device: Device, counts: Sequence[Iterable[int]]) -> None:
     """Compile the general kernels of these layers, by default and for the same bits with so many images, side by side."""
     launches = []
     for problem, images in zip(problems, counts, strict=True):
