@@ -189,7 +189,7 @@ def parser() -> argparse.ArgumentParser:
         "with --training, training too",
     )
     bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed, and those named")
-    bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models or --batches: begin no case after so many seconds")
+    bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models, --batches: begin no case after so many seconds")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
     bench.add_argument("--seed", type=_seed, help="seed of the random data; by default a new one")

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.invariance import WORD as BATCH_INVARIANT
+from pycuda_conv.invariance import checked_invariance
 from pycuda_conv.nn.modules import checked_precision
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ log = logging.getLogger("pycuda_conv.compile")
 
 MODES = ("default", "light", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 #: The options that are this package's; the others are inductor's.
-OPTIONS = ("mode", "precision")
+OPTIONS = ("mode", "precision", "batch_invariant")
 #: Graphs that are remembered for reports.
 MOST_GRAPHS = 256
 
@@ -81,13 +83,13 @@ class CompiledGraph:
 _graphs: deque[CompiledGraph] = deque(maxlen=MOST_GRAPHS)
 
 
-def checked_options(mode: Any, options: Any) -> tuple[str, str, dict[str, Any]]:
-    """The mode, the precision and inductor's options.
+def checked_options(mode: Any, options: Any) -> tuple[str, str, bool, dict[str, Any]]:
+    """The mode, the precision, whether an image's bits are the same in every batch, and inductor's options.
 
     Raises
     ------
     TypeError
-        `options` is not a dict.
+        `options` is not a dict; `batch_invariant` is not a bool.
     ValueError
         A mode or a precision that there is not, two modes, or options of inductor's in light mode.
     """
@@ -100,22 +102,22 @@ def checked_options(mode: Any, options: Any) -> tuple[str, str, dict[str, Any]]:
     mode = mode or own or "default"
     if mode not in MODES:
         raise ConvArgumentError(f"mode must be one of {MODES}, but got mode={brief(mode)}")
-    precision = checked_precision(rest.pop("precision", "fp32"))
+    precision, invariant = checked_precision(rest.pop("precision", "fp32")), checked_invariance(rest.pop("batch_invariant", False))
     if rest and mode == "light":
         raise ConvArgumentError(
             f"options in light mode are {OPTIONS}, but got options={brief(options)}: there is no inductor that would take others"
         )
-    return mode, precision, rest
+    return mode, precision, invariant, rest
 
 
 def backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
     """The backend: ``torch.compile(model, backend="pycuda_conv")``. See :func:`pycuda_conv.nn.compile`."""
     from torch.fx import GraphModule
 
-    chosen, precision, rest = checked_options(mode, options)
+    chosen, precision, invariant, rest = checked_options(mode, options)
     nested = any(isinstance(child, GraphModule) for child in gm.children())
     light = chosen == "light"
-    rewritten(gm, example_inputs, chosen, precision, light and not nested)
+    rewritten(gm, example_inputs, chosen, precision, light and not nested, algorithm=BATCH_INVARIANT if invariant else None)
     if light and not nested:
         return gm.forward
     if light:  # torch's own "eager" fails in the backward pass of a checkpointed batch norm; AOTAutograd without a compiler does not
@@ -131,7 +133,8 @@ def _compiled_by_inductor(gm: GraphModule, example_inputs: Sequence[Any], mode: 
 
 
 def rewritten(
-    gm: GraphModule, example_inputs: Sequence[Any], mode: str, precision: str = "fp32", light: bool = False, raises: bool = False
+    gm: GraphModule, example_inputs: Sequence[Any], mode: str, precision: str = "fp32", light: bool = False, raises: bool = False,
+    algorithm: str | None = None,
 ) -> list[Found]:
     """Rewrite a graph in place, and note for reports what was done."""
     from pycuda_conv.nn.graph import rewrite  # these import torch's compiler, which takes a second
@@ -144,7 +147,7 @@ def rewritten(
         weakref.ref(given) for given, is_fixed in zip(example_inputs, fixed, strict=False) if is_fixed and isinstance(given, torch.Tensor)
     ]
     lines = {place for node in gm.graph.nodes for place in _LINE.findall(node.meta.get("stack_trace") or "")}
-    found = rewrite(gm, Light if light else Operators, precision, raises)
+    found = rewrite(gm, Light if light else Operators, precision, raises, algorithm)
     parts: list[Any] = [[one for part in found for one in part[i]] for i in range(len(found[0]))]
     fused, alone, left, others = parts
     places = frozenset((file, int(n), name) for file, n, name in lines)
@@ -221,7 +224,7 @@ def _marks(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def compile(
     model: Model, mode: str | None = None, *, precision: str = "fp32", options: dict[str, Any] | None = None, fullgraph: bool = False,
-    sizes: str = "any",
+    sizes: str = "any", batch_invariant: bool = False,
 ) -> Model:
     """Compile a model with ``torch.compile``, its convolutions by this package, in place.
 
@@ -245,6 +248,9 @@ def compile(
         Whether a break of the graph is an error, as in ``torch.compile``.
     sizes : {"any", "fixed"}
         "fixed" compiles a graph for each size of the input, as ``torch.compile`` begins to do.
+    batch_invariant : bool
+        Compute each convolution, with what is fused to it, so that an image's result and its gradient by the input have the same bits
+        whatever images stand beside it: see :func:`pycuda_conv.batch_invariant`. Batch normalisations in training are not fused then.
 
     Returns
     -------
@@ -273,9 +279,10 @@ def compile(
         raise ConvArgumentError(f"sizes must be 'any' or 'fixed', but got sizes={brief(sizes)}")
     if options is not None and not isinstance(options, dict):
         raise TypeError(f"options must be a dict, got {brief(options)}")
-    chosen, precision, rest = checked_options(mode, {**(options or {}), "precision": precision})
+    more = {"precision": precision, **({"batch_invariant": True} if checked_invariance(batch_invariant) else {})}
+    chosen, *_ = checked_options(mode, {**(options or {}), **more})
 
-    given: Any = {"backend": backend, "options": {"mode": chosen, "precision": precision, **rest}, "fullgraph": fullgraph}
+    given: Any = {"backend": backend, "options": {**(options or {}), "mode": chosen, **more}, "fullgraph": fullgraph}
     compiled = torch.compile(_called(model), **given)
     model._compiled_call_impl = _marks(compiled) if sizes == "any" else compiled
     return model

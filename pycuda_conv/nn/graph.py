@@ -37,6 +37,7 @@ from pycuda_conv.arguments import SLOPE, checked_activation, integers
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.arrays.torch_internals import leaves
 from pycuda_conv.engines.nn import batch_norm
+from pycuda_conv.invariance import WORD as BATCH_INVARIANT
 from pycuda_conv.nn.autograd import Settings, _in_numbers, lies_in, traced_layout
 from pycuda_conv.problem import channels_last
 
@@ -399,8 +400,11 @@ class Rewrite:
         Whether a fault of the rewrite itself is raised; tests ask for it.
     """
 
-    def __init__(self, gm: GraphModule, targets: Targets, precision: str = "fp32", raises: bool = False) -> None:
+    def __init__(
+        self, gm: GraphModule, targets: Targets, precision: str = "fp32", raises: bool = False, algorithm: str | None = None
+    ) -> None:
         self.gm, self.graph, self.targets, self.precision, self.raises = gm, gm.graph, targets, precision, raises
+        self.algorithm = algorithm
         self.nodes: list[Node | None] = list(self.graph.nodes)
         self.order: dict[Node, int] = {n: i for i, n in enumerate(self.graph.nodes)}
         self.found = Found([], [], [], [])
@@ -528,21 +532,22 @@ class Rewrite:
         sizes = value(weight).shape[2:]
         if not all(isinstance(n, int) for n in sizes):
             return "the size of its filter is not a constant"
-        transposed, more, precision = names is _TRANSPOSED, given.get("output_padding"), self.precision
+        transposed, more, precision, algorithm = names is _TRANSPOSED, given.get("output_padding"), self.precision, self.algorithm
         padding: Any = 0 if given["padding"] is None else given["padding"]
         if names is _OURS:
             transposed = node.target is torch.ops.pycuda_conv.conv_transpose.default
-            more, precision = given["size"] if transposed else None, given["precision"]
+            more, precision, own = given["size"] if transposed else None, given["precision"], given.get("algorithm")
             padding = tuple(zip(padding[::2], padding[1::2], strict=True))
-            if given["device"] is not None or given["tune"] or given.get("algorithm") is not None:
+            if given["device"] is not None or given["tune"] or own not in (None, BATCH_INVARIANT):
                 return "it asks for a device, for an algorithm or to be tuned"
+            algorithm = own or algorithm
             if given["padding_mode"]:
                 return "it reads a border of the image's own pixels itself"
         elif names is _EITHER:
             transposed = bool(given["transposed"])
         try:
             settings = Settings(
-                ndim, given["stride"] or 1, padding, given["dilation"] or 1, given["groups"] or 1, precision, None, False
+                ndim, given["stride"] or 1, padding, given["dilation"] or 1, given["groups"] or 1, precision, None, False, algorithm
             )
             settings = _in_numbers(settings, sizes)
             extra = integers("output_padding", more or 0, ndim) if transposed else (0,) * ndim
@@ -647,6 +652,9 @@ class Rewrite:
         gradient = self._needs_gradient(grad, *chain.operands, *vectors[:2])
         if options.transposed and (gradient or of_batch):
             chain.why = "a transposed convolution and its batch norm are not trained in one step"
+            return None
+        if options.settings.algorithm is not None and (gradient or of_batch):
+            chain.why = "it has the same bits in every batch, which a batch norm in training has not"
             return None
         if (vectors[2] is None or vectors[3] is None) and not of_batch:
             return None
@@ -903,11 +911,11 @@ def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def rewrite(
-    gm: GraphModule, targets: Callable[[Graph], Targets], precision: str = "fp32", raises: bool = False
+    gm: GraphModule, targets: Callable[[Graph], Targets], precision: str = "fp32", raises: bool = False, algorithm: str | None = None
 ) -> list[Found]:
     """Rewrite dynamo's graph, and the graphs in it, such as those of ``torch.utils.checkpoint`` and ``torch.cond``."""
-    found = [Rewrite(gm, targets(gm.graph), precision, raises).run()]
+    found = [Rewrite(gm, targets(gm.graph), precision, raises, algorithm).run()]
     for _, child in gm.named_children():
         if isinstance(child, GraphModule):
-            found += rewrite(child, targets, precision, raises)
+            found += rewrite(child, targets, precision, raises, algorithm)
     return found

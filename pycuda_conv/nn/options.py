@@ -8,9 +8,23 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pycuda_conv.arguments import ACTIVATIONS, PRECISIONS, activation_and_slope, checked_activation, integers
+from pycuda_conv.arguments import ACTIVATIONS, ALGORITHMS, PRECISIONS, activation_and_slope, checked_activation, integers
 from pycuda_conv.engines.geometry import bits, from_bits
+from pycuda_conv.invariance import with_invariance
 from pycuda_conv.nn.autograd import CONV, CONV_TRANSPOSE, Settings, _empty_like, _in_numbers
+
+_ALGORITHMS = (None, *ALGORITHMS)
+
+
+def how_number(algorithm: str | None, precision: str) -> int:
+    """One number for both."""
+    return len(PRECISIONS) * _ALGORITHMS.index(algorithm) + PRECISIONS.index(precision)
+
+
+def how_of(number: int) -> tuple[str | None, str]:
+    """The algorithm and the precision that a number of :func:`how_number` stands for."""
+    algorithm, precision = divmod(number, len(PRECISIONS))
+    return _ALGORITHMS[algorithm], PRECISIONS[precision]
 
 
 class _Options(NamedTuple):
@@ -26,27 +40,28 @@ class _Options(NamedTuple):
     @lru_cache(maxsize=4096)
     def of(cls, spec: tuple[int, ...]) -> _Options:
         """The options from the list of :func:`spec_of`."""
-        transposed, number, slope, precision, groups, *axes = spec
+        transposed, number, slope, how, groups, *axes = spec
+        algorithm, precision = how_of(how)
         word = ACTIVATIONS[number]
         activation = checked_activation((word, from_bits(slope, 8)) if word == "leaky_relu" else word)
         stride, before, after, dilation, more = (tuple(axes[i::5]) for i in range(5))
         padding = tuple(zip(before, after, strict=True))
-        settings = Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], None, False)
+        settings = Settings(len(stride), stride, padding, dilation, groups, precision, None, False, algorithm)
         return cls(bool(transposed), settings, more, activation)
 
 
 def spec_of(
     ndim: int, filter_size: Sequence[int], *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-    precision: str = "fp32", activation: Any = None, transposed: bool = False, output_padding: Any = 0,
+    precision: str = "fp32", activation: Any = None, transposed: bool = False, output_padding: Any = 0, algorithm: str | None = None,
 ) -> list[int]:
     """The options of a layer as a flat list of ints, which ``torch.ops.pycuda_conv.evaluate`` takes: arguments cost a dispatcher time.
 
-    They are: whether the convolution is transposed, number and slope of the activation, number of the precision, groups; then for each axis
-    stride, padding before, padding after, dilation, output padding. The slope is the bits of a float64.
+    They are: whether the convolution is transposed, number and slope of the activation, number of the algorithm and the precision, groups;
+    then for each axis stride, padding before, padding after, dilation, output padding. The slope is the bits of a float64.
     """
     settings = _in_numbers(Settings(ndim, stride, padding, dilation, groups, precision, None, False), filter_size)
     number, slope = activation_and_slope(checked_activation(activation))
-    spec = [int(transposed), number, bits(slope, 8), PRECISIONS.index(precision), groups]
+    spec = [int(transposed), number, bits(slope, 8), how_number(algorithm, precision), groups]
     more = integers("output_padding", output_padding, ndim)
     for step, pair, spread, extra in zip(settings.stride, settings.padding, settings.dilation, more, strict=True):
         spec += step, *pair, spread, extra
@@ -57,9 +72,14 @@ def spec_of(
 def asked_of(spec: tuple[int, ...], eps: float) -> tuple[Any, ...]:
     """The options as ``nn.evaluation._evaluate`` takes them."""
     options = _Options.of(spec)
-    _, stride, padding, dilation, groups, precision, *_ = options.settings
+    _, stride, padding, dilation, groups, precision, _, _, algorithm, *_ = options.settings
     function = "conv_transpose" if options.transposed else "conv"
-    return function, stride, padding, dilation, groups, precision, options.output_padding, options.activation, eps
+    return function, stride, padding, dilation, groups, precision, options.output_padding, options.activation, algorithm, eps
+
+
+def invariant(asked: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options of a call inside a block of :func:`pycuda_conv.batch_invariant`, or beside one of another thread."""
+    return *asked[:-2], with_invariance(asked[-2], False), asked[-1]
 
 
 def fake_result(

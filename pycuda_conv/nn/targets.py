@@ -159,7 +159,7 @@ def _asked(options: Options) -> tuple[Any, ...]:
 def evaluation_of(options: Options, eps: float, place: str) -> Callable[..., Any]:
     """(x, weight, bias, gamma, beta, mean, var, residual) -> a chain without gradients."""
     function, _, *others, size = _asked(options)
-    asked = function, *others, size, options.activation, eps
+    asked = function, *others, size, options.activation, options.settings.algorithm, eps
     compute, is_cast = evaluation._evaluate, torch.is_autocast_enabled
 
     def evaluate(x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, mean: Any, var: Any, residual: Any) -> Any:
@@ -174,7 +174,8 @@ def evaluation_of(options: Options, eps: float, place: str) -> Callable[..., Any
 def scaled_of(options: Options, start: int, place: str) -> Callable[..., Any]:
     """(x, weight, folded, residual) -> a chain without gradients, whose norm lies at `start` in `folded`."""
     function, _, *others, size = _asked(options)
-    asked, compute, is_cast = (function, *others, size, options.activation, 0.0), folding.scaled, torch.is_autocast_enabled
+    asked = function, *others, size, options.activation, options.settings.algorithm, 0.0
+    compute, is_cast = folding.scaled, torch.is_autocast_enabled
 
     def scaled(x: Any, weight: Any, folded: Any, residual: Any) -> Any:
         if is_cast(place):
@@ -209,8 +210,8 @@ def training_of(
 def convolution_of(options: Options) -> Callable[..., Any]:
     """(x, weight, bias) -> a convolution with gradients. It casts as ``torch.autocast`` says."""
     asked, convolve_, settings = (*_asked(options), None), dispatch.convolve, options.settings
-    if settings.padding_mode != "zeros":
-        asked = *asked, None, settings.padding_mode, settings.padding_value, None
+    if settings.padding_mode != "zeros" or settings.algorithm is not None:
+        asked = *asked, settings.algorithm, settings.padding_mode, settings.padding_value, None
 
     def convolve(x: Any, weight: Any, bias: Any) -> Any:
         return convolve_(asked, (x, weight, bias, None, None), None, _ANYWHERE)
@@ -252,10 +253,10 @@ def product_of(activation: Any, moved: bool) -> Callable[..., Any]:
 
 def _spec(options: Options) -> list[int]:
     """The options as ``torch.ops.pycuda_conv.evaluate`` takes them."""
-    ndim, stride, padding, dilation, groups, precision, *_ = options.settings
+    ndim, stride, padding, dilation, groups, precision, _, _, algorithm, *_ = options.settings
     return evaluation.spec_of(
         ndim, (1,) * ndim, stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision,
-        activation=options.activation, transposed=options.transposed, output_padding=options.output_padding,
+        activation=options.activation, transposed=options.transposed, output_padding=options.output_padding, algorithm=algorithm,
     )
 
 
