@@ -236,7 +236,7 @@ def test_fused_layers_in_evaluation(how, asked):
     asked.clear()
     with torch.no_grad():
         layer(x)
-    assert set(asked) <= ({"batch_invariant"} if how == "from modules" else {None})
+    assert set(asked) <= {None}
 
 
 def test_modules_take_it():

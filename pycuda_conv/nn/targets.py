@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from pycuda_conv import dispatch
+from pycuda_conv import dispatch, invariance
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.nn import casting, evaluation, folding, fused, linear, norms, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
@@ -213,8 +213,11 @@ def convolution_of(options: Options) -> Callable[..., Any]:
     if settings.padding_mode != "zeros" or settings.algorithm is not None:
         asked = *asked, settings.algorithm, settings.padding_mode, settings.padding_value, None
 
+    in_block = (*asked[:9], invariance.WORD, settings.padding_mode, settings.padding_value, None)
+
     def convolve(x: Any, weight: Any, bias: Any) -> Any:
-        return convolve_(asked, (x, weight, bias, None, None), None, _ANYWHERE)
+        how = in_block if invariance.blocks and invariance.with_invariance(None, False) else asked
+        return convolve_(how, (x, weight, bias, None, None), None, _ANYWHERE)
 
     return convolve
 
