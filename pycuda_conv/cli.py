@@ -171,6 +171,11 @@ def parser() -> argparse.ArgumentParser:
         "--mode", nargs="+", choices=(*MODES, "all"), default=[], metavar="MODE",
         help=f"dtype and arithmetic of both sides: {', '.join(MODES)}, several of them, or all; nhwc is channels last; by default fp32",
     )
+    bench.add_argument(
+        "--suite", choices=("published", "kernelbench", "drawn"), default="published",
+        help="layers of published networks; KernelBench's in every way of torch's; or random ones and gradients, not tuned for",
+    )
+    bench.add_argument("--untuned", action="store_true", help="leave measured choices out of account: the models choose")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
     bench.add_argument("--host-cost", action="store_true", help="measure what each way to call costs the host, against torch, and threads")
@@ -188,7 +193,9 @@ def parser() -> argparse.ArgumentParser:
         help="measure these networks of torchvision's, timm:NAME, segformer_b0, vae_decoder or small_unet, by default seven; "
         "with --training, training too",
     )
-    bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed, and those named")
+    bench.add_argument(
+        "--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed; with --suite drawn: of each kind"
+    )
     bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models, --batches: begin no case after so many seconds")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
@@ -344,7 +351,7 @@ def _run(arguments: argparse.Namespace) -> int:
     settings = bench.Settings(
         only=arguments.only, kind=arguments.kind, modes=modes or ("fp32",), quick=arguments.quick, host_calls=arguments.host_calls,
         device=arguments.device, seed=arguments.seed, seconds=arguments.seconds, json=arguments.json, csv=arguments.csv,
-        plots=arguments.plots, pages=arguments.pages,
+        plots=arguments.plots, pages=arguments.pages, untuned=arguments.untuned,
     )
     _check_benchmarks(arguments)
     if arguments.host:
@@ -375,6 +382,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools.benchmarks import batchbench
 
         return batchbench.run(settings, modes or tuple(MODES), arguments.batches)
+    if arguments.suite != "published":
+        from pycuda_conv.tools.benchmarks import layerbench
+
+        return layerbench.run(settings, arguments.suite, arguments.draw or layerbench.EACH)
     if arguments.models is not None:
         from pycuda_conv.tools import models
 
@@ -395,16 +406,20 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
     if len(asked) > 1 and asked != ["training", "models"]:
         flags = [f"--{name.replace('_', '-')}" for name in asked]
         raise ToolError(f"{' and '.join(flags[:2])} are two benchmarks; ask for one at a time")
-    if arguments.draw is not None and arguments.models is None:
-        raise ToolError("--draw goes with --models only")
-    if arguments.seconds is not None and arguments.models is None and not arguments.batches:
-        raise ToolError("--seconds goes with --models and --batches only")
+    if arguments.suite != "published" and asked:
+        raise ToolError(f"--suite {arguments.suite} and --{asked[0].replace('_', '-')} are two benchmarks; ask for one at a time")
+    layers = arguments.suite != "published"
+    if arguments.draw is not None and arguments.models is None and arguments.suite != "drawn":
+        raise ToolError("--draw goes with --models and --suite drawn only")
+    if arguments.seconds is not None and arguments.models is None and not arguments.batches and not layers:
+        raise ToolError("--seconds goes with --models, --batches and --suite only")
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
     of_others_alone = (
         ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]), ("batches", [*of_others, "only"]),
         ("images", ["list", "kind", "mode", "csv", "plots", "pages", "seed"]),
     )  # fmt: skip
-    for name, options in of_others_alone:
+    of_layers = ["list", "kind", "csv", "plots", "quick"] + (["mode"] if arguments.suite == "kernelbench" else ["only"])
+    for name, options in (*of_others_alone, *([("suite", of_layers)] if layers else [])):
         for option in options if getattr(arguments, name) else ():
             if getattr(arguments, option) not in (None, False, []):
                 raise ToolError(f"--{option} is not for --{name}")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pycuda_conv
+from pycuda_conv import tune
 from pycuda_conv.engines import uses_tensor_cores
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
@@ -87,6 +88,8 @@ class Settings:
     csv: Path | None = None
     plots: Path | None = None
     pages: Path | None = None
+    #: leave measured choices out of account
+    untuned: bool = False
 
     @property
     def effort(self) -> Effort:
@@ -103,7 +106,7 @@ class Settings:
         words += [] if self.device is None else ["--device", str(self.device)]
         modes = ["all"] if self.modes == tuple(MODES) else self.modes
         words += [] if self.modes == ("fp32",) else ["--mode", *modes]
-        words += ["--quick"] * self.quick + ["--host-calls"] * self.host_calls
+        words += ["--quick"] * self.quick + ["--host-calls"] * self.host_calls + ["--untuned"] * self.untuned
         return shlex.join(["pycuda-conv", "bench", *words]) if words else "make bench"
 
 
@@ -534,7 +537,7 @@ def run(settings: Settings) -> int:
     calls: list[dict[str, Any]] = []
     if device.backend == "cuda":
         torch.cuda.set_device(device.name)
-    with torch.no_grad(), cudnn_set(torch, "benchmark", True):
+    with torch.no_grad(), cudnn_set(torch, "benchmark", True), tune.untuned(settings.untuned):
         machine = describe(torch, device, ", ".join(settings.modes), arithmetic(settings.modes), seed) | {"command": settings.command}
         for line in header_lines(machine):
             out.print(line, markup=False)

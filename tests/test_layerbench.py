@@ -1,0 +1,92 @@
+"""``bench --suite``: KernelBench's layers and drawn ones, torch's ways, means and pages. Times are a GPU's; the rest is not."""
+
+from collections import Counter
+
+import pytest
+
+import pycuda_conv as pc
+from pycuda_conv import ConvProblem, engines, tune
+from pycuda_conv.cli import main
+from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools.benchmarks import layerbench as bench
+from pycuda_conv.tools.suite import suite
+from pycuda_conv.tune import lookup
+
+torch = pytest.importorskip("torch")
+MACHINE = {"command": "a command", "date": "2026-11-29T00:00", "GPU": "a GPU, of some kind", "torch": "2.0", "method": "a clock"}
+
+
+def test_kernelbenchs_layers():
+    layers = bench.kernelbench()
+    assert len(layers) == 36 and len({name for name, _ in layers}) == 35  # one problem has two layers
+    assert Counter(one.ndim for _, one in layers) == {1: 5, 2: 20, 3: 11}
+    assert Counter(one.direction for _, one in layers) == {"fprop": 19, "dgrad": 17}
+    first, second = (one for name, one in layers if name.startswith("86_"))
+    assert first.result_shape == second.input_shape
+
+
+def test_drawn_layers_are_of_every_kind_and_others_for_each_seed():
+    some, others = ([*bench.drawn(seed, 2, bench.DRAWN_MODES)] for seed in (1, 2))
+    assert len(some) == 2 * len(bench.DRAWN_MODES) * (3 * 12 - 2) and not {one for *_, one in some} & {one for *_, one in others}
+    assert {(one.direction, one.layout) for *_, one in some} >= {(a, b) for a in bench.PASSES for b in ("NCHW", "NHWC")}
+    known = sum(lookup(one, Target("sm_90a")) is not None for *_, one in some)
+    assert known <= len(some) / 50  # the shipped table knows hardly any
+
+
+def test_every_way_of_torchs_computes_the_layer():
+    layers = [
+        ConvProblem.forward(2, (2, 8, 9, 9), (6, 8, 1, 1)), ConvProblem.transposed(2, (2, 8, 5, 5), (8, 4, 3, 3), stride=2, output_padding=1),
+        ConvProblem.gradient("weight", 2, (2, 4, 9, 9), (6, 4, 3, 3), (2, 6, 9, 9), padding=1, layout="NHWC"),
+        ConvProblem.gradient("input", 2, (2, 4, 9, 9), (6, 2, 3, 3), (2, 6, 5, 5), padding=1, stride=2, groups=2),
+        ConvProblem.gradient("weight", 1, (2, 4, 20), (6, 4, 3), (2, 6, 20), padding=1),
+    ]
+    for problem in layers:
+        x, w = torch.randn(problem.input_shape), torch.randn(problem.weight_shape)
+        errors, ways = bench.reference(torch, problem, x, w, 0), bench.rivals(torch, problem, [x], [w])
+        assert (bench.CUBLAS in ways) == (problem is layers[0]) and (bench.LAST in ways) == (problem.ndim > 1)
+        for name, way in ways.items():
+            assert errors(way(0)).correct, (problem, name)
+        out = torch.full(problem.result_shape, torch.nan)
+        bench.called(problem)(x, w, out=out)
+        assert errors(out).correct and not errors(out * 1.001).correct
+
+
+def test_means_and_pages():
+    """The two layers of one problem count together; a way that failed counts nowhere."""
+    one = bench.Row("a", "first", "fp32", "fprop", {bench.OURS: 2.0, bench.DEFAULT: 3.0, bench.OURS_TF32: 1.0}, {bench.OURS: 1e-7, bench.DEFAULT: 3e-4, bench.OURS_TF32: 3e-4})
+    two = bench.Row("a", "second", "fp32", "fprop", {bench.OURS: 2.0, bench.DEFAULT: 9.0, bench.OURS_TF32: 1.0}, one.errors)
+    other = bench.Row("b", "third", "fp32", "fprop", {bench.OURS: 4.0, bench.DEFAULT: 3.0}, one.errors)
+    found = bench.means([one, two, other], "kernelbench")
+    assert [mean.cells()[1:] for mean in found] == [("2", "1.50", "0.75", "1", "50.0%"), ("1", "6.00", "6.00", "0", "0.0%")]
+    text = bench.page(MACHINE, [one, two, other], found, "kernelbench")
+    assert "| third | 4.00 (1e-07) | 3.00 (3e-04) | - |" in text and "a command" in text
+    rows = [bench.Row("", f"layer {i}", "tf32", "fprop" if i else "dgrad", {bench.OURS: 2.0, bench.TORCH: 1.0 + i}) for i in range(3)]
+    text = bench.page(MACHINE, rows, bench.means(rows, "drawn"), "drawn")
+    assert "| tf32 | 3 | 0.91 | 0.50 | 1 | 33.3% |" in text and "| tf32 dgrad | layer 0 | 0.50 |" in text
+
+
+def test_without_measured_choices():
+    device = Target("sm_90a")
+    problem = next(one for one in suite() if lookup(one, device) is not None)
+    with tune.untuned():
+        assert lookup(problem, device) is None
+        assert engines.choose(problem, device) is not None
+    assert lookup(problem, device) is not None
+
+
+@pytest.mark.parametrize("words, message", [
+    ("--suite drawn --host", "--suite drawn and --host are two benchmarks"), ("--suite kernelbench --mode fp16", "--mode is not for --suite"),
+    ("--suite drawn --only x", "--only is not for --suite"), ("--draw 3 --suite kernelbench", "--draw goes with --models and --suite drawn only"),
+])  # fmt: skip
+def test_options_that_do_not_go_together(words, message, capsys):
+    assert main(["bench", *words.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(capsys, tmp_path):
+    assert main(["bench", "--suite", "kernelbench", "--only", "72_conv|86_conv_dep", "--json", str(tmp_path / "x.json")]) == 0
+    out = capsys.readouterr().out
+    assert "our fp32 over torch's default, which is TF32" in out and (tmp_path / "x.json").stat().st_size > 1000
+    assert main(["bench", "--suite", "drawn", "--mode", "tf32-nhwc", "--draw", "1", "--seed", "3", "--seconds", "20"]) == 0
+    assert "tf32-nhwc" in capsys.readouterr().out and pc.__version__
