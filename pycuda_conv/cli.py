@@ -151,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     top = _Parser(prog="pycuda-conv", description="Convolve files (run), check this machine (info, verify), measure speed (bench, tune).")
     top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="{run,info,verify,bench,tune,warm,kernels,choices}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{run,info,verify,bench,tune,calibrate,warm,kernels,choices}")
     _add_run(commands)
 
     info = commands.add_parser("info", help="show versions, GPUs, the default device, and what is missing")
@@ -216,6 +216,16 @@ def parser() -> argparse.ArgumentParser:
     tune.add_argument("--all", action="store_true", help="measure again what was measured before")
     tune.add_argument("--device", type=_device, help="a GPU; by default the first")
     tune.add_argument("--list", action="store_true", help="print the problems and stop")
+
+    calibrate = commands.add_parser(
+        "calibrate", help="time random problems for ten minutes: by what the models' times are multiplied on this GPU; later calls use it"
+    )
+    calibrate.add_argument("--seconds", type=_seconds, default=600.0, help="how long to measure; by default 600")
+    calibrate.add_argument("--seed", type=_seed, help="seed of the problems; by default a new one")
+    calibrate.add_argument("--output", type=Path, metavar="FILE", help="write this file instead of the user's")
+    calibrate.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="add the timings of these files")
+    calibrate.add_argument("--fit", action="store_true", help="measure nothing: fit the timings of the files of --merge anew")
+    calibrate.add_argument("--device", type=_device, help="a GPU; by default the first")
 
     warm = commands.add_parser(
         "warm", help="compile kernels before they are needed",
@@ -339,6 +349,11 @@ def _run(arguments: argparse.Namespace) -> int:
         modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
         chosen = {name: value for name, value in vars(arguments).items() if name not in ("command", "mode")}
         return warm.run(warm.Settings(**chosen, mode=modes or None))
+    if arguments.command == "calibrate":
+        from pycuda_conv.tools import calibrate
+
+        given = {name: value for name, value in vars(arguments).items() if name not in ("command", "merge")}
+        return calibrate.run(calibrate.Settings(**given, merge=tuple(arguments.merge)))
     if arguments.command == "tune":
         from pycuda_conv.tools import tune
 

@@ -63,7 +63,8 @@ def test_means_and_pages():
 
 
 def test_without_measured_choices(tmp_path, monkeypatch):
-    monkeypatch.setattr(tune, "user_table", lambda table=tune.Table(tmp_path / "own.json"): table)
+    table = tune.Table(tmp_path / "own.json")
+    monkeypatch.setattr(tune, "user_table", lambda: table)
     problem, device = ConvProblem.forward(2, (64, 64, 56, 56), (64, 64, 3, 3), padding=1), Target("sm_90a")
     config = engines.choose(problem, device)
     tune.store(problem, device, tune.Choice(config, 1.0))

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pycuda_conv.engines import packing, split_sum
+from pycuda_conv.engines import calibration, packing, split_sum
 from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError
 from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
@@ -132,8 +132,9 @@ def _fastest(problem: ConvProblem, device: Device) -> Config | None:
     best: tuple[float, Config] | None = None
     for engine in _engines(device, problem):
         found = engine.choose(problem.launched, device)
-        if found and (best is None or found[0] < best[0]):
-            best = found
+        if found:
+            found = found[0] * _factor(engine, problem.launched, device), found[1]
+            best = found if best is None or found[0] < best[0] else best
         if best and best[0] == BY_RULE:
             break  # no prediction is shorter
     return None if best is None else best[1]
@@ -192,12 +193,15 @@ def _in_order(problem: ConvProblem, wanted: Any, more: Iterable[Config], device:
     choice = engine.choose(launched, device)
     known = dict.fromkeys([*([choice[1]] if choice else []), *engine.configs(launched, device), *more])
     alike = [one for one in known if engine.refusal(launched, one) is None and engine.sum_order(launched, one) == sums]
-    return sorted(((engine.time(launched, one, device) or 0.0, one) for one in alike), key=lambda pair: pair[0])
+    factor = _factor(engine, launched, device)
+    return sorted((((engine.time(launched, one, device) or 0.0) * factor, one) for one in alike), key=lambda pair: pair[0])
 
 
 def predicted(problem: ConvProblem, config: Config, device: Device) -> float | None:
     """Microseconds that `config` should take, or None where no model knows."""
-    return engine_of(config).time(problem.launched, config, device)
+    engine = engine_of(config)
+    us = engine.time(problem.launched, config, device)
+    return us and us * _factor(engine, problem.launched, device)
 
 
 def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
@@ -313,8 +317,22 @@ def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
 
 def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, Config]]:
     """Every configuration worth comparing with the microseconds it should take; None without a model."""
-    launched = problem.launched
-    return [
-        (engine.time(launched, config, device), config)
-        for engine in _engines(device, problem) for config in engine.configs(launched, device) if engine.refusal(launched, config) is None
-    ]
+    launched, found = problem.launched, list[tuple[float | None, Config]]()
+    for engine in _engines(device, problem):
+        factor = _factor(engine, launched, device)
+        for config in engine.configs(launched, device):
+            if engine.refusal(launched, config) is None:
+                us = engine.time(launched, config, device)
+                found.append((us and us * factor, config))
+    return found
+
+
+def _factor(engine: Any, launched: ConvProblem, device: Device) -> float:
+    """By what timings of such a GPU say that an engine's predictions for such problems have to be multiplied."""
+    known = calibration.of(device)
+    return 1.0 if known is None else known.factor(name_of(engine), launched)
+
+
+def name_of(engine: Any) -> str:
+    """An engine's name in files: its module's without the package's."""
+    return str(engine.__name__).removeprefix("pycuda_conv.engines.")
