@@ -81,7 +81,7 @@ def _named(device: Any, factors: dict[str, float], **more: Any) -> Calibration:
 # ---- timings in files
 
 
-def as_json(timings: Sequence[Timing]) -> tuple[Any, ...]:
+def as_json(timings: Sequence[Timing]) -> tuple[list[Any], ...]:
     """Timings as a file has them: problem by problem, fields that have their defaults left out."""
     found: dict[ConvProblem, list[Any]] = {}
     for problem, config, us in timings:
@@ -153,11 +153,13 @@ def run(settings: Settings) -> int:
     if not timings:
         out.print("nothing was measured", markup=False)
         return FAILED
+    kept = as_json(timings)
+    timings = from_json(kept)  # what the file has, so that a fit of the file gives the same
     factors = fitted(timings, device)
     driver = nvidia_smi("driver_version").get("driver_version", "")
     command = "pycuda-conv calibrate" + (f" --seed {seed}" if losses else " --fit")
     today = datetime.datetime.now().astimezone().date().isoformat()
-    made = _named(device, factors, driver=driver, date=today, command=command, timings=as_json(timings))
+    made = _named(device, factors, driver=driver, date=today, command=command, timings=kept)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(calibration.text(made), encoding="utf-8")
     calibration.forget()
