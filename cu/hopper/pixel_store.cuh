@@ -309,10 +309,9 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
 // Adds this block's rows of the tile, once all blocks have left their sums.
 DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const data_t* scale, const data_t* bias, const data_t* residual,
                       data_t* y) {
-  constexpr int ROWS = (BLOCK_M + CLUSTER - 1) / CLUSTER, ACROSS = BLOCK_N / 4;  // the last block may have fewer rows
-  const int first = cluster_rank() * ROWS, rows = min(ROWS, BLOCK_M - first);
-  for (int i = threadIdx.x; i < rows * ACROSS; i += CONSUMER_THREADS) {
-    const int row = first + i / ACROSS, column = i % ACROSS * 4;
+  constexpr int ROWS = BLOCK_M / CLUSTER, ACROSS = BLOCK_N / 4;
+  for (int i = threadIdx.x; i < ROWS * ACROSS; i += CONSUMER_THREADS) {
+    const int row = cluster_rank() * ROWS + i / ACROSS, column = i % ACROSS * 4;
     const Vec4 four(shape, of.channel + column, scale, bias);
     const float4 v = add_of_ranks(sums + (row * SUMS_PITCH + column) * 4);
     four.store(shape, place_of(shape, of.pixel + row), {v.x, v.y, v.z, v.w}, residual, y);
