@@ -43,8 +43,9 @@ def test_factors_are_found_and_choices_follow():
 
 def test_few_timings_change_little():
     problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3))
-    one = calibration.fit([("an engine", problem, 2.0)])
-    many = calibration.fit([("an engine", ConvProblem.forward(2, (n, 64, 56, 56), (64, 64, 3, 3)), 2.0) for n in range(1, 60)])
+    config = engines.choose(problem, DEVICE)
+    one = calibration.fit([("an engine", problem, config, 2.0)])
+    many = calibration.fit([("an engine", ConvProblem.forward(2, (n, 64, 56, 56), (64, 64, 3, 3)), config, 2.0) for n in range(1, 60)])
     kind = calibration.kinds("an engine", problem)[-1]
     assert 1 < one["an engine"] < 1.2 and one[kind] < 2 and 1.8 < many["an engine"] < many[kind] <= 2.0
 

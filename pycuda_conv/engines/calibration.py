@@ -34,10 +34,10 @@ PRIOR = 6
 MOST = 16.0
 
 
-def kinds(engine: str, problem: ConvProblem) -> tuple[str, ...]:
+def kinds(engine: str, problem: ConvProblem, config: Any = None) -> tuple[str, ...]:
     """The kinds of a problem as it is launched, the most general first.
 
-    Their words are of the engine, the arithmetic, the layout and the pass, the groups, the filter.
+    Their words are of the engine, the arithmetic, the layout and the pass, the groups, the filter, and, with a `config`, of its tile.
     """
     bits = {"float16": "16 bits", "bfloat16": "16 bits", "float64": "fp64"}.get(problem.dtype, problem.precision)
     taps = math.prod(problem.filter_size)
@@ -45,7 +45,13 @@ def kinds(engine: str, problem: ConvProblem) -> tuple[str, ...]:
     groups = "dense" if problem.groups == 1 else "depthwise" if problem.groups == problem.C else "grouped"
     strided = "strided" if max(problem.stride) > 1 else "unit stride"
     words = engine, bits, f"{problem.layout} {problem.direction}", groups, f"{size}, {strided}"
-    return tuple(", ".join(words[:n]) for n in range(1, len(words) + 1))
+    found = tuple(", ".join(words[:n]) for n in range(1, len(words) + 1))
+    return found if config is None else (*found, f"{found[-1]}, {tile(config)}")
+
+
+def tile(config: Any) -> str:
+    """The words of a configuration's tile: its numbers, but for those that follow from the others or from the problem's size."""
+    return " ".join(str(value) for name, value in vars(config).items() if name not in ("STAGES", "SPLIT"))
 
 
 @dataclass(frozen=True)
@@ -72,21 +78,25 @@ class Calibration:
     factors: Mapping[str, float] = field(default_factory=dict)
     timings: tuple[Any, ...] = ()
 
-    def factor(self, engine: str, problem: ConvProblem) -> float:
+    def factor(self, engine: str, problem: ConvProblem, config: Any = None) -> float:
         """By what an engine's prediction is multiplied."""
-        for kind in reversed(kinds(engine, problem)):
-            if kind in self.factors:
-                return self.factors[kind]
-        return 1.0
+        return self.of_kinds(kinds(engine, problem), config)
+
+    def of_kinds(self, known: tuple[str, ...], config: Any = None) -> float:
+        """The factor of a problem of these kinds, and of a tile for it."""
+        found = None if config is None else self.factors.get(f"{known[-1]}, {tile(config)}")
+        if found is not None:
+            return found
+        return next((self.factors[kind] for kind in reversed(known) if kind in self.factors), 1.0)
 
 
-def fit(ratios: Iterable[tuple[str, ConvProblem, float]]) -> dict[str, float]:
-    """The factors that timings ask for, each (engine, problem, measured over predicted)."""
+def fit(ratios: Iterable[tuple[str, ConvProblem, Any, float]]) -> dict[str, float]:
+    """The factors that timings ask for, each (engine, problem, configuration, measured over predicted)."""
     logs: dict[str, dict[ConvProblem, list[float]]] = {}
     parents: dict[str, str] = {}
-    for engine, problem, ratio in ratios:
+    for engine, problem, config, ratio in ratios:
         before = ""
-        for kind in kinds(engine, problem):
+        for kind in kinds(engine, problem, config):
             logs.setdefault(kind, {}).setdefault(problem, []).append(math.log(ratio))
             parents[kind], before = before, kind
     found: dict[str, float] = {"": 0.0}

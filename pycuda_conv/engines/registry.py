@@ -6,12 +6,12 @@ An engine may import this module, and so ask for other engines' configurations: 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines import calibration, packing, split_sum
-from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError
+from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError, fastest
 from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.engines.texts import TextFamily
@@ -26,6 +26,7 @@ ENGINES: tuple[Engine, ...] = ()
 TRANSFORMS: tuple[Engine, ...] = ()
 
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
+CLOSE = 1.4  # engines whose choice is within this factor of the best one are asked for all of their tiles, where timings correct the models
 PASS_LAUNCH = 2.0  # microseconds that one more launch takes
 BEST = 2  # configurations of each engine to measure at any prediction, since a model may be wrong
 
@@ -129,14 +130,15 @@ def find(problem: ConvProblem, device: Device) -> Config | None:
 def _fastest(problem: ConvProblem, device: Device) -> Config | None:
     if problem.batch_invariant:
         return next(iter(_in_order_of_layer(problem, device)), None)
-    best: tuple[float, Config] | None = None
+    found = []
     for engine in _engines(device, problem):
-        found = engine.choose(problem.launched, device)
-        if found:
-            found = found[0] * _factor(engine, problem.launched, device), found[1]
-            best = found if best is None or found[0] < best[0] else best
-        if best and best[0] == BY_RULE:
-            break  # no prediction is shorter
+        one = engine.choose(problem.launched, device)
+        if one:
+            found.append(one)
+            if one[0] == BY_RULE:
+                return one[1]  # no prediction is shorter
+    known = calibration.of(device)
+    best = fastest(found) if known is None else _calibrated(found, problem.launched, device, known)
     return None if best is None else best[1]
 
 
@@ -193,15 +195,15 @@ def _in_order(problem: ConvProblem, wanted: Any, more: Iterable[Config], device:
     choice = engine.choose(launched, device)
     known = dict.fromkeys([*([choice[1]] if choice else []), *engine.configs(launched, device), *more])
     alike = [one for one in known if engine.refusal(launched, one) is None and engine.sum_order(launched, one) == sums]
-    factor = _factor(engine, launched, device)
-    return sorted((((engine.time(launched, one, device) or 0.0) * factor, one) for one in alike), key=lambda pair: pair[0])
+    times = ((engine.time(launched, one, device) or 0.0) * _factor(engine, launched, device, one) for one in alike)
+    return sorted(zip(times, alike, strict=True), key=lambda pair: pair[0])
 
 
 def predicted(problem: ConvProblem, config: Config, device: Device) -> float | None:
     """Microseconds that `config` should take, or None where no model knows."""
     engine = engine_of(config)
     us = engine.time(problem.launched, config, device)
-    return us and us * _factor(engine, problem.launched, device)
+    return us and us * _factor(engine, problem.launched, device, config)
 
 
 def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
@@ -319,18 +321,42 @@ def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, 
     """Every configuration worth comparing with the microseconds it should take; None without a model."""
     launched, found = problem.launched, list[tuple[float | None, Config]]()
     for engine in _engines(device, problem):
-        factor = _factor(engine, launched, device)
         for config in engine.configs(launched, device):
             if engine.refusal(launched, config) is None:
                 us = engine.time(launched, config, device)
-                found.append((us and us * factor, config))
+                found.append((us and us * _factor(engine, launched, device, config), config))
     return found
 
 
-def _factor(engine: Any, launched: ConvProblem, device: Device) -> float:
+def _calibrated(
+    found: Sequence[tuple[float, Config]], launched: ConvProblem, device: Device, known: calibration.Calibration
+) -> tuple[float, Config] | None:
+    """The fastest of the engines' choices by what timings of such a GPU say of them, or of the tiles of those that are nearly as fast."""
+    timed = []
+    for us, config in found:
+        engine = engine_of(config)
+        modelled = engine.time(launched, config, device)
+        ruled = modelled is None or not math.isclose(us, modelled)  # then a rule has decided, not the model
+        timed.append((us if ruled else us * known.factor(name_of(engine), launched), config, None if ruled else engine))
+    least = min((us for us, *_ in timed), default=math.inf)
+    best = fastest((us, config) for us, config, engine in timed if engine is None)
+    for us, config, engine in timed:
+        if engine is not None and us <= CLOSE * least:
+            name, kinds = name_of(engine), None
+            for one in dict.fromkeys([config, *engine.configs(launched, device)]):
+                predicted = engine.time(launched, one, device) if engine.refusal(launched, one) is None else None
+                if predicted is not None:
+                    kinds = kinds or calibration.kinds(name, launched)
+                    predicted *= known.of_kinds(kinds, one)
+                    if best is None or predicted < best[0]:
+                        best = predicted, one
+    return best
+
+
+def _factor(engine: Any, launched: ConvProblem, device: Device, config: Config | None = None) -> float:
     """By what timings of such a GPU say that an engine's predictions for such problems have to be multiplied."""
     known = calibration.of(device)
-    return 1.0 if known is None else known.factor(name_of(engine), launched)
+    return 1.0 if known is None else known.factor(name_of(engine), launched, config)
 
 
 def name_of(engine: Any) -> str:

@@ -59,14 +59,14 @@ def fitted(timings: Sequence[Timing], device: Device) -> dict[str, float]:
         best[problem] = min(us, best.get(problem, us))
     near = [(problem, config, us) for problem, config, us in timings if us <= COUNTS * best[problem]]
 
-    def ratios(composed: bool) -> Iterator[tuple[str, ConvProblem, float]]:
+    def ratios(composed: bool) -> Iterator[tuple[str, ConvProblem, engines.Config, float]]:
         for problem, config, us in near:
             engine = registry.engine_of(config)
             name = registry.name_of(engine)
             if name.startswith(COMPOSED) == composed:
                 predicted = engine.time(problem.launched, config, device)
                 if predicted and 1 / calibration.MOST < us / predicted < calibration.MOST:
-                    yield name, problem.launched, us / predicted
+                    yield name, problem.launched, config, us / predicted
 
     with calibration.replaced(None):
         plain = calibration.fit(ratios(False))
