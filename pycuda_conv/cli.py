@@ -350,7 +350,7 @@ def _run(arguments: argparse.Namespace) -> int:
         chosen = {name: value for name, value in vars(arguments).items() if name not in ("command", "mode")}
         return warm.run(warm.Settings(**chosen, mode=modes or None))
     if arguments.command == "calibrate":
-        from pycuda_conv.tools import calibrate
+        from pycuda_conv.tools.benchmarks import calibrate
 
         given = {name: value for name, value in vars(arguments).items() if name not in ("command", "merge")}
         return calibrate.run(calibrate.Settings(**given, merge=tuple(arguments.merge)))

@@ -11,7 +11,8 @@ from pycuda_conv.engines import calibration, registry
 from pycuda_conv.memo import forget_plans
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools import calibrate, choices
+from pycuda_conv.tools import choices
+from pycuda_conv.tools.benchmarks import calibrate
 from pycuda_conv.tools.families import draw
 
 DEVICE = Target("sm_90a")
@@ -64,6 +65,7 @@ def test_files(tmp_path, monkeypatch):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             calibration.parsed(wrong)
+    monkeypatch.setattr(calibration, "_instead", [])
     monkeypatch.setattr(calibration, "SHIPPED", tmp_path)
     monkeypatch.setattr(calibration, "own_file", lambda gpu: tmp_path / "own" / calibration.file_name(gpu))
     calibration.forget()

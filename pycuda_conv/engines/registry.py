@@ -26,7 +26,7 @@ ENGINES: tuple[Engine, ...] = ()
 TRANSFORMS: tuple[Engine, ...] = ()
 
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
-CLOSE = 1.4  # engines whose choice is within this factor of the best one are asked for all of their tiles, where timings correct the models
+CLOSE = 1.25  # engines whose choice is within this factor of the best one are asked for all of their tiles, where timings correct the models
 PASS_LAUNCH = 2.0  # microseconds that one more launch takes
 BEST = 2  # configurations of each engine to measure at any prediction, since a model may be wrong
 
@@ -339,12 +339,12 @@ def _calibrated(
         ruled = modelled is None or not math.isclose(us, modelled)  # then a rule has decided, not the model
         timed.append((us if ruled else us * known.factor(name_of(engine), launched), config, None if ruled else engine))
     least = min((us for us, *_ in timed), default=math.inf)
-    best = fastest((us, config) for us, config, engine in timed if engine is None)
-    for us, config, engine in timed:
-        if engine is not None and us <= CLOSE * least:
-            name, kinds = name_of(engine), None
-            for one in dict.fromkeys([config, *engine.configs(launched, device)]):
-                predicted = engine.time(launched, one, device) if engine.refusal(launched, one) is None else None
+    best = fastest((us, config) for us, config, model in timed if model is None)
+    for us, config, model in timed:
+        if model is not None and us <= CLOSE * least:
+            name, kinds = name_of(model), None
+            for one in dict.fromkeys([config, *model.configs(launched, device)]):
+                predicted = model.time(launched, one, device) if model.refusal(launched, one) is None else None
                 if predicted is not None:
                     kinds = kinds or calibration.kinds(name, launched)
                     predicted *= known.of_kinds(kinds, one)
