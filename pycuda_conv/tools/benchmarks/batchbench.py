@@ -22,7 +22,7 @@ from pycuda_conv.tools import bench, families
 from pycuda_conv.tools.plans import compile_together
 from pycuda_conv.tools.report import geometric_mean, header_lines, microseconds, number, write_json
 from pycuda_conv.tools.suite import MODES
-from pycuda_conv.tools.terminal import FAILED, OK, console, named_device, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, Table, console, named_device, require, table, track
 from pycuda_conv.tools.warm import launches_of
 
 MOST_IMAGES = 64
@@ -147,6 +147,16 @@ def measure(
     return replace(row, us=us, default_us=default)
 
 
+def slow_table(rows: Sequence[Row]) -> Table:
+    """The rows that take longest beside the default."""
+    cells = [
+        (row.problem, microseconds(row.us), microseconds(row.default_us), number(row.ratio, ".2f"), row.config, row.default_config)
+        for row in rows
+    ]
+    columns = ("layer", "us", "default us", "ratio", "configuration", "default")
+    return table("The slowest beside the default", columns, cells, left=("layer", "configuration", "default"))
+
+
 def run(settings: bench.Settings, modes: Sequence[str], count: int) -> int:
     """Compare, print the means, and write the file that was asked for."""
     device: Any = named_device(settings.device)
@@ -182,12 +192,7 @@ def run(settings: bench.Settings, modes: Sequence[str], count: int) -> int:
             )
     slow = sorted((row for row in rows if row.us == row.us), key=lambda row: -row.ratio)[:SHOWN]
     if slow:
-        cells = [
-            (row.problem, microseconds(row.us), microseconds(row.default_us), number(row.ratio, ".2f"), row.config, row.default_config)
-            for row in slow
-        ]
-        columns = ("layer", "us", "default us", "ratio", "configuration", "default")
-        out.print(table("The slowest beside the default", columns, cells, left=("layer", "configuration", "default")))
+        out.print(slow_table(slow))
     if settings.json is not None:
         write_json(settings.json, {"machine": machine, "rows": [asdict(row) for row in rows]})
     return FAILED if wrong else OK

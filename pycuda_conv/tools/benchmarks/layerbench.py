@@ -39,7 +39,7 @@ from pycuda_conv.tools.report import (
     write_json,
 )
 from pycuda_conv.tools.suite import MODES
-from pycuda_conv.tools.terminal import FAILED, OK, console, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, Table, console, require, table, track
 
 SUITES = "published", "kernelbench", "drawn"
 PASSES = "fprop", "dgrad", "wgrad"
@@ -304,6 +304,11 @@ def means(rows: Sequence[Row], suite: str) -> list[Mean]:
     return [one for one in found if one]
 
 
+def mean_table(found: Sequence[Mean], count: int) -> Table:
+    """The means of so many layers as a table."""
+    return table(f"torch's time over ours, {count} layers", COLUMNS, [one.cells() for one in found], left=("",))
+
+
 # ---- the command
 
 
@@ -350,7 +355,7 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
                 told = ", ".join(f"{name} {microseconds(us)}" for name, us in rows[-1].us.items())
                 print(f"[{i + 1}/{len(todo)}] {mode} {rows[-1].direction} {rows[-1].problem}: {told}", file=sys.stderr, flush=True)
     found = means(rows, suite)
-    out.print(table(f"torch's time over ours, {len(rows)} layers", COLUMNS, [one.cells() for one in found], left=("",)))
+    out.print(mean_table(found, len(rows)))
     for one in found:
         lost = [f"{ratio:.2f} {problem}" for ratio, problem in one.ratios if ratio < SLOWER]
         out.print(f"{one.words}: " + "; ".join(lost), markup=False) if lost else None
