@@ -14,7 +14,7 @@ from pycuda_conv.engines import calibration, packing, split_sum
 from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError, fastest
 from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
@@ -26,7 +26,7 @@ ENGINES: tuple[Engine, ...] = ()
 TRANSFORMS: tuple[Engine, ...] = ()
 
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
-CLOSE = 1.25  # engines whose choice is within this factor of the best one are asked for all of their tiles, where timings correct the models
+CLOSE = 1.25  # where timings correct the models, engines whose choice is within this factor of the best are asked for all their tiles
 PASS_LAUNCH = 2.0  # microseconds that one more launch takes
 BEST = 2  # configurations of each engine to measure at any prediction, since a model may be wrong
 
@@ -284,11 +284,11 @@ def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config
     return config
 
 
-def texts(device: Device) -> list[TextFamily]:
+def variants(device: Device) -> list[VariantSet]:
     """All texts of kernels that `device` may be asked for: a closed list, except for engines whose texts have their layer's numbers."""
-    packed = packing.texts(device) if device.backend == "cuda" else ()
-    own = [family for engine in ENGINES if engine.unsupported(device) is None for family in engine.texts(device)]
-    return [*own, *split_sum.texts(device), *packed]
+    packed = packing.variants(device) if device.backend == "cuda" else ()
+    own = [family for engine in ENGINES if engine.unsupported(device) is None for family in engine.variants(device)]
+    return [*own, *split_sum.variants(device), *packed]
 
 
 def filter_key(problem: ConvProblem, config: Config) -> Hashable:

@@ -10,9 +10,9 @@ from pycuda_conv import borders
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider
 from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 THREADS = 256
 EACH = {"float16": 8, "bfloat16": 8, "float32": 4, "float64": 4}  # elements that a thread copies
@@ -22,7 +22,7 @@ TYPES = {
     "bfloat16": 11, "float32": 12, "float64": 13,
 }  # fmt: skip
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 4, "opencl": 4}
+MOST_VARIANTS = {"cuda": 4, "opencl": 4}
 
 BorderArguments = kernel_struct("bordered", "BorderArguments")
 
@@ -95,7 +95,7 @@ def _is_big(problem: ConvProblem) -> bool:
     return max(problem.largest_array, problem.padded.largest_array) >= 2**31 - 2**20
 
 
-def copy(problem: ConvProblem, to: Place) -> KernelLaunch:
+def copy(problem: ConvProblem, to: BufferSlice) -> KernelLaunch:
     """Copy the image, the array that `problem` reads first, with its border and in the arithmetic's type."""
     big, none = _is_big(problem), (0, 0, 0)
     outer, inner = _outer_and_inner(problem, problem.operand_channels)
@@ -108,7 +108,7 @@ def copy(problem: ConvProblem, to: Place) -> KernelLaunch:
     return KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (INPUT, to), (), "bordered", arguments=args)
 
 
-def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
+def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice) -> list[KernelLaunch]:
     """Launches, one behind the other, that add the border of a gradient by the input to the pixels that it shows, and a residual."""
     big, border = _is_big(problem), problem.border or borders.NONE
     outer, inner = _outer_and_inner(problem, problem.result_channels)
@@ -135,18 +135,18 @@ def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
     return [inside, launch(True)]
 
 
-def round_to(problem: ConvProblem, exact: Place) -> KernelLaunch:
+def round_to(problem: ConvProblem, exact: BufferSlice) -> KernelLaunch:
     """Round the result to the type of integers that was asked for."""
     return _rounding(math.prod(problem.result_shape), problem.dtype, problem.result_dtype, exact, RESULT)
 
 
-def _rounding(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
+def _rounding(size: int, given: str, dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
     numbers = size, TYPES[dtype]
     blocks = ceil(size, EACH[given] * THREADS)
     return KernelLaunch("border_round", _defines(given, False), blocks, THREADS, (source, target), numbers, "bordered")
 
 
-def converting(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
+def converting(size: int, given: str, dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
     """Convert an array without gaps to `dtype`, one of floats."""
     big, none = size >= 2**31 - 2**20, (0, 0, 0)
     args, _ = _args(dtype, 1, (1, 1, size), 1, borders.NONE, none, none, big, False, value=0, type=TYPES[given], has_residual=0)
@@ -154,6 +154,6 @@ def converting(size: int, given: str, dtype: str, source: Place, target: Place) 
     return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=args)
 
 
-def texts() -> Iterator[TextFamily]:
+def variants() -> Iterator[VariantSet]:
     """A text for each type."""
-    yield TextFamily("bordered", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("bordered", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
