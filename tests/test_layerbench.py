@@ -8,7 +8,9 @@ import pycuda_conv as pc
 from pycuda_conv import ConvProblem, engines, tune
 from pycuda_conv.cli import main
 from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools import report
 from pycuda_conv.tools.benchmarks import layerbench as bench
+from pycuda_conv.tools.benchmarks import pages
 from pycuda_conv.tune import lookup
 
 torch = pytest.importorskip("torch")
@@ -90,3 +92,27 @@ def test_on_a_gpu(capsys, tmp_path):
     assert "our fp32 over torch's default, which is TF32" in out and (tmp_path / "x.json").stat().st_size > 1000
     assert main(["bench", "--suite", "drawn", "--mode", "tf32-nhwc", "--draw", "1", "--seed", "3", "--seconds", "20"]) == 0
     assert "tf32-nhwc" in capsys.readouterr().out and pc.__version__
+
+
+def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, capsys):
+    """A page whose kernels differ, or that does not say, is listed; comments are no difference."""
+    own = tmp_path / "cu"
+    own.mkdir()
+    (own / "a.cu").write_text("int a;  // one\n")
+    monkeypatch.setattr(pages, "KERNEL_DIR", own)
+    pages.digest.cache_clear()
+    before = pages.digest()
+    (tmp_path / "docs").mkdir()
+    said = report.measured_by(MACHINE | {"kernels": before})
+    (tmp_path / report.RESULTS_PAGE).write_text(f"<!-- results:begin -->\n{said}\n<!-- results:end -->\n<!-- host:begin -->\n{report.measured_by(MACHINE)}\n<!-- host:end -->\n")
+    (tmp_path / report.FRONT_PAGE).write_text(f"<!-- drawn:begin -->\n{said}\n<!-- drawn:end -->\n")
+    monkeypatch.chdir(tmp_path)
+    assert pages.main([]) == 1 and "docs/results.md, host: does not say of which kernels\n" in capsys.readouterr().out
+    (own / "a.cu").write_text("int a; // another\n\n/* and more */\n")
+    pages.digest.cache_clear()
+    assert len(list(pages.outdated(tmp_path))) == 1
+    (own / "a.cu").write_text("int b;\n")
+    pages.digest.cache_clear()
+    assert [one.split(":")[0] for one in pages.outdated(tmp_path)] == ["docs/results.md, results", "docs/results.md, host", "README.md, drawn"]
+    assert all(command[0] == "bench" for command in pages.COMMANDS)
+    pages.digest.cache_clear()

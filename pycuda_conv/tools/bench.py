@@ -28,6 +28,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, driver
 from pycuda_conv.runtime.compiler import compiler
 from pycuda_conv.timing import Effort, gpu_times, host_times, operand_sets, wall_times
+from pycuda_conv.tools.benchmarks.pages import digest
 from pycuda_conv.tools.floors import floor
 from pycuda_conv.tools.info import attributes, nvidia_smi, versions
 from pycuda_conv.tools.oracle import Errors, ErrorSums, options, torch_for, torch_precision
@@ -487,7 +488,7 @@ def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> di
     cudnn = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, cudnn.benchmark = True, {words}"
     found |= {
         "torch": str(torch.__version__) + (cudnn if device.backend == "cuda" else ", on the CPU"), "pycuda_conv": pycuda_conv.__version__,
-        "Python": known["Python"], "PyCUDA": known["PyCUDA"], "mode": mode, "method": method, "seed": seed,
+        "Python": known["Python"], "PyCUDA": known["PyCUDA"], "mode": mode, "method": method, "seed": seed, "kernels": digest(),
     }
     return found
 
