@@ -186,6 +186,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--batches", type=_count, metavar="N", help="compare the bits of N random layers in batches with batch_invariant=True, and the time"
     )
+    bench.add_argument("--energy", action="store_true", help="measure the energy of the suite and of training steps by the GPU's counter")
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
     bench.add_argument("--training", action="store_true", help="measure gradients and fused layers against torch; with --models: training")
     bench.add_argument(
@@ -393,6 +394,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools import choices
 
         return choices.run(arguments.device, settings.modes, arguments.seed, arguments.families, arguments.json)
+    if arguments.energy:
+        from pycuda_conv.tools.benchmarks import energybench
+
+        return energybench.run(settings)
     if arguments.batches:
         from pycuda_conv.tools.benchmarks import batchbench
 
@@ -414,7 +419,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_benchmarks(arguments: argparse.Namespace) -> None:
     """Refuse two benchmarks at once, of which one alone would be run."""
-    benchmarks = "host", "host_calls", "host_cost", "loop", "cold", "images", "families", "batches", "training", "models"
+    benchmarks = "host", "host_calls", "host_cost", "loop", "cold", "images", "families", "batches", "energy", "training", "models"
     asked = [name for name in benchmarks if getattr(arguments, name)]
     if arguments.models == []:
         asked.append("models")
@@ -431,6 +436,7 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
     of_others_alone = (
         ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]), ("batches", [*of_others, "only"]),
+        ("energy", ["list", "kind", "mode", "quick", "csv", "plots", "only"]),
         ("images", ["list", "kind", "mode", "csv", "plots", "pages", "seed"]),
     )  # fmt: skip
     of_layers = ["list", "kind", "csv", "plots", "quick"] + (["mode"] if arguments.suite == "kernelbench" else ["only"])

@@ -1,5 +1,6 @@
 """``bench --suite``: KernelBench's layers and drawn ones, torch's ways, means and pages. Times are a GPU's; the rest is not."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -9,8 +10,9 @@ from pycuda_conv import ConvProblem, engines, tune
 from pycuda_conv.cli import main
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import report
+from pycuda_conv.tools.benchmarks import energybench, pages
 from pycuda_conv.tools.benchmarks import layerbench as bench
-from pycuda_conv.tools.benchmarks import pages
+from pycuda_conv.tools.terminal import ToolError
 from pycuda_conv.tune import lookup
 
 torch = pytest.importorskip("torch")
@@ -116,3 +118,16 @@ def test_pages_say_of_which_kernels_their_figures_are(tmp_path, monkeypatch, cap
     assert [one.split(":")[0] for one in pages.outdated(tmp_path)] == ["docs/results.md, results", "docs/results.md, host", "README.md, drawn"]
     assert all(command[0] == "bench" for command in pages.COMMANDS)
     pages.digest.cache_clear()
+
+
+def test_energy_of_a_pass():
+    """Of a counter that moves as time does; a driver without the library is an error in words."""
+    class Fake:
+        def joules(self):
+            return 50 * time.perf_counter()
+
+    joules, seconds = energybench.measured(Fake(), lambda: None, lambda: time.sleep(0.001), 0.2)
+    assert joules == pytest.approx(50 * seconds, rel=0.2) and 0.001 < seconds < 0.1
+    assert energybench.Row("what", "way", 3.0, 10.0).watts == pytest.approx(300)
+    with pytest.raises(ToolError, match="NVML"):
+        energybench.Counter("0000:00:00.0")

@@ -18,7 +18,8 @@ PAGES = RESULTS_PAGE, FRONT_PAGE
 #: The commands of ``make results``; each writes its parts of the pages.
 COMMANDS = (
     ("bench", "--suite", "drawn"), ("bench", "--suite", "kernelbench"),
-    ("bench", "--mode", "fp32", "tf32", "fp16-nhwc", "--quick", "--plots", "docs/plots"), ("bench", "--training"), ("bench", "--models", "--training", "--quick"), ("bench", "--host", "--quick"),
+    ("bench", "--mode", "fp32", "tf32", "fp16-nhwc", "--quick", "--plots", "docs/plots"), ("bench", "--training"),
+    ("bench", "--models", "--training", "--quick"), ("bench", "--host", "--quick"), ("bench", "--energy"),
 )  # fmt: skip
 _PART = re.compile(r"<!-- (\w+):begin -->\n(.*?)<!-- \1:end -->", re.DOTALL)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
