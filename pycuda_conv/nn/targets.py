@@ -16,11 +16,12 @@ from torch.fx import Graph, Node
 
 from pycuda_conv import dispatch, invariance
 from pycuda_conv.arrays import torch_internals
-from pycuda_conv.nn import casting, evaluation, folding, fused, linear, norms, pooling
+from pycuda_conv.nn import casting, evaluation, folding, fused, linear, normalise, norms, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.fused.launches import _LayerSpec
 from pycuda_conv.nn.graph.calls import Norm, Options, Targets
 from pycuda_conv.nn.graph.steps import value
+from pycuda_conv.nn.normalise import Asked
 from pycuda_conv.nn.options import asked_for
 
 _ANYWHERE = None, None, None, False
@@ -138,6 +139,9 @@ class Light(_Folding):
         more = () if gradient else (scale, residual)
         return self.graph.call_function(call, (given["input"], given["weight"], given["bias"], *more))
 
+
+    def normalise_groups(self, x: Any, gamma: Any, beta: Any, asked: Asked, gradient: bool) -> Node | None:
+        return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta)) if normalise.pays(value(x)) else None
 
     def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:
         counted = None if norm.counts is None else norm.counts[1]
@@ -330,6 +334,11 @@ class Operators(_Folding):
             return None
         given_all = x, weight, bias, scale, residual, linear.spec_of(activation, moved)
         return self.graph.call_function(torch.ops.pycuda_conv.product.default, given_all)
+
+    def normalise_groups(self, x: Any, gamma: Any, beta: Any, asked: Asked, gradient: bool) -> Node | None:
+        if gradient or not normalise.pays(value(x)):
+            return None
+        return self.graph.call_function(torch.ops.pycuda_conv.norm.default, (x, gamma, beta, asked.eps, normalise.spec_of(asked)))
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)

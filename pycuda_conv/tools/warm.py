@@ -139,7 +139,7 @@ def of_wheel(target: Target, count: int | None = None, each: int = WHEEL_RANDOM)
 
 def beside(target: Target) -> Iterator[Text]:
     """The texts of launches beside convolutions, without those for arrays of 2^31 elements."""
-    for family in besides():
+    for family in besides(target):
         for defines in family:
             if not defines.get("INDEX_64"):
                 yield Text(source_of(family.file, defines), family.arch or f"sm_{''.join(map(str, target.capability))}", family.file)

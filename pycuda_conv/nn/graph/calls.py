@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from pycuda_conv.nn.autograd import Settings
 from pycuda_conv.nn.graph.steps import value
+from pycuda_conv.nn.normalise import Asked
 
 
 class Options(NamedTuple):
@@ -119,4 +120,8 @@ class Targets:
 
     def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:
         """A batch normalisation without a convolution in front, and an activation, or None where it stays torch's."""
+        return None
+
+    def normalise_groups(self, x: Any, gamma: Any, beta: Any, asked: Asked, gradient: bool) -> Node | None:
+        """A group norm and an activation, or None where they stay torch's."""
         return None
