@@ -439,7 +439,7 @@ def _check_benchmarks(arguments: argparse.Namespace) -> None:
         ("energy", ["list", "kind", "mode", "quick", "csv", "plots", "only"]),
         ("images", ["list", "kind", "mode", "csv", "plots", "pages", "seed"]),
     )  # fmt: skip
-    of_layers = ["list", "kind", "csv", "plots", "quick"] + (["mode"] if arguments.suite == "kernelbench" else ["only"])
+    of_layers = ["list", "kind", "csv", "quick"] + (["mode"] if arguments.suite == "kernelbench" else ["only", "plots"])
     for name, options in (*of_others_alone, *([("suite", of_layers)] if layers else [])):
         for option in options if getattr(arguments, name) else ():
             if getattr(arguments, option) not in (None, False, []):

@@ -9,7 +9,7 @@ import pycuda_conv as pc
 from pycuda_conv import ConvProblem, engines, tune
 from pycuda_conv.cli import main
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools import report
+from pycuda_conv.tools import plots, report
 from pycuda_conv.tools.benchmarks import energybench, pages
 from pycuda_conv.tools.benchmarks import layerbench as bench
 from pycuda_conv.tools.terminal import ToolError
@@ -46,7 +46,7 @@ def test_every_way_of_torchs_computes_the_layer():
         errors, ways = bench.reference(torch, problem, x, w, 0), bench.rivals(torch, problem, [x], [w])
         assert (bench.CUBLAS in ways) == (problem is layers[0]) and (bench.LAST in ways) == (problem.ndim > 1)
         for name, way in ways.items():
-            assert errors(way(0)).correct, (problem, name)
+            assert errors(way(0)).correct or (name in ("torch, fp16", "torch, bf16") and errors(way(0)).relative < bench.MOST_ROUNDED), (problem, name)
         out = torch.full(problem.result_shape, torch.nan)
         bench.called(problem)(x, w, out=out)
         assert errors(out).correct and not errors(out * 1.001).correct
@@ -64,6 +64,17 @@ def test_means_and_pages():
     rows = [bench.Row("", f"layer {i}", "tf32", "fprop" if i else "dgrad", {bench.OURS: 2.0, bench.TORCH: 1.0 + i}) for i in range(3)]
     text = bench.page(MACHINE, rows, bench.means(rows, "drawn"), "drawn")
     assert "| tf32 | 3 | 0.91 | 0.50 | 1 | 33.3% |" in text and "| tf32 dgrad | layer 0 | 0.50 |" in text
+
+
+def test_the_chart_of_time_and_error(tmp_path):
+    """Over the layers that every way computed; the same figures give the same bytes."""
+    pytest.importorskip("matplotlib")
+    rows = [bench.Row("", str(i), "fp32", "fprop", {bench.OURS: 2.0 * i, bench.IEEE: 8.0 * i, **({bench.LAST: 1.0} if i == 1 else {})}, {bench.OURS: 1e-7, bench.IEEE: 4e-7, bench.LAST: 1e-4}) for i in (1, 2)]
+    assert bench.points(rows) == {bench.OURS: (pytest.approx(0.25), pytest.approx(1e-7)), bench.IEEE: (1.0, pytest.approx(4e-7))}
+    for name in ("one.svg", "two.svg"):
+        plots.time_and_error(bench.points(rows), MACHINE, tmp_path / name)
+    text = (tmp_path / "one.svg").read_text()
+    assert "ours, fp32" in text and bench.IEEE in text and "a GPU, 2026-11-29" in text
 
 
 def test_without_measured_choices(tmp_path, monkeypatch):

@@ -121,7 +121,7 @@ def suite_passes(torch: Any, device: Any, seed: int) -> dict[str, Callable[[], A
         for mode, plan in zip(MODES, (ready[i], ready[i + len(core())]), strict=True):
             ways[f"ours, {mode}"] = partial(_planned, plan, sets)
         for name, precision in ((layerbench.IEEE, "ieee"), (layerbench.DEFAULT, "tf32")):
-            ways[name] = layerbench.torch_way(torch, problem, sets.x, sets.w, precision)
+            ways[name] = layerbench.torch_way(torch, problem, sets.x, sets.w, precision=precision)
         for name, way in ways.items():
             graphs.setdefault(name, []).append(_captured(torch, way))
         kept.append(sets)

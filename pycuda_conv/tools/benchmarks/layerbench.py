@@ -52,6 +52,8 @@ EFFORT = Effort(rounds=5, seconds=0.02, most_rounds=9)
 SLOWER = 0.95
 
 OURS, OURS_TF32 = "ours, fp32", "ours, tf32"
+HALVES = {"fp16": "float16", "bf16": "bfloat16"}
+MOST_ROUNDED = 1e-2  # relative error of 16-bit arithmetic against float64 of the arrays before they were rounded
 DEFAULT, IEEE, LAST = "torch, default (TF32)", "torch, IEEE", "torch, TF32, channels last"
 CUBLAS, CUBLAS_TF32 = "cuBLAS, IEEE", "cuBLAS, TF32"
 #: What is compared with what: the words of a mean, our way, and torch's.
@@ -156,7 +158,7 @@ def set_precision(torch: Any, part: str, precision: str) -> None:
         (torch.backends.cudnn if part == "cudnn" else owner).allow_tf32 = precision == "tf32"
 
 
-def torch_way(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any], precision: str) -> Callable[[int], Any]:
+def torch_way(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any], *, precision: str) -> Callable[[int], Any]:
     """torch's result for the i-th set, in this arithmetic."""
     made = gradient_by_torch(torch, problem) if problem.direction == "wgrad" else torch_for(problem)
 
@@ -187,11 +189,14 @@ def is_product(problem: ConvProblem) -> bool:
 
 def rivals(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any]) -> dict[str, Callable[[int], Any]]:
     """Every way in which torch computes a float32 layer of NCHW images."""
-    found = {DEFAULT: torch_way(torch, problem, x, w, "tf32"), IEEE: torch_way(torch, problem, x, w, "ieee")}
+    found = {name: torch_way(torch, problem, x, w, precision=p) for name, p in ((DEFAULT, "tf32"), (IEEE, "ieee"))}
     if problem.ndim > 1:
         form = last_format(torch, problem.ndim)
         images, filters = ([array.contiguous(memory_format=form) for array in arrays] for arrays in (x, w))
-        found[LAST] = torch_way(torch, problem, images, filters, "tf32")
+        found[LAST] = torch_way(torch, problem, images, filters, precision="tf32")
+    for word, dtype in HALVES.items():
+        halves = [[array.to(getattr(torch, dtype)) for array in arrays] for arrays in (x, w)]
+        found[f"torch, {word}"] = torch_way(torch, problem, *halves, precision="ieee")
     if is_product(problem):
         found |= {CUBLAS: product_way(torch, x, w, "ieee"), CUBLAS_TF32: product_way(torch, x, w, "tf32")}
     return found
@@ -224,7 +229,8 @@ def measure(torch: Any, group: str, mode: str, problem: ConvProblem, ours: dict[
     count = min(MOST_SETS, operand_sets(problem, torch.cuda.get_device_properties(place).L2_cache_size))
     sets = bench.Operands(torch, problem, place, count, torch.Generator(place).manual_seed(seed), last)
     precision = "tf32" if problem.precision == "tf32" else "ieee"
-    others = rivals(torch, problem, sets.x, sets.w) if every_way else {TORCH: torch_way(torch, problem, sets.x, sets.w, precision)}
+    arrays = torch, problem, sets.x, sets.w
+    others = rivals(*arrays) if every_way else {TORCH: torch_way(*arrays, precision=precision)}
     kept: dict[str, Any] = {}
 
     def keeping(name: str, way: Callable[[int], Any]) -> Callable[[int], None]:
@@ -235,7 +241,10 @@ def measure(torch: Any, group: str, mode: str, problem: ConvProblem, ours: dict[
 
     def our_way(plan: Plan) -> Callable[[int], Any]:
         call = plan if plan.problem.layout == problem.layout else called(problem)
-        return lambda i: call(sets.x[i], sets.w[i], out=sets.out[i])
+        if plan.problem.dtype == problem.dtype:
+            return lambda i: call(sets.x[i], sets.w[i], out=sets.out[i])
+        x, w, out = ([array.to(getattr(torch, plan.problem.dtype)) for array in arrays] for arrays in (sets.x, sets.w, sets.out))
+        return lambda i: call(x[i], w[i], out=out[i])
 
     own = {name: our_way(plan) for name, plan in ours.items()}
     ways = {name: keeping(name, way) for name, way in (own | others).items()}
@@ -252,7 +261,9 @@ def measure(torch: Any, group: str, mode: str, problem: ConvProblem, ours: dict[
             continue
         found = errors(kept.pop(name))
         row.errors[name] = found.relative
-        row.wrong = row.wrong or (name in ours and not found.correct)
+        if name in ours:  # in 16 bits the arrays are rounded first
+            same = ours[name].problem.dtype == problem.dtype
+            row.wrong = row.wrong or not (found.correct if same else found.relative < MOST_ROUNDED)
     if not row.wrong:
         times, _ = gpu_times(torch, list(ways.values()), count, EFFORT)
         row.us = {name: bench.median(taken) * 1e6 for name, taken in zip(ways, times, strict=True)}
@@ -304,6 +315,16 @@ def means(rows: Sequence[Row], suite: str) -> list[Mean]:
     return [one for one in found if one]
 
 
+def points(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Each way's time over that of torch's IEEE arithmetic, and its error: geometric means over the layers that all the ways computed."""
+    every = set.intersection(*(set(row.us) for row in rows)) if rows else set()
+    found = {}
+    for name in [name for name in rows[0].us if name in every] if rows else ():
+        times = [row.us[name] / row.us[IEEE] for row in rows]
+        found[name] = (geometric_mean(times) or 0.0, geometric_mean(row.errors[name] for row in rows) or 0.0)
+    return found
+
+
 def mean_table(found: Sequence[Mean], count: int) -> Table:
     """The means of so many layers as a table."""
     return table(f"torch's time over ours, {count} layers", COLUMNS, [one.cells() for one in found], left=("",))
@@ -336,16 +357,13 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
     for line in header_lines(machine):
         out.print(line, markup=False)
     with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), torch_precision("fp32"), tune.untuned(settings.untuned):
-        wanted = [as_called(replace(problem, precision=p), device) for _, _, problem in todo for p in precisions(problem, suite)]
+        wanted = [as_called(one, device) for _, _, problem in todo for one in our_problems(problem, suite).values()]
         ready = dict(zip(wanted, plans(wanted, device), strict=True))
         for i, (group, mode, problem) in enumerate(track(todo, lambda one: f"{one[1]} {one[2]}")):
             if settings.seconds is not None and time.monotonic() - began > settings.seconds:
                 out.print(f"stopped after {settings.seconds:.0f} s: {len(rows)} of {len(todo)} layers")
                 break
-            ours = {
-                name: ready[as_called(replace(problem, precision=p), device)]
-                for name, p in zip((OURS, OURS_TF32), precisions(problem, suite), strict=False)
-            }
+            ours = {name: ready[as_called(one, device)] for name, one in our_problems(problem, suite).items()}
             try:
                 rows.append(measure(torch, group, mode, problem, ours, seed + i, suite == "kernelbench"))
             except (DeviceMemoryError, torch.OutOfMemoryError):
@@ -355,6 +373,11 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
                 told = ", ".join(f"{name} {microseconds(us)}" for name, us in rows[-1].us.items())
                 print(f"[{i + 1}/{len(todo)}] {mode} {rows[-1].direction} {rows[-1].problem}: {told}", file=sys.stderr, flush=True)
     found = means(rows, suite)
+    if settings.plots is not None and suite == "kernelbench":
+        from pycuda_conv.tools.plots import time_and_error
+
+        settings.plots.mkdir(parents=True, exist_ok=True)
+        time_and_error(points(rows), machine, settings.plots / "time-and-error.svg")
     out.print(mean_table(found, len(rows)))
     for one in found:
         lost = [f"{ratio:.2f} {problem}" for ratio, problem in one.ratios if ratio < SLOWER]
@@ -373,9 +396,13 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
     return FAILED if wrong else OK
 
 
-def precisions(problem: ConvProblem, suite: str) -> tuple[str, ...]:
-    """The arithmetic of our ways."""
-    return ("fp32", "tf32") if suite == "kernelbench" else (problem.precision,)
+def our_problems(problem: ConvProblem, suite: str) -> dict[str, ConvProblem]:
+    """The problems of our ways by their names: with KernelBench's layers every arithmetic."""
+    if suite != "kernelbench":
+        return {OURS: problem}
+    return {OURS: problem, OURS_TF32: replace(problem, precision="tf32")} | {
+        f"ours, {word}": replace(problem, dtype=dtype) for word, dtype in HALVES.items()
+    }
 
 
 def page(machine: dict[str, Any], rows: Sequence[Row], found: Sequence[Mean], suite: str) -> str:
