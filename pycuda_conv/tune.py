@@ -13,8 +13,8 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -218,11 +218,30 @@ def shipped_table(gpu: str) -> Table:
 # ---- the choice
 
 
+#: Whether measured choices don't count: see :func:`untuned`.
+_ignored = False
+
+
+@contextmanager
+def untuned(enabled: bool = True) -> Iterator[None]:
+    """Inside the block plans follow the engines' models alone, in all threads. It is for benchmarks."""
+    global _ignored
+    before, _ignored = _ignored, enabled
+    forget_plans()
+    try:
+        yield
+    finally:
+        _ignored = before
+        forget_plans()
+
+
 def lookup(problem: ConvProblem, device: Device, own: bool = False) -> Choice | None:
     """The choice measured for `problem` on such a GPU, by the user or by us, or else on a similar one; None if none can run it.
 
     With `own` other GPUs' measurements don't count.
     """
+    if _ignored:
+        return None
     name = key(problem) if device.model else ""
     for table, gpu in _tables_of(device):
         choice = table.get(gpu, name)

@@ -15,6 +15,7 @@
 //          lies past the last image or channel, arrives as zeros.
 // Tails    TMA takes longer for rows that it has to fill up. So in texts that know their layer, a tap's last stage has rows of 64 or 32 bytes if its
 //          channels fill no more, and only these are multiplied. In other texts all rows are 128 bytes.
+// Groups   a tile's channels lie in one group, and its stages are whole rows of the group's channels.
 // w        K-major: rows of gemm k, as w lies or as transpose_filter.cu made it. W_MN_MAJOR, for dgrad: rows of gemm n, in
 //          blocks of 128 bytes of channels, or of the 64 bytes of a narrow tile, x 128 bytes of k. Rows and blocks that lie wholly past
 //          the last channel of y are not loaded, because TMA takes three times as long for rows that it has to fill. Their sums are not written.
@@ -44,6 +45,7 @@ struct DensePhase {
   long long blocks, part;                                     // stages of a sum, and of one of CLUSTER parts
   long long channel_blocks, by_channel_blocks, last_steps;    // stages of a tap; wgmma steps of its last stage
   long long rows, by_rows;                                    // output channels
+  long long group_rows, by_group_rows, group_channels;        // output channels of a group, and the channels of x over which they sum
   long long tap_r, by_tap_r, tap_s, by_tap_s;                 // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;     // number in w of the first tap, and steps from one to the next
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
@@ -89,6 +91,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
     const LoadBase base(shape, of.pixel);
     Taps walk(shape, range.first, taps_apart(shapes, of));
     const int channel_blocks = (int)shape.channel_blocks, spatial_dims = (int)shape.spatial_dims;
+    const int of_group = Divided(of.channel, (int)shape.group_rows, shape.by_group_rows).quotient * (int)shape.group_channels;
 #if W_MN_MAJOR
     const int filter_blocks = blocks_of(shape, of);
 #endif
@@ -105,7 +108,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
       const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
       barrier_expect(arrived, BLOCK_M * span + (TURNED ? 0 : filter_bytes));
       if (TURNED) barrier_expect(filter_arrived, filter_bytes);
-      load_im2col(spatial_dims, a, map_x, arrived, walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
+      load_im2col(spatial_dims, a, map_x, arrived, of_group + walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
 #if W_MN_MAJOR
 #pragma unroll
       for (int block = 0; block < MN_BLOCKS; ++block)

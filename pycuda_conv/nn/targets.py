@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from pycuda_conv import dispatch
+from pycuda_conv import dispatch, invariance
 from pycuda_conv.arrays import torch_internals
 from pycuda_conv.nn import casting, evaluation, folding, fused, linear, normalise, norms, pooling, upsampling
 from pycuda_conv.nn.autograd import _flat, without_autocast
@@ -224,11 +224,13 @@ def training_of(
 def convolution_of(options: Options) -> Callable[..., Any]:
     """(x, weight, bias) -> a convolution with gradients. It casts as ``torch.autocast`` says."""
     asked, convolve_, settings = (*_asked(options), None), dispatch.convolve, options.settings
-    if settings.padding_mode != "zeros":
-        asked = *asked, None, settings.padding_mode, settings.padding_value, None
+    if settings.padding_mode != "zeros" or settings.algorithm is not None:
+        asked = *asked, settings.algorithm, settings.padding_mode, settings.padding_value, None
+    in_block = (*asked[:9], invariance.WORD, settings.padding_mode, settings.padding_value, None)
 
     def convolve(x: Any, weight: Any, bias: Any) -> Any:
-        return convolve_(asked, (x, weight, bias, None, None), None, _ANYWHERE)
+        how = in_block if invariance.blocks and invariance.with_invariance(None, False) else asked
+        return convolve_(how, (x, weight, bias, None, None), None, _ANYWHERE)
 
     return convolve
 
@@ -276,11 +278,11 @@ def product_of(activation: Any, moved: bool) -> Callable[..., Any]:
 
 def _spec(options: Options) -> list[int]:
     """The options as ``torch.ops.pycuda_conv.evaluate`` takes them."""
-    ndim, stride, padding, dilation, groups, precision, *_ = options.settings
+    ndim, stride, padding, dilation, groups, precision, _, _, algorithm, *_ = options.settings
     return evaluation.spec_of(
         ndim, (1,) * ndim, stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision,
         activation=options.activation, transposed=options.transposed, output_padding=options.output_padding,
-        padding_mode=options.settings.padding_mode, padding_value=options.settings.padding_value,
+        padding_mode=options.settings.padding_mode, padding_value=options.settings.padding_value, algorithm=algorithm,
     )
 
 

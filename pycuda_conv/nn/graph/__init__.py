@@ -35,11 +35,12 @@ PASSES: tuple[Pass, ...] = (group_norms.take, convolutions.take, upsamplings.tak
 
 
 def rewrite(
-    gm: GraphModule, targets: Callable[[Graph], Targets], precision: str = "fp32", raises: bool = False, upsample_filter: str | None = None
+    gm: GraphModule, targets: Callable[[Graph], Targets], precision: str = "fp32", raises: bool = False,
+    upsample_filter: str | None = None, algorithm: str | None = None,
 ) -> list[Found]:
     """Rewrite dynamo's graph, and the graphs in it, such as those of ``torch.utils.checkpoint`` and ``torch.cond``."""
-    found = [Rewrite(gm, targets(gm.graph), precision, raises, upsample_filter).run(PASSES)]
+    found = [Rewrite(gm, targets(gm.graph), precision, raises, upsample_filter, algorithm).run(PASSES)]
     for _, child in gm.named_children():
         if isinstance(child, GraphModule):
-            found += rewrite(child, targets, precision, raises, upsample_filter)
+            found += rewrite(child, targets, precision, raises, upsample_filter, algorithm)
     return found
