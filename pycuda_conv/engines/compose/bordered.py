@@ -1,7 +1,8 @@
 """Images with borders of their own pixels, images and results of integers: ``cu/layout/bordered.cu`` around another engine.
 
-The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. The gradient by the input is that of
-the wider image, whose border is then added to the pixels that it shows. A result of integers is rounded behind the other engine.
+The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. An engine that packs images writes the
+border while it does so: then nothing is copied. The gradient by the input is that of the wider image, whose border is then added to the
+pixels that it shows. A result of integers is rounded behind the other engine.
 """
 
 from __future__ import annotations
@@ -78,8 +79,10 @@ def _folds(problem: ConvProblem) -> bool:
     return problem.direction == "dgrad" and problem.border is not None
 
 
-def _copies(problem: ConvProblem) -> bool:
-    """Whether the image has to be copied."""
+def _copies(problem: ConvProblem, inner: Config | None) -> bool:
+    """Whether the image has to be copied before the inner engine reads it."""
+    if inner is not None and registry.adds_border(problem, inner):
+        return False
     return bool(problem.input_dtype) or (problem.border is not None and problem.direction != "dgrad")
 
 
@@ -87,10 +90,12 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     """The launches of `config`, which can run `problem`; they note no moments."""
     inner, padded = parsed(config.INNER), _inner(problem)
     assert inner is not None
-    made, scratch = registry.schedule(padded, inner, device), Arena(WORKSPACE)
+    scratch = Arena(WORKSPACE)
+    reads = registry.adds_border(problem, inner)
+    made = registry.schedule_with_border(problem, inner, device) if reads else registry.schedule(padded, inner, device)
     places: dict[Buffer, tuple[int, int]] = {}
     first, last = [], []
-    if _copies(problem):
+    if _copies(problem, inner):
         places[INPUT] = scratch.take(problem.itemsize * math.prod(padded.input_shape))
         first.append(border_copy.copy(problem, places[INPUT]))
     exact: tuple[int, int] = RESULT, 0
@@ -134,12 +139,12 @@ BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multi
 BEST = 3  # predictions of the other engines that are worth comparing
 
 
-def _overhead_us(problem: ConvProblem, device: Device) -> float:
+def _overhead_us(problem: ConvProblem, inner: Config | None, device: Device) -> float:
     """Microseconds beside those of the inner engine."""
     padded, us = _inner(problem), 0.0
     wide = padded.result_shape if _folds(problem) else padded.input_shape
     moved_bytes = 0
-    if _copies(problem):
+    if _copies(problem, inner):
         moved_bytes += problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * math.prod(wide)
         us += BEGIN
     if _folds(problem):
@@ -165,7 +170,7 @@ def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None
     """Microseconds that `config` should take."""
     inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_inner(problem), inner, device)
-    return None if us is None else us + _overhead_us(problem, device)
+    return None if us is None else us + _overhead_us(problem, inner, device)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:

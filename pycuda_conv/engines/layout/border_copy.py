@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pycuda_conv import borders
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider, shown_once_along
 from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -51,7 +51,7 @@ def _args(
             start, step, reach = borders.near(word, n, bool(prefix))
             numbers |= {f"{prefix}near_{axis}": start, f"{prefix}step_{axis}": step}
             near = near and padding <= reach
-    boxes = [_shown_once(*axis) for axis in zip(size, border, before, after, strict=True)] if rims else [(n, 0) for n in size]
+    boxes = [shown_once_along(*axis) for axis in zip(size, border, before, after, strict=True)] if rims else [(n, 0) for n in size]
     rim = [n - inside for n, (_, inside) in zip(size, boxes, strict=True)]
     of_slice = rim[1] * size[2] + (size[1] - rim[1]) * rim[2]
     outside = rim[0] * size[1] * size[2] + (size[0] - rim[0]) * of_slice
@@ -67,23 +67,6 @@ def _args(
         BorderArguments, size=written, **sizes, **prepared, **by_axis("before_", before), **by_axis("after_", after), **numbers, **others
     )
     return args, written
-
-
-def _shown_once(n: int, words: tuple[str, str], before: int, after: int) -> tuple[int, int]:
-    """The first and the number of neighbouring pixels of an axis that its border shows nowhere."""
-    low, high = 0, n
-    for last, (word, padding) in enumerate(zip(words, (before, after), strict=True)):
-        if padding <= 0 or word in borders.FILLED:
-            continue
-        if padding > borders.near(word, n, False)[2]:
-            return n, 0
-        # the pixels that this side shows, counted from its edge; those of the other edge if it wraps
-        reach = {"replicate": 1, "symmetric": padding, "reflect": padding + 1, "circular": padding}[word]
-        if bool(last) == (word == "circular"):
-            low = max(low, reach)
-        else:
-            high = min(high, n - reach)
-    return (low, high - low) if high > low else (n, 0)
 
 
 def _defines(dtype: str, big: bool) -> dict[str, int]:

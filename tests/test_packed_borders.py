@@ -1,0 +1,112 @@
+"""Borders that engines write while they pack or load images, run by the kernels' own text on the simulated machine."""
+
+from __future__ import annotations
+
+import emulator
+import numpy as np
+import pytest
+import simt
+from reference import reference
+from test_borders import NUMPYS, padded
+
+from pycuda_conv import ConvProblem, borders, engines
+from pycuda_conv.engines import registry
+from pycuda_conv.runtime.target import Target
+
+pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+NEAR = ("zeros", "replicate", "reflect", "circular", "symmetric")
+
+
+class Drawn:
+    """A convolution with a border that goes on no further than to the image's other end."""
+
+    def __init__(self, seed: int, ndim: int, layout: str, dtype: str, direction: str, channels=(16, 24)) -> None:
+        rng = self.rng = np.random.default_rng(seed)
+        c, k = channels
+        size = [int(n) for n in rng.integers(4, (40, 11, 6)[ndim - 1], ndim)]
+        taps = [int(n) for n in rng.integers(2, 4, ndim)]
+        self.pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 4, (ndim, 2)))
+        self.modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (ndim, 2)))
+        if all(mode == "zeros" or not n for pair, pads in zip(self.modes, self.pads, strict=True) for mode, n in zip(pair, pads, strict=True)):
+            self.pads, self.modes = ((1, 2), *self.pads[1:]), (("reflect", "circular"), *self.modes[1:])
+        self.options = {"stride": tuple(map(int, rng.integers(1, 3, ndim))), "dilation": tuple(map(int, rng.integers(1, 3, ndim)))}
+        size = [max(n, 2 * t) for n, t in zip(size, taps, strict=True)]
+        x_shape, w_shape = (2, c, *size), (k, c, *taps)
+        given = {"padding": self.pads, "padding_mode": self.modes, "dtype": dtype, "layout": layout, **self.options}
+        forward = ConvProblem.forward(ndim, x_shape, w_shape, **given)
+        self.y_shape, self.ndim = forward.result_shape, ndim
+        self.problem = forward if direction == "fprop" else ConvProblem.gradient("weight", ndim, x_shape, w_shape, self.y_shape, **given)
+        self.x, self.w = rng.integers(-4, 5, x_shape).astype(dtype), rng.integers(-4, 5, w_shape).astype(dtype)
+        self.dy = rng.integers(-2, 3, self.y_shape).astype(dtype)
+
+    @property
+    def arrays(self):
+        return self.x, self.w if self.problem.direction == "fprop" else self.dy
+
+    def expected(self, x, w, dy):
+        wide = padded(x.astype(np.float64), self.pads, self.modes)
+        if self.problem.direction == "fprop":
+            return reference(False, self.ndim, wide, w, **self.options)
+        torch = pytest.importorskip("torch")
+        name = f"conv{self.ndim}d_weight"
+        return getattr(torch.nn.grad, name)(torch.from_numpy(wide), w.shape, torch.from_numpy(dy.astype(np.float64)), **self.options).numpy()
+
+
+def around(problem, inner) -> engines.Bordered:
+    config = engines.Bordered(str(inner))
+    assert registry.refusal(problem, config, Target("sm_90a")) is None
+    kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
+    assert "border_copy" not in kernels, kernels
+    return config
+
+
+PACKED = [
+    (1, "NCHW", "float16", "fprop", engines.ImplicitGemm(64, 64, 3)), (2, "NCHW", "float16", "fprop", engines.ImplicitGemm(128, 64, 3)),
+    (2, "NCHW", "float32", "fprop", engines.ImplicitGemm(64, 64, 2)), (2, "NHWC", "float32", "fprop", engines.ImplicitGemm(64, 64, 2)),
+    (2, "NCHW", "float32", "fprop", engines.ImplicitGemm(64, 64, 2, 3)), (3, "NCHW", "float32", "fprop", engines.ImplicitGemm(64, 64, 2)),
+    (2, "NCHW", "float32", "wgrad", engines.ImplicitGemm(64, 64, 2)), (2, "NCHW", "float32", "wgrad", engines.ImplicitGemm(64, 64, 2, 2)),
+    (2, "NCHW", "bfloat16", "fprop", engines.ImplicitGemm80(64, 128, 4)), (2, "NHWC", "float32", "fprop", engines.ImplicitGemm80(128, 64, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in range(len(PACKED)) for seed in range(3)])
+def test_packing_writes_the_border(number, seed):
+    ndim, layout, dtype, direction, config = PACKED[number]
+    drawn = Drawn(100 * number + seed, ndim, layout, dtype, direction, (16, 24) if seed else (20, 21))
+    got = simt.computed(drawn.problem, around(drawn.problem, config), *drawn.arrays, seeds=(seed,))
+    np.testing.assert_array_equal(got.astype(np.float64), drawn.expected(drawn.x, drawn.w, drawn.dy))
+
+
+#: Numbers that limbs do not hold: what depends on them is computed again, from the image with its border.
+STRANGE = {
+    "2^-40 to 2^40": lambda x, rng: x.__imul__(np.float32(2) ** rng.integers(-40, 40, x.shape)),
+    "Inf at the edge": lambda x, rng: x.__setitem__((0, 0, 0, 1), np.inf),
+    "NaN behind": lambda x, rng: x.__setitem__((-1,) * x.ndim, np.nan),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize(("layout", "direction", "config"), [
+    ("NCHW", "fprop", engines.ImplicitGemm(64, 64, 2)), ("NHWC", "fprop", engines.ImplicitGemm(64, 64, 2)), ("NCHW", "wgrad", engines.ImplicitGemm(64, 64, 2)),
+    ("NCHW", "fprop", engines.ImplicitGemm80(64, 128, 4)),
+])  # fmt: skip
+def test_what_is_computed_again_reads_the_border(layout, direction, config, kind):
+    drawn = Drawn(7, 2, layout, "float32", direction)
+    x, w, dy = (drawn.rng.standard_normal(one.shape).astype("float32") for one in (drawn.x, drawn.w, drawn.dy))
+    STRANGE[kind](x, drawn.rng)
+    with np.errstate(all="ignore"):
+        want, size = drawn.expected(x, w, dy), drawn.expected(abs(x), abs(w), abs(dy))
+    got = simt.computed(drawn.problem, around(drawn.problem, config), x, w if direction == "fprop" else dy)
+    with np.errstate(all="ignore"):
+        wrong = ~((abs(got - want) <= 3e-6 * size + 1e-44) | (np.isnan(got) & np.isnan(want)) | (got == want))
+    assert not wrong.any(), np.argwhere(wrong)[:5]
+    assert np.isnan(want).any() or np.isinf(want).any() or kind.startswith("2^")
+
+
+def test_borders_that_packing_leaves_to_a_copy():
+    """Numbers that fill, and what goes on beyond the image's other end."""
+    for mode, pad in (("constant", 1), ("circular", 9), ("reflect", 8)):
+        problem = ConvProblem.forward(2, (2, 16, 8, 8), (24, 16, 3, 3), padding=pad, padding_mode=mode, padding_value=float(mode == "constant"))
+        kernels = [step.kernel for stage in emulator.program_of(problem, engines.Bordered("ImplicitGemm(64, 64, 2)"), 3).whole for step in stage]
+        assert kernels[0] == "border_copy"
+    assert set(NUMPYS) == set(borders.MODES)
