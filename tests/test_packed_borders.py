@@ -31,7 +31,7 @@ class Drawn:
             self.pads, self.modes = ((1, 2), *self.pads[1:]), (("reflect", "circular"), *self.modes[1:])
         self.options = {"stride": tuple(map(int, rng.integers(1, 3, ndim))), "dilation": tuple(map(int, rng.integers(1, 3, ndim)))}
         size = [max(n, 2 * t) for n, t in zip(size, taps, strict=True)]
-        x_shape, w_shape = (2, c, *size), (k, c, *taps)
+        x_shape, w_shape = (2 if direction == "fprop" else 16, c, *size), (k, c, *taps)  # few images would have taps folded
         given = {"padding": self.pads, "padding_mode": self.modes, "dtype": dtype, "layout": layout, **self.options}
         forward = ConvProblem.forward(ndim, x_shape, w_shape, **given)
         self.y_shape, self.ndim = forward.result_shape, ndim
@@ -52,12 +52,15 @@ class Drawn:
         return getattr(torch.nn.grad, name)(torch.from_numpy(wide), w.shape, torch.from_numpy(dy.astype(np.float64)), **self.options).numpy()
 
 
-def around(problem, inner) -> engines.Bordered:
+def drawn_for(inner, seed: int, *args) -> tuple[Drawn, engines.Bordered]:
+    """A problem whose border `inner` reads itself: some of wgrad's have taps folded while they are packed, and need a copy."""
     config = engines.Bordered(str(inner))
-    assert registry.refusal(problem, config, Target("sm_90a")) is None
-    kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
-    assert "border_copy" not in kernels, kernels
-    return config
+    for drawn in (Drawn(seed + 1000 * again, *args) for again in range(10)):
+        assert registry.refusal(drawn.problem, config, Target("sm_90a")) is None
+        if "border_copy" not in [step.kernel for stage in emulator.program_of(drawn.problem, config, 3).whole for step in stage]:
+            return drawn, config
+        assert drawn.problem.direction == "wgrad"
+    raise AssertionError("each was copied")
 
 
 PACKED = [
@@ -72,8 +75,8 @@ PACKED = [
 @pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in range(len(PACKED)) for seed in range(3)])
 def test_packing_writes_the_border(number, seed):
     ndim, layout, dtype, direction, config = PACKED[number]
-    drawn = Drawn(100 * number + seed, ndim, layout, dtype, direction, (16, 24) if seed else (20, 21))
-    got = simt.computed(drawn.problem, around(drawn.problem, config), *drawn.arrays, seeds=(seed,))
+    drawn, bordered = drawn_for(config, 100 * number + seed, ndim, layout, dtype, direction, (16, 24) if seed else (20, 21))
+    got = simt.computed(drawn.problem, bordered, *drawn.arrays, seeds=(seed,))
     np.testing.assert_array_equal(got.astype(np.float64), drawn.expected(drawn.x, drawn.w, drawn.dy))
 
 
@@ -91,12 +94,12 @@ STRANGE = {
     ("NCHW", "fprop", engines.ImplicitGemm80(64, 128, 4)),
 ])  # fmt: skip
 def test_what_is_computed_again_reads_the_border(layout, direction, config, kind):
-    drawn = Drawn(7, 2, layout, "float32", direction)
+    drawn, bordered = drawn_for(config, 7, 2, layout, "float32", direction)
     x, w, dy = (drawn.rng.standard_normal(one.shape).astype("float32") for one in (drawn.x, drawn.w, drawn.dy))
     STRANGE[kind](x, drawn.rng)
     with np.errstate(all="ignore"):
         want, size = drawn.expected(x, w, dy), drawn.expected(abs(x), abs(w), abs(dy))
-    got = simt.computed(drawn.problem, around(drawn.problem, config), x, w if direction == "fprop" else dy)
+    got = simt.computed(drawn.problem, bordered, x, w if direction == "fprop" else dy)
     with np.errstate(all="ignore"):
         wrong = ~((abs(got - want) <= 3e-6 * size + 1e-44) | (np.isnan(got) & np.isnan(want)) | (got == want))
     assert not wrong.any(), np.argwhere(wrong)[:5]
@@ -107,6 +110,6 @@ def test_borders_that_packing_leaves_to_a_copy():
     """Numbers that fill, and what goes on beyond the image's other end."""
     for mode, pad in (("constant", 1), ("circular", 9), ("reflect", 8)):
         problem = ConvProblem.forward(2, (2, 16, 8, 8), (24, 16, 3, 3), padding=pad, padding_mode=mode, padding_value=float(mode == "constant"))
-        kernels = [step.kernel for stage in emulator.program_of(problem, engines.Bordered("ImplicitGemm(64, 64, 2)"), 3).whole for step in stage]
+        kernels = [step.kernel for stage in emulator.program_of(problem, engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))), 3).whole for step in stage]
         assert kernels[0] == "border_copy"
     assert set(NUMPYS) == set(borders.MODES)
