@@ -12,7 +12,7 @@
 //          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
 //          tile that several of these pixels need is loaded from shared memory once.
 // Border   A block whose window lies inside of x checks nothing. Others fill with zeros, or, if x has a border of its own pixels, find the pixel that
-//          stands there.
+//          stands there: only for the places outside of x.
 // Memory   shared (LOCAL_ROOM): the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
 //          All global loads of a block are issued before its one barrier: the kernel waits for memory once.
 //
@@ -69,6 +69,8 @@ typedef struct TileArguments {
 #define UNROLL_TAPS
 #endif
 
+#define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
+#define AT_LEAST_0(a) ((a) > 0 ? (a) : 0)
 #define THREADS (TILE_P / ROWS * TILE_Q)
 #define HALO_H ((TILE_P - 1) * STRIDE_H + (R - 1) * DIL_H + 1)
 #define HALO_W ((TILE_Q - 1) * STRIDE_W + (S - 1) * DIL_W + 1)
@@ -107,20 +109,40 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
   } else if (OF_LAYER(BORDERED, bordered)) {
     const index_t first = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end);
     const acc_t value = BITS_TO_ACC(arg.value);
+    // first what lies inside of x, as without a border, then the rows above and below of x, then the columns beside it
+#pragma unroll 8
+    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
+      const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W, there = h >= 0 && h < h_end && col >= 0 && col < w_end;
+      acc_t v = 0;
+      if (there) v = LOAD(x, corner + (index_t)down * (w_end - HALO_W) + i);
+      if (there) tile[i] = v;
+    }
+    const int above = AT_MOST(h0 < 0 ? -h0 : 0, HALO_H), before = AT_MOST(w0 < 0 ? -w0 : 0, HALO_W);
+    const int rows = AT_LEAST_0(AT_MOST(h_end - h0, HALO_H) - above), columns = AT_LEAST_0(AT_MOST(w_end - w0, HALO_W) - before);
+    const int beside = HALO_W - columns, outer = (HALO_H - rows) * HALO_W, outside = outer + rows * beside;
 #define LOAD_BORDERED(TO)                                                                                       \
-  for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {                                                      \
-    const int down = HALO_ROW(i);                                                                               \
-    int h = h0 + down, col = w0 + i - down * HALO_W, filled = 0;                                                \
+  for (int i = LID_0; i < outside; i += THREADS) {                                                              \
+    int down, right;                                                                                            \
+    if (i < outer) {                                                                                            \
+      down = HALO_ROW(i);                                                                                       \
+      right = i - down * HALO_W;                                                                                \
+      down += down < above ? 0 : rows;                                                                          \
+    } else {                                                                                                    \
+      const int of_rows = (int)((unsigned)(i - outer) / (unsigned)beside);                                      \
+      right = i - outer - of_rows * beside;                                                                     \
+      right += right < before ? 0 : columns;                                                                    \
+      down = above + of_rows;                                                                                   \
+    }                                                                                                           \
+    int h = h0 + down, col = w0 + right, filled = 0;                                                            \
     TO(h, h_end, h)                                                                                             \
     TO(col, w_end, w)                                                                                           \
     const acc_t v = LOAD(x, first + h * w_end + col); /* always inside: no load waits for a branch */           \
-    tile[i] = filled ? (filled == 1 ? value : 0) : v;                                                           \
+    tile[down * HALO_W + right] = filled ? (filled == 1 ? value : 0) : v;                                       \
   }
     if (OF_LAYER(BORDERED, bordered) == 1) {
-#pragma unroll 8
+#pragma unroll 2
       LOAD_BORDERED(TO_NEAR_PIXEL)
     } else {
-#pragma unroll 4
       LOAD_BORDERED(TO_PIXEL_SELECTED)
     }
   } else
