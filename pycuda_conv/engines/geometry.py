@@ -181,6 +181,11 @@ def border_numbers(problem: ConvProblem, axes: str = "dhw") -> dict[str, int]:
     return found | {"bordered": 0 if problem.border is None else 1 if near else 2}
 
 
+def goes_near(problem: ConvProblem) -> bool:
+    """Whether the image's border is one of :func:`border_words` that goes on no further than to the image's other end."""
+    return border_words(problem) is not None and border_numbers(problem)["bordered"] < 2
+
+
 MOST_NEAR = 2**27  # pixels of an axis whose places fit a near side's number
 
 

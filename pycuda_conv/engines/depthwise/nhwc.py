@@ -29,7 +29,7 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     vector_of,
 )
 from pycuda_conv.engines.depthwise.nhwc_time import time
-from pycuda_conv.engines.geometry import border_words, ceil
+from pycuda_conv.engines.geometry import ceil, goes_near
 from pycuda_conv.engines.schedule import grid_refusal
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -60,9 +60,9 @@ def unsupported(device: Device) -> str | None:
 
 
 def adapts(problem: ConvProblem) -> bool:
-    """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one that goes on alike at both sides of an axis."""
+    """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one alike at both sides of an axis, no further than the other end."""
     plain = not (problem.input_dtype or problem.result_dtype)
-    return plain and problem.direction == "fprop" and problem.layout == "NHWC" and border_words(problem) is not None
+    return plain and problem.direction == "fprop" and problem.layout == "NHWC" and goes_near(problem)
 
 
 def refusal(problem: ConvProblem, config: Config) -> str | None:
