@@ -68,6 +68,7 @@ PACKED = [
     (2, "NCHW", "float32", "fprop", engines.ImplicitGemm(64, 64, 2)), (2, "NHWC", "float32", "fprop", engines.ImplicitGemm(64, 64, 2)),
     (2, "NCHW", "float32", "fprop", engines.ImplicitGemm(64, 64, 2, 3)), (3, "NCHW", "float32", "fprop", engines.ImplicitGemm(64, 64, 2)),
     (2, "NCHW", "float32", "wgrad", engines.ImplicitGemm(64, 64, 2)), (2, "NCHW", "float32", "wgrad", engines.ImplicitGemm(64, 64, 2, 2)),
+    (2, "NCHW", "float32", "wgrad", engines.Wgrad(128, 9, 2)), (3, "NCHW", "float16", "wgrad", engines.Wgrad(128, 16, 3)),
     (2, "NCHW", "bfloat16", "fprop", engines.ImplicitGemm80(64, 128, 4)), (2, "NHWC", "float32", "fprop", engines.ImplicitGemm80(128, 64, 3)),
 ]  # fmt: skip
 
@@ -113,3 +114,27 @@ def test_borders_that_packing_leaves_to_a_copy():
         kernels = [step.kernel for stage in emulator.program_of(problem, engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))), 3).whole for step in stage]
         assert kernels[0] == "border_copy"
     assert set(NUMPYS) == set(borders.MODES)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_depthwise_rings_copy_the_border(seed):
+    """Channels last; sizes that leave units and columns over; numbers that are not finite are summed once more."""
+    rng = np.random.default_rng(seed)
+    taps, stride, k = int(rng.choice([3, 5, 7])), int(rng.integers(1, 3)), 16
+    dtype = ("float16", "bfloat16", "float32")[seed % 3]
+    size, pads = rng.integers(taps + 1, 20, 2), rng.integers(0, taps, (2, 2))
+    pads[0, 0] += 1
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR[1:], (2, 2)))
+    x_shape, w_shape = (3, k, *map(int, size)), (k, 1, taps, taps)
+    options = {"stride": stride, "groups": k}
+    given = {**options, "padding": tuple(map(tuple, pads.tolist())), "padding_mode": modes, "dtype": dtype, "layout": "NHWC"}
+    y_shape = ConvProblem.forward(2, x_shape, w_shape, **given).result_shape
+    problem = ConvProblem.gradient("weight", 2, x_shape, w_shape, y_shape, **given)
+    x, dy = rng.integers(-3, 4, x_shape).astype(dtype), rng.integers(-1, 2, y_shape).astype(dtype)
+    x[0, 0, 0, 0] = np.nan if seed % 2 else 1
+    torch = pytest.importorskip("torch")
+    wide = torch.from_numpy(padded(x.astype(np.float64), pads.tolist(), modes))
+    want = torch.nn.grad.conv2d_weight(wide, w_shape, torch.from_numpy(dy.astype(np.float64)), **options).numpy()
+    config = engines.Bordered(str(engines.DepthwiseRing(int(rng.integers(2, 6)), int(rng.integers(1, 3)))))
+    assert [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage][0] == "depthwise_nhwc_wgrad_ring"
+    np.testing.assert_array_equal(simt.computed(problem, config, x, dy, seeds=(seed,)).astype(np.float64), want)

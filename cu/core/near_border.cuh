@@ -3,20 +3,27 @@
 // A side of an axis of n pixels is one number, 4 * start + step + 1: place i outside, counted as the pixels are, shows pixel start + step * i. A step of 0
 // repeats the pixel at the edge, -1 mirrors the image, 1 wraps it. A side of zeros is 3. pycuda_conv/engines/geometry.py makes the numbers.
 #pragma once
+#ifdef __OPENCL_VERSION__
+#define DEVICE
+typedef long side_t;
+#else
 #define DEVICE __device__ __forceinline__
+typedef long long side_t;
+#endif
 
-// The pixel that stands at place i; -1 if it is zero.
-DEVICE int near_pixel(int i, int n, long long before, long long behind) {
-  if ((unsigned)i < (unsigned)n) return i;
+// The pixel that stands at place i; -1 if it is zero, and further outside than the image's other end.
+DEVICE int near_pixel(int i, int n, side_t before, side_t behind) {
   const int side = (int)(i < 0 ? before : behind), step = (side & 3) - 1;
-  return step == 2 ? -1 : (side >> 2) + step * i;
+  const int shown = (unsigned)i < (unsigned)n ? i : step == 2 ? -1 : (side >> 2) + step * i;
+  return (unsigned)shown < (unsigned)n ? shown : -1;
 }
 
 // The places that show a pixel, in the image with its border, of which `before` places lie before the image and `after` behind it: its own place, then a
 // run of neighbouring ones at each side, which may be empty.
+#ifndef __OPENCL_VERSION__
 struct Shown {
   int first[3], count[3];
-  DEVICE Shown(int i, int n, int before, int after, long long side, long long last_side) {
+  DEVICE Shown(int i, int n, int before, int after, side_t side, side_t last_side) {
     const int step = ((int)side & 3) - 1, start = (int)side >> 2, place = step * (i - start);
     const int last_step = ((int)last_side & 3) - 1, last_start = (int)last_side >> 2, last_place = last_step * (i - last_start);
     first[0] = before + i;
@@ -27,3 +34,4 @@ struct Shown {
     count[2] = last_step == 0 ? (i == last_start ? after : 0) : last_place >= n && last_place < n + after;
   }
 };
+#endif

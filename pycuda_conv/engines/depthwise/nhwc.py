@@ -17,6 +17,7 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     DepthwiseRing,
     DepthwiseStrips,
     DepthwiseWgrad,
+    adds_border,
     flipped,
     grid_of,
     images_of,
@@ -36,7 +37,7 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Depthwise", "DepthwiseRing", "DepthwiseStrips", "DepthwiseWgrad", "choose",
+    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Depthwise", "DepthwiseRing", "DepthwiseStrips", "DepthwiseWgrad", "adds_border", "choose",
     "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time", "unsupported",
 ]  # fmt: skip
 
@@ -150,7 +151,9 @@ def texts(device: Device) -> Iterator[TextFamily]:
             yield TextFamily("depthwise_nhwc_wgrad", common | gradients | {"TAPS_R": (size,), "TAPS_S": (size,)})
         yield TextFamily("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
     if on_gpu and device.capability >= (8, 0):
-        yield TextFamily("depthwise_nhwc_wgrad_ring", {"TYPE": (16, 17, 32), "TAPS": UNROLLED, "STRIDE": (1, 2)})
+        ring = {"TYPE": (16, 17, 32), "TAPS": UNROLLED, "STRIDE": (1, 2)}
+        yield TextFamily("depthwise_nhwc_wgrad_ring", ring)
+        yield TextFamily("depthwise_nhwc_wgrad_ring", ring | {"BORDERED": (1,)})
 
 
 def _is_listed(d: Mapping[str, int], on_gpu: bool) -> bool:

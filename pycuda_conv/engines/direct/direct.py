@@ -52,6 +52,7 @@ from pycuda_conv.engines.geometry import (
     by_axis,
     ceil,
     divider,
+    near_sides,
     needs_64_bits,
     outputs_apart,
     taps_apart,
@@ -178,10 +179,18 @@ def _constants(problem: ConvProblem, args: Any) -> dict[str, int]:
     return layer_constants(problem, args, _SIZES[type(args)])
 
 
-def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
+def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bool:
+    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: ``direct/wgrad.cu`` may."""
+    plain = isinstance(config, Wgrad) and config.FILTERS == 1 and not source.input_dtype
+    return plain and source.border is not None and near_sides(source) is not None
+
+
+def schedule(
+    problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     """The launches of `config` for `problem`."""
     kernel, make = _KERNELS[type(config)]
-    defines, args, layer, room = make(problem, config)
+    defines, args, layer, room = make(source or problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
     split = split_of(config)
     size = math.prod(problem.result_shape)
