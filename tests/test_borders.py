@@ -386,3 +386,30 @@ def test_layers_with_borders_take_their_kernels():
         assert isinstance(chosen(*depthwise, mode, groups=144, layout="NHWC", dtype="float16"), engines.DepthwiseStrips)
     zeros, circular = (chosen((32, 256, 56, 56), (256, 256, 3, 3), mode) for mode in ("zeros", "circular"))
     assert circular == engines.Bordered(str(zeros))
+
+
+@needs_torch
+@pytest.mark.parametrize("seed", range(16))
+def test_gradients_of_depthwise_layers_add_the_border_at_the_rims(device, seed):
+    """Both layouts, strides, dilations, several filters a channel, more planes than a thread has, paddings that take many summands."""
+    rng = np.random.default_rng(500 + seed)
+    ndim, last = (1, 2, 2, 3)[seed % 4], bool(seed // 4 % 2)
+    c, multiplier, dtype = int(rng.integers(2, 11)), int(rng.integers(1, 3)), str(rng.choice(["float32", "float64", "float16"]))
+    taps, size = rng.integers(1, 6, ndim), rng.integers(12, 20, ndim)
+    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 3 if seed % 3 else 5, (ndim, 2)))
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(borders.MODES, (ndim, 2)))
+    pads, modes = ((1, 2), *pads[1:]), (("replicate", str(rng.choice(borders.MODES[2:]))), *modes[1:])
+    options = {"stride": int(rng.integers(1, 3)), "dilation": int(rng.integers(1, 3)), "groups": c}
+    x_shape, w_shape = (3, c, *map(int, size)), (c * multiplier, 1, *map(int, taps))
+    given = {"padding": pads, "padding_mode": modes, "padding_value": 2.0 if "constant" in str(modes) else 0.0}
+    layout = "NHWC" if last and ndim > 1 else "NCHW"
+    y_shape = ConvProblem.forward(ndim, x_shape, w_shape, **options, **given).result_shape
+    problem = ConvProblem.gradient("input", ndim, x_shape, w_shape, y_shape, dtype=dtype, layout=layout, **options, **given)
+    w, dy = rng.integers(-3, 4, w_shape).astype(dtype), rng.integers(-1, 2, y_shape).astype(dtype)
+    drawn = Drawn(0)
+    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = ndim, pads, modes, given["padding_value"], options
+    expected, _ = drawn.by_torch(np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64))
+    plan = Plan(problem, device)
+    rims = "border_gradient" in plan.explain()
+    assert rims or problem.border is None or "border_fold" in plan.explain()
+    np.testing.assert_array_equal(plan(dy, w).astype(np.float64), expected)

@@ -2,18 +2,21 @@
 
 The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. An engine that packs images writes the
 border while it does so: then nothing is copied. The gradient by the input is that of the wider image, whose border is then added to the
-pixels that it shows. A result of integers is rounded behind the other engine.
+pixels that it shows; of a depthwise layer it is that of zeros, to which a short launch adds what the border shows. A result of integers is
+rounded behind the other engine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
+from pycuda_conv.engines.geometry import shown_once
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.texts import TextFamily
@@ -52,8 +55,22 @@ def adapts(problem: ConvProblem) -> bool:
 
 
 def _inner(problem: ConvProblem) -> ConvProblem:
-    """The problem of the other engine, as it is launched."""
+    """The problem of the other engine, as it is launched: on the wider image, or on an image with zeros around it."""
+    if _adds_at_rims(problem):
+        return replace(problem, border=None, border_value=0.0, input_dtype="", result_dtype="").launched
     return problem.padded.launched
+
+
+MOST_RIMS = 1 / 2  # the part of an image up to which a launch of its own adds what a border shows
+
+
+@lru_cache(maxsize=1024)
+def _adds_at_rims(problem: ConvProblem) -> bool:
+    """Whether a gradient is computed as of zeros, and a launch adds what the border shows to the pixels at the rims: of depthwise layers."""
+    if problem.direction != "dgrad" or problem.border is None or problem.C != problem.groups or not problem.C:
+        return False
+    inside = math.prod(count for _, count in shown_once(problem))
+    return inside >= (1 - MOST_RIMS) * math.prod(problem.input_size)
 
 
 def refusal(problem: ConvProblem, config: Bordered) -> str | None:
@@ -76,7 +93,7 @@ def alike(problem: ConvProblem, config: Config) -> Config:
 
 def _folds(problem: ConvProblem) -> bool:
     """Whether the result has to be folded."""
-    return problem.direction == "dgrad" and problem.border is not None
+    return problem.direction == "dgrad" and problem.border is not None and not _adds_at_rims(problem)
 
 
 def _copies(problem: ConvProblem, inner: Config | None) -> bool:
@@ -106,6 +123,8 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
         last += border_copy.fold(problem, places[RESULT], exact)
     elif problem.result_dtype:
         places[RESULT] = exact
+    if _adds_at_rims(problem):
+        last.append(border_copy.add_gradient(problem, places.get(INPUT, INPUT), exact))
     if problem.result_dtype:
         last.append(border_copy.round_to(problem, exact))
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
@@ -149,6 +168,10 @@ def _overhead_us(problem: ConvProblem, inner: Config | None, device: Device) -> 
         us += BEGIN
     if _folds(problem):
         moved_bytes += problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
+        us += BEGIN
+    if _adds_at_rims(problem):
+        rims = math.prod(problem.input_size) - math.prod(count for _, count in shown_once(problem))
+        moved_bytes += 4 * problem.itemsize * math.prod(problem.result_shape) * rims // max(math.prod(problem.input_size), 1)
         us += BEGIN
     if problem.result_dtype:
         moved_bytes += (problem.itemsize + problem.result_itemsize) * math.prod(problem.result_shape)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pycuda_conv import borders
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider, shown_once_along
-from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT
+from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT, WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -60,13 +60,20 @@ def _args(
     numbers |= {"rims": outside if rims else 0, "by_rims": divider(outside), "by_of_slice": divider(of_slice), "by_w": divider(size[2])}
     numbers |= {"by_rim_w": divider(rim[2]), **by_axis("rim_", rim), **by_axis("box_", [first for first, _ in boxes])}
     numbers |= by_axis("inside_", [inside for _, inside in boxes])
-    numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])}
+    numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])} | _OF_GRADIENT | others
     sizes = {"inner": inner, "line": (size if fold else wide)[2] * inner, **by_axis("", size), **by_axis("wide_", wide)}
     prepared = {f"by_{name}": 0 if big else divider(sizes[name]) for name in ("inner", "line", "d", "h", "wide_d", "wide_h")}
     args = arguments(
-        BorderArguments, size=written, **sizes, **prepared, **by_axis("before_", before), **by_axis("after_", after), **numbers, **others
+        BorderArguments, **{"size": written, **sizes, **prepared, **by_axis("before_", before), **by_axis("after_", after), **numbers}
     )
     return args, written
+
+
+#: Arguments of ``border_gradient`` alone.
+_OF_GRADIENT = dict.fromkeys((
+    "planes", "channels", "multiplier", "y_image", "y_channel", "y_pixel", *"opqtrs",
+    *(f"{name}_{axis}" for name in ("stride", "pad", "dil") for axis in "dhw"),
+), 0)  # fmt: skip
 
 
 def _defines(dtype: str, big: bool) -> dict[str, int]:
@@ -116,6 +123,25 @@ def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
     blocks = ceil(written, EACH[problem.dtype] * THREADS)
     inside = KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (wide, to), (), "bordered", arguments=args)
     return [inside, launch(True)]
+
+
+PLANES = 8  # planes, or images with channels last, of a thread of ``border_gradient``
+
+
+def add_gradient(problem: ConvProblem, dy: Place, to: Place) -> KernelLaunch:
+    """Add what the border shows to the gradient by the input of a depthwise layer, which is there as of zeros."""
+    big, border, (before, after) = _is_big(problem), problem.border or borders.NONE, problem.border_sizes
+    last, channels, plane = problem.layout == "NHWC", problem.C, math.prod(problem.output_size)
+    outer, inner = _outer_and_inner(problem, channels)
+    groups = ceil(outer, PLANES)
+    args, written = _args(
+        problem.dtype, groups, problem.input_size, inner, border, before, after, big, True, True, value=0, type=0, has_residual=0, planes=outer,
+        channels=channels, multiplier=problem.K // channels, y_image=problem.K * plane, y_channel=1 if last else plane,
+        y_pixel=problem.K if last else 1, **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"),
+        **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
+    )  # fmt: skip
+    buffers = (dy, WEIGHT, to)
+    return KernelLaunch("border_gradient", _defines(problem.dtype, big), ceil(written, THREADS), THREADS, buffers, (), "bordered", arguments=args)
 
 
 def round_to(problem: ConvProblem, exact: Place) -> KernelLaunch:
