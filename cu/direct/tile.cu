@@ -13,6 +13,7 @@
 //          tile that several of these pixels need is loaded from shared memory once.
 // Border   A block whose window lies inside of x checks nothing. Others fill with zeros, or, if x has a border of its own pixels, find the pixel that
 //          stands there: only for the places outside of x.
+// Types    x and y may be of integers of IN_BYTES and OUT_BYTES, which are converted as they are loaded and stored.
 // Memory   shared (LOCAL_ROOM): the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
 //          All global loads of a block are issued before its one barrier: the kernel waits for memory once.
 //
@@ -24,6 +25,12 @@
 #define TILE_P 8
 #define TILE_Q 32
 #define ROWS 4
+#endif
+#ifndef IN_BYTES
+#define IN_BYTES 0   // of an integer of x; 0: data_t
+#endif
+#ifndef OUT_BYTES
+#define OUT_BYTES 0  // of an integer of y
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -39,7 +46,37 @@ typedef struct TileArguments {
   long_t near_h, last_near_h, step_h, near_w, last_near_w, step_w;
   long_t shift_h, period_h, by_period_h, low_h, high_h, fills_h, shift_w, period_w, by_period_w, low_w, high_w, fills_w;  // border.cuh
   long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
+  long_t in_shift, least, most;                     // of integers: by what a word is shifted to give the sign of x; what y holds
 } TileArguments;
+
+#if IN_BYTES == 1
+typedef unsigned char in_t;
+#elif IN_BYTES == 2
+typedef unsigned short in_t;
+#else
+typedef data_t in_t;
+#endif
+#if OUT_BYTES == 1
+typedef unsigned char out_t;
+#elif OUT_BYTES == 2
+typedef unsigned short out_t;
+#else
+typedef data_t out_t;
+#endif
+#if IN_BYTES
+#define LOAD_X(x, i) ((acc_t)((int)((unsigned)(x)[i] << in_shift) >> in_shift))
+#else
+#define LOAD_X(x, i) LOAD(x, i)
+#endif
+#if OUT_BYTES  // rounded to the nearest, halves to even, and clipped; NaN gives the least
+#define STORE_Y(y, i, v)                                                                            \
+  {                                                                                                 \
+    const acc_t rounded_ = rint(v), least_ = (acc_t)(int)arg.least, most_ = (acc_t)(int)arg.most;   \
+    (y)[i] = (out_t)(int)(rounded_ > least_ ? (rounded_ < most_ ? rounded_ : most_) : least_);      \
+  }
+#else
+#define STORE_Y(y, i, v) STORE(y, i, v)
+#endif
 
 #ifdef R
 #define HALO_ROW(i) ((i) / HALO_W)
@@ -75,10 +112,13 @@ typedef struct TileArguments {
 #define HALO_H ((TILE_P - 1) * STRIDE_H + (R - 1) * DIL_H + 1)
 #define HALO_W ((TILE_Q - 1) * STRIDE_W + (S - 1) * DIL_W + 1)
 
-KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                         const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
-                        const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const TileArguments arg) {
+                        const GLOBAL_MEM data_t* residual, GLOBAL_MEM out_t* RESTRICT y, const TileArguments arg) {
   AFTER_LAST_LAUNCH
+#if IN_BYTES
+  const int in_shift = (int)arg.in_shift;
+#endif
 
   LOCAL_ROOM(tile);
   const int filter = HALO_H * HALO_W;  // offset of the filter in shared memory
@@ -100,12 +140,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
       const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W, row_of = h >> apart_h, column = col >> apart_w;
       acc_t v = 0;
       if (row_of << apart_h == h && column << apart_w == col && row_of >= 0 && row_of < h_end && column >= 0 && column < w_end)
-        v = LOAD(x, first + row_of * w_end + column);
+        v = LOAD_X(x, first + row_of * w_end + column);
       tile[i] = v;
     }
   } else if (h0 >= 0 && w0 >= 0 && h0 + HALO_H <= h_end && w0 + HALO_W <= w_end) {  // most blocks of a large image
 #pragma unroll 8
-    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) tile[i] = LOAD(x, corner + (index_t)HALO_ROW(i) * (w_end - HALO_W) + i);
+    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) tile[i] = LOAD_X(x, corner + (index_t)HALO_ROW(i) * (w_end - HALO_W) + i);
   } else if (OF_LAYER(BORDERED, bordered)) {
     const index_t first = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end);
     const acc_t value = BITS_TO_ACC(arg.value);
@@ -114,7 +154,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
     for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
       const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W, there = h >= 0 && h < h_end && col >= 0 && col < w_end;
       acc_t v = 0;
-      if (there) v = LOAD(x, corner + (index_t)down * (w_end - HALO_W) + i);
+      if (there) v = LOAD_X(x, corner + (index_t)down * (w_end - HALO_W) + i);
       if (there) tile[i] = v;
     }
     const int above = AT_MOST(h0 < 0 ? -h0 : 0, HALO_H), before = AT_MOST(w0 < 0 ? -w0 : 0, HALO_W);
@@ -136,7 +176,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
     int h = h0 + down, col = w0 + right, filled = 0;                                                            \
     TO(h, h_end, h)                                                                                             \
     TO(col, w_end, w)                                                                                           \
-    const acc_t v = LOAD(x, first + h * w_end + col); /* always inside: no load waits for a branch */           \
+    const acc_t v = LOAD_X(x, first + h * w_end + col); /* always inside: no load waits for a branch */           \
     tile[down * HALO_W + right] = filled ? (filled == 1 ? value : 0) : v;                                       \
   }
     if (OF_LAYER(BORDERED, bordered) == 1) {
@@ -150,7 +190,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
   for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
     const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W;
     acc_t v = 0;
-    if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD(x, corner + (index_t)down * (w_end - HALO_W) + i);
+    if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD_X(x, corner + (index_t)down * (w_end - HALO_W) + i);
     tile[i] = v;
   }
   local_barrier();
@@ -183,7 +223,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       const int p = tile_p + ty + i;
-      if (p < p_end && q < q_end) STORE(y, plane * (index_t)(p_end * q_end) + p * q_end + q, sum[i] + plus);
+      if (p < p_end && q < q_end) STORE_Y(y, plane * (index_t)(p_end * q_end) + p * q_end + q, sum[i] + plus);
     }
     return;
   }
@@ -195,7 +235,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
       const acc_t r = RESIDUAL_AT(at);
       FINISH(sum[i], times, plus, r)
       ACTIVATE(sum + i, 1)
-      STORE(y, at, sum[i]);
+      STORE_Y(y, at, sum[i]);
     }
   }
 }
