@@ -92,8 +92,10 @@ typedef data_t out_t;
 #define DIL_W ((int)arg.dil_w)
 #define HALO_ROW(i) divided(i, arg.by_halo_w)
 #endif
-#if !defined(LAYER) || DTYPE == 64 || INDEX_64
+#if DTYPE == 64 || INDEX_64
 #define AT_ONCE 1
+#elif !defined(LAYER)
+#define AT_ONCE (1024 / THREADS)  // 64 registers
 #elif R * S <= 25 || R * S > 64
 #define AT_ONCE (1280 / THREADS)  // 48 registers are enough
 #else
@@ -106,6 +108,7 @@ typedef data_t out_t;
 #define UNROLL_TAPS
 #endif
 
+#define EDGES 2  // places outside of x that a thread loads first
 #define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
 #define AT_LEAST_0(a) ((a) > 0 ? (a) : 0)
 #define THREADS (TILE_P / ROWS * TILE_Q)
@@ -149,7 +152,34 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
   } else if (OF_LAYER(BORDERED, bordered)) {
     const index_t first = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end);
     const acc_t value = BITS_TO_ACC(arg.value);
-    // first what lies inside of x, as without a border, then the rows above and below of x, then the columns beside it
+    // the places outside of x that results of the plane read: rows above and below of x, then columns beside it. A thread loads its first EDGES of them
+    // before, and the others after what lies inside of x, so that all loads are under way at once.
+    const int wide = AT_MOST(HALO_W, (AT_MOST(TILE_Q, q_end - tile_q) - 1) * STRIDE_W + (S - 1) * DIL_W + 1);
+    const int high = AT_MOST(HALO_H, (AT_MOST(TILE_P, p_end - tile_p) - 1) * STRIDE_H + (R - 1) * DIL_H + 1);
+    const int above = AT_MOST(h0 < 0 ? -h0 : 0, high), before = AT_MOST(w0 < 0 ? -w0 : 0, wide);
+    const int rows = AT_LEAST_0(AT_MOST(h_end - h0, high) - above), columns = AT_LEAST_0(AT_MOST(w_end - w0, wide) - before);
+    const int beside = wide - columns, outer = (high - rows) * wide, outside = outer + rows * beside;
+#define LOAD_EDGE(TO, i, v, place)                                                                              \
+  {                                                                                                             \
+    const int across_ = (i) < outer ? wide : beside, from_ = (i) < outer ? 0 : outer;                           \
+    int down_ = (int)((unsigned)((i) - from_) / (unsigned)across_), right_ = (i) - from_ - down_ * across_;     \
+    if ((i) < outer) down_ += down_ < above ? 0 : rows;                                                         \
+    else down_ += above, right_ += right_ < before ? 0 : columns;                                               \
+    int h_ = h0 + down_, col_ = w0 + right_, filled = 0;                                                        \
+    TO(h_, h_end, h)                                                                                            \
+    TO(col_, w_end, w)                                                                                          \
+    v = LOAD_X(x, first + h_ * w_end + col_); /* always inside: no load waits for a branch */                   \
+    v = filled ? (filled == 1 ? value : 0) : v;                                                                 \
+    place = down_ * HALO_W + right_;                                                                            \
+  }
+    acc_t edge[EDGES];
+    int edge_at[EDGES];
+    const int near = OF_LAYER(BORDERED, bordered) == 1;
+    if (near) {
+#pragma unroll
+      for (int e = 0; e < EDGES; ++e)
+        if (LID_0 + e * THREADS < outside) LOAD_EDGE(TO_NEAR_PIXEL, LID_0 + e * THREADS, edge[e], edge_at[e])
+    }
 #pragma unroll 8
     for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
       const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W, there = h >= 0 && h < h_end && col >= 0 && col < w_end;
@@ -157,33 +187,23 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
       if (there) v = LOAD_X(x, corner + (index_t)down * (w_end - HALO_W) + i);
       if (there) tile[i] = v;
     }
-    const int above = AT_MOST(h0 < 0 ? -h0 : 0, HALO_H), before = AT_MOST(w0 < 0 ? -w0 : 0, HALO_W);
-    const int rows = AT_LEAST_0(AT_MOST(h_end - h0, HALO_H) - above), columns = AT_LEAST_0(AT_MOST(w_end - w0, HALO_W) - before);
-    const int beside = HALO_W - columns, outer = (HALO_H - rows) * HALO_W, outside = outer + rows * beside;
-#define LOAD_BORDERED(TO)                                                                                       \
-  for (int i = LID_0; i < outside; i += THREADS) {                                                              \
-    int down, right;                                                                                            \
-    if (i < outer) {                                                                                            \
-      down = HALO_ROW(i);                                                                                       \
-      right = i - down * HALO_W;                                                                                \
-      down += down < above ? 0 : rows;                                                                          \
-    } else {                                                                                                    \
-      const int of_rows = (int)((unsigned)(i - outer) / (unsigned)beside);                                      \
-      right = i - outer - of_rows * beside;                                                                     \
-      right += right < before ? 0 : columns;                                                                    \
-      down = above + of_rows;                                                                                   \
-    }                                                                                                           \
-    int h = h0 + down, col = w0 + right, filled = 0;                                                            \
-    TO(h, h_end, h)                                                                                             \
-    TO(col, w_end, w)                                                                                           \
-    const acc_t v = LOAD_X(x, first + h * w_end + col); /* always inside: no load waits for a branch */           \
-    tile[down * HALO_W + right] = filled ? (filled == 1 ? value : 0) : v;                                       \
-  }
-    if (OF_LAYER(BORDERED, bordered) == 1) {
-#pragma unroll 2
-      LOAD_BORDERED(TO_NEAR_PIXEL)
+    if (near) {
+#pragma unroll
+      for (int e = 0; e < EDGES; ++e)
+        if (LID_0 + e * THREADS < outside) tile[edge_at[e]] = edge[e];
+      for (int i = LID_0 + EDGES * THREADS; i < outside; i += THREADS) {
+        acc_t v;
+        int place;
+        LOAD_EDGE(TO_NEAR_PIXEL, i, v, place)
+        tile[place] = v;
+      }
     } else {
-      LOAD_BORDERED(TO_PIXEL_SELECTED)
+      for (int i = LID_0; i < outside; i += THREADS) {
+        acc_t v;
+        int place;
+        LOAD_EDGE(TO_PIXEL_SELECTED, i, v, place)
+        tile[place] = v;
+      }
     }
   } else
 #pragma unroll 8

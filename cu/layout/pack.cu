@@ -326,13 +326,11 @@ __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restric
     const Shown of_h(h, (int)shape.h, (int)shape.before_h, (int)shape.after_h, shape.side_h, shape.last_side_h);
     const Shown of_w(w, (int)shape.w, (int)shape.before_w, (int)shape.after_w, shape.side_w, shape.last_side_w);
 #pragma unroll 1
-    for (int i = 0; i < 27; ++i) {
-      const int along_d = i / 9, along_h = i / 3 % 3, along_w = i % 3;
-      for (int a = 0; a < of_d.count[along_d]; ++a)
-        for (int b = 0; b < of_h.count[along_h]; ++b)
-          for (int c = 0; c < of_w.count[along_w]; ++c)
-            store_at(((of_d.first[along_d] + a) * wide_h + of_h.first[along_h] + b) * wide_w + of_w.first[along_w] + c);
-    }
+    for (int a = 0; a < of_d.count; ++a)
+#pragma unroll 1
+      for (int b = 0; b < of_h.count; ++b)
+#pragma unroll 1
+        for (int c = 0; c < of_w.count; ++c) store_at((of_d[a] * wide_h + of_h[b]) * wide_w + of_w[c]);
   };
 #else
   auto store_limbs = [&](int pixel, int chunk, const auto& of) {

@@ -31,7 +31,9 @@ def _outer_and_inner(problem: ConvProblem, channels: int) -> tuple[int, int]:
     """Of an array of images, the numbers of its elements outside of a pixel's axes, and inside of them."""
     if problem.layout == "NHWC":
         return problem.N, channels
-    return (channels, problem.N) if problem.layout == "CHWN" else (problem.N * channels, 1)
+    if problem.layout == "CHWN":  # [channel of a group][pixels][group][image]: see ConvProblem.launched
+        return channels // max(problem.groups, 1), problem.N * problem.groups
+    return problem.N * channels, 1
 
 
 def _args(
@@ -60,7 +62,7 @@ def _args(
     numbers |= {"rims": outside if rims else 0, "by_rims": divider(outside), "by_of_slice": divider(of_slice), "by_w": divider(size[2])}
     numbers |= {"by_rim_w": divider(rim[2]), **by_axis("rim_", rim), **by_axis("box_", [first for first, _ in boxes])}
     numbers |= by_axis("inside_", [inside for _, inside in boxes])
-    numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])} | _OF_GRADIENT | others
+    numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])} | _OF_OTHERS | others
     sizes = {"inner": inner, "line": (size if fold else wide)[2] * inner, **by_axis("", size), **by_axis("wide_", wide)}
     prepared = {f"by_{name}": 0 if big else divider(sizes[name]) for name in ("inner", "line", "d", "h", "wide_d", "wide_h")}
     args = arguments(
@@ -69,9 +71,9 @@ def _args(
     return args, written
 
 
-#: Arguments of ``border_gradient`` alone.
-_OF_GRADIENT = dict.fromkeys((
-    "planes", "channels", "multiplier", "y_image", "y_channel", "y_pixel", *"opqtrs",
+#: Arguments of other kernels than ``border_copy``.
+_OF_OTHERS = dict.fromkeys((
+    "rows", "rows_each", "lane_bits", "tiles", "positions", "vector", "planes", "channels", "multiplier", "y_image", "y_channel", "y_pixel", *"opqtrs",
     *(f"{name}_{axis}" for name in ("stride", "pad", "dil") for axis in "dhw"),
 ), 0)  # fmt: skip
 
@@ -94,8 +96,34 @@ def copy(problem: ConvProblem, to: Place) -> KernelLaunch:
         problem.dtype, outer, problem.operand_size, inner, problem.border or borders.NONE, before, after, big, False,
         value=bits(problem.border_value, accumulator_bytes(problem)), type=TYPES[problem.input_dtype], has_residual=0,
     )  # fmt: skip
-    blocks = ceil(written, EACH[problem.dtype] * THREADS)
-    return KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (INPUT, to), (), "bordered", arguments=args)
+    return _copy(problem.dtype, big, args, written, INPUT, to)
+
+
+LEAST_ROWS = 64  # rows from which border_rows copies them: a thread has some of them, one below the other
+LANES = (256, 128, 64, 32, 16, 8)  # threads along a line
+ROWS_EACH = (16, 8, 4)  # rows of a thread
+MANY_BLOCKS = 4 * 132
+
+
+def _copy(dtype: str, big: bool, args: Any, written: int, source: Place, target: Place) -> KernelLaunch:
+    """The launch that copies images with their border."""
+    rows, line = written // max(args.line, 1), args.line
+    if not args.near or rows < LEAST_ROWS:
+        blocks = ceil(written, EACH[dtype] * THREADS)
+        return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=args)
+    vector = EACH[dtype] if args.whole else 1
+    positions = line // vector
+    lanes = min(LANES, key=lambda lanes: (ceil(positions, lanes) * lanes, -lanes))
+
+    def blocks_of(each: int) -> int:
+        return ceil(rows, THREADS // lanes * each) * ceil(positions, lanes)
+
+    each = next((each for each in ROWS_EACH if blocks_of(each) >= MANY_BLOCKS), ROWS_EACH[-1])
+    tiles = ceil(positions, lanes)
+    args = args._replace(
+        rows=rows, rows_each=each, lane_bits=lanes.bit_length() - 1, tiles=tiles, by_tiles=divider(tiles), positions=positions, vector=vector
+    )
+    return KernelLaunch("border_rows", _defines(dtype, big), blocks_of(each), THREADS, (source, target), (), "bordered", arguments=args)
 
 
 def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
@@ -106,8 +134,8 @@ def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
 
     def launch(rims: bool) -> KernelLaunch:
         args, written = _args(
-            problem.dtype, outer, problem.input_size, inner, border, before, after, big, True, rims, value=0, type=0,
-            has_residual=int(problem.has_residual),
+            problem.dtype, ceil(outer, PLANES), problem.input_size, inner, border, before, after, big, True, rims, value=0, type=0,
+            has_residual=int(problem.has_residual), planes=outer,
         )  # fmt: skip
         blocks, buffers = ceil(written, THREADS), (wide, RESIDUAL, to)
         return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=args)
@@ -120,9 +148,7 @@ def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
     args, written = _args(
         problem.dtype, outer, size, inner, borders.NONE, minus, less, big, False, value=0, type=0, has_residual=0
     )
-    blocks = ceil(written, EACH[problem.dtype] * THREADS)
-    inside = KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (wide, to), (), "bordered", arguments=args)
-    return [inside, launch(True)]
+    return [_copy(problem.dtype, big, args, written, wide, to), launch(True)]
 
 
 PLANES = 8  # planes, or images with channels last, of a thread of ``border_gradient``
