@@ -182,7 +182,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--training", action="store_true", help="measure gradients and fused layers against torch; with --models: training")
     bench.add_argument(
         "--models", nargs="*", metavar="NETWORK",
-        help="measure these networks of torchvision's, timm:NAME, segformer_b0, vae_decoder or small_unet, by default seven; "
+        help="measure these networks: torchvision's, timm:NAME, segformer_b0, vae_decoder, small_unet, time_unet, decoder:SEED, unet:SEED; "
         "with --training, training too",
     )
     bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed, and those named")

@@ -22,11 +22,11 @@ from pycuda_conv.problem import ConvProblem
 #: 2e-7 in float32, one rounding in 16 bits, 3e-4 in TF32.
 RELATIVE_LIMIT = {"float16": 4e-4, "bfloat16": 3.5e-3, "float32": 4e-7, "float64": 8e-16, "tf32": 6e-4}
 #: An element's error may be this many times the largest of another library's, or that of half a rounding of the sum of magnitudes.
-BESIDE = 1.5
-#: The same for float32 on tensor cores, by kinds of numbers; for others it is BESIDE. A product is three there, of numbers of 11 bits, so
-#: it keeps 22 bits, and the units cut their sums off. That shows where a few products make an element: plain cores, as cuDNN's, round each
-#: of them once. Up to 3.7, 1.9, 1.9 and 1.7 were measured.
-BESIDE_ON_TENSOR_CORES = {"sparse": 4.0, "one large": 2.5, "wide": 2.5, "sky": 2.5}
+TIMES_OTHER = 1.5
+#: The same for float32 on tensor cores, by kinds of numbers; for others it is TIMES_OTHER. A product is three there, of numbers of 11 bits,
+#: so it keeps 22 bits, and the units cut their sums off. That shows where a few products make an element: plain cores, as cuDNN's, round
+#: each of them once. Up to 3.7, 1.9, 1.9 and 1.7 were measured.
+TIMES_OTHER_ON_TENSOR_CORES = {"sparse": 4.0, "one large": 2.5, "wide": 2.5, "sky": 2.5}
 #: Of fewer elements the largest error is chance, and is not compared.
 LEAST_ELEMENTS = 1000
 TF32_ERROR = 2.0**-9  # of a product of two operands of 11 bits each, cut off
@@ -52,7 +52,7 @@ def relative_limit(problem: ConvProblem) -> float:
     return RELATIVE_LIMIT[_arithmetic(problem)] * max(1.0, math.sqrt(depth(problem)) / 16)
 
 
-def beside_limit(problem: ConvProblem, other: float, times: float = BESIDE) -> float:
+def beside_limit(problem: ConvProblem, other: float, times: float = TIMES_OTHER) -> float:
     """The largest error, divided by :func:`bound`, that is not clearly larger than `other`, another library's.
 
     Where TF32 is asked for, another library may compute in float32. Then operands rounded to the nearest explain half of the bound.

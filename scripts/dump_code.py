@@ -67,7 +67,7 @@ def variants(architecture: str, whole: str = "") -> list[Variant]:
     """The texts that the covering set launches, and some of the kernels that belong to no engine. With `whole`: all texts of such files."""
     device, found = device_of(architecture), {}
     if whole:
-        for family in registry.texts(device):
+        for family in registry.variants(device):
             if re.search(whole, family.file):
                 found |= {_named(family.file, family.arch or architecture, one, source_of(family.file, one)): None for one in family}
         return list(found)
@@ -76,7 +76,7 @@ def variants(architecture: str, whole: str = "") -> list[Variant]:
             file = launch.file or launch.kernel
             found[_named(file, launch.arch or architecture, launch.defines, launch.source())] = None
     known = {variant.name for variant in found}
-    for family in sorted({family.file: family for family in [*batch_norm.texts(device), *besides()]}.values(), key=lambda one: one.file):
+    for family in sorted({family.file: family for family in [*batch_norm.variants(device), *besides()]}.values(), key=lambda one: one.file):
         each = list(family)
         for defines in random.Random(family.file).sample(each, min(OTHERS, len(each))):
             variant = _named(family.file, family.arch or architecture, defines, source_of(family.file, defines))

@@ -15,7 +15,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pycuda_conv.rounding import BESIDE  # noqa: E402
+from pycuda_conv.rounding import TIMES_OTHER  # noqa: E402
 from pycuda_conv.tools.distributions import DISTRIBUTIONS  # noqa: E402
 from pycuda_conv.tools.report import markdown_table, write_between  # noqa: E402
 
@@ -51,7 +51,7 @@ def cell(one: dict[str, Any] | None) -> str:
         return ""
     theirs, ratio = one["torch_of_bound"], times(one)
     text = f"{one['of_bound']:.3f}" + ("" if theirs is None else f" / {theirs:.3f}")
-    return f"**{text}**" if ratio is not None and ratio > BESIDE else text
+    return f"**{text}**" if ratio is not None and ratio > TIMES_OTHER else text
 
 
 def page(report: dict[str, Any]) -> str:

@@ -153,5 +153,5 @@ def missing(device: Any, chosen: Iterable[Case]) -> list[str]:
     """Values of defines that the registry's texts have and no case has."""
     shown = (launch for problem, config, with_moments in chosen for launch in launches(engines.schedule(problem, config, device, with_moments)))
     met = {(launch.file or launch.kernel, *define) for launch in shown for define in launch.defines.items()}
-    wanted = {(family.file, name, value) for family in registry.texts(device) for name, values in family.choices.items() for value in values}
+    wanted = {(family.file, name, value) for family in registry.variants(device) for name, values in family.choices.items() for value in values}
     return [f"{file} {name}={value}" for file, name, value in sorted(wanted - met)]

@@ -400,9 +400,9 @@ def check_map(described, memory: Memory) -> None:
     reach = size * sizes[0] + sum((n - 1) * s for n, s in zip(sizes[1:], strides, strict=True))
     assert described.offset + reach <= len(memory.buffers[described.buffer]), f"{described} is larger than its buffer"
     if isinstance(box, Im2col):
-        rank = len(sizes) - 2
-        assert len(box.lower) == len(box.upper) == len(box.stride) == rank
-        low, high = {1: (-(2**15), 2**15 - 1), 2: (-128, 127), 3: (-16, 15)}[rank]
+        spatial_dims = len(sizes) - 2
+        assert len(box.lower) == len(box.upper) == len(box.stride) == spatial_dims
+        low, high = {1: (-(2**15), 2**15 - 1), 2: (-128, 127), 3: (-16, 15)}[spatial_dims]
         assert all(low <= corner <= high for corner in (*box.lower, *box.upper)), f"{box} has a corner that is refused"
         assert all(1 <= s <= 8 for s in box.stride), f"{box} has a stride that is refused"
         assert size * box.channels == described.span and 1 <= box.pixels <= 1024
@@ -477,7 +477,7 @@ def check_product(step, s, memory: Memory) -> None:
     rows, pixels = define["BLOCK_M"], define["BLOCK_N"]
     for described in step.maps:
         check_map(described, memory)
-    assert (x_map.box.channels, x_map.box.pixels) == (define["LOAD_CHANNELS"], pixels) and len(x_map.sizes) == s.rank + 2
+    assert (x_map.box.channels, x_map.box.pixels) == (define["LOAD_CHANNELS"], pixels) and len(x_map.sizes) == s.spatial_dims + 2
     assert x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
     assert len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
@@ -539,12 +539,12 @@ def product(step, memory: Memory) -> None:
     step = replace(step, buffers=step.buffers[:-tiles])
     room, mends = step.defines["PHASES"], step.defines["OUT"] == 32 and not step.defines["BF16"]
     may_join = step.defines["OUT"] == 32 and not any(step.defines[name] for name in ("BF16", "PINGPONG"))
-    told, others = step.structs[:room], step.structs[room + (room > 1) :]
+    args, others = step.structs[:room], step.structs[room + (room > 1) :]
     assert room in (1, 4) and len(others) == (room + 1 if mends else 0) + may_join
     numbers = turns_of(step, step.structs[room]) if room > 1 else [(0, 0, 0, 0)]
     whole = []
     for phase, tap, y, w in numbers:
-        shape = told[phase]._replace(tap_base=told[phase].tap_base + tap, out_base=told[phase].out_base + y)
+        shape = args[phase]._replace(tap_base=args[phase].tap_base + tap, out_base=args[phase].out_base + y)
         mend = others[phase]._replace(w_base=others[phase].w_base + w) if mends else None
         whole.append((replace(step, arguments=shape, maps=(*step.maps[phase : phase + 1], *step.maps[room:])), mend))
     tiles = {named(one).tiles for one, _ in whole}
@@ -608,7 +608,7 @@ def join(step, s, a, number: int, phases: int, memory: Memory):
 def multiplied(step, memory: Memory) -> None:
     s, define = named(step), step.defines
     check_product(step, s, memory)
-    x_map, rank, pixels, kc = step.maps[0], s.rank, define["BLOCK_N"], define["LOAD_CHANNELS"]
+    x_map, spatial_dims, pixels, kc = step.maps[0], s.spatial_dims, define["BLOCK_N"], define["LOAD_CHANNELS"]
     sub_tiles = 64 // kc
     stages = ceil(s.blocks, sub_tiles)
     each = s.split_stages
@@ -618,14 +618,14 @@ def multiplied(step, memory: Memory) -> None:
         for pixel in range(first * pixels, (first + count) * pixels, pixels):
             image, inner = divmod(pixel, s.load_plane)
             start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
-            starts.append((*start[:rank], image))
+            starts.append((*start[:spatial_dims], image))
         for block in range(min(part * each, stages) * sub_tiles, min(part * each + each, stages) * sub_tiles):
             real = block < s.blocks  # the last stage is filled with zeros
             tap, c = divmod(block, s.channel_blocks)
             t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
             w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
             offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d) if real else (0, 0, 0)
-            assert not any(offsets[rank:]), "an offset is lost"
+            assert not any(offsets[spatial_dims:]), "an offset is lost"
             assert not real or 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
             number = w_tap * s.channel_blocks + c if real else s.row_blocks - 1
             if define["W_MN_MAJOR"]:
@@ -634,7 +634,7 @@ def multiplied(step, memory: Memory) -> None:
                 a.append(load_filter_box(step, memory, c * kc if real else s.channels, w_tap, group * s.rows_group + m)[None])
             else:
                 a.append(load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, number))
-            loads.append((group * s.channels_group + c * kc if real else s.channels, offsets[:rank]))
+            loads.append((group * s.channels_group + c * kc if real else s.channels, offsets[:spatial_dims]))
         total = np.zeros((define["BLOCK_M"], count * pixels))
         if loads:
             of_limbs = ([(*at, image + limb * s.limb_images) for *at, image in starts] for limb in range(limbs_of(step)))
@@ -849,7 +849,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
     rows, columns, wide = define["BLOCK_M"], define["BLOCK_N"], step.maps[0].box.channels
     image, inner = divmod(pixel0, s.load_plane)
     start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
-    start = (*start[: s.rank], image)
+    start = (*start[: s.spatial_dims], image)
     columns = min(columns, s.rows - channel0 if define["W_MN_MAJOR"] else s.rows)  # what nobody loads has no sums
     total, stages = np.zeros((rows, columns)), {0: ([], []), 1: ([], [])}  # of rows of 128 bytes, and a tap's last ones
     for block in range(s.blocks):
@@ -857,10 +857,10 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
         t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
         w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
         offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)
-        assert not any(offsets[s.rank :]) and 0 <= w_tap < step.maps[-1].sizes[1], "a tap is lost"
+        assert not any(offsets[s.spatial_dims :]) and 0 <= w_tap < step.maps[-1].sizes[1], "a tap is lost"
         which = int(c == s.channel_blocks - 1)
         (loads, b), w_map = stages[which], step.maps[2 + which]
-        loads.append((c * wide, offsets[: s.rank]))
+        loads.append((c * wide, offsets[: s.spatial_dims]))
         if define["W_MN_MAJOR"]:
             b.append(np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, w_map.box[0])])[:columns])
         else:
@@ -896,7 +896,7 @@ def wgrad_product(step, memory: Memory) -> None:
         check_map(described, memory)
         assert described.span == 128 and described.dtype == ("tfloat32" if kind == "float32" and define["LIMBS"] == 1 else kind)
     assert dy_map.box == (wide, wide, 1)
-    assert x_map.box == dy_map.box if define["PLANES"] or s.rank == 0 else (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.rank + 2
+    assert x_map.box == dy_map.box if define["PLANES"] or s.spatial_dims == 0 else (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.spatial_dims + 2
     threads = {64: {64: 160, 128: 160, 192: 160, 384: 288, 576: 416}, 128: {384: 384}, 256: dict.fromkeys((64, 128, 192), 384)}
     tall = kind == "float32" and rows == columns == 128
     assert step.block == (256 if tall else threads.get(rows, {}).get(columns, 2 * rows + 32)) and step.arch == "sm_90a"
@@ -955,7 +955,7 @@ def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, pack:
         return
     image, inner = divmod(wide * stage, s.load_plane)
     start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
-    start = (*start[: s.rank], image)
+    start = (*start[: s.spatial_dims], image)
     a, b = np.full((wide, len(total)), np.nan), np.full((wide, total.shape[1]), np.nan)
     for i in range(0, len(total), wide):
         if row + i < s.rows:
@@ -964,11 +964,11 @@ def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, pack:
     for number in range(block, min(block + total.shape[1] // wide, s.column_blocks)):
         c, tap = tap_of(s, number, wide)
         offsets = (tap % s.tap_s * s.dilation_w, tap // s.tap_s % s.tap_r * s.dilation_h, tap // s.tap_s // s.tap_r * s.dilation_d)
-        assert not any(offsets[s.rank :]), "a tap is lost"
-        loads.append((pack * s.columns + c, offsets[: s.rank]))
-    if loads and s.rank:
+        assert not any(offsets[s.spatial_dims :]), "a tap is lost"
+        loads.append((pack * s.columns + c, offsets[: s.spatial_dims]))
+    if loads and s.spatial_dims:
         b[:, : len(loads) * wide] = load_im2col(x_map, memory, [start], loads)
-    for i, (channel, _) in enumerate(loads if s.rank == 0 else ()):
+    for i, (channel, _) in enumerate(loads if s.spatial_dims == 0 else ()):
         b[:, i * wide : (i + 1) * wide] = boxed(x_map, memory, (channel, wide * stage, 0))[0]
     with np.errstate(invalid="ignore", over="ignore"):
         total += a.T @ b

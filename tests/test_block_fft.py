@@ -68,7 +68,7 @@ def test_lengths():
     for device in (H200, TURING):
         for n in lengths:
             batch = blocks._batch(BlockFft(n, 128), shared_limit(device))
-            assert batch * n * blocks.BYTES + blocks.BESIDES <= shared_limit(device) or not batch
+            assert batch * n * blocks.BYTES + blocks.FIXED_BYTES <= shared_limit(device) or not batch
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,13 +112,13 @@ def test_elements_are_right_for_all_kinds_of_numbers(device, case, kind):
 def listed(case, device, *arrays):
     """Results of a call, and how many of them were put onto the list, on OpenCL, where the workspace is the host's memory."""
     made = plan(case, device)
-    told = made.schedule.steps[-1][0].arguments
+    args = made.schedule.steps[-1][0].arguments
     nothing, y = np.zeros(1, "f"), np.full(made.problem.result_shape, np.nan, "f")
     workspace = np.full(made.schedule.workspace_bytes // 8, np.nan)
     on = get_device("opencl")
     with on:
         on.update_host_arrays(on.schedule_launcher(made.schedule.whole), arrays, (y, workspace, nothing, nothing, nothing), 0)
-    return y, workspace[told.count_at :][:1].view(np.int32)[0]
+    return y, workspace[args.count_at :][:1].view(np.int32)[0]
 
 
 @pytest.mark.parametrize("kind", ["black", "half", "one star", "tails", "faint"])

@@ -155,7 +155,7 @@ def test_other_gpus_do_not_have_it():
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of every family: what is chosen, and each candidate's launches."""
-    listed, r, met = list(dn.texts(H200)), random.Random(3), 0
+    listed, r, met = list(dn.variants(H200)), random.Random(3), 0
     kinds = (("fprop", ("float32", "tf32", "NHWC")), ("dgrad", ("bfloat16", "fp32", "NHWC")), ("dgrad", ("float32", "tf32", "NHWC")))
     for problem in random_problems(r, ("dense 3x3", "dense 1x1", "small batch", "volume", "upsampling", "odd"), 6, kinds):
         if dn.why_not(problem):

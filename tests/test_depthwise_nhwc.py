@@ -264,8 +264,8 @@ def test_parts_of_the_gradient_of_a_filter_are_alike():
         n, c, h, w = r.randint(1, 64), r.choice((8, 30, 96, 144)), r.randint(7, 60), r.randint(7, 60)
         problem = gradient_problem((n, c, h, w), (c, 1, size, size), (stride, stride), (size // 2,) * 2, (1, 1), "float16").launched
         config = next(iter(depthwise_nhwc.configs(problem, GPU)))
-        told = nhwc_launch._wgrad_arguments(problem, config)
-        assert (config.PARTS - 1) * told.rounds * told.lanes_u < told.units <= config.PARTS * told.rounds * told.lanes_u
+        args = nhwc_launch._wgrad_arguments(problem, config)
+        assert (config.PARTS - 1) * args.rounds * args.lanes_u < args.units <= config.PARTS * args.rounds * args.lanes_u
 
 
 # ---- what it takes

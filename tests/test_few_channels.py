@@ -190,7 +190,7 @@ def test_float64_and_other_devices_do_not_have_it():
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of the families that it is for, and others: what is chosen, and each candidate's launches."""
-    listed, r, met = list(fc.texts(H200)), random.Random(4), 0
+    listed, r, met = list(fc.variants(H200)), random.Random(4), 0
     kinds = (("fprop", ("float32", "tf32", "NHWC")), ("dgrad", ("float16", "fp32", "NHWC")), ("dgrad", ("float32", "fp32", "NCHW")))
     for problem in random_problems(r, ("last", "upsampling", "first", "dense 3x3", "odd", "audio"), 8, kinds):
         found = list(fc.configs(problem, H200))

@@ -78,9 +78,9 @@ def test_float32_at_random():
 def test_every_kind_is_among_them():
     launches = [fw.schedule(case.problem(dtype).launched, config, H200).whole[0][0] for case, dtype, config in SOME]
     assert {(step.defines["M_TILES"], step.defines["N_TILES"]) for step in launches} == {(c.M_TILES, c.N_TILES) for c in TILES}
-    told = [step.structs[0] for step in launches]
-    assert {one.flipped for one in told} == {0, 1} and {one.warps_n for one in told} == set(fw.WARPS_N) and any(one.blocks_n > 1 for one in told)
-    assert any(one.blocks_m > 1 for one in told) and any(one.tiles_q > 1 for one in told) and any(one.tiles_p > 1 for one in told)
+    args = [step.structs[0] for step in launches]
+    assert {one.flipped for one in args} == {0, 1} and {one.warps_n for one in args} == set(fw.WARPS_N) and any(one.blocks_n > 1 for one in args)
+    assert any(one.blocks_m > 1 for one in args) and any(one.tiles_q > 1 for one in args) and any(one.tiles_p > 1 for one in args)
 
 
 @simulated

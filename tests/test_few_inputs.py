@@ -204,7 +204,7 @@ def test_other_devices_do_not_have_it():
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of the families that it is for, and others: what is chosen, and each candidate's launches."""
-    listed, r, met = list(fi.texts(H200)), random.Random(4), 0
+    listed, r, met = list(fi.variants(H200)), random.Random(4), 0
     kinds = [(way, (*kind, layout)) for layout in ("NHWC", "NCHW") for way, *kind in (("fprop", "float32", "tf32"), ("fprop", "bfloat16", "fp32"), ("dgrad", "float16", "fp32"))]
     for problem in random_problems(r, ("last", "first", "dense 3x3", "odd", "audio", "volume", "grouped"), 6, kinds):
         found = list(fi.configs(problem, H200))

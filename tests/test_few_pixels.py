@@ -83,7 +83,7 @@ SOME = first_runs(RUNS, text_of) if reference.all_texts else sharing([[run for r
 
 
 def test_the_runs_have_every_value_of_the_texts():
-    listed = {tuple(defines.values()) for family in fp.texts(H200) for defines in family}
+    listed = {tuple(defines.values()) for family in fp.variants(H200) for defines in family}
     met = {text_of(*run) for run in SOME}
     assert met >= listed or len(MODES) < 4 or not reference.all_texts
     assert all(set(some) >= set(every) for some, every in zip(zip(*met, strict=True), zip(*listed, strict=True), strict=True)) or len(MODES) < 4
@@ -229,7 +229,7 @@ def test_float64_and_other_devices_do_not_have_it():
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers: what is chosen, and each candidate's launches."""
-    listed, r, met = list(fp.texts(H200)), random.Random(4), 0
+    listed, r, met = list(fp.variants(H200)), random.Random(4), 0
     kinds = (("fprop", ("float32", "tf32", "NCHW")), ("dgrad", ("float16", "fp32", "NCHW")), ("fprop", ("float32", "fp32", "NCHW")))
     for problem in random_problems(r, ("small batch", "dense 3x3", "dense 1x1", "odd", "audio"), 8, kinds):
         found = list(fp.configs(problem, H200))

@@ -71,14 +71,14 @@ def checked(case, x, config) -> tuple:
     problem, on = case.problem(x.dtype.name, algorithm="fft"), get_device("opencl")
     schedule = engines.schedule(problem, config, on)
     launch = [one for step in schedule.steps for one in step if one.kernel == "fft_range"][-1]
-    told, numbers = launch.arguments, np.dtype("float64" if x.dtype == np.float64 else "float32")
+    args, numbers = launch.arguments, np.dtype("float64" if x.dtype == np.float64 else "float32")
     workspace = np.full(schedule.workspace_bytes, 255, np.uint8).view(numbers)
     with on:
         on.update_host_arrays(on.launcher(launch), (x, x, None), (np.zeros(1, numbers), workspace), 0)
-    tiles = problem.groups * told.all_tiles
-    found, maps = workspace[told.flags_at : told.flags_at + tiles], workspace[told.maps_at :].view(np.uint8)[: tiles * fft.PARTS]
+    tiles = problem.groups * args.all_tiles
+    found, maps = workspace[args.flags_at : args.flags_at + tiles], workspace[args.maps_at :].view(np.uint8)[: tiles * fft.PARTS]
     assert set(found) <= {0, 1}
-    return problem, told, found.reshape(problem.groups, problem.N, -1), maps.reshape(problem.groups, problem.N, -1, fft.PARTS)
+    return problem, args, found.reshape(problem.groups, problem.N, -1), maps.reshape(problem.groups, problem.N, -1, fft.PARTS)
 
 
 def flags(case, x, config) -> np.ndarray:
@@ -88,13 +88,13 @@ def flags(case, x, config) -> np.ndarray:
 
 def share(case, x, config, verdict) -> float:
     """Of all results, those of which the maps say `verdict`."""
-    problem, told, found, maps = checked(case, x, config)
+    problem, args, found, maps = checked(case, x, config)
     (used_h, used_w), (part_h, part_w), (_, p, q) = (tiles := fft._Tiles.of(problem, config)).used, tiles.part, problem.result_size
     count = 0
     for at in np.argwhere(found):
-        row, column = divmod(int(at[2]), told.tiles_w)
+        row, column = divmod(int(at[2]), args.tiles_w)
         h, w = np.arange(min(used_h, p - row * used_h)) // part_h, np.arange(min(used_w, q - column * used_w)) // part_w
-        count += (maps[tuple(at)].reshape(-1, told.parts_w)[np.ix_(h, w)] & verdict != 0).sum()
+        count += (maps[tuple(at)].reshape(-1, args.parts_w)[np.ix_(h, w)] & verdict != 0).sum()
     return count / (problem.groups * problem.N * p * q)
 
 
@@ -484,7 +484,7 @@ def test_a_long_line_is_chosen_for():
 
 
 def test_launches_of_planes_and_of_the_planner_s_lines_are_on_the_closed_list_of_texts():
-    texts = registry.texts(H200)
+    texts = registry.variants(H200)
     for case in CASES:
         for dtype in DTYPES:
             for tile in fft._tiles(case.problem(dtype, algorithm="fft")):

@@ -120,7 +120,7 @@ def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of every family: what is chosen, and each candidate's launches."""
-    listed, r, met = [*gn.texts(H200), *transpose_filter.texts()], random.Random(3), 0
+    listed, r, met = [*gn.variants(H200), *transpose_filter.variants()], random.Random(3), 0
     for family in ("dense 3x3", "dense 1x1", "first", "volume", "odd"):
         for _ in range(12):
             for direction, kind in (("fprop", ("float32", "tf32", "NHWC")), ("dgrad", ("bfloat16", "fp32", "NHWC"))):

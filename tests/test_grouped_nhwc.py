@@ -34,7 +34,7 @@ from pycuda_conv.tools import families
 MODES = tuple(mode for mode, dtype in (("fp16 last", "float16"), ("bf16 last", "bfloat16"), ("tf32 last", "float32")) if dtype in DTYPES)
 simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
-#: 2 to 64 channels a group; groups that fill no unit, and units that fill no slab; groups that begin between multiples of 16 bytes; other numbers
+#: 2 to 64 channels a group; groups that fill no unit, and units that fill no block; groups that begin between multiples of 16 bytes; other numbers
 #: of channels in than out; strides, dilation, uneven and wide padding; small images, one axis, 1x1; one group.
 FORWARD = [
     fprop((2, 32, 9, 11), (32, 4, 3, 3), padding=1, groups=8), fprop((1, 40, 7, 6), (40, 2, 3, 3), padding=1, groups=20),
@@ -214,7 +214,7 @@ def test_older_gpus_do_not_have_it():
 def test_the_choice_is_legal_and_its_texts_are_listed(architecture):
     """Of random grouped layers: what is chosen, and each candidate's launches; a planner that is asked seldom has fewer than a hundred."""
     device, r, met = Target(architecture), random.Random(3), 0
-    listed = list(gn.texts(device))
+    listed = list(gn.variants(device))
     for _ in range(12):
         layer = families.layer(r, "grouped")
         for direction, kind in (("fprop", ("float16", "fp32", "NHWC")), ("dgrad", ("bfloat16", "fp32", "NHWC")), ("fprop", ("float32", "tf32", "NHWC"))):

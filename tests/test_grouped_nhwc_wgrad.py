@@ -21,7 +21,7 @@ from pycuda_conv.tools import families
 
 simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
-#: 2 to 64 channels a group; groups that fill no unit, and units that fill no slab; other numbers of channels in than out; strides, dilation, uneven and
+#: 2 to 64 channels a group; groups that fill no unit, and units that fill no block; other numbers of channels in than out; strides, dilation, uneven and
 #: wide padding; filters of one tap, fewer than nine and more; small images, one axis, one group.
 CASES = [
     Filter((2, 32, 9, 11), (32, 4, 3, 3), padding=(1,), groups=8), Filter((1, 40, 7, 6), (40, 2, 3, 3), padding=(1,), groups=20),
@@ -58,11 +58,11 @@ def test_the_kernel_computes_the_gradient(case, dtype, config):
 
 def test_every_kind_is_among_them():
     launches = [step for case, dtype, config in RUNS for steps in gw.schedule(case.problem(dtype).launched, config, H200).whole for step in steps]
-    listed = {tuple(sorted(d.items())) for family in gw.texts(H200) for d in family}
+    listed = {tuple(sorted(d.items())) for family in gw.variants(H200) for d in family}
     assert {tuple(sorted(step.defines.items())) for step in launches if step.kernel == "grouped_nhwc_wgrad"} == listed
-    told = [struct for step in launches for struct in step.structs if step.kernel == "grouped_nhwc_wgrad"]
+    args = [struct for step in launches for struct in step.structs if step.kernel == "grouped_nhwc_wgrad"]
     for name, least in (("steps", {1, 2, 3, 4}), ("beside", {1, 2, 4}), ("tap_blocks", {1, 3}), ("unit_groups", {1, 2, 4})):
-        assert {getattr(one, name) for one in told} >= least, name
+        assert {getattr(one, name) for one in args} >= least, name
 
 
 @simulated
@@ -121,7 +121,7 @@ BASE = CASES[0]
         (Filter((2, 24, 4, 4), (24, 12, 1, 1), groups=2), "float16", "NHWC", GroupedWgrad(), "by 16 bytes"),
         (Filter((2, 20, 4, 4), (40, 4, 1, 1), groups=5), "float16", "NHWC", GroupedWgrad(), "by 16 bytes"),
         (Filter((2, 400, 4, 4), (16, 200, 1, 1), groups=2), "float16", "NHWC", GroupedWgrad(), "at most 128 channels"),
-        (BASE, "float16", "NHWC", GroupedWgrad(3), "a slab has"), (CASES[7], "float16", "NHWC", GroupedWgrad(4), "8 steps together"),
+        (BASE, "float16", "NHWC", GroupedWgrad(3), "a block has"), (CASES[7], "float16", "NHWC", GroupedWgrad(4), "8 steps together"),
         (BASE, "float16", "NHWC", GroupedWgrad(4, 8, 16, 64), "bytes of shared memory"), (BASE, "float16", "NHWC", GroupedWgrad(1, 2, 9, 11, 2), "each part"),
     ],
     ids=lambda v: str(v)[:40],

@@ -281,8 +281,8 @@ def test_plans_with_equal_filter_keys_pack_a_filter_alike():
             ((step,),) = engines.schedule(problem, config, device).prepare
             defines = {name: value for name, value in step.defines.items() if name not in ("NHWC", "VECTOR", "CLUSTER")}  # of the images
             names = step.arguments._fields[step.arguments._fields.index("rows_group") :] + ("filter_rows", "row_bits", "channels", "slack", "folds", "fold_r", "fold_s")
-            told = {name: getattr(step.arguments, name) for name in names}
-            taken = step.kernel, step.grid, defines, step.buffers[1], step.buffers[-4:], told
+            args = {name: getattr(step.arguments, name) for name in names}
+            taken = step.kernel, step.grid, defines, step.buffers[1], step.buffers[-4:], args
             assert seen.setdefault(engines.filter_key(problem, config), taken) == taken
     assert len(seen) > 8 and None not in seen
     assert engines.filter_key(problem, Gemm()) is None

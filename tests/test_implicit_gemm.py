@@ -340,17 +340,17 @@ def test_what_the_loads_take_and_what_packing_folds(case, level, mode):
         assert "tensor loads can't" in ig.refusal(problem, ImplicitGemm()) and "tensor loads can't" in engines.refusal(problem, ImplicitGemm(), H200)
         assert not isinstance(engines.choose(problem, H200), ImplicitGemm)
         return
-    packed, walks = found
+    packed, addressings = found
     assert packed.level == level
     assert packed.folded == tuple(n if i >= 3 - level else 1 for i, n in enumerate(problem.filter_size))
-    assert sum(math.prod(walk.taps) for walk in walks) * math.prod(packed.folded) == math.prod(problem.filter_size)
+    assert sum(math.prod(addressing.taps) for addressing in addressings) * math.prod(packed.folded) == math.prod(problem.filter_size)
     _, config = emulator.fastest(ig, problem, H200)
     memory = SimpleNamespace(buffers=[range(2**40)] * 8)  # for its sizes
     for step in (step for stage in ig.schedule(problem, config, H200).whole for step in stage):
         for described in step.maps:
             emulator.check_map(described, memory)
             if isinstance(described.box, Im2col):
-                assert len(described.box.lower) == step.structs[0].rank
+                assert len(described.box.lower) == step.structs[0].spatial_dims
 
 
 @pytest.mark.parametrize(
@@ -381,15 +381,15 @@ def test_what_a_stride_steps_over_is_not_packed(case, level):
 )  # fmt: skip
 def test_windows_of_few_channels(case, pixel, rows, shift, taps, load):
     for mode in ("fp32", "tf32 last"):
-        packed, (walk,) = packing(asked(case, mode), windows=True)
+        packed, (addressing,) = packing(asked(case, mode), windows=True)
         window = packed.window
-        assert (window.pixel, window.rows, window.shift, packed.load, walk.taps[1]) == (pixel, rows, shift, load, taps)
-        assert packed.group == asked(case, mode).filter_size[2] * pixel and walk.stride[2] == walk.taps[2] == 1 and not walk.flat
+        assert (window.pixel, window.rows, window.shift, packed.load, addressing.taps[1]) == (pixel, rows, shift, load, taps)
+        assert packed.group == asked(case, mode).filter_size[2] * pixel and addressing.stride[2] == addressing.taps[2] == 1 and not addressing.flat
         assert packing(asked(case, mode))[0].window is None  # not where loads can't overlap
     # of 16 bits rows of the image that meet a filter's zeros must be looked at: they might hold Inf. That pays in large problems only
     for n in (2, 16):
         problem = asked(replace(case, input_shape=(n, *case.input_shape[1:])), "fp16")
-        packed, (walk,) = packing(problem, windows=True)
+        packed, (addressing,) = packing(problem, windows=True)
         beyond = shift != 0 or case.weight_shape[2] % rows != 0
         assert (packed.window.rows, packed.window.shift) == ((1, 0) if beyond and n == 2 else (rows, shift))
         assert flagged(problem, packed) == (beyond and n == 16)
@@ -575,8 +575,8 @@ def check_steps(program, kernel: str) -> None:
             mends = kernel == "hopper_gemm" and step.defines["OUT"] == 32 and not step.defines["BF16"]
             d = step.defines
             joins = kernel == "hopper_gemm" and d["OUT"] == 32 and not (d["BF16"] or d["PINGPONG"])  # its text may add parts
-            told = phases + (phases > 1 and kernel in ("hopper_gemm", "hopper_dense"))  # and how phases are repeated
-            assert len(step.structs) == told + (phases + 1 if mends else 0) + joins and set(step.defines) == defaults and step.source()
+            structs = phases + (phases > 1 and kernel in ("hopper_gemm", "hopper_dense"))  # and how phases are repeated
+            assert len(step.structs) == structs + (phases + 1 if mends else 0) + joins and set(step.defines) == defaults and step.source()
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
 
 
@@ -796,7 +796,7 @@ def test_as_few_launches_as_there_can_be(case, count):
     ("case", "mode", "config", "scalars"),
     [
         (fprop((3, 24, 5, 6, 10), (80, 24, 2, 3, 2), stride=(1, 2, 2), padding=((1, 0), (0, 2), (1, 1)), dilation=(2, 1, 2)), "fp32", TILES["fp32"],
-         "tiles tiles_m splits split_stages rank channel_blocks rows_group rows row_blocks tap_r tap_s tap_step_t tap_step_r dilation_d dilation_h dilation_w pixels limb_images load_plane load_pq "
+         "tiles tiles_m splits split_stages spatial_dims channel_blocks rows_group rows row_blocks tap_r tap_s tap_step_t tap_step_r dilation_d dilation_h dilation_w pixels limb_images load_plane load_pq "
          "load_q stride_h stride_w low_d low_h low_w"),
         (dgrad((3, 48, 4, 5, 6), (48, 40, 3, 4, 3), stride=(2, 1, 2), padding=(2, 2, 0), groups=2), "tf32", TILES["tf32"],
          "tiles_pixels blocks_group tap_base tap_step_t tap_step_r tap_step_s channels_group low_h plane pq q out_size out_base out_d out_h out_w rows"),

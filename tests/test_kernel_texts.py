@@ -17,7 +17,7 @@ from pycuda_conv.engines.images import window
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm, max_pool
 from pycuda_conv.engines.nn import fold_norms as folding
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import KernelLaunch
 from pycuda_conv.tools.families import draw
@@ -76,7 +76,7 @@ def count(families):
 
 def texts_of(module, device):
     """The texts of an engine, or of what engines share."""
-    return module.texts(*[device] * len(inspect.signature(module.texts).parameters))
+    return module.variants(*[device] * len(inspect.signature(module.variants).parameters))
 
 
 SHARED = [split_sum, packing, batch_norm, casting, folding, max_pool, window]
@@ -87,12 +87,12 @@ EVERYWHERE = [*ARCHITECTURES, "sm_75", "sm_86", "sm_100a"]
 def test_an_engine_has_no_more_texts_than_it_says(module):
     most = {}
     for device in map(device_of, EVERYWHERE):
-        if module.unsupported(device) is None if module not in SHARED else device.backend in module.MOST_TEXTS:
+        if module.unsupported(device) is None if module not in SHARED else device.backend in module.MOST_VARIANTS:
             most[device.backend] = max(most.get(device.backend, 0), count(texts_of(module, device)))
     for backend, found in most.items():
-        stated = module.MOST_TEXTS.get(backend, 0)
-        assert found <= stated, f"{module.__name__} has {found} texts: if they are worth their time, raise its MOST_TEXTS for {backend}"
-        assert found >= stated * 0.9, f"{module.__name__} has {found} texts: lower its MOST_TEXTS for {backend}"
+        stated = module.MOST_VARIANTS.get(backend, 0)
+        assert found <= stated, f"{module.__name__} has {found} texts: if they are worth their time, raise its MOST_VARIANTS for {backend}"
+        assert found >= stated * 0.9, f"{module.__name__} has {found} texts: lower its MOST_VARIANTS for {backend}"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -100,7 +100,7 @@ def test_every_text_is_that_of_a_module_with_a_limit(architecture):
     """The list has no more than what engines, what they share, and the table of measured choices say, and the kernel that copies."""
     device = device_of(architecture)
     own = [engine for engine in registry.ENGINES if engine.unsupported(device) is None]
-    own += [module for module in SHARED if device.backend in module.MOST_TEXTS]
+    own += [module for module in SHARED if device.backend in module.MOST_VARIANTS]
     known = sum(count(texts_of(module, device)) for module in own)
     assert 0 <= count(families(architecture)) - known <= MOST_MEASURED + 4
 
@@ -150,7 +150,7 @@ def test_what_is_listed_is_what_is_launched():
 
 
 def test_a_family_knows_its_own():
-    family = TextFamily("some", {"A": (1, 2), "B": (0, 1)}, lambda d: d["A"] > d["B"])
+    family = VariantSet("some", {"A": (1, 2), "B": (0, 1)}, lambda d: d["A"] > d["B"])
     assert list(family) == [{"A": 1, "B": 0}, {"A": 2, "B": 0}, {"A": 2, "B": 1}]
 
     def launch(file="some", **defines):

@@ -13,7 +13,7 @@ from conftest import why_no_opencl
 
 from pycuda_conv.cli import main
 from pycuda_conv.timing import Effort
-from pycuda_conv.tools import ahead, bench, model_rows, models, networks, report, rivals, training_steps
+from pycuda_conv.tools import ahead, bench, model_rows, models, networks, programs, report, rivals, training_steps
 from pycuda_conv.tools.model_rows import Case, Curve, Evaluated, Trained
 from pycuda_conv.tools.rivals import COMPILED, EAGER, INDUCTOR, LIGHT, OURS_REDUCED, REDUCED, Side
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
@@ -73,7 +73,7 @@ def cpu(monkeypatch, stand_in):
 
 def test_what_is_measured():
     texts = [str(case) for case in models.cases((), True, False)]
-    assert len(texts) == len(set(texts)) == 9 * 3 * 2 + 13 + 12 and "vae_decoder, 2 images, fp32, evaluated" in texts
+    assert len(texts) == len(set(texts)) == 10 * 3 * 2 + 13 + 12 and "vae_decoder, 2 images, fp32, evaluated" in texts
     assert {"resnet50, 1 image, fp32, evaluated", "resnet50, 256 images, bf16-nhwc, trained", "mobilenet_v2, 16 images, fp32, loss curve"} < set(texts)
     assert "resnet50, 256 images, fp32, trained" not in texts
     assert {case.what for case in models.cases((), True, True)} == {"evaluated", "trained"}
@@ -88,7 +88,7 @@ def test_cases_are_listed(capsys):
         "densenet121, 32 images, fp32, trained",
     ]
     assert main(["bench", "--models", "--list", "--mode", "tf32", "bf16"]) == OK
-    assert capsys.readouterr().out.count("\n") == 9 * 2 * 2
+    assert capsys.readouterr().out.count("\n") == 10 * 2 * 2
     assert main(["bench", "--models", "vgg11", "resnet50", "--training", "--quick", "--list", "--mode", "bf16"]) == OK
     trained = [line for line in capsys.readouterr().out.splitlines() if line.endswith("trained")]
     assert trained == ["vgg11, 32 images, bf16, trained", "resnet50, 64 images, bf16, trained", "resnet50, 256 images, bf16, trained"]
@@ -189,6 +189,21 @@ def test_nothing_of_a_network_is_left_to_chance(stand_in):
     assert one[0].layer_scale.item() == 1 and one[0][1].momentum == 0.1
     given = one[0][0](torch.randn(64, 3, 8, 8))
     assert torch.allclose(one[0][1].eval()(given).var((0, 2, 3)), torch.ones(8), rtol=0.5)  # statistics are those of such images
+
+
+def test_branches_are_open():
+    """Scales of branches become 1, whatever they are called and however they are shaped; other parameters stay as they are."""
+    n = torch.nn
+    model = n.Module()
+    model.scale, model.gamma = n.Parameter(torch.full((4, 1, 1), 1e-6)), n.Parameter(torch.full((4,), 1e-5))
+    model.last, model.layer_scale = n.BatchNorm2d(4), n.Identity()  # a module may have such a name too
+    n.init.zeros_(model.last.weight)
+    model.table = n.Parameter(torch.zeros(3, 4))
+    model.kept = n.Parameter(torch.tensor([1e-3, 2e-3]))
+    networks.open_branches(torch, model)
+    found = {name: parameter.flatten().tolist() for name, parameter in model.named_parameters()}
+    assert found["scale"] == found["gamma"] == found["last.weight"] == [1] * 4
+    assert found["last.bias"] == [0] * 4 and found["table"] == [0] * 12 and found["kept"] == pytest.approx([1e-3, 2e-3])
 
 
 def test_what_a_network_computes_in_training():
@@ -332,28 +347,55 @@ def test_a_rival_that_fails_is_left_out(cpu, monkeypatch, what):
     assert COMPILED not in times and set(times) >= {LIGHT, EAGER, INDUCTOR, REDUCED} and math.isnan(row.inductor_ratio)
 
 
-def test_networks_that_are_written_here():
+@pytest.mark.parametrize("name, count, result", [
+    ("vae_decoder", 35, (2, 3, 512, 512)), ("small_unet", 20, (4, 4, 64, 64)), ("time_unet", 51, (4, 4, 64, 64)),
+    ("decoder:5", None, None), ("decoder:6", None, None), ("unet:5", None, None), ("unet:6", None, None),
+])
+def test_networks_that_are_written_here(name, count, result):
+    made, again = programs.program(name), programs.program(name)
     with torch.device("meta"):
-        unet, decoder = networks.small_unet(torch), networks.vae_decoder(torch)
-        assert unet(torch.empty(4, 4, 64, 64)).shape == (4, 4, 64, 64) and decoder(torch.empty(2, 4, 64, 64)).shape == (2, 3, 512, 512)
-    for model, count in ((unet, 20), (decoder, 35)):
-        assert sum(isinstance(module, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for module in model.modules()) == count
+        model = made.make(torch)
+        y = model(torch.empty(made.images, *made.shape))
+        same = again.make(torch)
+    assert [p.shape for p in model.parameters()] == [p.shape for p in same.parameters()]
+    assert y.shape == result if result else y.shape[0] == made.images and (y.shape[2:] == made.shape[1:]) == name.startswith("unet")
+    found = sum(isinstance(module, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for module in model.modules())
+    assert found == count if count else found > 8
+    assert networks.input_shape(name) == made.shape and networks.most_images(name, 32) == made.images
+
+
+def test_a_time_reaches_every_image():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = programs.unets.time_unet(torch, widths=(8, 16), groups=4, depth=1).eval()
+        x = torch.randn(1, 4, 8, 8).expand(2, -1, -1, -1)
+    with torch.no_grad():
+        a, b = model(x)
+    assert (a - b).abs().max() > 1e-4 * a.abs().max()
+
+
+def test_other_names_are_not_drawn():
+    assert all(programs.program(name) is None for name in ("resnet50", "unet:", "unet:x", "unet:-1", "decoder", "timm:5"))
 
 
 class Drawn:
     """A stand-in for timm: networks by name, some of which no benchmark takes."""
 
-    made = {"large": (30, 3000, 224), "few": (2, 8, 224), "high": (30, 8, 512), "a": (30, 8, 224), "b": (30, 8, 224), "c": (30, 8, 192), "d": (30, 8, 256)}  # noqa: RUF012
+    made = {"large": (30, 3000), "linear": (1, 4), "sized": (4, 8), "a": (4, 8), "b": (4, 8), "c": (4, 8), "d": (4, 8)}  # noqa: RUF012
 
     def list_models(self):
         return [*self.made, "broken"]
 
     def create_model(self, name, pretrained):
         assert not pretrained
-        count, width, size = self.made[name]
+        count, width = self.made[name]
         assert [rate.item() for rate in torch.linspace(0, 1, 3)] == [0, 0.5, 1]  # as drop rates are made
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, width, 3), *[torch.nn.Conv2d(width, width, 3, padding=1) for _ in range(count - 1)])
-        model.default_cfg = {"input_size": (3, size, size)}
+        n = torch.nn
+        model = n.Sequential(n.Conv2d(3, width, 3, 4), *[n.Conv2d(width, width, 3, padding=1) for _ in range(count - 1)])
+        if name == "linear":  # its convolution is the lesser part
+            model.extend([n.Flatten(2), n.Linear(56 * 56, 64)])
+        if name == "sized":
+            model.append(n.Unflatten(2, (100, -1)))
         return model
 
 
@@ -377,10 +419,12 @@ def test_networks_are_drawn(cpu, monkeypatch, capsys):
 
 def test_the_share_of_convolutions(monkeypatch):
     class Event:
-        def __init__(self, key, own, whole):
+        def __init__(self, key, own, whole, on="CPU"):
             self.key, self.self_device_time_total, self.device_time_total = key, own, whole
+            self.device_type = getattr(torch.autograd.DeviceType, on)
 
     events = [Event("aten::convolution", 0, 30), Event("aten::cudnn_convolution", 30, 30), Event("aten::relu", 70, 70)]
+    events += [Event("void cudnn::kernel", 30, 30, "CUDA"), Event("void relu_kernel", 70, 70, "CUDA")]  # the same time, of kernels
     monkeypatch.setattr(torch.autograd.profiler.profile, "key_averages", lambda self: events)
     monkeypatch.setattr(torch.profiler.profile, "key_averages", lambda self: events)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

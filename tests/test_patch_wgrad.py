@@ -158,7 +158,7 @@ def test_channels_last_are_read_as_they_lie_where_that_gains(dtype):
 
 
 def test_every_launch_is_on_the_closed_list_of_texts():
-    texts = registry.texts(H200)
+    texts = registry.variants(H200)
     for case in (*THIN, *CASES):
         for layout, dtype in (("NCHW", "float32"), ("NHWC", "float32"), ("NCHW", "float16"), ("NCHW", "float64")):
             asked = problem(case, layout, dtype)

@@ -190,7 +190,7 @@ def test_rows_of_a_filter_that_are_neighbours_in_memory_are_packed_four_at_a_tim
     w[1, 3, 0, 0], w[5] = np.inf, w[5] * np.array(1e-12, w.dtype)
     problem, config, got = asked(case, mode), ImplicitGemm(64, 64, 2), []
     for rows in (4, 1 << 20):
-        monkeypatch.setattr(packing, "BESIDE_ROWS", rows)
+        monkeypatch.setattr(packing, "NEIGHBOUR_ROWS", rows)
         program = emulator.program_of(problem, config, 132)
         (first, *_) = [step for stage in (program.filter_last or program.whole) for step in stage]
         assert first.arguments.row_bits == 2 * (rows == 4)
@@ -215,8 +215,8 @@ def test_blocks_that_settle_images_wait_in_memory_as_it_comes(monkeypatch):
         simt.run([[packs]], memory, seed)
         limbs, scales, flags, tiles = (memory.view(packs.buffers[i], kind) for i, kind in ((2, "uint16"), (3, "float32"), (4, "int32"), (5, "uint64")))
         found.append((limbs[: 2 * 2 * 16 * 20 * 64].tobytes(), scales[:2].tobytes(), flags[:2].tobytes()))
-        told = tiles[:12] >> np.uint64(26)  # the mark, with the number that a launch has on the machine
-        assert (told == (0xFFF5D3A96B2E91C7 ^ (0x123456789ABCDEF << 26 & 2**48 - 1)) >> 26).all() and product.structs[0].x_tiles == 6 and product.buffers[-2] == packs.buffers[5]
+        marks = tiles[:12] >> np.uint64(26)  # the mark, with the number that a launch has on the machine
+        assert (marks == (0xFFF5D3A96B2E91C7 ^ (0x123456789ABCDEF << 26 & 2**48 - 1)) >> 26).all() and product.structs[0].x_tiles == 6 and product.buffers[-2] == packs.buffers[5]
     assert len(set(found)) == 1 and scales[0] == 2.0**-9 and scales[1] > 2.0**-9
 
 

@@ -59,7 +59,6 @@ MOST_LINES, MOST_FILES = 600, 30
 LONG = {
     "problem.py": "one idea: what a convolution is, and all that is refused",
     "tools/bench.py": "one idea: layers measured against torch",
-    "nn/graph.py": "one idea: which nodes of a graph become one call",
 }  # fmt: skip
 
 

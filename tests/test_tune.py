@@ -18,6 +18,7 @@ from reference import fprop, started
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, cli, engines, explain, measure, memo, tune
 from pycuda_conv.engines.base import GONE
+from pycuda_conv.engines.compose.via_nhwc import ViaNhwc
 from pycuda_conv.engines.direct.direct import Batched, Dgrad, Single
 from pycuda_conv.engines.direct.gemm import Gemm
 from pycuda_conv.engines.hopper.gemm import ImplicitGemm
@@ -166,6 +167,7 @@ OLDER = {  # what tables hold that were written by older versions, and what it i
     '{"ImplicitGemm": {"BLOCK_M": 64, "loader": "im2col", "schedule": "cooperative"}}': ImplicitGemm(64),
     '{"ImplicitGemm80": {"ROWS": 64, "PIXELS": 256, "STAGES": 4, "SPLIT": 1}}': ImplicitGemm80(64, 256, 4),
     '{"Pointwise": {"COLUMNS": 96, "BLOCKS": 1}}': Pointwise(96, 1),
+    '{"ViaNhwc": {"INNER": "DenseNhwc()"}}': ViaNhwc("DenseNhwc()"),
 }  # fmt: skip
 
 
@@ -227,9 +229,9 @@ def test_entries_of_kernels_that_went_are_passed_over(gone, fields, folder):
 
 def test_an_entry_that_hands_work_to_kernels_that_went_is_not_followed(folder, monkeypatch):
     """An engine's configuration in the text of another's: the planner chooses."""
-    inner = "Lines(BLOCK_N=64, PIXEL_QUADS=1, WARP_TILE=8, CONSUMERS=2, STAGES=2, W_STAGES=1, CHUNKS=1, FP16_OPERANDS=False)"
+    delegate = "Lines(BLOCK_N=64, PIXEL_QUADS=1, WARP_TILE=8, CONSUMERS=2, STAGES=2, W_STAGES=1, CHUNKS=1, FP16_OPERANDS=False)"
     device, problem = Target("sm_90a"), ConvProblem.forward(2, (4, 3, 32, 32), (16, 3, 3, 3), padding=1, precision="tf32")
-    column = engines.config_classes()["Columns"](inner)
+    column = engines.config_classes()["Columns"](delegate)
     tune.user_table().add(device.model, tune.key(problem), Choice(column, 1.0))
     assert engines.refusal(problem, column, device) and tune.lookup(problem, device) is None
 

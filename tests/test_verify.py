@@ -15,7 +15,7 @@ from test_engines import registered  # noqa: F401
 from pycuda_conv import ConvProblem, Plan, background, engines
 from pycuda_conv.cli import main
 from pycuda_conv.engines import registry
-from pycuda_conv.rounding import BESIDE_ON_TENSOR_CORES, RELATIVE_LIMIT, beside_limit
+from pycuda_conv.rounding import RELATIVE_LIMIT, TIMES_OTHER_ON_TENSOR_CORES, beside_limit
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import plans, verify
@@ -157,8 +157,8 @@ def test_transforms_that_were_asked_for_are_judged_by_the_norm():
 def test_limits_of_arithmetic_beside_torch():
     """TF32 beside torch's float32; and where tensor cores multiply for float32, more is allowed on numbers that are not ordinary."""
     assert beside_limit(replace(PROBLEM, precision="tf32"), 1e-4) == 0.5
-    assert beside_limit(PROBLEM, 0.1, BESIDE_ON_TENSOR_CORES["sparse"]) == pytest.approx(0.4)
-    assert BESIDE_ON_TENSOR_CORES.keys() == set(DISTRIBUTIONS) - {"normal", "positive"}
+    assert beside_limit(PROBLEM, 0.1, TIMES_OTHER_ON_TENSOR_CORES["sparse"]) == pytest.approx(0.4)
+    assert TIMES_OTHER_ON_TENSOR_CORES.keys() == set(DISTRIBUTIONS) - {"normal", "positive"}
 
 
 def test_all_kernels_are_compiled_before_the_first_case(monkeypatch):

@@ -79,7 +79,7 @@ def test_gradients_of_filters_of_float32_are_made_as_their_arrays_lie():
     problem, config = of_float32(FILTERS[0])
     assert as_called(problem, H200) == problem and engines.refusal(problem, config, H200) is None
     assert vn.choose(FILTERS[0].problem("float32", "NHWC").launched, H200) is None
-    assert "is for arrays that lie so" in engines.refusal(problem, ViaNhwc(config.INNER), H200)
+    assert "is for arrays that lie so" in engines.refusal(problem, ViaNhwc(config.DELEGATE), H200)
     assert engines.refusal(FILTERS[0].problem("float32", "NCHW"), config, H200) is not None
     kernels = [launch.kernel for step in engines.schedule(problem, config, H200).whole for launch in step]
     assert kernels[0] == "via_nhwc_two" and "via_nhwc" not in kernels
@@ -98,7 +98,7 @@ def test_channels_are_filled_up_by_the_launch_that_transposes(case, dtype):
 
 def test_all_of_them_run():
     assert all(config is not None and engines.refusal(problem_of(case, mode), config, H200) is None for case, mode, config in SOME)
-    assert len({config.INNER.partition("(")[0] for _, _, config in SOME}) > 5
+    assert len({config.DELEGATE.partition("(")[0] for _, _, config in SOME}) > 5
 
 
 @simulated
@@ -165,12 +165,12 @@ def test_other_gpus_do_not_have_it():
 
 
 def test_buffers_that_are_transposed_lie_in_the_workspace():
-    """The inner launches meet none of the arrays themselves, and none of each other's memory."""
+    """The delegate's launches meet none of the arrays themselves, and none of each other's memory."""
     problem, config = replace(asked(BASE, "fp16"), has_residual=True), ViaNhwc(str(engines.choose(asked(BASE, "fp16 last"), H200)))
-    made, inner = engines.schedule(problem, config, H200), engines.schedule(replace(problem, layout="NHWC"), parsed(config.INNER), H200)
+    made, delegate = engines.schedule(problem, config, H200), engines.schedule(replace(problem, layout="NHWC"), parsed(config.DELEGATE), H200)
     first, *rest, last = made.steps
-    assert [launch.kernel for launch in (*first, *last)] == ["via_nhwc"] * 3 and len(rest) == len(inner.steps)
-    assert last[0].buffers[1] == RESULT and made.filter_bytes == inner.filter_bytes and made.workspace_bytes >= inner.workspace_bytes + 2 * sum(np.prod(shape) for shape in (problem.input_shape, problem.result_shape, problem.result_shape))
+    assert [launch.kernel for launch in (*first, *last)] == ["via_nhwc"] * 3 and len(rest) == len(delegate.steps)
+    assert last[0].buffers[1] == RESULT and made.filter_bytes == delegate.filter_bytes and made.workspace_bytes >= delegate.workspace_bytes + 2 * sum(np.prod(shape) for shape in (problem.input_shape, problem.result_shape, problem.result_shape))
     for step in rest:
         for launch in step:
             places = [place if isinstance(place, tuple) else (place, 0) for place in launch.buffers] + [(described.buffer, described.offset) for described in launch.maps]
@@ -178,7 +178,7 @@ def test_buffers_that_are_transposed_lie_in_the_workspace():
 
 
 def test_it_is_chosen_where_it_pays_and_its_texts_are_listed():
-    listed, r, chosen = list(vn.texts(H200)), random.Random(7), 0
+    listed, r, chosen = list(vn.variants(H200)), random.Random(7), 0
     for family, _ in product(("dense 3x3", "grouped", "audio", "volume", "odd"), range(4)):
         try:
             problem = families.problem(families.layer(r, family), r.choice(("dgrad", "wgrad")), "float16", "fp32", "NCHW").launched
@@ -188,7 +188,7 @@ def test_it_is_chosen_where_it_pays_and_its_texts_are_listed():
         if found is None:
             continue
         us, own = found
-        assert us == vn.time(problem, own, H200) > engines.predicted(vn._transposed(problem), parsed(own.INNER), H200)
+        assert us == vn.time(problem, own, H200) > engines.predicted(vn._transposed(problem), parsed(own.DELEGATE), H200)
         chosen += config == own
         for launch in (launch for step in vn.schedule(problem, own, H200).whole for launch in step):
             assert launch.kernel != "via_nhwc" or any(launch in one for one in listed)

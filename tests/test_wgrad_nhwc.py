@@ -220,7 +220,7 @@ def test_every_kind_of_case_is_among_them():
     assert {wgrad_form.fold_level(case.problem(dtype).launched) for case, dtype in PLANNED} == {0, 1, 2}
     assert {wgrad_form.fold_level(wgrad_form.flip(case.problem().launched)) for case in FEW} == {0, 1, 2}
     assert {s.taps_inner for s in structs} == {0, 1}
-    assert {s.rank for s in structs} == {0, 1, 2, 3} and {s.taps > 1 for s in structs} == {s.group_packs > 1 for s in structs} == {s.own_columns < s.columns for s in structs} == {True, False}
+    assert {s.spatial_dims for s in structs} == {0, 1, 2, 3} and {s.taps > 1 for s in structs} == {s.group_packs > 1 for s in structs} == {s.own_columns < s.columns for s in structs} == {True, False}
     assert {s.tiles_m > 1 for s in structs} == {s.tiles_n > 1 for s in structs} == {s.stages < s.splits for s in structs} == {True, False}
     assert {launch.kernel for launch in launches} == {"hopper_wgrad", "hopper_wgrad_reduce", "hopper_wgrad_add", "fold_channels"}
     assert max(launch.arguments.tiles_t for launch in launches if launch.kernel == "hopper_wgrad_reduce") == 2
@@ -270,7 +270,7 @@ def test_other_gpus_do_not_have_it():
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of every family: what is chosen, and a candidate's launches."""
-    listed, r, met = [*wn.texts(H200)], random.Random(3), 0
+    listed, r, met = [*wn.variants(H200)], random.Random(3), 0
     for family in ("dense 3x3", "dense 1x1", "small batch", "grouped", "volume", "odd"):
         for _ in range(8):
             try:
@@ -374,7 +374,7 @@ def test_what_is_not_finite_reaches_its_own_results_only():
 @pytest.mark.parametrize(
     ("case", "scalars"),
     [
-        (CASES[1], "tiles_m tiles_n stages part columns column_blocks load_plane size"), (CASES[4], "inner taps tap_s dilation_w dilation_h load_q load_pq stride_h stride_w low_h low_w rank"),
+        (CASES[1], "tiles_m tiles_n stages part columns column_blocks load_plane size"), (CASES[4], "inner taps tap_s dilation_w dilation_h load_q load_pq stride_h stride_w low_h low_w spatial_dims"),
         (CASES[10], "group_packs"), (CASES[15], "rows own_rows own_columns"), (CASES[13], "tap_r dilation_d stride_d low_d"),
     ],
     ids=str,
@@ -482,7 +482,7 @@ def check_choices(engine, device, problems, every: int, most: int) -> int:
 
     How many of the problems have candidates, of which there are fewer than `most`.
     """
-    met, listed = 0, list(engine.texts(device))
+    met, listed = 0, list(engine.variants(device))
     for problem in problems:
         found = list(engine.configs(problem, device))
         assert len(set(found)) < most

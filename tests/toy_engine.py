@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import ceil, needs_64_bits
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, Schedule
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -33,7 +33,7 @@ class ToyArguments(NamedTuple):
 CONFIGS = (Toy,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 8, "opencl": 8}
+MOST_VARIANTS = {"cuda": 8, "opencl": 8}
 
 
 def unsupported(device: Device) -> str | None:
@@ -71,20 +71,20 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Toy] | None:
 
 def schedule(problem: ConvProblem, config: Toy, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    told = ToyArguments(math.prod(problem.result_shape), math.prod(problem.output_size), problem.C)
+    args = ToyArguments(math.prod(problem.result_shape), math.prod(problem.output_size), problem.C)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": config.THREADS}
-    grid = ceil(told.elements, config.THREADS)
-    return Schedule.plain([[KernelLaunch("toy_engine", defines, grid, config.THREADS, (INPUT, WEIGHT, RESULT), (), arguments=told)]])
+    grid = ceil(args.elements, config.THREADS)
+    return Schedule.plain([[KernelLaunch("toy_engine", defines, grid, config.THREADS, (INPUT, WEIGHT, RESULT), (), arguments=args)]])
 
 
 def sum_order(problem: ConvProblem, config: Toy) -> None:
     """None: nothing is added up."""
 
 
-def texts(device: Device) -> tuple[TextFamily, ...]:
+def variants(device: Device) -> tuple[VariantSet, ...]:
     """A text for a type and a number of threads."""
     choices = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0, 1), "THREADS": (128, 256)}
-    return (TextFamily("toy_engine", choices),)
+    return (VariantSet("toy_engine", choices),)
 
 
 def filter_key(problem: ConvProblem, config: Toy) -> None:

@@ -40,7 +40,7 @@ constexpr int TILES = GRAD ? 6 : STRIDE == 1 ? 5 : 3;         // eights of colum
 constexpr int UNITS = GRAD ? TILES / 2 + 1 : STRIDE * (TILES - 1) + 2 * STEPS;  // eights of columns of x that these read
 constexpr int FACTORS = GRAD ? 2 : STEPS;                     // matrices of a row of the filter
 constexpr int BEFORE = GRAD ? 32 : 8 * STRIDE;                // zeros before a row of taps
-constexpr int BESIDE = GRAD ? -2 : 1;                         // the second tap of a word, relative to its own
+constexpr int NEXT_TAP = GRAD ? -2 : 1;                         // the second tap of a word, relative to its own
 constexpr int ROWS_APART = GRAD ? 2 : 1;                      // rows of y of a task
 // the first eight of x of task `number` of a row, and of tile `tile` of a task; the matrix of the tile in a step
 DEVICE constexpr int unit_of_task(int number) { return GRAD ? number * (TILES / 2) : number * TILES * STRIDE; }
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     uint32_t word = 0;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int at = of_row.rest - BEFORE + e * BESIDE;
+      const int at = of_row.rest - BEFORE + e * NEXT_TAP;
       const Divided tap(max(at, 0), arg.dil_w, arg.by_dil_w);
       if (at < 0 || tap.rest || tap.quotient >= filter_s) continue;
       const int number = of_plane.rest * filter_s + tap.quotient, last = filter_r * filter_s - 1;

@@ -47,7 +47,7 @@ struct DensePhase {
   long long tap_r, by_tap_r, tap_s, by_tap_s;                 // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;     // number in w of the first tap, and steps from one to the next
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
-  long long pixels, rank;                                     // pixels of the phase; spatial axes of the loads
+  long long pixels, spatial_dims;                             // pixels of the phase; spatial axes of the loads
   long long load_plane, by_load_plane;                        // pixels of an image, as x is loaded,
   long long load_pq, by_load_pq, load_q, by_load_q;           // of a slice and of a row
   long long stride_d, stride_h, stride_w;                     // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
@@ -88,7 +88,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
     const Range range(shape);
     const LoadBase base(shape, of.pixel);
     Taps walk(shape, range.first, taps_apart(shapes, of));
-    const int channel_blocks = (int)shape.channel_blocks, rank = (int)shape.rank;
+    const int channel_blocks = (int)shape.channel_blocks, spatial_dims = (int)shape.spatial_dims;
 #if W_MN_MAJOR
     const int filter_blocks = blocks_of(shape, of);
 #endif
@@ -105,7 +105,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
       const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
       barrier_expect(arrived, BLOCK_M * span + (TURNED ? 0 : filter_bytes));
       if (TURNED) barrier_expect(filter_arrived, filter_bytes);
-      load_im2col(rank, a, map_x, arrived, walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
+      load_im2col(spatial_dims, a, map_x, arrived, walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
 #if W_MN_MAJOR
 #pragma unroll
       for (int block = 0; block < MN_BLOCKS; ++block)

@@ -5,8 +5,8 @@
 #pragma once
 #include "hopper/taps.cuh"
 
-template <int rank>
-DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
+template <int spatial_dims>
+DEVICE void produce_by(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
   if (WITH_MAP_W) prefetch_map(map_w);
 #pragma unroll
   for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps.of + phase);
@@ -43,7 +43,7 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
           }
 #pragma unroll
         for (int limb = 0; limb < LIMBS; ++limb)
-          load_im2col<rank>(stage + A_BYTES + limb * B_BYTES + sub * BLOCK_N * SPAN, map_x, arrived,
+          load_im2col<spatial_dims>(stage + A_BYTES + limb * B_BYTES + sub * BLOCK_N * SPAN, map_x, arrived,
                             real ? channel + walk.c * LOAD_CHANNELS : (int)shape.channels, base.w, base.h, base.d,
                             base.image + limb * limb_images, real ? walk.x_s : 0, real ? walk.x_r : 0, real ? walk.x_t : 0);
         ++block;
@@ -53,8 +53,8 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
   }
 }
 DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
-  const int rank = (int)shapes.of[0].rank;
-  if (rank == 1) produce_ranked<1>(w, map_w, maps, shapes, rings);
-  if (rank == 2) produce_ranked<2>(w, map_w, maps, shapes, rings);
-  if (rank == 3) produce_ranked<3>(w, map_w, maps, shapes, rings);
+  const int spatial_dims = (int)shapes.of[0].spatial_dims;
+  if (spatial_dims == 1) produce_by<1>(w, map_w, maps, shapes, rings);
+  if (spatial_dims == 2) produce_by<2>(w, map_w, maps, shapes, rings);
+  if (spatial_dims == 3) produce_by<3>(w, map_w, maps, shapes, rings);
 }

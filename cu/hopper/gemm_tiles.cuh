@@ -34,7 +34,7 @@ struct GemmPhase {
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
   long long dilation_d, dilation_h, dilation_w;            // offset in x from one tap to the next
   long long pixels, limb_images;                           // pixels of the launch; images to skip in x's map to reach the second limb
-  long long rank;                                          // spatial axes of the loads
+  long long spatial_dims;                                  // spatial axes of the loads
   long long load_plane, by_load_plane;                     // pixels of an image, as x is loaded,
   long long load_pq, by_load_pq, load_q, by_load_q;        // of a slice and of a row
   long long stride_d, stride_h, stride_w;                  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on

@@ -78,7 +78,7 @@ struct WgradNhwcArguments {
   long long inner, by_inner, taps_inner;                      // neighbouring blocks: of the channels of a tap or, with taps_inner, of the taps of some channels
   long long taps, tap_r, by_tap_r, tap_s, by_tap_s;           // taps: all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
-  long long rank;                                             // spatial axes of the loads; 0: position n of dy reads pixel n of x
+  long long spatial_dims;                                     // spatial axes of the loads; 0: position n of dy reads pixel n of x
   long long load_plane, by_load_plane;                        // positions of an image, as x is loaded,
   long long load_pq, by_load_pq, load_q, by_load_q;           // of a slice and of a row
   long long stride_d, stride_h, stride_w;                     // x of position (o, p, q), tap 0: o * stride_d + low_d and so on
@@ -156,7 +156,7 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
     c[i] = of.pack * (int)arg.columns + column.channel;
     offsets[i] = row.rest * (int)arg.dilation_w | slice.rest * (int)arg.dilation_h << 16 | slice.quotient * (int)arg.dilation_d << 24;
   }
-  const int k = of.pack * (int)arg.rows + of.row, rank = (int)arg.rank;
+  const int k = of.pack * (int)arg.rows + of.row, spatial_dims = (int)arg.spatial_dims;
   Ring::Position at;
   fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
     const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
@@ -167,10 +167,10 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
       if (i < of.dy_blocks) load_box(dy + i * BLOCK_BYTES, map_dy, arrived, k + CHANNELS * i, step * BLOCK_K, 0);
 #pragma unroll
     for (int i = 0; i < X_BLOCKS; ++i)
-      if (i < of.x_blocks && rank == 0)
+      if (i < of.x_blocks && spatial_dims == 0)
         load_box(x + i * BLOCK_BYTES, map_x, arrived, c[i], step * BLOCK_K, 0);
       else if (i < of.x_blocks)
-        load_im2col(rank, x + i * BLOCK_BYTES, map_x, arrived, c[i], base, offsets[i] & 0xffff, offsets[i] >> 16 & 0xff, offsets[i] >> 24);
+        load_im2col(spatial_dims, x + i * BLOCK_BYTES, map_x, arrived, c[i], base, offsets[i] & 0xffff, offsets[i] >> 16 & 0xff, offsets[i] >> 24);
   });
 }
 #endif

@@ -5,9 +5,9 @@
 
 // A unit: up to 16 neighbouring channels of y, from `first` to `end`, of whole groups or of a part of one; `from` is the first channel of x that these
 // groups read, rounded down to a multiple of `aligned`. `shape` has the members unit_groups, units_group, groups, read and written.
-struct Unit {
+struct ChannelUnit {
   int first, end, from;
-  template <class Shape> DEVICE Unit(const Shape& shape, int number, int aligned) {
+  template <class Shape> DEVICE ChannelUnit(const Shape& shape, int number, int aligned) {
     const Divided of(number, shape.units_group, shape.by_units_group);
     const int group = of.quotient * (int)shape.unit_groups;
     first = group * (int)shape.written + of.rest * 16;

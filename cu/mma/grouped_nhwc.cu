@@ -5,12 +5,12 @@
 //
 // Unit     up to 16 neighbouring channels of y, of whole groups or of a part of one, and the channels of x that these groups read, in steps of
 //          32 bytes. Its filter is a matrix of 16 channels for each tap and step, with zeros for channels of x of other groups.
-// Mapping  block -> a slab of `units` units, and every `blocks`-th tile of pixels. Order, fastest first: slabs, phases, tiles.
+// Mapping  block -> `units` units, and every `blocks`-th tile of pixels. Order, fastest first: blocks of units, phases, tiles.
 //          A tile is `images` x `rows` x `columns` pixels of y. Its columns, image after image, are taken in groups of 16.
 //          warp -> jobs: a unit, a group of columns, ROWS rows of y. A product has 16 pixels of a row x 8 channels x 32 bytes of channels of x.
 //          With TAPS_R > 1 a loaded row of x is multiplied with all taps of a column of the filter, for all rows of y that read it.
 //          thread -> four neighbouring channels of two pixels of each row: column 2t + e of product j is channel 4t + 2j + e.
-// Memory   shared: the slab's filter as the products take it, [unit][step][tap][lane][4 words], made once for a block; two tiles of x with what
+// Memory   shared: the units' filter as the products take it, [unit][step][tap][lane][4 words], made once for a block; two tiles of x with what
 //          surrounds them, [image][row][column][channels], zeros outside the image. The next tile arrives while one is multiplied. 16 bytes
 //          between pixels keep ldmatrix free of bank conflicts if stride_w is odd.
 // Sums     float32, in registers: over steps, then columns of the filter, then its rows; with TAPS_R = 1 over its rows first.
@@ -38,13 +38,13 @@ static_assert(TAPS_R > 1 || STRIDE_H == 1, "TAPS_R = 1 goes from row to row as t
 
 // A phase of the launch. by_n is the divisor n, prepared (division.cuh).
 struct GroupedPhase {
-  long long slabs, by_slabs, blocks;                       // slabs; blocks that share a slab and phase
+  long long unit_blocks, by_unit_blocks, blocks;           // blocks of units; blocks that share their units and phase
   long long tiles, tiles_p, by_tiles_p, tiles_q, by_tiles_q;  // all tiles; along rows and columns of y
-  long long units, unit_groups;                            // units of a slab: 1, 2, 4 or 8; groups of a unit, 1 if a group has several units
+  long long units, unit_groups;                            // units of a block: 1, 2, 4 or 8; groups of a unit, 1 if a group has several units
   long long units_group, by_units_group;                   // units of a group
   long long groups, read, written, by_written;             // groups; channels of a group of x, and of y
   long long steps, by_steps;                               // steps of a unit
-  long long chunks, by_chunks, pitch;                      // 16-byte chunks of a slab of x; bytes from one pixel to the next in shared memory
+  long long chunks, by_chunks, pitch;                      // 16-byte chunks of x for the units; bytes from one pixel to the next in shared memory
   long long images, rows, columns, by_columns;             // of a tile of y
   long long tile_h, by_tile_h, tile_w, rows_x;             // of x's tile: rows and columns of an image, rows of all images
   long long jobs_q, by_jobs_q, jobs;                       // jobs of a unit and tile: groups of columns, all
@@ -71,7 +71,7 @@ DEVICE void lay_filter(const GroupedPhase& shape, int unit0, const data_t* __res
   for (int i = threadIdx.x; i < all; i += THREADS) {
     const int lane = i / 4 % 32, column = lane / 8 * 4 + i / 2 % 2 * 2 + lane / 4 % 2;
     const Divided of(i / 128, shape.steps, shape.by_steps);
-    const Unit unit(shape, unit0 + of.quotient, STEP / 2);
+    const ChannelUnit unit(shape, unit0 + of.quotient, STEP / 2);
     const Divided row(min(unit.first + column, (int)shape.k - 1), shape.written, shape.by_written);
     // its first channel, counted in the group, which it may not belong to
     const int c = unit.from + of.rest * STEP + (i % 2 * 4 + lane % 4) * PAIR - row.quotient * (int)shape.read;
@@ -142,7 +142,7 @@ static __device__ __noinline__ float recompute_fp32(const GroupedPhase& shape, c
 
 // A warp's work: a unit, and some rows and columns of it in each tile.
 struct Worker {
-  Unit unit;
+  ChannelUnit unit;
   int channel;      // this thread's first channel of y
   uint32_t filter;  // the first matrix in shared memory, this lane's part
   int offset;       // bytes from a pixel of a tile to what this lane addresses of it
@@ -153,7 +153,7 @@ struct Worker {
     const int lane = threadIdx.x % 32;
     channel = unit.first + lane % 4 * 4;
     filter = filters + (number * (int)(shape.steps * shape.taps) * 32 + lane) * 16;
-    offset = (unit.from - Unit(shape, unit0, STEP / 2).from) * (int)sizeof(data_t) + lane / 16 * 16;
+    offset = (unit.from - ChannelUnit(shape, unit0, STEP / 2).from) * (int)sizeof(data_t) + lane / 16 * 16;
 #pragma unroll
     for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, scales, biases, min(channel + e, (int)shape.k - 1));
   }
@@ -266,9 +266,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                  const data_t* residual, data_t* __restrict__ y, const __grid_constant__ Phases phases) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(128) uint4 dynamic[];
-  const Divided of_slab(blockIdx.x, phases.of[0].slabs, phases.of[0].by_slabs);
-  const GroupedPhase& shape = phases.of[of_slab.quotient % PHASES];
-  const int unit0 = of_slab.rest * (int)shape.units, first = of_slab.quotient / PHASES, next = (int)shape.blocks, c0 = Unit(shape, unit0, STEP / 2).from;
+  const Divided of_unit_block(blockIdx.x, phases.of[0].unit_blocks, phases.of[0].by_unit_blocks);
+  const GroupedPhase& shape = phases.of[of_unit_block.quotient % PHASES];
+  const int unit0 = of_unit_block.rest * (int)shape.units, first = of_unit_block.quotient / PHASES, next = (int)shape.blocks, c0 = ChannelUnit(shape, unit0, STEP / 2).from;
   const int filter_size = (int)(shape.units * shape.steps * shape.taps * 32), tile_size = (int)(shape.rows_x * shape.tile_w * shape.pitch);
   const uint32_t filter = shared_address(dynamic), tiles = filter + filter_size * 16;
 

@@ -5,7 +5,7 @@
 //
 // Unit     16 neighbouring channels of dy, of whole groups or of a part of one, and the channels of x that these groups read, in steps of 16. A
 //          product has 16 channels of dy x 8 of x; products of channels of different groups are not stored.
-// Mapping  block -> a slab of `units` units, TAPS taps, and every `parts`-th tile of pixels. Order, fastest first: slabs, taps, parts.
+// Mapping  block -> `units` units, TAPS taps, and every `parts`-th tile of pixels. Order, fastest first: blocks of units, taps, parts.
 //          A tile is `images` x `rows` x `columns` pixels of dy. Its columns, image after image, are taken in groups of 16.
 //          warp -> a step of a unit, and some of the rows: a product sums 16 pixels of a row. In the end one warp of each step adds the others' sums.
 // Memory   shared: 32 bytes of zeros for missing pixels; two tiles of x, with what surrounds them, and of dy, [image][row][column][channels],
@@ -29,13 +29,13 @@ constexpr int THREADS = 256, WARPS = THREADS / 32, ALIGNED = 8;
 
 // by_n is the divisor n, prepared (division.cuh).
 struct GroupedWgradArguments {
-  long long slabs, by_slabs, tap_blocks, by_tap_blocks, parts;    // slabs; blocks of TAPS taps; parts of the sum
+  long long unit_blocks, by_unit_blocks, tap_blocks, by_tap_blocks, parts;  // blocks of units; blocks of TAPS taps; parts of the sum
   long long tiles, tiles_p, by_tiles_p, tiles_q, by_tiles_q;      // all tiles; along rows and columns of dy
-  long long units, unit_groups, units_group, by_units_group;      // units of a slab, groups of a unit, units of a group
+  long long units, unit_groups, units_group, by_units_group;      // units of a block, groups of a unit, units of a group
   long long groups, read, written, by_written;                    // groups; channels of a group of x, and of dy
-  long long units_all, steps, by_steps, jobs, by_jobs, beside;     // all units; steps of a unit, of a slab; warps of a step
+  long long units_all, steps, by_steps, jobs, by_jobs, beside;     // all units; steps of a unit, of a block; warps of a step
   long long images, rows, by_rows, columns, by_columns, columns_all;  // images, rows and columns of a tile of dy; columns of all images
-  long long chunks_y, by_chunks_y, pitch_y, rows_y;               // of dy: 16-byte chunks of a slab, bytes from pixel to pixel, rows of a tile
+  long long chunks_y, by_chunks_y, pitch_y, rows_y;               // of dy: 16-byte chunks for the units, bytes from pixel to pixel, rows of a tile
   long long chunks_x, by_chunks_x, pitch_x, rows_x;               // the same of x
   long long tile_h, by_tile_h, tile_w;                            // rows and columns of x that an image's part of a tile reads
   long long n, h, w, pixel_x, p, q, pixel_y;                      // sizes of x and dy; 16-byte words of a pixel
@@ -105,9 +105,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                        const __grid_constant__ GroupedWgradArguments arg) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(128) uint4 dynamic[];
-  const Divided of_slab(blockIdx.x, arg.slabs, arg.by_slabs), of_taps(of_slab.quotient, arg.tap_blocks, arg.by_tap_blocks);
-  const int unit0 = of_slab.rest * (int)arg.units, tap0 = of_taps.rest * TAPS, part = of_taps.quotient, count = min(TAPS, (int)arg.taps - tap0);
-  const Unit first(arg, unit0, ALIGNED);
+  const Divided of_unit_block(blockIdx.x, arg.unit_blocks, arg.by_unit_blocks), of_taps(of_unit_block.quotient, arg.tap_blocks, arg.by_tap_blocks);
+  const int unit0 = of_unit_block.rest * (int)arg.units, tap0 = of_taps.rest * TAPS, part = of_taps.quotient, count = min(TAPS, (int)arg.taps - tap0);
+  const ChannelUnit first(arg, unit0, ALIGNED);
   const int size_x = (int)(arg.rows_x * arg.tile_w * arg.pitch_x), size_y = (int)(arg.rows_y * arg.columns * arg.pitch_y);
   const uint32_t zeros = shared_address(dynamic), tiles = zeros + 32;
   if (threadIdx.x < 2) dynamic[threadIdx.x] = make_uint4(0, 0, 0, 0);
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   // this warp's step, and which of its warps it is
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Divided of_job(warp, arg.jobs, arg.by_jobs), of_unit(of_job.rest, arg.steps, arg.by_steps);
-  const Unit unit(arg, unit0 + of_unit.quotient, ALIGNED);
+  const ChannelUnit unit(arg, unit0 + of_unit.quotient, ALIGNED);
   const bool works = of_job.quotient < (int)arg.beside && unit0 + of_unit.quotient < (int)arg.units_all;
   const int channel_x = unit.from + of_unit.rest * 16;
   int offsets[TAPS];

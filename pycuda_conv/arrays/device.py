@@ -18,7 +18,7 @@ from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.errors import ConvArgumentError, DeviceMemoryError, brief
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime import Device, KernelLaunch, contexts, get_device
-from pycuda_conv.runtime.base import Place
+from pycuda_conv.runtime.base import BufferSlice
 from pycuda_conv.runtime.device import CudaDevice, Where
 from pycuda_conv.runtime.memory import block_class, out_of_memory
 
@@ -108,7 +108,7 @@ CopyArguments = kernel_struct("copy_strided", "CopyArguments")
 COPY = "copy_strided"
 
 
-def copying(shape: Sequence[int], strides: Sequence[int], dtype: str, source: Place, target: Place) -> KernelLaunch:
+def copying(shape: Sequence[int], strides: Sequence[int], dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
     """A launch that gathers a strided array (strides in bytes), of at most five axes, into C order at `target`."""
     itemsize, rank = bytes_of(dtype), 5
     fill = (1,) * (rank - len(shape))

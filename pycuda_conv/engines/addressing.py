@@ -116,7 +116,7 @@ class PhaseAddressing:
     base: Size3
     step: Size3
     #: the spatial axes that the loads need, and whether they see all images as one row of pixels
-    rank: int
+    spatial_dims: int
     flat: bool
 
 
@@ -140,15 +140,16 @@ def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -
     taps, stride, low, dilation, base, step = (size3(list(values)) for values in zip(*axes, strict=True))
     trivial = [packed.size[i] == phase.size[i] and taps[i] <= 1 and stride[i] == 1 and low[i] == 0 for i in range(3)]
     flat = all(trivial) and packed.window is None
-    rank = 1 if flat or (trivial[0] and trivial[1] and packed.size[:2] == (1, 1)) else 2 if trivial[0] and packed.size[0] == 1 else 3
+    of_line, of_plane = flat or (trivial[0] and trivial[1] and packed.size[:2] == (1, 1)), trivial[0] and packed.size[0] == 1
+    spatial_dims = 1 if of_line else 2 if of_plane else 3
     if not flat:
-        for i in range(3 - rank, 3):
-            lowest, highest = CORNERS[rank]
+        for i in range(3 - spatial_dims, 3):
+            (lowest, highest), furthest = CORNERS[spatial_dims], OFFSETS[spatial_dims]
             upper = low[i] + (phase.size[i] - 1) * stride[i] - (packed.size[i] - 1)
             reach = (max(taps[i], 1) - 1) * dilation[i]
-            if not lowest <= low[i] <= highest or not lowest <= upper <= highest or reach > OFFSETS[rank] or stride[i] > MOST_STRIDE:
+            if not lowest <= low[i] <= highest or not lowest <= upper <= highest or reach > furthest or stride[i] > MOST_STRIDE:
                 return None
-    return PhaseAddressing(phase, taps, stride, low, dilation, base, step, rank, flat)
+    return PhaseAddressing(phase, taps, stride, low, dilation, base, step, spatial_dims, flat)
 
 
 @lru_cache(maxsize=1024)

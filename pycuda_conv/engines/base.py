@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from pycuda_conv.engines.schedule import Schedule
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
@@ -118,8 +118,8 @@ class Engine(Protocol):
         """Whether its kernels multiply on tensor cores, and so are fast in either layout."""
 
     @property
-    def MOST_TEXTS(self) -> Mapping[str, int]:
-        """By a device's backend, the most texts that :meth:`texts` may give, not counting those for arrays of 2^31 elements.
+    def MOST_VARIANTS(self) -> Mapping[str, int]:
+        """By a device's backend, the most texts that :meth:`variants` may give, not counting those for arrays of 2^31 elements.
 
         Each text takes a second or two to compile, for everybody who compiles all of them.
         """
@@ -151,7 +151,7 @@ class Engine(Protocol):
         Whatever might change a bit belongs in it; when in doubt, include it.
         """
 
-    def texts(self, device: Device) -> Iterable[TextFamily]:
+    def variants(self, device: Device) -> Iterable[VariantSet]:
         """All texts of its own kernels that problems of any kind may ask for on such a device."""
 
     def filter_key(self, problem: ConvProblem, config: Any) -> Hashable:

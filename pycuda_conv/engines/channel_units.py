@@ -14,7 +14,7 @@ ONE_GROUP = 8  # steps of all units of a single group, beyond which whole tiles 
 
 
 class Units(NamedTuple):
-    """How channels are cut into units. A unit is ``Unit`` of ``cu/mma/grouped.cuh``."""
+    """How channels are cut into units. A unit is ``ChannelUnit`` of ``cu/mma/grouped.cuh``."""
 
     total: int
     groups: int  # of a unit
@@ -70,14 +70,14 @@ def _steps(units: int, read: int, itemsize: int) -> tuple[int, bool]:
 
 @lru_cache(maxsize=256)  # the planner asks for them once a configuration
 def chunks_read(units: Units, count: int) -> int:
-    """16-byte chunks of the channels that a slab of `count` units reads."""
+    """16-byte chunks of the channels that `count` units read."""
     firsts = range(0, units.total, count)
     return max(units.first_read(first + count - 1) - units.first_read(first) for first in firsts) // units.aligned + 2 * units.steps
 
 
 @lru_cache(maxsize=256)
 def chunks_written(units: Units, count: int) -> int:
-    """16-byte chunks of the channels that a slab of `count` units writes."""
+    """16-byte chunks of the channels that `count` units write."""
     firsts = range(0, units.total, count)
     return ceil(max(units.first_written(first + count - 1) - units.first_written(first) for first in firsts) + UNIT, units.aligned)
 

@@ -17,14 +17,14 @@ from pycuda_conv.engines.schedule import RESULT, WORKSPACE, Arena, Moments, Sche
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, products
-from pycuda_conv.engines.texts import FLAG
+from pycuda_conv.engines.variants import FLAG
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
-    products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, Place, MomentsLayout], list[KernelLaunch]],
+    products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, BufferSlice, MomentsLayout], list[KernelLaunch]],
     moments: Moments | None = None, filter_last: bool = False, windows: bool = False, clusters: bool = False, recomputes: bool = False,
     tickets: int = 0, source: ConvProblem | None = None,
 ) -> Schedule:
@@ -38,7 +38,7 @@ def assemble(
     packed, addressings = packed_layout(problem, windows)
     scratch = Arena(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last, clusters, tickets, source)
-    target: Place = RESULT
+    target: BufferSlice = RESULT
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
     layout = MomentsLayout(moments, scratch, multiprocessors)

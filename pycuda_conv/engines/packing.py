@@ -28,9 +28,9 @@ from pycuda_conv.engines.range_guard import slack
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, Arena
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, limbs
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 PACK_THREADS = 256
 PACK_PIXELS = 4  # pixels, 8 channels of each, that a thread packs at once if an image has so many
@@ -39,7 +39,7 @@ SLOTS = 4  # the most blocks a multiprocessor that finalize scales
 CLUSTER = 8  # blocks of a cluster: images of up to so many tiles have their scale finalized while they are packed
 WARPS = PACK_THREADS // 32
 MANY_ROWS = 2  # rows of a filter a multiprocessor: from so many on, warps pack them, if they are short
-BESIDE_ROWS = 4  # rows of a filter that are neighbours in memory and packed by one block
+NEIGHBOUR_ROWS = 4  # rows of a filter that are neighbours in memory and packed by one block
 ROWS_ROOM = 7168  # words of shared memory for the rows of a filter that a block's warps pack, beside one word every eight channels
 FILTER_ROOM = 11264  # words of shared memory for a row of a filter: four such blocks fit a multiprocessor
 NOWHERE: tuple[int, int] = (INPUT, 0)  # the place of what a launch does not have
@@ -61,8 +61,8 @@ class Operands:
     w_scales: tuple[int, int]
     w_flags: tuple[int, int]
     tickets: tuple[int, int]
-    x_tiles: Place
-    w_tiles: Place
+    x_tiles: BufferSlice
+    w_tiles: BufferSlice
     tiles: int
     prepare: list[list[KernelLaunch]]
     images: list[list[KernelLaunch]]
@@ -130,7 +130,7 @@ class PackedArray:
         slices = max(1, min(array.tiles, SLOTS * multiprocessors // array.images)) if array.defines["IN"] == FLOAT else 1
         return replace(array, arguments=array.arguments._replace(slices=slices, by_slices=divider(slices)))
 
-    def scale_places(self, scratch: Arena, scales: Place, flags: Place) -> tuple[Place, ...]:
+    def scale_places(self, scratch: Arena, scales: BufferSlice, flags: BufferSlice) -> tuple[BufferSlice, ...]:
         """Where a launch writes scales and flags; and, without clusters, the extremes of tiles, which get a place in `scratch`."""
         if self.clustered:
             return scales, flags
@@ -307,8 +307,8 @@ def pack_operands(
         if flagged(problem, packed):
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
     of_images, tiles = images.scale_places(scratch, x_scales, x_flags), _shared_tiles(images)
-    x_tiles: Place = of_images[-1] if tiles else NOWHERE
-    w_tiles: Place = NOWHERE
+    x_tiles: BufferSlice = of_images[-1] if tiles else NOWHERE
+    w_tiles: BufferSlice = NOWHERE
     tickets_at = scratch.take(4 * tickets) if tickets else NOWHERE
 
     images, row_packers = _with_filter(problem, packed, images, filter_rows, filter_last, multiprocessors)
@@ -339,10 +339,10 @@ def _with_filter(
     written, shared = problem.result_channels, images.filter_shared
     strides = dict(zip(("w_m", "w_c", "w_tap"), filter_last_strides(problem), strict=True)) if filter_last else {}
     args = images.arguments._replace(**strides)
-    if args.w_m == 1 and not packed.level and written // problem.groups % BESIDE_ROWS == 0:  # without shared memory
+    if args.w_m == 1 and not packed.level and written // problem.groups % NEIGHBOUR_ROWS == 0:  # without shared memory
         by_one = divider(1)
         args = args._replace(fitting=0, by_fitting=by_one, part_pieces=0, by_part_pieces=by_one, parts=1, by_parts=by_one)
-        args = args._replace(row_bits=BESIDE_ROWS.bit_length() - 1)
+        args = args._replace(row_bits=NEIGHBOUR_ROWS.bit_length() - 1)
         shared = 0
     elif written >= MANY_ROWS * multiprocessors and _short_rows(problem, packed):
         args = args._replace(row_bits=WARPS.bit_length() - 1)
@@ -352,7 +352,7 @@ def _with_filter(
     return replace(images, arguments=args, filter_shared=shared), rows
 
 
-def _pack_beside(images: PackedArray, buffers: tuple[Place, ...], rows: int, blocks: int, tickets: int) -> KernelLaunch:
+def _pack_beside(images: PackedArray, buffers: tuple[BufferSlice, ...], rows: int, blocks: int, tickets: int) -> KernelLaunch:
     """The launch that packs so many `rows` of the filter, and the images in so many `blocks`; either may be 0."""
     args = images.arguments._replace(filter_rows=rows, tickets=tickets if blocks else 0)
     if not blocks:
@@ -362,7 +362,7 @@ def _pack_beside(images: PackedArray, buffers: tuple[Place, ...], rows: int, blo
     return KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=args)
 
 
-def _pack_alone(array: PackedArray, buffers: tuple[Place, ...]) -> KernelLaunch:
+def _pack_alone(array: PackedArray, buffers: tuple[BufferSlice, ...]) -> KernelLaunch:
     """The launch that packs an array alone."""
     return KernelLaunch("pack", array.defines, array.blocks, PACK_THREADS, buffers, (), shared=array.shared, arguments=array.arguments)
 
@@ -373,10 +373,10 @@ def _shared_tiles(images: PackedArray) -> int:
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 124}
+MOST_VARIANTS = {"cuda": 124}
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text of pack.cu for each type and layout, and for each way to read images."""
     windows = device.capability >= (9, 0)
     clusters = (0, CLUSTER) if windows else (0,)
@@ -386,9 +386,9 @@ def texts(device: Device) -> Iterator[TextFamily]:
             "RANGE_CHECK": (1,) if code == FLOAT else FLAG if windows else (0,),
             "SAMPLE_SCALE": FLAG if code == FLOAT else (0,), "FILTER": FLAG, "FOLDED": FLAG, "CLUSTER": clusters,
         }  # fmt: skip
-        yield TextFamily("pack", choices, _packs)
+        yield VariantSet("pack", choices, _packs)
         images = {"SAMPLE_SCALE": (0,), "FILTER": (0,), "FOLDED": (0,), "BORDERED": (1,)}
-        yield TextFamily("pack", choices | images | ({} if code == FLOAT else {"RANGE_CHECK": (0,), "CLUSTER": (0,)}), _packs)
+        yield VariantSet("pack", choices | images | ({} if code == FLOAT else {"RANGE_CHECK": (0,), "CLUSTER": (0,)}), _packs)
 
 
 def _packs(d: Mapping[str, int]) -> bool:

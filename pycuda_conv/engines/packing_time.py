@@ -14,7 +14,7 @@ WINDOWED = 1.8  # relative time of packing images whose windows overlap
 FITTING = 3e7  # bytes that the L2 cache keeps from one launch to the next
 #: By the bytes of an element: bytes a microsecond that launches beside the product move, microseconds of each launch, and microseconds
 #: that each block adds if it packs fewer than FEW pixels.
-BESIDE = {8: (3.9e6, 0.75, 0.018), 4: (3.4e6, 0.7, 0.018), 2: (3.5e6, 0.75, 0.008)}
+BY_ELEMENT = {8: (3.9e6, 0.75, 0.018), 4: (3.4e6, 0.7, 0.018), 2: (3.5e6, 0.75, 0.008)}
 FEW = 32
 SECTOR = 32  # bytes of memory that are read at once
 #: Microseconds to pack a row of a filter, for each limb, besides its bytes; relative time of rows with folded taps; and of the bytes of
@@ -59,7 +59,7 @@ def overhead(
     elif split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
         adding = 2.0
-    few, (rate, launch_time, few_time) = 0.0, BESIDE[problem.itemsize]
+    few, (rate, launch_time, few_time) = 0.0, BY_ELEMENT[problem.itemsize]
     if problem.layout == "CNHW" and packed.level and not packed.as_is and problem.itemsize == 4:
         numbers = math.prod(problem.input_shape) + math.prod(problem.weight_shape)
         written = limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups

@@ -17,7 +17,7 @@ from pycuda_conv.engines.schedule import WORKSPACE, Arena, Moments
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 
 def slack(problem: ConvProblem) -> int:
@@ -27,7 +27,7 @@ def slack(problem: ConvProblem) -> int:
 
 
 def guarded(
-    problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None
+    problem: ConvProblem, found: Sequence[BufferSlice], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None
 ) -> list[KernelLaunch]:
     """Launches that recompute the results that depend on flagged images and channels of `problem`: see ``direct/gemm.cu``.
 

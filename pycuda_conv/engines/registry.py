@@ -14,7 +14,7 @@ from pycuda_conv.engines import packing, split_sum
 from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError
 from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
@@ -294,11 +294,11 @@ def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config
     return config
 
 
-def texts(device: Device) -> list[TextFamily]:
+def variants(device: Device) -> list[VariantSet]:
     """All texts of kernels that `device` may be asked for: a closed list, except for engines whose texts have their layer's numbers."""
-    packed = packing.texts(device) if device.backend == "cuda" else ()
-    own = [family for engine in ENGINES if engine.unsupported(device) is None for family in engine.texts(device)]
-    return [*own, *split_sum.texts(device), *packed]
+    packed = packing.variants(device) if device.backend == "cuda" else ()
+    own = [family for engine in ENGINES if engine.unsupported(device) is None for family in engine.variants(device)]
+    return [*own, *split_sum.variants(device), *packed]
 
 
 def filter_key(problem: ConvProblem, config: Config) -> Hashable:

@@ -9,9 +9,9 @@ from typing import Any, cast
 from pycuda_conv.engines.geometry import ceil, divider
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, finish
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
 THREADS = 256  # of a block of direct/reduce.cu
@@ -26,7 +26,7 @@ def splits(problem: ConvProblem, most: int) -> tuple[int, ...]:
 ReduceArguments = kernel_struct("direct_reduce", "ReduceArguments")
 
 
-def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunch:
+def reduce_launch(problem: ConvProblem, split: int, parts: BufferSlice) -> KernelLaunch:
     """The launch that adds the `parts` of a split sum in a fixed order, and finishes it: ``direct/reduce.cu``."""
     size = math.prod(problem.result_shape)
     plane, channels = 1 if problem.layout == "NHWC" else math.prod(problem.result_size), problem.result_channels
@@ -63,12 +63,12 @@ def _lanes(split: int) -> int:
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 4, "opencl": 4}
+MOST_VARIANTS = {"cuda": 4, "opencl": 4}
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text of direct/reduce.cu for each type."""
-    yield TextFamily("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
 
 
 def time(size: int, split: int, nbytes: int, multiprocessors: int) -> float:

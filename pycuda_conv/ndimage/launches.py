@@ -17,7 +17,7 @@ from pycuda_conv.engines.images.window import MOST_COLOURS, Window
 from pycuda_conv.ndimage.spaces import Space
 from pycuda_conv.ndimage.taps import rounded, separated
 
-#: Taps of a filter along two axes, from which on a launch for each takes less time than one for both: see docs/kernels.md.
+#: Taps of a filter along two axes, from which on a launch for each takes less time than one for both.
 LONG = {"cuda": 41, "opencl": 41}
 #: Taps of a dense filter, from which on the package's convolutions are faster: they may be transforms.
 MANY = {"cuda": 150, "opencl": 4000}

@@ -20,8 +20,8 @@ from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.nn import folding as norm_folding
 from pycuda_conv.nn import operators
-from pycuda_conv.nn.autograd import without_autocast
-from pycuda_conv.nn.options import asked_of, fake_result, spec_of
+from pycuda_conv.nn.autograd import Settings, without_autocast
+from pycuda_conv.nn.options import asked_for, asked_of, fake_result, spec_of
 from pycuda_conv.repeat import RepeatTable
 
 __all__ = ["evaluate", "spec_of"]
@@ -31,14 +31,14 @@ def evaluate(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, gamma: Tensor | None = None, beta: Tensor | None = None,
     mean: Tensor | None = None, var: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None, activation: Any = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1, precision: str = "fp32", transposed: bool = False,
-    output_padding: Any = 0,
+    output_padding: Any = 0, padding_mode: Any = "zeros", padding_value: float = 0.0,
 ) -> Tensor:
     """A convolution, batch normalisation by given statistics, the sum with a residual and an activation, without gradients.
 
     Parameters
     ----------
     x : (N, C, *size) tensor
-    weight, bias, stride, padding, dilation, groups, transposed, output_padding
+    weight, bias, stride, padding, dilation, groups, transposed, output_padding, padding_mode, padding_value
         As for :func:`pycuda_conv.conv2d` and, if `transposed`, :func:`pycuda_conv.conv_transpose2d`. The filter has the rank.
     gamma, beta, mean, var : (K,) tensors, optional
         Without `mean` and `var` there is no normalisation. Otherwise the result is (y - mean) / sqrt(var + eps) * gamma + beta for the
@@ -49,7 +49,8 @@ def evaluate(
     activation, precision
         As for :func:`pycuda_conv.conv2d`.
     """
-    asked = "conv_transpose" if transposed else "conv", stride, padding, dilation, groups, precision, output_padding, activation, eps
+    settings = Settings(weight.dim() - 2, stride, padding, dilation, groups, precision, None, False, None, padding_mode, padding_value)
+    asked = asked_for(settings, activation, eps, "conv_transpose" if transposed else "conv", output_padding)
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         with without_autocast(x):
             return _evaluate(asked, x, weight, bias, gamma, beta, mean, var, residual)

@@ -181,9 +181,10 @@ def _ways(call: Call, signatures: tuple[Signature | None, ...], layout: str, fil
 
 def ways_of(asked: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, normed: bool) -> Ways:
     """How a layer of these operands is computed."""
-    function, stride, padding, dilation, groups, precision, size, activation, _ = asked
+    function, stride, padding, dilation, groups, precision, size, activation, border, _ = asked
     ndim, sign = weight.dim() - 2, TORCH.signature
-    call = Call(function, ndim, stride, padding, dilation, groups, precision, size if function == "conv_transpose" else 0, activation)
+    size = size if function == "conv_transpose" else 0
+    call = Call(function, ndim, stride, padding, dilation, groups, precision, size, activation, None, *(border or ("zeros", 0.0)))
     signatures = tuple(None if one is None else sign(one) for one in (x, weight, residual, bias))
     how = call.hashable(), signatures, TORCH.layout(x, ndim), TORCH.layout(weight, ndim) == "NHWC", normed
     ways = _ways(*how)

@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from pycuda_conv import borders
 from pycuda_conv.arguments import ACTIVATIONS, PRECISIONS, activation_and_slope, checked_activation, integers
 from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.nn.autograd import CONV, CONV_TRANSPOSE, Settings, _empty_like, _in_numbers
+
+#: Kinds of layers besides a convolution with zeros around it, which is 0.
+_TRANSPOSED, _BORDERED = 1, 2
 
 
 class _Options(NamedTuple):
@@ -26,30 +30,36 @@ class _Options(NamedTuple):
     @lru_cache(maxsize=4096)
     def of(cls, spec: tuple[int, ...]) -> _Options:
         """The options from the list of :func:`spec_of`."""
-        transposed, number, slope, precision, groups, *axes = spec
+        kind, number, slope, precision, groups, *axes = spec
         word = ACTIVATIONS[number]
         activation = checked_activation((word, from_bits(slope, 8)) if word == "leaky_relu" else word)
-        stride, before, after, dilation, more = (tuple(axes[i::5]) for i in range(5))
+        value, width = (from_bits(axes.pop(0), 8), 7) if kind == _BORDERED else (0.0, 5)
+        stride, before, after, dilation, more, *modes = (tuple(axes[i::width]) for i in range(width))
         padding = tuple(zip(before, after, strict=True))
-        settings = Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], None, False)
-        return cls(bool(transposed), settings, more, activation)
+        words: Any = tuple((borders.MODES[m], borders.MODES[n]) for m, n in zip(*modes, strict=True)) if modes else "zeros"
+        settings = Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], None, False, None, words, value)
+        return cls(kind == _TRANSPOSED, settings, more, activation)
 
 
 def spec_of(
     ndim: int, filter_size: Sequence[int], *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-    precision: str = "fp32", activation: Any = None, transposed: bool = False, output_padding: Any = 0,
+    precision: str = "fp32", activation: Any = None, transposed: bool = False, output_padding: Any = 0, padding_mode: Any = "zeros",
+    padding_value: float = 0.0,
 ) -> list[int]:
     """The options of a layer as a flat list of ints, which ``torch.ops.pycuda_conv.evaluate`` takes: arguments cost a dispatcher time.
 
-    They are: whether the convolution is transposed, number and slope of the activation, number of the precision, groups; then for each axis
-    stride, padding before, padding after, dilation, output padding. The slope is the bits of a float64.
+    They are: the kind, number and slope of the activation, number of the precision, groups; then for each axis stride, padding before,
+    padding after, dilation, output padding. A convolution whose padding is not of zeros is a kind of its own: the padding's value stands in
+    front of the axes, and each axis ends with the numbers of its modes before and after. Slope and value are the bits of float64s.
     """
     settings = _in_numbers(Settings(ndim, stride, padding, dilation, groups, precision, None, False), filter_size)
     number, slope = activation_and_slope(checked_activation(activation))
-    spec = [int(transposed), number, bits(slope, 8), PRECISIONS.index(precision), groups]
-    more = integers("output_padding", output_padding, ndim)
-    for step, pair, spread, extra in zip(settings.stride, settings.padding, settings.dilation, more, strict=True):
-        spec += step, *pair, spread, extra
+    bordered = padding_mode != "zeros" or padding_value != 0
+    spec = [_BORDERED if bordered else int(transposed), number, bits(slope, 8), PRECISIONS.index(precision), groups]
+    spec += [bits(borders.fill_value(padding_value), 8)] if bordered else []
+    axes = settings.stride, settings.padding, settings.dilation, integers("output_padding", output_padding, ndim)
+    for step, pair, spread, extra, modes in zip(*axes, borders.mode_pairs(padding_mode, ndim), strict=True):
+        spec += step, *pair, spread, extra, *(map(borders.MODES.index, modes) if bordered else ())
     return spec
 
 
@@ -57,9 +67,15 @@ def spec_of(
 def asked_of(spec: tuple[int, ...], eps: float) -> tuple[Any, ...]:
     """The options as ``nn.evaluation._evaluate`` takes them."""
     options = _Options.of(spec)
-    _, stride, padding, dilation, groups, precision, *_ = options.settings
     function = "conv_transpose" if options.transposed else "conv"
-    return function, stride, padding, dilation, groups, precision, options.output_padding, options.activation, eps
+    return asked_for(options.settings, options.activation, eps, function, options.output_padding)
+
+
+def asked_for(settings: Settings, activation: Any, eps: float, function: str = "conv", size: Any = 0) -> tuple[Any, ...]:
+    """Settings, an activation and a norm's eps as ``nn.evaluation._evaluate`` takes them."""
+    _, stride, padding, dilation, groups, precision, _, _, _, mode, value = settings
+    border = None if mode == "zeros" and not value else (borders.hashable(mode), float(value))
+    return function, stride, padding, dilation, groups, precision, size, activation, border, eps
 
 
 def fake_result(

@@ -19,7 +19,9 @@ from pycuda_conv.arrays import torch_internals
 from pycuda_conv.nn import casting, evaluation, folding, fused, linear, norms, pooling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.fused.launches import _LayerSpec
-from pycuda_conv.nn.graph import Norm, Options, Targets, value
+from pycuda_conv.nn.graph.calls import Norm, Options, Targets
+from pycuda_conv.nn.graph.steps import value
+from pycuda_conv.nn.options import asked_for
 
 _ANYWHERE = None, None, None, False
 
@@ -156,10 +158,15 @@ def _asked(options: Options) -> tuple[Any, ...]:
     return function, ndim, stride, padding, dilation, groups, precision, size
 
 
+def asked_of_chain(options: Options, eps: float) -> tuple[Any, ...]:
+    """A chain's options as ``nn.evaluation._evaluate`` takes them."""
+    function, size = ("conv_transpose", options.output_padding) if options.transposed else ("conv", 0)
+    return asked_for(options.settings, options.activation, eps, function, size)
+
+
 def evaluation_of(options: Options, eps: float, place: str) -> Callable[..., Any]:
     """(x, weight, bias, gamma, beta, mean, var, residual) -> a chain without gradients."""
-    function, _, *others, size = _asked(options)
-    asked = function, *others, size, options.activation, eps
+    asked = asked_of_chain(options, eps)
     compute, is_cast = evaluation._evaluate, torch.is_autocast_enabled
 
     def evaluate(x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, mean: Any, var: Any, residual: Any) -> Any:
@@ -173,8 +180,7 @@ def evaluation_of(options: Options, eps: float, place: str) -> Callable[..., Any
 
 def scaled_of(options: Options, start: int, place: str) -> Callable[..., Any]:
     """(x, weight, folded, residual) -> a chain without gradients, whose norm lies at `start` in `folded`."""
-    function, _, *others, size = _asked(options)
-    asked, compute, is_cast = (function, *others, size, options.activation, 0.0), folding.scaled, torch.is_autocast_enabled
+    asked, compute, is_cast = asked_of_chain(options, 0.0), folding.scaled, torch.is_autocast_enabled
 
     def scaled(x: Any, weight: Any, folded: Any, residual: Any) -> Any:
         if is_cast(place):
@@ -256,6 +262,7 @@ def _spec(options: Options) -> list[int]:
     return evaluation.spec_of(
         ndim, (1,) * ndim, stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision,
         activation=options.activation, transposed=options.transposed, output_padding=options.output_padding,
+        padding_mode=options.settings.padding_mode, padding_value=options.settings.padding_value,
     )
 
 

@@ -25,7 +25,7 @@ Launcher = Callable[[Sequence[Any], Any], None]
 SIDE_BY_SIDE = 4
 
 #: A buffer of a launch, or a place in one: see :class:`KernelLaunch`.
-Place = int | tuple[int, int]
+BufferSlice = int | tuple[int, int]
 
 _HERE = Path(__file__).resolve().parent.parent
 #: Where the kernels lie: inside an installed package, or beside it in a checkout.
@@ -110,7 +110,7 @@ class KernelLaunch:
     defines: Mapping[str, int]
     grid: int
     block: int
-    buffers: tuple[Place, ...]
+    buffers: tuple[BufferSlice, ...]
     scalars: tuple[int, ...]
     file: str = ""
     maps: tuple[TensorMap, ...] = ()

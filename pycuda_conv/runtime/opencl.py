@@ -19,7 +19,7 @@ import numpy as np
 
 from pycuda_conv.errors import BackendError, DeviceMemoryError
 from pycuda_conv.runtime import pocl, waiting
-from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, LibraryCall, Place, forked, headers
+from pycuda_conv.runtime.base import KERNEL_DIR, BufferSlice, Device, KernelLaunch, Launcher, LibraryCall, forked, headers
 from pycuda_conv.runtime.cache import Entry, trusted_folder
 from pycuda_conv.runtime.pocl_process import compile_elsewhere
 from pycuda_conv.runtime.transforms import host
@@ -122,7 +122,7 @@ def _numbers(step: KernelLaunch) -> list[Any]:
     return [*([np.array(step.structs, np.int64)] if step.arguments else []), *(np.int64(v) for v in step.scalars)]
 
 
-def _place(place: Place) -> tuple[int, int]:
+def _place(place: BufferSlice) -> tuple[int, int]:
     """The number of a launch's buffer, and the bytes before the part that it takes."""
     return place if isinstance(place, tuple) else (place, 0)
 

@@ -16,7 +16,7 @@ from pycuda_conv.engines.images import window as images
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm, max_pool
 from pycuda_conv.engines.nn import fold_norms as folding
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import shown_file
 from pycuda_conv.runtime.target import Target
@@ -36,24 +36,24 @@ def device_of(architecture: str) -> Any:
     return Target(architecture)
 
 
-def families(architecture: str) -> list[TextFamily]:
+def families(architecture: str) -> list[VariantSet]:
     """All families of texts of an architecture."""
     device = device_of(architecture)
-    planned = [*registry.texts(device), *batch_norm.texts(device), *images.texts(device)]
+    planned = [*registry.variants(device), *batch_norm.variants(device), *images.variants(device)]
     if device.backend == "cuda":  # other devices' arrays lie in host memory
         planned += besides()
     return planned + measured(device, planned)
 
 
-def besides() -> list[TextFamily]:
+def besides() -> list[VariantSet]:
     """The texts that a GPU needs beside convolutions and batch norms: copies, casts, poolings, norms in evaluation."""
-    copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
-    return [copy, *casting.texts(), *max_pool.texts(), *folding.texts()]
+    copy = VariantSet("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
+    return [copy, *casting.variants(), *max_pool.variants(), *folding.variants()]
 
 
-def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:
+def measured(device: Any, planned: Sequence[VariantSet]) -> list[VariantSet]:
     """The texts of the shipped table's choices for the benchmark's layers that are not among those `planned`."""
-    found: dict[str, TextFamily] = {}
+    found: dict[str, VariantSet] = {}
     for problem in (as_called(in_mode(problem, mode), device) for mode in MODES for problem in core() if device.model):
         choice = shipped_table(device.model).get(device.model, key(problem))
         if choice is None or registry.refusal(problem, choice.config, device):
@@ -63,7 +63,7 @@ def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:
                 file = launch.file or launch.kernel
                 if not any(launch in family for family in planned):
                     choices = {name: (value,) for name, value in launch.defines.items()}
-                    found[launch.source()] = TextFamily(file, choices, arch=launch.arch)
+                    found[launch.source()] = VariantSet(file, choices, arch=launch.arch)
     return list(found.values())
 
 

@@ -23,7 +23,7 @@ from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import ahead, bench
 from pycuda_conv.tools.model_rows import ROWS, Case, Evaluated, Row, Trained, markdown, mean_lines, row_table
-from pycuda_conv.tools.networks import FEWER, candidates, input_shape, network, output
+from pycuda_conv.tools.networks import candidates, input_shape, most_images, network, output
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import RESULTS_PAGE, header_lines, median, write_between, write_json
 from pycuda_conv.tools.rivals import (
@@ -59,7 +59,7 @@ log = logging.getLogger("pycuda_conv")
 #: Without names after --models: networks to evaluate, each with these numbers of images, and networks to train, name -> images.
 EVALUATED = (
     "resnet50", "efficientnet_b0", "mobilenet_v2", "convnext_tiny", "segformer_b0", "densenet121", "regnet_y_1_6gf", "vae_decoder",
-    "small_unet",
+    "small_unet", "time_unet",
 )  # fmt: skip
 BATCHES = (32, 1)
 EVALUATION_MODES = ("fp16-nhwc", "fp32", "tf32")
@@ -90,7 +90,7 @@ def cases(modes: Sequence[str], training: bool, quick: bool, networks: Sequence[
     for i in range(len(BATCHES)):
         for mode in modes or EVALUATION_MODES:
             for name in networks or EVALUATED:
-                counts = list(dict.fromkeys(min(n, FEWER.get(name, n)) for n in BATCHES))
+                counts = list(dict.fromkeys(most_images(name, n) for n in BATCHES))
                 found += [Case("evaluated", name, n, mode) for n in counts[i : i + 1]]
     trained = {name: TRAINED.get(name, IMAGES) for name in networks or TRAINED}
     if training:

@@ -21,7 +21,7 @@ from pycuda_conv import engines
 from pycuda_conv.engines.tensor_cores import products
 from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.rounding import BESIDE, BESIDE_ON_TENSOR_CORES, beside_limit, relative_limit
+from pycuda_conv.rounding import TIMES_OTHER, TIMES_OTHER_ON_TENSOR_CORES, beside_limit, relative_limit
 from pycuda_conv.runtime import Device
 from pycuda_conv.tools.distributions import DISTRIBUTIONS
 from pycuda_conv.tools.engine_cases import EngineCase, engine_cases
@@ -340,7 +340,7 @@ def check(case: Case, kind: Kind, device: Device, data: tuple[np.ndarray, np.nda
 
 def judged(
     name: str, array: str, problem: ConvProblem, kernel: str, result: np.ndarray, truth: Expected, seconds: float, detail: str = "",
-    times: float = BESIDE,
+    times: float = TIMES_OTHER,
 ) -> Result:
     """The line of a result, with both verdicts. `detail` is what was found wrong before; an error of `times` torch's still passes."""
     errors = compare(problem, result, truth.reference, truth.magnitude)
@@ -426,7 +426,7 @@ def _of_draw(case: EngineCase, plan: Plan, rng: np.random.Generator) -> Result:
     elapsed = time.perf_counter() - start
     result = (made if kind == "numpy" else made.double().cpu().numpy()).astype(np.float64)
     three = engines.uses_tensor_cores(case.config) and products(problem) > 1
-    times = BESIDE_ON_TENSOR_CORES.get(case.distribution, BESIDE) if three else BESIDE
+    times = TIMES_OTHER_ON_TENSOR_CORES.get(case.distribution, TIMES_OTHER) if three else TIMES_OTHER
     return judged(case.name, kind, problem, type(case.config).__name__, result, truth, elapsed, times=times)
 
 
@@ -510,7 +510,7 @@ def run(cases: str | None = None, device: Any = None, seed: int | None = None, a
     out.print(table(f"Errors against float64 on {where.name}, seed {seed}", columns, rows, left=columns[:3], styles=styles))
     out.print(
         "of bound: the largest error, divided by what rounding explains; more than 1 fails"
-        + f"; torch's: the same of its result; {BESIDE} times as much fails too, unless it is half of one rounding" * beside,
+        + f"; torch's: the same of its result; {TIMES_OTHER} times as much fails too, unless it is half of one rounding" * beside,
         markup=False,
     )
     for r in failed:

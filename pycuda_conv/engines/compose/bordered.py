@@ -9,36 +9,39 @@ rounded behind the other engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
-from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
 from pycuda_conv.engines.geometry import shown_once
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Bordered", "adapts", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Bordered", "adapts", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 @dataclass(frozen=True)
 class Bordered(Config):
     """The configuration for the image with its border, as text."""
 
-    INNER: str = "Gemm()"
+    DELEGATE: str = "Gemm()"
+
+    FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
 
 
 CONFIGS = (Bordered,)
 LAYOUTS = "NCHW", "NHWC", "CNHW", "CHWN"
 TENSOR_CORES = True
-MOST_TEXTS = border_copy.MOST_TEXTS
+MOST_VARIANTS = border_copy.MOST_VARIANTS
 
 
 def unsupported(device: Device) -> str | None:
@@ -54,7 +57,7 @@ def adapts(problem: ConvProblem) -> bool:
     return True
 
 
-def _inner(problem: ConvProblem) -> ConvProblem:
+def _padded(problem: ConvProblem) -> ConvProblem:
     """The problem of the other engine, as it is launched: on the wider image, or on an image with zeros around it."""
     if _adds_at_rims(problem):
         return replace(problem, border=None, border_value=0.0, input_dtype="", result_dtype="").launched
@@ -66,7 +69,7 @@ MOST_RIMS = 1 / 2  # the part of an image up to which a launch of its own adds w
 
 @lru_cache(maxsize=1024)
 def _adds_at_rims(problem: ConvProblem) -> bool:
-    """Whether a gradient is computed as of zeros, and a launch adds what the border shows to the pixels at the rims: of depthwise layers."""
+    """Whether a launch adds what the border shows to a gradient that was computed as of zeros: of depthwise layers, at few pixels."""
     if problem.direction != "dgrad" or problem.border is None or problem.C != problem.groups or not problem.C:
         return False
     inside = math.prod(count for _, count in shown_once(problem))
@@ -77,13 +80,13 @@ def refusal(problem: ConvProblem, config: Bordered) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     if not problem.adapted:
         return "it is for images with borders, and for integers"
-    return inner_refusal(_inner(problem), config.INNER)
+    return delegate_refusal(_padded(problem), config.DELEGATE)
 
 
 def alike(problem: ConvProblem, config: Config) -> Config:
     """The configuration with the sums of `config`, which is for another problem, one with a border or without."""
     if isinstance(config, Bordered):
-        return config if problem.adapted else parsed(config.INNER) or config
+        return config if problem.adapted else parsed(config.DELEGATE) or config
     takes = registry.adapts(registry.engine_of(config), problem.launched)
     return Bordered(str(config)) if problem.adapted and not takes else config
 
@@ -96,23 +99,23 @@ def _folds(problem: ConvProblem) -> bool:
     return problem.direction == "dgrad" and problem.border is not None and not _adds_at_rims(problem)
 
 
-def _copies(problem: ConvProblem, inner: Config | None) -> bool:
+def _copies(problem: ConvProblem, delegate: Config | None) -> bool:
     """Whether the image has to be copied before the inner engine reads it."""
-    if inner is not None and registry.adds_border(problem, inner):
+    if delegate is not None and registry.adds_border(problem, delegate):
         return False
     return bool(problem.input_dtype) or (problem.border is not None and problem.direction != "dgrad")
 
 
 def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    inner, padded = parsed(config.INNER), _inner(problem)
-    assert inner is not None
+    delegate, padded = parsed(config.DELEGATE), _padded(problem)
+    assert delegate is not None
     scratch = Arena(WORKSPACE)
-    reads = registry.adds_border(problem, inner)
-    made = registry.schedule_with_border(problem, inner, device) if reads else registry.schedule(padded, inner, device)
+    reads = registry.adds_border(problem, delegate)
+    made = registry.schedule_with_border(problem, delegate, device) if reads else registry.schedule(padded, delegate, device)
     places: dict[Buffer, tuple[int, int]] = {}
     first, last = [], []
-    if _copies(problem, inner):
+    if _copies(problem, delegate):
         places[INPUT] = scratch.take(problem.itemsize * math.prod(padded.input_shape))
         first.append(border_copy.copy(problem, places[INPUT]))
     exact: tuple[int, int] = RESULT, 0
@@ -138,18 +141,18 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
 
 
 def filter_key(problem: ConvProblem, config: Bordered) -> Hashable:
-    """That of the inner engine."""
-    return inner_filter_key(_inner(problem), config.INNER)
+    """That of the delegate's engine."""
+    return delegate_filter_key(_padded(problem), config.DELEGATE)
 
 
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
-    """That of the inner engine, for its configurations."""
-    return inner_sum_order(_inner(problem), config.INNER) or config
+    """That of the delegate's engine, for its configurations."""
+    return delegate_sum_order(_padded(problem), config.DELEGATE) or config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
-    yield from border_copy.texts()
+    yield from border_copy.variants()
 
 
 # ---- the choice
@@ -158,12 +161,12 @@ BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multi
 BEST = 3  # predictions of the other engines that are worth comparing
 
 
-def _overhead_us(problem: ConvProblem, inner: Config | None, device: Device) -> float:
+def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) -> float:
     """Microseconds beside those of the inner engine."""
-    padded, us = _inner(problem), 0.0
+    padded, us = _padded(problem), 0.0
     wide = padded.result_shape if _folds(problem) else padded.input_shape
     moved_bytes = 0
-    if _copies(problem, inner):
+    if _copies(problem, delegate):
         moved_bytes += problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * math.prod(wide)
         us += BEGIN
     if _folds(problem):
@@ -180,8 +183,8 @@ def _overhead_us(problem: ConvProblem, inner: Config | None, device: Device) -> 
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Bordered]:
-    """The configurations worth comparing for `problem`: the inner choice, those that give its bits, and the best of other engines."""
-    padded = _inner(problem)
+    """The configurations worth comparing for `problem`: the delegate's choice, those that give its bits, and the best of other engines."""
+    padded = _padded(problem)
     chosen = registry.find(padded, device)
     if not problem.adapted or chosen is None:
         return
@@ -191,15 +194,15 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Bordered]:
 
 def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None:
     """Microseconds that `config` should take."""
-    inner = parsed(config.INNER)
-    us = None if inner is None else registry.predicted(_inner(problem), inner, device)
-    return None if us is None else us + _overhead_us(problem, inner, device)
+    delegate = parsed(config.DELEGATE)
+    us = None if delegate is None else registry.predicted(_padded(problem), delegate, device)
+    return None if us is None else us + _overhead_us(problem, delegate, device)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:
     """The other engines' choice for the image with its border, behind the microseconds that it should take."""
-    inner = registry.find(_inner(problem), device) if problem.adapted else None
-    if inner is None:
+    delegate = registry.find(_padded(problem), device) if problem.adapted else None
+    if delegate is None:
         return None
-    us = time(problem, Bordered(str(inner)), device)
-    return LAST_RESORT if us is None else us, Bordered(str(inner))
+    us = time(problem, Bordered(str(delegate)), device)
+    return LAST_RESORT if us is None else us, Bordered(str(delegate))

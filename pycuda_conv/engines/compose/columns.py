@@ -8,22 +8,23 @@ result: patches, long filters with long strides, strides of three.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 THREADS = 256  # of a block of columns_add.cu
@@ -33,13 +34,15 @@ THREADS = 256  # of a block of columns_add.cu
 class Columns(Config):
     """A configuration of the product without taps, as text."""
 
-    INNER: str = "Gemm()"
+    DELEGATE: str = "Gemm()"
+
+    FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
 
 
 CONFIGS = (Columns,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 4}
+MOST_VARIANTS = {"cuda": 4}
 
 
 def unsupported(device: Device) -> str | None:
@@ -85,7 +88,7 @@ def why_not(problem: ConvProblem) -> str | None:
 
 def refusal(problem: ConvProblem, config: Columns) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    return why_not(problem) or inner_refusal(_product(problem), config.INNER)
+    return why_not(problem) or delegate_refusal(_product(problem), config.DELEGATE)
 
 
 # ---- launches
@@ -96,9 +99,9 @@ ColumnsArguments = kernel_struct("columns_add", "ColumnsArguments")
 
 def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    inner, product = parsed(config.INNER), _product(problem)
-    assert inner is not None
-    made = registry.schedule(product, inner, device)
+    delegate, product = parsed(config.DELEGATE), _product(problem)
+    assert delegate is not None
+    made = registry.schedule(product, delegate, device)
     scratch = Arena(WORKSPACE)
     columns = scratch.take(problem.itemsize * math.prod(product.result_shape))
     places = {RESULT: columns, WORKSPACE: scratch.take(made.workspace_bytes)}
@@ -112,7 +115,7 @@ def schedule(problem: ConvProblem, config: Columns, device: Device, with_moments
     )
 
 
-def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLaunch:
+def _launch(problem: ConvProblem, columns: BufferSlice, filter_last: bool) -> KernelLaunch:
     """The launch that adds the columns. With `filter_last` the channels of a tap are neighbours in them, else the taps of a channel."""
     (_, h, w), taps = problem.result_size, _taps(problem)
     read, channels = math.prod(problem.output_size), problem.C
@@ -135,17 +138,17 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
 
 def filter_key(problem: ConvProblem, config: Columns) -> Hashable:
     """That of the product's engine."""
-    return inner_filter_key(_product(problem), config.INNER)
+    return delegate_filter_key(_product(problem), config.DELEGATE)
 
 
 def sum_order(problem: ConvProblem, config: Columns) -> Hashable:
     """That of the product's engine, for its configurations."""
-    return inner_sum_order(_product(problem), config.INNER) or config
+    return delegate_sum_order(_product(problem), config.DELEGATE) or config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
-    yield TextFamily("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
+    yield VariantSet("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
 
 
 # ---- the choice
@@ -182,14 +185,14 @@ def _worth_it(problem: ConvProblem) -> bool:
 def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
     """The configurations worth comparing for `problem`: the best ones of the product."""
     if _worth_it(problem):
-        for _, inner in registry.predictions(_product(problem), device)[:BEST]:
-            yield Columns(str(inner))
+        for _, delegate in registry.predictions(_product(problem), device)[:BEST]:
+            yield Columns(str(delegate))
 
 
 def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
     """Microseconds that `config` should take."""
-    inner = parsed(config.INNER)
-    us = None if inner is None else registry.predicted(_product(problem), inner, device)
+    delegate = parsed(config.DELEGATE)
+    us = None if delegate is None else registry.predicted(_product(problem), delegate, device)
     return None if us is None else us + _adding(problem, device)
 
 
@@ -198,6 +201,6 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Columns] | None
     if not _worth_it(problem):
         return None
     product = _product(problem)
-    inner = registry.find(product, device)
-    us = None if inner is None else registry.predicted(product, inner, device)
-    return None if us is None else (us + _adding(problem, device), Columns(str(inner)))
+    delegate = registry.find(product, device)
+    us = None if delegate is None else registry.predicted(product, delegate, device)
+    return None if us is None else (us + _adding(problem, device), Columns(str(delegate)))

@@ -10,7 +10,7 @@ from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.schedule import Buffer
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch, TensorMap
 
 
 def parsed(text: str) -> Config | None:
@@ -25,9 +25,9 @@ def parsed(text: str) -> Config | None:
         return None
 
 
-def inner_refusal(problem: ConvProblem, inner: str) -> str | None:
-    """Why the engine of `inner` can't run its `problem`, or None if it can."""
-    config = parsed(inner)
+def delegate_refusal(problem: ConvProblem, delegate: str) -> str | None:
+    """Why the engine of `delegate` can't run its `problem`, or None if it can."""
+    config = parsed(delegate)
     if config is None:
         return "it takes a configuration as it is printed"
     engine = registry.engine_of(config)
@@ -36,15 +36,15 @@ def inner_refusal(problem: ConvProblem, inner: str) -> str | None:
     return engine.refusal(problem, config)
 
 
-def inner_filter_key(problem: ConvProblem, inner: str) -> Hashable:
-    """The :func:`filter_key` of the engine of `inner` for its `problem`; None if `inner` is no configuration."""
-    config = parsed(inner)
+def delegate_filter_key(problem: ConvProblem, delegate: str) -> Hashable:
+    """The :func:`filter_key` of the engine of `delegate` for its `problem`; None if `delegate` is no configuration."""
+    config = parsed(delegate)
     return None if config is None else registry.filter_key(problem, config)
 
 
-def inner_sum_order(problem: ConvProblem, inner: str) -> Hashable:
+def delegate_sum_order(problem: ConvProblem, delegate: str) -> Hashable:
     """The :func:`sum_order` of that engine, which tells its own configurations apart."""
-    config = parsed(inner)
+    config = parsed(delegate)
     if config is None:
         return None
     engine = registry.engine_of(config)
@@ -58,7 +58,7 @@ def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, in
         to, start = places.get(Buffer(buffer), (buffer, 0))
         return to, start + offset
 
-    def of_buffer(one: Place) -> Place:
+    def of_buffer(one: BufferSlice) -> BufferSlice:
         at, offset = place(*one) if isinstance(one, tuple) else place(one, 0)
         return (at, offset) if offset else at
 

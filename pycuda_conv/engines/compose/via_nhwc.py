@@ -7,24 +7,24 @@ array takes as long as a copy. wgrad in float32 goes the other way: most of its 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, Engine
-from pycuda_conv.engines.compose.delegate import inner_filter_key, inner_refusal, inner_sum_order, moved, parsed
+from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.hopper import common as hopper
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
@@ -34,7 +34,9 @@ THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
 class ViaNhwc(Config):
     """The configuration for the transposed arrays, as text."""
 
-    INNER: str = "Gemm()"
+    DELEGATE: str = "Gemm()"
+
+    FORMER: ClassVar[Mapping[str, str]] = {"INNER": "DELEGATE"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ CONFIGS = (ViaNhwc, ViaNchw)
 TRANSPOSED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
 LAYOUTS = tuple(TRANSPOSED)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 2}
+MOST_VARIANTS = {"cuda": 2}
 
 unsupported = hopper.unsupported
 
@@ -93,7 +95,7 @@ def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
         return reason
     if type(config) is not _kind(problem):
         return f"{_kind(problem).__name__} is for arrays that lie so"
-    return inner_refusal(_transposed(problem), config.INNER)
+    return delegate_refusal(_transposed(problem), config.DELEGATE)
 
 
 # ---- launches
@@ -154,7 +156,7 @@ class _Transposition:
             rate = WIDE if self._wide == self._vector * self.itemsize == 16 else NARROW
         return BEGIN + 2 * max(self.nbytes, EMPTY * self.tiles * TILE_BYTES) / rate
 
-    def launch(self, source: Place, target: Place) -> KernelLaunch:
+    def launch(self, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
         size = self.itemsize
         row_bits, columns = self._tile
         args = arguments(
@@ -175,7 +177,7 @@ def _together(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch:
 
 
 def _read(problem: ConvProblem) -> list[_Transposition]:
-    """The matrices that are transposed before the inner launches."""
+    """The matrices that are transposed before the delegate's launches."""
     size, plane = problem.itemsize, math.prod(problem.operand_size)
     if _of_filter(problem):  # see ConvProblem.launched
         images, channels = problem.C // problem.groups, problem.N * problem.groups
@@ -199,9 +201,9 @@ def _written(problem: ConvProblem) -> _Transposition | None:
 
 def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    inner = parsed(config.INNER)
-    assert inner is not None
-    made = registry.schedule(_transposed(problem), inner, device)
+    delegate = parsed(config.DELEGATE)
+    assert delegate is not None
+    made = registry.schedule(_transposed(problem), delegate, device)
     if _of_filter(problem):
         return _of_both(problem, made)
     read, written, scratch = _read(problem), _written(problem), Arena(WORKSPACE)
@@ -247,18 +249,18 @@ def _only_fills_up(launch: KernelLaunch) -> bool:
 
 
 def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
-    """That of the inner engine."""
-    return inner_filter_key(_transposed(problem), config.INNER)
+    """That of the delegate's engine."""
+    return delegate_filter_key(_transposed(problem), config.DELEGATE)
 
 
 def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
-    """That of the inner engine, for its configurations."""
-    return inner_sum_order(_transposed(problem), config.INNER) or config
+    """That of the delegate's engine, for its configurations."""
+    return delegate_sum_order(_transposed(problem), config.DELEGATE) or config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each size of elements."""
-    yield TextFamily("via_nhwc", {"BYTES": (2, 4)})
+    yield VariantSet("via_nhwc", {"BYTES": (2, 4)})
 
 
 # ---- the choice
@@ -302,23 +304,23 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
         return
     transposed, kind = _transposed(problem), _kind(problem)
     for engine in _engines(problem, device):
-        for inner in engine.configs(transposed, device):
-            if engine.refusal(transposed, inner) is None:
-                yield kind(str(inner))
+        for delegate in engine.configs(transposed, device):
+            if engine.refusal(transposed, delegate) is None:
+                yield kind(str(delegate))
 
 
 def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
     """Microseconds that `config` should take."""
-    inner = parsed(config.INNER)
-    us = None if inner is None else registry.predicted(_transposed(problem), inner, device)
-    return None if us is None or inner is None else us + _overhead_us(problem, inner)
+    delegate = parsed(config.DELEGATE)
+    us = None if delegate is None else registry.predicted(_transposed(problem), delegate, device)
+    return None if us is None or delegate is None else us + _overhead_us(problem, delegate)
 
 
-def _overhead_us(problem: ConvProblem, inner: Config) -> float:
-    """Microseconds beside those of the inner engine."""
+def _overhead_us(problem: ConvProblem, delegate: Config) -> float:
+    """Microseconds beside those of the delegate's engine."""
     us = _transposing(problem) + _packing(problem)
     # sums that are not split are written directly to their scattered taps
-    if _of_filter(problem) and getattr(inner, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:
+    if _of_filter(problem) and getattr(delegate, "SPLIT", 0) == 1 and math.prod(problem.output_size) > 1:
         us += SCATTERED[problem.itemsize] * math.prod(problem.result_shape)
     return us
 

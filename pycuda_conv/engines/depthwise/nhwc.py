@@ -32,19 +32,19 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
 from pycuda_conv.engines.depthwise.nhwc_time import time
 from pycuda_conv.engines.geometry import ceil, goes_near
 from pycuda_conv.engines.schedule import grid_refusal
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Depthwise", "DepthwiseRing", "DepthwiseStrips", "DepthwiseWgrad", "adds_border", "choose",
-    "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Depthwise", "DepthwiseRing", "DepthwiseStrips", "DepthwiseWgrad",
+    "adds_border", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "variants", "time", "unsupported",
 ]  # fmt: skip
 
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 196, "opencl": 90}
+MOST_VARIANTS = {"cuda": 196, "opencl": 90}
 CHUNKS = (64, 32, 16, 8, 4)
 #: Pixels of a thread, down and across: larger tiles would not fill the GPU.
 TILES = ((2, 4), (1, 4))
@@ -132,28 +132,28 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
     return Depthwise, flipped(problem, type(config))
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, vector and tile, and for each common filter."""
     on_gpu = device.backend == "cuda"
     for code in DTYPE_CODES.values():
         common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": vector_choices(code, 0, Depthwise)}
         tile = {"TILE_P": tuple(p for p, _ in (TILES if on_gpu else OPENCL_TILES)), "TILE_Q": (4,), "DGRAD": FLAG}
         made = partial(_is_listed, on_gpu=on_gpu)
-        yield TextFamily("depthwise_nhwc", common | tile, made)
+        yield VariantSet("depthwise_nhwc", common | tile, made)
         square = {"STRIDE": (1, 2)}
-        yield from (TextFamily("depthwise_nhwc", common | tile | square | {"R": (n,), "S": (n,)}, made) for n in UNROLLED)
+        yield from (VariantSet("depthwise_nhwc", common | tile | square | {"R": (n,), "S": (n,)}, made) for n in UNROLLED)
         for size in UNROLLED:
             strips, gradients = ({"V": vector_choices(code, size, kind), "STRIDE": (1, 2)} for kind in (DepthwiseStrips, DepthwiseWgrad))
             if on_gpu:
                 of_size = common | strips | {"R": (size,), "S": (size,)}
-                yield TextFamily("depthwise_nhwc_strips", of_size)
-                yield TextFamily("depthwise_nhwc_strips", of_size | {"BORDERED": (1,)})
-            yield TextFamily("depthwise_nhwc_wgrad", common | gradients | {"TAPS_R": (size,), "TAPS_S": (size,)})
-        yield TextFamily("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
+                yield VariantSet("depthwise_nhwc_strips", of_size)
+                yield VariantSet("depthwise_nhwc_strips", of_size | {"BORDERED": (1,)})
+            yield VariantSet("depthwise_nhwc_wgrad", common | gradients | {"TAPS_R": (size,), "TAPS_S": (size,)})
+        yield VariantSet("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
     if on_gpu and device.capability >= (8, 0):
         ring = {"TYPE": (16, 17, 32), "TAPS": UNROLLED, "STRIDE": (1, 2)}
-        yield TextFamily("depthwise_nhwc_wgrad_ring", ring)
-        yield TextFamily("depthwise_nhwc_wgrad_ring", ring | {"BORDERED": (1,)})
+        yield VariantSet("depthwise_nhwc_wgrad_ring", ring)
+        yield VariantSet("depthwise_nhwc_wgrad_ring", ring | {"BORDERED": (1,)})
 
 
 def _is_listed(d: Mapping[str, int], on_gpu: bool) -> bool:

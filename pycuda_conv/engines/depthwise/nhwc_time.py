@@ -45,7 +45,7 @@ COST_TERMS: dict[type[Config], CostTerms] = {
     DepthwiseStrips: CostTerms(1.8, 0.508, 0.707, 1.1, 0.153, 4.76e6), Depthwise: CostTerms(2.4, 0.73, 0.73, 1.7, 0.26, 3.6e6),
 }  # fmt: skip
 OF_TILES = 1.55  # instructions of a tile for each one counted
-OF_STRIPS, BESIDE_PRODUCTS = 283.0, 0.59  # instructions of a strip before its first row; and for each one counted beside products
+OF_STRIPS, OF_OTHERS = 283.0, 0.59  # instructions of a strip before its first row; and for each one counted beside products
 FLOAT64_STRIPS = 0.85  # times the counted instructions: of 16 layers on an H200
 
 
@@ -168,4 +168,4 @@ def _work(problem: ConvProblem, config: Config) -> _Work:
     if isinstance(config, Depthwise):
         return _Work(blocks, steps, OF_TILES * (loading + rows * (products + beside)))
     met = rows if size == 5 and vector == 4 else steps / stride  # rows of sums that are met; some of the others lie outside the strip
-    return _Work(blocks, steps, OF_STRIPS + BESIDE_PRODUCTS * (loading + rows * beside) + met * products)
+    return _Work(blocks, steps, OF_STRIPS + OF_OTHERS * (loading + rows * beside) + met * products)

@@ -31,13 +31,13 @@ from pycuda_conv.engines.schedule import (
 )
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "DepthwiseToeplitz", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "DepthwiseToeplitz", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
@@ -64,7 +64,7 @@ class DepthwiseToeplitz(Config):
 CONFIGS = (DepthwiseToeplitz,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 16}
+MOST_VARIANTS = {"cuda": 16}
 
 
 DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToeplitzArguments")
@@ -261,11 +261,11 @@ def sum_order(problem: ConvProblem, config: DepthwiseToeplitz) -> Hashable:
     return DepthwiseToeplitz
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """One text per type, stride, and number of steps that a row of the filter reaches."""
     for stride, steps in STEPS.items():
         choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "GRAD": FLAG, "LAST": FLAG}
-        yield TextFamily("depthwise_toeplitz", choices, _is_listed)
+        yield VariantSet("depthwise_toeplitz", choices, _is_listed)
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

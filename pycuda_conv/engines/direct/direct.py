@@ -73,13 +73,13 @@ from pycuda_conv.engines.schedule import (
 )
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Batched", "Dgrad", "Single", "Tile", "Wgrad", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Batched", "Dgrad", "Single", "Tile", "Wgrad", "choose",
+    "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 #: Channels of a thread of direct/batched.cu and direct/dgrad.cu, the most first. OpenCL devices have fewer kernels to choose from. In
@@ -91,7 +91,7 @@ RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16":
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 172, "opencl": 68}
+MOST_VARIANTS = {"cuda": 172, "opencl": 68}
 
 
 # ---- what runs
@@ -103,7 +103,7 @@ def unsupported(device: Device) -> str | None:
 
 
 def adapts(problem: ConvProblem) -> bool:
-    """Whether ``direct/tile.cu`` reads the image: with a border that goes on alike at both sides of an axis, and of integers of up to 16 bits.
+    """Whether ``direct/tile.cu`` reads the image: with a border that is alike at both sides of an axis, and of integers of up to 16 bits.
 
     Its result may be of the image's type then.
     """
@@ -345,33 +345,33 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
     return (type(config),)
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type, and one with the constants of each common filter."""
     for code in DTYPE_CODES.values():
         acc = 8 if code == 64 else 4
         room = {} if device.backend == "cuda" else {"ROOM": (STATIC_SHARED_BYTES // acc,)}
         common = {"DTYPE": (code,), "INDEX_64": FLAG}
-        yield TextFamily("direct_single", common | room | {"THREADS": (128,)})
+        yield VariantSet("direct_single", common | room | {"THREADS": (128,)})
         for tile in tiles_of(device):
             of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()}
-            yield TextFamily("direct_tile", of_tile)
+            yield VariantSet("direct_tile", of_tile)
             if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
-                yield TextFamily("direct_tile", of_tile | _INTEGERS, _as_read)
+                yield VariantSet("direct_tile", of_tile | _INTEGERS, _as_read)
             for taps in (3, 5, 7) if tile.TILE_P > 1 else ():
                 layer = {"R": taps, "S": taps, "STRIDE_H": 1, "STRIDE_W": 1, "DIL_H": 1, "DIL_W": 1}
                 if (taps * taps + (tile.TILE_P - 1 + taps) * (tile.TILE_Q - 1 + taps)) * acc <= STATIC_SHARED_BYTES:
                     square = {name: (value,) for name, value in layer.items()}
-                    yield TextFamily("direct_tile", of_tile | square)
+                    yield VariantSet("direct_tile", of_tile | square)
                     if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
-                        yield TextFamily("direct_tile", of_tile | square | _INTEGERS, _as_read)
+                        yield VariantSet("direct_tile", of_tile | square | _INTEGERS, _as_read)
         batched = common | room | {"THREADS": (128,), "BLOCK_K": BLOCKS[device.backend, "fprop"]}
-        yield TextFamily("direct_batched", batched)
-        yield TextFamily("direct_batched", batched | {"R": (COMMON,), "S": (COMMON,), "AXES": (2,)})
+        yield VariantSet("direct_batched", batched)
+        yield VariantSet("direct_batched", batched | {"R": (COMMON,), "S": (COMMON,), "AXES": (2,)})
         dgrad = common | room | {"THREADS": (128,), "BLOCK_C": BLOCKS[device.backend, "dgrad"]}
-        yield TextFamily("direct_dgrad", dgrad)
+        yield VariantSet("direct_dgrad", dgrad)
         if device.backend == "cuda":
             unrolled = {"UNROLLED": (1,), "TOTALS": FLAG, "R": (COMMON,), "S": (COMMON,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
-            yield TextFamily("direct_dgrad", dgrad | unrolled, _made_unrolled)
+            yield VariantSet("direct_dgrad", dgrad | unrolled, _made_unrolled)
         yield from wgrad_variants(code, acc, device)
 
 

@@ -43,7 +43,7 @@ from pycuda_conv.engines.schedule import (
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import SIDE_BY_SIDE, Device, KernelLaunch
 
@@ -74,7 +74,7 @@ class Gemm(Config):
 CONFIGS = (Gemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 37, "opencl": 4}
+MOST_VARIANTS = {"cuda": 37, "opencl": 4}
 
 
 # ---- what runs
@@ -201,7 +201,7 @@ def sum_order(problem: ConvProblem, config: Gemm) -> Hashable:
     return config.SPLIT_K, config.BLOCK_K, problem.dtype == "float32" and config.THREAD_M <= 4
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type, and for each way to read operands."""
     guarded, on_gpu = Gemm(128, 128, 16, 8, 8, 1), device.backend == "cuda"
     for dtype, code in DTYPE_CODES.items():
@@ -212,7 +212,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
             by_four = _divides(tile.threads, tile.BLOCK_K, tile.BLOCK_M, 4), _divides(tile.threads, tile.BLOCK_N, tile.BLOCK_K, 4)
             vectors = {name: (1, 4) if fits and not recomputes else (1,) for name, fits in zip(("A_VEC", "B_VEC"), by_four, strict=True)}
             common = {"DTYPE": (code,), "INDEX_64": FLAG, "RECOMPUTE": (recomputes,)}
-            yield TextFamily("direct_gemm", common | of_tile | vectors)
+            yield VariantSet("direct_gemm", common | of_tile | vectors)
 
 
 # ---- the choice

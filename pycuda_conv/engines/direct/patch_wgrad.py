@@ -16,7 +16,7 @@ from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Sched
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -36,7 +36,7 @@ PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
 CONFIGS = (PatchWgrad,)
 LAYOUTS = "CNHW", "CHWN"
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 24}
+MOST_VARIANTS = {"cuda": 24}
 #: Filters and columns of a thread, by the tile of its block.
 TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
 HALVES, HALF_TILES = ("float16", "bfloat16"), ((64, 32), (16, 64))  # 16-bit arrays come here if no tensor core can be used
@@ -125,7 +125,7 @@ def sum_order(problem: ConvProblem, config: PatchWgrad) -> Hashable:
     return PatchWgrad, config.SLICES
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for a tile, a type and a layout."""
     if device.backend != "cuda":  # nothing is chosen here on other devices
         return
@@ -133,7 +133,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
         codes = (code for dtype, code in DTYPE_CODES.items() if dtype not in HALVES or (block_m, block_n) in HALF_TILES)
         common = {"DTYPE": tuple(codes), "INDEX_64": FLAG}
         tile = {"BLOCK_M": (block_m,), "BLOCK_N": (block_n,), "BLOCK_K": (STEP,), "THREAD_M": (thread_m,), "THREAD_N": (thread_n,)}
-        yield TextFamily("patch_wgrad", common | tile | {"CHANNELS_LAST": FLAG})
+        yield VariantSet("patch_wgrad", common | tile | {"CHANNELS_LAST": FLAG})
 
 
 # ---- the choice

@@ -10,7 +10,7 @@ from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, 
 from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES, grid_refusal
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
@@ -90,15 +90,15 @@ def wgrad_launch(problem: ConvProblem, config: Wgrad) -> Made:
     return defines | common, args, layer_constants(problem, args, SIZES, TAPS=config.TAPS, ALL_TAPS=taps), 0
 
 
-def wgrad_variants(code: int, acc: int, device: Device) -> Iterator[TextFamily]:
+def wgrad_variants(code: int, acc: int, device: Device) -> Iterator[VariantSet]:
     """The texts for arrays of the type `code`, whose sums have `acc` bytes."""
     for filters, taps_at_once in WGRAD_TAPS[device.backend].items():
         for border in ({}, {"BORDERED": (1,)}) if filters == 1 else ({},):  # of several filters, with a border, only few layers are
             wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": (filters,)} | border
-            yield TextFamily("direct_wgrad", wgrad | {"TAPS": taps_at_once})
+            yield VariantSet("direct_wgrad", wgrad | {"TAPS": taps_at_once})
             for q in SQUARE:
                 if _few_sums(filters, q**2) and _shared_bytes(q**2, 128, acc) <= STATIC_SHARED_BYTES:
-                    yield TextFamily("direct_wgrad", wgrad | {"TAPS": (q**2,), "Q": (q,)})
+                    yield VariantSet("direct_wgrad", wgrad | {"TAPS": (q**2,), "Q": (q,)})
 
 
 # ---- time and choice

@@ -32,7 +32,7 @@ from pycuda_conv.engines.schedule import (
     shared_limit,
 )
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -56,7 +56,7 @@ BlocksArguments = kernel_struct("blocks.cuh", "BlocksArguments")
 CONFIGS = (BlockFft,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 96}
+MOST_VARIANTS = {"cuda": 96}
 #: blocks.cuh's BATCH, the largest first; its MASKS, SEGMENTS, ENTRY. By BATCH, threads of a block, and blocks whose registers fit a
 #: multiprocessor at once.
 BATCHES = 8, 4, 2
@@ -67,7 +67,7 @@ OF_PAIR, OF_FILTER = 1, 2  # its notes
 #: Threads of the launches without transforms, and of all on OpenCL; numbers that a block has room for there, or more: few texts serve.
 SMALL, ROOM = 256, 1 << 14
 #: Numbers of a complex double, and bytes; shared memory of a block besides.
-NUMBERS, BYTES, BESIDES = 2, 16, 5 << 10
+NUMBERS, BYTES, FIXED_BYTES = 2, 16, 5 << 10
 #: Factors of a length between its first and last, which are 8; the shortest and the longest length.
 FACTORS = 9, 8, 5, 4, 3, 2
 SHORTEST, LONGEST = 64, 6912
@@ -109,7 +109,7 @@ def _batch(config: BlockFft, most_shared: int) -> int:
 
 def _shared_bytes(config: BlockFft, batch: int) -> int:
     """Shared memory of a block of threads, with what is not dynamic."""
-    return max(config.lengths) * batch * BYTES + BESIDES
+    return max(config.lengths) * batch * BYTES + FIXED_BYTES
 
 
 def _passes(length: int, batch: int, threads: int) -> float:
@@ -370,7 +370,7 @@ def sum_order(problem: ConvProblem, config: BlockFft) -> Hashable:
     return config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, batch and number of threads; only on GPUs, where the planner chooses them."""
     if device.backend != "cuda":
         return
@@ -384,11 +384,11 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
     for batch in BATCHES:
         shape = {"BATCH": (batch,), "THREADS": tuple(threads for threads, _ in SHAPES[batch])}
-        yield TextFamily("fft_blocks_rows", dtypes | shape)
-        yield TextFamily("fft_blocks_columns", doubles | {"INDEX_64": FLAG} | shape | modes, goes)
-        yield TextFamily("fft_blocks_results", dtypes | shape)
-    yield TextFamily("fft_blocks_turns", doubles | {"INDEX_64": (0,)} | fixed)
-    yield TextFamily("fft_blocks_sums", dtypes | fixed)
+        yield VariantSet("fft_blocks_rows", dtypes | shape)
+        yield VariantSet("fft_blocks_columns", doubles | {"INDEX_64": FLAG} | shape | modes, goes)
+        yield VariantSet("fft_blocks_results", dtypes | shape)
+    yield VariantSet("fft_blocks_turns", doubles | {"INDEX_64": (0,)} | fixed)
+    yield VariantSet("fft_blocks_sums", dtypes | fixed)
 
 
 # ---- the choice

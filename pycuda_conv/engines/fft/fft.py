@@ -4,7 +4,7 @@ By default transforms are float64, whatever the arrays are, and each result is c
 ``algorithm="fft"`` they are of the type of sums. Then this is said of their error: it
 is relative to the norm of the pair of tiles that is transformed at once, not to each product. A result's window is
 the pixels that it is computed from. A result is taken from a transform only if the pair's norm is at most :data:`RANGE` times that of its
-window; other results are sums of products, or 0 where a window has nothing but zeros. ``docs/design.md`` says what follows for the error.
+window; other results are sums of products, or 0 where a window has nothing but zeros. ``docs/lab/transforms.md`` says what follows for the error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pycuda_conv.engines.schedule import (
     shared_limit,
 )
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -53,7 +53,7 @@ FftArguments = kernel_struct("fft.cuh", "FftArguments")
 CONFIGS = (Fft,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 84}
+MOST_VARIANTS = {"cuda": 84}
 #: Threads of a block by its tile; and by a tile that is a line, of which the planner has one.
 TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
 LINES = TILES | {(128, 128): 512}
@@ -301,7 +301,7 @@ def sum_order(problem: ConvProblem, config: Fft) -> Hashable:
     return config, _wide(problem)
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type, for planes and lines, and for each mode; only on GPUs, where the planner chooses them."""
     if device.backend != "cuda":
         return
@@ -312,13 +312,13 @@ def texts(device: Device) -> Iterator[TextFamily]:
         double, wide = defines["DTYPE"] == DTYPE_CODES["float64"], defines["WIDE"]
         return not (double and wide) and not set(tiles).isdisjoint(TILES_OF_FLOAT64 if double or wide else TILES_OF_FLOATS)
 
-    yield TextFamily("fft_range", all_types, partial(goes, tuple(TILES)))
+    yield VariantSet("fft_range", all_types, partial(goes, tuple(TILES)))
     for tile, threads in TILES.items():
         product = {"FREQUENCIES": (math.prod(tile),), "THREADS": (THREADS,), "ROWS": (ROWS,), "COLUMNS": (COLUMNS,)}
-        yield TextFamily("fft_product", all_types | product, partial(goes, (tile,)))
+        yield VariantSet("fft_product", all_types | product, partial(goes, (tile,)))
         for linear, of_block in ((0, threads), (1, LINES[tile]))[: 1 + (tile == LINE)]:
             shape = {"TILE_H": tile[:1], "TILE_W": tile[1:], "THREADS": (of_block,), "LINEAR": (linear,)}
-            yield TextFamily("fft_tiles", all_types | shape | {"MODE": (FORWARD, BACKWARD, WHOLE)}, partial(goes, (tile,)))
+            yield VariantSet("fft_tiles", all_types | shape | {"MODE": (FORWARD, BACKWARD, WHOLE)}, partial(goes, (tile,)))
 
 
 # ---- the choice

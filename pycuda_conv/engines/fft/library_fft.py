@@ -4,7 +4,7 @@ The library is scipy's or numpy's in the host's memory (OpenCL), CuPy's or torch
 number of axes is taken, and gradients by the filter too. :mod:`pycuda_conv.runtime.transforms` has the transforms.
 
 The error of a transform is relative to the norms of its operands. In float64 it is so small that it seldom shows in a float32 result.
-Where it may show, the result is a sum of products. ``docs/design.md`` says when that is.
+Where it may show, the result is a sum of products. ``docs/lab/transforms.md`` says when that is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pycuda_conv.engines.schedule import (
     grid_refusal,
 )
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, LibraryCall
 from pycuda_conv.runtime.transforms import Transforms, good_length
@@ -48,7 +48,7 @@ LibraryFftArguments = kernel_struct("library_fft", "LibraryFftArguments")
 CONFIGS = (LibraryFft,)
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
-MOST_TEXTS = {"cuda": 4, "opencl": 4}
+MOST_VARIANTS = {"cuda": 4, "opencl": 4}
 #: Threads of a block of library_fft.cu.
 THREADS = 256
 #: Filters of fewer taps are left to other engines, unless the configuration is given.
@@ -217,9 +217,9 @@ def sum_order(problem: ConvProblem, config: LibraryFft) -> Hashable:
     return config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type."""
-    yield TextFamily("library_fft", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("library_fft", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
 
 
 # ---- the choice

@@ -31,7 +31,7 @@ JOINED_IN_RUNS = 12e3
 #: that takes an exponential. Of 17 times of 1x1 layers, 16 to 96 and 24 to 144 channels with ReLU6 and SiLU, on an H200. The second is a
 #: little more than the 8.5e3 that was measured, since other engines' models know no activation.
 SCALED, EXPONENTIAL = 14e3, 10e3
-BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads; of each further round of blocks that are not persistent
+BEGIN, PER_ROUND = 3.0, 0.65  # microseconds of a launch with its first loads; of each further round of blocks that are not persistent
 ADDED = 17.7e3  # bytes of sums that a multiprocessor of a cluster adds in a microsecond
 
 
@@ -65,7 +65,7 @@ def image_map(
         axes, strides, images = [problem.N * math.prod(unpacked.size)], [pixel, pixel * problem.N * math.prod(unpacked.size)], 1
         stride, low, upper = [1], [0], [0]
     else:
-        inner = range(2, 2 - addressing.rank, -1)  # W first
+        inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
         axes, images, strides = [unpacked.size[i] for i in inner], problem.N, [pixel]
         for size in axes:
             strides.append(strides[-1] * size)
@@ -138,7 +138,7 @@ def load_base(problem: ConvProblem, addressing: PhaseAddressing) -> dict[str, in
     stride, low = ((1, 1, 1), (0, 0, 0)) if addressing.flat else (addressing.stride, addressing.low)
     whole = (problem.N * plane,) * 3 if addressing.flat else (plane, height * width, width)
     counts = dict(zip(("load_plane", "load_pq", "load_q"), whole, strict=True))
-    return {"rank": addressing.rank, **counts, **by_axis("stride_", stride), **by_axis("low_", low)}
+    return {"spatial_dims": addressing.spatial_dims, **counts, **by_axis("stride_", stride), **by_axis("low_", low)}
 
 
 def stage_channels(problem: ConvProblem) -> int:

@@ -67,13 +67,13 @@ from pycuda_conv.engines.schedule import (
 )
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_product
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
@@ -114,7 +114,7 @@ class DenseNhwc(Config):
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 137}
+MOST_VARIANTS = {"cuda": 137}
 
 
 # ---- what runs
@@ -241,7 +241,7 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_momen
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
     parts = layout.parts if layout.moments else None
 
-    def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
+    def products(place: BufferSlice, mn_major: bool) -> list[list[KernelLaunch]]:
         tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
         if tile.STAGES == _max_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
             tile = replace(tile, STAGES=_max_stages(*shape, mn_major and problem.itemsize == 2))
@@ -281,8 +281,8 @@ def _launches(addressings: Sequence[PhaseAddressing]) -> Iterator[Sequence[Phase
 
 
 def _product(
-    problem: ConvProblem, config: DenseNhwc, addressings: Sequence[PhaseAddressing], place: Place, mn_major: bool, multiprocessors: int,
-    parts: Place | None,
+    problem: ConvProblem, config: DenseNhwc, addressings: Sequence[PhaseAddressing], place: BufferSlice, mn_major: bool,
+    multiprocessors: int, parts: BufferSlice | None,
 ) -> KernelLaunch:
     """The launch of some phases. It notes moments if it is given a place for their `parts`."""
     unpacked, _ = _addressed(problem)
@@ -305,7 +305,7 @@ def _product(
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
     }
-    buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
+    buffers: tuple[BufferSlice, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= MOMENTS_COLUMNS:  # the kernel's EMIT_MOMENTS
         buffers += (parts or RESULT,)
     return KernelLaunch(
@@ -315,7 +315,7 @@ def _product(
     )  # fmt: skip
 
 
-def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major: bool, row: int) -> TensorMap:
+def _filter_map(problem: ConvProblem, config: DenseNhwc, place: BufferSlice, mn_major: bool, row: int) -> TensorMap:
     """The filter's map. A box is `row` bytes of k of one tap x a tile's channels, or, MN-major, channels x k."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
@@ -372,7 +372,7 @@ def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
     return config.CLUSTER
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, cluster, type, filter layout, and for one or more phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
         for mn_major, cluster, kind in product((0, 1), clusters, ELEMENTS.values()):
@@ -381,8 +381,8 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": (kind,),
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
-            yield TextFamily("hopper_dense", choices, _is_listed, "sm_90a")
-    yield from transpose_filter.texts()
+            yield VariantSet("hopper_dense", choices, _is_listed, "sm_90a")
+    yield from transpose_filter.variants()
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
@@ -411,18 +411,18 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
 
 # Fitted to 221 times of 70 problems, 16 bits and TF32, on an H200: root mean square of the error 14%.
 # hopper/common.py has the shared constants.
-# SINCE: 66 later times of 48 random layers, relative to the model.
-SINCE = 0.9
+# CALIBRATION: 66 later times of 48 random layers, relative to the model.
+CALIBRATION = 0.9
 MULTIPLIED = 1.52  # relative time of products beside loads, of the tensor cores' peak
 #: Bytes a microsecond and multiprocessor of shared sums; bytes a microsecond of memory; microseconds of each further round of clusters.
-ADDED, MEMORY, AGAIN = 10400.0, 3.6e6, 0.16
+ADDED, MEMORY, PER_ROUND = 10400.0, 3.6e6, 0.16
 #: Relative times of blocks of 64-pixel tiles in two rounds; and of clusters in more than two.
-BESIDE, CROWDED = 0.9, 1.2
+TWO_ROUNDS, MORE_ROUNDS = 0.9, 1.2
 WIDEST_FINISHED = 24.2e3  # FINISHED of the widest tile, which has fewer registers for it
 CACHE_RATE = 4.6e6  # bytes of pixels that all multiprocessors together load from the L2 cache in a microsecond
-FOLLOW = 0.4  # microseconds of each further launch
+PER_LAUNCH = 0.4  # microseconds of each further launch
 #: Microseconds that a launch takes more: with blocks for half of the multiprocessors or less; with more; with clusters, by size.
-BESIDE_OTHERS, FULL, CLUSTERED = -0.5, 0.746, {2: 0.4, 4: 0.8}
+HALF_FULL, FULL, CLUSTERED = -0.5, 0.746, {2: 0.4, 4: 0.8}
 PARTS_OF_LINES = 0.6e6  # bytes of the result a microsecond if each phase writes parts of cache lines
 #: Relative times of a load of a volume; and if a pixel has 32 bytes besides rows of 128.
 VOLUME, VOLUME_NARROW = 1.35, 1.45
@@ -445,7 +445,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     many = math.prod(repeats(problem))
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
     pixel, slower = problem.operand_channels * size, 1.0
-    if addressings[0].rank == 3:
+    if addressings[0].spatial_dims == 3:
         slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
     channel_blocks = ceil(problem.operand_channels, stage_channels(problem))
     cycles = pixel_cycles(pixel)
@@ -465,13 +465,13 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         mean = sum(map(operator.mul, jobs, works)) / sum(jobs)
         rounds = ceil(sum(jobs), slots)
         if rounds == 2 and config.BLOCK_M == 64:
-            mean *= BESIDE
+            mean *= TWO_ROUNDS
         elif rounds > 2 and shared:
-            mean *= CROWDED
+            mean *= MORE_ROUNDS
         all_jobs += sum(jobs)
-        us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
+        us += (PER_LAUNCH if us else BEGIN) + max(*works, 0.0, rounds * mean + (PER_ROUND * (rounds - 1) if shared else 0))
         loaded += sum(math.prod(_tiles(problem, config, one)) * _blocks(problem, one) for one in group) / count_phases(problem)
-    us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else BESIDE_OTHERS if 2 * all_jobs <= device.multiprocessors else FULL
+    us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else HALF_FULL if 2 * all_jobs <= device.multiprocessors else FULL
     # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
     loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels, config.BLOCK_N)
     us = max(us, BEGIN + loaded / CACHE_RATE)
@@ -481,7 +481,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         us = max(us, result_bytes / PARTS_OF_LINES)
     lies = problem.direction == "fprop" or mn_major or _transposes(problem, config, device)
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
-    return SINCE * max(us, BEGIN + moved / MEMORY) + transposed
+    return CALIBRATION * max(us, BEGIN + moved / MEMORY) + transposed
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, DenseNhwc] | None:

@@ -18,10 +18,10 @@ from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
     ADDED,
-    AGAIN,
     BEGIN,
     CLOCK,
     MEMORY,
+    PER_ROUND,
     ROW,
     at_once,
     finished_time,
@@ -51,13 +51,13 @@ from pycuda_conv.engines.schedule import (
 )
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GatherNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GatherNhwc", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128)  # channels of a tile
@@ -83,7 +83,7 @@ class GatherNhwc(Config):
 CONFIGS = (GatherNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 36}
+MOST_VARIANTS = {"cuda": 36}
 
 
 # ---- what runs
@@ -197,7 +197,7 @@ def schedule(problem: ConvProblem, config: GatherNhwc, device: Device, with_mome
     return Schedule(whole[:1], products, whole, 0, kept.used, filter_last=last)
 
 
-def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int, device: Device) -> KernelLaunch:
+def _product(problem: ConvProblem, config: GatherNhwc, place: BufferSlice, pitch: int, device: Device) -> KernelLaunch:
     args, runs = _arguments(problem, config), _runs(problem)
     fitting = device.multiprocessors * _blocks_per_sm(config)
     grid = args.tiles * config.CLUSTER if config.CLUSTER > 1 else min(args.tiles, fitting)
@@ -212,7 +212,7 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int,
     )  # fmt: skip
 
 
-def _filter_map(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int) -> TensorMap:
+def _filter_map(problem: ConvProblem, config: GatherNhwc, place: BufferSlice, pitch: int) -> TensorMap:
     """The map of the filter: a box is a stage of gemm k of a tile's rows."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, elements = problem.result_channels, math.prod(problem.filter_size) * problem.operand_channels
@@ -260,7 +260,7 @@ def sum_order(problem: ConvProblem, config: GatherNhwc) -> Hashable:
     return config.CLUSTER
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type, and each size of copies. The texts that transpose filters are listed by another engine."""
     for (rows, columns), clusters in TILES.items():
         for cluster in clusters:
@@ -268,7 +268,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (_max_stages(rows, columns, cluster),),
                 "TYPE": tuple(ELEMENTS.values()), "COPY": COPIES, "CLUSTER": (cluster,),
             }  # fmt: skip
-            yield TextFamily("hopper_gather", choices, arch="sm_90a")
+            yield VariantSet("hopper_gather", choices, arch="sm_90a")
 
 
 # ---- the choice
@@ -300,7 +300,7 @@ def time(problem: ConvProblem, config: GatherNhwc, device: Device) -> float:
     slots, jobs = at_once(device, config.CLUSTER), math.prod(_tiles(problem, config)) * config.CLUSTER
     work = ceil(_stages(problem), config.CLUSTER) * step + end
     rounds = ceil(jobs, slots)
-    us = BEGIN + max(work, rounds * work + (AGAIN * (rounds - 1) if shared else 0))
+    us = BEGIN + max(work, rounds * work + (PER_ROUND * (rounds - 1) if shared else 0))
     elements = math.prod(problem.filter_size) * problem.operand_channels
     moved = read_bytes(problem) + written_bytes(problem) + size * math.prod(problem.weight_shape)
     lies = problem.direction == "fprop" and elements * size % 16 == 0

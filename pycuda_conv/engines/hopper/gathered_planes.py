@@ -18,13 +18,13 @@ from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GatheredPlanes", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GatheredPlanes", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 #: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
@@ -52,7 +52,7 @@ class GatheredPlanes(Config):
 CONFIGS = (GatheredPlanes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 60}
+MOST_VARIANTS = {"cuda": 60}
 
 
 # ---- what runs
@@ -173,7 +173,7 @@ def sum_order(problem: ConvProblem, config: GatheredPlanes) -> Hashable:
     return config.CLUSTER
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, CLUSTER, type and direction."""
     for (rows, pixels), shares in TILES.items():
         for cluster, groups in shares:
@@ -181,14 +181,14 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 "BLOCK_M": (rows,), "BLOCK_N": (pixels,), "STAGES": (_max_stages_of(rows, pixels, cluster, groups).STAGES,),
                 "TYPE": tuple(ELEMENTS.values()), "W_TRANSPOSED": FLAG, "CLUSTER": (cluster,), "GROUPS": (groups,),
             }  # fmt: skip
-            yield TextFamily("hopper_gathered_planes", choices, arch="sm_90a")
+            yield VariantSet("hopper_gathered_planes", choices, arch="sm_90a")
 
 
 # ---- the choice
 
 # Fitted to 218 times of 31 layers on an H100: root mean square of the error 13%. The chosen tile took 2.5% longer than the
 # best in the mean.
-BEGIN, AGAIN = 2.97, 1.5  # microseconds of a launch with its first loads, and of each further round of blocks
+BEGIN, PER_ROUND = 2.97, 1.5  # microseconds of a launch with its first loads, and of each further round of blocks
 WAIT = 0.566  # microseconds that a group waits for its loads of a stage
 GATHERED = 3.5  # cycles of a multiprocessor for a load of 32 elements, or of 64 as pairs
 MULTIPLIED = 2.43  # relative time of products, of the tensor cores' peak
@@ -223,7 +223,7 @@ def time(problem: ConvProblem, config: GatheredPlanes, device: Device) -> float:
     stepped = problem.stride[0] * problem.stride[1] if problem.direction == "fprop" else 1
     read = problem.N * problem.operand_channels * math.prod(problem.operand_size) // stepped
     moved = problem.itemsize * (read + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
-    return BEGIN + max(rounds * work + AGAIN * (rounds - 1), moved / MEMORY)
+    return BEGIN + max(rounds * work + PER_ROUND * (rounds - 1), moved / MEMORY)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, GatheredPlanes] | None:

@@ -1,7 +1,7 @@
 """The implicit GEMM engine for Hopper: convolutions on tensor cores fed by TMA (``cu/hopper/gemm.cu``).
 
 :mod:`pycuda_conv.engines.packing` says how operands are packed and what phases read of them. This module has the tensor maps and the launch
-of some phases. Its tiles are in ``gemm_tiles.py``, its texts in ``gemm_texts.py``, and the choice by a model of time in ``gemm_time.py``.
+of some phases. Its tiles are in ``gemm_tiles.py``, its variants in ``gemm_variants.py``, the model of time in ``gemm_time.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, row_blocks
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.hopper.common import THREADS, unsupported
-from pycuda_conv.engines.hopper.gemm_texts import MOST_TEXTS, texts
 from pycuda_conv.engines.hopper.gemm_tiles import (
     KERNEL,
     PHASES,
@@ -41,6 +40,7 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
     whole_rows,
 )
 from pycuda_conv.engines.hopper.gemm_time import choose, configs, time
+from pycuda_conv.engines.hopper.gemm_variants import MOST_VARIANTS, variants
 from pycuda_conv.engines.packed_product import assemble, repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.range_guard import MomentsLayout, recompute_arguments
@@ -48,11 +48,11 @@ from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, W
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, Device, Im2col, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 CONFIGS = (ImplicitGemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
@@ -86,9 +86,9 @@ def _schedule(
     moments = _moments(problem, config) if with_moments else None
 
     def products(
-        packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
+        packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands, target: BufferSlice, layout: MomentsLayout
     ) -> list[KernelLaunch]:
-        flagged: tuple[Place, ...] = (INPUT, WEIGHT, operands.x_flags, operands.w_flags) if _may_recompute(problem, config) else ()
+        flagged: tuple[BufferSlice, ...] = (INPUT, WEIGHT, operands.x_flags, operands.w_flags) if _may_recompute(problem, config) else ()
         buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         launches, (arena, first) = [], operands.tickets
         for group in launches_of(problem):
@@ -147,7 +147,7 @@ def _image_map(
         strides = [pixel, pixel * axes[0]]
         stride, low, upper = [1], [0], [0]
     else:
-        inner = range(2, 2 - addressing.rank, -1)  # W first
+        inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
         axes, images = [packed.size[i] for i in inner], copies * problem.N
         strides = _packed_strides(problem, packed, inner)
         stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
@@ -169,7 +169,7 @@ def _filter_map(problem: ConvProblem) -> TensorMap:
     return TensorMap(WEIGHT, 0, (last, taps, first), (2 * last, 2 * last * taps), (packed.load, 1, 64), 2 * packed.load, problem.dtype)
 
 
-def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> TensorMap:
+def _result_map(problem: ConvProblem, config: ImplicitGemm, place: BufferSlice) -> TensorMap:
     """The map of the result, or of a split sum's parts. Groups and parts have axes of their own, so a tail never reaches the next one."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     size, groups, rows = stored_bytes(problem, config), problem.groups, problem.result_channels
@@ -180,8 +180,8 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> Ten
 
 def _product(
     problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands,
-    buffers: tuple[Place, ...], flagged: tuple[Place, ...], multiprocessors: int, layout: MomentsLayout, map_w: TensorMap | None,
-    filter_last: bool, tickets: Place | None, source: ConvProblem | None,
+    buffers: tuple[BufferSlice, ...], flagged: tuple[BufferSlice, ...], multiprocessors: int, layout: MomentsLayout,
+    map_w: TensorMap | None, filter_last: bool, tickets: BufferSlice | None, source: ConvProblem | None,
 ) -> KernelLaunch:
     """The launch of some phases. With `tickets` it adds the parts of split sums; with `flagged` it computes flagged results once more."""
     defines = result_arithmetic(problem, addressings[0].phase, config.SPLIT) | {
@@ -250,7 +250,7 @@ def _arguments(
         blocks=blocks, channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
         row_blocks=row_blocks(problem, packed), channels_group=packed.group, channels=groups * packed.group,
         **tap_numbers(packed, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels, limb_images=1 if flat else problem.N,
-        rank=addressing.rank, load_plane=pixels if flat else plane, load_pq=pixels if flat else size[1] * size[2],
+        spatial_dims=addressing.spatial_dims, load_plane=pixels if flat else plane, load_pq=pixels if flat else size[1] * size[2],
         load_q=pixels if flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
         q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape),
         **finish(problem, config.SPLIT > 1),

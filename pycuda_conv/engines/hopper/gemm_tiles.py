@@ -215,8 +215,8 @@ def alike(problem: ConvProblem) -> tuple[Sequence[PhaseAddressing], Size3]:
     """The phases in the order of their first pixels, all loaded along equally many axes; and the number of repeats along each axis."""
     _, addressings = form(problem)
     if len(addressings) > 1 and not all(addressing.flat for addressing in addressings):
-        rank = max(addressing.rank for addressing in addressings)
-        addressings = tuple(replace(addressing, rank=rank, flat=False) for addressing in addressings)
+        spatial_dims = max(addressing.spatial_dims for addressing in addressings)
+        addressings = tuple(replace(addressing, spatial_dims=spatial_dims, flat=False) for addressing in addressings)
     d, h, w = repeats(problem)
     many = (d, h, 1 if paired(problem) else w)  # a pair's columns are no repeats
     return sorted(addressings, key=lambda one: one.phase.origin), many

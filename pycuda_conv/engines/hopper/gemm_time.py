@@ -94,7 +94,7 @@ NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
 #: Relative cycles of a packed pixel's row, by the channels of a load.
 SHORT_ROW = {64: 0.87, 32: 1.0, 16: 1.0}
 CACHE_RATE = 5e6  # bytes of pixels that all multiprocessors together load from the L2 cache in a microsecond
-FOLLOW = 1.4  # microseconds that each further launch of phases adds
+PER_LAUNCH = 1.4  # microseconds that each further launch of phases adds
 #: Relative times with three products: of tiles of 128 rows, which load less for each product; and of two stages, which wait for loads.
 TALL, SHALLOW = 0.96, 1.03
 FLAT = 1.0  # relative time of 1x1 layers without stride in NCHW
@@ -165,7 +165,7 @@ def _steps(problem: ConvProblem) -> int:
 def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
     """Cycles to load one pixel's channels from an array as it lies: rows that the load has to fill up take longer, odd ones longest."""
     row, pixel = packed.load * problem.itemsize, problem.operand_channels * problem.itemsize
-    slower = VOLUME if form(problem)[1][0].rank == 3 else 1.0
+    slower = VOLUME if form(problem)[1][0].spatial_dims == 3 else 1.0
     return slower * PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else 1.4 if pixel % 32 == 0 else 2.0)
 
 
@@ -194,7 +194,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     launch_time = IN_PLACE.launch_time if in_place else RATES[problem.itemsize].launch_time
     us = launch_time
     for _ in _stages_of_launches(problem)[1:]:
-        us += FOLLOW
+        us += PER_LAUNCH
     of_product, joined = _product_time(problem, config, multiprocessors, in_place)
     kept = 0 if in_place else 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
     if kept > FORGOTTEN:
@@ -254,7 +254,7 @@ def _loaded(problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float
     if in_place:
         return loaded
     slower = UNALIGNED if packed.window is None and packed.pixel * problem.groups % packed.load else 1.0
-    slower *= PACKED_VOLUME if addressings[0].rank == 3 else 1.0
+    slower *= PACKED_VOLUME if addressings[0].spatial_dims == 3 else 1.0
     return loaded + (slower - 1) * limbs(problem) * config.BLOCK_N * 128
 
 

@@ -18,13 +18,13 @@ from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Planes", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
-    "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Planes", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 class _Consumers(NamedTuple):
@@ -56,7 +56,7 @@ class Planes(Config):
 CONFIGS = (Planes,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 24}
+MOST_VARIANTS = {"cuda": 24}
 
 
 # ---- what runs
@@ -167,14 +167,14 @@ def sum_order(problem: ConvProblem, config: Planes) -> Hashable:
     return None
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, type and direction."""
     for (rows, pixels), own in TILES.items():
         choices = {
             "BLOCK_M": (rows,), "BLOCK_N": (pixels,), "WGMMA_N": (own.pixels,), "STAGES": (_max_stages_of(rows, pixels).STAGES,),
             "TYPE": (HALF, BFLOAT), "W_MN_MAJOR": FLAG, "OWN_M": (own.rows,), "RESULTS": (own.results,),
         }  # fmt: skip
-        yield TextFamily("hopper_planes", choices, arch="sm_90a")
+        yield VariantSet("hopper_planes", choices, arch="sm_90a")
 
 
 # ---- the choice
@@ -189,7 +189,7 @@ STORED = 40e3  # bytes of the result that a multiprocessor stores to shared memo
 TILE = 0.1  # microseconds of a tile beside its stages and stores
 SHARED = 0.7  # n blocks of a multiprocessor each take n to this power times as long
 MEMORY = 3.1e6  # bytes a microsecond
-BESIDE = 0.1  # part of the shorter of memory's time and the multiprocessors' that does not overlap the longer
+NOT_OVERLAPPED = 0.1  # part of the shorter of memory's time and the multiprocessors' that does not overlap the longer
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
@@ -212,7 +212,7 @@ def time(problem: ConvProblem, config: Planes, device: Device) -> float:
     beside = _blocks_per_sm(config)
     rounds = ceil(problem.N * down * across, device.multiprocessors * beside)
     works = rounds * (steps * step + end) * beside**SHARED, problem.bytes / MEMORY
-    return BEGIN + max(works) + BESIDE * min(works)
+    return BEGIN + max(works) + NOT_OVERLAPPED * min(works)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Planes] | None:

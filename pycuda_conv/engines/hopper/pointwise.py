@@ -36,13 +36,13 @@ from pycuda_conv.engines.schedule import (
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs, products
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 WARPS = 8  # of the consumers
@@ -76,7 +76,7 @@ class Pointwise(Config):
 CONFIGS = (Pointwise,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 58}
+MOST_VARIANTS = {"cuda": 58}
 
 
 # ---- what runs
@@ -219,7 +219,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_momen
         "BLOCK_N": config.BLOCK_N, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
         "NHWC": int(problem.layout == "NHWC"), "MOMENTS": int(layout.moments is not None), "RAW_FILTER": 0,
     }
-    target: Place = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
+    target: BufferSlice = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
     prepare: list[list[KernelLaunch]] = []
     if _wgrad(problem):
         operands = [(WEIGHT, problem.K), (INPUT, problem.N)]  # dy, x
@@ -231,7 +231,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, with_momen
     else:
         step, of_filter = _filter(problem, config, kept, defines)
         prepare, maps = [[step]], [_images(problem, config), of_filter]
-    moments_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
+    moments_at: tuple[BufferSlice, ...] = (layout.parts,) if layout.moments else ()
     buffers, grid = (BIAS, SCALE, RESIDUAL, target, *moments_at), min(product.tiles, multiprocessors)
     shared, args = _ring(config, limbs(problem)).nbytes(config.STAGES), product.arguments(problem)
     launch = KernelLaunch(
@@ -305,7 +305,7 @@ def sum_order(problem: ConvProblem, config: Pointwise) -> Hashable:
     return config.SPLIT, config.SWAPPED
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, arithmetic and layout."""
     for blocks, columns, limbs_each in product((1, 2), (32, 64, 96, 128), (1, 2)):
         stages = _ring(Pointwise(columns, blocks), limbs_each).deepest(DEPTHS)
@@ -314,7 +314,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 "BLOCK_N": (columns,), "BLOCKS": (blocks,), "STAGES": (stages,), "LIMBS": (limbs_each,), "WGRAD": FLAG, "NHWC": FLAG,
                 "MOMENTS": FLAG, "RAW_FILTER": (0, 1)[: limbs_each],
             }  # fmt: skip
-            yield TextFamily("hopper_pointwise", choices, _is_listed, "sm_90a")
+            yield VariantSet("hopper_pointwise", choices, _is_listed, "sm_90a")
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

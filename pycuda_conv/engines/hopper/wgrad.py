@@ -54,13 +54,13 @@ from pycuda_conv.engines.hopper.wgrad_launches import (
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 LEAST_OF_GROUP = 4  # channels of a group, if there are several: with fewer, most products would be thrown away
@@ -80,7 +80,7 @@ FLIPPED_TILES: dict[int, dict[int, tuple[int, ...]]] = {2: {128: (64, 128, 192),
 CONFIGS = (WgradNhwc,)
 LAYOUTS = "CHWN", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 62}
+MOST_VARIANTS = {"cuda": 62}
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -195,7 +195,7 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_momen
     """The launches of `config`, which can run `problem`."""
     scratch, seen = Arena(WORKSPACE), as_seen(problem, config)
     parts = scratch.take(4 * config.SPLIT * part_sums(problem, config)) if config.SPLIT > 1 else None
-    places: dict[int, Place] = {INPUT: INPUT, WEIGHT: WEIGHT}
+    places: dict[int, BufferSlice] = {INPUT: INPUT, WEIGHT: WEIGHT}
     copies = []
     for array, args in channel_copies(seen):
         buffer = array if not config.FLIPPED else WEIGHT if array == INPUT else INPUT
@@ -216,7 +216,9 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, with_momen
     return Schedule([], whole, whole, scratch.used, 0, filter_last=steps(False))
 
 
-def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts: Place | None, taps_fastest: bool) -> KernelLaunch:
+def _product(
+    problem: ConvProblem, config: WgradNhwc, x: BufferSlice, dy: BufferSlice, parts: BufferSlice | None, taps_fastest: bool
+) -> KernelLaunch:
     """The launch that multiplies: it writes the result, or parts of it."""
     seen = as_seen(problem, config)
     of_columns, of_rows = (dy, x) if config.FLIPPED else (x, dy)
@@ -260,7 +262,7 @@ def _of_flipped(problem: ConvProblem, whole: bool, taps_fastest: bool) -> Any:
     )  # fmt: skip
 
 
-def _maps(problem: ConvProblem, x: Place, dy: Place) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
+def _maps(problem: ConvProblem, x: BufferSlice, dy: BufferSlice) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
     """The arguments that say how loads step through x, and the maps of dy and x, for channels-last arrays."""
     loaded, form, positions = as_loaded(problem), load_form(problem), position_count(problem)
     assert form is not None
@@ -272,7 +274,7 @@ def _maps(problem: ConvProblem, x: Place, dy: Place) -> tuple[dict[str, int], tu
     if reads_flat(problem):
         sizes = (loaded.C, positions, 1), (problem.itemsize * loaded.C, problem.itemsize * loaded.C * positions)
         map_x = replace(map_dy, buffer=of_x[0], offset=of_x[1], sizes=sizes[0], strides=sizes[1])
-        return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing) | {"rank": 0}, (map_dy, map_x)
+        return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing) | {"spatial_dims": 0}, (map_dy, map_x)
     return by_axis("dilation_", addressing.dilation) | load_base(loaded, addressing), (map_dy, map_x)
 
 
@@ -285,8 +287,8 @@ def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, 
         TensorMap(buffer, 0, (plane, channels, forward.N), (row, row * channels), (block, block, 1), ROW, map_type(problem))
         for buffer, channels in ((WEIGHT, forward.K), (INPUT, forward.C))
     )
-    unused = ("dilation_d", "dilation_h", "dilation_w", "rank", "load_plane", "load_pq", "load_q", "stride_d", "stride_h", "stride_w")
-    return dict.fromkeys((*unused, "low_d", "low_h", "low_w"), 0), maps
+    unused = ("spatial_dims", "dilation_d", "dilation_h", "dilation_w", "load_plane", "load_pq", "load_q")
+    return dict.fromkeys((*unused, "stride_d", "stride_h", "stride_w", "low_d", "low_h", "low_w"), 0), maps
 
 
 def _image_stages(problem: ConvProblem) -> int:
@@ -330,7 +332,7 @@ def sum_order(problem: ConvProblem, config: WgradNhwc) -> Hashable:
     return config.FLIPPED, config.SPLIT
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and type."""
     for flipped, (size, types) in itertools.product((False, True), ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,)))):
         for rows, widths in (FLIPPED_TILES if flipped else TILES)[size].items():
@@ -341,11 +343,11 @@ def texts(device: Device) -> Iterator[TextFamily]:
                     "TYPE": types, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 and not flipped else (0,),
                     "FLIPPED": (int(flipped),),
                 }  # fmt: skip
-                yield TextFamily("hopper_wgrad", choices, _is_listed, "sm_90a")
-    yield TextFamily("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
-    yield TextFamily("hopper_wgrad_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
+                yield VariantSet("hopper_wgrad", choices, _is_listed, "sm_90a")
+    yield VariantSet("hopper_wgrad_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
+    yield VariantSet("hopper_wgrad_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
     for size in (2, 4):
-        yield TextFamily("fold_channels", {"BYTES": (size,), "UNIT": tuple(unit for unit in (2, 4, 8, 16) if unit >= size)})
+        yield VariantSet("fold_channels", {"BYTES": (size,), "UNIT": tuple(unit for unit in (2, 4, 8, 16) if unit >= size)})
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
@@ -357,7 +359,7 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 
 # Fitted to 3300 times of 115 layers, 16 bits and TF32, on H100s: root mean square of the error 9%. STORED and TALL were fitted to 142 later
 # times, with fp32: 10%.
-FIRST, AGAIN = 2.43, 1.47  # microseconds of a launch, and of each further round of blocks, which do not persist
+FIRST, PER_ROUND = 2.43, 1.47  # microseconds of a launch, and of each further round of blocks, which do not persist
 MEMORY = 2.8e6  # bytes a microsecond
 PARTED, STORED = 79e3, 25e3  # bytes a microsecond and multiprocessor: of parts, and of results
 #: Relative times of loads, beside pixel_cycles: those that step through nothing, and im2col.
@@ -369,8 +371,8 @@ LEAST_STAGES = 4  # of a run, if there are several
 PRODUCT, LOADS = {2: 1 / 43, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
 TALL = 1 / 22  # the same cycles of tall tiles
 FLIPPED_TIME = 1.15  # relative time of flipped tiles in 16 bits
-#: Relative time of loads in grouped layers if a tile has at least BESIDE taps of the same channels.
-CROWDED, BESIDE = 1.35, 3
+#: Relative time of loads in grouped layers if a tile has at least MANY_TAPS taps of the same channels.
+CROWDED, MANY_TAPS = 1.35, 3
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
@@ -426,7 +428,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     else:
         of_dy, of_x = pixel_cycles(size * loaded.K // packs), pixel_cycles(size * loaded.C // packs)
         cycles = channels * of_dy + columns * of_x
-    crowded = packs > 1 and columns >= BESIDE * block * _tap_blocks(seen)
+    crowded = packs > 1 and columns >= MANY_TAPS * block * _tap_blocks(seen)
     loads = LOADS[factor] * (BOXED if flat else IM2COL) * cycles * (CROWDED if crowded else 1)
     sums = config.BLOCK_M * config.BLOCK_N
     products = (TALL if _tall(config, factor) else PRODUCT[factor]) * sums
@@ -440,7 +442,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
 
     blocks, slots = down * across * packs * config.SPLIT, device.multiprocessors * _blocks_per_sm(config, factor)
     again = ceil(blocks, slots) - 1
-    us = again * (taken(slots) + AGAIN) + taken(blocks - again * slots)
+    us = again * (taken(slots) + PER_ROUND) + taken(blocks - again * slots)
     us *= FLIPPED_TIME if config.FLIPPED and size == 2 else 1
     added = REDUCE + 4 * config.SPLIT * part_sums(problem, config) / ADDED if config.SPLIT > 1 else 0
     copied = sum(COPY + 32 * args.words / COPIED for _, args in channel_copies(seen))

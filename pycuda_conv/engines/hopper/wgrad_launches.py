@@ -16,7 +16,7 @@ from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 REDUCE_TAPS, REDUCED_CHANNELS = 16, 64  # the most taps, and the channels, of a block of hopper/wgrad_reduce.cu
 ADD_THREADS = 256  # of a block of hopper/wgrad_add.cu
@@ -55,7 +55,7 @@ def channel_copies(problem: ConvProblem) -> tuple[tuple[int, Any], ...]:
     return tuple(found)
 
 
-def copy_launch(problem: ConvProblem, args: Any, array: int, copy: Place) -> KernelLaunch:
+def copy_launch(problem: ConvProblem, args: Any, array: int, copy: BufferSlice) -> KernelLaunch:
     """The launch that copies `array` to `copy`; `args` are its arguments of :func:`channel_copies`."""
     defines = {"BYTES": problem.itemsize, "UNIT": math.gcd(16, problem.itemsize * args.channels)}
     return KernelLaunch("fold_channels", defines, ceil(args.words, FOLD_THREADS), FOLD_THREADS, (array, copy), (), arguments=args)
@@ -72,7 +72,7 @@ def part_sums(problem: ConvProblem, config: WgradNhwc) -> int:
     return forward_of(problem).K * (form.C // form.groups) * math.prod(form.filter_size)
 
 
-def reduce_parts(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaunch:
+def reduce_parts(problem: ConvProblem, config: WgradNhwc, parts: BufferSlice) -> KernelLaunch:
     """The launch that adds few parts if the result's taps are fastest."""
     loaded, own = part_form(problem, config), problem.N
     taps, pitch = math.prod(loaded.filter_size), loaded.C // problem.groups
@@ -89,7 +89,7 @@ def reduce_parts(problem: ConvProblem, config: WgradNhwc, parts: Place) -> Kerne
     return KernelLaunch("hopper_wgrad_reduce", defines, grid, 32 * args.tile_taps, (parts, RESULT), (), arguments=args)
 
 
-def add_parts(problem: ConvProblem, config: WgradNhwc, parts: Place, taps_fastest: bool) -> KernelLaunch:
+def add_parts(problem: ConvProblem, config: WgradNhwc, parts: BufferSlice, taps_fastest: bool) -> KernelLaunch:
     """The launch that adds the parts if the result's channels are fastest, or the parts are many."""
     loaded = part_form(problem, config)
     taps, pitch, size = math.prod(loaded.filter_size), loaded.C // problem.groups, part_sums(problem, config)

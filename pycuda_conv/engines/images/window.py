@@ -16,7 +16,7 @@ from typing import Any
 from pycuda_conv.engines.geometry import arguments, bits, ceil
 from pycuda_conv.engines.schedule import GRID_LIMIT, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
 
 #: Threads of a block on a GPU. On OpenCL a block is one work-item.
@@ -228,15 +228,15 @@ def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: An
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 28, "opencl": 28}
+MOST_VARIANTS = {"cuda": 28, "opencl": 28}
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """One text for each pair of types."""
     host = device.backend != "cuda"
     narrow = tuple(CODES[name] for name in ("float32", "uint8", "int8", "uint16", "int16"))
     more = {"THREADS": (1 if host else THREADS,)} | ({"ROOM": (OPENCL_ROOM,)} if host else {})
     for kernel in ("images_separable", "images_correlate"):
         choices = {"DTYPE": (32,), "INDEX_64": (0, 1), "IN": narrow, "OUT": narrow, **more}
-        yield TextFamily(kernel, choices, lambda defines: defines["IN"] == defines["OUT"] or 32 in (defines["IN"], defines["OUT"]))
-        yield TextFamily(kernel, {**choices, "DTYPE": (64,), "IN": (64,), "OUT": (64,)})
+        yield VariantSet(kernel, choices, lambda defines: defines["IN"] == defines["OUT"] or 32 in (defines["IN"], defines["OUT"]))
+        yield VariantSet(kernel, {**choices, "DTYPE": (64,), "IN": (64,), "OUT": (64,)})

@@ -10,9 +10,9 @@ from pycuda_conv import borders
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider, shown_once_along
 from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT, WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 THREADS = 256
 EACH = {"float16": 8, "bfloat16": 8, "float32": 4, "float64": 4}  # elements that a thread copies
@@ -22,7 +22,7 @@ TYPES = {
     "bfloat16": 11, "float32": 12, "float64": 13,
 }  # fmt: skip
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 4, "opencl": 4}
+MOST_VARIANTS = {"cuda": 4, "opencl": 4}
 
 BorderArguments = kernel_struct("bordered", "BorderArguments")
 
@@ -73,7 +73,8 @@ def _args(
 
 #: Arguments of other kernels than ``border_copy``.
 _OF_OTHERS = dict.fromkeys((
-    "rows", "rows_each", "lane_bits", "tiles", "positions", "vector", "planes", "channels", "multiplier", "y_image", "y_channel", "y_pixel", *"opqtrs",
+    "rows", "rows_each", "lane_bits", "tiles", "positions", "vector", "planes", "channels", "multiplier", "y_image", "y_channel",
+    "y_pixel", *"opqtrs",
     *(f"{name}_{axis}" for name in ("stride", "pad", "dil") for axis in "dhw"),
 ), 0)  # fmt: skip
 
@@ -87,7 +88,7 @@ def _is_big(problem: ConvProblem) -> bool:
     return max(problem.largest_array, problem.padded.largest_array) >= 2**31 - 2**20
 
 
-def copy(problem: ConvProblem, to: Place) -> KernelLaunch:
+def copy(problem: ConvProblem, to: BufferSlice) -> KernelLaunch:
     """Copy the image, the array that `problem` reads first, with its border and in the arithmetic's type."""
     big, none = _is_big(problem), (0, 0, 0)
     outer, inner = _outer_and_inner(problem, problem.operand_channels)
@@ -105,7 +106,7 @@ ROWS_EACH = (16, 8, 4)  # rows of a thread
 MANY_BLOCKS = 4 * 132
 
 
-def _copy(dtype: str, big: bool, args: Any, written: int, source: Place, target: Place) -> KernelLaunch:
+def _copy(dtype: str, big: bool, args: Any, written: int, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
     """The launch that copies images with their border."""
     rows, line = written // max(args.line, 1), args.line
     if not args.near or rows < LEAST_ROWS:
@@ -121,12 +122,13 @@ def _copy(dtype: str, big: bool, args: Any, written: int, source: Place, target:
     each = next((each for each in ROWS_EACH if blocks_of(each) >= MANY_BLOCKS), ROWS_EACH[-1])
     tiles = ceil(positions, lanes)
     args = args._replace(
-        rows=rows, rows_each=each, lane_bits=lanes.bit_length() - 1, tiles=tiles, by_tiles=divider(tiles), positions=positions, vector=vector
+        rows=rows, rows_each=each, lane_bits=lanes.bit_length() - 1, tiles=tiles, by_tiles=divider(tiles), positions=positions,
+        vector=vector,
     )
     return KernelLaunch("border_rows", _defines(dtype, big), blocks_of(each), THREADS, (source, target), (), "bordered", arguments=args)
 
 
-def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
+def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice) -> list[KernelLaunch]:
     """Launches, one behind the other, that add the border of a gradient by the input to the pixels that it shows, and a residual."""
     big, border = _is_big(problem), problem.border or borders.NONE
     outer, inner = _outer_and_inner(problem, problem.result_channels)
@@ -154,34 +156,34 @@ def fold(problem: ConvProblem, wide: Place, to: Place) -> list[KernelLaunch]:
 PLANES = 8  # planes, or images with channels last, of a thread of ``border_gradient``
 
 
-def add_gradient(problem: ConvProblem, dy: Place, to: Place) -> KernelLaunch:
+def add_gradient(problem: ConvProblem, dy: BufferSlice, to: BufferSlice) -> KernelLaunch:
     """Add what the border shows to the gradient by the input of a depthwise layer, which is there as of zeros."""
     big, border, (before, after) = _is_big(problem), problem.border or borders.NONE, problem.border_sizes
     last, channels, plane = problem.layout == "NHWC", problem.C, math.prod(problem.output_size)
     outer, inner = _outer_and_inner(problem, channels)
     groups = ceil(outer, PLANES)
     args, written = _args(
-        problem.dtype, groups, problem.input_size, inner, border, before, after, big, True, True, value=0, type=0, has_residual=0, planes=outer,
-        channels=channels, multiplier=problem.K // channels, y_image=problem.K * plane, y_channel=1 if last else plane,
+        problem.dtype, groups, problem.input_size, inner, border, before, after, big, True, True, value=0, type=0, has_residual=0,
+        planes=outer, channels=channels, multiplier=problem.K // channels, y_image=problem.K * plane, y_channel=1 if last else plane,
         y_pixel=problem.K if last else 1, **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"),
         **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
     )  # fmt: skip
-    buffers = (dy, WEIGHT, to)
-    return KernelLaunch("border_gradient", _defines(problem.dtype, big), ceil(written, THREADS), THREADS, buffers, (), "bordered", arguments=args)
+    blocks, buffers = ceil(written, THREADS), (dy, WEIGHT, to)
+    return KernelLaunch("border_gradient", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=args)
 
 
-def round_to(problem: ConvProblem, exact: Place) -> KernelLaunch:
+def round_to(problem: ConvProblem, exact: BufferSlice) -> KernelLaunch:
     """Round the result to the type of integers that was asked for."""
     return _rounding(math.prod(problem.result_shape), problem.dtype, problem.result_dtype, exact, RESULT)
 
 
-def _rounding(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
+def _rounding(size: int, given: str, dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
     numbers = size, TYPES[dtype]
     blocks = ceil(size, EACH[given] * THREADS)
     return KernelLaunch("border_round", _defines(given, False), blocks, THREADS, (source, target), numbers, "bordered")
 
 
-def converting(size: int, given: str, dtype: str, source: Place, target: Place) -> KernelLaunch:
+def converting(size: int, given: str, dtype: str, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
     """Convert an array without gaps to `dtype`, one of floats."""
     big, none = size >= 2**31 - 2**20, (0, 0, 0)
     args, _ = _args(dtype, 1, (1, 1, size), 1, borders.NONE, none, none, big, False, value=0, type=TYPES[given], has_residual=0)
@@ -189,6 +191,6 @@ def converting(size: int, given: str, dtype: str, source: Place, target: Place) 
     return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=args)
 
 
-def texts() -> Iterator[TextFamily]:
+def variants() -> Iterator[VariantSet]:
     """A text for each type."""
-    yield TextFamily("bordered", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("bordered", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})

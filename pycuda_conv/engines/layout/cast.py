@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 
 from pycuda_conv.engines.geometry import ceil
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 THREADS = 256
 EACH = 4  # elements of a thread
 
 
 #: An array to cast: its elements, its place, and the place of the cast one.
-Part = tuple[int, Place, Place]
+Part = tuple[int, BufferSlice, BufferSlice]
 MOST_PARTS = 3  # arrays that a launch can cast
 
 
@@ -29,7 +29,7 @@ def widen(dtype: str, *parts: Part) -> KernelLaunch:
     return _cast("widen", dtype, parts)
 
 
-def widen_filter(dtype: str, shape: Sequence[int], given: Place, made: Place) -> KernelLaunch:
+def widen_filter(dtype: str, shape: Sequence[int], given: BufferSlice, made: BufferSlice) -> KernelLaunch:
     """Convert a filter of `shape` in C order to float32, with its second axis last."""
     size = math.prod(shape)
     return _launch("widen_filter", dtype, ceil(size, THREADS), (given, made), size, math.prod(shape[2:]), shape[1])
@@ -48,15 +48,15 @@ def _cast(kernel: str, dtype: str, parts: Sequence[Part]) -> KernelLaunch:
     return _launch(kernel, dtype, sum(ceil(size, EACH * THREADS) for size in sizes), buffers, *sizes)
 
 
-def _launch(kernel: str, dtype: str, blocks: int, buffers: tuple[Place, ...], *scalars: int) -> KernelLaunch:
+def _launch(kernel: str, dtype: str, blocks: int, buffers: tuple[BufferSlice, ...], *scalars: int) -> KernelLaunch:
     defines = {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": 0, "THREADS": THREADS}
     return KernelLaunch(kernel, defines, blocks, THREADS, buffers, scalars, "cast")
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 2}
+MOST_VARIANTS = {"cuda": 2}
 
 
-def texts() -> Iterator[TextFamily]:
+def variants() -> Iterator[VariantSet]:
     """One text for each type of 16 bits."""
-    yield TextFamily("cast", {"DTYPE": (DTYPE_CODES["float16"], DTYPE_CODES["bfloat16"]), "INDEX_64": (0,), "THREADS": (THREADS,)})
+    yield VariantSet("cast", {"DTYPE": (DTYPE_CODES["float16"], DTYPE_CODES["bfloat16"]), "INDEX_64": (0,), "THREADS": (THREADS,)})

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 TILE = 64  # rows, and channels, of a block
 TIME = 2.2  # microseconds of such a launch
@@ -19,7 +19,7 @@ TIME = 2.2  # microseconds of such a launch
 TransposedFilter = kernel_struct("transpose_filter", "TransposedFilter")
 
 
-def launch(problem: ConvProblem, place: Place, steps: tuple[int, int, int], pitch: int | None = None) -> KernelLaunch:
+def launch(problem: ConvProblem, place: BufferSlice, steps: tuple[int, int, int], pitch: int | None = None) -> KernelLaunch:
     """The launch that transposes the filter to rows of the result's channels, each [tap][channel], by default without gaps.
 
     `steps` are the strides of the filter as it lies, in elements: of a row, a tap and a channel.
@@ -36,6 +36,6 @@ def launch(problem: ConvProblem, place: Place, steps: tuple[int, int, int], pitc
     return KernelLaunch("transpose_filter", {"BYTES": problem.itemsize}, grid, 256, (WEIGHT, place), (), arguments=args)
 
 
-def texts() -> Iterator[TextFamily]:
+def variants() -> Iterator[VariantSet]:
     """A text for each size of elements."""
-    yield TextFamily("transpose_filter", {"BYTES": (2, 4)})
+    yield VariantSet("transpose_filter", {"BYTES": (2, 4)})

@@ -44,7 +44,7 @@ from pycuda_conv.engines.schedule import (
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -68,7 +68,7 @@ class Dmma(Config):
 CONFIGS = (Dmma,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 67}
+MOST_VARIANTS = {"cuda": 67}
 
 @dataclass(frozen=True)
 class _Tile:
@@ -436,15 +436,15 @@ def sum_order(problem: ConvProblem, config: Dmma) -> Hashable:
     return config.SPLIT, block_k(config)
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile and each way to read operands, and one that packs filters."""
     for size, tile in dict.fromkeys([*TILES.items(), *CUT.items()]):
         of_tile = _defines(Dmma(*size), tile, _Form(False, 1, 0, 1), device)
         choices = {name: (value,) for name, value in of_tile.items()} | {
             "A_IN_ROWS_OF_K": FLAG, "A_VEC": (1, 2), "B_IN_ROWS_OF_K": FLAG, "B_VEC": (1, 2), "ONE_TAP": FLAG,
         }  # fmt: skip
-        yield TextFamily("dmma", choices, _is_listed)
-    yield TextFamily("dmma", {})
+        yield VariantSet("dmma", choices, _is_listed)
+    yield VariantSet("dmma", {})
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

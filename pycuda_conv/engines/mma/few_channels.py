@@ -25,13 +25,13 @@ from pycuda_conv.engines.mma.common import SHARED_BYTES, unsupported
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewChannels", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewChannels", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 WARPS = 4  # of a block
@@ -60,7 +60,7 @@ class FewChannels(Config):
 CONFIGS = (FewChannels,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 32}
+MOST_VARIANTS = {"cuda": 32}
 
 
 FewChannelsArguments = kernel_struct("few_channels", "FewChannelsArguments")
@@ -252,11 +252,11 @@ def sum_order(problem: ConvProblem, config: FewChannels) -> Hashable:
     return FewChannels, config.PARTS
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, type and arithmetic."""
     common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
     for eights, (rows, sixteens) in TILES.items():
-        yield TextFamily("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, _is_listed)
+        yield VariantSet("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, _is_listed)
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

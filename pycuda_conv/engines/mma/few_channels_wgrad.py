@@ -18,13 +18,13 @@ from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupport
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewChannelsWgrad", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewChannelsWgrad", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 THREADS, WARPS = 256, 8
@@ -56,7 +56,7 @@ class FewChannelsWgrad(Config):
 CONFIGS = (FewChannelsWgrad,)
 LAYOUTS = ("CHWN",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 25}
+MOST_VARIANTS = {"cuda": 25}
 
 
 # ---- what runs
@@ -224,12 +224,12 @@ def sum_order(problem: ConvProblem, config: FewChannelsWgrad) -> Hashable:
     return config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type and each shape of a warp's sums."""
     for split, tiles in TILES.items():
         types = tuple(ELEMENTS.values()) if split == 1 else (FLOAT,)
         for m_tiles, n_tiles in tiles.items():
-            yield TextFamily("few_channels_wgrad", {"TYPE": types, "LIMBS": (split,), "M_TILES": (m_tiles,), "N_TILES": n_tiles})
+            yield VariantSet("few_channels_wgrad", {"TYPE": types, "LIMBS": (split,), "M_TILES": (m_tiles,), "N_TILES": n_tiles})
 
 
 # ---- the choice

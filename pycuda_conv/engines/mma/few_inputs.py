@@ -19,13 +19,13 @@ from pycuda_conv.engines.mma.common import SHARED_BYTES, unsupported
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewInputs", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewInputs", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 WARPS = 8  # of a block
@@ -52,7 +52,7 @@ class FewInputs(Config):
 CONFIGS = (FewInputs,)
 LAYOUTS = "NHWC", "NCHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 32}
+MOST_VARIANTS = {"cuda": 32}
 
 
 FewInputsArguments = kernel_struct("few_inputs", "FewInputsArguments")
@@ -251,10 +251,10 @@ def sum_order(problem: ConvProblem, config: FewInputs) -> Hashable:
     return FewInputs
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, BLOCK_N and layout."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG, "PRODUCTS": (1, 3)}
-    yield TextFamily("few_inputs", choices, _is_listed)
+    yield VariantSet("few_inputs", choices, _is_listed)
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

@@ -18,13 +18,13 @@ from pycuda_conv.engines.hopper.common import MOST_SHARED, unsupported
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal",
+    "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
@@ -51,7 +51,7 @@ class FewPixels(Config):
 CONFIGS = (FewPixels,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 32}
+MOST_VARIANTS = {"cuda": 32}
 
 
 FewPixelsPhase = kernel_struct("mma_few_pixels", "FewPixelsPhase")
@@ -242,10 +242,10 @@ def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:
     return config.CLUSTER, config.BLOCK_M, tile and tile.phases[0].stage_units
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type and arithmetic, BLOCK_N and CLUSTER."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "BLOCK_N": COLUMNS, "CLUSTER": CLUSTERS, "PHASES": (1, PHASES)}
-    yield TextFamily("mma_few_pixels", choices, _is_listed)
+    yield VariantSet("mma_few_pixels", choices, _is_listed)
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
@@ -266,7 +266,7 @@ STEP_CYCLES = {  # cycles of a quarter of a multiprocessor for a warp's step, by
 }  # fmt: skip
 WAIT = 302.0  # cycles of a warp for a step, whatever the other warps do
 X_BYTES = 11.9  # bytes of images that a multiprocessor loads in a cycle; the times don't tell the filter's bytes from the stages
-BESIDE = 0.889  # part of the shorter of loads and products that adds to the longer
+NOT_OVERLAPPED = 0.889  # part of the shorter of loads and products that adds to the longer
 ADDED_CYCLES = 0.615  # cycles of each sum of the tile
 AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters of 132 multiprocessors if each block is alone on its multiprocessor
 CHOSEN_ROWS = ROWS[:2]  # tiles of 128 channels were the fastest for none of 46 problems
@@ -300,7 +300,7 @@ def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
     multiplying = steps * max(WAIT, 2 * beside * step)
     loading = beside * first.part * UNIT_BYTES * first.positions * (4 // problem.itemsize) / X_BYTES
     each = BLOCK_CYCLES + STAGE_CYCLES * ceil(first.part, first.stage_units) + ADDED_CYCLES * config.BLOCK_M * config.BLOCK_N * beside
-    return BEGIN + rounds * (each + max(multiplying, loading) + BESIDE * min(multiplying, loading)) / CLOCK
+    return BEGIN + rounds * (each + max(multiplying, loading) + NOT_OVERLAPPED * min(multiplying, loading)) / CLOCK
 
 
 def _blocks(tile: _Tile, config: FewPixels) -> int:

@@ -26,13 +26,13 @@ from pycuda_conv.engines.schedule import BIAS, RESIDUAL, SCALE, Schedule, finish
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 THREADS = 256
@@ -60,7 +60,7 @@ class ImplicitGemm80(Config):
 CONFIGS = (ImplicitGemm80,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 137}
+MOST_VARIANTS = {"cuda": 137}
 
 
 # ---- what runs
@@ -139,7 +139,7 @@ def schedule(
     multiprocessors = device.multiprocessors
 
     def products(
-        packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
+        packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands, target: BufferSlice, layout: MomentsLayout
     ) -> list[KernelLaunch]:
         read = operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales
         buffers = (*read, BIAS, SCALE, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
@@ -155,7 +155,7 @@ GemmPhase = kernel_struct("mma_gemm", "GemmPhase")
 
 
 def _product(
-    problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, addressing: PhaseAddressing, buffers: tuple[Place, ...],
+    problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, addressing: PhaseAddressing, buffers: tuple[BufferSlice, ...],
     x_tiles: int,
 ) -> KernelLaunch:
     """The launch of one phase."""
@@ -203,7 +203,7 @@ def sum_order(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
     return config.SPLIT
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each tile, arithmetic and layout of results; none for Hopper, where this engine is not chosen."""
     if device.capability == (9, 0):
         return
@@ -212,7 +212,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
             continue
         stages = _ring(ImplicitGemm80(rows, pixels), 2 if count == 3 else 1).deepest(DEPTHS)
         tile = {"BLOCK_M": (rows,), "BLOCK_N": (pixels,), "STAGES": (stages,)}
-        yield from (TextFamily("mma_gemm", one | tile, _is_listed) for one in ARITHMETICS if one["PRODUCTS"] == (count,))
+        yield from (VariantSet("mma_gemm", one | tile, _is_listed) for one in ARITHMETICS if one["PRODUCTS"] == (count,))
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

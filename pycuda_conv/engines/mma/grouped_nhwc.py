@@ -22,18 +22,18 @@ from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupport
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 THREADS = 256
 BLOCKS = 2   # that share a multiprocessor
-COUNTS = (1, 2, 4, 8)  # units of a slab
+COUNTS = (1, 2, 4, 8)  # units of a block
 ROWS = 4     # of the result, whose sums a warp has
 COLUMNS = 16
 UNROLLED = 3  # rows of a filter that can share loads
@@ -53,7 +53,7 @@ class GroupedNhwc(Config):
 CONFIGS = (GroupedNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 12}
+MOST_VARIANTS = {"cuda": 12}
 
 
 # ---- what runs
@@ -90,11 +90,11 @@ def refusal(problem: ConvProblem, config: GroupedNhwc) -> str | None:
     if config.TILE_P % ROWS:
         return f"TILE_P must be a multiple of {ROWS}"
     if _chunks(problem, config.UNITS) > 32:
-        return "a warp loads a pixel's channels of a slab at once, up to 512 bytes"
+        return "a warp loads a pixel's channels of all units at once, up to 512 bytes"
     nbytes = _shared_bytes(problem, config)
     if nbytes > SHARED_BYTES:
         return f"it takes {nbytes:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    return grid_refusal(_slabs(problem, config) * _phase_count(problem) * max(_tiles(view, config) for view in _views(problem)))
+    return grid_refusal(_unit_blocks(problem, config) * _phase_count(problem) * max(_tiles(view, config) for view in _views(problem)))
 
 
 # ---- channels
@@ -107,13 +107,13 @@ def _units(problem: ConvProblem) -> Units | None:
 
 
 def _chunks(problem: ConvProblem, count: int) -> int:
-    """16-byte chunks of a slab of `count` units."""
+    """16-byte chunks of `count` units."""
     units = _units(problem)
     assert units is not None
     return chunks_read(units, count)
 
 
-def _slabs(problem: ConvProblem, config: GroupedNhwc) -> int:
+def _unit_blocks(problem: ConvProblem, config: GroupedNhwc) -> int:
     units = _units(problem)
     assert units is not None
     return ceil(units.total, config.UNITS)
@@ -242,7 +242,7 @@ def _product(
 ) -> KernelLaunch:
     """The launch of some phases, with as much shared memory as the largest of all takes."""
     count, unrolled = _phase_count(problem), _unrolled(problem)
-    slabs, blocks = _slabs(problem, config), _blocks(problem, config, device, views)
+    unit_blocks, blocks = _unit_blocks(problem, config), _blocks(problem, config, device, views)
     args = tuple(_arguments(problem, config, w_strides, view, blocks) for view in views)
     args += (args[-1]._replace(tiles=0),) * (count - len(views))  # empty phases fill the kernel's parameter
     defines = {
@@ -250,15 +250,15 @@ def _product(
     }  # fmt: skip
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     return KernelLaunch(
-        "grouped_nhwc", defines, slabs * count * blocks, THREADS, buffers, (), shared=shared, arguments=args,
+        "grouped_nhwc", defines, unit_blocks * count * blocks, THREADS, buffers, (), shared=shared, arguments=args,
         layer=finish_constants(args[0]),
     )  # fmt: skip
 
 
 def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, views: tuple[_PhaseView, ...]) -> int:
-    """Blocks of a slab and phase: as many as fill the GPU, if possible with equally many tiles each."""
+    """Blocks that share units and a phase: as many as fill the GPU, if possible with equally many tiles each."""
     tiles = max(_tiles(view, config) for view in views)
-    jobs = _slabs(problem, config) * len(views)
+    jobs = _unit_blocks(problem, config) * len(views)
     rounds = ceil(tiles * jobs, max(BLOCKS * device.multiprocessors, jobs))
     return ceil(tiles, rounds)
 
@@ -273,8 +273,9 @@ def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, 
     group_step, row_step, channel_step, tap_step = w_strides
     width = problem.filter_size[2]
     return arguments(
-        GroupedPhase, slabs=_slabs(problem, config), blocks=blocks, tiles=_tiles(view, config), tiles_p=ceil(down.size, config.TILE_P),
-        tiles_q=ceil(right.size, config.TILE_Q), units=config.UNITS, unit_groups=units.groups, units_group=units.a_group, groups=groups,
+        GroupedPhase, unit_blocks=_unit_blocks(problem, config), blocks=blocks, tiles=_tiles(view, config),
+        tiles_p=ceil(down.size, config.TILE_P), tiles_q=ceil(right.size, config.TILE_Q), units=config.UNITS,
+        unit_groups=units.groups, units_group=units.a_group, groups=groups,
         read=problem.operand_channels // groups, written=problem.result_channels // groups, steps=units.steps, chunks=chunks,
         pitch=pitch(chunks), images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q, tile_h=tile_h, tile_w=tile_w,
         rows_x=config.IMAGES * tile_h, jobs_q=jobs_q, jobs=jobs_q * config.TILE_P // ROWS, n=view.images, c=problem.operand_channels,
@@ -297,10 +298,10 @@ def sum_order(problem: ConvProblem, config: GroupedNhwc) -> Hashable:
     return GroupedNhwc
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, and for each number of filter rows that share loads."""
     choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES)}
-    yield TextFamily("grouped_nhwc", choices, _is_listed)
+    yield VariantSet("grouped_nhwc", choices, _is_listed)
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:
@@ -340,14 +341,14 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
 
 def time(problem: ConvProblem, config: GroupedNhwc, device: Device) -> float:
     """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes from and to memory."""
-    views, slabs, multiprocessors = _views(problem), _slabs(problem, config), device.multiprocessors
+    views, unit_blocks, multiprocessors = _views(problem), _unit_blocks(problem, config), device.multiprocessors
     us = loaded = 0.0
     for group in _launches(problem):
         blocks = _blocks(problem, config, device, group)
         works = [_work(problem, config, view, device) for view in group]
         cycles = max(ceil(_tiles(view, config), blocks) * work.tile + work.block for view, work in zip(group, works, strict=True))
-        us += BEGIN + MEASURED * ceil(slabs * blocks * len(group), multiprocessors) * cycles / CLOCK
-        loaded += sum(_tiles(view, config) * slabs * work.loaded for view, work in zip(group, works, strict=True)) / len(views)
+        us += BEGIN + MEASURED * ceil(unit_blocks * blocks * len(group), multiprocessors) * cycles / CLOCK
+        loaded += sum(_tiles(view, config) * unit_blocks * work.loaded for view, work in zip(group, works, strict=True)) / len(views)
     operand = problem.itemsize * problem.N * math.prod(problem.operand_size) * problem.operand_channels
     return max(us, BEGIN + (problem.bytes + HALO * max(loaded - operand, 0)) / MEMORY * 132 / multiprocessors)
 

@@ -17,18 +17,18 @@ from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupport
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_TEXTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "texts", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key",
+    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2   # that share a multiprocessor
-COUNTS = (1, 2, 4, 8)  # units of a slab
+COUNTS = (1, 2, 4, 8)  # units of a block
 COLUMNS = 16
 TAPS = (1, 9)  # of a block
 ZEROS = 32  # bytes that stand for missing pixels
@@ -48,7 +48,7 @@ class GroupedWgrad(Config):
 CONFIGS = (GroupedWgrad,)
 LAYOUTS = ("CHWN",)
 TENSOR_CORES = True
-MOST_TEXTS = {"cuda": 8}
+MOST_VARIANTS = {"cuda": 8}
 
 
 # ---- what runs
@@ -83,9 +83,9 @@ def refusal(problem: ConvProblem, config: GroupedWgrad) -> str | None:
     units = _units(problem)
     assert units is not None
     if config.UNITS not in COUNTS or config.UNITS * units.steps > WARPS:
-        return f"a slab has {', '.join(map(str, COUNTS))} units, of up to {WARPS} steps together"
+        return f"a block has {', '.join(map(str, COUNTS))} units, of up to {WARPS} steps together"
     if max(chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)) > 32:
-        return "a warp loads a pixel's channels of a slab at once, up to 512 bytes"
+        return "a warp loads a pixel's channels of all units at once, up to 512 bytes"
     if _shared_bytes(problem, config) > SHARED_BYTES:
         return f"it takes {_shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
     if config.PARTS > _tiles(problem, config):
@@ -165,13 +165,13 @@ def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, with_mo
 
 def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
     """The kernel's arguments."""
-    forward, units, (slabs, tap_blocks) = forward_of(problem), _units(problem), _blocks(problem, config)
+    forward, units, (unit_blocks, tap_blocks) = forward_of(problem), _units(problem), _blocks(problem, config)
     assert units is not None
     (_, h, w), (_, p, q), (tile_h, tile_w) = forward.input_size, forward.output_size, _tile_size(problem, config)
     (_, stride_h, stride_w), (_, dilation_h, dilation_w), (_, pad_h, pad_w) = forward.stride, forward.dilation, forward.padding_before
     jobs, chunks_x, chunks_y = config.UNITS * units.steps, chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)
     return arguments(
-        GroupedWgradArguments, slabs=slabs, tap_blocks=tap_blocks, parts=config.PARTS, tiles=_tiles(problem, config),
+        GroupedWgradArguments, unit_blocks=unit_blocks, tap_blocks=tap_blocks, parts=config.PARTS, tiles=_tiles(problem, config),
         tiles_p=ceil(p, config.TILE_P), tiles_q=ceil(q, config.TILE_Q), units=config.UNITS, unit_groups=units.groups,
         units_group=units.a_group, groups=forward.groups, read=units.read, written=units.written, units_all=units.total, steps=units.steps,
         jobs=jobs, beside=WARPS // jobs, images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q,
@@ -192,9 +192,9 @@ def sum_order(problem: ConvProblem, config: GroupedWgrad) -> Hashable:
     return config
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text for each type, for one tap and for several, and for whole sums or parts."""
-    yield TextFamily("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
+    yield VariantSet("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
 
 
 # ---- the choice
@@ -233,7 +233,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
 
 def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     """Microseconds that `config` should take: the work of the multiprocessor with most blocks, or bytes; and adding the parts."""
-    units, (slabs, tap_blocks), (of_x, of_y) = _units(problem), _blocks(problem, config), _loads(problem, config)
+    units, (unit_blocks, tap_blocks), (of_x, of_y) = _units(problem), _blocks(problem, config), _loads(problem, config)
     assert units is not None
     multiprocessors, size, forward = device.multiprocessors, math.prod(problem.result_shape), forward_of(problem)
     taps = _taps(problem)
@@ -245,9 +245,9 @@ def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     issued = (rows * (ROW + 6 * taps) + LOADED * loads / 32) / ISSUED
     tiles = _tiles(problem, config)
     cycles = ceil(tiles, config.PARTS) * (max(multiplied, shared, issued) + TILE / BLOCKS) + BLOCK
-    us = BEGIN + MEASURED * ceil(slabs * tap_blocks * config.PARTS, multiprocessors) * cycles / CLOCK
+    us = BEGIN + MEASURED * ceil(unit_blocks * tap_blocks * config.PARTS, multiprocessors) * cycles / CLOCK
     read = 2.0 * (math.prod(forward.input_shape) + math.prod(forward.result_shape))
-    moved = read + HALO * max(16 * loads * tiles * slabs - read, 0) + read * (tap_blocks - 1)
+    moved = read + HALO * max(16 * loads * tiles * unit_blocks - read, 0) + read * (tap_blocks - 1)
     us = max(us, BEGIN + moved / MEMORY * 132 / multiprocessors)
     return us if config.PARTS == 1 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
 

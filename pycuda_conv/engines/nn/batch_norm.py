@@ -15,9 +15,9 @@ from pycuda_conv.arguments import activation_and_slope
 from pycuda_conv.engines.geometry import bits, ceil, divider
 from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES
-from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, Launcher
 
 #: None, or the form that :func:`pycuda_conv.arguments.checked_activation` returns.
 Activation = str | tuple[str, float] | None
@@ -142,7 +142,7 @@ class _Cut:
         return self.step(kernel, buffers, *args, *scalars, residual=residual, beyond_relu=beyond_relu)
 
     def adding_step(
-        self, kernel: str, columns: int, slices: int, buffers: tuple[Place, ...], *scalars: int, with_moments: bool = False
+        self, kernel: str, columns: int, slices: int, buffers: tuple[BufferSlice, ...], *scalars: int, with_moments: bool = False
     ) -> KernelLaunch:
         """A launch that adds the slices of each column."""
         wanted = 1 << (ceil(slices, ADDED) - 1).bit_length()
@@ -150,7 +150,7 @@ class _Cut:
         return self.step_of_channels(kernel, ceil(columns, beside), buffers, *scalars, beside, with_moments=with_moments)
 
     def step_of_channels(
-        self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, with_moments: bool = False
+        self, kernel: str, blocks: int, buffers: tuple[BufferSlice, ...], *scalars: int, with_moments: bool = False
     ) -> KernelLaunch:
         """A launch that works on per-channel values, or on one value of each channel and slice."""
         defines = self._defines(ADDING_THREADS) | {"WITH_MOMENTS": int(with_moments)}
@@ -170,22 +170,22 @@ def _index_64(pixels: Pixels) -> bool:
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 67, "opencl": 24}
+MOST_VARIANTS = {"cuda": 67, "opencl": 24}
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
+def variants(device: Device) -> Iterator[VariantSet]:
     """A text of batch_norm.cu for each type and each way to read arrays, and some for per-channel values."""
     common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
     of_halves = {"DTYPE": tuple(DTYPE_CODES[dtype] for dtype in HALVES)}
     for flags in _finishes(device):
         arrays = {"THREADS": (THREADS,), "NHWC": FLAG, **flags}
-        yield TextFamily("batch_norm", common | arrays | {"VEC": (1, 4)})
-        yield TextFamily("batch_norm", common | arrays | of_halves | {"VEC": (8,)})
+        yield VariantSet("batch_norm", common | arrays | {"VEC": (1, 4)})
+        yield VariantSet("batch_norm", common | arrays | of_halves | {"VEC": (8,)})
     adding = common | {"THREADS": (ADDING_THREADS,)}
-    yield TextFamily("batch_norm", adding | {"WITH_MOMENTS": (0,)})
+    yield VariantSet("batch_norm", adding | {"WITH_MOMENTS": (0,)})
     if device.backend == "cuda" and device.capability >= (9, 0):  # whose tensor-core kernels note moments
         of_tensor_cores = {"DTYPE": (*of_halves["DTYPE"], DTYPE_CODES["float32"])}
-        yield TextFamily("batch_norm", adding | of_tensor_cores | {"WITH_MOMENTS": (1,)})
+        yield VariantSet("batch_norm", adding | of_tensor_cores | {"WITH_MOMENTS": (1,)})
 
 
 def _finishes(device: Device) -> tuple[dict[str, tuple[int, ...]], ...]:

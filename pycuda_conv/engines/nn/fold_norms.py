@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.geometry import bits, ceil
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
 
 THREADS = 128
 #: Norms of a launch: one, or as many as fit the 4 KB that a kernel's parameters have.
@@ -26,7 +26,7 @@ class Norm(NamedTuple):
     start: int
     eps: float
     of_arrays: tuple[bool, ...]
-    places: tuple[Place, ...]
+    places: tuple[BufferSlice, ...]
 
 
 def starts_of(channels: Sequence[int]) -> list[int]:
@@ -40,7 +40,7 @@ def starts_of(channels: Sequence[int]) -> list[int]:
     return starts
 
 
-def fold(dtype: str, norms: Sequence[Norm], folded: Place, at_once: int = MOST) -> list[list[KernelLaunch]]:
+def fold(dtype: str, norms: Sequence[Norm], folded: BufferSlice, at_once: int = MOST) -> list[list[KernelLaunch]]:
     """Launches for some norms of convolutions of `dtype`, `at_once` in one."""
     sum_bytes = 8 if dtype == "float64" else 4
     steps = []
@@ -59,9 +59,9 @@ def fold(dtype: str, norms: Sequence[Norm], folded: Place, at_once: int = MOST) 
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 8}
+MOST_VARIANTS = {"cuda": 8}
 
 
-def texts() -> Iterator[TextFamily]:
+def variants() -> Iterator[VariantSet]:
     """One text for each type and number of norms."""
-    yield TextFamily("fold_norms", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "NORMS": (1, MOST), "THREADS": (THREADS,)})
+    yield VariantSet("fold_norms", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "NORMS": (1, MOST), "THREADS": (THREADS,)})

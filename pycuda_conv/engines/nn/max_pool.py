@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.struct import kernel_struct
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
 
@@ -97,10 +97,10 @@ def _max_stages_of(dtype: str) -> int:
 
 
 #: The most texts, as an engine says it.
-MOST_TEXTS = {"cuda": 6}
+MOST_VARIANTS = {"cuda": 6}
 
 
-def texts() -> Iterator[TextFamily]:
+def variants() -> Iterator[VariantSet]:
     """One text for each type and layout."""
     for dtype in TYPES:
-        yield TextFamily("max_pool", {"TYPE": (DTYPE_CODES[dtype],), "VEC": (1, _max_stages_of(dtype))})
+        yield VariantSet("max_pool", {"TYPE": (DTYPE_CODES[dtype],), "VEC": (1, _max_stages_of(dtype))})

@@ -20,6 +20,7 @@ from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.memo import remember_launches
 from pycuda_conv.nn import evaluation
 from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_WEIGHT, Settings, _layout, _traced
+from pycuda_conv.nn.options import asked_for
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import Device
@@ -308,8 +309,7 @@ def _inference(
     running_mean: Tensor, running_var: Tensor, eps: float, spec: _LayerSpec,
 ) -> Tensor:
     """The layer by the running statistics, without gradients."""
-    _, stride, padding, dilation, groups, precision, *_ = spec.settings
-    asked = "conv", stride, padding, dilation, groups, precision, 0, spec.activation, eps
+    asked = asked_for(spec.settings, spec.activation, eps)
     return evaluation._evaluate(asked, x, weight, bias, gamma, beta, running_mean, running_var, residual)
 
 

@@ -1,4 +1,4 @@
-"""The texts of ``cu/hopper/gemm.cu``: the values of every define, and which go together."""
+"""The variants of ``cu/hopper/gemm.cu``: the values of every define, and which go together."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pycuda_conv.engines.hopper.gemm_tiles import (
 )
 from pycuda_conv.engines.packed_product import ARITHMETICS, written_so
 from pycuda_conv.engines.tensor_cores import FLOAT
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.runtime.base import Device
 
-MOST_TEXTS = {"cuda": 310}
+MOST_VARIANTS = {"cuda": 310}
 
 
-def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile and its loads, the arithmetic, and how the result lies."""
+def variants(device: Device) -> Iterator[VariantSet]:
+    """One for a tile and its loads, the arithmetic, and how the result lies."""
     kinds = product(range(len(PINGPONG_PIXELS)), (False, True), (False, True))
     tiles = dict.fromkeys(tile for kind in kinds for tile in ordinary_tiles(*kind))
     for tile, one in product(tiles, ARITHMETICS):
@@ -37,7 +37,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
             stored = (4 if one["OUT"] == (FLOAT,) else 2) if choices["TENSOR_STORE"] == (1,) else 0
             ring = ring_of(tile, 2 if one["PRODUCTS"] == (3,) else 1, stored, choices["INTERLEAVE_COLUMNS"] == (1,))
             choices["STAGES"] = (ring.deepest(depths_of(tile)),)
-            yield TextFamily(KERNEL, choices, _is_listed, "sm_90a")
+            yield VariantSet(KERNEL, choices, _is_listed, "sm_90a")
 
 
 #: Defines of tiles whose results are stored pixel by pixel; STAGES is filled in.

@@ -1,4 +1,4 @@
-"""The closed list of kernels' texts: the values of every define, and which of them go together."""
+"""The variants of kernels, a closed list of texts: the values of every define, and which of them go together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def _any(defines: Defines) -> bool:
 
 
 @dataclass(frozen=True)
-class TextFamily:
-    """Texts of one kernel file.
+class VariantSet:
+    """Variants of one kernel file: its text with some values of its defines.
 
     Attributes
     ----------

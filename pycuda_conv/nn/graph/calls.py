@@ -1,0 +1,122 @@
+"""The calls that replace steps of a graph: what the two modes of the backend have in common."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from pycuda_conv.nn.autograd import Settings
+from pycuda_conv.nn.graph.steps import value
+
+
+class Options(NamedTuple):
+    """The options of a chain in numbers."""
+
+    transposed: bool
+    settings: Settings
+    output_padding: tuple[int, ...]
+    activation: str | tuple[str, float] | None = None
+
+
+class Norm(NamedTuple):
+    """A batch normalisation of a chain: gamma, beta, mean, variance, each a node or None, and its options."""
+
+    vectors: tuple[Any, ...]
+    of_batch: bool
+    momentum: Any
+    eps: Any
+    #: the step that counts batches, and the count
+    counts: tuple[Node, Node] | None = None
+
+
+class Targets:
+    """The calls that replace steps; :mod:`pycuda_conv.nn.targets` has one class for each mode. They write nodes into `graph`."""
+
+    #: whether a layer that is trained takes the sum with a residual, and whether it counts the batches
+    sums_in_training = counts = False
+
+    #: whether convolutions with gradients take parameters that were cast at the graph's start
+    casts_early = True
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        #: the parameters that are cast at the graph's start, with their types, and the nodes that stand for the results
+        self.early: dict[tuple[Node, torch.dtype], Node] = {}
+
+    def cast(self, node: Any, dtype: torch.dtype) -> Any:
+        """The node, or None, in the dtype that a convolution computes in: what ``torch.autocast`` does unseen."""
+        if node is None or value(node).dtype is dtype:
+            return node
+        made = self.graph.call_method("to", (node, dtype))
+        made.meta["example_value"] = value(node)
+        return made
+
+    def cast_early(self, parameter: Node, dtype: torch.dtype) -> Node:
+        """A parameter in another dtype: one call at the graph's start casts all of these."""
+        key = parameter, dtype
+        if key not in self.early:
+            made = self.early[key] = self.graph.call_method("to", key)
+            with torch.no_grad():
+                made.meta["example_value"] = value(parameter).detach().to(dtype)
+        return self.early[key]
+
+    def cast_together(self, parameters: list[Node], dtype: torch.dtype) -> Node:
+        """The call that casts parameters."""
+        raise NotImplementedError
+
+    def evaluate(
+        self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm | None, residual: Any, early: bool
+    ) -> Node:
+        """A chain without gradients; `operands` are input, filter and bias, to be cast to `dtype`.
+
+        If it is `early`, the norm's vectors and the bias can be read at the graph's start.
+        """
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Write the nodes that serve several chains."""
+        waiting = set(self.early.values())
+        first = next((n for n in self.graph.nodes if n.op != "placeholder" and n not in waiting), None)
+        groups: dict[Any, list[tuple[Node, Node]]] = {}
+        for (parameter, dtype), node in self.early.items():
+            groups.setdefault((dtype, value(parameter).device), []).append((parameter, node))
+        for (dtype, _), members in groups.items():
+            with self.graph.inserting_before(first):
+                cast = self.cast_together([parameter for parameter, _ in members], dtype)
+                for i, (_, node) in enumerate(members):
+                    made = self.graph.call_function(operator.getitem, (cast, i))
+                    made.meta.update(node.meta)
+                    node.replace_all_uses_with(made)
+                    self.graph.erase_node(node)
+
+    def train(
+        self, options: Options, operands: Sequence[Any], dtype: torch.dtype, norm: Norm, residual: Any, grad: bool
+    ) -> Node:
+        """A chain with a batch normalisation, with gradients or by the batch's statistics; `grad` is torch's mode there."""
+        raise NotImplementedError
+
+    def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
+        """A convolution with gradients."""
+        raise NotImplementedError
+
+    def pass_on(self, node: Node) -> bool:
+        """Let a trained layer have its input as a second result, if it can."""
+        return False
+
+    def max_pool(self, given: dict[str, Any], gradient: bool) -> Node | None:
+        """Max pooling, or None where it stays torch's."""
+        return None
+
+    def product(
+        self, given: dict[str, Any], scale: Any, residual: Any, activation: Any, moved: bool, gradient: bool
+    ) -> Node | None:
+        """A linear layer with the steps after it, or None where it stays torch's."""
+        return None
+
+    def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:
+        """A batch normalisation without a convolution in front, and an activation, or None where it stays torch's."""
+        return None
