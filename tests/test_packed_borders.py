@@ -154,3 +154,33 @@ def test_copies_for_gradients_of_filters_of_channels_last(groups):
     config = engines.Bordered(str(engines.choose(problem.padded, Target("sm_90a"))))
     assert emulator.program_of(problem, config, 3).whole[0][0].kernel in ("border_copy", "border_rows")
     np.testing.assert_array_equal(simt.computed(problem, config, x, dy).astype(np.float64), want)
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_dense_tiles_take_other_pixels_at_the_sides(seed):
+    """Rows, columns and corners by taps of their own offsets: paddings, strides, dilations, sides of zeros, no interior, large images' ends."""
+    rng = np.random.default_rng(1000 + seed)
+    ndim, dtype = (2, 2, 1, 2, 3, 2, 2)[seed % 7], ("float16", "bfloat16", "float16")[seed % 3]
+    taps = [int(n) for n in rng.integers(1, 4, ndim)]
+    dilation, stride = (int(rng.integers(1, 3)) for _ in range(2))
+    size = [int(n) for n in rng.integers(5, (300, 12, 6)[ndim - 1], ndim)]
+    if seed == 3:
+        size[0] = 270  # the last rows lie further than a corner of tensor loads can
+    most = 3 if ndim < 3 else 2
+    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, most, (ndim, 2)))
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (ndim, 2)))
+    pads, modes = ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
+    c, k = (24, 40) if seed % 2 else (64, 64)
+    size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
+    x_shape, w_shape = (2, c, *size), (k, c, *taps)
+    options = {"stride": stride, "dilation": dilation}
+    problem = ConvProblem.forward(ndim, x_shape, w_shape, (k,), padding=pads, padding_mode=modes, dtype=dtype, layout="NHWC", **options)
+    x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (k,)))
+    want = reference(False, ndim, padded(x.astype(np.float64), pads, modes), w, b, **options)
+    config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
+    kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
+    if problem.border is None:
+        return
+    assert ndim == 3 or set(kernels) <= {"hopper_dense", "transpose_filter"}, kernels  # a volume has many sides
+    got = simt.computed(problem, config, x, w, b, seeds=(seed,))
+    np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))

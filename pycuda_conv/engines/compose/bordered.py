@@ -99,6 +99,11 @@ def _folds(problem: ConvProblem) -> bool:
     return problem.direction == "dgrad" and problem.border is not None and not _adds_at_rims(problem)
 
 
+def copies(problem: ConvProblem, config: Bordered) -> bool:
+    """Whether the image is copied by a launch of its own."""
+    return _copies(problem, parsed(config.DELEGATE))
+
+
 def _copies(problem: ConvProblem, delegate: Config | None) -> bool:
     """Whether the image has to be copied before the inner engine reads it."""
     if delegate is not None and registry.adds_border(problem, delegate):
@@ -159,6 +164,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multiprocessors move in one
 BEST = 3  # predictions of the other engines that are worth comparing
+SEVERAL = 24  # predictions among which there may be one that needs no copy
 
 
 def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) -> float:
@@ -200,9 +206,21 @@ def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:
-    """The other engines' choice for the image with its border, behind the microseconds that it should take."""
+    """The other engines' choice for the image with its border, behind the microseconds that it should take.
+
+    Where that needs a copy of the image, the best that needs none is compared with it.
+    """
     delegate = registry.find(_padded(problem), device) if problem.adapted else None
     if delegate is None:
         return None
-    us = time(problem, Bordered(str(delegate)), device)
-    return LAST_RESORT if us is None else us, Bordered(str(delegate))
+    found = Bordered(str(delegate))
+    us = time(problem, found, device)
+    if us is None:
+        return LAST_RESORT, found
+    if copies(problem, found):
+        for _, other in registry.predictions(_padded(problem), device)[:SEVERAL]:
+            if not _copies(problem, other):
+                its = time(problem, Bordered(str(other)), device)
+                if its is not None and its < us:
+                    us, found = its, Bordered(str(other))
+    return us, found

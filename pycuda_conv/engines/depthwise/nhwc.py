@@ -37,8 +37,24 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Depthwise", "DepthwiseRing", "DepthwiseStrips", "DepthwiseWgrad",
-    "adds_border", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "variants", "time", "unsupported",
+    "CONFIGS",
+    "LAYOUTS",
+    "MOST_VARIANTS",
+    "TENSOR_CORES",
+    "Depthwise",
+    "DepthwiseRing",
+    "DepthwiseStrips",
+    "DepthwiseWgrad",
+    "adds_border",
+    "choose",
+    "configs",
+    "filter_key",
+    "refusal",
+    "schedule",
+    "sum_order",
+    "time",
+    "unsupported",
+    "variants",
 ]  # fmt: skip
 
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
