@@ -240,7 +240,7 @@ def _of_zeros(problem: ConvProblem, device: Device) -> Choice | None:
     if choice is None:
         return None
     config = engines.alike(problem, choice.config)
-    if isinstance(config, engines.Bordered) and problem.direction == "fprop" and engines.copies(problem.launched, config):
+    if isinstance(config, engines.Bordered) and engines.copies(problem.launched, config):
         return None  # another may need no copy
     return replace(choice, config=config) if engines.refusal(problem, config, device) is None else None
 

@@ -8,6 +8,7 @@ import pytest
 import simt
 from reference import reference
 from test_borders import NUMPYS, padded
+from test_borders import Drawn as Case
 
 from pycuda_conv import ConvProblem, borders, engines
 from pycuda_conv.engines import registry
@@ -184,3 +185,35 @@ def test_dense_tiles_take_other_pixels_at_the_sides(seed):
     assert ndim == 3 or set(kernels) <= {"hopper_dense", "transpose_filter"}, kernels  # a volume has many sides
     got = simt.computed(problem, config, x, w, b, seeds=(seed,))
     np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_dense_tiles_take_more_taps_where_a_gradient_s_border_shows_a_pixel(seed):
+    """dx of channels last, by regions: sides that differ and sides of zeros, places shown twice, a residual; else by a fold."""
+    rng = np.random.default_rng(2000 + seed)
+    ndim, dtype = (2, 1, 2, 2)[seed % 4], ("float16", "bfloat16")[seed % 2]
+    taps = [int(n) for n in rng.integers(1, 4, ndim)]
+    dilation = int(rng.integers(1, 3))
+    size = [int(n) for n in rng.integers(5, (300, 12)[ndim - 1], ndim)]
+    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 2 if ndim > 1 else 4, (ndim, 2)))
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (ndim, 2)))
+    pads, modes = ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
+    c, k = (40, 24) if seed % 2 else (64, 64)
+    size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
+    x_shape, w_shape = (2, c, *size), (k, c, *taps)
+    given = {"padding": pads, "padding_mode": modes, "dilation": dilation, "dtype": dtype, "layout": "NHWC"}
+    y_shape = ConvProblem.forward(ndim, x_shape, w_shape, **given).result_shape
+    residual = rng.integers(-2, 3, x_shape).astype(dtype) if seed % 3 == 0 else None
+    problem = ConvProblem.gradient("input", ndim, x_shape, w_shape, y_shape, residual_shape=None if residual is None else x_shape, **given)
+    w, dy = rng.integers(-1, 2, w_shape).astype(dtype), rng.integers(-1, 2, y_shape).astype(dtype)
+    drawn = Case(0)
+    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = ndim, pads, modes, 0.0, {"dilation": dilation}
+    want, _ = drawn.by_torch(np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64))
+    want = want if residual is None else want + residual
+    config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
+    for last in (False, True):
+        program = emulator.program_of(problem, config, 3)
+        kernels = [step.kernel for stage in (program.filter_last if last else program.whole) for step in stage]
+        assert set(kernels) <= {"hopper_dense", "transpose_filter"}, kernels
+        got = simt.computed(problem, config, dy, w, None, None, residual, seeds=(seed,), filter_last=last)
+        np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))

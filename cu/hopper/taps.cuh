@@ -4,8 +4,9 @@
 #pragma once
 #include "hopper/ptx.cuh"
 
-#ifndef TAP_OFFSET  // of tap number n of an axis in x
+#ifndef TAP_OFFSET  // of tap n of an axis in x; and its number in w
 #define TAP_OFFSET(n, axis) ((n) * (int)shape.dilation_##axis)
+#define TAP_NUMBER(n, axis) (n)
 #endif
 
 template <class Shape> struct Taps {
@@ -22,7 +23,7 @@ template <class Shape> struct Taps {
     begin_tap();
   }
   DEVICE void begin_tap() {
-    tap = first + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
+    tap = first + TAP_NUMBER(t, d) * (int)shape.tap_step_t + TAP_NUMBER(r, h) * (int)shape.tap_step_r + TAP_NUMBER(s, w) * (int)shape.tap_step_s;
     x_s = TAP_OFFSET(s, w);
     x_r = TAP_OFFSET(r, h);
     x_t = TAP_OFFSET(t, d);

@@ -94,14 +94,17 @@ def alike(problem: ConvProblem, config: Config) -> Config:
 # ---- launches
 
 
-def _folds(problem: ConvProblem) -> bool:
-    """Whether the result has to be folded."""
-    return problem.direction == "dgrad" and problem.border is not None and not _adds_at_rims(problem)
+def _folds(problem: ConvProblem, delegate: Config | None) -> bool:
+    """Whether the result of the other engine has to be folded."""
+    if problem.direction != "dgrad" or problem.border is None or _adds_at_rims(problem):
+        return False
+    return delegate is None or not registry.adds_border(problem, delegate)
 
 
 def copies(problem: ConvProblem, config: Bordered) -> bool:
-    """Whether the image is copied by a launch of its own."""
-    return _copies(problem, parsed(config.DELEGATE))
+    """Whether the image, or a gradient by it, is copied by a launch of its own."""
+    delegate = parsed(config.DELEGATE)
+    return _copies(problem, delegate) or _folds(problem, delegate)
 
 
 def _copies(problem: ConvProblem, delegate: Config | None) -> bool:
@@ -126,7 +129,7 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     exact: tuple[int, int] = RESULT, 0
     if problem.result_dtype:
         exact = scratch.take(problem.itemsize * math.prod(problem.result_shape))
-    if _folds(problem):
+    if _folds(problem, delegate):
         places[RESULT] = scratch.take(problem.itemsize * math.prod(padded.result_shape))
         last += border_copy.fold(problem, places[RESULT], exact)
     elif problem.result_dtype:
@@ -170,12 +173,13 @@ SEVERAL = 24  # predictions among which there may be one that needs no copy
 def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) -> float:
     """Microseconds beside those of the inner engine."""
     padded, us = _padded(problem), 0.0
-    wide = padded.result_shape if _folds(problem) else padded.input_shape
+    folds = _folds(problem, delegate)
+    wide = padded.result_shape if folds else padded.input_shape
     moved_bytes = 0
     if _copies(problem, delegate):
         moved_bytes += problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * math.prod(wide)
         us += BEGIN
-    if _folds(problem):
+    if folds:
         moved_bytes += problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
         us += BEGIN
     if _adds_at_rims(problem):
@@ -219,7 +223,7 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | Non
         return LAST_RESORT, found
     if copies(problem, found):
         for _, other in registry.predictions(_padded(problem), device)[:SEVERAL]:
-            if not _copies(problem, other):
+            if not copies(problem, Bordered(str(other))):
                 its = time(problem, Bordered(str(other)), device)
                 if its is not None and its < us:
                     us, found = its, Bordered(str(other))

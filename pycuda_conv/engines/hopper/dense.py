@@ -46,7 +46,7 @@ from pycuda_conv.engines.hopper.common import (
     unsupported,
     written_bytes,
 )
-from pycuda_conv.engines.hopper.dense_borders import Region, offsets_in_words, regions
+from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
@@ -264,7 +264,7 @@ def schedule(
 
     # a filter with its second axis last is K-major in fprop, and MN-major in dgrad
     last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
-    mn_major = _reads_mn_major(problem) or _transposes(problem, config, device)
+    mn_major = source is None and (_reads_mn_major(problem) or _transposes(problem, config, device))
     in_place = products(WEIGHT, mn_major) if last or mn_major else None
     if in_place and taps == 1:
         return Schedule([], in_place, in_place, scratch.used, 0, moments=layout.moments, filter_last=in_place)
@@ -315,7 +315,7 @@ def _product(
     """The launch of some phases. It notes moments if it is given a place for their `parts`. `sides`: of a result with a border."""
     unpacked, _ = _addressed(problem)
     args = tuple(_arguments(problem, config, addressing, parts is not None) for addressing in addressings)
-    args = tuple(one._replace(**offsets_in_words(side)) for one, side in zip(args, sides, strict=True)) if sides else args
+    args = tuple(one._replace(**in_words(side)) for one, side in zip(args, sides, strict=True)) if sides else args
     phases = 1 if count_phases(problem) == 1 and not sides else PHASES
     args += (args[-1]._replace(tiles=0),) * (phases - len(addressings))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
@@ -389,7 +389,8 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddress
     return arguments(
         DensePhase, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
-        rows=problem.result_channels, **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation), **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
+        rows=problem.result_channels, **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation), **by_axis("numbers_", (0, 0, 0)),
+        **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
         store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments), **finish(problem),
     )  # fmt: skip
