@@ -194,7 +194,8 @@ def packed_array(
         slack=slack(problem), too_small=1 + problem.batch_invariant, each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image,
         x_group=strides.group,
         x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
-        **_columns(problem, not as_filter and not packed.level and source is None), **_border(source), folds=math.prod(packed.folded), fold_r=packed.folded[1],
+        **_columns(problem, not as_filter and not packed.level and source is None), **_border(source), folds=math.prod(packed.folded),
+        fold_r=packed.folded[1],
         fold_s=packed.folded[2], **by_axis("stride_", steps), **by_axis("pad_", pads), **by_axis("dilation_", dilations),
         rows_group=written,
         padded_group=64 * blocks, w_group=w_group, w_m=w_row, w_c=w_channel, w_tap=1, taps=taps, all_taps=all_taps,
@@ -373,7 +374,7 @@ def _shared_tiles(images: PackedArray) -> int:
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 124}
+MOST_VARIANTS = {"cuda": 160}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:

@@ -261,7 +261,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, with_moments:
 
 
 def adds_border(source: ConvProblem, config: Config) -> bool:
-    """Whether the launches of `config` for the :attr:`ConvProblem.padded` of `source` can read the image of `source` itself, as it is launched."""
+    """Whether the launches of `config` for the :attr:`ConvProblem.padded` of `source` can read the image of `source` itself."""
     says, problem = getattr(engine_of(config), "adds_border", None), source.padded
     return says is not None and problem == problem.launched and bool(says(source, problem, config))
 
@@ -272,7 +272,7 @@ def schedule_with_border(source: ConvProblem, config: Config, device: Device) ->
     reason = refusal(problem, config, device)
     if reason:
         raise ValueError(f"{config} can't run {problem}: {reason}")
-    made: Schedule = engine_of(config).schedule(problem, config, device, source=source)  # type: ignore[call-arg]  # such engines have it
+    made: Schedule = engine_of(config).schedule_with_border(source, config, device)  # type: ignore[attr-defined]  # such engines have it
     return made
 
 

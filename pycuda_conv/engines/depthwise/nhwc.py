@@ -24,6 +24,7 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     of_filter,
     partition_of,
     schedule,
+    schedule_with_border,
     unrolled,
     unrolled_by,
     vector_choices,
@@ -37,30 +38,15 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device
 
 __all__ = [
-    "CONFIGS",
-    "LAYOUTS",
-    "MOST_VARIANTS",
-    "TENSOR_CORES",
-    "Depthwise",
-    "DepthwiseRing",
-    "DepthwiseStrips",
-    "DepthwiseWgrad",
-    "adds_border",
-    "choose",
-    "configs",
-    "filter_key",
-    "refusal",
-    "schedule",
-    "sum_order",
-    "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Depthwise", "DepthwiseRing", "DepthwiseStrips", "DepthwiseWgrad",
+    "adds_border", "choose", "configs", "filter_key", "refusal", "schedule", "schedule_with_border", "sum_order", "time", "unsupported",
     "variants",
 ]  # fmt: skip
 
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
-MOST_VARIANTS = {"cuda": 196, "opencl": 90}
+MOST_VARIANTS = {"cuda": 214, "opencl": 90}
 CHUNKS = (64, 32, 16, 8, 4)
 #: Pixels of a thread, down and across: larger tiles would not fill the GPU.
 TILES = ((2, 4), (1, 4))

@@ -187,10 +187,19 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bo
     return isinstance(config, DepthwiseRing) and source.border is not None and not source.input_dtype and near_sides(source) is not None
 
 
-def schedule(
+def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config` for `problem`."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
     problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config` for `problem`."""
     filter_size, size = unrolled_by(problem, type(config)), math.prod(problem.result_shape)
     if isinstance(config, DepthwiseRing):
         defines = {"TYPE": DTYPE_CODES[problem.dtype], "TAPS": filter_size, "STRIDE": problem.dilation[1]}

@@ -91,7 +91,7 @@ RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16":
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
-MOST_VARIANTS = {"cuda": 172, "opencl": 68}
+MOST_VARIANTS = {"cuda": 226, "opencl": 102}
 
 
 # ---- what runs
@@ -194,10 +194,19 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bo
     return plain and source.border is not None and near_sides(source) is not None
 
 
-def schedule(
+def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config` for `problem`."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
     problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config` for `problem`."""
     kernel, make = _KERNELS[type(config)]
     defines, args, layer, room = make(source or problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]

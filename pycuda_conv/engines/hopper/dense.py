@@ -115,7 +115,7 @@ class DenseNhwc(Config):
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 137}
+MOST_VARIANTS = {"cuda": 140}
 
 
 # ---- what runs
@@ -244,10 +244,19 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) ->
     return config.CLUSTER == 1 and not source.input_dtype and why_not(problem) is None and regions(source) is not None
 
 
-def schedule(
+def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: DenseNhwc, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
     problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
     scratch = Arena(WORKSPACE)
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
@@ -321,11 +330,10 @@ def _product(
     rows = ROW, _last_row(problem)
     maps = []
     for row in rows:
-        parts_of_x = [(side.first, side.length) for side in sides] or [None] * len(addressings)
-        images = [
-            image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row, part)
-            for addressing, part in zip(addressings, parts_of_x, strict=True)
-        ]
+        images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row) for addressing in addressings]
+        if sides:
+            seen = [(side.addressing, (side.first, side.length)) for side in sides]
+            images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row, part) for addressing, part in seen]
         maps += images + [images[-1]] * (phases - len(addressings))
     maps += [_filter_map(problem, config, place, mn_major, row) for row in rows]
     structs: tuple[tuple[int, ...], ...] = args
@@ -389,8 +397,8 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddress
     return arguments(
         DensePhase, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
-        rows=problem.result_channels, **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation), **by_axis("numbers_", (0, 0, 0)),
-        **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
+        rows=problem.result_channels, **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation),
+        **by_axis("numbers_", (0, 0, 0)), **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
         store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments), **finish(problem),
     )  # fmt: skip

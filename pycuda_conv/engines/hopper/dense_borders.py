@@ -50,7 +50,7 @@ class Region:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Neighbouring results of an axis whose taps have equal offsets: the first and their number, the part of the image, and the start in it."""
+    """Neighbouring results of an axis whose taps have equal offsets: the first and their number, the image's part, and the start in it."""
 
     origin: int
     size: int
@@ -98,7 +98,7 @@ def _single(number: int, size: int, taps: tuple[int, ...], met: list[int]) -> _S
 
 
 def _gradient_segments(source: ConvProblem, axis: int) -> Iterator[_Segment]:
-    """The same for the gradient by the input of a convolution without stride: the longest run of rows that the border shows nowhere is first."""
+    """The same for the gradient by the input of a convolution without stride. The longest run of rows shown nowhere else is first."""
     n, size, dilation, taps = (sizes[axis] for sizes in (source.input_size, source.output_size, source.dilation, source.filter_size))
     before, words = source.padding_before[axis], (source.border or borders.NONE)[axis]
     places: list[list[int]] = [[pixel + before] for pixel in range(n)]

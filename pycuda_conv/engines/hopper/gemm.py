@@ -64,10 +64,19 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm)
     return packing.adds_border(source, problem, windows=True)
 
 
-def schedule(
+def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: ImplicitGemm, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
     problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     multiprocessors = device.multiprocessors
     made = _schedule(problem, config, multiprocessors, with_moments, source=source)
     if reads_filter(problem):

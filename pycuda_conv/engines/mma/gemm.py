@@ -132,10 +132,19 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm8
     return packing.adds_border(source, problem, windows=False)
 
 
-def schedule(
+def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: ImplicitGemm80, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
     problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False, source: ConvProblem | None = None
 ) -> Schedule:
-    """The launches of `config`, which can run `problem`; they note no moments."""
     multiprocessors = device.multiprocessors
 
     def products(
