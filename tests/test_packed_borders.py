@@ -217,3 +217,28 @@ def test_dense_tiles_take_more_taps_where_a_gradient_s_border_shows_a_pixel(seed
         assert set(kernels) <= {"hopper_dense", "transpose_filter"}, kernels
         got = simt.computed(problem, config, dy, w, None, None, residual, seeds=(seed,), filter_last=last)
         np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_toeplitz_tiles_fill_the_columns_beside_their_rows(seed):
+    """Planes of even and odd widths, several in a block, strides, dilations, several filters a channel; sums that are no numbers."""
+    rng = np.random.default_rng(3000 + seed)
+    dtype, stride = ("float16", "bfloat16")[seed % 2], int(rng.integers(1, 3))
+    taps, dilation = rng.integers(1, 6, 2), int(rng.integers(1, 3))
+    c, multiplier = int(rng.integers(2, 6)), int(rng.integers(1, 3))
+    size = [int(n) for n in rng.integers(10, 30, 2)]
+    size[1] = size[1] // 8 * 8 if seed % 3 == 0 else size[1]
+    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 5, (2, 2)))
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (2, 2)))
+    pads, modes = ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
+    x_shape, w_shape = (2, c, *size), (c * multiplier, 1, *map(int, taps))
+    options = {"stride": stride, "dilation": dilation, "groups": c}
+    problem = ConvProblem.forward(2, x_shape, w_shape, (w_shape[0],), padding=pads, padding_mode=modes, dtype=dtype, **options)
+    x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (w_shape[0],)))
+    if seed % 4 == 1:
+        x[0, 0, 0, 1] = np.inf
+    with np.errstate(invalid="ignore"):
+        want = reference(False, 2, padded(x.astype(np.float64), pads, modes), w, b, **options)
+    config = engines.Bordered(str(engines.DepthwiseToeplitz(24)))
+    assert [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage] == ["depthwise_toeplitz"]
+    np.testing.assert_array_equal(simt.computed(problem, config, x, w, b, seeds=(seed,)).astype(np.float64), want)

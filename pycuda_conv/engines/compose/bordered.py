@@ -155,7 +155,12 @@ def filter_key(problem: ConvProblem, config: Bordered) -> Hashable:
 
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
     """That of the delegate's engine, for its configurations."""
-    return delegate_sum_order(_padded(problem), config.DELEGATE) or config
+    delegate = parsed(config.DELEGATE)
+    if delegate is None:
+        return config
+    reads = registry.adds_border(problem, delegate)  # a kernel may cut a row elsewhere then
+    order = delegate_sum_order(_padded(problem), config.DELEGATE)
+    return (order, reads) if order else config
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
