@@ -134,8 +134,8 @@ def _shown(problem: ConvProblem) -> list[np.ndarray]:
 def _with_border(problem: ConvProblem, inside: np.ndarray) -> np.ndarray:
     """The images with what their border shows. Where two axes fill, the inner one counts."""
     shown = _shown(problem)
-    place: tuple[Any, ...] = ..., *np.ix_(*(np.maximum(pixels, 0) for pixels in shown))
-    x = inside[place]
+    met: tuple[Any, ...] = ..., *np.ix_(*(np.maximum(pixels, 0) for pixels in shown))
+    x = inside[met]
     for axis, (pixels, before) in enumerate(zip(shown, problem.padding_before, strict=True), x.ndim - 3):
         words = (problem.border or borders.NONE)[axis - x.ndim + 3]
         for place in np.flatnonzero(pixels < 0):
