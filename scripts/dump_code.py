@@ -76,7 +76,8 @@ def variants(architecture: str, whole: str = "") -> list[Variant]:
             file = launch.file or launch.kernel
             found[_named(file, launch.arch or architecture, launch.defines, launch.source())] = None
     known = {variant.name for variant in found}
-    for family in sorted({family.file: family for family in [*batch_norm.variants(device), *besides()]}.values(), key=lambda one: one.file):
+    others = {family.file: family for family in [*batch_norm.variants(device), *besides(device)]}
+    for family in sorted(others.values(), key=lambda one: one.file):
         each = list(family)
         for defines in random.Random(family.file).sample(each, min(OTHERS, len(each))):
             variant = _named(family.file, family.arch or architecture, defines, source_of(family.file, defines))

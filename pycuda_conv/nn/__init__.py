@@ -14,9 +14,13 @@ from pycuda_conv.nn.compiler import CompiledGraph, backend, compile
 from pycuda_conv.nn.convert import Conversion, Converted, convert, report, revert
 from pycuda_conv.nn.fused import FusedConvBnReLU1d, FusedConvBnReLU2d, FusedConvBnReLU3d
 from pycuda_conv.nn.modules import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from pycuda_conv.nn.norm_modules import GroupNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d, LayerNorm, RMSNorm
+from pycuda_conv.nn.normalise import group_norm, instance_norm, layer_norm, rms_norm
 from pycuda_conv.nn.routing import routed
 
 __all__ = [
     "CompiledGraph", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Conversion", "Converted",
-    "FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d", "backend", "compile", "convert", "report", "revert", "routed",
+    "FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d", "GroupNorm", "InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d",
+    "LayerNorm", "RMSNorm", "backend", "compile", "convert", "group_norm", "instance_norm", "layer_norm", "report", "revert", "rms_norm",
+    "routed",
 ]

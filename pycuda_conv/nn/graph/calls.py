@@ -11,6 +11,8 @@ from torch.fx import Graph, Node
 
 from pycuda_conv.nn.autograd import Settings
 from pycuda_conv.nn.graph.steps import value
+from pycuda_conv.nn.normalise import Asked
+from pycuda_conv.nn.upsampling import Folding
 
 
 class Options(NamedTuple):
@@ -23,7 +25,10 @@ class Options(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A batch normalisation of a chain: gamma, beta, mean, variance, each a node or None, and its options."""
+    """A batch normalisation of a chain: gamma, beta, mean, variance, each a node or None, and its options.
+
+    Without mean and variance, and with an eps of 1, it is a factor and a summand for each channel.
+    """
 
     vectors: tuple[Any, ...]
     of_batch: bool
@@ -41,6 +46,9 @@ class Targets:
 
     #: whether convolutions with gradients take parameters that were cast at the graph's start
     casts_early = True
+
+    #: whether filters that the graph computes are asked for in the order of the input's axes, since what computes them can write that order
+    turns_filters = False
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -117,6 +125,18 @@ class Targets:
         """A linear layer with the steps after it, or None where it stays torch's."""
         return None
 
+    def fold_filter(self, weight: Node, how: Folding, last: bool, gradient: bool) -> Node:
+        """The folded filter of a convolution behind an upsampling; with `last`, its second axis should be last in memory."""
+        raise NotImplementedError
+
+    def enlarge(self, x: Node, times: tuple[int, ...]) -> Node | None:
+        """An upsampled image without gradients, or None where that stays torch's."""
+        return None
+
     def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:
         """A batch normalisation without a convolution in front, and an activation, or None where it stays torch's."""
+        return None
+
+    def normalise_groups(self, x: Any, gamma: Any, beta: Any, asked: Asked, gradient: bool) -> Node | None:
+        """A group norm and an activation, or None where they stay torch's."""
         return None

@@ -1,0 +1,145 @@
+// norm.cuh: what the kernels of group, instance, layer and RMS norms share: neighbours of an array, moments, parameters, activations.
+//
+//   mean = sum x / M,  rstd = 1 / sqrt(sum (x - mean)^2 / M + eps)   over the M numbers of a group of an image; an RMS norm takes 0 for the mean
+//   out  = activation((x - mean) * rstd * gamma + beta)
+//
+// Sums are float32 and in the same order every time. Those of an image and group depend on nothing else, so a batch's size changes no bit of them.
+// A thread sums deviations from its own first number, which is one of those summed. So n (first - mean)^2 is at most n times their squared deviations,
+// and of a mean of a thousand standard deviations a few bits go, not all of them. What threads have is combined by means and squared deviations: Chan,
+// Golub, LeVeque, 'Updating formulae and a pairwise algorithm for computing sample variances' (1979).
+#pragma once
+#ifndef TYPE
+#define TYPE 17  // of x and out: 16 half, 17 bfloat16, 32 float
+#define VEC 8    // neighbours that a thread reads at once
+#endif
+#ifndef THREADS
+#define THREADS 256
+#endif
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#include "core/packed.cuh"
+
+typedef float acc_t;
+#include "core/activation.cuh"
+#include "hopper/cluster.cuh"
+
+typedef element<TYPE> data_t;
+
+struct alignas(VEC * sizeof(data_t)) Neighbours {
+  data_t v[VEC];
+};
+typedef word<Neighbours> raw_t;
+
+// The shape of an array, and how a launch divides it. by_n is the divisor n, prepared (division.cuh).
+struct NormShape {
+  long long images, pixels, channels, by_channels;  // planes: N, P, C. rows: numbers of groups, items of a row, channels of a row
+  long long groups, by_groups, each, by_each;  // of an image; channels of a group
+  long long columns, across, width;          // VEC channels each: of a pixel, of a block, and the next power of two
+  long long tiles, by_tiles, slices, by_slices, per;  // tiles of columns; slices of an image, and pixels of a slice
+  long long plane, by_plane;                 // rows: numbers of a channel
+  long long eps, rms, wide, activation;      // bits of a float; whether the mean counts as 0; 1 if gamma is float, 2 if beta is
+};
+
+DEVICE raw_t load(const data_t* from) { return *(const raw_t*)from; }
+DEVICE void floats_of(float (&v)[VEC], const raw_t& raw) {
+  const Neighbours n = *(const Neighbours*)&raw;
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) v[i] = to_float(n.v[i]);
+}
+DEVICE void store(data_t* to, const float (&v)[VEC]) {
+  Neighbours n;
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) n.v[i] = from_float<data_t>(v[i]);
+  store_word(to, *(const raw_t*)&n);
+}
+
+// gamma or beta: of the arrays' type or float, or missing
+struct Parameter {
+  const void* of;
+  bool wide;
+  DEVICE float at(int channel, float missing) const {
+    if (!of) return missing;
+    return wide ? ((const float*)of)[channel] : to_float(((const data_t*)of)[channel]);
+  }
+};
+
+DEVICE Parameter gamma_of(const void* gamma, const NormShape& shape) { return {gamma, (bool)(shape.wide & 1)}; }
+DEVICE Parameter beta_of(const void* beta, const NormShape& shape) { return {beta, (bool)(shape.wide & 2)}; }
+// those of VEC neighbouring channels
+DEVICE void parameters_of(float (&v)[VEC], const Parameter& p, int channel, float missing) {
+  if (p.of && !p.wide && (unsigned long long)p.of % 16 == 0 && channel % VEC == 0) {
+    floats_of(v, load((const data_t*)p.of + channel));
+  } else {
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) v[i] = p.at(channel + i, missing);
+  }
+}
+
+// The activation is the same for all threads; its branch is taken once for VEC numbers.
+DEVICE void activate(int activation, float (&v)[VEC]) {
+  if (activation > RELU) {
+    beyond_relu(activation, 0, v, VEC);
+  } else if (activation) {
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) v[i] = v[i] < 0 ? 0 : v[i];  // a NaN stays one
+  }
+}
+
+// Numbers of one set: how many, their mean and their squared deviations from it.
+struct Moments {
+  float n = 0, mean = 0, squares = 0;
+  DEVICE void add(const Moments& other) {  // an empty set changes nothing
+    const float all = n + other.n, part = all > 0 ? other.n / all : 0, step = other.mean - mean;
+    mean += step * part;
+    squares += other.squares + step * step * n * part;
+    n = all;
+  }
+  DEVICE Moments of_lane(int mask) const {
+    Moments there;
+    there.n = __shfl_xor_sync(~0u, n, mask);
+    there.mean = __shfl_xor_sync(~0u, mean, mask);
+    there.squares = __shfl_xor_sync(~0u, squares, mask);
+    return there;
+  }
+  // all lanes whose numbers differ in the bits from `from` up to 32
+  DEVICE void add_lanes(int from) {
+    for (int mask = 16; mask >= from; mask /= 2) {
+      const Moments there = of_lane(mask);
+      const Moments low = threadIdx.x & mask ? there : *this;  // the same order in both lanes
+      const Moments high = threadIdx.x & mask ? *this : there;
+      *this = low;
+      add(high);
+    }
+  }
+};
+// the moments of n numbers whose deviations from `first`, and their squares, sum to these
+DEVICE Moments moments_of(float n, float first, float all, float squares) {
+  Moments m;
+  m.n = n;
+  m.mean = n > 0 ? first + all / n : 0;
+  m.squares = n > 0 ? squares - all * (all / n) : 0;
+  m.squares = m.squares < 0 ? 0 : m.squares;  // a NaN stays one
+  return m;
+}
+
+DEVICE float rstd_of(float squares, float n, const NormShape& shape) { return rsqrtf(squares / n + __int_as_float((int)shape.eps)); }
+
+// The column and the pixels of a thread, of an array with the channels last.
+struct Stand {
+  int image, slice, tile, own, column, lane, down, start, end;
+  bool inside;
+  DEVICE Stand(const NormShape& shape, int block) {
+    const Divided of_tile(block, shape.tiles, shape.by_tiles), of_slice(of_tile.quotient, shape.slices, shape.by_slices);
+    const int width = (int)shape.width;
+    image = of_slice.quotient, slice = of_slice.rest, tile = of_tile.rest;
+    own = threadIdx.x & (width - 1), lane = threadIdx.x / width, down = THREADS / width;
+    column = tile * (int)shape.across + own;
+    inside = own < (int)shape.across && column < (int)shape.columns;
+    start = slice * (int)shape.per;
+    end = inside ? min(start + (int)shape.per, (int)shape.pixels) : start;
+  }
+  DEVICE const data_t* first_pixel(const data_t* x, const NormShape& shape) const {
+    return x + (long long)image * shape.pixels * shape.channels + (inside ? column * VEC : 0);
+  }
+};

@@ -1,0 +1,153 @@
+// norm_planes.cu: group and instance norms of arrays with the channels last, and an activation behind them: norm.cuh has the formula.
+//
+//   norm_planes_moments   parts[image][slice][mean, squared deviations][channel] of the pixels of a slice; means are relative to the first number of the
+//                         image's group, so that a large one costs no digits
+//   norm_finish           stats[image][group] = mean, rstd of the slices' parts of a group's channels, combined in double
+//   norm_planes_apply     out = activation((x - mean) * rstd * gamma + beta)
+//
+// Layout   x, out: [N][P][C]; gamma, beta: [C], of the arrays' type or float.
+// Mapping  thread -> VEC neighbours of a pixel, a column; `width` threads side by side read neighbours, `down` such rows of threads read pixels.
+//          Block -> (image, slice, tile of columns). apply begins with the last slices: the launch before has read them last, so they are in the L2
+//          cache.
+// Memory   registers: UNROLL items under way. shared: the moments that warps combine.
+// Limits   a block sums up to 32 columns.
+//
+// By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_planes.cu
+#include "nn/norm.cuh"
+
+constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4, WARPS = THREADS / 32;
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+    norm_planes_moments(const data_t* __restrict__ x, float* __restrict__ parts, const __grid_constant__ NormShape shape) {
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
+  const Stand at(shape, blockIdx.x);
+  const int width = (int)shape.width, channels = (int)shape.channels;
+  const data_t* const from = at.first_pixel(x, shape);
+  float near[VEC];  // the group's first number of the image, which means are relative to
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) {
+    const int channel = at.inside ? at.column * VEC + i : 0;
+    near[i] = shape.rms ? 0 : to_float(x[at.image * shape.pixels * channels + divided(channel, shape.by_each) * (int)shape.each]);
+  }
+  float first[VEC] = {}, all[VEC] = {}, squares[VEC] = {};
+  int pixel = at.start + at.lane;
+  if (pixel < at.end) floats_of(first, load(from + (long long)pixel * channels));
+  int count = 0;
+  const int step = at.down * UNROLL;
+  for (; pixel + step - at.down < at.end; pixel += step, count += UNROLL) {
+    raw_t raw[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) raw[u] = load(from + (long long)(pixel + u * at.down) * channels);
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      float v[VEC];
+      floats_of(v, raw[u]);
+#pragma unroll
+      for (int i = 0; i < VEC; ++i) {
+        const float off = v[i] - first[i];
+        all[i] += off;
+        squares[i] = fmaf(off, off, squares[i]);
+      }
+    }
+  }
+  for (; pixel < at.end; pixel += at.down, ++count) {
+    float v[VEC];
+    floats_of(v, load(from + (long long)pixel * channels));
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+      const float off = v[i] - first[i];
+      all[i] += off;
+      squares[i] = fmaf(off, off, squares[i]);
+    }
+  }
+  __shared__ Moments noted[WARPS][VEC][32];
+  const int warp = threadIdx.x / 32, beside = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) {
+    Moments m = moments_of(count, first[i] - near[i], all[i], squares[i]);
+    m.add_lanes(width);
+    if (beside < width) noted[warp][i][beside] = m;
+  }
+  __syncthreads();
+  float* const to = parts + ((long long)at.image * shape.slices + at.slice) * 2 * channels;
+  for (int j = threadIdx.x; j < width * VEC; j += THREADS) {
+    const int own = j / VEC, i = j % VEC, channel = (at.tile * (int)shape.across + own) * VEC + i;
+    if (own >= (int)shape.across || channel >= channels) continue;
+    Moments m = noted[0][i][own];
+    for (int w = 1; w < WARPS; ++w) m.add(noted[w][i][own]);
+    to[channel] = m.mean;
+    to[channels + channel] = m.squares;
+  }
+}
+
+// `per` numbers in a part, `pixels - (slices - 1) * per` in the last of an image
+extern "C" __global__ void __launch_bounds__(128)
+    norm_finish(const data_t* __restrict__ x, const float* __restrict__ parts, float2* __restrict__ stats, const __grid_constant__ NormShape shape) {
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
+  const Divided of_image(blockIdx.x, shape.groups, shape.by_groups);
+  const int each = (int)shape.each, channels = (int)shape.channels, slices = (int)shape.slices, per = (int)shape.per;
+  const int last = (int)shape.pixels - (slices - 1) * per;
+  const float* const from = parts + (long long)of_image.quotient * slices * 2 * channels + of_image.rest * each;
+  const float near = shape.rms ? 0 : to_float(x[of_image.quotient * shape.pixels * channels + of_image.rest * each]);
+  double sum = 0, square = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < slices * each; i += 128) {
+    const Divided of_slice(i, each, shape.by_each);
+    const float* const part = from + (long long)of_slice.quotient * 2 * channels + of_slice.rest;
+    const double count = of_slice.quotient == slices - 1 ? last : per, off = part[0];
+    sum += count * off;
+    square += part[channels] + count * off * off;
+  }
+  __shared__ double sums[4], squares[4];
+  for (int mask = 16; mask; mask /= 2) {
+    sum += __shfl_xor_sync(~0u, sum, mask);
+    square += __shfl_xor_sync(~0u, square, mask);
+  }
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum, squares[threadIdx.x / 32] = square;
+  __syncthreads();
+  if (threadIdx.x) return;
+  sum = sums[0] + sums[1] + sums[2] + sums[3];
+  square = squares[0] + squares[1] + squares[2] + squares[3];
+  const double n = (double)shape.pixels * each, left = shape.rms ? square : square - sum * (sum / n);
+  stats[blockIdx.x] = make_float2(shape.rms ? 0 : (float)(near + sum / n), rstd_of((float)(left < 0 ? 0 : left), (float)n, shape));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+    norm_planes_apply(const data_t* __restrict__ x, const float2* __restrict__ stats, const void* __restrict__ gamma, const void* __restrict__ beta,
+                      data_t* __restrict__ out, const __grid_constant__ NormShape shape) {
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
+  const Stand at(shape, gridDim.x - 1 - blockIdx.x);
+  const int channels = (int)shape.channels;
+  float mean[VEC], a[VEC], b[VEC];
+  const int first = at.inside ? at.column * VEC : 0;
+  parameters_of(a, gamma_of(gamma, shape), first, 1);
+  parameters_of(b, beta_of(beta, shape), first, 0);
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) {
+    const float2 s = stats[at.image * (int)shape.groups + divided(first + i, shape.by_each)];
+    mean[i] = s.x;
+    a[i] *= s.y;
+  }
+  const long long offset = at.first_pixel(x, shape) - x;
+  const data_t* const from = x + offset;
+  data_t* const to = out + offset;
+  for (int pixel = at.start + at.lane; pixel < at.end; pixel += at.down * UNROLL) {
+    raw_t raw[UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (pixel + u * at.down < at.end) raw[u] = load(from + (long long)(pixel + u * at.down) * channels);
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (pixel + u * at.down < at.end) {
+        float v[VEC];
+        floats_of(v, raw[u]);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) v[i] = fmaf(v[i] - mean[i], a[i], b[i]);
+        activate((int)shape.activation, v);
+        store(to + (long long)(pixel + u * at.down) * channels, v);
+      }
+  }
+}

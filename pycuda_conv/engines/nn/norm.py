@@ -1,0 +1,384 @@
+"""Group, instance, layer and RMS norms with an activation behind them: launches of ``cu/nn/norm_*.cu``. These are no convolutions.
+
+A norm takes one of four forms. `SMALL` and `ROWS` are one launch with all numbers in registers; `PLANES` and `SLICED_ROWS` are one for
+the moments of slices, a small one that combines them, and one that applies them. How an image is cut into slices depends on its own sizes
+alone, so a batch's size changes no bit of its statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.arguments import ACTIVATIONS
+from pycuda_conv.engines.geometry import bits, ceil, divider
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.problem import DTYPE_CODES
+from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, Launcher
+
+TYPES = ("float32", "float16", "bfloat16")
+#: What may stand behind a norm.
+ACTIVATED = (None, "relu", "silu", "gelu", "gelu_tanh")
+THREADS = 256
+MOST_COLUMNS = 32  # of VEC channels, of a block
+VECTOR_BYTES = 16
+#: Bytes that a block of `PLANES` reads at a time, and the least of these turns that it makes if the array is large.
+TURN_BYTES, TURNS = THREADS * 64, (1, 8)
+#: Blocks for each multiprocessor into which an image is cut, and into which arrays are cut to be applied.
+IMAGE_BLOCKS, APPLY_BLOCKS = 4, 16
+LAYER_BLOCKS = 2  # for each multiprocessor, of the gradient of rows
+APPLY_TURNS = 1, 64
+FINISH_THREADS = 128
+#: Neighbours of a pixel that a block of `SMALL` reads, in bytes.
+LEAST_BYTES = 32
+
+
+class Limits(NamedTuple):
+    """What a GPU bears: blocks of a cluster, and bytes of shared memory of a block."""
+
+    clusters: tuple[int, ...] = (1, 2, 4, 8)
+    nbytes: int = 200 << 10
+
+
+LIMITS = Limits()
+#: Bytes of shared memory that a block of `SMALL` takes with each number of threads; more only if a cluster has no more blocks.
+SMALL_BYTES = {256: 32 << 10, 512: 96 << 10}
+#: Items of a thread that has a part of a row, and threads of a block: these for longer rows.
+ROW_ITEMS, LONG_THREADS, LONG_ITEMS = 4, 1024, 12
+
+SMALL, ROWS, PLANES, SLICED_ROWS = "small", "rows", "planes", "sliced rows"
+
+NormShape = kernel_struct("norm.cuh", "NormShape")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of an array of `N` images of `C` channels of `P` pixels, in `groups` of channels each.
+
+    A layer or RMS norm over the last axes is one of `N` rows of one pixel and one group.
+
+    Attributes
+    ----------
+    dtype : str
+    layout : {"NCHW", "NHWC"}
+    N, C, P, groups : int
+    eps : float
+    rms : bool
+        Whether the mean counts as 0.
+    activation : str, optional
+        One of :data:`ACTIVATED`.
+    wide : (bool, bool)
+        Whether gamma and beta are float32, whatever the arrays are.
+    """
+
+    dtype: str
+    layout: str
+    N: int
+    C: int
+    P: int
+    groups: int
+    eps: float = 1e-5
+    rms: bool = False
+    activation: str | None = None
+    wide: tuple[bool, bool] = (False, False)
+
+    @property
+    def in_rows(self) -> bool:
+        """Whether a group's numbers are neighbours."""
+        return self.layout == "NCHW" or self.P == 1
+
+    @property
+    def each(self) -> int:
+        """Channels of a group."""
+        return self.C // self.groups
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernels can run it."""
+        if self.dtype not in TYPES or self.activation not in ACTIVATED or min(self.N, self.C, self.P, self.groups) < 1:
+            return False
+        if self.C % self.groups:
+            return False
+        return self.C * self.P < 2**31 - 2**20 and self.N * max(self.groups, self.C if not self.in_rows else 1) < 2**31 - 2**20
+
+
+@dataclass(frozen=True)
+class Small:
+    """How one launch takes small planes: neighbours that a thread reads, columns of a block, threads, blocks of a cluster, bytes kept."""
+
+    vector: int
+    across: int
+    threads: int
+    cluster: int
+    nbytes: int
+
+    @property
+    def width(self) -> int:
+        return _power(self.across)
+
+
+def vector_of(neighbours: int, itemsize: int) -> int:
+    """The numbers that a thread reads at once, of a multiple of so many neighbours: 16 bytes, or 8, or one."""
+    most = VECTOR_BYTES // itemsize
+    return next(n for n in (most, most // 2, 1) if n != 2 and neighbours % n == 0)
+
+
+def _power(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
+
+
+@lru_cache(maxsize=1024)
+def small_of(norm: Norm, limits: Limits = LIMITS) -> Small | None:
+    """How one launch takes a norm with the channels last; None if it does not fit."""
+    vector = vector_of(norm.each, norm.itemsize)
+    own = norm.each // vector
+    if norm.in_rows or own > MOST_COLUMNS:
+        return None
+    across = own
+    for count in range(1, norm.groups + 1):  # whole groups, at least so many bytes
+        if norm.groups % count == 0 and count * own <= MOST_COLUMNS:
+            across = count * own
+            if across * vector * norm.itemsize >= LEAST_BYTES:
+                break
+    width = _power(across)
+    for threads, most in SMALL_BYTES.items():
+        for cluster in limits.clusters if threads == THREADS else limits.clusters[-1:]:
+            nbytes = ceil(ceil(norm.P, cluster), threads // width) * threads * vector * norm.itemsize
+            if nbytes <= min(most, limits.nbytes):
+                return Small(vector, across, threads, cluster, nbytes)
+    return None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How launches step through an array, as the struct ``NormShape`` in ``cu/nn/norm.cuh`` has it."""
+
+    norm: Norm
+    vector: int
+    across: int
+    tiles: int
+    slices: int
+    per: int
+
+    @classmethod
+    def of_planes(cls, norm: Norm, blocks: int, turns: tuple[int, int] = TURNS, images: int = 1) -> Cut:
+        """Pixels of `images` images together cut into about so many blocks, each of which makes some turns."""
+        vector = vector_of(norm.C, norm.itemsize)
+        columns = norm.C // vector
+        tiles = ceil(columns, MOST_COLUMNS)
+        across = ceil(columns, tiles)
+        turn = (THREADS // _power(across)) * (8 if vector * norm.itemsize < VECTOR_BYTES else 4)
+        count = ceil(norm.P * images * tiles, turn * blocks)
+        per = turn * min(max(count, turns[0]), turns[1])
+        return cls(norm, vector, across, tiles, ceil(norm.P, per), per)
+
+    @classmethod
+    def of_rows(cls, norm: Norm, blocks: int, turns: tuple[int, int] = TURNS, rows: int = 1) -> Cut:
+        """A row, or all of them, cut likewise."""
+        length = norm.each * norm.P
+        vector = vector_of(length, norm.itemsize)
+        turn = THREADS * vector * (8 if vector * norm.itemsize < VECTOR_BYTES else 4)
+        per = turn * min(max(ceil(length * rows, turn * blocks), turns[0]), turns[1])
+        return cls(norm, vector, 1, 1, ceil(length, per), per)
+
+    @classmethod
+    def of_small(cls, norm: Norm, small: Small) -> Cut:
+        tiles = norm.C // small.vector // small.across
+        return cls(norm, small.vector, small.across, tiles, small.cluster, ceil(norm.P, small.cluster))
+
+    def shape(self, **given: int) -> tuple[int, ...]:
+        """The struct; `given` are members that differ."""
+        norm = self.norm
+        values = {
+            "images": norm.N, "pixels": norm.P, "channels": norm.C, "groups": norm.groups, "each": norm.each,
+            "columns": norm.C // self.vector, "across": self.across, "width": _power(self.across), "tiles": self.tiles,
+            "slices": self.slices, "per": self.per, "plane": norm.P, "eps": bits(norm.eps, 4), "rms": int(norm.rms),
+            "wide": norm.wide[0] + 2 * norm.wide[1], "activation": ACTIVATIONS.index(norm.activation),
+        } | given  # fmt: skip
+        values |= {f"by_{name}": divider(values[name]) for name in ("groups", "each", "tiles", "slices", "plane", "channels")}
+        made: tuple[int, ...] = NormShape(**values)
+        return made
+
+    def shape_of_rows(self) -> tuple[int, ...]:
+        norm = self.norm
+        return self.shape(images=norm.N * norm.groups, pixels=norm.each * norm.P, channels=norm.each)
+
+    def launch(
+        self, kernel: str, file: str, grid: int, buffers: tuple[BufferSlice, ...], *, threads: int = THREADS,
+        shape: tuple[int, ...] | None = None,
+    ) -> KernelLaunch:
+        """A launch of blocks of this many threads, of a text for blocks of :data:`THREADS`."""
+        arguments = self.shape() if shape is None else shape
+        return KernelLaunch(kernel, self.defines(), grid, threads, buffers, (), file, arguments=arguments)
+
+    def defines(self, threads: int = THREADS) -> dict[str, int]:
+        return {
+            "TYPE": DTYPE_CODES[self.norm.dtype], "VEC": self.vector, "THREADS": threads,
+        }  # fmt: skip
+
+
+def form_of(norm: Norm, limits: Limits = LIMITS) -> str:
+    """The form in which a norm is computed: by one image's sizes alone."""
+    if norm.in_rows:
+        return ROWS if rows_of(norm, limits) else SLICED_ROWS
+    return SMALL if small_of(norm, limits) else PLANES
+
+
+@lru_cache(maxsize=1024)
+def rows_of(norm: Norm, limits: Limits = LIMITS) -> tuple[int, int, int] | None:
+    """Neighbours that a thread reads, threads of a row and items of a thread, if a row is taken by one block; else None."""
+    length = norm.each * norm.P
+    vector = vector_of(length, norm.itemsize)
+    count = length // vector
+    threads = _power(ceil(count, ROW_ITEMS))
+    if threads > THREADS:
+        threads = LONG_THREADS
+    items = ceil(count, threads)
+    fits = items <= LONG_ITEMS and items * threads * vector * norm.itemsize <= limits.nbytes
+    return (vector, threads, items) if fits else None
+
+
+def forward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = LIMITS) -> tuple[list[KernelLaunch], int]:
+    """The launches of a norm, and the bytes of workspace that they need.
+
+    Buffers: x, gamma or None, beta or None | out, stats or None | workspace. Stats are mean and 1 / sqrt(variance + eps) of each group,
+    float32, (N, groups, 2); `PLANES` and `SLICED_ROWS` need them.
+    """
+    form = form or form_of(norm, limits)
+    in_one, applied_to = (0, 1, 2, 3, 4), (0, 4, 1, 2, 3)
+    if form == SMALL:
+        small = small_of(norm, limits)
+        assert small is not None
+        cut = Cut.of_small(norm, small)
+        defines, grid = cut.defines(small.threads) | {"CLUSTER": small.cluster}, norm.N * cut.tiles * small.cluster
+        return [KernelLaunch("norm_small", defines, grid, small.threads, in_one, (), shared=small.nbytes, arguments=cut.shape())], 0
+    if form == ROWS:
+        found = rows_of(norm, limits)
+        assert found is not None
+        vector, width, items = found
+        cut, threads = Cut(norm, vector, width, 1, 1, 1), max(THREADS, width)
+        grid, kept = ceil(norm.N * norm.groups, threads // width), items * threads * vector * norm.itemsize
+        return [KernelLaunch("norm_rows", cut.defines(threads), grid, threads, in_one, (), shared=kept, arguments=cut.shape_of_rows())], 0
+    rows = norm.N * norm.groups
+    if form == PLANES:
+        cut, applied = _cuts_of_planes(norm, multiprocessors)
+        moments = cut.launch("norm_planes_moments", "norm_planes", norm.N * cut.slices * cut.tiles, (0, 5))
+        finish = cut.launch("norm_finish", "norm_planes", rows, (0, 5, 4), threads=FINISH_THREADS)
+        apply = applied.launch("norm_planes_apply", "norm_planes", norm.N * applied.slices * applied.tiles, applied_to)
+        return [moments, finish, apply], norm.N * cut.slices * 2 * norm.C * 4
+    cut = Cut.of_rows(norm, IMAGE_BLOCKS * multiprocessors)
+    applied = Cut.of_rows(norm, APPLY_BLOCKS * multiprocessors, APPLY_TURNS, rows)
+    one_each = cut.shape(images=rows, pixels=norm.each * norm.P, channels=1, groups=1, each=1)
+    moments = cut.launch("norm_rows_moments", "norm_rows", rows * cut.slices, (0, 5), shape=cut.shape_of_rows())
+    finish = cut.launch("norm_finish", "norm_planes", rows, (0, 5, 4), threads=FINISH_THREADS, shape=one_each)
+    apply = applied.launch(
+        "norm_rows_apply", "norm_rows", rows * applied.slices, applied_to, shape=applied.shape_of_rows()
+    )
+    return [moments, finish, apply], rows * cut.slices * 2 * 4
+
+
+def _cuts_of_planes(norm: Norm, multiprocessors: int) -> tuple[Cut, Cut]:
+    """How an array with the channels last is cut to be summed, image by image, and to be applied."""
+    return (
+        Cut.of_planes(norm, IMAGE_BLOCKS * multiprocessors),
+        Cut.of_planes(norm, APPLY_BLOCKS * multiprocessors, APPLY_TURNS, norm.N),
+    )
+
+
+def gradient_fits(norm: Norm) -> bool:
+    """Whether the kernels compute the gradients: of planes, and of rows that are one group each and fit a block."""
+    return norm.P > 1 or (norm.groups == 1 and _layer_of(norm) is not None)
+
+
+def _layer_of(norm: Norm) -> tuple[int, int] | None:
+    """Neighbours that a thread reads and threads of a row in the gradient of rows."""
+    vector = vector_of(norm.C, norm.itemsize)
+    threads = _power(ceil(norm.C // vector, 2 if vector == 8 else 4))
+    return (vector, threads) if threads <= THREADS else None
+
+
+def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]:
+    """The launches of a norm's gradients, and the bytes of workspace that they need.
+
+    Buffers: x, dout, stats, gamma or None, beta or None | dx, gamma's gradient or None, beta's or None | workspace. The gradients of
+    parameters are float32 where these are.
+    """
+    file = "norm_gradients"
+    if norm.P == 1:
+        found = _layer_of(norm)
+        assert found is not None
+        vector, width = found
+        cut = Cut(norm, vector, width, 1, 1, 1)
+        grid = min(ceil(norm.N, THREADS // width), LAYER_BLOCKS * multiprocessors)
+        shape = cut.shape(images=norm.N, pixels=norm.C)
+        dx = cut.launch("norm_layer_dx", file, grid, (0, 1, 2, 3, 4, 5, 8), shape=shape)
+        of_blocks = cut.shape(images=grid)
+        parameters = cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (8, 6, 7), shape=of_blocks)
+        return [dx, parameters], grid * 2 * norm.C * 4
+    if norm.in_rows:  # a block has a slice of one channel's plane
+        vector = vector_of(norm.P, norm.itemsize)
+        turn = THREADS * vector
+        per = turn * ceil(norm.P, turn * ceil(norm.P, turn * TURNS[1]))
+        cut = applied = Cut(norm, vector, 1, 1, ceil(norm.P, per), per)
+        kernels, grids = ("norm_image_sums", "norm_image_dx"), [norm.N * norm.C * cut.slices] * 2
+    else:
+        cut, applied = _cuts_of_planes(norm, multiprocessors)
+        kernels, grids = ("norm_planes_sums", "norm_planes_dx"), [norm.N * one.slices * one.tiles for one in (cut, applied)]
+    parts, sums = norm.N * cut.slices * 2 * norm.C * 4, norm.N * 2 * norm.C * 4
+    at_sums, at_folded = (8, parts), (8, parts + sums)
+    return [
+        cut.launch(kernels[0], file, grids[0], (0, 1, 2, 3, 4, 8)),
+        cut.launch("norm_fold", file, norm.N * norm.groups, (8, 3, at_sums, at_folded)),
+        applied.launch(kernels[1], file, grids[1], (0, 1, 2, at_folded, 3, 4, 5)),
+        cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (at_sums, 6, 7)),
+    ], parts + sums + norm.N * norm.groups * 8
+
+
+def _limits(device: Device) -> Limits:
+    if device.capability >= (9, 0):
+        return LIMITS
+    return Limits((1,), (96 if device.capability >= (8, 0) else 48) << 10)
+
+
+def is_whole(norm: Norm, device: Device) -> bool:
+    """Whether the norm is one launch, which needs no stats."""
+    return form_of(norm, _limits(device)) in (SMALL, ROWS)
+
+
+def steps_for(norm: Norm, device: Device, form: str = "", gradient: bool = False) -> tuple[list[KernelLaunch], int]:
+    """The launches for `device` of a norm, or of its gradients."""
+    if gradient:
+        return backward(norm, device.multiprocessors)
+    return forward(norm, device.multiprocessors, form, _limits(device))
+
+
+@lru_cache(maxsize=1024)
+def compiled(norm: Norm, device: Device, form: str = "", gradient: bool = False) -> tuple[Launcher, int]:
+    """The launches as one, compiled for `device`, and the bytes of workspace that they need."""
+    steps, workspace = steps_for(norm, device, form, gradient)
+    return device.schedule_launcher([[step] for step in steps]), workspace
+
+
+#: The most texts, as an engine says it.
+MOST_VARIANTS = {"cuda": 72}
+
+
+def variants(device: Device) -> Iterator[VariantSet]:
+    """The texts of the kernels, by types, numbers that a thread reads at once, and forms of blocks."""
+    clusters = _limits(device).clusters
+    for dtype, vectors in (("float32", (4, 1)), ("float16", (8, 4, 1)), ("bfloat16", (8, 4, 1))):
+        common = {"TYPE": (DTYPE_CODES[dtype],), "VEC": vectors}
+        alone = common | {"THREADS": (THREADS,)}
+        yield VariantSet("norm_planes", alone)
+        yield VariantSet("norm_gradients", alone)
+        yield VariantSet("norm_small", alone | {"CLUSTER": clusters})
+        yield VariantSet("norm_small", common | {"THREADS": (512,), "CLUSTER": clusters[-1:]})
+        yield VariantSet("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})

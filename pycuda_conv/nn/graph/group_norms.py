@@ -1,0 +1,115 @@
+"""Group and instance norms of a graph with the activation behind them: one call.
+
+Torch's group norm gives arrays in C order, whatever it gets. The kernels give what they get, so with the channels last a convolution behind
+reads its input as it lies. Where other steps than convolutions read the result, and might depend on its strides, it is copied into C order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.nn import functional as F
+
+from pycuda_conv.nn.graph.memory import is_plain
+from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, lies
+from pycuda_conv.nn.graph.steps import CONVOLUTIONS, activation_of, aten, bound, is_identity, name_of, value
+from pycuda_conv.nn.normalise import Asked
+from pycuda_conv.problem import channels_last
+
+_GROUP = "input", "num_groups", "weight", "bias", "eps"
+GROUP_NORMS: dict[Any, tuple[str, ...]] = {
+    F.group_norm: _GROUP, torch.group_norm: (*_GROUP, "cudnn_enabled"), aten.group_norm.default: (*_GROUP, "cudnn_enabled"),
+}  # fmt: skip
+_INSTANCE = "input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps"
+INSTANCE_NORMS: dict[Any, tuple[str, ...]] = {
+    F.instance_norm: _INSTANCE, torch.instance_norm: ("input", "weight", "bias", *_INSTANCE[1:3], *_INSTANCE[5:], "cudnn_enabled"),
+}  # fmt: skip
+ACTIVATIONS = frozenset(("relu", "silu", "gelu", "gelu_tanh"))
+HALVES = torch.float16, torch.bfloat16
+
+
+def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
+    """Put one call in the place of a group or instance norm and the activation behind it."""
+    found = _asked_of(node)
+    if found is None:
+        return
+    x, gamma, beta, asked = found
+    given = [n for n in (x, gamma, beta) if n is not None]
+    if not all(is_plain(n) for n in (node, *given)) or not 3 <= value(x).dim() <= 5:
+        return
+    gradient = rewrite.needs_gradient(grad, *given)
+    chain = Chain(node, rewrite.order[node], given)
+    following = rewrite.after(chain, node)
+    if following is not None and (activation := activation_of(following, gradient)) in ACTIVATIONS and rewrite.reaches(chain, following):
+        asked = asked._replace(activation=activation)
+        chain.nodes.append(following)
+    made, of_x = value(chain.last), value(x)
+    narrow = made.dtype is not of_x.dtype  # torch.autocast computes norms in float32
+    readers = _readers(chain.last)
+    if narrow and not (made.dtype is torch.float32 and of_x.dtype in HALVES and readers is not None and all(
+        value(n).dtype is of_x.dtype for n in readers
+    )):  # fmt: skip
+        return
+    last = channels_last(of_x.dim(), of_x.dim() - 2)
+    as_input = last is not None and lies(of_x, last) and not lies(of_x, range(of_x.dim()))
+    if not as_input and not lies(of_x, range(of_x.dim())):
+        return
+    turns = as_input and not lies(made, last)  # torch's result lies otherwise
+    follows = turns and readers is not None and all(lies(value(n), last) for n in readers)
+    with rewrite.graph.inserting_before(chain.last):
+        new = rewrite.targets.normalise_groups(x, gamma, beta, asked, gradient)
+        if new is None:
+            return
+        if turns and not follows:
+            new.meta["example_value"] = of_x
+            new = rewrite.graph.call_method("contiguous", (new,))
+    steps = tuple(dict.fromkeys(name_of(n) for n in chain.nodes))
+    rewrite.replace(chain.nodes, new)
+    if follows or narrow:
+        _mark(new, torch.empty_like(of_x, requires_grad=made.requires_grad) if follows else made.to(of_x.dtype))
+    rewrite.found.others.append(steps)
+
+
+def _asked_of(node: Node) -> tuple[Any, Any, Any, Asked] | None:
+    """Input, gamma, beta and options of a norm that the kernels may compute."""
+    names = GROUP_NORMS.get(node.target) or INSTANCE_NORMS.get(node.target)
+    given = None if names is None else bound(node, names)
+    if given is None:
+        return None
+    eps = 1e-5 if given["eps"] is None else given["eps"]
+    if node.target in GROUP_NORMS:
+        groups = given["num_groups"]
+    else:
+        if given["running_mean"] is not None or given["running_var"] is not None or given["use_input_stats"] is False:
+            return None
+        groups = value(given["input"]).shape[1] if isinstance(value(given["input"]), torch.Tensor) else None
+    if not isinstance(groups, int) or not isinstance(eps, (int, float)):
+        return None
+    return given["input"], given["weight"], given["bias"], Asked(groups, 0, float(eps), False, None)
+
+
+def _readers(node: Node) -> Sequence[Node] | None:
+    """The convolutions that read a value, through nothing but activations and dropouts that do nothing; None if others read it."""
+    found: list[Node] = []
+    for user in node.users:
+        if user.op == "call_function" and user.target in CONVOLUTIONS and user.args[:1] == (node,):
+            found.append(user)
+        elif activation_of(user) is not None or is_identity(user):
+            behind = _readers(user)
+            if behind is None:
+                return None
+            found += behind
+        else:
+            return None
+    return found
+
+
+def _mark(node: Node, made: Any) -> None:
+    """Note what a node's value is now, and those of the steps up to the convolutions that read it."""
+    node.meta["example_value"] = made
+    for user in node.users:
+        if user.target not in CONVOLUTIONS:
+            _mark(user, torch.empty_like(made, requires_grad=made.requires_grad))

@@ -1,0 +1,127 @@
+"""Group and instance norms in graphs of torch.compile: which become this package's, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import simt  # noqa: F401  # before torch
+
+torch = pytest.importorskip("torch")
+from test_compile import FOUND, GRAPHS, afresh, alike, compiled, images, where  # noqa: E402, F401
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from pycuda_conv.nn import normalise  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch):
+    """On the CPU too, where torch computes what the kernels would."""
+    monkeypatch.setattr(normalise, "pays", lambda x: x.dtype in normalise._TYPES)
+
+
+def norms():
+    """The norms that became this package's, in all graphs since the last reset."""
+    return [steps for graph in FOUND for found in graph for steps in found.others]
+
+
+def nodes(kind):
+    return [n for gm in GRAPHS for n in gm.graph.nodes if n.op == kind]
+
+
+class Block(nn.Module):
+    """A residual block of a decoder."""
+
+    def __init__(self, norm=lambda c: nn.GroupNorm(2, c), act=F.silu):
+        super().__init__()
+        self.norm, self.conv, self.act = norm(8), nn.Conv2d(8, 8, 3, padding=1), act
+
+    def forward(self, x):
+        return x + self.conv(self.act(self.norm(x)))
+
+
+class ByHand(nn.Module):
+    """A norm whose activation others read, and one without an activation."""
+
+    def forward(self, x):
+        y = F.group_norm(x, 4)
+        return F.silu(y) + y, F.instance_norm(x).flatten(2)
+
+
+HOWS = pytest.mark.parametrize("how", ["light", "operators"])
+
+
+@HOWS
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("kind", ["group", "instance"])
+@pytest.mark.parametrize("act", [F.silu, F.gelu, torch.relu, nn.Identity(), F.hardswish])
+def test_norm_and_activation_are_one_call(where, how, last, kind, act):  # noqa: F811
+    torch.manual_seed(0)
+    make = lambda c: nn.GroupNorm(2, c) if kind == "group" else nn.InstanceNorm2d(c, affine=True)  # noqa: E731
+    block = Block(make, act)
+    block = block.to(memory_format=torch.channels_last) if last else block
+    alike(lambda: block, how, False, None, images(2, 8, 6, 5, channels_last=last, where=where))
+    taken = act not in (F.hardswish,) and not isinstance(act, nn.Identity)
+    assert len(norms()) == 1 and FOUND[0][0].others[0][0] == "norm"
+    left = [n for n in nodes("call_function") if n.target in (F.silu, F.gelu, torch.relu)]
+    assert not left if taken else True
+    assert not [n for n in nodes("call_method") if n.target == "contiguous"]
+
+
+@HOWS
+def test_results_that_others_read_lie_as_torchs(where, how):  # noqa: F811
+    torch.manual_seed(0)
+    x = images(2, 8, 6, 5, channels_last=True, where=where)
+    model = compiled(ByHand(), how)
+    with torch.no_grad():
+        found, wanted = model(x), ByHand()(x)
+    assert len(norms()) == 2
+    for a, b in zip(found, wanted, strict=True):
+        assert a.stride() == b.stride() and torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_gradients_in_light_mode(where, last):  # noqa: F811
+    torch.manual_seed(0)
+    block = Block()
+    block = block.to(memory_format=torch.channels_last) if last else block
+    alike(lambda: copy.deepcopy(block), "light", True, "input", images(2, 8, 6, 5, channels_last=last, where=where))
+    assert len(norms()) == 1
+
+
+@HOWS
+def test_autocast_narrows_where_only_convolutions_read(where, how):  # noqa: F811
+    torch.manual_seed(0)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Conv2d(4, 8, 3), nn.GroupNorm(4, 8), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x):
+            y = self.first(x)
+            return self.last(F.silu(self.norm(y))), F.silu(F.group_norm(y, 2))
+
+    model, x = Two().to(where), images(2, 4, 9, 8, where=where)
+    with torch.no_grad(), torch.autocast(where, torch.bfloat16):
+        wanted, found = model(x), compiled(model, how)(x)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype is b.dtype and torch.allclose(a.float(), b.float(), atol=0.05)
+    assert ("norm", "silu") in norms()  # the other one's float32 is returned
+    assert len(norms()) == (1 if where == "cuda" else 2)  # on the CPU torch's autocast lets norms be
+
+
+@HOWS
+def test_what_stays_torchs(where, how):  # noqa: F811
+    class Others(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.running = nn.InstanceNorm2d(8, track_running_stats=True)
+
+        def forward(self, x):
+            return self.running(x), F.group_norm(x.double(), 2), F.group_norm(x.flatten(1), 2)
+
+    with torch.no_grad():
+        compiled(Others().to(where).eval(), how)(images(2, 8, 6, 5, where=where))
+    assert not norms()
