@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.dispatch import convolve, rest_of_call
