@@ -81,6 +81,29 @@ def test_results_that_others_read_lie_as_torchs(where, how):  # noqa: F811
         assert a.stride() == b.stride() and torch.allclose(a, b, atol=1e-5)
 
 
+@HOWS
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_added_to_the_channels_of_an_image(where, how, last, turned):  # noqa: F811
+    class Timed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.time, self.norm, self.last = nn.Conv2d(4, 8, 3), nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3)
+            self.register_buffer("embedding", torch.randn(2, 6))
+
+        def forward(self, x):
+            y, more = self.first(x), self.time(self.embedding)[:, :, None, None]
+            y = more + y if turned else y + more
+            return self.last(F.silu(self.norm(y)))
+
+    torch.manual_seed(0)
+    timed = Timed()
+    timed = timed.to(memory_format=torch.channels_last) if last else timed
+    alike(lambda: copy.deepcopy(timed), how, False, None, images(2, 4, 9, 8, channels_last=last, where=where))
+    sums = [n for n in nodes("call_function") if n.target in (torch.add, __import__("operator").add)]
+    assert any("norm" in steps for steps in norms()) and not (last and sums)
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_gradients_in_light_mode(where, last):  # noqa: F811
     torch.manual_seed(0)

@@ -37,16 +37,16 @@ def operands(norm, mean=0.0, seed=0):
     return x, gamma, beta
 
 
-def computed(norm, x, gamma, beta, form, seed=1, multiprocessors=2):
+def computed(norm, x, gamma, beta, form, seed=1, multiprocessors=2, added=None):
     steps, workspace = engine.forward(norm, multiprocessors, form)
     given = np.ascontiguousarray(x if norm.layout == "NCHW" else np.moveaxis(x, 1, 2))
     stats = np.full(norm.N * norm.groups * 8, 0xFF, np.uint8)
-    vectors = [None if one is None else np.frombuffer(one.tobytes(), np.uint8) for one in (gamma, beta)]
+    vectors = [None if one is None else np.frombuffer(one.tobytes(), np.uint8) for one in (gamma, beta, added)]
     buffers = [np.frombuffer(given.tobytes(), np.uint8), *vectors, np.full(given.nbytes, 0xFF, np.uint8), stats, np.full(workspace, 0xFF, np.uint8)]
     memory = SimpleNamespace(buffers=buffers)
     simt.run([[step] for step in steps], memory, seed)
-    out = memory.buffers[3].view(given.dtype).reshape(given.shape)
-    return (out if norm.layout == "NCHW" else np.moveaxis(out, 2, 1)), memory.buffers[4].view("f").reshape(norm.N, norm.groups, 2)
+    out = memory.buffers[4].view(given.dtype).reshape(given.shape)
+    return (out if norm.layout == "NCHW" else np.moveaxis(out, 2, 1)), memory.buffers[5].view("f").reshape(norm.N, norm.groups, 2)
 
 
 CASES = [
@@ -87,6 +87,16 @@ def test_variances_of_a_large_mean(norm, form, mean):
     _, stats = exact(norm, x, gamma, beta)
     _, found = computed(norm, x, gamma, beta, form)
     assert np.abs(found[..., 1] / stats[..., 1] - 1).max() < 5e-7  # of 1 / sqrt: half of the variance's
+
+
+@pytest.mark.parametrize("norm, form", [case for case in CASES if case[1] in (SMALL, PLANES)], ids=str)
+def test_what_is_added_to_the_channels_of_an_image(norm, form):
+    x, gamma, beta = operands(norm)
+    added = np.random.default_rng(3).standard_normal((norm.N, norm.C)).astype(x.dtype)
+    wanted, stats = exact(norm, x.astype(np.float64) + added.astype(np.float64)[:, :, None], gamma, beta)
+    out, found = computed(norm, x, gamma, beta, form, added=added)
+    assert np.abs(found - stats).max() < 1e-5
+    assert (np.abs(out.astype("d") - wanted) / (np.abs(wanted) + 1)).max() < LIMITS[norm.dtype]
 
 
 @pytest.mark.parametrize("norm, form", [case for case in CASES if case[0].N > 1], ids=str)

@@ -18,7 +18,7 @@
 constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4, WARPS = THREADS / 32;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-    norm_planes_moments(const data_t* __restrict__ x, float* __restrict__ parts, const __grid_constant__ NormShape shape) {
+    norm_planes_moments(const data_t* __restrict__ x, const data_t* __restrict__ added, float* __restrict__ parts, const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const Stand at(shape, blockIdx.x);
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     if (own >= (int)shape.across || channel >= channels) continue;
     Moments m = noted[0][i][own];
     for (int w = 1; w < WARPS; ++w) m.add(noted[w][i][own]);
-    to[channel] = m.mean;
+    to[channel] = m.mean + (added ? to_float(added[(long long)at.image * channels + channel]) : 0);
     to[channels + channel] = m.squares;
   }
 }
@@ -116,19 +116,20 @@ extern "C" __global__ void __launch_bounds__(128)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     norm_planes_apply(const data_t* __restrict__ x, const float2* __restrict__ stats, const void* __restrict__ gamma, const void* __restrict__ beta,
-                      data_t* __restrict__ out, const __grid_constant__ NormShape shape) {
+                      const data_t* __restrict__ added, data_t* __restrict__ out, const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const Stand at(shape, gridDim.x - 1 - blockIdx.x);
   const int channels = (int)shape.channels;
-  float mean[VEC], a[VEC], b[VEC];
+  float mean[VEC], a[VEC], b[VEC], more[VEC];
   const int first = at.inside ? at.column * VEC : 0;
   parameters_of(a, gamma_of(gamma, shape), first, 1);
   parameters_of(b, beta_of(beta, shape), first, 0);
+  summands_of(more, added, (long long)at.image * channels + first);
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
     const float2 s = stats[at.image * (int)shape.groups + divided(first + i, shape.by_each)];
-    mean[i] = s.x;
+    mean[i] = s.x - more[i];
     a[i] *= s.y;
   }
   const long long offset = at.first_pixel(x, shape) - x;

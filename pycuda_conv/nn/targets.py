@@ -140,8 +140,8 @@ class Light(_Folding):
         return self.graph.call_function(call, (given["input"], given["weight"], given["bias"], *more))
 
 
-    def normalise_groups(self, x: Any, gamma: Any, beta: Any, asked: Asked, gradient: bool) -> Node | None:
-        return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta)) if normalise.pays(value(x)) else None
+    def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
+        return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta, added)) if normalise.pays(value(x)) else None
 
     def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:
         counted = None if norm.counts is None else norm.counts[1]
@@ -333,10 +333,11 @@ class Operators(_Folding):
         given_all = x, weight, bias, scale, residual, linear.spec_of(activation, moved)
         return self.graph.call_function(torch.ops.pycuda_conv.product.default, given_all)
 
-    def normalise_groups(self, x: Any, gamma: Any, beta: Any, asked: Asked, gradient: bool) -> Node | None:
+    def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
         if gradient or not normalise.pays(value(x)):
             return None
-        return self.graph.call_function(torch.ops.pycuda_conv.norm.default, (x, gamma, beta, asked.eps, normalise.spec_of(asked)))
+        given = x, gamma, beta, added, asked.eps, normalise.spec_of(asked)
+        return self.graph.call_function(torch.ops.pycuda_conv.norm.default, given)
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)

@@ -249,38 +249,39 @@ def rows_of(norm: Norm, limits: Limits = LIMITS) -> tuple[int, int, int] | None:
 def forward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = LIMITS) -> tuple[list[KernelLaunch], int]:
     """The launches of a norm, and the bytes of workspace that they need.
 
-    Buffers: x, gamma or None, beta or None | out, stats or None | workspace. Stats are mean and 1 / sqrt(variance + eps) of each group,
+    Buffers: x, gamma or None, beta or None, added or None | out, stats or None | workspace. What is added is (N, C), of the arrays' type,
+    where the channels are last. Stats are mean and 1 / sqrt(variance + eps) of each group,
     float32, (N, groups, 2); `PLANES` and `SLICED_ROWS` need them.
     """
     form = form or form_of(norm, limits)
-    in_one, applied_to = (0, 1, 2, 3, 4), (0, 4, 1, 2, 3)
+    of_rows, of_planes = (0, 1, 2, 4, 5), (0, 1, 2, 3, 4, 5)
     if form == SMALL:
         small = small_of(norm, limits)
         assert small is not None
         cut = Cut.of_small(norm, small)
         defines, grid = cut.defines(small.threads) | {"CLUSTER": small.cluster}, norm.N * cut.tiles * small.cluster
-        return [KernelLaunch("norm_small", defines, grid, small.threads, in_one, (), shared=small.nbytes, arguments=cut.shape())], 0
+        return [KernelLaunch("norm_small", defines, grid, small.threads, of_planes, (), shared=small.nbytes, arguments=cut.shape())], 0
     if form == ROWS:
         found = rows_of(norm, limits)
         assert found is not None
         vector, width, items = found
         cut, threads = Cut(norm, vector, width, 1, 1, 1), max(THREADS, width)
         grid, kept = ceil(norm.N * norm.groups, threads // width), items * threads * vector * norm.itemsize
-        return [KernelLaunch("norm_rows", cut.defines(threads), grid, threads, in_one, (), shared=kept, arguments=cut.shape_of_rows())], 0
+        return [KernelLaunch("norm_rows", cut.defines(threads), grid, threads, of_rows, (), shared=kept, arguments=cut.shape_of_rows())], 0
     rows = norm.N * norm.groups
     if form == PLANES:
         cut, applied = _cuts_of_planes(norm, multiprocessors)
-        moments = cut.launch("norm_planes_moments", "norm_planes", norm.N * cut.slices * cut.tiles, (0, 5))
-        finish = cut.launch("norm_finish", "norm_planes", rows, (0, 5, 4), threads=FINISH_THREADS)
-        apply = applied.launch("norm_planes_apply", "norm_planes", norm.N * applied.slices * applied.tiles, applied_to)
+        moments = cut.launch("norm_planes_moments", "norm_planes", norm.N * cut.slices * cut.tiles, (0, 3, 6))
+        finish = cut.launch("norm_finish", "norm_planes", rows, (0, 6, 5), threads=FINISH_THREADS)
+        apply = applied.launch("norm_planes_apply", "norm_planes", norm.N * applied.slices * applied.tiles, (0, 5, 1, 2, 3, 4))
         return [moments, finish, apply], norm.N * cut.slices * 2 * norm.C * 4
     cut = Cut.of_rows(norm, IMAGE_BLOCKS * multiprocessors)
     applied = Cut.of_rows(norm, APPLY_BLOCKS * multiprocessors, APPLY_TURNS, rows)
     one_each = cut.shape(images=rows, pixels=norm.each * norm.P, channels=1, groups=1, each=1)
-    moments = cut.launch("norm_rows_moments", "norm_rows", rows * cut.slices, (0, 5), shape=cut.shape_of_rows())
-    finish = cut.launch("norm_finish", "norm_planes", rows, (0, 5, 4), threads=FINISH_THREADS, shape=one_each)
+    moments = cut.launch("norm_rows_moments", "norm_rows", rows * cut.slices, (0, 6), shape=cut.shape_of_rows())
+    finish = cut.launch("norm_finish", "norm_planes", rows, (0, 6, 5), threads=FINISH_THREADS, shape=one_each)
     apply = applied.launch(
-        "norm_rows_apply", "norm_rows", rows * applied.slices, applied_to, shape=applied.shape_of_rows()
+        "norm_rows_apply", "norm_rows", rows * applied.slices, (0, 5, 1, 2, 4), shape=applied.shape_of_rows()
     )
     return [moments, finish, apply], rows * cut.slices * 2 * 4
 

@@ -122,6 +122,6 @@ class Targets:
         """A batch normalisation without a convolution in front, and an activation, or None where it stays torch's."""
         return None
 
-    def normalise_groups(self, x: Any, gamma: Any, beta: Any, asked: Asked, gradient: bool) -> Node | None:
+    def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
         """A group norm and an activation, or None where they stay torch's."""
         return None

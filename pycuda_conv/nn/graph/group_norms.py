@@ -14,8 +14,8 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from pycuda_conv.nn.graph.memory import is_plain
-from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, lies
-from pycuda_conv.nn.graph.steps import CONVOLUTIONS, activation_of, aten, bound, is_identity, name_of, value
+from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, lies, same
+from pycuda_conv.nn.graph.steps import CONVOLUTIONS, SUMS, activation_of, aten, bound, is_identity, name_of, value
 from pycuda_conv.nn.normalise import Asked
 from pycuda_conv.problem import channels_last
 
@@ -41,7 +41,12 @@ def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
     if not all(is_plain(n) for n in (node, *given)) or not 3 <= value(x).dim() <= 5:
         return
     gradient = rewrite.needs_gradient(grad, *given)
+    front = None if gradient else _added(rewrite, x, node)
     chain = Chain(node, rewrite.order[node], given)
+    if front is not None:
+        x, added = front
+        chain.nodes.insert(0, given[0])
+        chain.reads = [(x, rewrite.order[given[0]]), (added, rewrite.order[given[0]]), *chain.reads[1:]]
     following = rewrite.after(chain, node)
     if following is not None and (activation := activation_of(following, gradient)) in ACTIVATIONS and rewrite.reaches(chain, following):
         asked = asked._replace(activation=activation)
@@ -60,7 +65,7 @@ def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
     turns = as_input and not lies(made, last)  # torch's result lies otherwise
     follows = turns and readers is not None and all(lies(value(n), last) for n in readers)
     with rewrite.graph.inserting_before(chain.last):
-        new = rewrite.targets.normalise_groups(x, gamma, beta, asked, gradient)
+        new = rewrite.targets.normalise_groups(x, gamma, beta, None if front is None else front[1], asked, gradient)
         if new is None:
             return
         if turns and not follows:
@@ -89,6 +94,21 @@ def _asked_of(node: Node) -> tuple[Any, Any, Any, Asked] | None:
     if not isinstance(groups, int) or not isinstance(eps, (int, float)):
         return None
     return given["input"], given["weight"], given["bias"], Asked(groups, 0, float(eps), False, None)
+
+
+def _added(rewrite: Rewrite, total: Any, norm: Node) -> tuple[Node, Node] | None:
+    """x and what is added to the channels of its images, where a norm alone reads their sum; else None."""
+    if total.target not in SUMS or len(total.args) != 2 or total.kwargs or rewrite.reader_of(total) is not norm:
+        return None
+    for x, added in (total.args, total.args[::-1]):
+        if not (is_plain(x) and is_plain(added)) or value(x).dtype is not value(added).dtype:
+            return None
+        whole = value(x)
+        wanted, last = (*whole.shape[:2], *(1,) * (whole.dim() - 2)), channels_last(whole.dim(), whole.dim() - 2)
+        if same(value(added).shape, wanted) and not same(whole.shape, wanted) and lies(whole, last):
+            trial = Chain(total, rewrite.order[total], [x, added])
+            return (x, added) if rewrite.reaches(trial, norm) else None
+    return None
 
 
 def _readers(node: Node) -> Sequence[Node] | None:
