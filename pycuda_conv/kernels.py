@@ -1,4 +1,4 @@
-"""The kernels for people who launch them themselves: their texts, and a plan's launches as functions of PyCUDA with arguments.
+"""The kernels for people who launch them themselves: their texts, a plan's launches as functions of PyCUDA, and the course's lessons.
 
 The names of files, kernels and defines are no promise: they change with the kernels.
 """
@@ -6,7 +6,7 @@ The names of files, kernels and defines are no promise: they change with the ker
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from pycuda_conv.arguments import integer
 from pycuda_conv.arrays import DeviceKind, kind_of, same_kind
 from pycuda_conv.background import launches
 from pycuda_conv.call import Operands
+from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import contexts, get_device
@@ -238,3 +239,149 @@ def _kernel(device: Any, launch: Any, buffers: Sequence[int], kept: Any) -> Kern
     args += [np.int64(number) for number in step.scalars]
     arch = step.arch or device.queue.arch
     return Kernel(function, tuple(args), (step.grid, 1, 1), (step.block, 1, 1), step.shared, step.kernel, arch, step, kept)
+
+
+# ---- lessons
+
+#: Numbers of images, channels, pixels, filters, taps, and pixels of the result, as lessons take them.
+Sizes = kernel_struct("lesson_pixel", "Sizes")
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+#: The file of a lesson, the threads of a block, and the blocks for its sizes.
+LESSONS: dict[str, tuple[int, Callable[[Any], int]]] = {
+    "pixel": (256, lambda d: d.n * d.k * _up(d.p * d.q, 256)),
+    "halo": (256, lambda d: d.n * d.k * _up(d.p, 16) * _up(d.q, 16)),
+    "channels": (128, lambda d: d.n * _up(d.k, 8) * _up(d.p * d.q, 128)),
+    "product": (256, lambda d: d.n * _up(d.k, 64) * _up(d.p * d.q, 64)),
+    "tensor_core": (32, lambda d: d.n * _up(d.k, 16) * _up(d.p * d.q, 8)),
+    "input_gradient": (256, lambda d: d.n * d.c * _up(d.h * d.w, 256)),
+    "filter_gradient": (128, lambda d: d.k * d.c * d.r * d.s),
+    "depthwise_columns": (128, lambda d: d.n * _up(d.q * d.c, 128)),
+    "fourier": (128, lambda d: d.n * d.k * _up(d.q, 257 - d.s)),
+}
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A kernel of the course in plain CUDA C, without this package's headers. Made by :func:`lesson`.
+
+    Attributes
+    ----------
+    name : str
+    source : str
+        Its text. It opens with the formula, how threads and blocks are mapped to the work, what it gains, and a question.
+    question : str
+        The question, and the change of one line that answers it.
+    """
+
+    name: str
+    source: str
+
+    @property
+    def question(self) -> str:
+        lines = [line[2:].strip() for line in self.source.splitlines() if line.startswith("//")]
+        start = next(i for i, line in enumerate(lines) if line.startswith("Question"))
+        return "\n".join(lines[start:])
+
+    def launch(self, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[KernelLaunch, tuple[int, ...]]:
+        """The launch for two arrays of these shapes, and the shape of the result.
+
+        Raises
+        ------
+        ConvArgumentError
+            Shapes that do not belong together, or that the lesson leaves out.
+        """
+        wanted = "(n, h, w, c) and (c, 3, 3)" if self.name == "depthwise_columns" else "(n, c, h, w) and (k, c, r, s)"
+        if self.name == "filter_gradient":
+            wanted = "(n, c, h, w) and (n, k, p, q), the gradient of the result"
+        elif self.name == "input_gradient":
+            wanted = "(n, k, p, q), the gradient of the result, and (k, c, r, s)"
+        problem = ConvArgumentError(f"the lesson {self.name} takes arrays of shapes {wanted}, got {first} and {second}")
+        if len(first) != 4 or len(second) != (3 if self.name == "depthwise_columns" else 4):
+            raise problem
+        if self.name == "depthwise_columns":
+            (n, h, w, c), (k, r, s) = first, second
+            size, shape = Sizes(n, c, h, w, k, r, s, h - r + 1, w - s + 1), (n, h - r + 1, w - s + 1, c)
+            fits = k == c and r == s == 3
+        elif self.name == "filter_gradient":
+            (n, c, h, w), (images, k, p, q) = first, second
+            size, shape = Sizes(n, c, h, w, k, h - p + 1, w - q + 1, p, q), (k, c, h - p + 1, w - q + 1)
+            fits = images == n
+        elif self.name == "input_gradient":
+            (n, filters, p, q), (k, c, r, s) = first, second
+            size, shape = Sizes(n, c, p + r - 1, q + s - 1, k, r, s, p, q), (n, c, p + r - 1, q + s - 1)
+            fits = filters == k
+        else:
+            (n, c, h, w), (k, channels, r, s) = first, second
+            size, shape = Sizes(n, c, h, w, k, r, s, h - r + 1, w - s + 1), (n, k, h - r + 1, w - s + 1)
+            fits = channels == c
+        if not fits or min(size) < 1:
+            raise problem
+        if self.name == "halo" and max(size.r, size.s) > 8:
+            raise ConvArgumentError(f"the lesson halo has room for filters of up to 8 x 8, got {size.r} x {size.s}")
+        if self.name == "fourier" and not (size.h == size.r == size.c == 1 and size.s <= 128):
+            raise ConvArgumentError(
+                f"the lesson fourier takes lines of one channel and filters of up to 128 taps, got {first} and {second}"
+            )
+        block, blocks = LESSONS[self.name]
+        return KernelLaunch(f"lesson_{self.name}", {}, blocks(size), block, (0, 1, 2), (), arguments=size), shape
+
+    def __call__(self, first: Any, second: Any, *, device: Any = None) -> np.ndarray:
+        """Run the kernel on a GPU.
+
+        Parameters
+        ----------
+        first, second : array_like
+            What the kernel's formula names, as float32: mostly x of shape (n, c, h, w) and w of shape (k, c, r, s).
+        device : None, int, str or Device
+            A GPU.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32. There is no padding, no stride, no dilation.
+
+        Raises
+        ------
+        BackendError
+            There is no GPU: plain CUDA C is no OpenCL.
+        """
+        on = get_device(device)
+        if on.backend != "cuda":
+            raise BackendError(f"lessons are plain CUDA C and need an NVIDIA GPU; {on.name} runs OpenCL")
+        arrays = [np.ascontiguousarray(array, np.float32) for array in (first, second)]
+        step, shape = self.launch(arrays[0].shape, arrays[1].shape)
+        out = np.full(shape, np.nan, np.float32)
+        on.update_host_arrays(on.launcher(step), arrays, [out], 0)
+        return out
+
+
+def lesson(name: str) -> Lesson:
+    """A kernel of the course: 20 to 50 lines of plain CUDA C, with one idea and one question.
+
+    Parameters
+    ----------
+    name : str
+        ``"pixel"``, ``"halo"``, ``"channels"``, ``"product"``, ``"tensor_core"``, ``"input_gradient"``, ``"filter_gradient"``,
+        ``"depthwise_columns"`` or ``"fourier"``: a file in ``cu/lesson``.
+
+    Raises
+    ------
+    ConvArgumentError
+        There is no such lesson.
+
+    Examples
+    --------
+    >>> import pycuda_conv as pc
+    >>> print(pc.lesson("halo").question)
+    Question  Threads load values that other threads use. What may a thread read if it does not wait for them?
+    Try       __syncthreads();  // all is there  ->
+    """
+    if name not in LESSONS:
+        hint = did_you_mean(name, list(LESSONS)) if isinstance(name, str) else ""
+        raise ConvArgumentError(f"name must be a lesson of the course, got {brief(name)}{hint or ': ' + ', '.join(LESSONS)}")
+    return Lesson(name, source_of(f"lesson_{name}", {}))

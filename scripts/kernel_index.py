@@ -13,6 +13,7 @@ CU = Path(__file__).resolve().parent.parent / "cu"
 
 #: The families in the order to read them, and what they are.
 FAMILIES = {
+    "lesson": "One idea each in 20 to 50 lines of plain CUDA C, with a question: `pycuda_conv.lesson(name)`. Nothing else uses them.",
     "core": "What every kernel includes: numbers, division, the epilogue, what tensor cores lose. `portable.cuh` is the portable dialect, "
     "in which a text is CUDA C++ and OpenCL C.",
     "direct": "Plain cores. The portable dialect: these kernels run on OpenCL too. Steps 1 to 6 of the course.",
@@ -27,6 +28,7 @@ FAMILIES = {
 }
 #: Files to begin with; the others follow by name, headers first.
 FIRST = (
+    "pixel.cu", "halo.cu", "channels.cu", "product.cu", "tensor_core.cu",
     "numbers.cuh", "portable.cuh", "division.cuh", "launch.cuh", "single.cu", "tile.cu", "batched.cu", "gemm.cu", "fragments.cuh",
     "ptx.cuh",
 )  # fmt: skip

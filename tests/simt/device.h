@@ -42,6 +42,8 @@ float sqrtf(float) noexcept;
 float ldexpf(float, int) noexcept;
 float exp2f(float) noexcept;
 double exp(double) noexcept;
+float cosf(float) noexcept;
+float sinf(float) noexcept;
 double erf(double) noexcept;
 double fabs(double) noexcept;
 double sqrt(double) noexcept;

@@ -4,7 +4,8 @@ By default transforms are float64, whatever the arrays are, and each result is c
 ``algorithm="fft"`` they are of the type of sums. Then this is said of their error: it
 is relative to the norm of the pair of tiles that is transformed at once, not to each product. A result's window is
 the pixels that it is computed from. A result is taken from a transform only if the pair's norm is at most :data:`RANGE` times that of its
-window; other results are sums of products, or 0 where a window has nothing but zeros. ``docs/lab/transforms.md`` says what follows for the error.
+window; other results are sums of products, or 0 where a window has nothing but zeros. ``docs/lab/transforms.md`` has the bound
+of the error.
 """
 
 from __future__ import annotations
