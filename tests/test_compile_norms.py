@@ -104,12 +104,13 @@ def test_what_is_added_to_the_channels_of_an_image(where, how, last, turned):  #
     assert any("norm" in steps for steps in norms()) and not (last and sums)
 
 
+@HOWS
 @pytest.mark.parametrize("last", [False, True])
-def test_gradients_in_light_mode(where, last):  # noqa: F811
+def test_gradients(where, how, last):  # noqa: F811
     torch.manual_seed(0)
     block = Block()
     block = block.to(memory_format=torch.channels_last) if last else block
-    alike(lambda: copy.deepcopy(block), "light", True, "input", images(2, 8, 6, 5, channels_last=last, where=where))
+    alike(lambda: copy.deepcopy(block), how, True, "input", images(2, 8, 6, 5, channels_last=last, where=where))
     assert len(norms()) == 1
 
 
@@ -133,6 +134,20 @@ def test_autocast_narrows_where_only_convolutions_read(where, how):  # noqa: F81
         assert a.dtype is b.dtype and torch.allclose(a.float(), b.float(), atol=0.05)
     assert ("norm", "silu") in norms()  # the other one's float32 is returned
     assert len(norms()) == (1 if where == "cuda" else 2)  # on the CPU torch's autocast lets norms be
+
+
+@HOWS
+def test_training_under_autocast(where, how):  # noqa: F811
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(4, 8, 3), Block(), Block(act=F.gelu)).to(where, memory_format=torch.channels_last)
+    again, x = copy.deepcopy(block), images(2, 4, 9, 8, channels_last=True, where=where)
+    for model in (block, compiled(again, how)):
+        with torch.autocast(where, torch.bfloat16):
+            y = model(x)
+        y.float().square().mean().backward()
+    for a, b in zip(block.parameters(), again.parameters(), strict=True):
+        assert b.grad is not None and (a.grad - b.grad).norm() < 0.03 * a.grad.norm() + 1e-4
+    assert len(norms()) == 2
 
 
 @HOWS

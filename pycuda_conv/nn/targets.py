@@ -334,8 +334,11 @@ class Operators(_Folding):
         return self.graph.call_function(torch.ops.pycuda_conv.product.default, given_all)
 
     def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
-        if gradient or not normalise.pays(value(x)):
+        if not normalise.pays(value(x)):
             return None
+        if gradient:
+            given = x, gamma, beta, asked.eps, normalise.spec_of(asked)
+            return self.graph.call_function(torch.ops.pycuda_conv.norm_recorded.default, given)
         given = x, gamma, beta, added, asked.eps, normalise.spec_of(asked)
         return self.graph.call_function(torch.ops.pycuda_conv.norm.default, given)
 
