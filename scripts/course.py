@@ -171,14 +171,34 @@ def limbs() -> Picture:
     return p
 
 
+def wgmma() -> Picture:
+    """Rows of 128 bytes, swizzled, and the registers that sums lie in."""
+    p = Picture(250)
+    p.text(20, 22, "a in shared memory: 16 bytes number i of row r lie at place i ^ r", bold=True)
+    for r in range(8):
+        p.text(30, 48 + r * 20, f"r {r}", 10)
+        for place in range(8):
+            piece = place ^ r
+            p.box(54 + place * 32, 34 + r * 20, 32, 20, "#bcd9ee" if piece == 0 else WARM if piece == 1 else "white")
+            p.text(70 + place * 32, 48 + r * 20, str(piece), 10, "middle")
+    p.text(54, 214, "blue and orange: the 16 of k that one wgmma reads;", 11)
+    p.text(54, 230, "eight rows lie in eight different banks", 11)
+    p.text(430, 22, "sums of a warp: 16 rows x 8", bold=True)
+    for r in range(16):
+        for c in range(8):
+            p.box(430 + c * 20, 34 + r * 10, 20, 10, "#bcd9ee" if r % 8 == 2 and c // 2 == 1 else "white")
+    p.text(430, 214, "blue: those of one thread, lane 9", 11)
+    return p
+
+
 def ring() -> Picture:
     """TMA, the ring of stages, two warpgroups."""
     p = Picture(210)
     p.text(20, 22, "global memory", bold=True)
     p.box(20, 34, 92, 56, PALE, BLUE)
-    p.text(66, 66, "x, packed", 11, "middle")
+    p.text(66, 66, "a", 11, "middle")
     p.box(20, 110, 92, 56, WARM, ORANGE)
-    p.text(66, 142, "w, packed", 11, "middle")
+    p.text(66, 142, "b", 11, "middle")
     p.text(150, 92, "TMA", 12, bold=True)
     p.text(136, 108, "one thread asks", 10)
     p.arrow(116, 66, 236, 92)
@@ -195,6 +215,77 @@ def ring() -> Picture:
         p.text(552, 62 + i * 70, f"warpgroup {i + 1}: wgmma", 11, "middle")
         p.text(552, 80 + i * 70, "sums in registers", 11, "middle")
     p.text(20, 196, "Copying and multiplying go on at the same time. Nobody computes an address in the loop.", 11)
+    return p
+
+
+def persistence() -> Picture:
+    """What a multiprocessor does in time: a block a tile, and a block that stays."""
+    p = Picture(230)
+
+    def line(y: float, words: str, parts: list[tuple[float, float, str, str]]) -> None:
+        p.text(20, y + 15, words, 11)
+        for x, wide, colour, said in parts:
+            p.box(110 + x, y, wide, 22, colour, INK if colour != "white" else LINE)
+            p.text(110 + x + wide / 2, y + 15, said, 10, "middle")
+
+    p.text(20, 22, "a block for each tile", bold=True)
+    line(34, "loads", [(0, 110, PALE, "tile 1"), (210, 110, PALE, "tile 2")])
+    line(60, "products", [(30, 100, "#bcd9ee", "tile 1"), (240, 100, "#bcd9ee", "tile 2")])
+    line(86, "stores", [(130, 70, WARM, "tile 1"), (340, 70, WARM, "tile 2")])
+    p.text(20, 134, "a block that stays: its producer is a ring ahead", bold=True)
+    line(146, "loads", [(0, 110, PALE, "tile 1"), (110, 110, PALE, "tile 2"), (220, 110, PALE, "tile 3")])
+    line(172, "products", [(30, 100, "#bcd9ee", "tile 1"), (200, 100, "#bcd9ee", "tile 2"), (370, 100, "#bcd9ee", "tile 3")])
+    line(198, "stores", [(130, 70, WARM, "tile 1"), (300, 70, WARM, "tile 2"), (470, 70, WARM, "tile 3")])
+    return p
+
+
+def im2col() -> Picture:
+    """The pixels that TMA's im2col loads fetch, tap by tap."""
+    p = Picture(250)
+    cell = 11
+    p.text(20, 22, "12 neighbouring pixels of y, 7 to a row: what the load of each tap fetches of x", bold=True)
+    own = [(i % 7, i // 7) for i in range(5, 17)]
+    for tap in range(9):
+        r, s = divmod(tap, 3)
+        x, y = 20 + tap % 5 * 128, 40 + tap // 5 * 104
+        for row in range(-1, 6):
+            for column in range(-1, 8):
+                inside = 0 <= row < 5 and 0 <= column < 7
+                moved = (column - s + 1, row - r + 1) in own
+                colour = ("#bcd9ee" if inside else WARM) if moved else "white" if inside else "#f2f2f2"
+                p.box(x + (column + 1) * cell, y + (row + 1) * cell, cell, cell, colour)
+        p.text(x, y + 7 * cell + 14, f"tap {r}, {s}", 10)
+    p.text(532, 168, "blue: pixels of x", 11)
+    p.text(532, 184, "orange: zeros that", 11)
+    p.text(532, 200, "TMA fills in", 11)
+    return p
+
+
+def promotion() -> Picture:
+    """Where the sums of three products are kept."""
+    p = Picture(210)
+    p.text(20, 22, "a stage: 64 of k", bold=True)
+    for i, (words, colour) in enumerate((("a hi", PALE), ("a lo", WARM), ("b hi", PALE), ("b lo", WARM))):
+        p.box(20, 34 + i * 36, 80, 28, colour, BLUE)
+        p.text(60, 52 + i * 36, words, 11, "middle")
+    p.text(180, 22, "tensor cores", bold=True)
+    p.box(180, 40, 170, 40, "#bcd9ee", BLUE, 2)
+    p.text(265, 64, "main = hi hi, begun anew", 11, "middle")
+    p.box(180, 120, 170, 40, WARM, ORANGE, 2)
+    p.text(265, 144, "cross += hi lo + lo hi", 11, "middle")
+    p.arrow(104, 60, 176, 60)
+    p.arrow(104, 110, 176, 140)
+    p.text(430, 22, "float32 registers", bold=True)
+    p.box(430, 40, 170, 40, "white", INK)
+    p.text(515, 64, "total += main", 11, "middle")
+    p.arrow(354, 60, 426, 60)
+    p.text(358, 48, "each stage", 10)
+    p.box(430, 120, 170, 40, "white", INK)
+    p.text(515, 144, "y = total + cross / 2^11", 11, "middle")
+    p.arrow(354, 140, 426, 140)
+    p.text(358, 128, "at the end", 10)
+    p.arrow(515, 84, 515, 116)
+    p.text(20, 196, "The tensor core cuts its sums off. Of 64 products that is little; of thousands it would be the largest error.", 11)
     return p
 
 
@@ -230,8 +321,9 @@ def phases() -> Picture:
 
 
 PICTURES = {
-    "1-loop": loop, "2-single": single, "3-tile": tile, "4-batched": batched, "5-gemm": gemm, "6-limbs": limbs, "7-ring": ring,
-    "8-registers": registers, "9-phases": phases,
+    "1-loop": loop, "2-single": single, "3-tile": tile, "4-batched": batched, "5-gemm": gemm, "6-limbs": limbs, "7-wgmma": wgmma,
+    "8-ring": ring, "9-persistence": persistence, "10-im2col": im2col, "11-limbs": promotion, "13-registers": registers,
+    "14-phases": phases,
 }
 
 

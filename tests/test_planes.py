@@ -51,7 +51,7 @@ def test_what_finishes_a_sum():
     ("text", "instead"),
     [
         ("ring.wait_full(at);", ""), ("wgmma_wait<0>();\n#pragma", "#pragma"), ("fence_for_bulk();", ""),
-        ("named_barrier(1 + consumer, 128);  // all of them", "//"), ("(x_blocks + w_blocks) * BLOCK", "STAGE_BYTES"),
+        ("named_barrier(1 + consumer, 128);  // all of them", "//"), ("(of.x_blocks + of.w_blocks) * BLOCK", "(X_BLOCKS + W_BLOCKS) * BLOCK"),
     ],
 )  # fmt: skip
 def test_the_machine_notices(text, instead):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import emulator
@@ -625,44 +623,6 @@ def test_both_operands_along_their_rows(dtype, columns, span):
     step = SimpleNamespace(kernel="along_rows", source=lambda: source, maps=maps, buffers=(2,), numbers=(), grid=1, block=128, shared=1024 + 128 * (64 + columns + 64))
     simt.run([[step]], memory)
     assert_exact(memory.buffers[2].view(np.float32).reshape(64, columns), a.T.astype(float) @ b.astype(float))
-
-
-# ---- the kernel that docs/howto/hopper-kernel.md shows
-
-PAGE = Path(__file__).parents[1] / "docs" / "howto" / "hopper-kernel.md"
-
-
-def hopper_product(dtype, m, n, k, block_m, broken=None):
-    """What the page's kernel computes of integers, and what it should."""
-    rng = np.random.default_rng(m + n + k)
-    a, b = (rng.integers(-8, 9, (rows, k)).astype(dtype) for rows in (m, n))
-    memory = SimpleNamespace(buffers=[np.frombuffer(v.tobytes(), np.uint8) for v in (a, b, np.full((m, n), np.nan, np.float32))])
-    maps = tuple(TensorMap(i, 0, (k, len(v), 1), (2 * k, 2 * k * len(v)), (64, rows, 1), 128, dtype) for i, (v, rows) in enumerate(((a, block_m), (b, 64))))
-    (text,) = re.findall(r"```cuda\n(.*?)```", PAGE.read_text(), re.S)
-    defines = f"#define BLOCK_M {block_m}\n#define BLOCK_N 64\n#define STAGES 3\n#define TYPE {16 if dtype == 'float16' else 17}\n"
-    tiles_m, tiles_n = -(-m // block_m), -(-n // 64)
-    source, numbers = text_of_page(defines + text, broken), (m, n, -(-k // 64), tiles_m)
-    launch = {"grid": tiles_m * tiles_n, "block": 128 * (block_m // 64) + 32, "shared": 1024 + 3 * 128 * (block_m + 64)}
-    simt.run([[SimpleNamespace(kernel="product", source=lambda: source, maps=maps, buffers=(2,), numbers=numbers, **launch)]], memory)
-    return memory.buffers[2].view(np.float32).reshape(m, n), a.astype(float) @ b.T.astype(float)
-
-
-def text_of_page(text, broken):
-    assert broken is None or text.count(broken[0]) == 1
-    return text if broken is None else text.replace(*broken)
-
-
-@pytest.mark.parametrize(("dtype", "m", "n", "k", "block_m"), [("float16", 128, 64, 64, 128), ("float16", 200, 72, 136, 64), ("bfloat16", 70, 130, 320, 128)])
-def test_the_hopper_kernel_of_the_page(dtype, m, n, k, block_m):
-    if dtype not in DTYPES:
-        pytest.skip("numpy does not know bfloat16 here")
-    assert_exact(*hopper_product(dtype, m, n, k, block_m))
-
-
-@pytest.mark.parametrize("broken", [("    wgmma_fence();\n", ""), ("load_box(stage + A_BYTES,", "load_box(stage,"), ("barrier_expect(arrived, STAGE_BYTES)", "barrier_expect(arrived, STAGE_BYTES / 2)")])
-def test_the_exercises_of_the_page_are_noticed(broken):
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
-        assert_exact(*hopper_product("float16", 200, 72, 136, 64, broken))
 
 
 # ---- direct/dgrad.cu

@@ -47,7 +47,7 @@
 //          stride of 2 along w: a block takes the same tile of two phases, of even and odd columns, one after the other. So a thread has neighbours
 //          in y at the same place of its sums. The first phase's sums are kept in shared memory, and those of both are turned into rows of y.
 //
-// In parts   gemm_tiles.cuh: which tile is next | gemm_load_im2col.cuh: the producer | gemm_cooperative.cuh, gemm_pingpong.cuh: the main loops
+// In parts   gemm_tiles.cuh: which tile is next | gemm_load_im2col.cuh: the producer | gemm_single.cuh, gemm_promoted.cuh, gemm_pingpong.cuh: the main loops
 //            gemm_store_*.cuh, gemm_moments.cuh: from registers to y | gemm_recompute.cuh, gemm_join.cuh: what follows the last tile
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/hopper/gemm.cu
@@ -121,65 +121,33 @@ struct Rings : Ring {
 #else
 #include "hopper/gemm_store_chunks.cuh"
 #endif
-#if EMIT_MOMENTS
 #include "hopper/gemm_moments.cuh"
-#define IF_MOMENTS(...) __VA_ARGS__
-#define IF_NO_MOMENTS(...)
-#else
-#define IF_MOMENTS(...)
-#define IF_NO_MOMENTS(...) __VA_ARGS__
-#endif
 
-// Stores a consumer's 64 channels of a tile.
-template <class Phase>
-DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, [[maybe_unused]] int tile, [[maybe_unused]] int consumer,
-                       uint8_t* staging, const float* scales, [[maybe_unused]] const long long* output_offsets, const out_t* residual,
-                       const CUtensorMap* map_y, out_t* y) {
-#if INTERLEAVE_COLUMNS
-  store_pair(sum, rows, shape, tile % 2, staging + threadIdx.x % 128 / 32 * INTERLEAVED, scales, output_offsets, y);
-#else
-  for_all<(WGMMA_N + CHUNK - 1) / CHUNK>([&](auto chunk) {
-    constexpr int base = decltype(chunk)::value * CHUNK;
-#if TENSOR_STORE
-    store_chunk_by_tensor<base>(sum, rows, shape, consumer, staging, scales, residual, map_y);
-#else
-    store_chunk<base>(sum, rows, shape, (float*)staging + threadIdx.x % 128 / 32 * (32 * 20), scales, residual, y);
-#endif
-  });
-#endif
-}
-
-// Stores a consumer's sums, and notes their moments.
-DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, int tile, int consumer, uint8_t* staging,
-                       const float* scales, const long long* output_offsets, const out_t* residual, const CUtensorMap* map_y,
-                       [[maybe_unused]] float* moments, out_t* y) {
-  IF_MOMENTS(if (OF_LAYER(WITH_MOMENTS, shape.scaled & 2)) store_moments(sum, rows, shape, scales, moments);)
-  if (is_plain(shape)) {
-    store_tile(sum, rows, as_plain(shape), tile, consumer, staging, scales, output_offsets, residual, map_y, y);
-  } else {
-    store_tile(sum, rows, shape, tile, consumer, staging, scales, output_offsets, residual, map_y, y);
-  }
+// Stores a consumer's sums of a tile, and notes their moments.
+DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shapes& shapes, int tile, int consumer, const Output& whole) {
+  const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
+  const Output output = whole.further(y_apart(shapes, tile));
+  IF_MOMENTS(if (OF_LAYER(WITH_MOMENTS, shape.scaled & 2)) store_moments(sum, rows, shape, output);)
+  if (is_plain(shape)) store_tile(sum, rows, as_plain(shape), tile, consumer, output);
+  else store_tile(sum, rows, shape, tile, consumer, output);
 }
 
 // Puts into shared memory what the stores of a tile need of a consumer's pixels: scales, and with INTERLEAVE_COLUMNS offsets in y.
-DEVICE void stage_output_offsets(const Rows& rows, const GemmPhase& shape, int consumer, float* scales, long long* output_offsets, const float* scale_n) {
+DEVICE void stage_output_offsets(const Rows& rows, const GemmPhase& shape, int consumer, const Factors& factors, const Output& output) {
   if (!SCALED && !INTERLEAVE_COLUMNS) return;
   named_barrier(1 + consumer, 128);  // the last tile's have been read
   for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
     const Divided of_image(min(rows.pixel + i, rows.end - 1), shape.plane, shape.by_plane);
-    if (SCALED) scales[i] = scaled(shape) ? scale_n[of_image.quotient] : 1;
-    if (INTERLEAVE_COLUMNS) output_offsets[i] = of_image.quotient * shape.out_image + plane_offset<false>(shape, of_image.rest);
+    if (SCALED) output.scales[i] = scaled(shape) ? factors.scale_n[of_image.quotient] : 1;
+    if (INTERLEAVE_COLUMNS) output.offsets[i] = of_image.quotient * shape.out_image + plane_offset<false>(shape, of_image.rest);
   }
   named_barrier(1 + consumer, 128);
 }
 
-// ---- the multiplication
-
 // Prefetches a consumer's share of a tile's residual: the channels of each pixel. The stores' loads then wait for the L2 cache alone, not for
 // memory chunk by chunk.
 DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, const out_t* residual) {
-#if TENSOR_STORE
-  if (tile >= all_tiles(shapes)) return;
+  if (!TENSOR_STORE || tile >= all_tiles(shapes)) return;
   const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
   if (!adds(shape)) return;
   const Tile of(shape, inside_phase(shapes, tile));
@@ -188,14 +156,20 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
   const int end = min(of.end, first + WGMMA_N), channels = min(m + CHANNELS, (int)shape.rows_group);
   for (int pixel = first + (int)threadIdx.x % 128; pixel < end; pixel += 128)
     for (int c = m; c < channels; c += LINE) prefetch_line(residual + pixel * shape.rows + of.group * (int)shape.rows_group + c);
-#endif
 }
+
+// ---- the multiplication
 
 #if PINGPONG
 #include "hopper/gemm_pingpong.cuh"
+#elif PRODUCTS == 3
+#include "hopper/gemm_promoted.cuh"
 #else
-#include "hopper/gemm_cooperative.cuh"
+#include "hopper/gemm_single.cuh"
 #endif
+
+// ---- what follows a block's last tile
+
 #if RECOMPUTES
 #include "hopper/gemm_recompute.cuh"
 #define IF_RECOMPUTES(...) __VA_ARGS__
@@ -219,18 +193,12 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
 #define MAP_W nullptr
 #define IF_MAP_W(...)
 #endif
-#if TENSOR_STORE
-#define MAP_Y &map_y
-#define IF_MAP_Y(...) __VA_ARGS__
-#else
-#define MAP_Y nullptr
-#define IF_MAP_Y(...)
-#endif
-#if PHASES == 1
-#define IF_ONE_PHASE(...) __VA_ARGS__
-#else
-#define IF_ONE_PHASE(...)
-#endif
+// code that stands only in texts with TENSOR_STORE, a define of 0 or 1
+#define IF_MAP_Y(...) IF_MAP_Y_(TENSOR_STORE, __VA_ARGS__)
+#define IF_MAP_Y_(...) IF_MAP_Y__(__VA_ARGS__)
+#define IF_MAP_Y__(tensor_store, ...) IF_MAP_Y_##tensor_store(__VA_ARGS__)
+#define IF_MAP_Y_0(...)
+#define IF_MAP_Y_1(...) __VA_ARGS__
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_gemm(const __grid_constant__ Maps maps_x, IF_MAP_W(const __grid_constant__ CUtensorMap map_w,) IF_MAP_Y(const __grid_constant__ CUtensorMap map_y,)
@@ -261,7 +229,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   )
   __syncthreads();
   AFTER_LAST_LAUNCH
-  IF_NO_MOMENTS(float* const moments = nullptr;)
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     registers_down<PINGPONG ? 24 : 40>();
@@ -274,10 +241,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     IF_ONE_PHASE(clear_packed_tiles(w_tiles, (int)(shapes.of[0].x_tiles >> 32), thread, threads);)
     // while the first loads are under way
     IF_RECOMPUTES(if (recomputes_own && scaled(shapes.of[0]) && any_of_flags(shapes.of[0], x_flags, w_flags)) any_flag = 1;)
-    const CUtensorMap* const to = MAP_Y;
     const int consumer = warpgroup - 1;
-    consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, output_offsets + consumer * WGMMA_N, scale_n, scale_k, bias, scale,
-            residual, to, moments, y);
+    Output output = {staging + consumer * STAGING, scales + consumer * WGMMA_N, output_offsets + consumer * WGMMA_N, nullptr, nullptr, residual, y};
+    IF_MAP_Y(output.map_y = &map_y;)
+    IF_MOMENTS(output.moments = moments;)
+    consume(shapes, rings, consumer, {scale_n, scale_k, scale, bias}, output);
     IF_RECOMPUTES(
       IF_MOMENTS(
         if (!OF_LAYER(WITH_MOMENTS, shapes.of[0].scaled & 2)) redone = nullptr;
@@ -285,12 +253,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       )
       IF_NO_MOMENTS(int* const redone = nullptr;)
       if (!recomputes_own) return;
-      IF_MAP_Y(if (threadIdx.x % 128 == 0) bulk_wait<0>();)
+      if (TENSOR_STORE && threadIdx.x % 128 == 0) bulk_wait<0>();
       const RecomputeOperands operands = {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k};
     )
     IF_ADDS_PARTS(
       if (join.joins) {
-        IF_MAP_Y(IF_NOT_RECOMPUTES(if (threadIdx.x % 128 == 0) bulk_wait<0>();))
+        IF_NOT_RECOMPUTES(if (TENSOR_STORE && threadIdx.x % 128 == 0) bulk_wait<0>();)
         join_tiles(shapes, join, {y, tickets, bias, scale, residual, joined} IF_RECOMPUTES(, recomputes, operands));
         return;
       }

@@ -3,14 +3,17 @@
 // A slice is one consumer's pixels of a tile. moments[slice][2][channel].
 #pragma once
 
+#if EMIT_MOMENTS
+#define IF_MOMENTS(...) __VA_ARGS__
+#define IF_NO_MOMENTS(...)
 // Four lanes share a channel's pixels.
-DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const float* scales, float* moments) {
+DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const Output& output) {
   const int lane = threadIdx.x % 32, count = min(rows.end - rows.pixel, WGMMA_N);
   if (count <= 0) return;
   const int slice = rows.pixel / WGMMA_N;
   // if all pixels are real and have one scale, which is common, the raw sums' moments are scaled at the end
   bool alike = OUT == 32 && count == WGMMA_N;
-  auto scale_of = [&](int pixel) { return SCALED ? scales[pixel] : 1; };
+  auto scale_of = [&](int pixel) { return SCALED ? output.scales[pixel] : 1; };
 #pragma unroll
   for (int i = 0; i < WGMMA_N; i += 32) alike &= scale_of(min(i + lane, WGMMA_N - 1)) == scale_of(0);
   alike = __all_sync(~0u, alike);
@@ -43,9 +46,13 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
         square *= factor;
         square *= rows.finish[half].of.scale * rows.finish[half].of.scale;
       }
-      float* const to = moments + (long long)slice * 2 * shape.rows + rows.group * (int)shape.rows_group + m;
+      float* const to = output.moments + (long long)slice * 2 * shape.rows + rows.group * (int)shape.rows_group + m;
       to[0] = mean;
       to[shape.rows] = square;
     }
   }
 }
+#else
+#define IF_MOMENTS(...)
+#define IF_NO_MOMENTS(...) __VA_ARGS__
+#endif

@@ -5,10 +5,9 @@
 
 static_assert(PRODUCTS == 1 && BLOCK_M == 128 && !INTERLEAVE_COLUMNS, "a consumer has all sums of a tile");
 
-DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint8_t* staging, float* scales, long long* output_offsets, const float* scale_n,
-                    const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y, float* moments, out_t* y) {
+DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, const Factors& factors, const Output& output) {
   Position at;
-  float sum[2][WGMMA_N / 2];
+  float sums[2][WGMMA_N / 2];
   bool mine = consumer == 0;
   int parity = consumer == 0;  // the first turn is free
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile), mine = !mine) {
@@ -19,7 +18,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
       at.skip(range.last - range.first);
       continue;
     }
-    prefetch_residual(shapes, tile, consumer, residual);
+    prefetch_residual(shapes, tile, consumer, output.residual);
     barrier_wait(rings.turn + 8 * consumer, parity);
     parity ^= 1;
     for (int step = range.first; step < range.last; ++step) {
@@ -27,30 +26,27 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
       rings.wait_full(at);
       wgmma_fence();
 #pragma unroll
-      for (int half = 0; half < 2; ++half) multiply(sum[half], w_descriptor(stage + half * SUB_TILES * A_SUB), x_descriptor(stage + A_BYTES), step == range.first);
+      for (int half = 0; half < 2; ++half) multiply(sums[half], w_descriptor(stage + half * SUB_TILES * A_SUB), x_descriptor(stage + A_BYTES), step == range.first);
       rings.commit<1>(at, step > range.first);
     }
-    if (threadIdx.x % 32 == 0) barrier_arrive(rings.turn + 8 * (1 - consumer));
+    if (threadIdx.x % 32 == 0) barrier_arrive(rings.turn + 8 * (1 - consumer));  // before the last products are done
     wgmma_wait<0>();
-    wgmma_arrived(sum[0]);
-    wgmma_arrived(sum[1]);
+    wgmma_arrived(sums[0]);
+    wgmma_arrived(sums[1]);
     const bool any = range.first < range.last;
     if (any) rings.give_back(at, 1);
-    [[maybe_unused]] const float part = lost_in(4 * (range.last - range.first));
+    [[maybe_unused]] const float lost = lost_in(4 * (range.last - range.first));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 2; ++i) {
-        sum[half][i] = any ? sum[half][i] : 0;
-        if (SCALED) sum[half][i] = with_lost(sum[half][i], part);
+        sums[half][i] = any ? sums[half][i] : 0;
+        if (SCALED) sums[half][i] = with_lost(sums[half][i], lost);
       }
-      const Rows rows(shape, of, half, scale_k, scale, bias);
-      if (half == 0) stage_output_offsets(rows, shape, consumer, scales, output_offsets, scale_n);
-      const auto apart = y_apart(shapes, tile);
-      store_sums(sum[half], rows, shape, tile, consumer, staging, scales, output_offsets, residual + apart, map_y, moments, y + apart);
+      const Rows rows(shape, of, half, factors);
+      if (half == 0) stage_output_offsets(rows, shape, consumer, factors, output);
+      store_sums(sums[half], rows, shapes, tile, consumer, output);
     }
   }
-#if TENSOR_STORE
-  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive what is read from it
-#endif
+  if (TENSOR_STORE && threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive what is read from it
 }

@@ -4,9 +4,10 @@
 constexpr int STAGING = 4 * 32 * 20 * 4;  // bytes of a consumer: a tile of each warp
 
 // Stores a warp's sums of CHUNK pixels from `base` on: its part of shared memory transposes them, so that neighbours are written together.
-template <int base, class Phase>
-DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, float* staging, const float* scales, const out_t* residual,
-                        out_t* y) {
+template <int base, class Phase> DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, const Output& output) {
+  float* const staging = (float*)output.staging + threadIdx.x % 128 / 32 * (32 * 20);
+  const out_t* residual = output.residual;
+  out_t* y = output.y;
   constexpr int PITCH = NHWC ? 20 : 40;
   constexpr int width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK;
   const int lane = threadIdx.x % 32;
@@ -14,7 +15,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 #pragma unroll
   for (int i = 0; i < width / 8; ++i) {
     const int column = 8 * i + 2 * (lane % 4);
-    const float2 scale = SCALED ? *(const float2*)(scales + base + column) : make_float2(1, 1);
+    const float2 scale = SCALED ? *(const float2*)(output.scales + base + column) : make_float2(1, 1);
     float v[4];  // [half of the rows][neighbouring pixels]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -81,4 +82,9 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
     for (int e = 0; e < VEC; ++e) out.v[e] = from_float<out_t>(v[e]);
     if (down + i * STEP < last) store_word(y + place(i), *(const word<Vector>*)&out);
   }
+}
+
+// Stores a consumer's 64 channels of a tile.
+template <class Phase> DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, int, int, const Output& output) {
+  for_all<(WGMMA_N + CHUNK - 1) / CHUNK>([&](auto chunk) { store_chunk<decltype(chunk)::value * CHUNK>(sum, rows, shape, output); });
 }

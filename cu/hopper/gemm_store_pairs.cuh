@@ -11,18 +11,19 @@ constexpr int STAGING = 4 * INTERLEAVED;  // bytes of a consumer
 // Keeps the sums of a pair's first phase, or writes them with those of the second. A warp keeps one piece for each half of its channels and CHUNK
 // pixels, behind one piece of free room: once a piece has been read, its own room and that before it hold rows of y.
 template <class Phase>
-DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, bool second, uint8_t* kept, const float* scales,
-                       const long long* output_offsets, out_t* y) {
+DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, int tile, int, const Output& output) {
   struct alignas(2 * sizeof(out_t)) Vector {
     out_t v[2];
   };
   const int lane = threadIdx.x % 32, m = rows.m + threadIdx.x % 128 / 32 * 16;
-  y += rows.split * shape.out_part + (rows.group * (int)shape.rows_group + m) * shape.out_row;
+  const bool second = tile % 2;
+  uint8_t* const kept = output.staging + threadIdx.x % 128 / 32 * INTERLEAVED;
+  out_t* const y = output.y + rows.split * shape.out_part + (rows.group * (int)shape.rows_group + m) * shape.out_row;
   __syncwarp();  // the last pair has been read
   for_all<(WGMMA_N + CHUNK - 1) / CHUNK>([&](auto chunk) {
     constexpr int base = decltype(chunk)::value * CHUNK, width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK, SIZE = 8 * width * 4;
     const bool real = lane < width && rows.pixel + base + lane < rows.end;
-    out_t* const to = y + (real ? output_offsets[base + lane] - 1 : 0);  // the second phase's offsets, which are those of odd columns
+    out_t* const to = y + (real ? output.offsets[base + lane] - 1 : 0);  // the second phase's offsets, which are those of odd columns
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint8_t* const piece = kept + INTERLEAVED_PIECE + base * 64 + half * SIZE;
@@ -34,7 +35,7 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 #pragma unroll
       for (int i = 0; i < width / 8; ++i) {
         const int at = 4 * (base / 8 + i) + 2 * half;
-        const float2 scale = SCALED ? *(const float2*)(scales + base + 8 * i + 2 * (lane % 4)) : make_float2(1, 1);
+        const float2 scale = SCALED ? *(const float2*)(output.scales + base + 8 * i + 2 * (lane % 4)) : make_float2(1, 1);
         value[2 * i] = rows.finish[half].shifted(shape, sum[at], scale.x * rows.scale_w[half]);
         value[2 * i + 1] = rows.finish[half].shifted(shape, sum[at + 1], scale.y * rows.scale_w[half]);
       }

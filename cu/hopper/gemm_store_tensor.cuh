@@ -9,10 +9,9 @@ DEVICE int swizzled(int row, int piece) { return row * 128 + ((piece ^ row % 8) 
 
 // Stores a consumer's sums of CHUNK pixels from `base` on by TMA: its 128 threads fill a tile of `staging` together.
 template <int base, class Phase>
-DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, int consumer, uint8_t* staging,
-                                  const float* scales, const out_t* residual, const CUtensorMap* map_y) {
+DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, int consumer, const Output& output) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  uint8_t* const tile = staging + base / CHUNK % 2 * (STAGING / 2);
+  uint8_t* const tile = output.staging + base / CHUNK % 2 * (STAGING / 2);
   out_t added[CHUNK / 8][2][2] = {};
   // a warp reads 8 channels of 4 pixels at once, and the 8 channels next to them; all loads are issued before the first wait
   if (adds(shape)) {
@@ -23,7 +22,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int m = rows.m + 16 * warp + lane / 4 + 8 * half, pixel = rows.pixel + base + 8 * i + 2 * (lane % 4) + e;
-          if (m < (int)shape.rows_group && pixel < rows.end) added[i][half][e] = residual[pixel * shape.rows + rows.group * (int)shape.rows_group + m];
+          if (m < (int)shape.rows_group && pixel < rows.end) added[i][half][e] = output.residual[pixel * shape.rows + rows.group * (int)shape.rows_group + m];
         }
   }
   // the store before last has read this tile; if a consumer's chunks are odd in number, the first tile's last store is the very last one
@@ -33,7 +32,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
   for (int i = 0; i < CHUNK / 8; ++i) {
     float v[4];  // [half of the rows][neighbouring pixels]
     const int column = 8 * i + 2 * (lane % 4);
-    const float2 scale = SCALED ? *(const float2*)(scales + base + column) : make_float2(1, 1);
+    const float2 scale = SCALED ? *(const float2*)(output.scales + base + column) : make_float2(1, 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = 4 * (base / 8 + i) + 2 * half;
@@ -63,7 +62,13 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
   if (thread == 0) {
 #pragma unroll
     for (int part = 0; part < (int)sizeof(out_t) / 2; ++part)
-      store_box(map_y, shared_address(tile) + part * CHUNK * 128, rows.m + part * 32, rows.group, rows.pixel + base, rows.split);
+      store_box(output.map_y, shared_address(tile) + part * CHUNK * 128, rows.m + part * 32, rows.group, rows.pixel + base, rows.split);
     bulk_commit();
   }
+}
+
+// Stores a consumer's 64 channels of a tile.
+template <class Phase>
+DEVICE void store_tile(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Phase& shape, int, int consumer, const Output& output) {
+  for_all<WGMMA_N / CHUNK>([&](auto chunk) { store_chunk<decltype(chunk)::value * CHUNK>(sum, rows, shape, consumer, output); });
 }

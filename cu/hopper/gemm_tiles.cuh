@@ -70,6 +70,7 @@ __shared__ int any_flag;  // whether anything is flagged: consumers write it whi
 // Tiles of all phases of the launch, and the phase of tile number `tile`. The grid and the number of phases (or of pairs of phases) have no common
 // factor, so a block meets all phases.
 #if PHASES > 1
+#define IF_ONE_PHASE(...)
 DEVICE int all_tiles(const Shapes& shapes) { return (int)(shapes.of[0].tiles * shapes.repeats.turns); }
 DEVICE int inside_phase(const Shapes& shapes, int tile) { return divided(tile, shapes.repeats.by_turns); }
 DEVICE int turn_of(const Shapes& shapes, int tile) { return Divided(tile, shapes.repeats.turns, shapes.repeats.by_turns).rest; }
@@ -79,6 +80,7 @@ DEVICE int taps_apart(const Shapes& shapes, int tile) { return taps_apart(shapes
 DEVICE long long y_apart(const Shapes& shapes, int tile) { return y_apart(shapes.repeats, repeat_of(shapes, tile)); }
 DEVICE long long w_apart(const Shapes& shapes, int tile) { return w_apart(shapes.repeats, repeat_of(shapes, tile)); }
 #else
+#define IF_ONE_PHASE(...) __VA_ARGS__
 DEVICE int all_tiles(const Shapes& shapes) { return (int)shapes.of[0].tiles; }
 DEVICE int inside_phase(const Shapes&, int tile) { return tile; }
 DEVICE int turn_of(const Shapes&, int) { return 0; }

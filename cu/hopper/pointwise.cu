@@ -182,9 +182,9 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
         for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float first = first_limb(v[block][e]);
-            a[i][block][e] = LIMBS == 2 ? __float_as_uint(first) : to_tf32(v[block][e]);
-            low[i][block][e] = rest(v[block][e], first);
+            const Tf32Pair pair = pair_of_a(v[block][e]);
+            a[i][block][e] = LIMBS == 2 ? pair.high : to_tf32(v[block][e]);
+            low[i][block][e] = pair.low;
           }
       }
       wgmma_fence();
@@ -221,7 +221,7 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
     for (int i = 0; i < BLOCK_N / 2; ++i) {
       const float small = with_lost(cross.of[block][i], total.of[block][i], LARGER * PROMOTED);
       // Inf x a rest of 0 is no part of the result
-      if (fabsf(total.of[block][i]) < INFINITY) total.of[block][i] = fmaf(small, 1 / LARGER, total.of[block][i]);
+      if (fabsf(total.of[block][i]) < INFINITY) total.of[block][i] = fmaf(small, 1.f / LARGER, total.of[block][i]);
     }
   }
 #else
@@ -281,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(256) split_filter(const float* __re
   AFTER_LAST_LAUNCH
   const int i = blockIdx.x * 256 + threadIdx.x, row = divided(i, filter.by_padded), channel = i - row * (int)filter.padded;
   if (row >= (int)filter.rows) return;
-  const Tf32Pair split(channel < (int)filter.channels ? w[row * filter.row_step + channel * filter.channel_step] : 0);
+  const Tf32Pair split = pair_of_b(channel < (int)filter.channels ? w[row * filter.row_step + channel * filter.channel_step] : 0);
   limbs[i] = split.high;
   if (LIMBS == 2) limbs[filter.rows * filter.padded + i] = split.low;
 }

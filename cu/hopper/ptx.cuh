@@ -36,6 +36,7 @@ DEVICE void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t b
 // ---- tensor loads: a box of a tensor map to shared memory; elements outside the tensor arrive as zeros
 
 DEVICE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+template <class... Maps> DEVICE void prefetch_maps(const Maps*... maps) { (prefetch_map(maps), ...); }
 // prefetches a line of memory to the L2 cache
 DEVICE void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 

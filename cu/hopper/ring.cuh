@@ -15,6 +15,7 @@ template <int count> struct RingPosition {
       parity ^= 1;
     }
   }
+  DEVICE RingPosition before() const { return {stage ? stage - 1 : count - 1, stage ? parity : parity ^ 1}; }
   DEVICE void skip(int stages) {
     stage += stages;
     parity ^= stage / count & 1;
@@ -37,6 +38,8 @@ template <int count, int bytes> struct StageRing {
     }
     barrier_init_done();
   }
+  // what lies behind the stages in the block's dynamic shared memory `memory`
+  DEVICE uint8_t* behind(uint8_t* memory) const { return memory + (stages + count * bytes - shared_address(memory)); }
   DEVICE uint32_t stage(const Position& at) const { return stages + at.stage * bytes; }
   DEVICE uint32_t arrived(const Position& at) const { return full + 8 * at.stage; }  // the barrier that loads complete
   DEVICE void wait_full(const Position& at) const { barrier_wait(full + 8 * at.stage, at.parity); }

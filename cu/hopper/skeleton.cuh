@@ -39,3 +39,36 @@ DEVICE void multiply_stages(const Ring& ring, typename Ring::Position& at, int f
 #pragma unroll
   for (int i = 0; i < count; ++i) wgmma_arrived(sums[i]);
 }
+
+// A block that takes tile after tile: its producer loads the next one's stages while its consumers store. A kernel is a struct with
+//   CONSUMERS        how many warpgroups multiply; behind them one thread loads
+//   UP, DOWN         registers of a consumer's thread and of a producer's, if a launch gives too few to each; or 0
+//   Ring, Sums       StageRing<...>; float[count][length]
+//   arg              the launch's arguments; of these the loops read how many `tiles` there are, and `steps`, the stages of a sum
+//   Tile(kernel, number)                                     what a tile's number means
+//   prefetch(), load(tile, step, stage, arrived)             what the producer does
+//   multiply(sums, stage, fresh), finish(sums, tile)         and the consumers: the products of a stage, and the stores of a tile
+template <class Kernel> constexpr int THREADS_OF = 128 * Kernel::CONSUMERS + (Kernel::DOWN > 0 ? 128 : 32);  // registers change hands between warpgroups
+
+template <class Kernel> DEVICE void run_tiles(Kernel& kernel, const typename Kernel::Ring& ring) {
+  begin_block(ring, 1, Kernel::CONSUMERS, [&] { kernel.prefetch(); });
+  typename Kernel::Ring::Position at;
+  if (threadIdx.x < 128 * Kernel::CONSUMERS) {
+    if constexpr (Kernel::UP > 0) registers_up<Kernel::UP>();
+    typename Kernel::Sums sums;
+    for (int number = blockIdx.x; number < (int)kernel.arg.tiles; number += gridDim.x) {
+      const typename Kernel::Tile tile(kernel, number);
+      multiply_stages<1>(ring, at, 0, (int)kernel.arg.steps, sums, [&](uint32_t stage, bool fresh) { kernel.multiply(sums, stage, fresh); });
+      ring.give_back(at, 1);
+      kernel.finish(sums, tile);
+    }
+    bulk_wait<0>();  // what TMA stores, if it does, has left shared memory
+  } else {
+    if constexpr (Kernel::DOWN > 0) registers_down<Kernel::DOWN>();
+    if (threadIdx.x != 128 * Kernel::CONSUMERS) return;
+    for (int number = blockIdx.x; number < (int)kernel.arg.tiles; number += gridDim.x) {
+      const typename Kernel::Tile tile(kernel, number);
+      fill_stages(ring, at, 0, (int)kernel.arg.steps, [&](int step, uint32_t stage, uint32_t arrived) { kernel.load(tile, step, stage, arrived); });
+    }
+  }
+}

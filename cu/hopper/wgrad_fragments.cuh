@@ -1,5 +1,6 @@
 // wgrad_fragments.cuh: how other tiles of float32 of hopper/wgrad.cu multiply: mma.sync on fragments, by one product of TF32 or, LIMBS = 2, by three.
 #pragma once
+#include "core/tf32.cuh"
 
 // The sums of a warp's 32 rows and of its half of the consumer's columns: 32 of each block, in fragments of 16 x 8.
 constexpr int WARP_BLOCKS = WGMMA_N / 64, SUMS = WARP_BLOCKS * 32;
@@ -9,19 +10,8 @@ struct Sums {
 };
 
 #if LIMBS == 2
-// The second limb is kept so many times larger: then every normal number has one.
-constexpr float LARGER = 512;
-// Splits a float into the nearest TF32 number and LARGER times the rest, of which the tensor core takes the first bits. Neither limb of a finite number
-// is Inf: a limb that would be Inf is the largest number instead. An Inf becomes that number and Inf, a NaN with all bits set becomes zero and NaN.
-struct Tf32Pair {
-  uint32_t high, low;
-  DEVICE explicit Tf32Pair(uint32_t word) {
-    float first;
-    asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(first) : "f"(__uint_as_float((word + 0x1000) & ~0x1fffu)), "f"(__uint_as_float(0x7f7fe000)));
-    high = __float_as_uint(first);
-    low = __float_as_uint((__uint_as_float(word) - first) * LARGER);
-  }
-};
+constexpr int LARGER = 512;  // tf32.cuh: no result is computed once more
+DEVICE Tf32Pair pair_of(uint32_t word) { return tf32_pair<LARGER>(__uint_as_float(word), below_infinity(rounded_tf32(word))); }
 // The part of itself that a sum of 4 steps loses in the mean: what truncation loses, less what rounding gives. See truncation.cuh.
 constexpr float PROMOTED = 0.67e-7f * 16 / 15;
 
@@ -30,7 +20,7 @@ DEVICE void multiply_limbs(float (&main)[2][4][4], float (&cross)[2][4][4], cons
   uint32_t a_high[2][4], a_low[2][4], b_high[4][2], b_low[4][2];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const Tf32Pair of_a(a[i / 4][i % 4]), of_b(b[i / 2][i % 2]);
+    const Tf32Pair of_a = pair_of(a[i / 4][i % 4]), of_b = pair_of(b[i / 2][i % 2]);
     a_high[i / 4][i % 4] = of_a.high;
     a_low[i / 4][i % 4] = of_a.low;
     b_high[i / 2][i % 2] = of_b.high;
@@ -106,7 +96,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) {
     const float more = with_lost(cross[i], sums[i], LARGER * PROMOTED);
-    if (fabsf(sums[i]) < INFINITY) sums[i] = fmaf(more, 1 / LARGER, sums[i]);  // after an Inf the cross products may have either sign
+    if (fabsf(sums[i]) < INFINITY) sums[i] = fmaf(more, 1.f / LARGER, sums[i]);  // after an Inf the cross products may have either sign
   }
 #else
   const float lost = lost_in(STEPS * (range.last - range.first));

@@ -2,135 +2,118 @@
 //
 //   y[n, p, q] = sum over r of f_h[r] * (sum over s of f_w[s] * x[n, p + r - pad_h, q + s - pad_w])
 //
-// A block loads the window of its tile once, at the border by the formula of window.cuh, filters its rows, then the columns of what that gives. Nothing between
-// the two passes leaves shared memory, and nothing is rounded to a pixel's type between them. With r = 0 or s = 0 there is one pass alone.
+// A block walks down a strip of an image. It loads some rows, at the border by the formula of window.cuh, filters them, and filters the columns of what the last rows
+// gave. Nothing between the two passes leaves shared memory, and nothing is rounded to a pixel's type between them. A row is filtered once a strip, whatever the
+// filter's height. With r = 0 or s = 0 there is one pass alone.
 //
-// Mapping  block -> tile_p x tile_q numbers of one slice of one image; GID_0 = ((image * slices + slice) * tiles down + tile row) * tiles across + tile column.
-//          thread -> in the first pass 8 neighbours of one colour in a row; neighbouring threads have neighbouring rows, whose pitch is odd: no two use the same
-//          bank. In the second pass 8 neighbours of a column; neighbouring threads have neighbouring columns. Eight taps meet eight results in 64
-//          multiplications, for which a thread loads eight numbers and eight taps.
-//          On OpenCL a block is one work-item, which has four vectors of neighbours of a row at a time.
-// Memory   shared: the window, halo_p x pitch; its filtered rows, halo_p x wide; the filters, f_h and then f_w.
-//
-// Boxes    With equal taps, on OpenCL, sums of 2, 4, 8, ... neighbours are made one of the other, and those that make up the filter are added:
-//          2 log2(taps) additions instead of one for each tap. Memory then holds a tile of sums more.
+// Mapping  block -> a strip of tile_p x tile_q numbers of one slice of one image, `step` rows at a time;
+//          GID_0 = ((image * slices + slice) * strips down + strip) * strips across + column of strips.
+//          thread -> in the first pass 8 neighbours of one colour in four rows (float64: two), 8 rows apart: with an odd pitch no two lanes of a warp use the same
+//          bank. In the second pass 8 rows of four (two) neighbouring columns. Eight taps meet them in 256 multiplications, for which a thread loads eight times 16
+//          bytes and the taps: see `slide`.
+// Memory   shared: the filters, each with room for a multiple of 8; the filtered rows of which columns are made, r - 1 + step of `wide`; the rows that were loaded,
+//          step of `pitch`. After a step the last r - 1 filtered rows move up.
 //
 // By hand: nvcc -cubin -I cu cu/images/separable.cu
-#include "images/window.cuh"
+#include "images/registers.cuh"
 
-#ifdef __OPENCL_VERSION__
-// A statement for each i < n that is a multiple of LANES, four of them at a time.
-#define FOR_LANES(n, STATEMENT)                                        \
-  {                                                                    \
-    int i = 0;                                                         \
-    for (; i + 4 * LANES <= (n); i += LANES) {                         \
-      STATEMENT; i += LANES; STATEMENT; i += LANES; STATEMENT; i += LANES; STATEMENT; \
-    }                                                                  \
-    for (; i < (n); i += LANES) STATEMENT;                             \
-  }
-
-// to[i] = the mean, or the sum times a tap, of `count` numbers at from + i + j * apart, for i < n. What lies behind `from` is overwritten.
-WITHIN_KERNEL void sum_box(LOCAL_MEM_POINTER acc_t* RESTRICT from, LOCAL_MEM_POINTER acc_t* RESTRICT to, int n, int apart, int count, acc_t tap) {
-  int offset = 0, length = n + (count - 1) * apart;
-  for (int step = 1; step <= count; step *= 2) {
-    if (count & step) {
-      const LOCAL_MEM_POINTER acc_t* const part = from + offset * apart;
-      if (offset) FOR_LANES(n, STORE_LANES(LOAD_LANES(0, to + i) + LOAD_LANES(0, part + i), 0, to + i))
-      else FOR_LANES(n, STORE_LANES(LOAD_LANES(0, part + i), 0, to + i))
-      offset += step;
-    }
-    if (2 * step <= count) {
-      length -= step * apart;
-      FOR_LANES(length, STORE_LANES(LOAD_LANES(0, from + i) + LOAD_LANES(0, from + i + step * apart), 0, from + i))
-    }
-  }
-  const acc_t whole = tap * count;
-  if (whole > (acc_t)0.999999 && whole < (acc_t)1.000001)
-    FOR_LANES(n, STORE_LANES(LOAD_LANES(0, to + i) / (lanes_t)(count), 0, to + i))
-  else
-    FOR_LANES(n, STORE_LANES(LOAD_LANES(0, to + i) * (lanes_t)(tap), 0, to + i))
-}
-#endif
-
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_separable(const GLOBAL_MEM in_t* RESTRICT x, const GLOBAL_MEM acc_t* RESTRICT filters, const GLOBAL_MEM acc_t* previous,
-                                                       GLOBAL_MEM out_t* RESTRICT y, const WindowArguments arg) {
-  AFTER_LAST_LAUNCH
-  LOCAL_ROOM(room);
-  const Tile at = tile_of(arg, (int)GID_0);
-  const int taps_h = (int)arg.r, taps_w = (int)arg.s, halo_p = (int)arg.halo_p, pitch = (int)arg.pitch, wide = (int)arg.wide;
-  const int tile_p = (int)arg.tile_p, tile_q = (int)arg.tile_q, colours = (int)arg.colours;
-  LOCAL_MEM_POINTER acc_t* const across = taps_w ? room + halo_p * pitch : room;  // without a filter along rows, the window itself
-  LOCAL_MEM_POINTER acc_t* const taps = across + halo_p * wide;
-
-  for (int i = LID_0; i < taps_h + taps_w; i += THREADS) taps[i] = filters[i];
-  load_window(x, room, arg, at, at.o);
-#ifdef __OPENCL_VERSION__
-  const int p_rest = (int)arg.p - at.p, rows = p_rest < tile_p ? p_rest : tile_p, q_rest = (int)arg.q - at.q, columns = q_rest < tile_q ? q_rest : tile_q;
-  if (taps_w && arg.box_w) {
-    for (int down = 0; down < halo_p; ++down) {
-      LOCAL_MEM_POINTER acc_t* const sums = across + down * wide;
-      sum_box(room + down * pitch, sums, columns, colours, taps_w, taps[taps_h]);
-      if (!taps_h && down < rows)
-        for (int q = 0; q < columns; q += LANES)
-          store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q, columns - q, LOAD_LANES(0, sums + q));
-    }
-  } else if (taps_w) {
-    for (int down = 0; down < halo_p; ++down)
-      for (int q = 0; q < columns; q += 4 * LANES) {
-        lanes_t sums[4] = NO_SUMS;
-        ADD_PRODUCTS(sums, room + down * pitch + q, colours, taps + taps_h, 1, taps_w, 0)
-        if (taps_h) {
-          for (int i = 0; i < 4; ++i) STORE_LANES(sums[i], i, across + down * wide + q);
-        } else if (down < rows) {
-          for (int i = 0; i < 4; ++i)
-            if (q + LANES * i < columns)
-              store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q + LANES * i, columns - q - LANES * i, sums[i]);
+// Filters `count` rows of `from` to those of `to`. With GREY there is one colour.
+template <bool GREY> WITHIN_KERNEL void filter_rows(const acc_t* RESTRICT from, acc_t* RESTRICT to, const acc_t* taps, const WindowArguments& arg, int count) {
+  const int pitch = (int)arg.pitch, wide = (int)arg.wide, tile_q = (int)arg.tile_q, colours = GREY ? 1 : (int)arg.colours;
+  const int blocks = (count + 8 * LANES - 1) / (8 * LANES);
+  for (int task = LID_0; task < blocks * tile_q; task += THREADS) {
+    const int group = task >> 3, block = divided(group, arg.by_eighth_q), eight = group - block * (tile_q >> 3), down = block * 8 * LANES + (task & 7);
+    const int eights = GREY ? eight : divided(eight, arg.by_colours), first = eights * 8 * colours + eight - eights * colours;
+    const acc_t* rows[LANES];
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) rows[lane] = from + (down + 8 * lane) * pitch + first;
+    acc_t sums[8][LANES];
+    slide(sums, taps, (int)arg.s, [&](int i, acc_t(&v)[LANES]) {
+#pragma unroll
+      for (int lane = 0; lane < LANES; ++lane) v[lane] = rows[lane][i * colours];
+    });
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) {
+      acc_t* const there = to + (down + 8 * lane) * wide + first;
+      if (down + 8 * lane >= count) continue;
+      if (GREY) {
+#pragma unroll
+        for (int i = 0; i < 8; i += LANES) {
+          Lanes some;
+#pragma unroll
+          for (int j = 0; j < LANES; ++j) some.of[j] = sums[i + j][lane];
+          *(Lanes*)(there + i) = some;
         }
-      }
-  }
-  if (taps_h && arg.box_h) {
-    LOCAL_MEM_POINTER acc_t* const tile = taps + taps_h + taps_w;
-    sum_box(across, tile, tile_p * wide, wide, taps_h, taps[0]);
-    for (int down = 0; down < rows; ++down)
-      for (int q = 0; q < columns; q += LANES)
-        store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q, columns - q, LOAD_LANES(0, tile + down * wide + q));
-  } else if (taps_h)
-    for (int down = 0; down < rows; ++down)
-      for (int q = 0; q < columns; q += 4 * LANES) {
-        lanes_t sums[4] = NO_SUMS;
-        ADD_PRODUCTS(sums, across + down * wide + q, wide, taps, 1, taps_h, 0)
-        for (int i = 0; i < 4; ++i)
-          if (q + LANES * i < columns)
-            store_lanes(y, previous, arg, at.y + (at.p + down) * (index_t)arg.y_h + at.q + q + LANES * i, columns - q - LANES * i, sums[i]);
-      }
-#else
-  local_barrier();
-  if (taps_w) {
-    for (int i = LID_0; i < halo_p * (tile_q / 8); i += THREADS) {
-      const int eight = divided(i, arg.by_halo_p), down = i - eight * halo_p, block = divided(eight, arg.by_colours);
-      const int first = block * 8 * colours + eight - block * colours;
-      acc_t sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-      ADD_PRODUCTS(sums, room + down * pitch + first, colours, taps + taps_h, 1, taps_w, 0)
+      } else {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) across[down * wide + first + j * colours] = sums[j];
+        for (int i = 0; i < 8; ++i) there[i * colours] = sums[i][lane];
+      }
     }
+  }
+}
+
+KERNEL LAUNCH_BOUNDS(THREADS, DTYPE == 64 ? 3 : 4) void images_separable(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
+                                                                         const WindowArguments arg) {
+  AFTER_LAST_LAUNCH
+  extern __shared__ __align__(16) acc_t room[];
+  const Tile at = tile_of(arg, (int)GID_0);
+  const int taps_h = (int)arg.r, taps_w = (int)arg.s, more = taps_h ? taps_h - 1 : 0, step = (int)arg.step, pitch = (int)arg.pitch, wide = (int)arg.wide;
+  const int tile_q = (int)arg.tile_q, colours = (int)arg.colours, width = (int)arg.q - at.q < tile_q ? (int)arg.q - at.q : tile_q;
+  const int end = (int)arg.p - at.p < (int)arg.tile_p ? (int)arg.p : at.p + (int)arg.tile_p;
+  acc_t* const f_h = room;
+  acc_t* const f_w = f_h + (taps_h + 7) / 8 * 8;
+  acc_t* const across = f_w + (taps_w + 7) / 8 * 8;
+  acc_t* const loaded = across + (more + step) * wide;
+  const in_t* const image = x + at.x + at.o * (index_t)arg.x_d;
+  const Columns columns = columns_of(image, arg, at.q, width + (taps_w ? taps_w - 1 : 0) * colours);
+  const bool fours = arg.y_fours && is_aligned(y, LANES * (int)sizeof(out_t));
+
+  for (int i = LID_0; i < taps_h; i += THREADS) f_h[i] = filters[i];
+  for (int i = LID_0; i < taps_w; i += THREADS) f_w[i] = filters[taps_h + i];
+
+  const int total = more + end - at.p;  // rows of the window; the first r - 1 give no results yet
+  auto rows_from = [&](int first) { const int left = (first < more ? more : total) - first; return left < step ? left : step; };
+
+  for (int done = 0, count = 0;;) {  // `count` rows that were loaded before stand behind `done` others
+    const int to = done < more ? done : more, next = done + count;
+    copies_arrived();
     local_barrier();
-  }
-  for (int i = LID_0; i < tile_q * (tile_p / 8); i += THREADS) {
-    const int eight = divided(i, arg.by_tile_q), column = i - eight * tile_q, down = eight * 8, q = at.q + column;
-    const LOCAL_MEM_POINTER acc_t* const from = across + down * wide + column;
-    acc_t sums[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (taps_h) {
-      ADD_PRODUCTS(sums, from, wide, taps, 1, taps_h, 0)
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sums[j] = from[j * wide];
+    if (taps_w && count) {
+      if (colours == 1) {
+        filter_rows<true>(loaded + columns.shift, across + to * wide, f_w, arg, count);
+      } else {
+        filter_rows<false>(loaded + columns.shift, across + to * wide, f_w, arg, count);
+      }
+      local_barrier();
     }
+    if (taps_w && next < total) load_rows<false>(image, loaded, pitch, arg, columns, false, at.p - (int)arg.pad_h + next, rows_from(next));
+    if (next > more) {
+      const int p = at.p + done - more;
+      for (int task = LID_0; task < (step >> 3) * (tile_q / LANES); task += THREADS) {
+        const int eight = divided(task, arg.by_quarter_q), q = (task - eight * (tile_q / LANES)) * LANES, down = 8 * eight;
+        if (down >= count || q >= width) continue;
+        const acc_t* const from = across + down * wide + q;
+        auto take = [&](int i, acc_t(&v)[LANES]) { *(Lanes*)v = *(const Lanes*)(from + i * wide); };
+        acc_t sums[8][LANES];
+        if (taps_h) {
+          slide(sums, f_h, taps_h, take);
+        } else {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const int p = at.p + down + j;
-      if (p < (int)arg.p && q < (int)arg.q) store_one(y, previous, arg, at.y + p * (index_t)arg.y_h + q, sums[j]);
+          for (int i = 0; i < 8; ++i) take(i, sums[i]);
+        }
+        store_rows(y, previous, arg, at.y + (p + down) * (index_t)arg.y_h + at.q + q, count - down, width - q, fours, sums);
+      }
+      if (next == total) return;
+      local_barrier();
+      for (int first = 0; first < more; first += step) {  // the last r - 1 rows move up
+        const int numbers = (more - first < step ? more - first : step) * (wide / LANES);
+        Lanes* const above = (Lanes*)(across + first * wide);
+        for (int i = LID_0; i < numbers; i += THREADS) above[i] = above[i + step * (wide / LANES)];
+        local_barrier();
+      }
     }
+    if (!taps_w) load_rows<true>(image, across + (next < more ? next : more) * wide, wide, arg, columns, false, at.p - (int)arg.pad_h + next, rows_from(next));
+    done = next;
+    count = rows_from(next);
   }
-#endif
 }

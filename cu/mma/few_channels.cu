@@ -34,6 +34,7 @@
 #endif
 #define MOMENTS 0
 #include "core/finish.cuh"
+#include "core/tf32.cuh"
 #include "core/truncation.cuh"
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS, COLUMNS = 16 * PIXEL_TILES;
@@ -105,26 +106,25 @@ struct Channels {
   DEVICE explicit Channels(const uint4& v) : words{v.x, v.y, v.z, v.w} {}
 };
 
-// The rest that the first TF32 number leaves is kept so many times larger: then even subnormals have one. Results that overflow so are computed once more.
-[[maybe_unused]] constexpr float LARGER = 4096;
+[[maybe_unused]] constexpr int LARGER = 4096;  // tf32.cuh; results that are not finite are computed once more
 // The part of itself that a sum of steps of 16 channels loses in the mean: two truncations, less what the rounding of second numbers gives. See truncation.cuh.
 [[maybe_unused]] constexpr float LOST = 0.42e-7f * 16 / 15;
 
-// Channels as factors; for three products `high` and LARGER times the rest.
-struct Tf32Pair {
+// Channels as factors: for three products as two TF32 numbers each.
+struct Factors {
   uint32_t high[4];
 #if PRODUCTS == 3
   uint32_t low[4];
 #endif
-  Tf32Pair() = default;
-  DEVICE Tf32Pair(const Channels& channels, bool rounded) {  // rounded: to TF32 numbers
+  Factors() = default;
+  DEVICE Factors(const Channels& channels, bool rounded) {  // rounded: to TF32 numbers
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #if TYPE == 32
       const float v = __uint_as_float(channels.words[i]);
       high[i] = rounded ? channels.words[i] : to_tf32(v);
 #if PRODUCTS == 3
-      low[i] = to_tf32((v - __uint_as_float(high[i])) * LARGER);
+      low[i] = to_tf32(__uint_as_float(tf32_rest<LARGER>(v, high[i])));
 #endif
 #else
       high[i] = channels.words[i];
@@ -134,7 +134,7 @@ struct Tf32Pair {
 };
 
 // sum += 16 columns of x times 8 of gemm n, over a step's channels; x: a lane's two columns.
-DEVICE void multiply_step(float (&sum)[4], const Tf32Pair (&x)[2], const Tf32Pair& w) {
+DEVICE void multiply_step(float (&sum)[4], const Factors (&x)[2], const Factors& w) {
 #if PRODUCTS == 3
   float main[4] = {}, cross[4] = {};
 #pragma unroll
@@ -144,7 +144,7 @@ DEVICE void multiply_step(float (&sum)[4], const Tf32Pair (&x)[2], const Tf32Pai
     multiply(cross, x[0].high[i], x[1].high[i], x[0].high[i + 1], x[1].high[i + 1], w.low[i], w.low[i + 1]);
   }
 #pragma unroll
-  for (int e = 0; e < 4; ++e) sum[e] += fmaf(cross[e], 1 / LARGER, main[e]);
+  for (int e = 0; e < 4; ++e) sum[e] += fmaf(cross[e], 1.f / LARGER, main[e]);
 #else
 #pragma unroll
   for (int i = 0; i < 4; i += 2) multiply(sum, x[0].high[i], x[1].high[i], x[0].high[i + 1], x[1].high[i + 1], w.high[i], w.high[i + 1]);
@@ -295,11 +295,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
 #pragma unroll
       for (int i = 0; i < DEEP; ++i) {
         if (at + i < count) {
-          Tf32Pair pixels[PIXEL_TILES][2];
+          Factors pixels[PIXEL_TILES][2];
 #pragma unroll
           for (int tile = 0; tile < PIXEL_TILES; ++tile)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) pixels[tile][half] = Tf32Pair(ring[i].of[tile][half], false);
+            for (int half = 0; half < 2; ++half) pixels[tile][half] = Factors(ring[i].of[tile][half], false);
           if (at + i + DEEP < count) load_next(ring[i]);
 #pragma unroll
           for (int row = 0; row < ROWS; ++row) {
@@ -310,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
               for (int column = 0; column < COLUMN_TILES; ++column) {
                 Channels channels;
                 load_shared(channels, by + column * 512);
-                const Tf32Pair factor(channels, PRODUCTS == 1);
+                const Factors factor(channels, PRODUCTS == 1);
 #pragma unroll
                 for (int tile = 0; tile < PIXEL_TILES; ++tile) multiply_step(sums[row][column][tile], pixels[tile], factor);
               }

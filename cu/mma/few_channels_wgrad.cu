@@ -30,6 +30,7 @@
 #define N_TILES 3  // eights of a warp's columns of gemm n
 #endif
 #include "mma/grouped.cuh"
+#include "core/tf32.cuh"
 #include "core/truncation.cuh"
 
 static_assert(LIMBS == 1 || TYPE == 32, "16 bits are one number");
@@ -71,15 +72,10 @@ constexpr int PIXELS = 4 / sizeof(data_t);  // elements of a word
 constexpr int WORD = 4 * LIMBS;             // bytes in shared memory of an element's limbs, or of two 16-bit elements
 
 #if TYPE == 32
-// The rest that the first TF32 number leaves is kept so many times larger: then even subnormals have one.
-constexpr float LARGER = 4096;
+constexpr int LARGER = 4096;  // tf32.cuh; results that are not finite are computed once more
 // The part of itself that a sum of two steps loses in the mean. See truncation.cuh.
 [[maybe_unused]] constexpr float LOST = 0.42e-7f * 16 / 15;
-// A float as a TF32 number and LARGER times the rest, of which the tensor core takes the first bits.
-struct Tf32Pair {
-  uint32_t high, low;
-  DEVICE explicit Tf32Pair(float v) : high(to_tf32(v)), low(__float_as_uint((v - __uint_as_float(high)) * LARGER)) {}
-};
+DEVICE Tf32Pair pair_of(float v) { return tf32_pair<LARGER>(v, to_tf32(v)); }
 #endif
 
 // What a tile reads of the thin array: this thread's words as they lie. Nothing uses them before they are stored, so all loads are under way
@@ -113,7 +109,7 @@ struct ThinWords {
     each(arg, [&](int i, int number) {
       if (number >= (int)arg.tile_words) return;
 #if LIMBS == 2
-      const Tf32Pair limbs(get(i, 0));
+      const Tf32Pair limbs = pair_of(get(i, 0));
       ((uint2*)to)[number] = make_uint2(limbs.high, limbs.low);
 #elif TYPE == 32
       to[number] = to_tf32(get(i, 0));
@@ -163,7 +159,7 @@ DEVICE void load_channels(uint32_t (&a)[LIMBS][4], uint32_t from) {
   from += lane % 4 * PIXEL + lane / 4 * 4;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    const Tf32Pair limbs(__uint_as_float(load_word(from + e / 2 * 4 * PIXEL + e % 2 * 32)));
+    const Tf32Pair limbs = pair_of(__uint_as_float(load_word(from + e / 2 * 4 * PIXEL + e % 2 * 32)));
     a[0][e] = limbs.high;
     if (LIMBS == 2) a[LIMBS - 1][e] = limbs.low;
   }
@@ -293,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   }
   copies_wait<0>();
 #if LIMBS == 2
-  each_sum([&](int m, int j, int e) { sums[m][j][e] = fmaf(with_lost(cross[m][j][e], sums[m][j][e], LARGER * LOST), 1 / LARGER, sums[m][j][e]); });
+  each_sum([&](int m, int j, int e) { sums[m][j][e] = fmaf(with_lost(cross[m][j][e], sums[m][j][e], LARGER * LOST), 1.f / LARGER, sums[m][j][e]); });
 #endif
 
   // the first warp of the columns adds the others' sums, one after the other

@@ -36,6 +36,7 @@
 #include "mma/async_copy.cuh"
 #include "core/finish.cuh"
 #include "mma/fragments.cuh"
+#include "core/tf32.cuh"
 #include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
@@ -117,21 +118,14 @@ DEVICE data_t factor(data_t v) {
 }
 
 #if PRODUCTS == 3
-// A float32 as two halves, of which the tensor core takes TF32's bits.
-struct Tf32Pair {
-  uint32_t hi, lo;
-  DEVICE Tf32Pair(uint32_t v) {
-    constexpr uint32_t BITS = 0xffffe000, HALF = 0x1000;
-    hi = (v + HALF) & BITS;
-    lo = __float_as_uint(__uint_as_float(v) - __uint_as_float(hi)) + HALF;
-  }
-};
+// A float32 as two halves (tf32.cuh).
+DEVICE Tf32Pair pair_of(uint32_t v) { return tf32_pair<1, true>(__uint_as_float(v), rounded_tf32(v)); }
 // Whether rounding makes Inf of it, or it is Inf or NaN.
 DEVICE bool too_large(uint32_t v) { return (v & 0x7fffffff) >= 0x7f7ff000; }
 // The halves to keep of a filter's element: if it is too large, hi is the element, and lo next to nothing.
 DEVICE Tf32Pair kept_pair(float v) {
-  Tf32Pair of(__float_as_uint(v));
-  if (too_large(__float_as_uint(v))) of.hi = __float_as_uint(v) | (v != v ? 0x400000 : 0), of.lo = 0x1000;
+  Tf32Pair of = pair_of(__float_as_uint(v));
+  if (too_large(__float_as_uint(v))) of.high = __float_as_uint(v) | (v != v ? 0x400000 : 0), of.low = 0x1000;
   return of;
 }
 // The element that was split.
@@ -145,7 +139,7 @@ struct Found {
   uint32_t least, carries;  // carries: in the highest bit
   DEVICE void add(uint32_t v, const Tf32Pair& of) {
     least = min(least, magnitude(v));
-    carries |= v ^ of.hi;
+    carries |= v ^ of.high;
   }
 };
 // Adds what truncation lost to all sums of a lane. Returns whether the whole warp may keep its sums: none is NaN, and of all that it has read no magnitude
@@ -436,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       if (to[i] >= 0) {
 #if PLANES && PRODUCTS == 3
         const Tf32Pair of = kept_pair(v[i]);
-        filter[to[i]] = of.hi, filter[to[i] + OF_SIXTEEN / 2] = of.lo;
+        filter[to[i]] = of.high, filter[to[i] + OF_SIXTEEN / 2] = of.low;
 #else
         ((data_t*)filter)[to[i]] = factor(v[i]);
 #endif
@@ -495,9 +489,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
       for (int i = 0; i < 2 * EIGHTS; ++i) {
         uint32_t& v = b[i / 2][i % 2];
-        const Tf32Pair of(v);
+        const Tf32Pair of = pair_of(v);
         found.add(v, of);
-        v = of.hi, lo[i / 2][i % 2] = of.lo;
+        v = of.high, lo[i / 2][i % 2] = of.low;
       }
 #endif
 #pragma unroll
@@ -570,20 +564,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const uint32_t v = load_word(here + base[i] + e % 2 * further + (e < 2 ? at.x : at.z)) & (e < 2 ? at.y : at.w);
-          const Tf32Pair of(v);
-          hi[i][e] = of.hi, lo[i][e] = of.lo;
+          const Tf32Pair of = pair_of(v);
+          hi[i][e] = of.high, lo[i][e] = of.low;
           found.add(v, of);
         }
 #pragma unroll
       for (int eight = 0; eight < COLUMN_TILES; ++eight) {
         const uint2 b = load_words(filter_lane + (step * COLUMN_TILES + eight) * 256);
-        const Tf32Pair first(b.x), second(b.y);
+        const Tf32Pair first = pair_of(b.x), second = pair_of(b.y);
 #pragma unroll
         for (int i = 0; i < SIXTEENS; ++i) {
           float part[4] = {};
-          multiply<data_t>(part, lo[i], first.hi, second.hi);
-          multiply<data_t>(part, hi[i], first.lo, second.lo);
-          multiply<data_t>(part, hi[i], first.hi, second.hi);
+          multiply<data_t>(part, lo[i], first.high, second.high);
+          multiply<data_t>(part, hi[i], first.low, second.low);
+          multiply<data_t>(part, hi[i], first.high, second.high);
 #pragma unroll
           for (int e = 0; e < 4; ++e) sum[i][eight][e] += part[e];
         }

@@ -32,6 +32,7 @@
 #include "hopper/cluster.cuh"
 #include "core/finish.cuh"
 #include "mma/fragments.cuh"
+#include "core/tf32.cuh"
 #include "core/truncation.cuh"
 
 typedef element<TYPE> data_t;
@@ -225,26 +226,17 @@ DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot,
 
 // ---- products
 
-// The rest that the first TF32 number leaves is kept so many times larger: then even subnormals have one. Results that overflow so are computed once more.
-[[maybe_unused]] constexpr float LARGER = 4096;
-// A number as factors. For three products: the nearest TF32 number, and LARGER times the rest, of which the tensor core takes the first bits.
-// Rounding does not check for NaN: a NaN with all bits set becomes zero, and leaves a NaN.
-struct Tf32Pair {
-  uint32_t high, low;
-  Tf32Pair() = default;
-  DEVICE explicit Tf32Pair(uint32_t word) {
+[[maybe_unused]] constexpr int LARGER = 4096;  // tf32.cuh; results that are not finite are computed once more
+// A number as factors: for three products as two TF32 numbers.
+DEVICE Tf32Pair pair_of(uint32_t word) {
 #if PRODUCTS == 3
-    high = (word + 0x1000) & ~0x1fffu;
-    low = __float_as_uint((__uint_as_float(word) - __uint_as_float(high)) * LARGER);
+  return tf32_pair<LARGER>(__uint_as_float(word), rounded_tf32(word));
 #elif TYPE == 32
-    high = to_tf32(__uint_as_float(word));
-    low = 0;
+  return {to_tf32(__uint_as_float(word)), 0};
 #else
-    high = word;
-    low = 0;
+  return {word, 0};
 #endif
-  }
-};
+}
 
 DEVICE void load_shared(uint32_t& v, uint32_t at) { asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at)); }
 DEVICE void load_shared(uint16_t& v, uint32_t at) { asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(at)); }
@@ -267,9 +259,9 @@ struct Operands {
   }
   DEVICE Tf32Pair factor_of_w(int half, int e) const {
 #if TYPE == 32
-    return Tf32Pair(w[half][e][0]);
+    return pair_of(w[half][e][0]);
 #else
-    return Tf32Pair(w[half][e][0] | (uint32_t)w[half][e][1] << 16);
+    return pair_of(w[half][e][0] | (uint32_t)w[half][e][1] << 16);
 #endif
   }
 };
@@ -316,7 +308,7 @@ struct Totals {
       for (int e = 0; e < 4; ++e) a[half][e] = of.factor_of_w(half, e);
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) {
-      const Tf32Pair b0(of.x[j][0]), b1(of.x[j][1]);
+      const Tf32Pair b0 = pair_of(of.x[j][0]), b1 = pair_of(of.x[j][1]);
       const uint32_t high[2][4] = {{a[0][0].high, a[0][1].high, a[0][2].high, a[0][3].high}, {a[1][0].high, a[1][1].high, a[1][2].high, a[1][3].high}};
 #if PRODUCTS == 3
       const uint32_t low[2][4] = {{a[0][0].low, a[0][1].low, a[0][2].low, a[0][3].low}, {a[1][0].low, a[1][1].low, a[1][2].low, a[1][3].low}};
@@ -440,7 +432,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   }
 #if PRODUCTS == 3
   totals.promote();
-  totals.sum.add(totals.cross, 1 / LARGER);
+  totals.sum.add(totals.cross, 1.f / LARGER);
   const float lost = LOST;
 #else
   const float lost = lost_in(totals.steps);

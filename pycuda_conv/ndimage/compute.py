@@ -176,9 +176,10 @@ class _Work(NamedTuple):
         if self.bench.backend == "cuda" and not self.bench.space.kind.on_gpu(x):
             from pycuda_conv.ndimage import staged
 
-            return staged.joined(
-                self.bench, x, output, target, lambda on, there: self._replace(bench=on)._joined(there, terms, value, output, None)
-            )
+            def run(on: Bench, there: Any, part: Sequence[Term]) -> Any:
+                return self._replace(bench=on)._joined(there, part, value, output, None)
+
+            return staged.joined(self.bench, x, terms, value, output, target, _result_shape(x.shape, terms), run)
         made = None
         sums = sums_of(self.bench.space.dtype(x), output)
         for number, term in enumerate(terms):

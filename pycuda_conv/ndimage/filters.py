@@ -55,7 +55,7 @@ def _sequence(name: str, value: Any, rank: int) -> list[Any]:
         return [value] * rank
     found = list(value)
     if len(found) != rank:
-        raise RuntimeError(f"{name}: a sequence argument must have length equal to the number of filtered axes, {rank}, got {len(found)}")
+        raise RuntimeError(f"{name}: a sequence argument must have length equal to input rank, or that of axes: {rank}, got {len(found)}")
     return found
 
 
@@ -356,43 +356,22 @@ def uniform_filter(
 # ---- derivatives
 
 
-def _derivative(
-    input: Any, axis: int, smooth: Sequence[float], output: Any, mode: Any, cval: Any, device: Any, stream: Any, rounding: str
-) -> Any:
-    input = as_array("input", input)
-    rank = _rank(input)
-    axis, modes = _axis(axis, rank), [border(word) for word in _sequence("mode", mode, rank)]
-    along = [Pass(axis, np.array([-1.0, 0, 1]), 1, modes[axis])]
-    along += [Pass(i, np.array(smooth, np.float64), 1, modes[i]) for i in range(rank) if i != axis]
-    return _run(input, output, cval, device, stream, rounding, lambda _: [along])
+def _derivative(name: str, known: str, smooth: Sequence[float]) -> Callable[..., Any]:
+    """A function that takes differences along an axis and smooths along the others."""
 
+    def function(
+        input: Any, axis: int = -1, output: Any = None, mode: Any = "reflect", cval: Any = 0.0, *, device: Any = None, stream: Any = None,
+        rounding: str = "nearest",
+    ) -> Any:
+        input = as_array("input", input)
+        rank = _rank(input)
+        axis, modes = _axis(axis, rank), [border(word) for word in _sequence("mode", mode, rank)]
+        along = [Pass(axis, np.array([-1.0, 0, 1]), 1, modes[axis])]
+        along += [Pass(i, np.array(smooth, np.float64), 1, modes[i]) for i in range(rank) if i != axis]
+        return _run(input, output, cval, device, stream, rounding, lambda _: [along])
 
-@_documented
-def sobel(
-    input: Any, axis: int = -1, output: Any = None, mode: Any = "reflect", cval: Any = 0.0, *, device: Any = None, stream: Any = None,
-    rounding: str = "nearest",
-) -> Any:
-    """Sobel's derivative along an axis: :func:`scipy.ndimage.sobel`.
-
-    Parameters
-    ----------
-    NOTES
-    axis : int
-
-    Returns
-    -------
-    array
-        Of the input's kind and shape, or `output`. Unsigned integers hold no negative slopes: ask for ``output="float32"``.
-    """
-    return _derivative(input, axis, (1, 2, 1), output, mode, cval, device, stream, rounding)
-
-
-@_documented
-def prewitt(
-    input: Any, axis: int = -1, output: Any = None, mode: Any = "reflect", cval: Any = 0.0, *, device: Any = None, stream: Any = None,
-    rounding: str = "nearest",
-) -> Any:
-    """Prewitt's derivative along an axis: :func:`scipy.ndimage.prewitt`.
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = f"""{known}'s derivative along an axis: :func:`scipy.ndimage.{name}`.
 
     Parameters
     ----------
@@ -404,7 +383,11 @@ def prewitt(
     array
         Of the input's kind and shape, or `output`. Unsigned integers hold no negative slopes: ask for ``output="float32"``.
     """
-    return _derivative(input, axis, (1, 1, 1), output, mode, cval, device, stream, rounding)
+    return _documented(function)
+
+
+sobel = _derivative("sobel", "Sobel", (1, 2, 1))
+prewitt = _derivative("prewitt", "Prewitt", (1, 1, 1))
 
 
 @_documented
@@ -427,8 +410,14 @@ def laplace(
     """
     input = as_array("input", input)
     found = _axes(axes, _rank(input))
-    each = zip(found, _sequence("mode", mode, len(found)), strict=True)
-    terms: list[Term] = [[Pass(axis, np.array([1.0, -2, 1]), 1, border(word))] for axis, word in each] or [[]]
+    each = sorted(zip(found, map(border, _sequence("mode", mode, len(found))), strict=True))
+    terms: list[Term] = [[Pass(axis, np.array([1.0, -2, 1]), 1, edge)] for axis, edge in each] or [[]]
+    if len(each) in (2, 3):  # one filter in the form of a cross, which reads the array once
+        cross = np.zeros((3,) * len(each))
+        for i in range(len(each)):
+            cross[tuple(slice(None) if j == i else 1 for j in range(len(each)))] += (1, -2, 1)
+        places, edges = zip(*each, strict=True)
+        terms = [Dense(places, cross, (1,) * len(each), edges)]
     return _run(input, output, cval, device, stream, rounding, lambda _: terms)
 
 

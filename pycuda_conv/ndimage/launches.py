@@ -304,9 +304,9 @@ def _in_one_launch(
     taps: Any = tuple(row[3] for row in rows)
     if images.fits(window, taps, True, bench.device) is None:
         return None
-    cube = weights.reshape(taps).transpose(0, 2, 1)
-    flat = np.ascontiguousarray(cube, window.sums).ravel()
-    return _launched(bench, "correlate", window, taps, x, flat, tuple(result), output, target, previous)
+    flat = images.packed(weights.reshape(taps), window, bench.device)
+    skip = not weights.all() and input.startswith("float")
+    return _launched(bench, "correlate", window, taps, x, flat, tuple(result), output, target, previous, skip)
 
 
 class _Steps(NamedTuple):
@@ -415,12 +415,12 @@ def by_convolution(
 
 def _launched(
     bench: Bench, kernel: str, window: Window, taps: tuple[int, int, int], x: Any, filters: np.ndarray, shape: tuple[int, ...], output: str,
-    target: Any, previous: Any,
+    target: Any, previous: Any, skip: bool = False,
 ) -> Any:
     made = bench.space.empty(shape, output, x) if target is None else target
     if 0 in shape:
         return made
-    launcher = images.compiled(kernel, window, taps, bench.device)
+    launcher = images.compiled(kernel, window, taps, bench.device, skip)
     inputs = x, _kept(bench.space, filters, x), previous
     execute.launch(bench.space.kind, bench.device, launcher, inputs, (made,), 0, bench.stream)
     return made

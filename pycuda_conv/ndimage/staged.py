@@ -1,20 +1,42 @@
-"""Filters of arrays in the host's memory on a GPU: there and back once, whatever number of launches is between."""
+"""Filters of arrays in the host's memory on a GPU: there and back once, whatever number of launches is between.
+
+An array is cut into bands of its first axis. While one band is filtered, the next is copied in and the last one out. A band's launches
+read the neighbours' rows where they lie on the GPU, so its results have the bits that they have without bands.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pycuda_conv.arrays.kinds import GPU_ARRAY
-from pycuda_conv.ndimage.launches import Bench
+from pycuda_conv.ndimage import launches
+from pycuda_conv.ndimage.launches import Bench, Dense, Pass, Term
 from pycuda_conv.ndimage.spaces import space_of
 from pycuda_conv.runtime import copies
 
+#: The least bytes of a band, of the input or the result: each costs the host some 50 us.
+LEAST_BAND = 3 << 20
+MOST_BANDS = 16
 
-def joined(bench: Bench, x: Any, output: str, target: Any, run: Callable[[Bench, Any], Any]) -> Any:
-    """What `run` makes, of type `output`, from `x` on the bench's GPU, as an array of the kind of `x`, or in `target`.
+
+class Band(NamedTuple):
+    """Rows `begin` to `end` of the result, by `terms`, once `needed` rows of the input are there. Without `whole` they are all it reads."""
+
+    begin: int
+    end: int
+    needed: int
+    terms: Sequence[Term]
+    whole: bool = True
+
+
+def joined(
+    bench: Bench, x: Any, terms: Sequence[Term], value: float, output: str, target: Any, shape: Sequence[int],
+    run: Callable[[Bench, Any, Sequence[Term]], Any],
+) -> Any:
+    """What `run` makes by `terms`, of type `output`, from `x` on the bench's GPU, as an array of the kind of `x`, or in `target`.
 
     Parameters
     ----------
@@ -22,26 +44,38 @@ def joined(bench: Bench, x: Any, output: str, target: Any, run: Callable[[Bench,
         Of arrays in the host's memory, and of a GPU.
     x : array
         In C order, of a type that the kernels read.
+    terms : sequence of Term
+    value : float
+        Of a constant border.
     output : str
     target : array, optional
+    shape : sequence of int
+        The result's.
     run : callable
-        Takes a bench of GPUArrays, and one of these.
+        Takes a bench of GPUArrays, one of these, and terms.
     """
     kind, device = bench.space.kind, bench.device
     given = kind.to_numpy(x, "input")  # type: ignore[attr-defined]
+    result = _room(bench, shape, output, x, target)
+    held = kind.to_numpy(result, "output")  # type: ignore[attr-defined]
     with device.current():
-        _, own, _ = device.pipeline_streams()
+        up, _, down = device.pipeline_streams()
         on = Bench(space_of(GPU_ARRAY), device, None)
         there = on.space.library.GPUArray(given.shape, given.dtype, allocator=device.allocate)
-        device.order(None, own)  # the pool's memory may still be in use by the default stream
-        copies.to_device(there.gpudata, given, own)
-        device.order(own, None)
-        made = run(on, there)
-        result = _room(bench, made.shape, output, x, target)
-        held = kind.to_numpy(result, "output")  # type: ignore[attr-defined]
-        device.order(None, own)
-        copies.to_host(held, made.gpudata, own)
-        own.synchronize()
+        device.order(None, up)  # the pool's memory may still be in use by the default stream
+        copied, row_bytes, made = 0, given.nbytes // len(given), []
+        try:
+            for band in bands(terms, value, given.shape, shape, max(given.nbytes, held.nbytes)):
+                if band.needed > copied:
+                    copies.to_device(int(there.gpudata) + copied * row_bytes, given[copied : band.needed], up)
+                    device.order(up, None)
+                    copied = band.needed
+                made.append(run(on, there if band.whole else there[band.begin : band.end], band.terms))
+                device.order(None, down)
+                copies.to_host(held[band.begin : band.end], made[-1].gpudata, down)
+        finally:
+            down.synchronize()
+            up.synchronize()
     return result
 
 
@@ -50,5 +84,58 @@ def _room(bench: Bench, shape: Sequence[int], output: str, like: Any, target: An
     if target is not None:
         return target
     if isinstance(like, np.ndarray):
-        return bench.device.result_array(tuple(shape), np.dtype(output))
+        with bench.device.current():
+            return bench.device.result_array(tuple(shape), np.dtype(output))
     return bench.space.empty(shape, output, like)
+
+
+def bands(terms: Sequence[Term], value: float, shape: Sequence[int], result: Sequence[int], nbytes: int) -> list[Band]:
+    """The bands of a filter of an array of `shape` whose result has the shape `result`; `nbytes` are those of the larger one."""
+    rows, count = result[0], min(MOST_BANDS, result[0], nbytes // LEAST_BAND)
+    whole = [Band(0, rows, shape[0], terms)]
+    if count < 2:
+        return whole
+    ends = [round(rows * (i + 1) / count) for i in range(count)]
+    if not any(_along_rows(term) for term in terms):
+        if shape[0] != rows:
+            return whole
+        return [Band(begin, end, end, terms, False) for begin, end in zip([0, *ends], ends, strict=False)]
+    if not all(_can_be_cut(term, value) for term in terms):
+        return whole
+    found = []
+    for begin, end in zip([0, *ends], ends, strict=False):
+        parts = [_rows_of(term, shape, begin, end) for term in terms]
+        needed = max(max(end + taps - 1 - before, before + 1) for taps, before, _ in filter(None, map(_along_rows, terms)))
+        needed = shape[0] if end == rows else min(max(needed, end), shape[0])
+        found.append(Band(begin, end, needed, parts))
+    return found
+
+
+def _along_rows(term: Term) -> tuple[int, int, str] | None:
+    """Along the first axis: taps, how many of them lie before a row, and the border; None if nothing is done along it."""
+    if isinstance(term, Dense):
+        return (term.weights.shape[0], term.before[0], term.borders[0]) if term.axes and term.axes[0] == 0 else None
+    return next(((len(one.taps), one.before, one.border) for one in term if one.axis == 0), None)
+
+
+def _can_be_cut(term: Term, value: float) -> bool:
+    """Whether rows of the result need rows around them alone, and all launches but the first have those rows alone."""
+    along = _along_rows(term)
+    if along is not None and along[2] == "wrap":
+        return False
+    if isinstance(term, Dense):
+        return along is not None and term.weights.size <= launches.MANY["cuda"] and len(term.axes) <= 3
+    if any(len(one.taps) > launches.MOST_TAPS for one in term):
+        return False
+    in_order = value and any(one.border == "constant" for one in term)  # launches._groups: else the first axis is the first launch's
+    return not in_order or along is None or term[0].axis == 0
+
+
+def _rows_of(term: Term, shape: Sequence[int], begin: int, end: int) -> Term:
+    """A term that gives rows `begin` to `end` of a term's result."""
+    if isinstance(term, Dense):
+        sizes = term.sizes or tuple(shape[axis] for axis in term.axes)
+        return term._replace(before=(term.before[0] - begin, *term.before[1:]), sizes=(end - begin, *sizes[1:]))
+    if _along_rows(term) is None:
+        return [Pass(0, np.ones(1), -begin, "nearest", end - begin), *term]
+    return [one._replace(before=one.before - begin, size=end - begin) if one.axis == 0 else one for one in term]

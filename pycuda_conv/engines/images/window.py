@@ -13,20 +13,26 @@ from itertools import product
 from math import lcm, prod
 from typing import Any
 
-from pycuda_conv.engines.geometry import arguments, bits, ceil
+import numpy as np
+
+from pycuda_conv.engines.geometry import arguments, bits, ceil, divider
 from pycuda_conv.engines.schedule import GRID_LIMIT, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
 
 #: Threads of a block on a GPU. On OpenCL a block is one work-item.
-THREADS = 256
+THREADS = 128
+#: Results of a step of such a block, or of a tile, in float32: a thread has 32 of a pass. In float64 it is half as many.
+STEP_RESULTS = 4096
 #: Sums of a block's shared memory on OpenCL, where the text fixes them.
 OPENCL_ROOM = 32768
 #: Sums behind the last row that four vectors may read, on OpenCL.
 SLACK = 64
-#: Shared memory of a block that leaves room for two others on a multiprocessor, and for one other.
-SHARED_STEPS = (72 << 10, 110 << 10)
+#: Shared memory of a block that leaves room for three others on a multiprocessor, for two, and for one.
+SHARED_STEPS = (55 << 10, 74 << 10, 112 << 10)
+#: Blocks of a multiprocessor, which the kernels' registers allow.
+MOST_BLOCKS = 4
 #: The most colours that lie behind one another in a row.
 MOST_COLOURS = 8
 #: The types of pixels, as the kernels know them.
@@ -105,7 +111,7 @@ def border_numbers(border: str, n: int, before: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block has, in numbers, and its shared memory in sums."""
+    """What a block has, in numbers, and its shared memory in sums. A block of a GPU's separable filter has `step` rows at a time."""
 
     p: int
     q: int
@@ -114,6 +120,7 @@ class Tile:
     pitch: int
     wide: int
     room: int
+    step: int = 0
 
     @property
     def work(self) -> float:
@@ -121,36 +128,61 @@ class Tile:
         return self.halo_p * self.halo_q / (self.p * self.q)
 
 
-def _tile(p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bool, host: bool, box: bool) -> Tile:
+def _tile_of_cpu(p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bool, box: bool) -> Tile:
     t, r, s = taps
     halo_p, halo_q = p + max(r - 1, 0), q + max(s - 1, 0) * colours
-    pitch = ceil(halo_q, 8) * 8 if host else halo_q | 1
-    wide = (ceil(q, 32) * 32 if host else q + 1) if s else pitch
+    pitch = ceil(halo_q, 8) * 8
+    wide = ceil(q, 32) * 32 if s else pitch
     room = t * halo_p * pitch + t * r * s if dense else halo_p * (pitch + (wide if s else 0)) + r + s
-    return Tile(p, q, halo_p, halo_q, pitch, wide, room + (SLACK + box * p * wide) * host)
+    return Tile(p, q, halo_p, halo_q, pitch, wide, room + SLACK + box * p * wide)
+
+
+def _strip(step: int, q: int, colours: int, taps: tuple[int, int, int], lanes: int) -> Tile:
+    """A strip of a separable filter on a GPU. How long it is, the number of blocks decides."""
+    _, r, s = taps
+    more, halo_q = max(r - 1, 0), q + max(s - 1, 0) * colours
+    pitch, wide = (halo_q + 7) | 1, q + lanes
+    room = ceil(r, 8) * 8 + ceil(s, 8) * 8 + (more + step) * wide + (step * pitch if s else 0)
+    return Tile(step, q, step + more, halo_q, pitch, wide, room, step)
+
+
+def _tile_of_dense(p: int, q: int, colours: int, taps: tuple[int, int, int], lanes: int) -> Tile:
+    """A tile of a filter that is not separable, on a GPU."""
+    t, r, s = taps
+    groups, columns = ceil(s, lanes), q // colours
+    halo_p, pitch = p + r - 1, ceil(columns + groups * lanes + lanes, lanes) * lanes
+    return Tile(p, q, halo_p, q + (s - 1) * colours, pitch, 0, t * (groups * r * lanes + colours * halo_p * pitch))
 
 
 @lru_cache(maxsize=1024)
 def tile_for(
     p: int, q: int, colours: int, taps: tuple[int, int, int], dense: bool, limits: tuple[int, ...], host: bool,
-    box: bool = False,
+    box: bool = False, lanes: int = 4,
 ) -> Tile | None:
     """The tile for results of `p` rows of `q` numbers that loads the fewest numbers, or None if none fits.
 
     A smaller one of `limits`, the most sums of a block, counts before that.
     """
     unit = lcm(32, colours) if host else 8 * colours
-    widths = {max(1, about // unit) * unit for about in ((256, 128, 64, 32) if host else (256, 128, 64, 32, 16, 8))}
+    widths = {max(1, about // unit) * unit for about in (256, 128, 64, 32)} | {unit}
     widths = {min(width, ceil(q, unit) * unit) for width in widths}
-    heights = (64, 32, 16, 8, 4, 2, 1) if host else (256, 128, 64, 32, 16, 8)
-    downs = sorted({min(height, p if host else ceil(p, 8) * 8) for height in heights}, reverse=True)
-    tiles = [_tile(down, width, colours, taps, dense, host, box) for down, width in product(downs, sorted(widths, reverse=True))]
-    if not host:
-        tiles = [tile for tile in tiles if tile.p * tile.q <= 16 * THREADS] or tiles
+    if host:
+        heights = {min(height, p) for height in (64, 32, 16, 8, 4, 2, 1)}
+        tiles = [_tile_of_cpu(height, width, colours, taps, dense, box) for height, width in product(heights, widths)]
+    else:
+        results = STEP_RESULTS * lanes // 4 // (2 if dense else 1)
+        rows = 4 if dense else 8 * lanes if taps[2] else 8
+        widest = max((width for width in widths if width <= max(128, unit)), default=unit)
+        sizes = {(max(rows, results // width // rows * rows), width) for width in widths if width <= widest}
+        if dense:
+            sizes |= {(max(rows, height // 2 // rows * rows), width) for height, width in sizes}
+        sizes = {(min(height, ceil(p, rows) * rows), width) for height, width in sizes}
+        function = _tile_of_dense if dense else _strip
+        tiles = [function(height, width, colours, taps, lanes) for height, width in sizes]
     for limit in limits:
         fitting = [tile for tile in tiles if tile.room <= limit]
         if fitting:
-            return min(fitting, key=lambda tile: (tile.work, -tile.q))
+            return min(fitting, key=lambda tile: (tile.work, -tile.q, -tile.p))
     return None
 
 
@@ -162,8 +194,22 @@ def _limits(window: Window, device: Device) -> tuple[int, ...]:
 
 def fits(window: Window, taps: tuple[int, int, int], dense: bool, device: Device) -> Tile | None:
     """The tile of a launch, or None where a block has too little memory."""
-    (_, p, q), colours = window.result, window.colours
-    return tile_for(p, q * colours, colours, taps, dense, _limits(window, device), device.backend != "cuda", window.boxes[0])
+    (_, p, q), colours, lanes = window.result, window.colours, 16 // window.sum_bytes
+    return tile_for(p, q * colours, colours, taps, dense, _limits(window, device), device.backend != "cuda", window.boxes[0], lanes)
+
+
+def _strip_length(tile: Tile, p: int, others: int, taps: int, shared: int, device: Device) -> int:
+    """Rows of a strip, of which there are `others` beside one another: long ones filter few rows twice, many of them fill the GPU."""
+    resident = device.multiprocessors * max(1, min(MOST_BLOCKS, shared_limit(device) // (shared + 1024)))
+    best = None
+    for steps in range(1, ceil(p, tile.step) + 1):
+        blocks = others * ceil(p, steps * tile.step)
+        rows = min(steps * tile.step, p) + max(taps - 1, 0) / 2 + tile.step / 4
+        cost = ceil(blocks, resident) * rows
+        if best is None or cost < best[0]:
+            best = cost, steps
+    assert best is not None
+    return best[1] * tile.step
 
 
 def separable(window: Window, taps: tuple[int, int], device: Device) -> KernelLaunch:
@@ -171,24 +217,44 @@ def separable(window: Window, taps: tuple[int, int], device: Device) -> KernelLa
     return _launch("separable", window, (1, *taps), device)
 
 
-def correlate(window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
-    """A filter of `taps` along all axes. Buffers: x, the filter in the order [t][s][r], previous results | y."""
-    return _launch("correlate", window, taps, device)
+def correlate(window: Window, taps: tuple[int, int, int], device: Device, skip: bool = False) -> KernelLaunch:
+    """A filter of `taps` along all axes. Buffers: x, the filter as :func:`packed` lays it, previous results | y.
+
+    With `skip`, NaN and infinities under taps of 0 do not spread. On the CPU they never do.
+    """
+    return _launch("correlate", window, taps, device, skip)
 
 
-def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
+def packed(filters: np.ndarray, window: Window, device: Device) -> np.ndarray:
+    """A dense filter [t, r, s] as the kernels read it, of the sums' type: on the CPU [t][s][r], on a GPU by groups of taps of a row."""
+    t, r, s = filters.shape
+    if device.backend != "cuda":
+        return np.ascontiguousarray(filters.transpose(0, 2, 1), window.sums).ravel()
+    lanes = 16 // window.sum_bytes
+    groups = ceil(s, lanes)
+    wide = np.zeros((t, r, groups * lanes), window.sums)
+    wide[..., :s] = filters
+    return np.ascontiguousarray(wide.reshape(t, r, groups, lanes).transpose(0, 2, 1, 3)).ravel()
+
+
+def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Device, skip: bool = False) -> KernelLaunch:
     dense, host = kernel == "correlate", device.backend != "cuda"
     tile = fits(window, taps, dense, device)
     if tile is None:
         raise ValueError(f"a filter of {taps} taps does not fit a block's memory")
     (d, h, w), (o, p, q), colours = window.size, window.result, window.colours
+    lanes, shared = 16 // window.sum_bytes, 0 if host else tile.room * window.sum_bytes
     counts, x_steps, y_steps = zip(*window.images, strict=True)
+    across = ceil(q * colours, tile.q)
+    tile_p = tile.p if host or dense else _strip_length(tile, p, prod(counts) * o * across, taps[1], shared, device)
     args: dict[str, int] = {
-        "tiles_p": ceil(p, tile.p), "tiles_q": ceil(q * colours, tile.q), "o": o, "middle": counts[1], "inner": counts[2],
+        "tiles_p": ceil(p, tile_p), "tiles_q": across, "o": o, "middle": counts[1], "inner": counts[2],
         "d": d, "h": h, "w": w * colours, "p": p, "q": q * colours, "colours": colours, "t": taps[0], "r": taps[1], "s": taps[2],
-        "tile_p": tile.p, "tile_q": tile.q, "halo_p": tile.halo_p, "halo_q": tile.halo_q, "pitch": tile.pitch, "wide": tile.wide,
+        "tile_p": tile_p, "tile_q": tile.q, "halo_p": tile.halo_p, "halo_q": tile.halo_q, "pitch": tile.pitch, "wide": tile.wide,
+        "step": tile.step, "by_eighth_q": divider(max(tile.q // 8, 1)), "by_quarter_q": divider(max(tile.q // lanes, 1)),
         "value": bits(window.value, window.sum_bytes), "square": window.square, "add": window.add, "root": window.root,
         "box_h": window.boxes[0], "box_w": window.boxes[1],
+        "x_fours": _in_fours((*x_steps, *window.x_strides), 4), "y_fours": _in_fours((*y_steps, *window.y_strides), lanes), "skip": skip,
         "x_d": window.x_strides[0], "x_h": window.x_strides[1], "y_d": window.y_strides[0], "y_h": window.y_strides[1],
     }  # fmt: skip
     for name, x_step, y_step in zip(("outer", "middle", "inner"), x_steps, y_steps, strict=True):
@@ -202,9 +268,14 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
     reach = max(_reach(window, x_steps, window.x_strides, window.size), _reach(window, y_steps, window.y_strides, window.result))
     defines = _defines(window.input, window.output, int(reach >= 2**31), host)
     return KernelLaunch(
-        f"images_{kernel}", defines, blocks, defines["THREADS"], (0, 1, 2, 3), (), f"images_{kernel}",
-        shared=0 if host else tile.room * window.sum_bytes, arguments=arguments(WindowArguments, **args),
+        f"images_{kernel}" + "_cpu" * host, defines, blocks, defines["THREADS"], (0, 1, 2, 3), (), f"images_{kernel}" + "_cpu" * host,
+        shared=shared, arguments=arguments(WindowArguments, **args),
     )  # fmt: skip
+
+
+def _in_fours(steps: Sequence[int], count: int) -> bool:
+    """Whether all steps are multiples of so many elements."""
+    return not any(step % count for step in steps)
 
 
 def _reach(window: Window, steps: Sequence[int], strides: Sequence[int], size: Sequence[int]) -> int:
@@ -222,9 +293,9 @@ def _defines(input: str, output: str, wide: int, host: bool) -> dict[str, int]:
 
 
 @lru_cache(maxsize=1024)
-def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: Any) -> Launcher:
+def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: Any, skip: bool = False) -> Launcher:
     """The launch, compiled for `device`."""
-    return device.schedule_launcher([[_launch(kernel, window, taps, device)]])
+    return device.schedule_launcher([[_launch(kernel, window, taps, device, skip)]])
 
 
 #: The most texts, as an engine says it.
@@ -236,7 +307,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     host = device.backend != "cuda"
     narrow = tuple(CODES[name] for name in ("float32", "uint8", "int8", "uint16", "int16"))
     more = {"THREADS": (1 if host else THREADS,)} | ({"ROOM": (OPENCL_ROOM,)} if host else {})
-    for kernel in ("images_separable", "images_correlate"):
+    for kernel in (f"images_{name}" + "_cpu" * host for name in ("separable", "correlate")):
         choices = {"DTYPE": (32,), "INDEX_64": (0, 1), "IN": narrow, "OUT": narrow, **more}
         yield VariantSet(kernel, choices, lambda defines: defines["IN"] == defines["OUT"] or 32 in (defines["IN"], defines["OUT"]))
         yield VariantSet(kernel, {**choices, "DTYPE": (64,), "IN": (64,), "OUT": (64,)})

@@ -1,0 +1,217 @@
+// images/registers.cuh: what the kernels for images have in common on a GPU: rows of a window in shared memory, sums of numbers that slide through registers, and
+// how results are stored. Memory is read and written four neighbours at a time where rows allow that.
+#pragma once
+#include "images/window.cuh"
+
+#define LANES (16 / (int)sizeof(acc_t))  // sums that shared memory gives at once
+typedef struct ALIGNED Lanes {
+  acc_t of[LANES];
+} Lanes;
+
+// ---- four neighbours of a row of x, which begin at a multiple of four
+
+WITHIN_KERNEL void load_four(acc_t (&v)[4], const float* p) {
+  const float4 four = __ldg((const float4*)p);
+  v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+}
+WITHIN_KERNEL void load_four(acc_t (&v)[4], const double* p) {
+  const double2 a = __ldg((const double2*)p), b = __ldg((const double2*)p + 1);
+  v[0] = (acc_t)a.x, v[1] = (acc_t)a.y, v[2] = (acc_t)b.x, v[3] = (acc_t)b.y;
+}
+// 2^23 and an integer below that, whose bits are the last of a float's: a conversion at the rate of additions.
+WITHIN_KERNEL acc_t from_bits(unsigned bits, float zero) { return (acc_t)(__uint_as_float(bits) - zero); }
+WITHIN_KERNEL void bytes_to_four(acc_t (&v)[4], unsigned word, float zero) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = from_bits(__byte_perm(word, 0x4b000000, 0x7440 + i), zero);
+}
+WITHIN_KERNEL void halves_to_four(acc_t (&v)[4], uint2 words, float zero) {
+  v[0] = from_bits(__byte_perm(words.x, 0x4b000000, 0x7410), zero), v[1] = from_bits(__byte_perm(words.x, 0x4b000000, 0x7432), zero);
+  v[2] = from_bits(__byte_perm(words.y, 0x4b000000, 0x7410), zero), v[3] = from_bits(__byte_perm(words.y, 0x4b000000, 0x7432), zero);
+}
+WITHIN_KERNEL void load_four(acc_t (&v)[4], const uchar* p) { bytes_to_four(v, __ldg((const unsigned*)p), 8388608.f); }
+WITHIN_KERNEL void load_four(acc_t (&v)[4], const schar* p) { bytes_to_four(v, __ldg((const unsigned*)p) ^ 0x80808080u, 8388608.f + 128); }
+WITHIN_KERNEL void load_four(acc_t (&v)[4], const ushort* p) { halves_to_four(v, __ldg((const uint2*)p), 8388608.f); }
+WITHIN_KERNEL void load_four(acc_t (&v)[4], const short* p) {
+  const uint2 words = __ldg((const uint2*)p);
+  halves_to_four(v, make_uint2(words.x ^ 0x80008000u, words.y ^ 0x80008000u), 8388608.f + 32768);
+}
+
+// ---- results
+
+// The last bits of v + 1.5 * 2^23 are those of v rounded to the nearest integer, halves to even.
+WITHIN_KERNEL unsigned rounded(float v, float least, float most) {
+  v = v == v ? v : 0;
+  return __float_as_uint(fminf(fmaxf(v, least), most) + 12582912.f);
+}
+#ifdef MOST
+#define ROUNDED(v) rounded((float)(v), LEAST, MOST)
+WITHIN_KERNEL void store_one(out_t* y, acc_t v) { *y = (out_t)ROUNDED(v); }
+#else
+#define ROUNDED(v) 0u
+WITHIN_KERNEL void store_one(out_t* y, acc_t v) { *y = (out_t)v; }
+#endif
+WITHIN_KERNEL void store_whole(float* y, const acc_t (&v)[LANES]) { *(Lanes*)y = *(const Lanes*)v; }
+WITHIN_KERNEL void store_whole(double* y, const acc_t (&v)[LANES]) { *(Lanes*)y = *(const Lanes*)v; }
+WITHIN_KERNEL unsigned two_halves(unsigned low, unsigned high) { return __byte_perm(low, high, 0x5410); }
+WITHIN_KERNEL void store_whole(ushort* y, const acc_t (&v)[LANES]) {
+  *(uint2*)y = make_uint2(two_halves(ROUNDED(v[0]), ROUNDED(v[1])), two_halves(ROUNDED(v[LANES - 2]), ROUNDED(v[LANES - 1])));
+}
+WITHIN_KERNEL void store_whole(short* y, const acc_t (&v)[LANES]) { store_whole((ushort*)y, v); }
+WITHIN_KERNEL void store_whole(uchar* y, const acc_t (&v)[LANES]) {
+  const unsigned low = __byte_perm(ROUNDED(v[0]), ROUNDED(v[1]), 0x0040), high = __byte_perm(ROUNDED(v[LANES - 2]), ROUNDED(v[LANES - 1]), 0x0040);
+  *(unsigned*)y = two_halves(low, high);
+}
+WITHIN_KERNEL void store_whole(schar* y, const acc_t (&v)[LANES]) { store_whole((uchar*)y, v); }
+
+WITHIN_KERNEL bool is_aligned(const void* p, int bytes) { return ((size_t)p & (bytes - 1)) == 0; }
+
+// Finishes neighbouring sums and stores the first `count` of them. `fours`: y may be written LANES at once.
+WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, int count, bool fours, acc_t (&v)[LANES]) {
+  if (arg.square || arg.add || arg.root) {
+#pragma unroll
+    for (int i = 0; i < LANES; ++i) {
+      if (arg.square) v[i] *= v[i];
+      if (arg.add && i < count) v[i] += previous[at + i];
+      if (arg.root) v[i] = sqrt(v[i]);
+    }
+  }
+  if (fours && count >= LANES) {
+    store_whole(y + at, v);
+  } else {
+#pragma unroll
+    for (int i = 0; i < LANES; ++i)
+      if (i < count) store_one(y + at + i, v[i]);
+  }
+}
+
+// The same for a thread's ROWS rows, of which the first `rows` are inside.
+template <int ROWS> WITHIN_KERNEL void store_rows(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, int rows, int count, bool fours, acc_t (&v)[ROWS][LANES]) {
+  if (fours && count >= LANES && rows >= ROWS && !arg.square && !arg.add && !arg.root) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) store_whole(y + at + i * (index_t)arg.y_h, v[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+      if (i < rows) store_lanes(y, previous, arg, at + i * (index_t)arg.y_h, count, fours, v[i]);
+  }
+}
+
+// ---- windows
+
+// Whether numbers of x are sums as they are: then they go to shared memory by copies that nobody waits for until `copies_arrived`.
+#define AS_THEY_ARE (IN == DTYPE)
+
+WITHIN_KERNEL void start_copy(acc_t* to, const in_t* from) {
+#if AS_THEY_ARE && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "n"((int)sizeof(acc_t)), "r"((int)sizeof(acc_t)) : "memory");
+#else
+  *to = (acc_t)*from;
+#endif
+}
+WITHIN_KERNEL void copies_arrived() {
+#if AS_THEY_ARE && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+  asm volatile("cp.async.wait_group %0;" ::"n"(0) : "memory");
+#endif
+}
+
+// The columns of a tile's window in x: the first number of a row, moved to a multiple of four unless numbers are copied as they are, and how far it was moved.
+typedef struct Columns {
+  int from, shift, count;
+  bool fours;  // x may be read four numbers at a time
+} Columns;
+
+WITHIN_KERNEL Columns columns_of(const in_t* x, const WindowArguments& arg, int q0, int count) {
+  Columns at;
+  const int from = q0 - (int)arg.pad_w * (int)arg.colours;
+  at.from = AS_THEY_ARE ? from : from & ~3;
+  at.shift = from - at.from;
+  at.count = count + at.shift;
+  at.fours = arg.x_fours && is_aligned(x, 4 * (int)sizeof(in_t));
+  return at;
+}
+
+// The number at `i` of a row of x that may lie outside; `front` columns before the image may.
+WITHIN_KERNEL acc_t at_border(const in_t* line, const WindowArguments& arg, bool out, int i, int front) {
+  const int colours = (int)arg.colours, columns = divided((int)arg.w, arg.by_colours), beyond = i + front * colours, column = divided(beyond, arg.by_colours);
+  if (out || IS_OUTSIDE(column - front, columns, w)) return OUTSIDE_VALUE;
+  return (acc_t)line[MAPPED(column - front, columns, w) * colours + beyond - column * colours];
+}
+
+// Begins to load `count` rows of the slice at x from `row` on to rows of `pitch` sums. With FOURS these begin at a multiple of four and nothing is moved.
+// Of numbers that are copied as they are a warp has 32 neighbours of a row at a time. Of others it has 32 neighbours of four rows: with an odd pitch no two of its
+// lanes use the same bank.
+template <bool FOURS> WITHIN_KERNEL void load_rows(const in_t* RESTRICT x, acc_t* RESTRICT to, int pitch, const WindowArguments& arg, const Columns& at, bool hidden, int row, int count) {
+  const int lane = LID_0 & 31, warp = LID_0 >> 5, end = (int)arg.w, front = (arg.pad_w > 0 ? (int)arg.pad_w : 0) + 3;
+#if AS_THEY_ARE
+  for (int down = warp; down < count; down += THREADS / 32) {
+    const bool out = hidden || IS_OUTSIDE(row + down, (int)arg.h, h);
+    const in_t* const line = x + MAPPED(row + down, (int)arg.h, h) * (index_t)arg.x_h;
+    acc_t* const there = to + down * pitch;
+    if (!out && at.from >= 0 && at.from + at.count <= end) {
+#pragma unroll 5
+      for (int i = lane; i < at.count; i += 32) start_copy(there + i, line + at.from + i);
+    } else {
+#pragma unroll 1
+      for (int i = lane; i < at.count; i += 32) there[i] = at_border(line, arg, out, at.from + i, front);
+    }
+  }
+#else
+  for (int down = 4 * warp + (lane >> 3); down < count; down += THREADS / 8) {
+    const bool out = hidden || IS_OUTSIDE(row + down, (int)arg.h, h);
+    const in_t* const line = x + MAPPED(row + down, (int)arg.h, h) * (index_t)arg.x_h;
+    acc_t* const there = to + down * pitch;
+#pragma unroll 5
+    for (int i = 4 * (lane & 7); i < at.count; i += 32) {
+      const int from = at.from + i;
+      acc_t v[4];
+      if (at.fours && !out && from >= 0 && from + 4 <= end) {
+        load_four(v, line + from);
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < 4; ++j) there[i + j] = at_border(line, arg, out, from + j, front);
+        continue;
+      }
+      if (FOURS) {
+#pragma unroll
+        for (int j = 0; j < 4; j += LANES) *(Lanes*)(there + i + j) = *(const Lanes*)(v + j);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) there[i + j] = v[j];
+      }
+    }
+  }
+#endif
+}
+
+// ---- sums
+
+// sums[i][lane] += sum over t < count of taps[t] * the number that load(t + i) gives to the lane, for eight i. Eight numbers slide through registers. Eight taps at a
+// time are summed by themselves, which keeps more digits. No number is multiplied that the filter does not meet. `taps` has room for a multiple of eight.
+template <class Load> WITHIN_KERNEL void slide(acc_t (&sums)[8][LANES], const acc_t* taps, int count, const Load& load) {
+  acc_t v[8][LANES];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) sums[i][lane] = 0;
+#pragma unroll
+  for (int i = 0; i < 7; ++i) load(i, v[i]);
+  for (int first = 0; first < count; first += 8) {
+    acc_t tap[8], part[8][LANES];
+#pragma unroll
+    for (int t = 0; t < 8; t += LANES) *(Lanes*)(tap + t) = *(const Lanes*)(taps + first + t);
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {
+      if (t && first + t >= count) break;
+      load(first + t + 7, v[(t + 7) & 7]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+#pragma unroll
+        for (int lane = 0; lane < LANES; ++lane) part[i][lane] = t == 0 ? v[i][lane] * tap[0] : v[(t + i) & 7][lane] * tap[t] + part[i][lane];
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int lane = 0; lane < LANES; ++lane) sums[i][lane] += part[i][lane];
+  }
+}

@@ -1,0 +1,129 @@
+"""The kernels for images on a GPU, on the simulated machine: random calls of pycuda_conv.ndimage against scipy in float64."""
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import simt
+from emulator import gpu
+from test_ndimage import check, drawn, ndimage
+
+import pycuda_conv.ndimage as ours
+from pycuda_conv.engines.images import window as images
+from pycuda_conv.ndimage import compute, launches, staged
+from pycuda_conv.ndimage.spaces import Space
+
+pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Filters of numpy arrays run on a simulated GPU; the fixture is the list of launches."""
+    device, made = gpu(3), []
+
+    def launched(bench, kernel, window, taps, x, filters, shape, output, target, previous, skip=False):
+        y = np.full(shape, 77, output) if target is None else target
+        if 0 in shape:
+            return y
+        step = images._launch(kernel, window, taps, bench.device, skip)
+        buffers = [None if one is None else np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in (x, filters, previous, y)]
+        memory = SimpleNamespace(buffers=buffers)
+        simt.run([[step]], memory, seed=len(made))
+        made.append((kernel, window, taps))
+        y[...] = memory.buffers[3].view(output).reshape(shape)
+        return y
+
+    monkeypatch.setattr(launches, "_launched", launched)
+    monkeypatch.setattr(launches, "MANY", {"cuda": 10**6, "opencl": 10**6})
+    there = Space(SimpleNamespace(on_gpu=lambda array: True), np)
+    monkeypatch.setattr(compute, "Bench", lambda space, _, stream: launches.Bench(there, device, stream))
+    return made
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_calls(simulated, seed):
+    rng = np.random.default_rng(100 + seed)
+    for number in range(12):
+        name, x, arguments = drawn(rng)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                check(name, x, arguments, getattr(ours, name)(x, device="opencl", **arguments))
+        except Exception as error:
+            raise AssertionError(f"call {number} of seed {seed}: {name} of {x.dtype} {x.shape}, {arguments}") from error
+    assert simulated
+
+
+LARGE = (
+    ("gaussian_filter", (150, 300), "float32", {"sigma": 3.0}),
+    ("gaussian_filter", (201, 131), "uint8", {"sigma": (5.0, 1.0), "mode": ("wrap", "constant")}),
+    ("gaussian_filter", (70, 45, 3), "int16", {"sigma": 2.0, "axes": (0, 1), "mode": "mirror"}),
+    ("gaussian_filter", (300, 20), "float64", {"sigma": (9.0, 0.0)}),
+    ("uniform_filter1d", (90, 150), "uint16", {"size": 31, "axis": 1, "output": "float32"}),
+    ("gaussian_filter1d", (260, 150), "float32", {"sigma": 12.0, "axis": 0, "mode": "constant", "cval": 2.0}),
+    ("correlate", (60, 140), "float32", {"weights": np.arange(165.0).reshape(11, 15) % 7 - 2, "mode": "nearest"}),
+    ("correlate", (40, 50, 3), "int8", {"weights": np.arange(35.0).reshape(5, 7) % 5 - 1, "axes": (0, 1), "output": "float32"}),
+    ("correlate", (6, 30, 140), "float64", {"weights": np.arange(60.0).reshape(3, 4, 5) % 7 - 2, "mode": "wrap", "origin": (1, -1, 0)}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(LARGE)), ids=[f"{name} {shape} {dtype}" for name, shape, dtype, _ in LARGE])
+def test_several_blocks_and_steps(simulated, number):
+    name, shape, dtype, arguments = LARGE[number]
+    rng = np.random.default_rng(number)
+    x = rng.integers(0, 100, shape).astype(dtype) if "int" in dtype else rng.standard_normal(shape).astype(dtype)
+    check(name, x, arguments, getattr(ours, name)(x, device="opencl", **arguments))
+
+
+def test_what_is_not_finite_spreads_as_in_scipy(simulated):
+    x = np.random.default_rng(0).random((40, 150))
+    x[10, 20], x[30, 100], x[39, 149] = np.nan, np.inf, -np.inf
+    for dtype in ("float32", "float64"):
+        for weights in ([[0, 1, 0, 2], [1, 0, 0, 1], [0, 0, 1, 0]], [[1, 2, 1], [2, 4, 2.5]]):
+            want = ndimage.correlate(x, weights, mode="mirror")
+            got = ours.correlate(x.astype(dtype), weights, mode="mirror", device="opencl")
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+        want = ndimage.gaussian_filter(x, 2.0)
+        np.testing.assert_allclose(ours.gaussian_filter(x.astype(dtype), 2.0, device="opencl"), want, rtol=0, atol=1e-5)
+
+
+def test_white_stays_white(simulated):
+    white = np.full((40, 150), 255, np.uint8)
+    for sigma in (0.7, 2.5):
+        assert (ours.gaussian_filter(white, sigma, device="opencl") == 255).all()
+        assert (ours.gaussian_filter(white.astype("float32") / 255, sigma, device="opencl") == 1).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bands_give_the_bits_of_the_whole(monkeypatch, seed):
+    """On the CPU, whose launches take the same terms."""
+    rng, cut = np.random.default_rng(seed), 0
+    monkeypatch.setattr(staged, "LEAST_BAND", 200)
+    whole = compute._Work._joined
+
+    def in_bands(self, x, terms, value, output, target):
+        nonlocal cut
+        shape = compute._result_shape(x.shape, terms)
+        found = staged.bands(terms, value, x.shape, shape, x.nbytes)
+        cut += len(found) > 1
+        made = []
+        for band in found:
+            there = x.copy() if x.dtype.kind != "f" else np.where(np.arange(len(x)).reshape(-1, *[1] * (x.ndim - 1)) < band.needed, x, np.nan).astype(x.dtype)
+            made.append(whole(self, there if band.whole else there[band.begin : band.end], band.terms, value, output, None))
+        result = np.concatenate(made)
+        if target is not None:
+            target[...] = result
+        return result if target is None else target
+
+    for number in range(25):
+        name, x, arguments = drawn(rng)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            want = getattr(ours, name)(x, device="opencl", **arguments)
+            monkeypatch.setattr(compute._Work, "_joined", in_bands)
+            got = getattr(ours, name)(x, device="opencl", **arguments)
+            monkeypatch.setattr(compute._Work, "_joined", whole)
+        tolerance = 1e-12 if want.dtype.kind in "fc" and want.dtype.itemsize > 4 + 4 * (want.dtype.kind == "c") else 0
+        np.testing.assert_allclose(got, want, rtol=tolerance, err_msg=f"call {number}: {name} of {x.dtype} {x.shape}, {arguments}")
+    assert cut > 3
