@@ -152,3 +152,21 @@ def test_gradients_are_float64s(norm):
         assert np.abs(one.astype("d") - right).max() < limit * max(np.abs(right).max(), 1)
     again = computed_gradients(norm, x, gamma, beta, dout, stats, seed=4)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32"])
+@pytest.mark.parametrize("with_more", [False, True])
+def test_moments_that_a_convolution_noted(kind, with_more):
+    norm = Norm(kind, "NHWC", 2, 24, 192, 4, activation="silu")
+    x, gamma, beta = operands(norm, mean=100.0)
+    added = np.random.default_rng(3).standard_normal((norm.N, norm.C)).astype(x.dtype) if with_more else None
+    of_slices = np.moveaxis(x, 1, 2).astype(np.float64).reshape(norm.N * 3, 64, norm.C)
+    parts = np.stack([of_slices.mean(1), of_slices.var(1) * 64], 1).astype("f")
+    steps = engine.after_moments(norm, 2, 64, (6, 512))
+    given = np.ascontiguousarray(np.moveaxis(x, 1, 2))
+    buffers = [given, gamma, beta, added, np.full_like(given, np.nan), np.full(norm.N * norm.groups * 2, np.nan, "f"), np.concatenate([np.full(128, np.nan, "f"), parts.ravel()])]
+    memory = SimpleNamespace(buffers=[None if one is None else np.frombuffer(one.tobytes(), np.uint8) for one in buffers])
+    simt.run([[step] for step in steps], memory, 1)
+    wanted, _ = exact(norm, x.astype("d") + (0 if added is None else added.astype("d")[:, :, None]), gamma, beta)
+    out = np.moveaxis(memory.buffers[4].view(x.dtype).reshape(given.shape), 2, 1).astype("d")
+    assert (np.abs(out - wanted) / (np.abs(wanted) + 1)).max() < max(LIMITS[kind], 1e-4)

@@ -81,26 +81,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   }
 }
 
-// `per` numbers in a part, `pixels - (slices - 1) * per` in the last of an image
-extern "C" __global__ void __launch_bounds__(128)
-    norm_finish(const data_t* __restrict__ x, const float* __restrict__ parts, float2* __restrict__ stats, const __grid_constant__ NormShape shape) {
+// A block has as many threads as there are parts to combine. `per` numbers are in a part, `pixels - (slices - 1) * per` in the last of an image.
+// `noted`: the parts are a convolution's (pixel_store.cuh), whose means are relative to nothing.
+extern "C" __global__ void __launch_bounds__(1024)
+    norm_finish(const data_t* __restrict__ x, const float* __restrict__ parts, float2* __restrict__ stats,
+                const data_t* __restrict__ added, const __grid_constant__ NormShape shape, const long long noted) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const Divided of_image(blockIdx.x, shape.groups, shape.by_groups);
-  const int each = (int)shape.each, channels = (int)shape.channels, slices = (int)shape.slices, per = (int)shape.per;
+  const int each = (int)shape.each, channels = (int)shape.channels, slices = (int)shape.slices, per = (int)shape.per, threads = blockDim.x;
   const int last = (int)shape.pixels - (slices - 1) * per;
-  const float* const from = parts + (long long)of_image.quotient * slices * 2 * channels + of_image.rest * each;
-  const float near = shape.rms ? 0 : to_float(x[of_image.quotient * shape.pixels * channels + of_image.rest * each]);
+  const long long first = of_image.rest * each;
+  const float* const from = parts + (long long)of_image.quotient * slices * 2 * channels + first;
+  const float near = shape.rms ? 0 : noted ? from[0] : to_float(x[of_image.quotient * shape.pixels * channels + first]);
   double sum = 0, square = 0;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < slices * each; i += 128) {
+  for (int i = threadIdx.x; i < slices * each; i += threads) {
     const Divided of_slice(i, each, shape.by_each);
     const float* const part = from + (long long)of_slice.quotient * 2 * channels + of_slice.rest;
-    const double count = of_slice.quotient == slices - 1 ? last : per, off = part[0];
+    const float more = noted && added ? to_float(added[(long long)of_image.quotient * channels + first + of_slice.rest]) : 0;
+    const double count = of_slice.quotient == slices - 1 ? last : per, off = (noted ? part[0] - near : part[0]) + more;
     sum += count * off;
     square += part[channels] + count * off * off;
   }
-  __shared__ double sums[4], squares[4];
+  __shared__ double sums[32], squares[32];
   for (int mask = 16; mask; mask /= 2) {
     sum += __shfl_xor_sync(~0u, sum, mask);
     square += __shfl_xor_sync(~0u, square, mask);
@@ -108,8 +112,7 @@ extern "C" __global__ void __launch_bounds__(128)
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum, squares[threadIdx.x / 32] = square;
   __syncthreads();
   if (threadIdx.x) return;
-  sum = sums[0] + sums[1] + sums[2] + sums[3];
-  square = squares[0] + squares[1] + squares[2] + squares[3];
+  for (int w = 1; w < threads / 32; ++w) sum += sums[w], square += squares[w];
   const double n = (double)shape.pixels * each, left = shape.rms ? square : square - sum * (sum / n);
   stats[blockIdx.x] = make_float2(shape.rms ? 0 : (float)(near + sum / n), rstd_of((float)(left < 0 ? 0 : left), (float)n, shape));
 }

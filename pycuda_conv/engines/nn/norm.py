@@ -8,7 +8,7 @@ alone, so a batch's size changes no bit of its statistics.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -31,7 +31,8 @@ TURN_BYTES, TURNS = THREADS * 64, (1, 8)
 IMAGE_BLOCKS, APPLY_BLOCKS = 4, 16
 LAYER_BLOCKS = 2  # for each multiprocessor, of the gradient of rows
 APPLY_TURNS = 1, 64
-FINISH_THREADS = 128
+#: Threads of a block that combines parts: as many as have so many parts each.
+FINISH_THREADS, PARTS = (128, 256, 512, 1024), 8
 #: Neighbours of a pixel that a block of `SMALL` reads, in bytes.
 LEAST_BYTES = 32
 
@@ -212,12 +213,17 @@ class Cut:
         return self.shape(images=norm.N * norm.groups, pixels=norm.each * norm.P, channels=norm.each)
 
     def launch(
-        self, kernel: str, file: str, grid: int, buffers: tuple[BufferSlice, ...], *, threads: int = THREADS,
-        shape: tuple[int, ...] | None = None,
+        self, kernel: str, file: str, grid: int, buffers: tuple[BufferSlice, ...], *, shape: tuple[int, ...] | None = None
     ) -> KernelLaunch:
-        """A launch of blocks of this many threads, of a text for blocks of :data:`THREADS`."""
+        """A launch of blocks of :data:`THREADS` threads."""
         arguments = self.shape() if shape is None else shape
-        return KernelLaunch(kernel, self.defines(), grid, threads, buffers, (), file, arguments=arguments)
+        return KernelLaunch(kernel, self.defines(), grid, THREADS, buffers, (), file, arguments=arguments)
+
+    def finish(self, groups: int, shape: tuple[int, ...], parts: int, place: BufferSlice = 6, noted: bool = False) -> KernelLaunch:
+        """The launch that combines so many parts of each group: the moments of this package's own pass, or those that a convolution noted."""
+        threads = next((n for n in FINISH_THREADS if n * PARTS >= parts), FINISH_THREADS[-1])
+        buffers = 0, place, 5, 3
+        return KernelLaunch("norm_finish", self.defines(), groups, threads, buffers, (int(noted),), "norm_planes", arguments=shape)
 
     def defines(self, threads: int = THREADS) -> dict[str, int]:
         return {
@@ -272,18 +278,27 @@ def forward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = L
     if form == PLANES:
         cut, applied = _cuts_of_planes(norm, multiprocessors)
         moments = cut.launch("norm_planes_moments", "norm_planes", norm.N * cut.slices * cut.tiles, (0, 3, 6))
-        finish = cut.launch("norm_finish", "norm_planes", rows, (0, 6, 5), threads=FINISH_THREADS)
+        finish = cut.finish(rows, cut.shape(), cut.slices * norm.each)
         apply = applied.launch("norm_planes_apply", "norm_planes", norm.N * applied.slices * applied.tiles, (0, 5, 1, 2, 3, 4))
         return [moments, finish, apply], norm.N * cut.slices * 2 * norm.C * 4
     cut = Cut.of_rows(norm, IMAGE_BLOCKS * multiprocessors)
     applied = Cut.of_rows(norm, APPLY_BLOCKS * multiprocessors, APPLY_TURNS, rows)
     one_each = cut.shape(images=rows, pixels=norm.each * norm.P, channels=1, groups=1, each=1)
     moments = cut.launch("norm_rows_moments", "norm_rows", rows * cut.slices, (0, 6), shape=cut.shape_of_rows())
-    finish = cut.launch("norm_finish", "norm_planes", rows, (0, 6, 5), threads=FINISH_THREADS, shape=one_each)
+    finish = cut.finish(rows, one_each, cut.slices)
     apply = applied.launch(
         "norm_rows_apply", "norm_rows", rows * applied.slices, (0, 5, 1, 2, 4), shape=applied.shape_of_rows()
     )
     return [moments, finish, apply], rows * cut.slices * 2 * 4
+
+
+def after_moments(norm: Norm, multiprocessors: int, per: int, place: BufferSlice) -> list[KernelLaunch]:
+    """The launches behind a convolution that noted the moments of its result, in parts of `per` pixels at `place`; as those of `PLANES`."""
+    _, applied = _cuts_of_planes(norm, multiprocessors)
+    cut = replace(applied, slices=norm.P // per, per=per)
+    finish = cut.finish(norm.N * norm.groups, cut.shape(), cut.slices * norm.each, place, True)
+    blocks = norm.N * applied.slices * applied.tiles
+    return [finish, applied.launch("norm_planes_apply", "norm_planes", blocks, (0, 5, 1, 2, 3, 4))]
 
 
 def _cuts_of_planes(norm: Norm, multiprocessors: int) -> tuple[Cut, Cut]:
