@@ -12,7 +12,7 @@ from test_compile import FOUND, GRAPHS, afresh, alike, compiled, images, where  
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from pycuda_conv.nn import normalise  # noqa: E402
+from pycuda_conv.nn import conv_norms, normalise  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +24,11 @@ def anywhere(monkeypatch):
 def norms():
     """The norms that became this package's, in all graphs since the last reset."""
     return [steps for graph in FOUND for found in graph for steps in found.others]
+
+
+def all_norms():
+    """Those with a convolution too."""
+    return norms() + [steps for graph in FOUND for found in graph for steps in found.fused]
 
 
 def nodes(kind):
@@ -101,7 +106,49 @@ def test_what_is_added_to_the_channels_of_an_image(where, how, last, turned):  #
     timed = timed.to(memory_format=torch.channels_last) if last else timed
     alike(lambda: copy.deepcopy(timed), how, False, None, images(2, 4, 9, 8, channels_last=last, where=where))
     sums = [n for n in nodes("call_function") if n.target in (torch.add, __import__("operator").add)]
-    assert any("norm" in steps for steps in norms()) and not (last and sums)
+    assert any("norm" in steps for steps in all_norms()) and not (last and sums)
+
+
+@HOWS
+def test_a_convolution_and_its_norm_are_one_call(where, how):  # noqa: F811
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x):
+            y = self.first(x)
+            z = self.last(F.silu(self.norm(y)))
+            return z, F.relu(F.group_norm(z, 2))  # read twice
+
+    torch.manual_seed(0)
+    two = Two().to(memory_format=torch.channels_last)
+    two, x = two.to(where).eval(), images(2, 4, 9, 8, channels_last=True, where=where)
+    with torch.no_grad():
+        for a, b in zip(compiled(two, how)(x), two(x), strict=True):
+            assert a.stride() == b.stride() and torch.allclose(a, b, atol=1e-4)
+    assert [steps for graph in FOUND for found in graph for steps in found.fused] == [("first", "norm", "silu")] and len(norms()) == 1
+    assert [name for graph in FOUND for found in graph for name, _ in found.alone] == ["last"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels, size, noted", [(64, 128, True), (256, 64, None), (64, 33, False), (48, 128, None)])
+@pytest.mark.parametrize("with_more", [False, True])
+def test_statistics_noted_by_the_convolution(channels, size, noted, with_more):
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 64, size, size, device="cuda").half().to(memory_format=torch.channels_last), torch.randn(channels, 64, 3, 3, device="cuda").half() / 24
+    bias, gamma, beta = (torch.randn(channels, device="cuda").half() for _ in range(3))
+    more = torch.randn(2, channels, device="cuda").half() if with_more else None
+    w = w.to(memory_format=torch.channels_last)
+    conv, asked = ("conv", (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", (0, 0), None, None, 0.0), normalise.Asked(8, 0, 1e-5, False, "silu")
+    found = conv_norms._found(conv, asked, x, w, bias, gamma, beta, more)
+    assert noted is None or found.noted == noted
+    for _ in range(3):
+        y, out = conv_norms.conv_norm(conv, asked, x, w, bias, gamma, beta, more)
+        assert torch.equal(y, F.conv2d(x, w, bias, padding=1)) or torch.allclose(y, F.conv2d(x, w, bias, padding=1), atol=1e-2, rtol=1e-2)
+        exact = y.double() if more is None else y.double() + more.double()[:, :, None, None]
+        wanted = F.silu(F.group_norm(exact, 8, gamma.double(), beta.double()))
+        assert out.stride() == y.stride() and float((out.double() - wanted).norm() / wanted.norm()) < 3e-4
 
 
 @HOWS

@@ -220,7 +220,7 @@ class Cut:
         return KernelLaunch(kernel, self.defines(), grid, THREADS, buffers, (), file, arguments=arguments)
 
     def finish(self, groups: int, shape: tuple[int, ...], parts: int, place: BufferSlice = 6, noted: bool = False) -> KernelLaunch:
-        """The launch that combines so many parts of each group: the moments of this package's own pass, or those that a convolution noted."""
+        """The launch that combines so many parts of each group: the moments of an own pass, or those that a convolution noted."""
         threads = next((n for n in FINISH_THREADS if n * PARTS >= parts), FINISH_THREADS[-1])
         buffers = 0, place, 5, 3
         return KernelLaunch("norm_finish", self.defines(), groups, threads, buffers, (int(noted),), "norm_planes", arguments=shape)

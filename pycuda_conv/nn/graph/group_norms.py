@@ -27,6 +27,8 @@ _INSTANCE = "input", "running_mean", "running_var", "weight", "bias", "use_input
 INSTANCE_NORMS: dict[Any, tuple[str, ...]] = {
     F.instance_norm: _INSTANCE, torch.instance_norm: ("input", "weight", "bias", *_INSTANCE[1:3], *_INSTANCE[5:], "cudnn_enabled"),
 }  # fmt: skip
+#: Whether a convolution is computed together with the norm that alone reads it.
+JOINS = True
 ACTIVATIONS = frozenset(("relu", "silu", "gelu", "gelu_tanh"))
 HALVES = torch.float16, torch.bfloat16
 
@@ -68,14 +70,37 @@ def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
         new = rewrite.targets.normalise_groups(x, gamma, beta, None if front is None else front[1], asked, gradient)
         if new is None:
             return
+        steps = tuple(dict.fromkeys(name_of(n) for n in chain.nodes))
+        if not gradient:
+            rewrite.targets.normed[new] = asked, steps
         if turns and not follows:
             new.meta["example_value"] = of_x
             new = rewrite.graph.call_method("contiguous", (new,))
-    steps = tuple(dict.fromkeys(name_of(n) for n in chain.nodes))
     rewrite.replace(chain.nodes, new)
     if follows or narrow:
         _mark(new, torch.empty_like(of_x, requires_grad=made.requires_grad) if follows else made.to(of_x.dtype))
     rewrite.found.others.append(steps)
+
+
+def join(rewrite: Rewrite, node: Node, grad: bool) -> None:
+    """Let a convolution whose result a group norm alone reads be computed with it: its tiles may note the norm's statistics."""
+    normed = rewrite.targets.normed.get(node)
+    convolution = node.args[0] if normed is not None else None
+    if not JOINS or normed is None or not isinstance(convolution, Node) or convolution not in rewrite.targets.plain:
+        return
+    (options, *operands), (asked, steps) = rewrite.targets.plain[convolution], normed
+    vectors = node.args[1:4]
+    chain = Chain(convolution, rewrite.order[convolution], operands)
+    read = [(n, rewrite.order[node]) for n in vectors if isinstance(n, Node)]
+    if rewrite.reader_of(convolution) is not node or not rewrite.reaches(chain, node, read):
+        return
+    with rewrite.graph.inserting_before(node):
+        new = rewrite.targets.convolve_and_normalise(options, [*operands, *vectors], asked)
+    name, found = name_of(convolution), rewrite.found
+    found.alone[:] = [one for one in found.alone if one[0] != name]
+    found.others.remove(steps)
+    found.fused.append((name, *steps))
+    rewrite.replace([convolution, node], new)
 
 
 def _asked_of(node: Node) -> tuple[Any, Any, Any, Asked] | None:
