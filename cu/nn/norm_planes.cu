@@ -31,14 +31,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     near[i] = shape.rms ? 0 : to_float(x[at.image * shape.pixels * channels + divided(channel, shape.by_each) * (int)shape.each]);
   }
   float first[VEC] = {}, all[VEC] = {}, squares[VEC] = {};
-  int pixel = at.start + at.lane;
-  if (pixel < at.end) floats_of(first, load(from + (long long)pixel * channels));
-  int count = 0;
+  int pixel = at.start + at.lane, count = 0;
   const int step = at.down * UNROLL;
   for (; pixel + step - at.down < at.end; pixel += step, count += UNROLL) {
     raw_t raw[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) raw[u] = load(from + (long long)(pixel + u * at.down) * channels);
+    if (count == 0) floats_of(first, raw[0]);
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       float v[VEC];
@@ -56,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     floats_of(v, load(from + (long long)pixel * channels));
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
+      if (count == 0) first[i] = v[i];
       const float off = v[i] - first[i];
       all[i] += off;
       squares[i] = fmaf(off, off, squares[i]);
@@ -123,7 +123,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const Stand at(shape, gridDim.x - 1 - blockIdx.x);
-  const int channels = (int)shape.channels;
+  const int channels = (int)shape.channels, step = at.down * UNROLL;
+  const long long offset = at.first_pixel(x, shape) - x;
+  const data_t* const from = x + offset;
+  data_t* const to = out + offset;
+  int pixel = at.start + at.lane;
+  raw_t raw[UNROLL];
+  auto fetch = [&]() {
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (pixel + u * at.down < at.end) raw[u] = load(from + (long long)(pixel + u * at.down) * channels);
+  };
+  fetch();  // on its way while the parameters are
   float mean[VEC], a[VEC], b[VEC], more[VEC];
   const int first = at.inside ? at.column * VEC : 0;
   parameters_of(a, gamma_of(gamma, shape), first, 1);
@@ -135,14 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     mean[i] = s.x - more[i];
     a[i] *= s.y;
   }
-  const long long offset = at.first_pixel(x, shape) - x;
-  const data_t* const from = x + offset;
-  data_t* const to = out + offset;
-  for (int pixel = at.start + at.lane; pixel < at.end; pixel += at.down * UNROLL) {
-    raw_t raw[UNROLL];
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-      if (pixel + u * at.down < at.end) raw[u] = load(from + (long long)(pixel + u * at.down) * channels);
+  while (pixel < at.end) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
       if (pixel + u * at.down < at.end) {
@@ -153,5 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
         activate((int)shape.activation, v);
         store(to + (long long)(pixel + u * at.down) * channels, v);
       }
+    pixel += step;
+    fetch();
   }
 }

@@ -28,7 +28,7 @@ VECTOR_BYTES = 16
 #: Bytes that a block of `PLANES` reads at a time, and the least of these turns that it makes if the array is large.
 TURN_BYTES, TURNS = THREADS * 64, (1, 8)
 #: Blocks for each multiprocessor into which an image is cut, and into which arrays are cut to be applied.
-IMAGE_BLOCKS, APPLY_BLOCKS = 4, 16
+IMAGE_BLOCKS, APPLY_BLOCKS = 4, 8
 LAYER_BLOCKS = 2  # for each multiprocessor, of the gradient of rows
 APPLY_TURNS = 1, 64
 #: Threads of a block that combines parts: as many as have so many parts each.
