@@ -197,6 +197,26 @@ def test_training_under_autocast(where, how):  # noqa: F811
     assert len(norms()) == 2
 
 
+@pytest.mark.parametrize("gradients", [None, "input"])
+@HOWS
+def test_layer_norms_in_light_mode(where, how, gradients):  # noqa: F811
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.layer, self.rms, self.plain = nn.Conv2d(4, 8, 3), nn.LayerNorm(8), nn.RMSNorm(8, eps=1e-6), nn.LayerNorm((5, 8))
+
+        def forward(self, x):
+            y = self.layer(self.conv(x).permute(0, 2, 3, 1).contiguous())
+            y = self.rms(y)[:, :, :5]
+            return self.plain(y[:, :, :5]).permute(0, 3, 1, 2)
+
+    torch.manual_seed(0)
+    model = Rows().to(memory_format=torch.channels_last)
+    alike(lambda: copy.deepcopy(model), how, False, gradients, images(2, 4, 9, 9, channels_last=True, where=where))
+    taken = {name for steps in norms() for name in steps}
+    assert taken == ({"layer", "rms"} if how == "light" else set())  # the last one reads a slice
+
+
 @HOWS
 def test_what_stays_torchs(where, how):  # noqa: F811
     class Others(nn.Module):

@@ -152,6 +152,9 @@ class Light(_Folding):
     def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
         return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta, added)) if normalise.pays(value(x)) else None
 
+    def normalise_rows(self, x: Any, gamma: Any, beta: Any, asked: Asked) -> Node | None:
+        return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta)) if normalise.pays(value(x)) else None
+
     def convolve_and_normalise(self, options: Options, operands: Sequence[Any], asked: Asked) -> Node:
         return self.graph.call_function(normalised_convolution_of(options, asked, value(operands[0]).device.type), tuple(operands))
 

@@ -148,3 +148,7 @@ class Targets:
     def convolve_and_normalise(self, options: Options, operands: Sequence[Any], asked: Asked) -> Node:
         """The group norm of a convolution without gradients; `operands` are input, filter, bias, gamma, beta and what is added."""
         raise NotImplementedError
+
+    def normalise_rows(self, x: Any, gamma: Any, beta: Any, asked: Asked) -> Node | None:
+        """A layer or RMS norm, or None where it stays torch's: inductor joins it with its neighbours."""
+        return None

@@ -1,4 +1,4 @@
-"""Group and instance norms of a graph with the activation behind them: one call.
+"""Group and instance norms of a graph with the activation behind them: one call. In light mode layer and RMS norms are calls too.
 
 Torch's group norm gives arrays in C order, whatever it gets. The kernels give what they get, so with the channels last a convolution behind
 reads its input as it lies. Where other steps than convolutions read the result, and might depend on its strides, it is copied into C order.
@@ -27,6 +27,11 @@ _INSTANCE = "input", "running_mean", "running_var", "weight", "bias", "use_input
 INSTANCE_NORMS: dict[Any, tuple[str, ...]] = {
     F.instance_norm: _INSTANCE, torch.instance_norm: ("input", "weight", "bias", *_INSTANCE[1:3], *_INSTANCE[5:], "cudnn_enabled"),
 }  # fmt: skip
+_LAYER = "input", "normalized_shape", "weight", "bias", "eps"
+LAYER_NORMS: dict[Any, tuple[str, ...]] = {
+    F.layer_norm: _LAYER, torch.layer_norm: (*_LAYER, "cudnn_enable"), aten.layer_norm.default: (*_LAYER, "cudnn_enable"),
+}  # fmt: skip
+RMS_NORMS: dict[Any, tuple[str, ...]] = {F.rms_norm: (*_LAYER[:3], "eps"), torch.rms_norm: (*_LAYER[:3], "eps")}
 #: Whether a convolution is computed together with the norm that alone reads it.
 JOINS = True
 ACTIVATIONS = frozenset(("relu", "silu", "gelu", "gelu_tanh"))
@@ -35,6 +40,8 @@ HALVES = torch.float16, torch.bfloat16
 
 def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
     """Put one call in the place of a group or instance norm and the activation behind it."""
+    if node.target in LAYER_NORMS or node.target in RMS_NORMS:
+        _take_rows(rewrite, node)
     found = _asked_of(node)
     if found is None:
         return
@@ -80,6 +87,27 @@ def take(rewrite: Rewrite, node: Node, grad: bool) -> None:
     if follows or narrow:
         _mark(new, torch.empty_like(of_x, requires_grad=made.requires_grad) if follows else made.to(of_x.dtype))
     rewrite.found.others.append(steps)
+
+
+def _take_rows(rewrite: Rewrite, node: Node) -> None:
+    """Put a call in the place of a layer or RMS norm of an array in C order."""
+    rms = node.target in RMS_NORMS
+    given = bound(node, RMS_NORMS[node.target] if rms else LAYER_NORMS[node.target])
+    if given is None or not isinstance(given["normalized_shape"], (list, tuple)) or not is_plain(given["input"]) or not is_plain(node):
+        return
+    x, gamma, beta = given["input"], given["weight"], given.get("bias")
+    v, eps = value(x), given["eps"]
+    eps = (torch.finfo(v.dtype).eps if rms else 1e-5) if eps is None else eps
+    if value(node).dtype is not v.dtype or not isinstance(eps, (int, float)) or not all(n is None or is_plain(n) for n in (gamma, beta)):
+        return
+    if not lies(v, range(v.dim())) or not lies(value(node), range(v.dim())):
+        return
+    with rewrite.graph.inserting_before(node):
+        new = rewrite.targets.normalise_rows(x, gamma, beta, Asked(0, len(given["normalized_shape"]), float(eps), rms, None))
+    if new is not None:
+        steps = (name_of(node),)
+        rewrite.replace([node], new)
+        rewrite.found.others.append(steps)
 
 
 def join(rewrite: Rewrite, node: Node, grad: bool) -> None:
