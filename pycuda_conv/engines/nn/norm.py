@@ -45,6 +45,8 @@ class Limits(NamedTuple):
 
 
 LIMITS = Limits()
+#: Bytes that a thread reads at once below which `SMALL` takes no larger image than this.
+NARROW, MOST_NARROW = 8, 64 << 10
 #: Bytes of shared memory that a block of `SMALL` takes with each number of threads; more only if a cluster has no more blocks.
 SMALL_BYTES = {256: 32 << 10, 512: 96 << 10}
 #: Items of a thread that has a part of a row, and threads of a block: these for longer rows.
@@ -143,6 +145,8 @@ def small_of(norm: Norm, limits: Limits = LIMITS) -> Small | None:
     own = norm.each // vector
     if norm.in_rows or own > MOST_COLUMNS:
         return None
+    if vector * norm.itemsize < NARROW and norm.C * norm.P * norm.itemsize > MOST_NARROW:
+        return None
     across = own
     for count in range(1, norm.groups + 1):  # whole groups, at least so many bytes
         if norm.groups % count == 0 and count * own <= MOST_COLUMNS:
@@ -174,8 +178,9 @@ class Cut:
         """Pixels of `images` images together cut into about so many blocks, each of which makes some turns."""
         vector = vector_of(norm.C, norm.itemsize)
         columns = norm.C // vector
-        tiles = ceil(columns, MOST_COLUMNS)
-        across = ceil(columns, tiles)
+        widths = [n for n in (32, 16, 8) if n <= _power(columns)] or [_power(columns)]
+        across = min(widths, key=lambda n: ceil(columns, n) * n)  # with the fewest idle threads; each reads 128 bytes or more
+        tiles = ceil(columns, across)
         turn = (THREADS // _power(across)) * (8 if vector * norm.itemsize < VECTOR_BYTES else 4)
         count = ceil(norm.P * images * tiles, turn * blocks)
         per = turn * min(max(count, turns[0]), turns[1])
