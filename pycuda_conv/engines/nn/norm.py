@@ -48,7 +48,9 @@ LIMITS = Limits()
 #: Bytes that a thread reads at once below which `SMALL` takes no larger image than this.
 NARROW, MOST_NARROW = 8, 64 << 10
 #: Bytes of shared memory that a block of `SMALL` takes with each number of threads; more only if a cluster has no more blocks.
-SMALL_BYTES = {256: 32 << 10, 512: 96 << 10}
+SMALL_THREADS = 512
+SMALL_BYTES = {THREADS: 32 << 10, SMALL_THREADS: 96 << 10}
+ENOUGH_BYTES = 16 << 10  # that a cluster of more blocks should leave to each
 #: Items of a thread that has a part of a row, and threads of a block: these for longer rows.
 ROW_ITEMS, LONG_THREADS, LONG_ITEMS = 4, 1024, 12
 
@@ -154,11 +156,16 @@ def small_of(norm: Norm, limits: Limits = LIMITS) -> Small | None:
             if across * vector * norm.itemsize >= LEAST_BYTES:
                 break
     width = _power(across)
-    for threads, most in SMALL_BYTES.items():
-        for cluster in limits.clusters if threads == THREADS else limits.clusters[-1:]:
-            nbytes = ceil(ceil(norm.P, cluster), threads // width) * threads * vector * norm.itemsize
-            if nbytes <= min(most, limits.nbytes):
-                return Small(vector, across, threads, cluster, nbytes)
+
+    def kept(threads: int, cluster: int) -> int:
+        return ceil(ceil(norm.P, cluster), threads // width) * threads * vector * norm.itemsize
+
+    most = limits.clusters[-1]
+    cluster = next((n for n in limits.clusters[::-1] if kept(THREADS, n) >= ENOUGH_BYTES), 1)
+    for threads, blocks in ((THREADS, cluster), (SMALL_THREADS, most)):
+        nbytes = kept(threads, blocks)
+        if nbytes <= min(SMALL_BYTES[threads], limits.nbytes):
+            return Small(vector, across, threads, blocks, nbytes)
     return None
 
 
@@ -401,5 +408,5 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("norm_planes", alone)
         yield VariantSet("norm_gradients", alone)
         yield VariantSet("norm_small", alone | {"CLUSTER": clusters})
-        yield VariantSet("norm_small", common | {"THREADS": (512,), "CLUSTER": clusters[-1:]})
+        yield VariantSet("norm_small", common | {"THREADS": (SMALL_THREADS,), "CLUSTER": clusters[-1:]})
         yield VariantSet("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})
