@@ -34,10 +34,9 @@ static_assert(BLOCK_M % 64 == 0 && WGMMA_N % 64 == 0 && BLOCK_N % WGMMA_N == 0, 
 static_assert(BLOCK_M == 64 || BLOCK_N == WGMMA_N, "consumers side by side, or one below the other");
 
 // by_n is the divisor n, prepared (division.cuh).
-struct PlanesProduct {
+struct PlanesProduct : Finishing {
   long long tiles, tiles_m, by_tiles_m, tiles_n, by_tiles_n;      // all tiles; those along the channels; along the pixels of an image
   long long steps, rows, plane;                                   // stages of a sum; output channels; pixels of an image
-  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
 struct Planes {

@@ -49,7 +49,7 @@ static_assert(!PIXEL_QUADS || BLOCKS == 2, "a thread's four rows are four neighb
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 128, "see wgmma_tf32");
 
 // The arguments of a product. by_n is the divisor n, prepared (division.cuh).
-struct PointwiseProduct {
+struct PointwiseProduct : Finishing {
   long long tiles, across, by_across, down, by_down;  // tiles: all, along the columns, along the rows
   long long steps, each;                              // stages of k; the most that a split takes
   long long rows, columns;                            // real rows and columns; NCHW: images instead of rows
@@ -57,7 +57,6 @@ struct PointwiseProduct {
   long long busy;                                     // NCHW: warps of a tile that have a box
   long long row_step, column_step, size;              // elements of y from one row, and from one column, to the next; size of y
   long long pairs;                                    // whether neighbouring columns are neighbours in y, at multiples of 2
-  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
 struct Tile {

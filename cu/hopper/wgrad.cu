@@ -68,7 +68,7 @@ static_assert(LIMBS == 1 || (TYPE == 32 && WGMMA_N == 64), "three sums of a resu
 static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "as many registers as there are");
 
 // by_n is the divisor n, prepared (division.cuh).
-struct WgradNhwcArguments {
+struct WgradNhwcArguments : LoadedPixels {
   long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // tiles of a group pack
   long long group_packs, by_group_packs, splits;              // packs of groups; runs of positions
   long long stages, part;                                     // stages of all positions, and of a run
@@ -79,10 +79,6 @@ struct WgradNhwcArguments {
   long long taps, tap_r, by_tap_r, tap_s, by_tap_s;           // taps: all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
   long long spatial_dims;                                     // spatial axes of the loads; 0: position n of dy reads pixel n of x
-  long long load_plane, by_load_plane;                        // positions of an image, as x is loaded,
-  long long load_pq, by_load_pq, load_q, by_load_q;           // of a slice and of a row
-  long long stride_d, stride_h, stride_w;                     // x of position (o, p, q), tap 0: o * stride_d + low_d and so on
-  long long low_d, low_h, low_w;
   long long size, taps_fastest;                               // elements of dw; whether its taps are fastest, or its channels
   long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
