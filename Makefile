@@ -24,11 +24,12 @@ CLI := $(RUN) -m pycuda_conv
 # Tests start hundreds of processes. Where the environment forbids Python to keep what it compiled, each would compile all packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup launcher verify test lint bench docs wheel sdist clean
+.PHONY: help setup launcher verify test lint bench ladder docs wheel sdist clean
 help:
 	@echo "make verify   compute every kind of convolution here and compare with a float64 reference"
 	@echo "make test     ruff, mypy, pytest"
 	@echo "make bench    measure against torch; the figures go to build/"
+	@echo "make ladder   time the steps of the course on this machine, on a GPU or on PoCL, and draw them in build/ladder.svg"
 	@echo "make docs     build the documentation in build/docs; a warning is an error"
 	@echo "make wheel    a wheel in dist/; make wheel GPU=sm_90a,sm_80 compiles the most used kernels for those GPUs into it"
 	@echo "make sdist    the sources, with the tests and all that they need, in dist/"
@@ -56,6 +57,9 @@ launcher: $(READY)
 
 verify: $(LEAN)
 	$(CLI) verify $(ARGS)
+
+ladder: $(READY)
+	$(RUN) scripts/ladder.py --plot build/ladder.svg $(ARGS)
 
 bench: $(READY)
 	@mkdir -p build

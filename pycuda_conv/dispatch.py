@@ -49,10 +49,13 @@ def convolve(
     more : tuple
         The last members of the :class:`Call`, from its algorithm on, where `asked` lacks them; None for their defaults.
     """
+    upsample = None
     if more is not None:
-        algorithm, mode, value, dtype = more
+        algorithm, mode, value, dtype, upsample = more
         of_border = mode.__class__ is not str or mode != "zeros" or value.__class__ is not float or value
-        if of_border or algorithm is not None or dtype is not None:
+        if upsample is not None:
+            asked = *asked, algorithm, mode, value, dtype_name(dtype), upsample
+        elif of_border or algorithm is not None or dtype is not None:
             asked = *asked, algorithm, mode, value, dtype_name(dtype)
     device, devices, stream, tune = place
     repeatable = device is None and devices is None and stream is None and tune is False and repeat.may_repeat(operands[0])
@@ -60,7 +63,7 @@ def convolve(
         made = repeat.call(repeat.public_calls, asked, recorded, *operands, out)
         if made is not None:
             return made
-        if out is None and is_torchs(operands[0]) and repeat.autocasts(operands[0]):
+        if out is None and upsample is None and is_torchs(operands[0]) and repeat.autocasts(operands[0]):
             return handlers["autocast"]().convolve_cast(asked, operands, place, recorded)
     call, arrays = Call(*asked), Operands(*operands)
     kind = same_kind(arrays, out, call.operand_names)
@@ -103,7 +106,7 @@ def convolve(
     result = execute.run(kind, plan, arrays, out, stream, layout=layout, devices=gpus)
     if repeatable and kind.remembered:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
-        plain = plain and not plan.problem.bare  # torch gives their gradients by way of views with channels
+        plain = plain and not (plan.problem.bare or call.upsample)  # torch gives their gradients by way of views with channels
         repeat.remember(repeat.public_calls, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
     return kind.exported(result, arrays, stream) if kind.imports else result
 
@@ -147,7 +150,9 @@ def _hand_over(call: Call, operands: Operands, out: Any, place: Place) -> Any:
     """Pass a call on to torch, as the public function's, if its operands are stand-ins for arrays."""
     first, second, bias, scale, residual = operands
     given: tuple[Any, ...] = first, second
+    times, word = call.upsample or (1, None)
     options = {**call._asdict(), **place._asdict(), "bias": bias, "scale": scale, "residual": residual, "out": out}
+    options |= {"upsample": times, "upsample_filter": word}
     if call.function in GRADIENT_OPERANDS:
         given = (call.size, second, first) if call.function == "input" else (first, call.size, second)
     else:

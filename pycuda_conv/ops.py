@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from pycuda_conv import invariance
+from pycuda_conv.call import Call, Operands
 from pycuda_conv.dispatch import convolve, sum_channels
+from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.invariance import with_invariance
-from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes
+from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes, UpsampleFilter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,15 +19,30 @@ if TYPE_CHECKING:
 _ZEROS = "zeros"
 
 
-def _more(algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any) -> tuple[Any, ...] | None:
+def _more(
+    algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any, upsample: Any = 1, upsample_filter: Any = None
+) -> tuple[Any, ...] | None:
     """The last members of the :class:`~pycuda_conv.call.Call`; None for their defaults, with which a call takes less time.
 
     `invariant` is the option `batch_invariant`, or None where a function has none.
     """
     given = (invariant is False or invariant is None) and algorithm is None and dtype is None and mode is _ZEROS
-    if given and value.__class__ is float and not value and not invariance.blocks:
+    once = upsample.__class__ is int and upsample == 1 and upsample_filter is None
+    if given and once and value.__class__ is float and not value and not invariance.blocks:
         return None
-    return algorithm if invariant is None else with_invariance(algorithm, invariant), mode, value, dtype
+    times = tuple(upsample) if isinstance(upsample, list) else upsample
+    own = algorithm if invariant is None else with_invariance(algorithm, invariant)
+    return own, mode, value, dtype, None if once else (times, upsample_filter)
+
+
+def _streamed(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], more: Any, state: Any) -> Any:
+    """A piece of a signal: its result, and the state for the next piece."""
+    from pycuda_conv import streaming
+
+    device, devices, stream, tune = place
+    if devices is not None or tune is not False:
+        raise ConvArgumentError("state goes with neither devices nor tune: pieces are computed one after the other, and alike")
+    return streaming.convolve(Call(*asked, *(more or ())), Operands(*operands), state, out, device, stream)
 
 
 def conv2d(
@@ -33,7 +50,8 @@ def conv2d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
+    upsample_filter: UpsampleFilter | None = None,
 ) -> Array:
     """Convolve with two spatial axes. It is a cross-correlation, as in torch: the filter is not flipped.
 
@@ -110,6 +128,14 @@ def conv2d(
     dtype : optional
         The result's type: the one in which the arrays are convolved, which is the default, or a type of integers. Then results are rounded
         to the nearest, ties to even, once, and those out of range are clipped; NaN becomes the least. An `out` of integers means the same.
+    upsample : int or (int, int)
+        How many times each pixel stands along each axis of the image that is convolved: nearest upsampling by whole factors, before the
+        padding. In the formulas H and W are then those of the enlarged image.
+    upsample_filter : {"exact", "folded"} or None
+        ``"folded"`` sums the taps that meet the same pixel, and convolves the input as it is: a 3x3 filter behind an upsampling by 2 takes
+        16 products a pixel of the input instead of 36. In 16 bits that rounds the filter once more, unless it is one of float32 under
+        ``torch.autocast``. ``"exact"`` has the numbers of upsampling first. The default is "folded" for filters of float32 and float64, as
+        far as stride, dilation and border permit it, and "exact" for others.
 
     Returns
     -------
@@ -139,7 +165,7 @@ def conv2d(
     (64, 64)
     """
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -148,7 +174,8 @@ def conv1d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
+    upsample_filter: UpsampleFilter | None = None, state: Any = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -158,8 +185,11 @@ def conv1d(
     weight : array of shape (K, C/groups, S), or (S,) for an input of shape (W,)
     padding : int, (int,), ((left, right),), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
-    padding_mode, padding_value, dtype
+    padding_mode, padding_value, dtype, upsample, upsample_filter
         As for :func:`conv2d`.
+    state : {"zeros", "replicate"} or array, optional
+        What is in front of a piece of a signal: then the result is a pair, of what the piece completes and of the state for the next
+        piece. See the page on sound and video in pieces.
 
     Returns
     -------
@@ -171,7 +201,9 @@ def conv1d(
         As for :func:`conv2d`.
     """
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -180,7 +212,8 @@ def conv3d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
+    upsample_filter: UpsampleFilter | None = None, state: Any = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -190,7 +223,7 @@ def conv3d(
     weight : array of shape (K, C/groups, T, R, S), or (T, R, S) for an input of shape (D, H, W)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
-    padding_mode, padding_value, dtype
+    padding_mode, padding_value, dtype, upsample, upsample_filter
         As for :func:`conv2d`.
 
     Returns
@@ -203,7 +236,9 @@ def conv3d(
         As for :func:`conv2d`.
     """
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -254,7 +289,7 @@ def conv_transpose1d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: Any = None,
 ) -> Array:
     """The transposed convolution with one spatial axis: see :func:`conv_transpose2d`.
 
@@ -278,6 +313,8 @@ def conv_transpose1d(
     """
     asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
     more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -286,7 +323,7 @@ def conv_transpose3d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: Any = None,
 ) -> Array:
     """The transposed convolution with three spatial axes: see :func:`conv_transpose2d`.
 
@@ -310,6 +347,8 @@ def conv_transpose3d(
     """
     asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
     more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 

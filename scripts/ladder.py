@@ -78,6 +78,7 @@ def main() -> None:
         us = median(taken) * 1e6
         print(f"{name:50s} {us:9.1f} us {layer.flops / us / 1e6:9.3g} TFLOP/s   error {error:.1e}")
     if arguments.plot:
+        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
         draw(names, [layer.flops / median(taken) / 1e12 for taken in times], f"{layer} on {where}", arguments.plot)
 
 

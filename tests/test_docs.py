@@ -1,4 +1,4 @@
-"""The README and docs/: their links, their code, their pictures, the notebook, and the site as a whole."""
+"""The README and docs/: their links, their code, their pictures, the notebooks, and the site as a whole."""
 
 import os
 import re
@@ -121,19 +121,26 @@ def test_pictures_are_small():
         assert picture.stat().st_size < 80_000, name(picture)
 
 
-def test_the_notebook_runs(fast_env, device, tmp_path):
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("first", ("the loop, 64 calls", "cu/direct/batched.cu", "cu/direct/tile.cu")),
+        ("ladder", ("a loop in Python", "blocked for registers", "three products", "Question")),
+    ],
+)
+def test_the_notebook_runs(fast_env, device, tmp_path, file, words):
     nbformat = pytest.importorskip("nbformat", reason="notebooks are read by nbformat")
     client = pytest.importorskip("nbclient", reason="notebooks are run by nbclient")
     pytest.importorskip("ipykernel", reason="notebooks are run in ipykernel")
     pytest.importorskip("torch", reason="the notebook compares with torch")
-    notebook = nbformat.read(DOCS / "notebooks" / "first.ipynb", as_version=4)
+    notebook = nbformat.read(DOCS / "notebooks" / f"{file}.ipynb", as_version=4)
     nbformat.validate(notebook)
     with pytest.MonkeyPatch.context() as patch:
         for variable, value in (fast_env | {"PYCUDA_CONV_BACKEND": device.partition(":")[0]}).items():
             patch.setenv(variable, value)
         client.NotebookClient(notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))
-    assert "the loop, 64 calls" in printed and "cu/direct/batched.cu" in printed and "cu/direct/tile.cu" in printed
+    assert all(word in printed for word in words)
 
 
 def test_the_site_is_built_without_a_warning(python_env, tmp_path):
