@@ -196,12 +196,7 @@ DEVICE void consume(const Ring& ring, float* sums, int steps) {
   for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = 0;
   Ring::Position at;
   multiply_stages<1>(ring, at, 0, steps, sums_of, [&](uint32_t stage, bool) {
-    const uint32_t w = stage + consumer * 64 * 128;
-    constexpr bool transposed = W_TRANSPOSED && !GATHERS_W;
-    const uint64_t a = transposed ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w), b = wgmma_descriptor<128>(stage + W_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) wgmma<TYPE, transposed, 0>(sum, a + (transposed ? 64 * 128 / STEPS : 32) * k / 16, b + 32 * k / 16, true);
+    multiply_stage<TYPE, StageOperand<W_TRANSPOSED && !GATHERS_W>, StageOperand<false>>(sums_of, stage + consumer * 64 * 128, 0, stage + W_BYTES, false);
   });
 #if TYPE == 32  // the rounding to 16 bits hides it
   const float part = lost_in(STEPS * steps);

@@ -194,15 +194,9 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   Ring::Position at;
   auto& sum = sums.of;
   multiply_stages<BEHIND>(ring, at, range.first, range.last, sum, [&](uint32_t stage, bool fresh) {
-    auto described = [](uint32_t at) { return PLANES ? wgmma_descriptor<128>(at) : wgmma_mn_major_descriptor(at); };
-    const uint64_t dy = described(stage + down * PRODUCTS * BLOCK_BYTES);
-    const uint64_t x = described(stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k)
-#pragma unroll
-      for (int i = 0; i < PRODUCTS; ++i)
-        wgmma<TYPE, !PLANES, !PLANES>(sum[i], dy + (i * BLOCK_BYTES + k * STEP_BYTES) / 16, x + k * STEP_BYTES / 16, !(fresh && k == 0));
+    typedef StageOperand<!PLANES> Operand;
+    const uint32_t x = stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES;
+    multiply_stage<TYPE, Operand, Operand>(sum, stage + down * PRODUCTS * BLOCK_BYTES, BLOCK_BYTES, x, fresh);
   });
   const float lost = lost_in(STEPS * (range.last - range.first));  // long sums lose more than rounding to 16 bits hides
 #pragma unroll
