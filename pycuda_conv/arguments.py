@@ -15,6 +15,7 @@ ALGORITHMS = ("direct", "fft", "batch_invariant")
 #: In the order of ``cu/core/activation.cuh``.
 ACTIVATIONS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
 PADDINGS = ("same", "valid")
+UPSAMPLE_FILTERS = ("exact", "folded")
 SLOPE = 0.01  # the slope of "leaky_relu" if the caller gives none
 
 
@@ -27,7 +28,7 @@ def product_text(sizes: Iterable[int]) -> str:
 
 
 #: The forms of some arguments besides an integer.
-_OR_ELSE = dict.fromkeys(("stride", "dilation", "output_padding"), " or a list of one for each axis")
+_OR_ELSE = dict.fromkeys(("stride", "dilation", "output_padding", "upsample"), " or a list of one for each axis")
 _OR_ELSE["padding"] = " or a list of one, or of a pair (before, after), for each axis"
 
 
@@ -85,6 +86,24 @@ def checked_algorithm(value: Any) -> str | None:
     expected = f"algorithm must be None or one of {ALGORITHMS}"
     if isinstance(value, str):
         raise ConvArgumentError(f"{expected}, but got algorithm={brief(value)}{did_you_mean(value, ALGORITHMS)}")
+    raise TypeError(f"{expected}, got {brief(value)}")
+
+
+def checked_upsample(value: Any, ndim: int) -> tuple[int, ...]:
+    """The `upsample` argument as a factor for each axis."""
+    factors = integers("upsample", value, ndim)
+    if any(not 0 < factor < 2**15 for factor in factors):
+        raise ConvArgumentError(f"upsample must be from 1 to 2^15 - 1 along each axis, but got upsample={brief(value)}")
+    return factors
+
+
+def checked_upsample_filter(value: Any) -> str | None:
+    """The `upsample_filter` argument."""
+    if value is None or (isinstance(value, str) and value in UPSAMPLE_FILTERS):
+        return value
+    expected = f"upsample_filter must be None or one of {UPSAMPLE_FILTERS}"
+    if isinstance(value, str):
+        raise ConvArgumentError(f"{expected}, but got upsample_filter={brief(value)}{did_you_mean(value, UPSAMPLE_FILTERS)}")
     raise TypeError(f"{expected}, got {brief(value)}")
 
 

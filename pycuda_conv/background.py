@@ -262,7 +262,8 @@ def _network_layers(problem: ConvProblem, batches: tuple[int, ...], fused: bool)
 
 def _resized(problem: ConvProblem, size: Size3) -> ConvProblem | None:
     """The same layer for images of `size`; None where its filter does not fit them. Axes of one pixel keep that length."""
-    d, h, w = (1 if before == 1 else n for n, before in zip(size, problem.input_size, strict=True))
+    axes = zip(size, problem.input_size, problem.upsample, strict=True)
+    d, h, w = (1 if before == 1 else ceil(n, times) * times for n, before, times in axes)
     written = problem.output_size_of((d, h, w))
     return replace(problem, input_size=(d, h, w), output_size=written) if min(written) > 0 else None
 

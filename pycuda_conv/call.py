@@ -6,7 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pycuda_conv import borders
-from pycuda_conv.arguments import PRECISIONS, checked_activation, checked_algorithm, checked_shape, integer
+from pycuda_conv.arguments import (
+    PRECISIONS,
+    checked_activation,
+    checked_algorithm,
+    checked_shape,
+    checked_upsample,
+    checked_upsample_filter,
+    integer,
+)
 from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_taken, dtype_name
 from pycuda_conv.errors import brief
 from pycuda_conv.problem import ConvProblem
@@ -45,6 +53,8 @@ class Call(NamedTuple):
     padding_value: Any = 0.0
     #: the type of the result; by default that of the arithmetic
     dtype: Any = None
+    #: how many times each pixel stands along each axis, and what is done with the filter for it; None where once
+    upsample: Any = None
 
     @property
     def name(self) -> str:
@@ -95,7 +105,7 @@ class Call(NamedTuple):
         TypeError
             An option is of a wrong type.
         """
-        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, dtype = self
+        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, dtype, upsample = self
         if function in GRADIENT_OPERANDS and not isinstance(size, (list, tuple)):
             raise TypeError(f"{function}_size must be the shape of the convolution's {function}, got {brief(size)}")
         if not isinstance(precision, str):  # torch.compile follows this, and not always a comparison of classes
@@ -112,13 +122,17 @@ class Call(NamedTuple):
         if size.__class__ is not int:
             size = _key("output_padding" if function == "conv_transpose" else f"each size in {function}_size", size)
         mode, value = borders.hashable(mode), value if value.__class__ is float else borders.fill_value(value)
+        if upsample is not None:
+            times, word = upsample
+            upsample = checked_upsample(times, ndim), checked_upsample_filter(word)
         return Call(
-            function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, dtype_name(dtype)
+            function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, dtype_name(dtype),
+            upsample,
         )
 
     def problem(self, shapes: Sequence[Any], dtype: str, **more: Any) -> ConvProblem:
         """The problem for operands of these shapes, which it checks; a shape is None where the operand is missing."""
-        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, _ = self
+        function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, mode, value, _, upsample = self
         first, second, bias, scale, residual = shapes
         options = {
             "stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "precision": precision, "dtype": dtype,
@@ -133,6 +147,8 @@ class Call(NamedTuple):
         options |= {"scale_shape": scale, "residual_shape": residual, "activation": activation}
         if function == "conv_transpose":
             return ConvProblem.transposed(ndim, first, second, bias, **options, output_padding=size)
+        if upsample is not None:
+            options |= {"upsample": upsample[0], "upsample_filter": upsample[1]}
         return ConvProblem.forward(ndim, first, second, bias, **options)
 
 

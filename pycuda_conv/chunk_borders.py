@@ -10,6 +10,8 @@ import dask.array as da
 import numpy as np
 
 from pycuda_conv import borders
+from pycuda_conv.call import Call
+from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 
 
@@ -103,3 +105,15 @@ def folded(problem: ConvProblem, wide: Any, first_axis: int) -> Any:
                 made = da.concatenate([piece for piece in pieces if piece.shape[axis]], axis)
         wide = made
     return wide
+
+
+def enlarged(x: Any, call: Call) -> tuple[Any, Call]:
+    """An upsampled image, enlarged chunk by chunk, and the call for it; any other as it is."""
+    if call.upsample is None:
+        return x, call
+    times, word = call.upsample
+    if word == "folded":
+        raise ConvArgumentError("dask arrays are enlarged chunk by chunk: upsample_filter must be 'exact' or None, but got 'folded'")
+    for axis, n in enumerate(times, x.ndim - len(times)):
+        x = da.repeat(x, n, axis) if n > 1 else x
+    return x, call._replace(upsample=None)

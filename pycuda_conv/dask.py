@@ -335,6 +335,7 @@ def convolve(call: Call, operands: Operands, out: Any, stream: Any, place: Chunk
         return convolve(call, with_channels, out, stream, place)[0]
     names = *call.operand_names, *Operands._fields[2:]
     x = _checked(names[0], operands.input, call.ndim)
+    x, call = chunk_borders.enlarged(x, call)
     operands = operands._replace(input=x)
     _check_kinds(names, *operands)
     dtypes = [None if one is None else LAZY.dtype_name(np.dtype(one.dtype)) for one in operands]

@@ -34,12 +34,16 @@ handlers: dict[str, Callable[[], Any]] = {}
 _ZEROS = "zeros"
 
 
-def _rest(algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any) -> tuple[Any, ...]:
+def rest_of_call(
+    algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any, upsample: Any = 1, upsample_filter: Any = None
+) -> tuple[Any, ...]:
     """The last members of a :class:`Call`, from its algorithm on; none where all have their defaults.
 
     `invariant` is the option `batch_invariant`, or None where a function has none.
     """
     algorithm = algorithm if invariant is None else with_invariance(algorithm, invariant)
+    if upsample.__class__ is not int or upsample != 1 or upsample_filter is not None:
+        return algorithm, mode, value, dtype_name(dtype), (tuple(upsample) if isinstance(upsample, list) else upsample, upsample_filter)
     of_border = mode.__class__ is not str or mode != _ZEROS or value.__class__ is not float or value
     return (algorithm, mode, value, dtype_name(dtype)) if of_border or algorithm is not None or dtype is not None else ()
 
@@ -62,13 +66,16 @@ def convolve(
     recorded : bool
         Whether the arrays' library knows of the call.
     more : tuple
-        The members of :func:`_rest`, which becomes the last members of the :class:`Call` where `asked` lacks them.
+        The members of :func:`rest_of_call`, which becomes the last members of the :class:`Call` where `asked` lacks them.
     """
+    upsample = None
     if more is not None:
-        algorithm, invariant, mode, value, dtype = more
+        algorithm, invariant, mode, value, dtype, *enlarged = more
         usual = algorithm is None and (invariant is False or invariant is None) and mode is _ZEROS and dtype is None
+        if enlarged and (enlarged[0] != 1 or enlarged[0].__class__ is not int or enlarged[1] is not None):
+            usual, upsample = False, enlarged[0]
         if not usual or value.__class__ is not float or value or invariance.blocks:
-            asked = *asked, *_rest(algorithm, invariant, mode, value, dtype)
+            asked = *asked, *rest_of_call(*more)
     device, devices, stream, tune = place
     first, second, bias, scale, residual = operands
     repeatable = device is None and devices is None and stream is None and tune is False and repeat.may_repeat(first)
@@ -76,7 +83,7 @@ def convolve(
         made = repeat.call(repeat.public_calls, asked, recorded, first, second, bias, scale, residual, out)
         if made is not None:
             return made
-        if out is None and is_torchs(first) and repeat.autocasts(first):
+        if out is None and upsample is None and is_torchs(first) and repeat.autocasts(first):
             return handlers["autocast"]().convolve_cast(asked, operands, place, recorded)
     call, arrays = Call(*asked), Operands(*operands)
     kind = same_kind(arrays, out, call.operand_names)
@@ -119,7 +126,7 @@ def convolve(
     result = execute.run(kind, plan, arrays, out, stream, layout=layout, devices=gpus)
     if repeatable and kind.remembered:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
-        plain = plain and not plan.problem.bare  # torch gives their gradients by way of views with channels
+        plain = plain and not (plan.problem.bare or call.upsample)  # torch gives their gradients by way of views with channels
         repeat.remember(repeat.public_calls, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
     return kind.exported(result, arrays, stream) if kind.imports else result
 
@@ -163,7 +170,9 @@ def _hand_over(call: Call, operands: Operands, out: Any, place: Place) -> Any:
     """Pass a call on to torch, as the public function's, if its operands are stand-ins for arrays."""
     first, second, bias, scale, residual = operands
     given: tuple[Any, ...] = first, second
+    times, word = call.upsample or (1, None)
     options = {**call._asdict(), **place._asdict(), "bias": bias, "scale": scale, "residual": residual, "out": out}
+    options |= {"upsample": times, "upsample_filter": word}
     if call.function in GRADIENT_OPERANDS:
         given = (call.size, second, first) if call.function == "input" else (first, call.size, second)
     else:

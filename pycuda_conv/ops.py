@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
-from pycuda_conv.dispatch import convolve, sum_channels
-from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes
+from pycuda_conv.call import Call, Operands
+from pycuda_conv.dispatch import convolve, rest_of_call, sum_channels
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes, UpsampleFilter
 
 if TYPE_CHECKING:
     import numpy as np
+
+
+def _streamed(
+    asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], more: tuple[Any, ...], state: Any
+) -> Any:
+    """A piece of a signal: its result, and the state for the next piece."""
+    from pycuda_conv import streaming
+
+    device, devices, stream, tune = place
+    if devices is not None or tune is not False:
+        raise ConvArgumentError("state goes with neither devices nor tune: pieces are computed one after the other, and alike")
+    return streaming.convolve(Call(*asked, *rest_of_call(*more)), Operands(*operands), state, out, device, stream)
 
 
 def conv2d(
@@ -17,7 +31,8 @@ def conv2d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
+    upsample_filter: UpsampleFilter | None = None,
 ) -> Array:
     """Convolve with two spatial axes. It is a cross-correlation, as in torch: the filter is not flipped.
 
@@ -94,6 +109,14 @@ def conv2d(
     dtype : optional
         The result's type: the one in which the arrays are convolved, which is the default, or a type of integers. Then results are rounded
         to the nearest, ties to even, once, and those out of range are clipped; NaN becomes the least. An `out` of integers means the same.
+    upsample : int or (int, int)
+        How many times each pixel stands along each axis of the image that is convolved: nearest upsampling by whole factors, before the
+        padding. In the formulas H and W are then those of the enlarged image.
+    upsample_filter : {"exact", "folded"} or None
+        ``"folded"`` sums the taps that meet the same pixel, and convolves the input as it is: a 3x3 filter behind an upsampling by 2 takes
+        16 products a pixel of the input instead of 36. In 16 bits that rounds the filter once more, unless it is one of float32 under
+        ``torch.autocast``. ``"exact"`` has the numbers of upsampling first. The default is "folded" for filters of float32 and float64, as
+        far as stride, dilation and border permit it, and "exact" for others.
 
     Returns
     -------
@@ -123,7 +146,7 @@ def conv2d(
     (64, 64)
     """
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
-    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -132,7 +155,8 @@ def conv1d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
+    upsample_filter: UpsampleFilter | None = None, state: Any = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -142,8 +166,11 @@ def conv1d(
     weight : array of shape (K, C/groups, S), or (S,) for an input of shape (W,)
     padding : int, (int,), ((left, right),), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
-    padding_mode, padding_value, dtype
+    padding_mode, padding_value, dtype, upsample, upsample_filter
         As for :func:`conv2d`.
+    state : {"zeros", "replicate"} or array, optional
+        What is in front of a piece of a signal: then the result is a pair, of what the piece completes and of the state for the next
+        piece. See the page on sound and video in pieces.
 
     Returns
     -------
@@ -155,7 +182,9 @@ def conv1d(
         As for :func:`conv2d`.
     """
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
-    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -164,7 +193,8 @@ def conv3d(
     groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
+    upsample_filter: UpsampleFilter | None = None, state: Any = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -174,7 +204,7 @@ def conv3d(
     weight : array of shape (K, C/groups, T, R, S), or (T, R, S) for an input of shape (D, H, W)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
-    padding_mode, padding_value, dtype
+    padding_mode, padding_value, dtype, upsample, upsample_filter
         As for :func:`conv2d`.
 
     Returns
@@ -187,7 +217,9 @@ def conv3d(
         As for :func:`conv2d`.
     """
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
-    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -238,7 +270,7 @@ def conv_transpose1d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: Any = None,
 ) -> Array:
     """The transposed convolution with one spatial axis: see :func:`conv_transpose2d`.
 
@@ -262,6 +294,8 @@ def conv_transpose1d(
     """
     asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
     more = algorithm, batch_invariant, padding_mode, padding_value, dtype
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -270,7 +304,7 @@ def conv_transpose3d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: Any = None,
 ) -> Array:
     """The transposed convolution with three spatial axes: see :func:`conv_transpose2d`.
 
@@ -294,6 +328,8 @@ def conv_transpose3d(
     """
     asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
     more = algorithm, batch_invariant, padding_mode, padding_value, dtype
+    if state is not None:
+        return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 

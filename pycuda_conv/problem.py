@@ -27,6 +27,8 @@ from pycuda_conv.arguments import (
     checked_algorithm,
     checked_rank,
     checked_shape,
+    checked_upsample,
+    checked_upsample_filter,
     integer,
     integers,
     padding_in_numbers,
@@ -38,7 +40,7 @@ from pycuda_conv.arguments import (
 from pycuda_conv.borders import Border
 from pycuda_conv.elements import DTYPE_BYTES, INTEGER_BYTES, as_dtype
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
-from pycuda_conv.typing import Activation, Algorithm, Crop, Padding, PaddingMode, Precision, Sizes
+from pycuda_conv.typing import Activation, Algorithm, Crop, Padding, PaddingMode, Precision, Sizes, UpsampleFilter
 
 #: Three extents, in the order depth, height, width.
 Size3 = tuple[int, int, int]
@@ -57,6 +59,21 @@ def channels_last(axes: int, ndim: int) -> tuple[int, ...] | None:
 
 def _pad3(values: Sequence[int], fill: int) -> Size3:
     d, h, w = (fill,) * (3 - len(values)) + tuple(values)
+    return d, h, w
+
+
+#: What is not upsampled, and has no stride.
+_ONCE: Size3 = (1, 1, 1)
+
+
+def _times(one: Size3, other: Size3) -> Size3:
+    d, h, w = (a * b for a, b in zip(one, other, strict=True))
+    return d, h, w
+
+
+def _over(one: Size3, other: Size3) -> Size3:
+    """Quotients, rounded up."""
+    d, h, w = (-(-a // b) for a, b in zip(one, other, strict=True))
     return d, h, w
 
 
@@ -112,6 +129,11 @@ class ConvProblem:
     input_dtype, result_dtype : str
         The types of the array that is read first, and of the result, where they are integers; ``""`` for `dtype`. The sums are those of
         `dtype`; a result of integers is rounded to the nearest, ties to even, and clipped.
+    upsample : (int, int, int)
+        Of a convolution: how many times each pixel stands along each axis of the image that is convolved. :attr:`input_size` is that of
+        this enlarged image, :attr:`operand_size` that of the array.
+    folded : bool
+        Whether the taps that meet the same pixel of the array are summed before the convolution: see :attr:`transposed_form`.
     """
 
     direction: Literal["fprop", "dgrad", "wgrad"]
@@ -142,6 +164,8 @@ class ConvProblem:
     border_value: float = 0.0
     input_dtype: str = ""
     result_dtype: str = ""
+    upsample: Size3 = (1, 1, 1)
+    folded: bool = False
 
     def __hash__(self) -> int:
         """Computed once: the planner looks problems up hundreds of times."""
@@ -163,7 +187,7 @@ class ConvProblem:
         precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW", scale_shape: Sequence[int] | None = None,
         residual_shape: Sequence[int] | None = None, activation: Activation | None = None, in_chunks: bool = False,
         algorithm: Algorithm | None = None, padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, input_dtype: str = "",
-        result_dtype: str = "",
+        result_dtype: str = "", upsample: Sizes = 1, upsample_filter: UpsampleFilter | None = None,
     ) -> ConvProblem:
         """A convolution of rank `ndim` (1, 2 or 3) in the terms of ``torch.nn.functional.conv1d/2d/3d``.
 
@@ -173,7 +197,7 @@ class ConvProblem:
             Or the spatial axes alone, where `weight_shape` has no others either: one image of one channel.
         weight_shape : (K, C/groups, ...)
         bias_shape : (K,) or None
-        stride, padding, dilation, groups, activation, algorithm, padding_mode, padding_value
+        stride, padding, dilation, groups, activation, algorithm, padding_mode, padding_value, upsample, upsample_filter
             As for :func:`pycuda_conv.conv2d`.
         layout : {"NCHW", "NHWC"}
             How input and result lie in memory; the shapes are the same.
@@ -213,8 +237,10 @@ class ConvProblem:
         check_channels("bias", bias_shape, k, weight_shape)
         pairs = padding_in_numbers(pairs, common.stride[-ndim:], common.dilation[-ndim:], filter_size)
         before, after = _pad3([p[0] for p in pairs], 0), _pad3([p[1] for p in pairs], 0)
-        common = replace(common, padding_before=before, padding_after=after)
-        output_size = common.output_size_of(common.input_size)
+        factors, filter_word = _pad3(checked_upsample(upsample, ndim), 1), checked_upsample_filter(upsample_filter)
+        size = common.input_size if factors == _ONCE else _times(common.input_size, factors)
+        common = replace(common, padding_before=before, padding_after=after, upsample=factors, input_size=size)
+        output_size = common.output_size_of(size)
         if min(output_size) < 1:
             padded = [n + b + a for n, b, a in zip(common.input_size, before, after, strict=True)]
             reach = [d * (f - 1) + 1 for d, f in zip(common.dilation, common.filter_size, strict=True)]
@@ -225,7 +251,81 @@ class ConvProblem:
         made = replace(common, C=channels, K=k, output_size=output_size, has_bias=bias_shape is not None)
         made = made._with_types(input_dtype, result_dtype)._checked_sizes(in_chunks)
         made = made._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
-        return made if padding_mode == "zeros" and padding_value == 0 else made._with_border(padding_mode, padding_value, in_chunks)
+        if padding_mode != "zeros" or padding_value != 0:
+            made = made._with_border(padding_mode, padding_value, in_chunks)
+        return made if factors == _ONCE else made._with_filter(filter_word)
+
+    def _with_filter(self, word: str | None) -> ConvProblem:
+        """The problem of an upsampled image with the taps summed, or not: as asked, by default where sums are of float32."""
+        reason = self.why_not_folded
+        if word == "folded" and reason is not None:
+            raise ConvArgumentError(f"upsample_filter='folded' is not for this convolution: {reason}")
+        if word is None:  # sums of 16 bits would be rounded once more
+            wanted = reason is None and self.itemsize > 2 and self.algorithm != "fft" and not any(map(any, self.empty_taps))
+        else:
+            wanted = word == "folded"
+        return replace(self, folded=wanted)
+
+    @property
+    def why_not_folded(self) -> str | None:
+        """Why taps that meet the same pixel of an upsampled image can't be summed, or None if they can."""
+        n = self.ndim
+        if self.stride != _ONCE:
+            return f"it takes a stride of 1, but got stride={shape_text(self.stride[-n:])}"
+        if any(u > 1 and d > 1 and taps > 1 for u, d, taps in zip(self.upsample, self.dilation, self.filter_size, strict=True)):
+            return f"it takes a dilation of 1 along an axis that is upsampled, but got dilation={shape_text(self.dilation[-n:])}"
+        if any(u > 1 and "reflect" in words for u, words in zip(self.upsample, self.border or borders.NONE, strict=True)):
+            return "a border that is reflected about the edge's pixel shows that pixel once, not as often as it is repeated"
+        return None
+
+    @property
+    def framed(self) -> ConvProblem:
+        """A convolution that reads the array with as much of its border as reaches over the edge of the enlarged image."""
+        first, last = self.border_sizes
+        before, after = (_over(sides, self.upsample) for sides in (first, last))
+        return replace(
+            self, upsample=_ONCE, folded=False, input_size=self.operand_size, filter_size=_ONCE, stride=_ONCE, dilation=_ONCE,
+            padding_before=before, padding_after=after, output_size=_plus(_plus(self.operand_size, before), after),
+        )
+
+    @property
+    def transposed_form(self) -> ConvProblem:
+        """The transposed convolution of the array, with its border as :attr:`framed` makes it, that a :attr:`folded` convolution is.
+
+        Pixel i of the result meets a pixel h of the array by all taps r with ``(i - padding + r) // upsample == h``. They are neighbours,
+        and which they are depends on ``i - h * upsample`` alone. So their sum is a tap of a transposed convolution whose stride is
+        `upsample`. Along an axis it has `upsample` - 1 taps more; and as many before and behind as the padding is wider than the filter
+        reaches, whose sums are of nothing.
+        """
+        frame = self.framed
+        taps: list[int] = []
+        before, after, dilation = list(taps), list(taps), list(taps)
+        empty = self.empty_taps
+        for axis, (u, r, d) in enumerate(zip(self.upsample, self.filter_size, self.dilation, strict=True)):
+            d = d if u == 1 else 1
+            first, last = empty[axis]
+            found = first + r + u - 1 + last
+            cut = d * (r - 1 + first) - (self.padding_before[axis] - u * frame.padding_before[axis])
+            full = (frame.output_size[axis] - 1) * u + d * (found - 1) + 1
+            for values, own in ((taps, found), (dilation, d), (before, cut), (after, full - cut - self.output_size[axis])):
+                values.append(own)
+        bordered = self.border is not None
+        return replace(
+            self, direction="dgrad", C=self.K, K=self.C, input_size=self.output_size, output_size=frame.output_size,
+            filter_size=_pad3(taps, 1), stride=self.upsample, dilation=_pad3(dilation, 1), padding_before=_pad3(before, 0),
+            padding_after=_pad3(after, 0), upsample=_ONCE, folded=False, border=None, border_value=0.0,
+            input_dtype="" if bordered else self.input_dtype,
+        )
+
+    @property
+    def empty_taps(self) -> tuple[tuple[int, int], ...]:
+        """Along each axis, the taps of :attr:`transposed_form` before and behind the others whose sums are of nothing."""
+        frame, found = self.framed, []
+        for axis, (u, r, d) in enumerate(zip(self.upsample, self.filter_size, self.dilation, strict=True)):
+            d = d if u == 1 else 1
+            around = self.padding_before[axis] - u * frame.padding_before[axis], self.padding_after[axis] - u * frame.padding_after[axis]
+            found.append((max(0, -(-around[0] // d) - (r - 1)), max(0, -(-around[1] // d) - (r - 1))))
+        return tuple(found)
 
     def _with_border(self, padding_mode: Any, padding_value: Any, in_chunks: bool) -> ConvProblem:
         """The problem with other padding than zeros."""
@@ -397,7 +497,8 @@ class ConvProblem:
         return replace(forward, direction="wgrad", algorithm="direct" if forward.batch_invariant else forward.algorithm)
 
     def _checked_sizes(self, in_chunks: bool = False) -> ConvProblem:
-        for what, size in (("input", self.operand_size), ("output", self.result_size)):
+        wide = [("upsampled input", self.input_size)] if self.upsampled else []
+        for what, size in (("input", self.operand_size), ("output", self.result_size), *wide):
             if math.prod(size) >= 2**31 and not in_chunks:
                 shown = product_text(size[-self.ndim :])
                 raise ConvArgumentError(f"one channel of the {what} has {shown} elements; at most 2^31 - 1 are supported")
@@ -448,6 +549,9 @@ class ConvProblem:
     @property
     def operand_size(self) -> Size3:
         """Spatial size of the array that is read first: (D, H, W), for dgrad (O, P, Q)."""
+        if self.upsample != _ONCE:
+            d, h, w = (n // u for n, u in zip(self.input_size, self.upsample, strict=True))
+            return d, h, w
         return self.output_size if self.direction == "dgrad" else self.input_size
 
     @property
@@ -517,8 +621,13 @@ class ConvProblem:
 
     @property
     def adapted(self) -> bool:
-        """Whether the array that is read or written differs from what :attr:`padded` reads or writes: by a border, or by its type."""
-        return self.border is not None or bool(self.input_dtype) or bool(self.result_dtype)
+        """Whether the array that is read or written differs from what :attr:`padded` does: by its size, by a border, or by its type."""
+        return self.border is not None or bool(self.input_dtype) or bool(self.result_dtype) or self.upsampled
+
+    @property
+    def upsampled(self) -> bool:
+        """Whether the image that is convolved is larger than the array."""
+        return self.upsample != _ONCE
 
     @property
     def padded(self) -> ConvProblem:
@@ -534,7 +643,7 @@ class ConvProblem:
         folded = self.border is not None and self.direction == "dgrad"
         return replace(
             self, input_size=size, padding_before=before, padding_after=after, border=None, border_value=0.0, input_dtype="",
-            result_dtype="", has_residual=self.has_residual and not folded,
+            result_dtype="", has_residual=self.has_residual and not folded, upsample=_ONCE, folded=False,
         )
 
     @property
@@ -558,7 +667,7 @@ class ConvProblem:
         outermost, hence the layout ``"CNHW"``. If x and dy are channels last, its images are last in memory: ``"CHWN"``.
         """
         own = replace(self, bare=False) if self.bare else self
-        own = own._of_images() if self.ndim == 3 else own
+        own = own._of_images() if self.ndim == 3 and not self.upsampled else own
         if own.layout == "NHWC" and own.C == own.K == 1:  # a single channel lies in either order
             own = replace(own, layout="NCHW")
         if own.direction != "wgrad":
@@ -693,6 +802,7 @@ class ConvProblem:
             text += " " + common([before if before == behind else f"{before}+{behind}" for before, behind in self.border[-n:]])
             text += f" {self.border_value:g}" if self.border_value else ""
         text += f" {self.dtype}" + (" tf32" if self.precision == "tf32" else "")
+        text += f" upsampled {common(self.upsample[-n:])}{', folded' if self.folded else ''}" if self.upsampled else ""
         text += f" from {self.input_dtype}" if self.input_dtype else ""
         text += f" to {self.result_dtype}" if self.result_dtype else ""
         text += " channels last" if self.layout == "NHWC" else ""

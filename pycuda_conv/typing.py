@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Activation", "Algorithm", "Array", "Crop", "DType", "Mode", "Padding", "PaddingMode", "Precision", "Sizes"]
+__all__ = [
+    "Activation", "Algorithm", "Array", "Crop", "DType", "Mode", "Padding", "PaddingMode", "Precision", "Sizes",
+    "UpsampleFilter",
+]  # fmt: skip
 
 
 class _HasShape(Protocol):
@@ -62,5 +65,7 @@ PaddingMode = Mode | Sequence[Mode | tuple[Mode, Mode]]
 
 Precision = Literal["fp32", "tf32"]
 Algorithm = Literal["direct", "fft", "batch_invariant"]
+#: Whether the taps that meet one pixel of an upsampled image are summed before.
+UpsampleFilter = Literal["exact", "folded"]
 #: A word, or ``("leaky_relu", slope)``; ``"leaky_relu"`` alone has a slope of 0.01.
 Activation = Literal["relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh"] | tuple[Literal["leaky_relu"], float]

@@ -145,14 +145,19 @@ def test_options_as_a_list(ndim):
     assert plain.settings.padding_mode == "zeros" and plain.settings.padding_value == 0
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("channels", [4, 32])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("last", [False, True])
-def test_a_layer_in_evaluation(dtype, last):
-    x, w = images(2, 4, 9, 7, channels_last=last, dtype=dtype), torch.randn(6, 4, 3, 3, dtype=dtype)
-    gamma, beta, mean, var = (torch.rand(6) + 0.5 for _ in range(4))
-    residual = torch.randn(2, 6, 9, 7, dtype=dtype)
+def test_a_layer_in_evaluation(dtype, last, channels, place):
+    """Three calls each, the last of which the launcher in C repeats."""
+    x = images(2, channels, 9, 7, channels_last=last, dtype=dtype, where=place)
+    w = torch.randn(6, channels, 3, 3, dtype=dtype, device=place) / channels**0.5
+    gamma, beta, mean, var = (torch.rand(6, device=place) + 0.5 for _ in range(4))
+    residual = torch.randn(2, 6, 9, 7, dtype=dtype, device=place)
     for mode, value in (("reflect", 0.0), ("constant", 2.0), ((("circular", "zeros"), "replicate"), 0.0)):
-        found = evaluate(x, w, None, gamma, beta, mean, var, 1e-3, residual, "relu", padding=1, padding_mode=mode, padding_value=value)
+        more = {"padding": 1, "padding_mode": mode, "padding_value": value}
+        found = [evaluate(x, w, None, gamma, beta, mean, var, 1e-3, residual, "relu", **more) for _ in range(3)]
         wide = x.double()
         if mode == "constant":
             wide = F.pad(wide, (1, 1, 1, 1), value=value)
@@ -162,4 +167,5 @@ def test_a_layer_in_evaluation(dtype, last):
             wide = F.pad(F.pad(F.pad(wide, (1, 1, 0, 0), mode="replicate"), (0, 0, 1, 0), mode="circular"), (0, 0, 0, 1))
         expected = F.batch_norm(F.conv2d(wide, w.double()), mean.double(), var.double(), gamma.double(), beta.double(), False, 0.0, 1e-3)
         expected = (expected + residual.double()).relu()
-        assert (found.double() - expected).abs().max() < (3e-2 if dtype is torch.float16 else 1e-4)
+        for one in found:
+            assert (one.double() - expected).abs().max() < (3e-2 if dtype is torch.float16 else 1e-4)

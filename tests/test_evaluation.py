@@ -203,8 +203,12 @@ def test_wrong_norms():
     vectors, eps, *_ = norms_of("cpu", torch.float32, 2, missing=False)
     with pytest.raises(ConvArgumentError, match="vectors must be 5 for each of one or more eps, but got 9 and 2"):
         fold_norms(vectors[:-1], eps)
-    with pytest.raises(ConvArgumentError, match="mean and var of norm 1 must be given"):
+    with pytest.raises(ConvArgumentError, match="mean and var of norm 1 must both be given"):
         fold_norms([*vectors[:7], None, *vectors[8:]], eps)
+    with pytest.raises(ConvArgumentError, match="eps of norm 1 must be 1 without mean and var, but got"):
+        fold_norms([*vectors[:7], None, None, *vectors[9:]], eps)
+    with pytest.raises(ConvArgumentError, match="or gamma or beta alone"):
+        fold_norms([None] * 5, [1.0])
     with pytest.raises(ConvArgumentError, match=r"bias of norm 1 must have shape \[8\] on cpu, but got \[3\] on cpu"):
         fold_norms([*vectors[:9], vectors[0]], eps)
 
@@ -223,7 +227,7 @@ def test_layers_with_folded_norms(place, last, dtype):
         ref = reference(x, w, *others, eps, None, None, transposed, **how)
         residual = torch.randn(ref.shape, device=place).to(dtype)
         residual = residual.contiguous(memory_format=torch.channels_last) if last else residual
-        asked = "conv_transpose" if transposed else "conv", 2, 1, 1, 1, "fp32", 1 if transposed else 0, "relu", 0.0
+        asked = "conv_transpose" if transposed else "conv", 2, 1, 1, 1, "fp32", 1 if transposed else 0, "relu", None, 0.0
         spec = spec_of(2, (3, 3), activation="relu", transposed=transposed, **how)
         for more in (None, residual):
             whole = torch.relu(ref if more is None else ref + more.double())
@@ -262,7 +266,7 @@ def test_layers_with_folded_norms_are_computed_again_by_the_launcher_in_c(warm, 
     folding._again.clear()
     folded, calls = fold_norms((*norm, bias), (1e-3,)), []
     monkeypatch.setattr(folding, "computed", lambda *given, original=folding.computed: (calls.append(1), original(*given))[1])
-    asked = "conv", 1, 1, 1, 1, "fp32", 0, "relu", 0.0
+    asked = "conv", 1, 1, 1, 1, "fp32", 0, "relu", None, 0.0
     first, second = (made_by(warm, lambda: scaled(asked, 0, x, w, folded, None)) for _ in range(2))
     assert len(calls) == 1 and first and len(first) == len(second)
     other = folded.clone()
@@ -367,8 +371,8 @@ def test_inside_autocast_it_computes_in_the_type_of_its_operands():
 
 def test_wrong_operands():
     x, w, bias, gamma, beta, mean, var = arrays("cpu", torch.float32, torch.float32)
-    with pytest.raises(ConvArgumentError, match="mean and var must both be given"):
-        evaluate(x, w, bias, gamma)
+    with pytest.raises(ConvArgumentError, match="mean and var must both be given, or none"):
+        evaluate(x, w, bias, gamma, beta, mean)
     with pytest.raises(ConvArgumentError, match=r"var must have one number for each of 16 channels, on cpu, but got \[8\] on cpu"):
         evaluate(x, w, bias, gamma, beta, mean, var[:8])
     with pytest.raises(ConvArgumentError, match="residual must have the result's shape"):

@@ -62,6 +62,9 @@ LARGE = (
     ("gaussian_filter", (300, 20), "float64", {"sigma": (9.0, 0.0)}),
     ("uniform_filter1d", (90, 150), "uint16", {"size": 31, "axis": 1, "output": "float32"}),
     ("gaussian_filter1d", (260, 150), "float32", {"sigma": 12.0, "axis": 0, "mode": "constant", "cval": 2.0}),
+    ("gaussian_filter", (30, 40, 70), "float32", {"sigma": 1.0}),
+    ("gaussian_filter", (2, 21, 20, 19, 3), "uint8", {"sigma": (1.0, 0.5, 1.5), "axes": (1, 2, 3), "mode": ("wrap", "constant", "mirror")}),
+    ("gaussian_filter", (25, 18, 33), "float64", {"sigma": (2.0, 0.5, 1.0), "order": (0, 1, 0)}),
     ("correlate", (60, 140), "float32", {"weights": np.arange(165.0).reshape(11, 15) % 7 - 2, "mode": "nearest"}),
     ("correlate", (40, 50, 3), "int8", {"weights": np.arange(35.0).reshape(5, 7) % 5 - 1, "axes": (0, 1), "output": "float32"}),
     ("correlate", (6, 30, 140), "float64", {"weights": np.arange(60.0).reshape(3, 4, 5) % 7 - 2, "mode": "wrap", "origin": (1, -1, 0)}),
@@ -127,3 +130,11 @@ def test_bands_give_the_bits_of_the_whole(monkeypatch, seed):
         tolerance = 1e-12 if want.dtype.kind in "fc" and want.dtype.itemsize > 4 + 4 * (want.dtype.kind == "c") else 0
         np.testing.assert_allclose(got, want, rtol=tolerance, err_msg=f"call {number}: {name} of {x.dtype} {x.shape}, {arguments}")
     assert cut > 3
+
+
+def test_volumes_are_one_launch(simulated):
+    x = np.random.default_rng(0).random((12, 18, 20), np.float32)
+    ours.gaussian_filter(x, 1.0, device="opencl")
+    assert [kernel for kernel, *_ in simulated] == ["volume"]
+    ours.gaussian_filter(x, (4.5, 0.5, 4.5), device="opencl")  # windows that no block has room for
+    assert [kernel for kernel, *_ in simulated[1:]] == ["separable", "separable"]

@@ -267,6 +267,18 @@ def test_white_stays_white_and_a_ramp_keeps_its_sum():
     assert abs(ours.gaussian_filter(ramp, 1.0).sum(dtype=float) - 49_995_000) < 1
 
 
+@pytest.mark.parametrize("size", [15, 40])
+def test_what_is_not_finite_stays_in_a_mean_s_window(size):
+    x = np.random.default_rng(0).random((9, 700))
+    taps = np.full(size, 1 / size)
+    x[3, 100], x[5, 600], x[8, 699] = np.nan, np.inf, -np.inf
+    want = ndimage.correlate1d(x, taps)
+    for dtype in ("float32", "float64"):
+        np.testing.assert_allclose(ours.uniform_filter1d(x.astype(dtype), size), want, rtol=0, atol=1e-6)
+        colours = np.repeat(x[..., None], 3, -1).astype(dtype)
+        np.testing.assert_allclose(ours.uniform_filter1d(colours, size, axis=1)[..., 1], want, rtol=0, atol=1e-6)
+
+
 def test_scipy_s_rounding_truncates_once():
     x = np.array([[0, 1, 1, 0, 250, 250]], np.uint8)
     exact = ndimage.correlate1d(x.astype(float), [0.5, 0.4])

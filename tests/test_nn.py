@@ -332,7 +332,9 @@ def test_torch_s_samples_of_the_modules(where, name):
 def test_arguments_are_torch_s():
     for name in NAMES:
         theirs, ours = (list(inspect.signature(getattr(of, name)).parameters.values()) for of in (torch.nn, pn))
-        *first, precision, algorithm, invariant = ours
+        options = [("upsample", 1), ("upsample_filter", None)] * (not name.startswith("ConvTranspose"))
+        *first, precision, algorithm, invariant = ours[: len(ours) - len(options)]
+        assert [(p.name, p.default) for p in ours[len(ours) - len(options) :]] == options
         assert (invariant.name, invariant.default, invariant.kind) == ("batch_invariant", False, invariant.KEYWORD_ONLY)
         assert (algorithm.name, algorithm.default, algorithm.kind) == ("algorithm", None, algorithm.KEYWORD_ONLY)
         assert [(p.name, p.default, p.kind) for p in first] == [(p.name, p.default, p.kind) for p in theirs]

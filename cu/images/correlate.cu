@@ -127,7 +127,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 5) void images_correlate(const in_t* RESTRICT x, c
     const index_t to = at.y + (at.p + down) * (index_t)arg.y_h + at.q + q;
     const int rows = (int)arg.p - at.p - down;
     if (colours == 1) {
-      store_rows(y, previous, arg, to, rows, last - q, fours, sums);
+      store_rows(y, previous, arg, to, (index_t)arg.y_h, rows, last - q, fours, sums);
       continue;
     }
 #pragma unroll

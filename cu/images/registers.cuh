@@ -84,15 +84,15 @@ WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const W
   }
 }
 
-// The same for a thread's ROWS rows, of which the first `rows` are inside.
-template <int ROWS> WITHIN_KERNEL void store_rows(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, int rows, int count, bool fours, acc_t (&v)[ROWS][LANES]) {
+// The same for a thread's ROWS rows, or slices, `apart` from one another, of which the first `rows` are inside.
+template <int ROWS> WITHIN_KERNEL void store_rows(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, index_t apart, int rows, int count, bool fours, acc_t (&v)[ROWS][LANES]) {
   if (fours && count >= LANES && rows >= ROWS && !arg.square && !arg.add && !arg.root) {
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) store_whole(y + at + i * (index_t)arg.y_h, v[i]);
+    for (int i = 0; i < ROWS; ++i) store_whole(y + at + i * apart, v[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
-      if (i < rows) store_lanes(y, previous, arg, at + i * (index_t)arg.y_h, count, fours, v[i]);
+      if (i < rows) store_lanes(y, previous, arg, at + i * apart, count, fours, v[i]);
   }
 }
 
@@ -161,7 +161,7 @@ template <bool FOURS> WITHIN_KERNEL void load_rows(const in_t* RESTRICT x, acc_t
     const bool out = hidden || IS_OUTSIDE(row + down, (int)arg.h, h);
     const in_t* const line = x + MAPPED(row + down, (int)arg.h, h) * (index_t)arg.x_h;
     acc_t* const there = to + down * pitch;
-#pragma unroll 5
+#pragma unroll 3
     for (int i = 4 * (lane & 7); i < at.count; i += 32) {
       const int from = at.from + i;
       acc_t v[4];
@@ -213,5 +213,40 @@ template <class Load> WITHIN_KERNEL void slide(acc_t (&sums)[8][LANES], const ac
     for (int i = 0; i < 8; ++i)
 #pragma unroll
       for (int lane = 0; lane < LANES; ++lane) sums[i][lane] += part[i][lane];
+  }
+}
+
+// Filters `count` rows of `from` to those of `to`. With GREY there is one colour.
+template <bool GREY> WITHIN_KERNEL void filter_rows(const acc_t* RESTRICT from, acc_t* RESTRICT to, const acc_t* taps, const WindowArguments& arg, int count) {
+  const int pitch = (int)arg.pitch, wide = (int)arg.wide, tile_q = (int)arg.tile_q, colours = GREY ? 1 : (int)arg.colours;
+  const int blocks = (count + 8 * LANES - 1) / (8 * LANES);
+  for (int task = LID_0; task < blocks * tile_q; task += THREADS) {
+    const int group = task >> 3, block = divided(group, arg.by_eighth_q), eight = group - block * (tile_q >> 3), down = block * 8 * LANES + (task & 7);
+    const int eights = GREY ? eight : divided(eight, arg.by_colours), first = eights * 8 * colours + eight - eights * colours;
+    const acc_t* rows[LANES];
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) rows[lane] = from + (down + 8 * lane) * pitch + first;
+    acc_t sums[8][LANES];
+    slide(sums, taps, (int)arg.s, [&](int i, acc_t(&v)[LANES]) {
+#pragma unroll
+      for (int lane = 0; lane < LANES; ++lane) v[lane] = rows[lane][i * colours];
+    });
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) {
+      acc_t* const there = to + (down + 8 * lane) * wide + first;
+      if (down + 8 * lane >= count) continue;
+      if (GREY) {
+#pragma unroll
+        for (int i = 0; i < 8; i += LANES) {
+          Lanes some;
+#pragma unroll
+          for (int j = 0; j < LANES; ++j) some.of[j] = sums[i + j][lane];
+          *(Lanes*)(there + i) = some;
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) there[i * colours] = sums[i][lane];
+      }
+    }
   }
 }

@@ -17,41 +17,6 @@
 // By hand: nvcc -cubin -I cu cu/images/separable.cu
 #include "images/registers.cuh"
 
-// Filters `count` rows of `from` to those of `to`. With GREY there is one colour.
-template <bool GREY> WITHIN_KERNEL void filter_rows(const acc_t* RESTRICT from, acc_t* RESTRICT to, const acc_t* taps, const WindowArguments& arg, int count) {
-  const int pitch = (int)arg.pitch, wide = (int)arg.wide, tile_q = (int)arg.tile_q, colours = GREY ? 1 : (int)arg.colours;
-  const int blocks = (count + 8 * LANES - 1) / (8 * LANES);
-  for (int task = LID_0; task < blocks * tile_q; task += THREADS) {
-    const int group = task >> 3, block = divided(group, arg.by_eighth_q), eight = group - block * (tile_q >> 3), down = block * 8 * LANES + (task & 7);
-    const int eights = GREY ? eight : divided(eight, arg.by_colours), first = eights * 8 * colours + eight - eights * colours;
-    const acc_t* rows[LANES];
-#pragma unroll
-    for (int lane = 0; lane < LANES; ++lane) rows[lane] = from + (down + 8 * lane) * pitch + first;
-    acc_t sums[8][LANES];
-    slide(sums, taps, (int)arg.s, [&](int i, acc_t(&v)[LANES]) {
-#pragma unroll
-      for (int lane = 0; lane < LANES; ++lane) v[lane] = rows[lane][i * colours];
-    });
-#pragma unroll
-    for (int lane = 0; lane < LANES; ++lane) {
-      acc_t* const there = to + (down + 8 * lane) * wide + first;
-      if (down + 8 * lane >= count) continue;
-      if (GREY) {
-#pragma unroll
-        for (int i = 0; i < 8; i += LANES) {
-          Lanes some;
-#pragma unroll
-          for (int j = 0; j < LANES; ++j) some.of[j] = sums[i + j][lane];
-          *(Lanes*)(there + i) = some;
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) there[i * colours] = sums[i][lane];
-      }
-    }
-  }
-}
-
 KERNEL LAUNCH_BOUNDS(THREADS, DTYPE == 64 ? 3 : 4) void images_separable(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
                                                                          const WindowArguments arg) {
   AFTER_LAST_LAUNCH
@@ -101,7 +66,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, DTYPE == 64 ? 3 : 4) void images_separable(const i
 #pragma unroll
           for (int i = 0; i < 8; ++i) take(i, sums[i]);
         }
-        store_rows(y, previous, arg, at.y + (p + down) * (index_t)arg.y_h + at.q + q, count - down, width - q, fours, sums);
+        store_rows(y, previous, arg, at.y + (p + down) * (index_t)arg.y_h + at.q + q, (index_t)arg.y_h, count - down, width - q, fours, sums);
       }
       if (next == total) return;
       local_barrier();

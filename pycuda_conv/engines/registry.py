@@ -80,13 +80,13 @@ def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
     if layout not in engine.LAYOUTS:
         return f"it takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {layout}"
     if problem.adapted and not adapts(engine, problem.launched):
-        return "it takes no borders but zeros, and no integers"
+        return "it takes no upsampled images" if problem.upsampled else "it takes no borders but zeros, and no integers"
     return engine.unsupported(device) or engine.refusal(problem.launched, config)
 
 
 def adapts(engine: Any, launched: ConvProblem) -> bool:
     """Whether an engine may run a problem that is :attr:`ConvProblem.adapted`: those that may have a function that says so."""
-    says = getattr(engine, "adapts", None)
+    says = getattr(engine, "upsamples" if launched.upsampled else "adapts", None)
     return says is not None and bool(says(launched))
 
 

@@ -46,6 +46,9 @@ def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
     if problem.direction == "dgrad" and problem.border is not None and set(problem.border[axis]) != {"zeros"}:
         cuts = staging.cuts(problem.N, problem.N)  # what is folded comes from rows elsewhere
         return [Piece(replace(problem, N=1), slice(first, end), whole_in, whole_out) for first, end in cuts]
+    if problem.upsampled:
+        cuts = staging.cuts(problem.N, problem.N)  # rows of the result begin inside of rows of the array
+        return [Piece(replace(problem, N=1), slice(first, end), whole_in, whole_out) for first, end in cuts]
     bands = [_rows(problem, axis, *cut) for cut in staging.cuts(rows, min(rows, -(-image_bytes // chunk_bytes)))]
     return [replace(band, images=slice(n, n + 1)) for n in range(problem.N) for band in bands]
 

@@ -32,6 +32,7 @@ from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, check_taken, result_type
 from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.nn import upsampling
 from pycuda_conv.problem import ConvProblem, channels_last
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
@@ -231,6 +232,9 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
         x, w, bias, scale, residual = operands
         with_channels = Operands(x[None], w[None, None], bias, scale, residual if residual is None else residual[None])
         return convolve(call, with_channels, device, tune)[0]
+    if call.upsample is not None:
+        layout = traced_layout(operands.input, call.ndim)
+        return upsampling.convolve(call, operands, layout, lambda plain, given: convolve(plain, given, device, tune))
     settings = _settings(call, device, tune)
     operator = _BY_FUNCTION[call.function]
     size = () if operator is CONV else call.size

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from pycuda_conv.arguments import checked_upsample_filter
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.nn.modules import checked_precision
 
@@ -32,7 +33,7 @@ log = logging.getLogger("pycuda_conv.compile")
 
 MODES = ("default", "light", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 #: The options that are this package's; the others are inductor's.
-OPTIONS = ("mode", "precision")
+OPTIONS = ("mode", "precision", "upsample_filter")
 #: Graphs that are remembered for reports.
 MOST_GRAPHS = 256
 
@@ -81,15 +82,15 @@ class CompiledGraph:
 _graphs: deque[CompiledGraph] = deque(maxlen=MOST_GRAPHS)
 
 
-def checked_options(mode: Any, options: Any) -> tuple[str, str, dict[str, Any]]:
-    """The mode, the precision and inductor's options.
+def checked_options(mode: Any, options: Any) -> tuple[str, str, str | None, dict[str, Any]]:
+    """The mode, the precision, what filters behind an upsampling become, and inductor's options.
 
     Raises
     ------
     TypeError
         `options` is not a dict.
     ValueError
-        A mode or a precision that there is not, two modes, or options of inductor's in light mode.
+        A mode, a precision or an `upsample_filter` that there is not, two modes, or options of inductor's in light mode.
     """
     if options is not None and not isinstance(options, dict):
         raise TypeError(f"options must be a dict, got {brief(options)}")
@@ -100,22 +101,22 @@ def checked_options(mode: Any, options: Any) -> tuple[str, str, dict[str, Any]]:
     mode = mode or own or "default"
     if mode not in MODES:
         raise ConvArgumentError(f"mode must be one of {MODES}, but got mode={brief(mode)}")
-    precision = checked_precision(rest.pop("precision", "fp32"))
+    precision, word = checked_precision(rest.pop("precision", "fp32")), checked_upsample_filter(rest.pop("upsample_filter", None))
     if rest and mode == "light":
         raise ConvArgumentError(
             f"options in light mode are {OPTIONS}, but got options={brief(options)}: there is no inductor that would take others"
         )
-    return mode, precision, rest
+    return mode, precision, word, rest
 
 
 def backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
     """The backend: ``torch.compile(model, backend="pycuda_conv")``. See :func:`pycuda_conv.nn.compile`."""
     from torch.fx import GraphModule
 
-    chosen, precision, rest = checked_options(mode, options)
+    chosen, precision, word, rest = checked_options(mode, options)
     nested = any(isinstance(child, GraphModule) for child in gm.children())
     light = chosen == "light"
-    rewritten(gm, example_inputs, chosen, precision, light and not nested)
+    rewritten(gm, example_inputs, chosen, precision, light and not nested, upsample_filter=word)
     if light and not nested:
         return gm.forward
     if light:  # torch's own "eager" fails in the backward pass of a checkpointed batch norm; AOTAutograd without a compiler does not
@@ -131,7 +132,8 @@ def _compiled_by_inductor(gm: GraphModule, example_inputs: Sequence[Any], mode: 
 
 
 def rewritten(
-    gm: GraphModule, example_inputs: Sequence[Any], mode: str, precision: str = "fp32", light: bool = False, raises: bool = False
+    gm: GraphModule, example_inputs: Sequence[Any], mode: str, precision: str = "fp32", light: bool = False, raises: bool = False,
+    upsample_filter: str | None = None,
 ) -> list[Found]:
     """Rewrite a graph in place, and note for reports what was done."""
     from pycuda_conv.nn.graph import rewrite  # these import torch's compiler, which takes a second
@@ -144,7 +146,7 @@ def rewritten(
         weakref.ref(given) for given, is_fixed in zip(example_inputs, fixed, strict=False) if is_fixed and isinstance(given, torch.Tensor)
     ]
     lines = {place for node in gm.graph.nodes for place in _LINE.findall(node.meta.get("stack_trace") or "")}
-    found = rewrite(gm, Light if light else Operators, precision, raises)
+    found = rewrite(gm, Light if light else Operators, precision, raises, upsample_filter)
     parts: list[Any] = [[one for part in found for one in part[i]] for i in range(len(found[0]))]
     fused, alone, left, others = parts
     places = frozenset((file, int(n), name) for file, n, name in lines)
@@ -240,7 +242,8 @@ def compile(
     precision : {"fp32", "tf32"}
         Arithmetic for float32: see :func:`pycuda_conv.conv2d`. Convolutions of a converted model have their own.
     options : dict, optional
-        Options of inductor's.
+        Options of inductor's, and ``"upsample_filter"``: ``"folded"`` lets convolutions behind an upsampling by whole factors in 16 bits
+        read the image as it is, ``"exact"`` lets none. By default those whose filters are float32 do: see :func:`pycuda_conv.conv2d`.
     fullgraph : bool
         Whether a break of the graph is an error, as in ``torch.compile``.
     sizes : {"any", "fixed"}
@@ -273,9 +276,9 @@ def compile(
         raise ConvArgumentError(f"sizes must be 'any' or 'fixed', but got sizes={brief(sizes)}")
     if options is not None and not isinstance(options, dict):
         raise TypeError(f"options must be a dict, got {brief(options)}")
-    chosen, precision, rest = checked_options(mode, {**(options or {}), "precision": precision})
-
-    given: Any = {"backend": backend, "options": {"mode": chosen, "precision": precision, **rest}, "fullgraph": fullgraph}
+    chosen, precision, word, rest = checked_options(mode, {**(options or {}), "precision": precision})
+    own = {"mode": chosen, "precision": precision, "upsample_filter": word}
+    given: Any = {"backend": backend, "options": {**own, **rest}, "fullgraph": fullgraph}
     compiled = torch.compile(_called(model), **given)
     model._compiled_call_impl = _marks(compiled) if sizes == "any" else compiled
     return model

@@ -236,7 +236,7 @@ def revert(model: Model) -> Model:
     TypeError
         `model` is not a module.
     ValueError
-        A convolution pads by pairs, which torch's can't. Nothing is changed then.
+        A convolution pads by pairs or upsamples, which torch's can't. Nothing is changed then.
 
     Examples
     --------
@@ -252,6 +252,9 @@ def revert(model: Model) -> Model:
             raise ConvArgumentError(
                 f"{name or 'the model'} has padding={brief(padding)}, and torch's convolutions pad both sides alike"
             )
+        times: Any = getattr(module, "upsample", ())
+        if isinstance(module, tuple(_TORCHS)) and any(n != 1 for n in times):
+            raise ConvArgumentError(f"{name or 'the model'} has upsample={times}, and torch's convolutions upsample nothing")
     for module in model.modules():
         _give_back(module)
         if type(module) in _TORCHS:
@@ -271,7 +274,7 @@ def _give_back(module: torch.nn.Module) -> None:
 
 
 def _forget_options(module: torch.nn.Module) -> None:
-    for name in ("precision", "algorithm"):
+    for name in ("precision", "algorithm", "upsample", "upsample_filter"):
         module.__dict__.pop(name, None)
 
 

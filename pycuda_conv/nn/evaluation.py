@@ -41,8 +41,8 @@ def evaluate(
     weight, bias, stride, padding, dilation, groups, transposed, output_padding, padding_mode, padding_value
         As for :func:`pycuda_conv.conv2d` and, if `transposed`, :func:`pycuda_conv.conv_transpose2d`. The filter has the rank.
     gamma, beta, mean, var : (K,) tensors, optional
-        Without `mean` and `var` there is no normalisation. Otherwise the result is (y - mean) / sqrt(var + eps) * gamma + beta for the
-        convolution y, computed in float32, or in float64 for float64 tensors. They may be of the type of `x`, or float32.
+        The result is (y - mean) / sqrt(var + eps) * gamma + beta for the convolution y, computed in float32, or in float64 for float64
+        tensors. Without `mean` and `var` it is y * gamma + beta, where those are given. They may be of the type of `x`, or float32.
     eps : float
     residual : tensor of the result's shape, optional
         It is added before the activation.
@@ -75,9 +75,9 @@ def _computed(asked: tuple[Any, ...], operands: tuple[Tensor | None, ...]) -> Te
     x, weight, bias, gamma, beta, mean, var, residual = (None if one is None else one.detach() for one in operands)
     assert x is not None and weight is not None
     wide, eps = x.dtype is torch.float64, asked[-1]
-    if mean is None or var is None:
-        if any(one is not None for one in (gamma, beta, mean, var)):
-            raise ConvArgumentError("mean and var must both be given where gamma, beta, mean or var is")
+    if (mean is None) != (var is None):
+        raise ConvArgumentError("mean and var must both be given, or none of them")
+    if all(one is None for one in (gamma, beta, mean)):
         ways, of_channel = norm_folding.ways_of(asked, x, weight, bias, residual, False), (None, bias)
         if bias is not None:
             of_channel = None, TORCH.as_kernel_input(bias, None)
@@ -90,12 +90,17 @@ def _computed(asked: tuple[Any, ...], operands: tuple[Tensor | None, ...]) -> Te
                 raise ConvArgumentError(f"{name} must have one number for each of {channels} channels, on {x.device}, but got {given}")
         if bias is not None and bias.dtype is not x.dtype:
             raise ConvArgumentError(f"bias type ({bias.dtype}) must be that of x ({x.dtype})")
-        folded = norm_folding.fold_norms((gamma, beta, mean, var, bias), (eps,), wide)
+        folded = norm_folding.fold_norms((gamma, beta, mean, var, bias), (_eps_of(eps, var),), wide)
         of_channel = folded[:channels], folded[channels : 2 * channels]
     y = norm_folding.result(ways, x, weight, *of_channel, residual)
     if TORCH.layout(x, ways.plan.problem.ndim) == ways.plan.problem.layout:
         _remember(asked, operands, ways, y)
     return y
+
+
+def _eps_of(eps: float, var: Tensor | None) -> float:
+    """The eps that a missing variance needs, which counts as zero, so that nothing is divided."""
+    return 1.0 if var is None else eps
 
 
 def _remember(asked: tuple[Any, ...], operands: Sequence[Tensor | None], ways: Any, y: Tensor) -> None:
@@ -113,12 +118,12 @@ def _remember(asked: tuple[Any, ...], operands: Sequence[Tensor | None], ways: A
         # the operands | y | workspace | none
         x, w, bias, gamma, beta, mean, var, residual, made, scratch, none = ((i, 0) for i in range(len(operands) + 3))
         steps, scale, nbytes = [], none, plan.workspace_bytes
-        if operands[5] is not None:
+        if any(one is not None for one in vectors):
             start, channels = -(-nbytes // 512) * 512, plan.problem.result_channels
             each = wide.itemsize
             places = gamma, beta, mean, var, bias
             of_arrays = tuple(y.dtype is not wide and one is not None and one.dtype is y.dtype for one in (*vectors, operands[2]))
-            norm = folding.Norm(channels, 0, float(asked[-1]), of_arrays, tuple(
+            norm = folding.Norm(channels, 0, _eps_of(float(asked[-1]), operands[6]), of_arrays, tuple(
                 place if one is not None else none for place, one in zip(places, (*vectors, operands[2]), strict=True)
             ))  # fmt: skip
             steps = folding.fold(TORCH.dtype_name(y.dtype), [norm], (scratch[0], start))

@@ -47,9 +47,10 @@ def fold_norms(vectors: Sequence[Tensor | None], eps: Sequence[float], wide: boo
     Parameters
     ----------
     vectors : gamma, beta, mean and variance of each norm, and the bias of its convolution, one after the other
-        (K,) tensors on one device; mean and variance of any norm must be there, the others may be None. They are float16, bfloat16 or of
-        the result's type.
+        (K,) tensors on one device, or None: gamma and variance are then 1, the others 0. One of gamma, beta and mean must be there, and
+        no mean without a variance, nor a variance without a mean. They are float16, bfloat16 or of the result's type.
     eps : a float for each norm
+        1 for one without mean and variance.
     wide : bool
         For convolutions of float64; the result is float64 then, else float32.
 
@@ -72,19 +73,21 @@ def _folded(vectors: Sequence[Tensor | None], eps: Sequence[float], wide: bool, 
         raise ConvArgumentError(f"vectors must be {VECTORS} for each of one or more eps, but got {len(vectors)} and {len(eps)}")
     dtype = torch.float64 if wide else torch.float32
     given = [None if one is None else one.detach() for one in vectors]
-    like = given[2]
+    like = next((one for one in given if one is not None), None)
     half = next((one.dtype for one in given if one is not None and one.dtype in _HALVES), dtype)
     read: list[Tensor | None] = []
     channels = []
     for i in range(len(eps)):
         some = given[VECTORS * i : VECTORS * (i + 1)]
-        if some[2] is None or some[3] is None or like is None:
-            raise ConvArgumentError(f"mean and var of norm {i} must be given")
-        channels.append(some[2].shape[0])
+        if like is None or (some[2] is None) != (some[3] is None) or all(one is None for one in some[:3]):
+            raise ConvArgumentError(f"mean and var of norm {i} must both be given, or gamma or beta alone")
+        if some[3] is None and eps[i] != 1:
+            raise ConvArgumentError(f"eps of norm {i} must be 1 without mean and var, but got {eps[i]}")
+        channels.append(channels_of(some))
         for word, one in zip(_NAMES, some, strict=True):
-            if one is not None and (one.shape != some[2].shape or one.dim() != 1 or one.device != like.device):
+            if one is not None and (tuple(one.shape) != (channels[i],) or one.device != like.device):
                 found = f"{list(one.shape)} on {one.device}"
-                raise ConvArgumentError(f"{word} of norm {i} must have shape {list(some[2].shape)} on {like.device}, but got {found}")
+                raise ConvArgumentError(f"{word} of norm {i} must have shape {[channels[i]]} on {like.device}, but got {found}")
             read.append(one if one is None or one.dtype in (half, dtype) else one.to(dtype))
     assert like is not None
     read = [one if one is None or one.is_contiguous() else one.contiguous() for one in read]
@@ -107,6 +110,12 @@ def _folded(vectors: Sequence[Tensor | None], eps: Sequence[float], wide: bool, 
         if ready is not None and len(prepared) < MOST_PREPARED:
             _prepared.put(name, [*prepared, (ready, _expected(read))])
     return folded
+
+
+def channels_of(vectors: Sequence[Any]) -> Any:
+    """The number of a norm's channels, from its vectors."""
+    mean = vectors[2]
+    return (mean if mean is not None else next(one for one in vectors if one is not None)).shape[0]
 
 
 def _launch(device: Any, launcher: Launcher, vectors: Sequence[Tensor | None], folded: Tensor) -> None:
@@ -237,8 +246,9 @@ def computed(asked: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, fold
 
 
 def _fake_folded(vectors: Sequence[Tensor | None], eps: Sequence[float], wide: bool) -> Tensor:
-    means = [one for one in vectors[2::VECTORS] if one is not None]
-    return means[0].new_empty(starts_of([one.shape[0] for one in means])[-1], dtype=torch.float64 if wide else torch.float32)
+    norms = [vectors[i : i + VECTORS] for i in range(0, len(vectors), VECTORS)]
+    like = next(one for one in vectors if one is not None)
+    return like.new_empty(starts_of([channels_of(own) for own in norms])[-1], dtype=torch.float64 if wide else torch.float32)
 
 
 def _scaled(x: Tensor, weight: Tensor, folded: Tensor, residual: Tensor | None, start: int, spec: Sequence[int]) -> Tensor:

@@ -13,11 +13,21 @@ from typing import Any
 import torch
 
 import pycuda_conv as pc
-from pycuda_conv.arguments import check_precision, checked_algorithm, integers, padding_pairs
+from pycuda_conv.arguments import (
+    check_precision,
+    checked_algorithm,
+    checked_upsample,
+    checked_upsample_filter,
+    integers,
+    padding_pairs,
+)
+from pycuda_conv.arrays import torch_internals
+from pycuda_conv.call import Call
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.invariance import checked_invariance, with_invariance
-from pycuda_conv.nn.autograd import _is_followed, followed
-from pycuda_conv.typing import Algorithm, Precision
+from pycuda_conv.nn import upsampling
+from pycuda_conv.nn.autograd import _is_followed, followed, traced_layout
+from pycuda_conv.typing import Algorithm, Precision, Sizes, UpsampleFilter
 
 
 def checked_precision(precision: str) -> str:
@@ -63,8 +73,12 @@ class _Ours:
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()  # type: ignore[misc]
+        text += self._upsampling()
         text += "" if self.precision == "fp32" else f", precision={self.precision}"
         return marked(text if self.algorithm is None else f"{text}, algorithm={self.algorithm}")
+
+    def _upsampling(self) -> str:
+        return ""
 
     @property
     def qconfig(self) -> Any:
@@ -90,11 +104,36 @@ class _Ours:
             raise AttributeError("qconfig")
 
 
+def _followed_upsampled(
+    x: Any, w: Any, bias: Any, times: Any, word: str | None, stride: Any, padding: Any, dilation: Any, groups: int, precision: str,
+    padding_mode: Any, algorithm: str | None,
+) -> Any:
+    """A convolution of an upsampled image that torch.compile traces; the arguments from `stride` on are those of :func:`followed`."""
+    how = _folding(tuple(w.shape), str(w.dtype), times, word, stride, padding, dilation, groups, padding_mode, algorithm)
+    if how is None:
+        x = upsampling.enlarged(x, times, traced_layout(x, len(times)))
+        return followed("conv", x, w, bias, (), stride, padding, dilation, groups, precision, padding_mode, algorithm)
+    x = upsampling.framed(x, how, 0.0) if any(map(any, how.frame)) else x
+    options = how.stride, how.padding, how.dilation, groups, precision, "zeros", algorithm
+    return followed("conv_transpose", x, upsampling.folded(w, how), bias, (0,) * len(times), *options)
+
+
+@torch_internals.constant
+def _folding(filter_shape: tuple[int, ...], dtype: str, times: Any, word: Any, *options: Any) -> Any:
+    stride, padding, dilation, groups, mode, algorithm = options
+    ndim = len(filter_shape) - 2
+    call = Call("conv", ndim, stride, padding, dilation, groups, "fp32", 0, None, algorithm, mode, upsample=(times, word))
+    return upsampling.folding_of(call.hashable(), filter_shape, dtype.removeprefix("torch."))
+
+
 class _Conv(_Ours):
     """It overrides the methods that convolve; one of torch's that somebody replaced still runs."""
 
     function: Callable[..., Any]
     kernel_size: tuple[int, ...]
+    #: how many times each pixel stands along each axis of what is convolved; empty where once
+    upsample: tuple[int, ...] = ()
+    upsample_filter: str | None = None
     _base: Any
     #: torch's methods, or :func:`_nobodys`
     _genuine: Any
@@ -103,15 +142,24 @@ class _Conv(_Ours):
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
         bias: bool = True, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, precision: Precision = "fp32",
-        algorithm: Algorithm | None = None, batch_invariant: bool = False,
+        algorithm: Algorithm | None = None, batch_invariant: bool = False, upsample: Sizes = 1,
+        upsample_filter: UpsampleFilter | None = None,
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
         self.precision, self.algorithm = checked_precision(precision), layer_algorithm(algorithm, batch_invariant)
+        self.upsample = checked_upsample(upsample, len(self.kernel_size))
+        self.upsample_filter = checked_upsample_filter(upsample_filter)
         if in_pairs(padding):  # torch would repeat each pair
             pairs = padding_pairs(padding, len(self.kernel_size))
             self._reversed_padding_repeated_twice = tuple(v for pair in reversed(pairs) for v in pair)
+
+    def _upsampling(self) -> str:
+        if not any(n != 1 for n in self.upsample):
+            return ""
+        word = "" if self.upsample_filter is None else f", upsample_filter={self.upsample_filter}"
+        return f", upsample={self.upsample}{word}"
 
     def forward(self: Any, input: Any) -> Any:
         if self._base.forward is not self._genuine_forward or _is_followed():
@@ -130,12 +178,16 @@ class _Conv(_Ours):
         if mode != "zeros":  # in numbers, from the last axis to the first
             sides = self._reversed_padding_repeated_twice
             padding = tuple((sides[i], sides[i + 1]) for i in range(len(sides) - 2, -1, -2))
+        asked = self.stride, padding, self.dilation, self.groups, self.precision, mode, self.algorithm
+        upsampled = any(n != 1 for n in self.upsample)
         if _is_followed():
-            asked = self.stride, padding, self.dilation, self.groups, self.precision, mode, self.algorithm
+            if upsampled:
+                return _followed_upsampled(input, weight, bias, self.upsample, self.upsample_filter, *asked)
             return followed("conv", input, weight, bias, (), *asked)
+        more = {"upsample": self.upsample, "upsample_filter": self.upsample_filter} if upsampled else {}
         return self.function(
             input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, algorithm=self.algorithm,
-            padding_mode=mode,
+            padding_mode=mode, **more,
         )
 
 
@@ -192,6 +244,8 @@ class Conv2d(_Conv, torch.nn.Conv2d):
         Sums of products alone, or Fourier transforms, forward and backward: see :func:`pycuda_conv.conv2d`.
     batch_invariant : bool
         Compute each image with the same bits whatever images stand beside it: see :func:`pycuda_conv.batch_invariant`.
+    upsample, upsample_filter
+        Nearest upsampling before the padding: see :func:`pycuda_conv.conv2d`.
 
     Examples
     --------

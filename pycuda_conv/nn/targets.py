@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from pycuda_conv import dispatch
 from pycuda_conv.arrays import torch_internals
-from pycuda_conv.nn import casting, evaluation, folding, fused, linear, normalise, norms, pooling
+from pycuda_conv.nn import casting, evaluation, folding, fused, linear, normalise, norms, pooling, upsampling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.fused.launches import _LayerSpec
 from pycuda_conv.nn.graph.calls import Norm, Options, Targets
@@ -60,12 +60,11 @@ class _Folding(Targets):
         super().finish()
         groups: dict[Any, list[tuple[Node, Options, Norm, Any, torch.dtype]]] = {}
         for one in self._folded:
-            mean = one[2].vectors[2]
-            groups.setdefault((value(mean).device, one[4] is torch.float64), []).append(one)
+            groups.setdefault((value(one[0].args[1]).device, one[4] is torch.float64), []).append(one)
         first = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
         for (device, wide), members in groups.items():
             vectors = [v for _, _, norm, bias, _ in members for v in (*norm.vectors, bias)]
-            starts = folding.starts_of([value(norm.vectors[2]).shape[0] for _, _, norm, _, _ in members])
+            starts = folding.starts_of([folding.channels_of([value(v) for v in norm.vectors]) for _, _, norm, _, _ in members])
             with self.graph.inserting_before(first):
                 folded = self.fold(vectors, [norm.eps for _, _, norm, _, _ in members], wide)
             for (node, options, *_), start in zip(members, starts, strict=False):
@@ -125,6 +124,12 @@ class Light(_Folding):
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
         return self.graph.call_function(convolution_of(options), tuple(operands))
+
+    def fold_filter(self, weight: Node, how: Any, last: bool, gradient: bool) -> Node:
+        return self.graph.call_function(folding_of(how, last, gradient), (weight,))
+
+    def enlarge(self, x: Node, times: tuple[int, ...]) -> Node | None:
+        return self.graph.call_function(upsampling.enlarge, (x, times))
 
     def max_pool(self, given: dict[str, Any], gradient: bool) -> Node | None:
         windows = tuple(given[name] for name in ("kernel_size", "stride", "padding", "dilation"))
@@ -237,6 +242,15 @@ def normalisation_of(momentum: float, eps: float, activation: Any) -> Callable[.
     return normalise
 
 
+def folding_of(how: Any, last: bool, gradient: bool) -> Callable[..., Any]:
+    """(weight) -> the folded filter of a convolution behind an upsampling."""
+
+    def folded(weight: Any) -> Any:
+        return upsampling.folded(weight, how) if gradient else upsampling.fold_filter(weight, how, last)
+
+    return folded
+
+
 def pooling_of(windows: Any, ceil_mode: bool) -> Callable[..., Any]:
     """(x) -> its maxima."""
 
@@ -273,7 +287,7 @@ def _spec(options: Options) -> list[int]:
 class Operators(_Folding):
     """Operators for graphs that torch's compilers take apart."""
 
-    sums_in_training = counts = True
+    sums_in_training = counts = turns_filters = True
 
     def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         vectors, eps = ((None,) * 4, 0.0) if norm is None else (norm.vectors, norm.eps)
@@ -313,6 +327,10 @@ class Operators(_Folding):
             made = call(operator.add, (made, residual))
             made = made if options.activation is None else call(torch.relu, (made,))
         return made
+
+    def fold_filter(self, weight: Node, how: Any, last: bool, gradient: bool) -> Node:
+        call = torch.ops.pycuda_conv.folded_filter if gradient else torch.ops.pycuda_conv.fold_filter
+        return self.graph.call_function(call.default, (weight, upsampling.spec_of(how, last)))
 
     def max_pool(self, given: dict[str, Any], gradient: bool) -> Node | None:
         x, names = value(given["input"]), ("kernel_size", "stride", "padding", "dilation")

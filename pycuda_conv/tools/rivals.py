@@ -182,7 +182,7 @@ def convolutions_share(torch: Any, call: Callable[[], Any]) -> float:
         call()
         torch.cuda.synchronize()
     events = seen.key_averages()
-    kernels = [event for event in events if event.device_type is not torch.autograd.DeviceType.CPU]  # operators have their times too
+    kernels = [event for event in events if event.device_type != torch.autograd.DeviceType.CPU]  # operators have their times too
     whole = sum(event.self_device_time_total for event in kernels)
     own = sum(event.device_time_total for event in events if event.key == "aten::convolution")
     return own / whole if whole else math.nan

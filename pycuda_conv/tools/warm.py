@@ -315,6 +315,8 @@ def of_images(device: Device) -> Iterator[KernelLaunch]:
             window = images.Window(input, output, ((1, 0, 0),) * 3, (1, 32, 32), (1, 32, 32), (1024, 32), (1024, 32), before=(0, 1, 1))
             yield images.separable(window, (3, 3), device)
             yield images.correlate(window, (1, 3, 3), device)
+            if device.backend == "cuda":
+                yield images.volume(window, (1, 3, 3), device)
 
 
 def _run_on_opencl(settings: Settings, device: Any) -> int:

@@ -60,7 +60,7 @@ def _padded(problem: ConvProblem) -> ConvProblem:
 
 def refusal(problem: ConvProblem, config: Bordered) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    if not problem.adapted:
+    if not problem.adapted or problem.upsampled:
         return "it is for images with borders, and for integers"
     return delegate_refusal(_padded(problem), config.DELEGATE)
 

@@ -33,6 +33,8 @@ SLACK = 64
 SHARED_STEPS = (55 << 10, 74 << 10, 112 << 10)
 #: Blocks of a multiprocessor, which the kernels' registers allow.
 MOST_BLOCKS = 4
+#: Slices of a volume that a block filters at a time.
+VOLUME_STEP = 8
 #: The most colours that lie behind one another in a row.
 MOST_COLOURS = 8
 #: The types of pixels, as the kernels know them.
@@ -164,7 +166,7 @@ def tile_for(
     A smaller one of `limits`, the most sums of a block, counts before that.
     """
     unit = lcm(32, colours) if host else 8 * colours
-    widths = {max(1, about // unit) * unit for about in (256, 128, 64, 32)} | {unit}
+    widths = {max(1, about // unit) * unit for about in (*([1024, 512] if box and taps[2] > 24 else []), 256, 128, 64, 32)} | {unit}
     widths = {min(width, ceil(q, unit) * unit) for width in widths}
     if host:
         heights = {min(height, p) for height in (64, 32, 16, 8, 4, 2, 1)}
@@ -195,7 +197,7 @@ def _limits(window: Window, device: Device) -> tuple[int, ...]:
 def fits(window: Window, taps: tuple[int, int, int], dense: bool, device: Device) -> Tile | None:
     """The tile of a launch, or None where a block has too little memory."""
     (_, p, q), colours, lanes = window.result, window.colours, 16 // window.sum_bytes
-    return tile_for(p, q * colours, colours, taps, dense, _limits(window, device), device.backend != "cuda", window.boxes[0], lanes)
+    return tile_for(p, q * colours, colours, taps, dense, _limits(window, device), device.backend != "cuda", any(window.boxes), lanes)
 
 
 def _strip_length(tile: Tile, p: int, others: int, taps: int, shared: int, device: Device) -> int:
@@ -215,6 +217,11 @@ def _strip_length(tile: Tile, p: int, others: int, taps: int, shared: int, devic
 def separable(window: Window, taps: tuple[int, int], device: Device) -> KernelLaunch:
     """A filter of `taps` along rows' axis (h) and columns' axis (w); 0 is no filter. Buffers: x, both filters, previous results | y."""
     return _launch("separable", window, (1, *taps), device)
+
+
+def volume(window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
+    """Filters of `taps` along all three axes, one after another, on a GPU. Buffers: x, the filters, previous results | y."""
+    return _launch("volume", window, taps, device)
 
 
 def correlate(window: Window, taps: tuple[int, int, int], device: Device, skip: bool = False) -> KernelLaunch:
@@ -237,18 +244,41 @@ def packed(filters: np.ndarray, window: Window, device: Device) -> np.ndarray:
     return np.ascontiguousarray(wide.reshape(t, r, groups, lanes).transpose(0, 2, 1, 3)).ravel()
 
 
+def _volume_tile(q: int, colours: int, taps: tuple[int, int, int], lanes: int) -> Tile:
+    """The tile of a slice of a volume, on a GPU."""
+    t, r, s = taps
+    p, wide_q = 16, min(max(32 // (8 * colours), 1), ceil(q, 8 * colours)) * 8 * colours
+    halo_p, halo_q = p + r - 1, wide_q + (s - 1) * colours
+    pitch, wide = (halo_q + 7) | 1, wide_q + lanes
+    rows = ceil(VOLUME_STEP * halo_p, 8 * lanes) * 8 * lanes
+    room = sum(ceil(n, 8) * 8 for n in taps) + (t - 1 + VOLUME_STEP) * p * wide + VOLUME_STEP * halo_p * wide + rows * pitch
+    return Tile(p, wide_q, halo_p, halo_q, pitch, wide, room, VOLUME_STEP)
+
+
+def volume_fits(window: Window, taps: tuple[int, int, int], device: Device) -> bool:
+    """Whether filters along all three axes go into one launch: two blocks of a multiprocessor need the memory."""
+    tile = _volume_tile(window.result[2] * window.colours, window.colours, taps, 16 // window.sum_bytes)
+    return device.backend == "cuda" and tile.room * window.sum_bytes <= min(SHARED_STEPS[-1], shared_limit(device))
+
+
 def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Device, skip: bool = False) -> KernelLaunch:
     dense, host = kernel == "correlate", device.backend != "cuda"
-    tile = fits(window, taps, dense, device)
+    (d, h, w), (o, p, q), colours = window.size, window.result, window.colours
+    deep = kernel == "volume"
+    tile = _volume_tile(q * colours, colours, taps, 16 // window.sum_bytes) if deep else fits(window, taps, dense, device)
     if tile is None:
         raise ValueError(f"a filter of {taps} taps does not fit a block's memory")
-    (d, h, w), (o, p, q), colours = window.size, window.result, window.colours
     lanes, shared = 16 // window.sum_bytes, 0 if host else tile.room * window.sum_bytes
     counts, x_steps, y_steps = zip(*window.images, strict=True)
     across = ceil(q * colours, tile.q)
-    tile_p = tile.p if host or dense else _strip_length(tile, p, prod(counts) * o * across, taps[1], shared, device)
+    tile_p, tile_d = tile.p, 1
+    if deep:
+        tile_d = _strip_length(tile, o, prod(counts) * ceil(p, tile.p) * across, taps[0], shared, device)
+    elif not host and not dense:
+        tile_p = _strip_length(tile, p, prod(counts) * o * across, taps[1], shared, device)
+    strips = ceil(o, tile_d)
     args: dict[str, int] = {
-        "tiles_p": ceil(p, tile_p), "tiles_q": across, "o": o, "middle": counts[1], "inner": counts[2],
+        "tiles_p": ceil(p, tile_p), "tiles_q": across, "o": strips, "o_end": o, "tile_d": tile_d, "middle": counts[1], "inner": counts[2],
         "d": d, "h": h, "w": w * colours, "p": p, "q": q * colours, "colours": colours, "t": taps[0], "r": taps[1], "s": taps[2],
         "tile_p": tile_p, "tile_q": tile.q, "halo_p": tile.halo_p, "halo_q": tile.halo_q, "pitch": tile.pitch, "wide": tile.wide,
         "step": tile.step, "by_eighth_q": divider(max(tile.q // 8, 1)), "by_quarter_q": divider(max(tile.q // lanes, 1)),
@@ -262,7 +292,7 @@ def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Dev
     for axis, n, before, border in zip("dhw", window.size, window.before, window.borders, strict=True):
         args[f"pad_{axis}"] = before
         args |= {f"{name}_{axis}": number for name, number in border_numbers(border, n, before).items()}
-    blocks = prod(counts) * o * args["tiles_p"] * args["tiles_q"]
+    blocks = prod(counts) * strips * args["tiles_p"] * args["tiles_q"]
     if blocks > GRID_LIMIT:
         raise ValueError(f"the images take {blocks:,} blocks, and a launch has at most {GRID_LIMIT:,}")
     reach = max(_reach(window, x_steps, window.x_strides, window.size), _reach(window, y_steps, window.y_strides, window.result))
@@ -299,7 +329,7 @@ def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: An
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 28, "opencl": 28}
+MOST_VARIANTS = {"cuda": 42, "opencl": 28}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -307,7 +337,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
     host = device.backend != "cuda"
     narrow = tuple(CODES[name] for name in ("float32", "uint8", "int8", "uint16", "int16"))
     more = {"THREADS": (1 if host else THREADS,)} | ({"ROOM": (OPENCL_ROOM,)} if host else {})
-    for kernel in (f"images_{name}" + "_cpu" * host for name in ("separable", "correlate")):
+    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "correlate", "volume")
+    for kernel in (f"images_{name}" for name in kernels):
         choices = {"DTYPE": (32,), "INDEX_64": (0, 1), "IN": narrow, "OUT": narrow, **more}
         yield VariantSet(kernel, choices, lambda defines: defines["IN"] == defines["OUT"] or 32 in (defines["IN"], defines["OUT"]))
         yield VariantSet(kernel, {**choices, "DTYPE": (64,), "IN": (64,), "OUT": (64,)})

@@ -1,9 +1,10 @@
 """Finds the steps that belong to a convolution in a graph of ``torch.compile``, and puts one call in their place.
 
 Dynamo's graph calls torch's functions, whatever class or function of the caller's made the call. A *chain* in it is a convolution,
-transposed or not, and those of these steps that stand around it: zeros padded in front, a batch normalisation, the sum with a residual, and
-an activation. All of a chain is computed where its last step stands. Other steps of the graph stand between, so a chain ends where that
-would change a number:
+transposed or not, and those of these steps that stand around it: a border padded in front, a batch normalisation or a factor and a summand
+for each channel, the sum with a residual, and an activation. All of a chain is computed where its last step stands; an activation behind
+steps that change the shape alone is computed in front of them. Other steps of the graph stand between, so a chain ends where that would
+change a number:
 
 1. Each value inside a chain has one reader, which reads it once.
 2. Nothing in between writes to memory that the chain reads, or touches memory that it writes (running statistics).
@@ -25,20 +26,20 @@ from collections.abc import Callable
 
 from torch.fx import Graph, GraphModule
 
-from pycuda_conv.nn.graph import convolutions, group_norms, others
+from pycuda_conv.nn.graph import convolutions, group_norms, others, upsamplings
 from pycuda_conv.nn.graph.calls import Targets
 from pycuda_conv.nn.graph.rewriting import Found, Pass, Rewrite
 
 #: The passes over a graph, in their order: what an earlier one has replaced, a later one does not see any more.
-PASSES: tuple[Pass, ...] = (group_norms.take, convolutions.take, others.take)
+PASSES: tuple[Pass, ...] = (group_norms.take, convolutions.take, upsamplings.take, others.take)
 
 
 def rewrite(
-    gm: GraphModule, targets: Callable[[Graph], Targets], precision: str = "fp32", raises: bool = False
+    gm: GraphModule, targets: Callable[[Graph], Targets], precision: str = "fp32", raises: bool = False, upsample_filter: str | None = None
 ) -> list[Found]:
     """Rewrite dynamo's graph, and the graphs in it, such as those of ``torch.utils.checkpoint`` and ``torch.cond``."""
-    found = [Rewrite(gm, targets(gm.graph), precision, raises).run(PASSES)]
+    found = [Rewrite(gm, targets(gm.graph), precision, raises, upsample_filter).run(PASSES)]
     for _, child in gm.named_children():
         if isinstance(child, GraphModule):
-            found += rewrite(child, targets, precision, raises)
+            found += rewrite(child, targets, precision, raises, upsample_filter)
     return found

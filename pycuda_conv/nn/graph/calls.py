@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 from pycuda_conv.nn.autograd import Settings
 from pycuda_conv.nn.graph.steps import value
 from pycuda_conv.nn.normalise import Asked
+from pycuda_conv.nn.upsampling import Folding
 
 
 class Options(NamedTuple):
@@ -24,7 +25,10 @@ class Options(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A batch normalisation of a chain: gamma, beta, mean, variance, each a node or None, and its options."""
+    """A batch normalisation of a chain: gamma, beta, mean, variance, each a node or None, and its options.
+
+    Without mean and variance, and with an eps of 1, it is a factor and a summand for each channel.
+    """
 
     vectors: tuple[Any, ...]
     of_batch: bool
@@ -42,6 +46,9 @@ class Targets:
 
     #: whether convolutions with gradients take parameters that were cast at the graph's start
     casts_early = True
+
+    #: whether filters that the graph computes are asked for in the order of the input's axes, since what computes them can write that order
+    turns_filters = False
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -116,6 +123,14 @@ class Targets:
         self, given: dict[str, Any], scale: Any, residual: Any, activation: Any, moved: bool, gradient: bool
     ) -> Node | None:
         """A linear layer with the steps after it, or None where it stays torch's."""
+        return None
+
+    def fold_filter(self, weight: Node, how: Folding, last: bool, gradient: bool) -> Node:
+        """The folded filter of a convolution behind an upsampling; with `last`, its second axis should be last in memory."""
+        raise NotImplementedError
+
+    def enlarge(self, x: Node, times: tuple[int, ...]) -> Node | None:
+        """An upsampled image without gradients, or None where that stays torch's."""
         return None
 
     def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:

@@ -13,15 +13,18 @@ from pycuda_conv.nn.autograd import Settings, _in_numbers, traced_layout
 from pycuda_conv.nn.graph import fronts
 from pycuda_conv.nn.graph.calls import Norm, Options
 from pycuda_conv.nn.graph.memory import is_plain
-from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, lies
+from pycuda_conv.nn.graph.rewriting import Chain, Rewrite, lies, same
 from pycuda_conv.nn.graph.steps import (
     CONVOLUTIONS,
     EITHER,
     NORMS,
     OURS,
+    PRODUCTS,
+    PRODUCTS_IN_PLACE,
     SUMS,
     SUMS_IN_PLACE,
     TRANSPOSED,
+    VIEWS,
     activation_of,
     bound,
     name_of,
@@ -89,6 +92,8 @@ def _rewrite_convolution(rewrite: Rewrite, convolution: Node, grad: bool) -> str
     node = rewrite.after(chain, chain.last)
     if node is not None and node.target in NORMS and node.op == "call_function":
         node = _take_norm(rewrite, chain, node, options, grad)
+    else:
+        node = _take_affine(rewrite, chain, node, grad)
     operands = chain.operands if chain.norm is None else (*chain.operands, *chain.norm.vectors[:2])
     gradient = rewrite.needs_gradient(grad, *operands)
     training = chain.norm is not None and (chain.norm.of_batch or gradient)
@@ -100,6 +105,8 @@ def _rewrite_convolution(rewrite: Rewrite, convolution: Node, grad: bool) -> str
             if takes and rewrite.reaches(chain, node):
                 chain.activation = activation
                 chain.nodes.append(node)
+        elif not training and not gradient:
+            rewrite.take_late_activation(chain, node)
     chain.gradient, chain.training = gradient, training
     options = options._replace(activation=chain.activation)
     for front in fronts.FRONTS:
@@ -109,8 +116,10 @@ def _rewrite_convolution(rewrite: Rewrite, convolution: Node, grad: bool) -> str
         return "torch's result is neither in C order nor channels last"
     why = chain.why or _why_alone(rewrite, convolution, gradient)
     _write(rewrite, chain, options, turned, grad)
-    steps = tuple(dict.fromkeys(name_of(n) for n in chain.nodes))
-    if len(chain.nodes) > 1:
+    late = () if chain.late is None else (chain.late,)
+    steps = tuple(dict.fromkeys(name_of(n) for n in (*chain.nodes, *late)))
+    rewrite.drop_late(chain)
+    if len(chain.nodes) > 1 or late:
         rewrite.found.fused.append(steps)
     else:
         rewrite.found.alone.append((steps[0], why))
@@ -171,6 +180,51 @@ def _take_norm(rewrite: Rewrite, chain: Chain, node: Node, options: Options, gra
     return rewrite.after(chain, node)
 
 
+def _take_affine(rewrite: Rewrite, chain: Chain, node: Node | None, grad: bool) -> Node | None:
+    """Put a factor and a summand for each channel into a chain, as frozen norms and scales of layers are. The result is the step after."""
+    found: list[Any] = [None, None]
+    for i, targets in enumerate((PRODUCTS | PRODUCTS_IN_PLACE, SUMS | SUMS_IN_PLACE)):
+        if node is None or node.target not in targets or len(node.args) != 2 or node.kwargs:
+            continue
+        mine = chain.last
+        other = node.args[1] if node.args[0] is mine else node.args[0]
+        own, v = value(mine), value(other)
+        if not is_plain(other) or v.dtype is not own.dtype or v.device != own.device or not same(value(node).shape, own.shape):
+            continue
+        if (node.target in PRODUCTS_IN_PLACE | SUMS_IN_PLACE and node.args[0] is not mine) or not _is_of_channels(v, own):
+            continue
+        read = [(other, rewrite.order[node])]
+        if rewrite.needs_gradient(grad, *chain.operands, other) or not rewrite.reaches(chain, node, read):
+            break
+        found[i] = other
+        chain.nodes.append(node)
+        chain.reads += read
+        chain.norm = Norm((*found, None, None), False, 0.0, 1.0)
+        node = rewrite.after(chain, node)
+    return node
+
+
+def _is_of_channels(v: Any, own: Any) -> bool:
+    """Whether a tensor has one number for each channel of another, in a shape that is broadcast over it."""
+    wanted = [1] * own.dim()
+    wanted[1] = own.shape[1]
+    return own.dim() - 1 <= v.dim() and same([1] * (own.dim() - v.dim()) + list(v.shape), wanted)
+
+
+def _vector(rewrite: Rewrite, node: Any, channels: Any) -> Any:
+    """A vector of a norm as (K,): where the graph gave a vector another shape, the vector itself."""
+    if node is None or value(node).dim() == 1:
+        return node
+    source, its = node, rewrite.memory_of(node)
+    while source.target in VIEWS and isinstance(source.args[0], Node) and sum(n != 1 for n in value(source).shape) <= 1:
+        source = source.args[0]
+        if value(source).dim() == 1 and same(value(source).shape, [channels]) and is_plain(source) and rewrite.memory_of(source) == its:
+            return source
+    made = rewrite.graph.call_method("reshape", (node, (-1,)))
+    made.meta["example_value"] = value(node).detach().reshape(-1)
+    return made
+
+
 def _turned(rewrite: Rewrite, x: Node, wanted: Any, ndim: int) -> Any:
     """How an input has to be turned so that the result lies as torch's: "" for not at all; None if it can't."""
     last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(ndim)
@@ -178,6 +232,18 @@ def _turned(rewrite: Rewrite, x: Node, wanted: Any, ndim: int) -> Any:
     fits = [order for order, axes in orders.items() if order is not None and lies(wanted, axes)]
     ours = torch.contiguous_format if traced_layout(value(x), ndim) == "NCHW" else last
     return "" if ours is not None and ours in fits else fits[0] if fits else None
+
+
+def _turned_filter(rewrite: Rewrite, x: Node, weight: Node, ndim: int) -> Node:
+    """A filter that the graph computes with its channels last in memory if the input's are, and one that the caller gave as it is."""
+    last = {2: torch.channels_last, 3: torch.channels_last_3d}.get(ndim)
+    if last is None or weight.op in ("placeholder", "get_attr") or traced_layout(value(x), ndim) != "NHWC":
+        return weight
+    if lies(value(weight), channels_last(ndim + 2, ndim)):
+        return weight
+    made = rewrite.graph.call_method("contiguous", (weight,), {"memory_format": last})
+    made.meta["example_value"] = value(weight).detach().contiguous(memory_format=last)
+    return made
 
 
 def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: bool) -> None:
@@ -201,15 +267,19 @@ def _write(rewrite: Rewrite, chain: Chain, options: Options, turned: Any, grad: 
                 folded = chain.norm is not None and not training  # with the bias as it is
                 at_start = slice(1, 2 if folded else 3)
                 operands[at_start] = [_cast_early(rewrite, chain, n, dtype, grad) for n in operands[at_start]]
+            if rewrite.targets.turns_filters:
+                operands[1] = _turned_filter(rewrite, operands[0], operands[1], settings.ndim)
             if training:
                 assert chain.norm is not None
                 new = rewrite.targets.train(options, operands, dtype, chain.norm, chain.residual, grad)
             elif gradient:
                 new = rewrite.targets.convolve(options, operands, dtype)
             else:
-                vectors = () if chain.norm is None else (*chain.norm.vectors, chain.operands[2])
-                early = chain.norm is not None and rewrite.is_known_at_start(chain, [n for n in vectors if n is not None])
-                new = rewrite.targets.evaluate(options, operands, dtype, chain.norm, chain.residual, early)
+                norm, early = chain.norm, False
+                if norm is not None:
+                    norm = norm._replace(vectors=tuple(_vector(rewrite, n, value(chain.last).shape[1]) for n in norm.vectors))
+                    early = rewrite.is_known_at_start(chain, [n for n in (*norm.vectors, chain.operands[2]) if n is not None])
+                new = rewrite.targets.evaluate(options, operands, dtype, norm, chain.residual, early)
     except Exception:
         for node in reversed(list(rewrite.graph.nodes)):
             if node not in before:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from pycuda_conv import borders
 from pycuda_conv.nn.autograd import Settings
+from pycuda_conv.nn.graph import upsamplings
 from pycuda_conv.nn.graph.calls import Options
 from pycuda_conv.nn.graph.memory import is_plain
 from pycuda_conv.nn.graph.rewriting import Chain, Rewrite
@@ -39,7 +40,7 @@ def padding(rewrite: Rewrite, chain: Chain, options: Options) -> Options:
 
 
 #: All of these, in the order in which they look.
-FRONTS: tuple[Front, ...] = (padding,)
+FRONTS: tuple[Front, ...] = (padding, upsamplings.fold)
 
 
 def _merged(pad: Node, settings: Settings, zeros_alone: bool) -> tuple[Settings, Node] | None:

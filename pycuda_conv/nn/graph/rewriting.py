@@ -14,7 +14,7 @@ from pycuda_conv.arrays import torch_internals
 from pycuda_conv.nn.autograd import lies_in
 from pycuda_conv.nn.graph.calls import Norm, Targets
 from pycuda_conv.nn.graph.memory import DTYPES, is_barrier, is_plain, memory, written
-from pycuda_conv.nn.graph.steps import SUMS_IN_PLACE, is_identity, name_of, nodes_in, value
+from pycuda_conv.nn.graph.steps import SUMS_IN_PLACE, VIEWS, activation_of, is_identity, name_of, nodes_in, value
 from pycuda_conv.problem import channels_last
 
 
@@ -45,6 +45,8 @@ class Chain:
         self.residual: Any = None
         self.activation: Any = None
         self.counter: Node | None = None
+        #: an activation behind steps that change the shape alone: it is computed with the chain, in front of these, which stay
+        self.late: Node | None = None
         self.why = ""
         #: whether a gradient of its convolution is recorded, and whether it is trained: known once the chain is complete
         self.gradient = self.training = False
@@ -73,9 +75,14 @@ class Rewrite:
         Arithmetic for float32 where the call itself does not say it.
     raises : bool
         Whether a fault of the rewrite itself is raised; tests ask for it.
+    upsample_filter : str, optional
+        What convolutions behind an upsampling do with their filters: see :func:`pycuda_conv.conv2d`.
     """
 
-    def __init__(self, gm: GraphModule, targets: Targets, precision: str = "fp32", raises: bool = False) -> None:
+    def __init__(
+        self, gm: GraphModule, targets: Targets, precision: str = "fp32", raises: bool = False, upsample_filter: str | None = None
+    ) -> None:
+        self.upsample_filter = upsample_filter
         self.gm, self.graph, self.targets, self.precision, self.raises = gm, gm.graph, targets, precision, raises
         self.nodes: list[Node | None] = list(self.graph.nodes)
         self.order: dict[Node, int] = {n: i for i, n in enumerate(self.graph.nodes)}
@@ -244,6 +251,24 @@ class Rewrite:
         if chain.counter is not None:
             self.nodes[self.order.pop(chain.counter)] = None
             self.graph.erase_node(chain.counter)
+
+    def take_late_activation(self, chain: Chain, node: Node | None) -> None:
+        """Put an activation into a chain that stands behind `node` and other steps that change the shape alone, if it can be."""
+        while node is not None and node.target in VIEWS and nodes_in((node.args, node.kwargs))[:1] == nodes_in(node.args[:1]):
+            node = self.reader_of(node)
+            if node is not None and (activation := activation_of(node)):
+                before, after = value(node.args[0]), value(node)
+                kept = value(chain.last).dtype is before.dtype is after.dtype and same(before.stride(), after.stride())
+                if kept and self.reaches(chain, node):
+                    chain.activation, chain.late = activation, node
+                return
+
+    def drop_late(self, chain: Chain) -> None:
+        """Delete the step of an activation that the chain's own call computes."""
+        if chain.late is not None:
+            self.nodes[self.order.pop(chain.late)] = None
+            chain.late.replace_all_uses_with(chain.late.args[0])
+            self.graph.erase_node(chain.late)
 
     def replace(self, nodes: Sequence[Node], new: Node, writes: Sequence[Node] = ()) -> None:
         """Let `new` take the place of the last of `nodes`, and delete them all. The other nodes keep their numbers in the order."""

@@ -49,7 +49,15 @@ LINEARS: dict[Any, tuple[str, ...]] = {F.linear: _LINEAR, aten.linear.default: _
 SUMS = {operator.add, torch.add, "add", aten.add.Tensor}
 SUMS_IN_PLACE = {operator.iadd, "add_", "__iadd__", aten.add_.Tensor}
 PRODUCTS = {operator.mul, torch.mul, "mul", aten.mul.Tensor}
+PRODUCTS_IN_PLACE = {operator.imul, "mul_", "__imul__", aten.mul_.Tensor}
 PERMUTES = {torch.permute, "permute", aten.permute.default}
+#: Steps that change the shape or the order of a value's elements, and no element.
+VIEWS = {
+    *(getattr(torch, name) for name in ("flatten", "transpose", "permute", "reshape", "squeeze", "unsqueeze", "movedim", "swapaxes")),
+    "flatten", "transpose", "permute", "reshape", "view", "squeeze", "unsqueeze", "unflatten", "contiguous", "movedim", "swapaxes",
+    aten.flatten.using_ints, aten.transpose.int, aten.permute.default, aten.reshape.default, aten.view.default, aten.unsqueeze.default,
+    aten.squeeze.dim, aten.contiguous.default,
+}  # fmt: skip
 PADS = {F.pad, torch_internals.pad, aten.pad.default}
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _RELUS = {F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_", aten.relu.default, aten.relu_.default}

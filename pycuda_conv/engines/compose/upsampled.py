@@ -1,0 +1,182 @@
+"""Convolutions of upsampled images, around another engine.
+
+Folded, the filter's taps that meet the same pixel are summed (``cu/layout/sum_taps.cu``). The other engine computes the transposed
+convolution that is left: :attr:`ConvProblem.transposed_form`. It reads the array as it is, or with its border. The sums are a packed
+filter: a bound plan keeps them. Not folded, the image is enlarged (``cu/layout/upsampled.cu``), and the other engine convolves that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+
+from pycuda_conv.engines import registry
+from pycuda_conv.engines.base import LAST_RESORT, Config
+from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.layout import border_copy, enlarge
+from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
+from pycuda_conv.engines.variants import VariantSet
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Upsampled", "choose", "configs", "filter_key", "refusal", "schedule",
+    "sum_order", "time", "unsupported", "upsamples", "variants",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Upsampled(Config):
+    """The configuration for what is left when the filter is folded, or the image enlarged, as text."""
+
+    DELEGATE: str = "Gemm()"
+
+
+CONFIGS = (Upsampled,)
+LAYOUTS = "NCHW", "NHWC"
+TENSOR_CORES = True
+MOST_VARIANTS = enlarge.MOST_VARIANTS
+
+
+def unsupported(device: Device) -> str | None:
+    """None: the kernels run on every device."""
+    return None
+
+
+# ---- what runs
+
+
+def upsamples(problem: ConvProblem) -> bool:
+    """True: it takes all problems that are :attr:`ConvProblem.upsampled`, and no others."""
+    return True
+
+
+def _left(problem: ConvProblem) -> ConvProblem:
+    """The problem of the other engine, as it is launched."""
+    once = (1, 1, 1)
+    return (problem.transposed_form if problem.folded else replace(problem, upsample=once)).launched
+
+
+def refusal(problem: ConvProblem, config: Upsampled) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    if not problem.upsampled:
+        return "it is for upsampled images"
+    if any(n % u for n, u in zip(problem.input_size, problem.upsample, strict=True)):
+        return "its image has no whole number of pixels"
+    left, delegate = _left(problem), parsed(config.DELEGATE)
+    if delegate is not None and left.adapted and not registry.adapts(registry.engine_of(delegate), left):
+        return "it takes no borders but zeros, and no integers"
+    return delegate_refusal(left, config.DELEGATE)
+
+
+# ---- launches
+
+
+def _frames(problem: ConvProblem) -> bool:
+    """Whether the array has to be copied with its border."""
+    return problem.folded and problem.border is not None
+
+
+def schedule(problem: ConvProblem, config: Upsampled, device: Device, with_moments: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    delegate, left = parsed(config.DELEGATE), _left(problem)
+    assert delegate is not None
+    made, scratch = registry.schedule(left, delegate, device), Arena(WORKSPACE)
+    places: dict[Buffer, tuple[int, int]] = {}
+    first: list[list[KernelLaunch]] = []
+    if not problem.folded:
+        places[INPUT] = scratch.take(problem.input_itemsize * math.prod((left.N, left.C, *left.input_size)))
+        first = [[enlarge.enlarge(problem, places[INPUT])]] if math.prod(problem.input_shape) else []
+    elif _frames(problem):
+        framed = problem.framed
+        places[INPUT] = scratch.take(problem.itemsize * math.prod(framed.padded.input_shape))
+        first = [[border_copy.copy(framed, places[INPUT])]] if math.prod(problem.input_shape) else []
+    places[WORKSPACE] = scratch.take(made.workspace_bytes)
+    if not problem.folded:
+        steps, whole = first + moved(made.steps, places), first + moved(made.whole, places)
+        last = made.filter_last and first + moved(made.filter_last, places)
+        prepare = moved(made.prepare, places)
+        return Schedule(prepare, steps, whole, scratch.used, made.filter_bytes, made.redoes, filter_last=last)
+    # the sums lie where the packed filter does, behind what the other engine packs of them; on OpenCL nothing is kept
+    kept = device.backend != "opencl"
+    keeps = Arena(PACKED) if kept else scratch
+    if made.filter_bytes:
+        places[PACKED] = keeps.take(made.filter_bytes)
+    places[WEIGHT] = keeps.take(problem.itemsize * math.prod(left.weight_shape))
+    reads_last = bool(made.prepare) and made.filter_last is not None and _count(made.filter_last) < _count(made.whole)
+    packs = [] if reads_last else moved(made.prepare, places)
+    steps = first + moved((made.filter_last if reads_last else made.steps) or [], places)
+
+    def sums(given_last: bool) -> list[list[KernelLaunch]]:
+        return [[enlarge.sum_taps(problem, given_last, reads_last, places[WEIGHT])]] if math.prod(left.weight_shape) else []
+
+    whole = sums(False) + packs + steps
+    last = sums(True) + packs + steps if problem.layout == "NHWC" else None
+    if not kept:
+        return Schedule([], whole, whole, scratch.used, 0, made.redoes, filter_last=last)
+    return Schedule(sums(False) + packs, steps, whole, scratch.used, keeps.used, made.redoes, filter_last=last)
+
+
+def _count(steps: list[list[KernelLaunch]]) -> int:
+    return sum(map(len, steps))
+
+
+def filter_key(problem: ConvProblem, config: Upsampled) -> Hashable:
+    """That of the delegate's engine, and how the filter is folded."""
+    key = delegate_filter_key(_left(problem), config.DELEGATE)
+    if not problem.folded:
+        return key
+    folding = problem.upsample, problem.empty_taps, problem.groups, problem.K, problem.C, problem.filter_size, problem.dtype
+    return config.DELEGATE, key, folding
+
+
+def sum_order(problem: ConvProblem, config: Upsampled) -> Hashable:
+    """That of the delegate's engine, for its configurations."""
+    return delegate_sum_order(_left(problem), config.DELEGATE) or config
+
+
+def variants(device: Device) -> Iterator[VariantSet]:
+    """Those of both kernels."""
+    yield from enlarge.variants()
+
+
+# ---- the choice
+
+BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multiprocessors move in one
+BEST = 3  # predictions of the other engines that are worth comparing
+
+
+def _overhead_us(problem: ConvProblem, device: Device) -> float:
+    """Microseconds beside those of the delegate's engine; a folded filter counts as kept."""
+    if problem.folded and not _frames(problem):
+        return 0.0
+    size = problem.framed.padded.input_size if problem.folded else problem.input_size
+    moved_bytes = problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * problem.N * problem.C * math.prod(size)
+    return BEGIN + moved_bytes / MEMORY * 132 / device.multiprocessors
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Upsampled]:
+    """The configurations worth comparing: the choice for what is left, those that give its bits, and the best of other engines."""
+    left = _left(problem)
+    chosen = registry.find(left, device)
+    if not problem.upsampled or chosen is None:
+        return
+    best = [config for _, config in registry.predictions(left, device)[:BEST]]
+    yield from map(Upsampled, map(str, dict.fromkeys([chosen, *best, *registry.alternatives(left, chosen, device)])))
+
+
+def time(problem: ConvProblem, config: Upsampled, device: Device) -> float | None:
+    """Microseconds that `config` should take."""
+    delegate = parsed(config.DELEGATE)
+    us = None if delegate is None else registry.predicted(_left(problem), delegate, device)
+    return None if us is None else us + _overhead_us(problem, device)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Upsampled] | None:
+    """The other engines' choice for what is left, behind the microseconds that it should take."""
+    delegate = registry.find(_left(problem), device) if problem.upsampled else None
+    if delegate is None:
+        return None
+    us = time(problem, Upsampled(str(delegate)), device)
+    return LAST_RESORT if us is None else us, Upsampled(str(delegate))

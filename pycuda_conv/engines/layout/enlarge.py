@@ -1,0 +1,73 @@
+"""Launches for upsampled images: ``cu/layout/upsampled.cu`` enlarges them, and ``cu/layout/sum_taps.cu`` sums a filter's taps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, divider
+from pycuda_conv.engines.schedule import INPUT, WEIGHT
+from pycuda_conv.engines.struct import kernel_struct
+from pycuda_conv.engines.variants import FLAG, VariantSet
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.runtime.base import BufferSlice, KernelLaunch
+
+THREADS = 256
+WORDS = (1, 2, 4, 8, 16)  # bytes of what a thread copies
+ROWS, MOST = 32, 96  # rows of a block of sum_taps.cu, and elements of a row that it keeps
+#: The most variants, as an engine says it.
+MOST_VARIANTS = {"cuda": 9, "opencl": 9}
+
+EnlargeArguments = kernel_struct("upsampled", "EnlargeArguments")
+SumTapsArguments = kernel_struct("sum_taps", "SumTapsArguments")
+
+
+def _divider(n: int, big: bool) -> int:
+    """A prepared divisor; kernels that count in 64 bits divide without."""
+    return 0 if big else divider(n)
+
+
+def enlarge(problem: ConvProblem, to: BufferSlice) -> KernelLaunch:
+    """Enlarge the image that an upsampling `problem` reads."""
+    last = problem.layout == "NHWC"
+    pixel = problem.input_itemsize * (problem.operand_channels if last else 1)
+    word = next(n for n in reversed(WORDS) if pixel % n == 0)
+    inner, (_, h, w) = pixel // word, problem.operand_size
+    size = math.prod(problem.input_shape) * problem.input_itemsize // word
+    big = size * math.prod(problem.upsample) >= 2**31 - 2**20
+    sizes = {"inner": inner, "line": inner * w, "h": h}
+    args = arguments(
+        EnlargeArguments, size=size, **sizes, **{f"by_{name}": _divider(n, big) for name, n in sizes.items()},
+        **by_axis("times_", problem.upsample),
+    )
+    defines = {"DTYPE": DTYPE_CODES["float32"], "BYTES": word, "INDEX_64": int(big), "THREADS": THREADS}
+    return KernelLaunch("enlarge", defines, ceil(size, THREADS), THREADS, (INPUT, to), (), "upsampled", arguments=args)
+
+
+def sum_taps(problem: ConvProblem, given_last: bool, last: bool, to: BufferSlice) -> KernelLaunch:
+    """Make the filter of the :attr:`ConvProblem.transposed_form` of a `problem` that is folded.
+
+    With `given_last` the filter's second axis is last in memory; with `last`, that of the one that is made.
+    """
+    made, (t, r, s) = problem.transposed_form, problem.filter_size
+    rows, channels, taps = problem.K // problem.groups, problem.C // problem.groups, math.prod(made.filter_size)
+    given = t * r * s
+    steps = (given * channels, 1, channels) if given_last else (given * channels, given, 1)
+    across = max(1, min(channels, MOST // given))
+    tiles, tiles_k = ceil(channels, across), ceil(rows, ROWS)
+    args = arguments(
+        SumTapsArguments, rows=rows, channels=channels, across=across, tiles=tiles, tiles_k=tiles_k, given=given, taps=taps,
+        r_taps=made.filter_size[1], s_taps=made.filter_size[2], run=across * given, shared=int(given <= MOST), last=int(last),
+        given_last=int(given_last), t=t, r=r, s=s, **by_axis("times_", problem.upsample),
+        **by_axis("empty_", [before for before, _ in problem.empty_taps]),
+        **dict(zip(("row_step", "channel_step", "tap_step"), steps, strict=True)),
+    )  # fmt: skip
+    big = max(problem.C * rows * taps, problem.K * channels * given) >= 2**31 - 2**20
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(big), "THREADS": THREADS}
+    return KernelLaunch("sum_taps", defines, tiles * tiles_k * problem.groups, THREADS, (WEIGHT, to), (), arguments=args)
+
+
+def variants() -> Iterator[VariantSet]:
+    """A text for each size of words, and for each type of filters."""
+    yield VariantSet("upsampled", {"DTYPE": (DTYPE_CODES["float32"],), "BYTES": WORDS, "INDEX_64": FLAG, "THREADS": (THREADS,)})
+    yield VariantSet("sum_taps", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})

@@ -1,0 +1,126 @@
+"""Factors and summands for each channel behind convolutions: frozen norms, scales of layers, biases of the user's own."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from test_compile import FOUND, GRAPHS, HOWS, afresh, alike, images, where  # noqa: E402, F401
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from pycuda_conv.nn.evaluation import evaluate  # noqa: E402
+
+
+class FrozenNorm(nn.Module):
+    """As detectors have it."""
+
+    def __init__(self, channels):
+        super().__init__()
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            self.register_buffer(name, torch.rand(channels) + 0.5)
+
+    def forward(self, x):
+        w, b, rv, rm = (getattr(self, name).reshape(1, -1, 1, 1) for name in ("weight", "bias", "running_var", "running_mean"))
+        scale = w * (rv + 1e-5).rsqrt()
+        return x * scale + (b - rm * scale)
+
+
+class Of(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.conv, self.wide, self.norm, self.call = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1, bias=False), FrozenNorm(4), call
+        self.gamma, self.scale, self.shift = nn.Parameter(torch.rand(4) + 0.5), nn.Parameter(torch.rand(4, 1, 1) + 0.5), nn.Parameter(torch.rand(1, 4, 1, 1))
+        self.row, self.square = nn.Parameter(torch.rand(10)), nn.Parameter(torch.rand(2, 2) + 0.5)
+
+    def forward(self, x):
+        return self.call(self, x)
+
+
+def frozen(s, x):
+    return F.relu(s.norm(s.conv(x)) + x)
+
+
+def layer_scale(s, x):
+    return x + s.conv(x) * s.gamma.reshape(1, -1, 1, 1)
+
+
+def shaped_parameters(s, x):
+    return F.silu(s.wide(x) * s.scale + s.shift)
+
+
+def in_place(s, x):
+    y = s.conv(x)
+    y *= s.scale
+    y += s.shift
+    return F.relu_(y)
+
+
+def own_bias(s, x):
+    return F.gelu(s.shift + s.wide(x))
+
+
+def summand_first(s, x):
+    """Another formula, of which the chain takes the summand."""
+    return (s.conv(x) + s.shift) * s.scale
+
+
+def turned(s, x):
+    """The numbers do not lie as in the parameter."""
+    return s.conv(x) * s.square.t().reshape(1, 4, 1, 1)
+
+
+def gate(s, x):
+    return s.conv(x) * torch.sigmoid(x.mean((2, 3), keepdim=True))
+
+
+def of_columns(s, x):
+    return s.conv(x) * s.row
+
+
+def scalar(s, x):
+    return F.relu(s.conv(x) * 2.0)
+
+
+def written(s, x):
+    """The input may share the parameter's memory, for all that dynamo guards."""
+    with torch.no_grad():
+        y = s.conv(x)
+        s.gamma.mul_(2)
+        return y * s.gamma.view(-1, 1, 1)
+
+
+#: For each: its forward, the chain's steps, and whether its vectors are read at the graph's start.
+FORWARDS = {
+    "frozen": (frozen, 4, False), "layer scale": (layer_scale, 3, True), "shaped parameters": (shaped_parameters, 4, False),
+    "in place": (in_place, 4, False), "own bias": (own_bias, 3, False), "summand first": (summand_first, 2, False), "turned": (turned, 2, False),
+    "gate": (gate, 0, None), "of columns": (of_columns, 0, None), "scalar": (scalar, 0, None), "written": (written, 0, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_factors_and_summands(name, how, where):  # noqa: F811
+    call, count, early = FORWARDS[name]
+    found = alike(lambda: Of(call), how, False, False, images(2, 4, 10, 10, where=where))
+    assert [len(steps) for steps in found] == [count] * bool(count), found
+    if early is not None:
+        names = [getattr(node.target, "__name__", "") for node in GRAPHS[-1].graph.nodes]
+        assert any("scaled" in one for one in names) == early
+    if name != "written":
+        alike(lambda: Of(call), how, True, True, images(2, 4, 10, 10, where=where))
+        assert sum(len(one.alone) for graph in FOUND for one in graph) == 1
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float16, 2e-2), (torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_factor_or_a_summand_alone(place, given, dtype, limit):
+    x = images(2, 4, 9, 7, channels_last=True, dtype=dtype, where=place)
+    w, b = torch.randn(6, 4, 3, 3, dtype=dtype, device=place) / 6, torch.randn(6, dtype=dtype, device=place)
+    wide = torch.float32 if dtype is torch.float16 else dtype
+    gamma, beta = (torch.randn(6, dtype=wide, device=place) if one else None for one in given)
+    for bias in (None, b):
+        y = F.conv2d(x.double(), w.double(), None if bias is None else bias.double())
+        y = y if gamma is None else y * gamma.double().view(-1, 1, 1)
+        y = y if beta is None else y + beta.double().view(-1, 1, 1)
+        for _ in range(3):  # the third call is repeated
+            assert (evaluate(x, w, bias, gamma, beta) - y).abs().max() < limit
