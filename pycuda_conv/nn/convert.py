@@ -149,8 +149,8 @@ def convert(
         (``torch.set_float32_matmul_precision``), in autocast and in ``torch.compile``, layers are torch's as before, and so are subclasses.
     batch_invariant : bool
         Compute each convolution so that an image's result, and its gradient by the input, have the same bits whatever images stand beside
-        it: see :func:`pycuda_conv.batch_invariant`. The model's other layers are torch's, and promise what torch's do. ``torch.compile``
-        fuses nothing with such convolutions.
+        it: see :func:`pycuda_conv.batch_invariant`. Fused layers do so in evaluation. The model's other layers are torch's, and promise
+        what torch's do.
 
     Returns
     -------
@@ -162,7 +162,7 @@ def convert(
     TypeError
         `model` is not a module.
     ValueError
-        A precision that there is not; or `batch_invariant` with `linear`, or for a model with fused layers, whose bits depend on the batch.
+        A precision that there is not; or `batch_invariant` with `linear`, whose bits depend on the batch.
 
     Warns
     -----
@@ -188,13 +188,13 @@ def convert(
                 DeprecationWarning,
                 stacklevel=2,
             )
-    if checked_invariance(batch_invariant) and (linear or any(isinstance(module, _FusedConvBnReLU) for module in model.modules())):
-        what = "linear=True" if linear else "a model with fused layers"
-        raise ConvArgumentError(f"batch_invariant=True is for convolutions alone, but got {what}, whose bits depend on the batch")
+    if checked_invariance(batch_invariant) and linear:
+        raise ConvArgumentError("batch_invariant=True is for convolutions alone, but got linear=True, whose bits depend on the batch")
     done = Conversion()
     ours = [module for module in model.modules() if isinstance(module, _FusedConvBnReLU)]  # these compute everything themselves
     for layer in ours:
         layer.precision = precision
+        _set_invariance(layer.conv, batch_invariant)
     owned = {part for layer in ours for part in layer.modules()}
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and module not in owned:
@@ -288,11 +288,15 @@ def _convert_convolution(name: str, module: torch.nn.Module, precision: str, bat
     if own or was not in _TORCHS:
         _change_class(module, "routed" if own else "ours")
     module.__dict__["precision"] = precision
+    _set_invariance(module, batch_invariant)
+    return Converted(name, was.__name__, by_its_own_forward=own)
+
+
+def _set_invariance(module: torch.nn.Module, batch_invariant: bool) -> None:
     if batch_invariant:
         module.__dict__["algorithm"] = BATCH_INVARIANT
     elif module.__dict__.get("algorithm") == BATCH_INVARIANT:
         module.__dict__.pop("algorithm")
-    return Converted(name, was.__name__, by_its_own_forward=own)
 
 
 # ---- classes

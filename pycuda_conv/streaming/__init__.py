@@ -10,8 +10,8 @@ a convolution      ``dilation * (taps - 1) + 1 - stride``                   ``n 
 transposed         ``dilation * (taps - 1) // stride``                      ``n * stride``
 =================  =======================================================  =====================
 
-Inputs that do not fill a stride wait in the state. Results have the same bits however the signal is cut: the order of their sums follows from
-the layer alone (:mod:`pycuda_conv.engines.streams`).
+Inputs that do not fill a stride wait in the state. Results have the same bits however the signal is cut: the order of their sums follows
+from the layer alone (:mod:`pycuda_conv.engines.streams`).
 """
 
 from __future__ import annotations

@@ -310,8 +310,14 @@ def marks(part: str) -> tuple[str, str]:
 
 
 def measured_by(machine: dict[str, Any]) -> str:
-    """The command, the day, the machine and the method."""
-    return f"Measured by `{machine['command']}` on {machine['date'][:10]}: {_where(machine)}. The method: {machine['method']}."
+    """The command, the day, the kernels, the machine and the method."""
+    kernels = f", {kernels_words(machine['kernels'])}" if machine.get("kernels") else ""
+    return f"Measured by `{machine['command']}` on {machine['date'][:10]}{kernels}: {_where(machine)}. The method: {machine['method']}."
+
+
+def kernels_words(digest: str) -> str:
+    """How a page says of which kernels its figures are."""
+    return f"kernels `{digest}`"
 
 
 def _where(machine: dict[str, Any]) -> str:
@@ -373,7 +379,8 @@ def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
     return "\n\n".join((
         markdown_table(columns, 1, lines),
         "The ratio is torch's time divided by ours. " + "; ".join(f"{mode}: {mode_words(mode)}" for mode in (first, *others))
-        + f". Measured by `{machine['command']}` on {machine['date'][:10]}: {where}.",
+        + f". Measured by `{machine['command']}` on {machine['date'][:10]}"
+        + (f", {kernels_words(machine['kernels'])}" if machine.get("kernels") else "") + f": {where}.",
     ))
 
 
