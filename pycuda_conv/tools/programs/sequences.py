@@ -9,7 +9,7 @@ def _parts(torch: Any) -> Any:
     nn, F = torch.nn, torch.nn.functional
 
     class CausalConv3d(nn.Module):  # type: ignore[name-defined]
-        """It sees a frame and those before it: zeros at the start, or the frames that a cache holds, which it changes for the next chunk."""
+        """It sees a frame and those before it: zeros at the start, or the frames of a cache, which it changes for the next chunk."""
 
         def __init__(self, channels: int, out: int, taps: tuple[int, int, int] = (3, 3, 3)) -> None:
             super().__init__()
