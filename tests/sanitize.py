@@ -2,11 +2,12 @@
 
     compute-sanitizer --tool memcheck  python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py 'Gemm|Pointwise'
-    compute-sanitizer --tool initcheck python tests/sanitize.py --part 2/8
+    compute-sanitizer --tool initcheck python tests/sanitize.py --part 2/8 --seconds 100
 
 The cases come from the engines' registry (covering.py): between them they have every kernel, every value of every define in each type, and
 each argument as 0, as 1 and larger. What is missing is told first: kernels of arrays of 2^31 elements (INDEX_64=1), for one. A regular
-expression chooses the cases in whose line it is found. `--part I/N` takes every N-th case from the I-th on. Kernels run in their general
+expression chooses the cases in whose line it is found. `--part I/N` takes every N-th case from the I-th on. With `--seconds` no case is begun
+later than that, and what was not begun is told last: the first case of every kernel comes before the second of any. Kernels run in their general
 form, without constants of the layer. Each array is an allocation of its own, so that a read or write past its end is seen; no pool, no
 torch. On an H100 twelve parts side by side take memcheck a minute and a half once the kernels are compiled, and racecheck some minutes.
 
@@ -20,6 +21,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
@@ -168,18 +170,34 @@ def others() -> Iterator[Run]:
         yield f"batch_norm {layout} {k} {plane} {dtype}", partial(batch_norm, Pixels(dtype, layout, 30, k, plane))
 
 
+def in_turn(runs: list[Run]) -> list[Run]:
+    """The first case of each engine or other kernel, then the second ones, and so on."""
+    turns: dict[str, int] = {}
+    placed = []
+    for run in runs:
+        name = re.split(r"[( ]", run[0], maxsplit=1)[0]
+        turns[name] = turns.get(name, 0) + 1
+        placed.append((turns[name], run))
+    return [run for _, run in sorted(placed, key=lambda one: one[0])]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Every kernel on small arrays, for compute-sanitizer.")
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression: only the cases in whose line it is found")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th case, from the I-th on")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so many seconds")
     options = parser.parse_args()
+    began = time.monotonic()
     os.environ["PYCUDA_CONV_BACKGROUND"] = "0"
     first, step = map(int, options.part.split("/"))
     wanted, bad = re.compile(options.pattern).search, 0
     cases = covering.cases(get_device("cuda"))
     print("no case has", *covering.missing(get_device("cuda"), cases), sep="\n    ")
-    runs = [run for run in (*convolutions(cases), *others()) if wanted(run[0])]
-    for line, launch in runs[first - 1 :: step]:
+    runs = in_turn([run for run in (*convolutions(cases), *others()) if wanted(run[0])])[first - 1 :: step]
+    for number, (line, launch) in enumerate(runs):
+        if time.monotonic() - began > options.seconds:
+            print(f"not begun: {len(runs) - number} of {len(runs)} cases", *(f"    {line}" for line, _ in runs[number:]), sep="\n")
+            break
         good = launch()
         print("ok " if good else "BAD", line, flush=True)
         bad += not good
