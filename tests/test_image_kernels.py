@@ -65,6 +65,9 @@ LARGE = (
     ("gaussian_filter", (30, 40, 70), "float32", {"sigma": 1.0}),
     ("gaussian_filter", (2, 21, 20, 19, 3), "uint8", {"sigma": (1.0, 0.5, 1.5), "axes": (1, 2, 3), "mode": ("wrap", "constant", "mirror")}),
     ("gaussian_filter", (25, 18, 33), "float64", {"sigma": (2.0, 0.5, 1.0), "order": (0, 1, 0)}),
+    ("gaussian_gradient_magnitude", (70, 150), "float32", {"sigma": 1.5}),
+    ("gaussian_laplace", (50, 30, 3), "uint8", {"sigma": (1.0, 2.0), "axes": (0, 1), "mode": "mirror", "output": "float32"}),
+    ("gaussian_laplace", (90, 41), "float64", {"sigma": 2.0, "mode": "constant"}),
     ("correlate", (60, 140), "float32", {"weights": np.arange(165.0).reshape(11, 15) % 7 - 2, "mode": "nearest"}),
     ("correlate", (40, 50, 3), "int8", {"weights": np.arange(35.0).reshape(5, 7) % 5 - 1, "axes": (0, 1), "output": "float32"}),
     ("correlate", (6, 30, 140), "float64", {"weights": np.arange(60.0).reshape(3, 4, 5) % 7 - 2, "mode": "wrap", "origin": (1, -1, 0)}),
@@ -130,6 +133,15 @@ def test_bands_give_the_bits_of_the_whole(monkeypatch, seed):
         tolerance = 1e-12 if want.dtype.kind in "fc" and want.dtype.itemsize > 4 + 4 * (want.dtype.kind == "c") else 0
         np.testing.assert_allclose(got, want, rtol=tolerance, err_msg=f"call {number}: {name} of {x.dtype} {x.shape}, {arguments}")
     assert cut > 3
+
+
+def test_sums_of_filters_are_one_launch(simulated):
+    x = np.random.default_rng(0).random((40, 50), np.float32)
+    ours.gaussian_gradient_magnitude(x, 1.0, device="opencl")
+    ours.gaussian_laplace(x, 1.0, device="opencl")
+    assert [kernel for kernel, *_ in simulated] == ["sum", "sum"]
+    ours.gaussian_laplace(x, 1.0, mode=("reflect", "wrap"), device="opencl")  # whose windows differ
+    assert [kernel for kernel, *_ in simulated[2:]] == ["separable", "separable"]
 
 
 def test_volumes_are_one_launch(simulated):

@@ -92,6 +92,24 @@ def run_term(
     return function(bench, x, term, value, output, target, previous, join)
 
 
+def sum_of_terms(bench: Bench, x: Any, terms: Sequence[Term], value: float, output: str, target: Any, join: Join) -> Any:
+    """The sum of several terms in one launch, their squares' or its root as `join` says; None where that is not possible."""
+    along = [() if isinstance(term, Dense) else tuple(sorted(term, key=lambda one: one.axis)) for term in terms]
+    if bench.backend != "cuda" or any(len(one) != 2 for one in along):
+        return None
+    first, input = along[0], bench.space.dtype(x)
+    alike = {tuple((one.axis, len(one.taps), one.before, one.border, one.size) for one in pair) for pair in along}
+    if len(alike) > 1 or (value and any(one.border == "constant" for one in first)):
+        return None
+    if not _goes_together(bench, x, first, sums_of(input, output)):
+        return None
+    window, taps = _window_of_pair(x.shape, first, input, output, value, join), (len(along), len(first[0].taps), len(first[1].taps))
+    if images.fits(window, taps, False, bench.device) is None:
+        return None
+    filters = np.concatenate([rounded(one.taps) if window.sums == "float32" else one.taps for pair in along for one in pair])
+    return _launched(bench, "sum", window, taps, x, filters, _result_shape(x.shape, first), output, target, None)
+
+
 def passes(
     bench: Bench, x: Any, along: Sequence[Pass], value: float, output: str, target: Any = None, previous: Any = None, join: Join = PLAIN
 ) -> Any:
