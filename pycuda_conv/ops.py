@@ -3,47 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
-from pycuda_conv import invariance
 from pycuda_conv.call import Call, Operands
-from pycuda_conv.dispatch import convolve
+from pycuda_conv.dispatch import convolve, rest_of_call
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.invariance import with_invariance
 from pycuda_conv.numbers.missing import convolve as convolve_known
 from pycuda_conv.typing import Activation, Algorithm, Array, Crop, Padding, PaddingMode, Precision, Sizes, UpsampleFilter
 
-if TYPE_CHECKING:
-    pass
 
-#: The default of `padding_mode`, the very object: strings of a program are interned.
-_ZEROS = "zeros"
-
-
-def _more(
-    algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any, upsample: Any = 1, upsample_filter: Any = None
-) -> tuple[Any, ...] | None:
-    """The last members of the :class:`~pycuda_conv.call.Call`; None for their defaults, with which a call takes less time.
-
-    `invariant` is the option `batch_invariant`, or None where a function has none.
-    """
-    given = (invariant is False or invariant is None) and algorithm is None and dtype is None and mode is _ZEROS
-    once = upsample.__class__ is int and upsample == 1 and upsample_filter is None
-    if given and once and value.__class__ is float and not value and not invariance.blocks:
-        return None
-    times = tuple(upsample) if isinstance(upsample, list) else upsample
-    own = algorithm if invariant is None else with_invariance(algorithm, invariant)
-    return own, mode, value, dtype, None if once else (times, upsample_filter)
-
-
-def _streamed(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], more: Any, state: Any) -> Any:
+def _streamed(
+    asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], more: tuple[Any, ...], state: Any
+) -> Any:
     """A piece of a signal: its result, and the state for the next piece."""
     from pycuda_conv import streaming
 
     device, devices, stream, tune = place
     if devices is not None or tune is not False:
         raise ConvArgumentError("state goes with neither devices nor tune: pieces are computed one after the other, and alike")
-    return streaming.convolve(Call(*asked, *(more or ())), Operands(*operands), state, out, device, stream)
+    return streaming.convolve(Call(*asked, *rest_of_call(*more)), Operands(*operands), state, out, device, stream)
 
 
 def conv2d(
@@ -176,7 +154,7 @@ def conv2d(
     if nan is not None or mask is not None or fill is not None:
         return convolve_known(conv2d, 2, locals())
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -215,7 +193,7 @@ def conv1d(
     if nan is not None or mask is not None or fill is not None:
         return convolve_known(conv1d, 1, locals())
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter
     if state is not None:
         return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
@@ -253,7 +231,7 @@ def conv3d(
     if nan is not None or mask is not None or fill is not None:
         return convolve_known(conv3d, 3, locals())
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter
     if state is not None:
         return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
@@ -297,7 +275,7 @@ def conv_transpose2d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 2, stride, padding, dilation, groups, precision, output_padding, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -329,7 +307,7 @@ def conv_transpose1d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     if state is not None:
         return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
@@ -363,7 +341,7 @@ def conv_transpose3d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     if state is not None:
         return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
@@ -402,7 +380,7 @@ def conv2d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 2, stride, padding, dilation, groups, precision, input_size, None
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -432,7 +410,7 @@ def conv1d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 1, stride, padding, dilation, groups, precision, input_size, None
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -462,7 +440,7 @@ def conv3d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 3, stride, padding, dilation, groups, precision, input_size, None
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -501,7 +479,7 @@ def conv2d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 2, stride, padding, dilation, groups, precision, weight_size, None
-    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    more = algorithm, None, padding_mode, padding_value, dtype
     return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -531,7 +509,7 @@ def conv1d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 1, stride, padding, dilation, groups, precision, weight_size, None
-    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    more = algorithm, None, padding_mode, padding_value, dtype
     return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -561,5 +539,5 @@ def conv3d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 3, stride, padding, dilation, groups, precision, weight_size, None
-    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    more = algorithm, None, padding_mode, padding_value, dtype
     return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
