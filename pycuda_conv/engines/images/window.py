@@ -135,10 +135,10 @@ def _tile_of_cpu(p: int, q: int, colours: int, taps: tuple[int, int, int], dense
 
 def _strip(step: int, q: int, colours: int, taps: tuple[int, int, int], lanes: int) -> Tile:
     """A strip of a separable filter on a GPU. How long it is, the number of blocks decides."""
-    _, r, s = taps
+    terms, r, s = taps
     more, halo_q = max(r - 1, 0), q + max(s - 1, 0) * colours
     pitch, wide = (halo_q + 7) | 1, q + lanes
-    room = ceil(r, 8) * 8 + ceil(s, 8) * 8 + (more + step) * wide + (step * pitch if s else 0)
+    room = terms * (ceil(r, 8) * 8 + ceil(s, 8) * 8 + (more + step) * wide) + (step * pitch if s else 0)
     return Tile(step, q, step + more, halo_q, pitch, wide, room, step)
 
 
@@ -211,6 +211,13 @@ def _strip_length(tile: Tile, p: int, others: int, taps: int, shared: int, devic
 def separable(window: Window, taps: tuple[int, int], device: Device) -> KernelLaunch:
     """A filter of `taps` along rows' axis (h) and columns' axis (w); 0 is no filter. Buffers: x, both filters, previous results | y."""
     return _launch("separable", window, (1, *taps), device)
+
+
+def total(window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
+    """Several filters, as many as `taps` says first, of so many taps along rows' axis and columns', on a GPU: their sum, with `square` that
+    of the squares, with `root` its root. Buffers: x, the filters, nothing | y.
+    """
+    return _launch("sum", window, taps, device)
 
 
 def volume(window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
@@ -323,7 +330,7 @@ def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: An
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 42, "opencl": 28}
+MOST_VARIANTS = {"cuda": 56, "opencl": 28}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -331,7 +338,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     host = device.backend != "cuda"
     narrow = tuple(CODES[name] for name in ("float32", "uint8", "int8", "uint16", "int16"))
     more = {"THREADS": (1 if host else THREADS,)} | ({"ROOM": (OPENCL_ROOM,)} if host else {})
-    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "correlate", "volume")
+    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "correlate", "volume", "sum")
     for kernel in (f"images_{name}" for name in kernels):
         choices = {"DTYPE": (32,), "INDEX_64": (0, 1), "IN": narrow, "OUT": narrow, **more}
         yield VariantSet(kernel, choices, lambda defines: defines["IN"] == defines["OUT"] or 32 in (defines["IN"], defines["OUT"]))
