@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.nn import normalise  # noqa: E402
+from pycuda_conv.nn import norm_modules, normalise  # noqa: E402
 
 AFTER = {None: lambda v: v, "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh")}
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -164,6 +164,21 @@ def test_modules(where):
         assert torch.allclose(ours(x), F.silu(theirs(x)), atol=1e-5)
     assert torch.allclose(pn.InstanceNorm2d(8)(x[0]), nn.InstanceNorm2d(8)(x[0]), atol=1e-5)
     assert copy.deepcopy(pn.GroupNorm(2, 4, activation="gelu")).activation == "gelu"
+
+
+def test_norms_of_a_converted_model(where, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.LayerNorm(6), nn.InstanceNorm2d(8), nn.RMSNorm(6)).to(where)
+    x, calls = numbers(2, 3, 8, 8, where=where), []
+    wanted = model(x)
+    for name in ("group_norm", "layer_norm", "rms_norm"):
+        genuine = getattr(norm_modules, name)
+        monkeypatch.setattr(norm_modules, name, lambda *given, name=name, genuine=genuine: (calls.append(name), genuine(*given))[1])
+    assert torch.allclose(pn.convert(model)(x), wanted, atol=1e-4) and not calls
+    ours = pn.convert(model, norms=True)
+    assert torch.allclose(ours(x), wanted, atol=1e-4) and calls == ["group_norm", "layer_norm", "rms_norm"]
+    assert isinstance(ours[1], nn.GroupNorm) and copy.deepcopy(ours)(x).shape == wanted.shape
+    assert type(pn.revert(ours)[1]) is nn.GroupNorm and torch.allclose(ours(x), wanted, atol=1e-4)
 
 
 def test_half_precision_under_autocast(where):

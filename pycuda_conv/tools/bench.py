@@ -35,6 +35,7 @@ from pycuda_conv.tools.oracle import Errors, ErrorSums, options, torch_for, torc
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import (
     FRONT_PAGE,
+    FRONT_PARTS,
     NOTES,
     RESULTS_PAGE,
     Row,
@@ -621,8 +622,8 @@ def check_paths(settings: Settings, part: str = "results") -> None:
         raise ToolError(f"{settings.plots} must be a folder: the plots are written there")
     if settings.pages is not None:
         around_results(settings.pages / RESULTS_PAGE, part)
-        if part == "results":
-            around_results(settings.pages / FRONT_PAGE)
+        if part in FRONT_PARTS:
+            around_results(settings.pages / FRONT_PAGE, part)
 
 
 def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row]) -> None:

@@ -37,6 +37,7 @@ from pycuda_conv.tools.rivals import (
     dtype_of,
     first_calls,
     format_of,
+    laid_out,
     made,
     sides,
 )
@@ -137,14 +138,14 @@ def _once(call: Callable[[], Any]) -> Callable[[int], Any]:
 def _evaluated(torch: Any, name: str, mode: str, place: str, seed: int) -> tuple[Any, Any]:
     """A network in float32, and in `mode`; made once for all numbers of images."""
     base = network(torch, name, place, seed).eval()
-    return base, copy.deepcopy(base).to(getattr(torch, dtype_of(mode))).to(memory_format=format_of(torch, mode))
+    return base, laid_out(torch, copy.deepcopy(base).to(getattr(torch, dtype_of(mode))), mode)
 
 
 def _images(torch: Any, case: Case, place: str, seed: int) -> tuple[Any, Any]:
     """Random images, and the same images in the case's mode."""
     shape = case.images, *input_shape(case.network)
     images = torch.randn(shape, device=place, generator=torch.Generator(place).manual_seed(seed))
-    return images, images.to(getattr(torch, dtype_of(case.mode))).contiguous(memory_format=format_of(torch, case.mode))
+    return images, images.to(getattr(torch, dtype_of(case.mode))).contiguous(memory_format=format_of(torch, case.mode, images.dim()))
 
 
 def sides_of(case: Case, quick: bool, named: bool) -> list[Side]:

@@ -12,7 +12,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools.model_rows import Case, Curve
 from pycuda_conv.tools.networks import input_shape, network, output
 from pycuda_conv.tools.programs import program
-from pycuda_conv.tools.rivals import EAGER, LIGHT, Side, arithmetic, dtype_of, format_of, made, precision_of
+from pycuda_conv.tools.rivals import EAGER, LIGHT, Side, arithmetic, dtype_of, format_of, laid_out, made, precision_of
 from pycuda_conv.tools.suite import in_mode
 
 #: Loss curves: images, their width and height, steps, and runs of each side, all but the first from perturbed inputs.
@@ -62,13 +62,13 @@ def stepper(torch: Any, model: Any, images: Any, labels: Any, mode: str, rate: f
 def in_training(torch: Any, base: Any, mode: str, side: Side) -> Any:
     """A copy of the network to train; its weights are float32 in 16-bit modes too."""
     dtype = getattr(torch, dtype_of(mode))
-    model = copy.deepcopy(base).to(torch.float32 if dtype.itemsize == 2 else dtype).to(memory_format=format_of(torch, mode)).train()
+    model = laid_out(torch, copy.deepcopy(base).to(torch.float32 if dtype.itemsize == 2 else dtype), mode).train()
     return made(torch, model, side, mode)
 
 
 def data(torch: Any, case: Case, place: str, shape: Sequence[int]) -> tuple[Any, Any]:
     """Random images, and labels; or, for a network that is written here and gives such images, random images to come near to."""
-    images = torch.randn(case.images, *shape, device=place).contiguous(memory_format=format_of(torch, case.mode))
+    images = torch.randn(case.images, *shape, device=place).contiguous(memory_format=format_of(torch, case.mode, len(shape) + 1))
     images = images.double() if dtype_of(case.mode) == "float64" else images
     if program(case.network) is not None:
         return images, torch.randn_like(images)

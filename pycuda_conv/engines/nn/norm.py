@@ -361,12 +361,12 @@ def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]
         cut, applied = _cuts_of_planes(norm, multiprocessors)
         kernels, grids = ("norm_planes_sums", "norm_planes_dx"), [norm.N * one.slices * one.tiles for one in (cut, applied)]
     parts, sums = norm.N * cut.slices * 2 * norm.C * 4, norm.N * 2 * norm.C * 4
-    at_sums, at_folded = (8, parts), (8, parts + sums)
+    at_sums, at_folded, first = (8, parts), (8, parts + sums), ceil(norm.C, THREADS // 4)
+    dx = applied.launch(kernels[1], file, first + grids[1], (0, 1, 2, at_folded, 3, 4, at_sums, 5, 6, 7))
     return [
         cut.launch(kernels[0], file, grids[0], (0, 1, 2, 3, 4, 8)),
         cut.launch("norm_fold", file, norm.N * norm.groups, (8, 3, at_sums, at_folded)),
-        applied.launch(kernels[1], file, grids[1], (0, 1, 2, at_folded, 3, 4, 5)),
-        cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (at_sums, 6, 7)),
+        replace(dx, scalars=(first,)),
     ], parts + sums + norm.N * norm.groups * 8
 
 

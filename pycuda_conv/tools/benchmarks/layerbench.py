@@ -390,9 +390,7 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
     if settings.pages is not None:
         text = page(machine, rows, found, suite)
         write_between(settings.pages / RESULTS_PAGE, text, suite)
-        if suite == "drawn":
-            front = markdown_table(COLUMNS, 1, [one.cells() for one in found if " " not in one.words])
-            write_between(settings.pages / FRONT_PAGE, f"{front}\n\n{measured_by(machine)}", suite)
+        write_between(settings.pages / FRONT_PAGE, excerpt(machine, rows, found, suite), suite)
     return FAILED if wrong else OK
 
 
@@ -403,6 +401,17 @@ def our_problems(problem: ConvProblem, suite: str) -> dict[str, ConvProblem]:
     return {OURS: problem, OURS_TF32: replace(problem, precision="tf32")} | {
         f"ours, {word}": replace(problem, dtype=dtype) for word, dtype in HALVES.items()
     }
+
+
+def excerpt(machine: dict[str, Any], rows: Sequence[Row], found: Sequence[Mean], suite: str) -> str:
+    """The section of the front page: without passes and layers, with the errors of all ways."""
+    parts = [markdown_table(COLUMNS, 1, [one.cells() for one in found if suite == "kernelbench" or " " not in one.words])]
+    if suite == "kernelbench":
+        ways = list(dict.fromkeys(name for row in rows for name in row.errors))
+        errors = ((name, geometric_mean(row.errors[name] for row in rows if row.errors.get(name))) for name in ways)
+        words = ", ".join(f"{name} {number(error, '.1e')}" for name, error in errors)
+        parts.append(f"Errors against float64, geometric means: {words}.")
+    return "\n\n".join([*parts, measured_by(machine)])
 
 
 def page(machine: dict[str, Any], rows: Sequence[Row], found: Sequence[Mean], suite: str) -> str:
