@@ -48,7 +48,8 @@ def conv2d(
         bfloat16 (in numpy that of ml_dtypes), float32 or float64, or bool or integers, which go to the device as they are. Integers of
         up to 16 bits are convolved in float32, and exactly so with a filter of integers while ``sum(|w|) * max|x|`` is below 2^24. Wider
         ones are convolved in float64. Its strides may be any. A torch tensor that is channels last
-        (NHWC in memory) gives a result that is. A dask array of numpy or CuPy chunks gives one that is computed later.
+        (NHWC in memory) gives a result that is. A dask array of numpy or CuPy chunks gives one that is computed later. A tuple of
+        arrays is convolved as if their channels were joined.
     weight : array of shape (K, C/groups, R, S), or (R, S) for an input of shape (H, W)
         The filters. One image and one filter may both come without their other axes; the result is an image of shape (P, Q). Filters
         have the input's dtype, or integers. For an input of integers they may be of any type: float64 makes the arithmetic float64.
