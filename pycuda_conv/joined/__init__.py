@@ -19,7 +19,7 @@ from pycuda_conv.call import Call, Operands
 from pycuda_conv.engines.hopper import segments
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT
 from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.problem import ConvProblem, channels_last
+from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime.base import KernelLaunch
 
 #: The buffers of the launch, in the order in which it gets them.
