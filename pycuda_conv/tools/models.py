@@ -93,7 +93,7 @@ def cases(modes: Sequence[str], training: bool, quick: bool, networks: Sequence[
             for name in networks or EVALUATED:
                 counts = list(dict.fromkeys(most_images(name, n) for n in BATCHES))
                 found += [Case("evaluated", name, n, mode) for n in counts[i : i + 1]]
-    trained = {name: TRAINED.get(name, IMAGES) for name in networks or TRAINED}
+    trained = {name: TRAINED.get(name, tuple(most_images(name, n) for n in IMAGES)) for name in networks or TRAINED}
     if training:
         for mode in modes or TRAINING_MODES:
             for name, batches in trained.items():
