@@ -9,7 +9,7 @@ from pycuda_conv.call import Call, Operands
 from pycuda_conv.dispatch import convolve, rest_of_call
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.numbers.missing import convolve as convolve_known
-from pycuda_conv.typing import Activation, Algorithm, Array, Crop, Padding, PaddingMode, Precision, Sizes, UpsampleFilter
+from pycuda_conv.typing import Activation, Algorithm, Array, Crop, Padding, PaddingMode, Precision, Sizes, State, UpsampleFilter
 
 
 def _streamed(
@@ -166,7 +166,7 @@ def conv1d(
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
     padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
     upsample_filter: UpsampleFilter | None = None, nan: Literal["interpolate"] | None = None,
-    mask: Array | None = None, fill: float | None = None, state: Any = None,
+    mask: Array | None = None, fill: float | None = None, state: State | None = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -207,7 +207,7 @@ def conv3d(
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
     padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
     upsample_filter: UpsampleFilter | None = None, nan: Literal["interpolate"] | None = None,
-    mask: Array | None = None, fill: float | None = None, state: Any = None,
+    mask: Array | None = None, fill: float | None = None, state: State | None = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -285,7 +285,7 @@ def conv_transpose1d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: State | None = None,
 ) -> Array:
     """The transposed convolution with one spatial axis: see :func:`conv_transpose2d`.
 
@@ -319,7 +319,7 @@ def conv_transpose3d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: State | None = None,
 ) -> Array:
     """The transposed convolution with three spatial axes: see :func:`conv_transpose2d`.
 
