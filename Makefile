@@ -24,12 +24,13 @@ CLI := $(RUN) -m pycuda_conv
 # Tests start hundreds of processes. Where the environment forbids Python to keep what it compiled, each would compile all packages again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup launcher verify test lint bench ladder docs wheel sdist clean
+.PHONY: help setup launcher verify test lint bench ladder results check-results docs wheel sdist clean
 help:
 	@echo "make verify   compute every kind of convolution here and compare with a float64 reference"
 	@echo "make test     ruff, mypy, pytest"
 	@echo "make bench    measure against torch; the figures go to build/"
 	@echo "make ladder   time the steps of the course on this machine, on a GPU or on PoCL, and draw them in build/ladder.svg"
+	@echo "make results  measure all that the pages show, and write it into them; make check-results lists what is of other kernels"
 	@echo "make docs     build the documentation in build/docs; a warning is an error"
 	@echo "make wheel    a wheel in dist/; make wheel GPU=sm_90a,sm_80 compiles the most used kernels for those GPUs into it"
 	@echo "make sdist    the sources, with the tests and all that they need, in dist/"
@@ -64,6 +65,12 @@ ladder: $(READY)
 bench: $(READY)
 	@mkdir -p build
 	$(CLI) bench --json build/bench.json --csv build/bench.csv $(if $(strip $(VENV)),--plots build) $(ARGS)
+
+results: $(READY)
+	$(RUN) -m pycuda_conv.tools.benchmarks.pages measure
+
+check-results: $(LEAN)
+	$(RUN) -m pycuda_conv.tools.benchmarks.pages
 
 SHIPPED := pycuda_conv/shipped
 sdist: $(READY)

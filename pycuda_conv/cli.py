@@ -151,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     top = _Parser(prog="pycuda-conv", description="Convolve files (run), check this machine (info, verify), measure speed (bench, tune).")
     top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="{run,info,verify,bench,tune,warm,kernels,choices}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{run,info,verify,bench,tune,calibrate,warm,kernels,choices}")
     _add_run(commands)
 
     info = commands.add_parser("info", help="show versions, GPUs, the default device, and what is missing")
@@ -171,6 +171,11 @@ def parser() -> argparse.ArgumentParser:
         "--mode", nargs="+", choices=(*MODES, "all"), default=[], metavar="MODE",
         help=f"dtype and arithmetic of both sides: {', '.join(MODES)}, several of them, or all; nhwc is channels last; by default fp32",
     )
+    bench.add_argument(
+        "--suite", choices=("published", "kernelbench", "drawn"), default="published",
+        help="layers of published networks; KernelBench's in every way of torch's; or random ones and gradients, not tuned for",
+    )
+    bench.add_argument("--untuned", action="store_true", help="leave measured choices out of account: the models choose")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
     bench.add_argument("--host-cost", action="store_true", help="measure what each way to call costs the host, against torch, and threads")
@@ -178,6 +183,10 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--host", action="store_true", help="measure calls on numpy arrays, copies included, against torch, and the bus")
     bench.add_argument("--images", action="store_true", help="measure filters of images against CuPy, or on the CPU against scipy")
     bench.add_argument("--families", type=_count, metavar="N", help="measure the planner's choices for N random problems of each family")
+    bench.add_argument(
+        "--batches", type=_count, metavar="N", help="compare the bits of N random layers in batches with batch_invariant=True, and the time"
+    )
+    bench.add_argument("--energy", action="store_true", help="measure the energy of the suite and of training steps by the GPU's counter")
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
     bench.add_argument("--training", action="store_true", help="measure gradients and fused layers against torch; with --models: training")
     bench.add_argument(
@@ -185,8 +194,10 @@ def parser() -> argparse.ArgumentParser:
         help="measure these networks: torchvision's, timm:NAME, segformer_b0, vae_decoder, small_unet, time_unet, decoder:SEED, unet:SEED; "
         "with --training, training too",
     )
-    bench.add_argument("--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed, and those named")
-    bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models: begin no further case after so many seconds")
+    bench.add_argument(
+        "--draw", type=_count, metavar="N", help="with --models: N of timm's networks, drawn by the seed; with --suite drawn: of each kind"
+    )
+    bench.add_argument("--seconds", type=_seconds, metavar="SECONDS", help="with --models, --batches: begin no case after so many seconds")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
     bench.add_argument("--seed", type=_seed, help="seed of the random data; by default a new one")
@@ -206,6 +217,16 @@ def parser() -> argparse.ArgumentParser:
     tune.add_argument("--all", action="store_true", help="measure again what was measured before")
     tune.add_argument("--device", type=_device, help="a GPU; by default the first")
     tune.add_argument("--list", action="store_true", help="print the problems and stop")
+
+    calibrate = commands.add_parser(
+        "calibrate", help="time random problems for ten minutes: by what the models' times are multiplied on this GPU; later calls use it"
+    )
+    calibrate.add_argument("--seconds", type=_seconds, default=600.0, help="how long to measure; by default 600")
+    calibrate.add_argument("--seed", type=_seed, help="seed of the problems; by default a new one")
+    calibrate.add_argument("--output", type=Path, metavar="FILE", help="write this file instead of the user's")
+    calibrate.add_argument("--merge", nargs="+", type=Path, default=[], metavar="FILE", help="add the timings of these files")
+    calibrate.add_argument("--fit", action="store_true", help="measure nothing: fit the timings of the files of --merge anew")
+    calibrate.add_argument("--device", type=_device, help="a GPU; by default the first")
 
     warm = commands.add_parser(
         "warm", help="compile kernels before they are needed",
@@ -329,6 +350,11 @@ def _run(arguments: argparse.Namespace) -> int:
         modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
         chosen = {name: value for name, value in vars(arguments).items() if name not in ("command", "mode")}
         return warm.run(warm.Settings(**chosen, mode=modes or None))
+    if arguments.command == "calibrate":
+        from pycuda_conv.tools.benchmarks import calibrate
+
+        given = {name: value for name, value in vars(arguments).items() if name not in ("command", "merge")}
+        return calibrate.run(calibrate.Settings(**given, merge=tuple(arguments.merge)))
     if arguments.command == "tune":
         from pycuda_conv.tools import tune
 
@@ -341,7 +367,7 @@ def _run(arguments: argparse.Namespace) -> int:
     settings = bench.Settings(
         only=arguments.only, kind=arguments.kind, modes=modes or ("fp32",), quick=arguments.quick, host_calls=arguments.host_calls,
         device=arguments.device, seed=arguments.seed, seconds=arguments.seconds, json=arguments.json, csv=arguments.csv,
-        plots=arguments.plots, pages=arguments.pages,
+        plots=arguments.plots, pages=arguments.pages, untuned=arguments.untuned,
     )
     _check_benchmarks(arguments)
     if arguments.host:
@@ -368,6 +394,18 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools import choices
 
         return choices.run(arguments.device, settings.modes, arguments.seed, arguments.families, arguments.json)
+    if arguments.energy:
+        from pycuda_conv.tools.benchmarks import energybench
+
+        return energybench.run(settings)
+    if arguments.batches:
+        from pycuda_conv.tools.benchmarks import batchbench
+
+        return batchbench.run(settings, modes or tuple(MODES), arguments.batches)
+    if arguments.suite != "published":
+        from pycuda_conv.tools.benchmarks import layerbench
+
+        return layerbench.run(settings, arguments.suite, arguments.draw or layerbench.EACH)
     if arguments.models is not None:
         from pycuda_conv.tools import models
 
@@ -381,22 +419,28 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _check_benchmarks(arguments: argparse.Namespace) -> None:
     """Refuse two benchmarks at once, of which one alone would be run."""
-    benchmarks = "host", "host_calls", "host_cost", "loop", "cold", "images", "families", "training", "models"
+    benchmarks = "host", "host_calls", "host_cost", "loop", "cold", "images", "families", "batches", "energy", "training", "models"
     asked = [name for name in benchmarks if getattr(arguments, name)]
     if arguments.models == []:
         asked.append("models")
     if len(asked) > 1 and asked != ["training", "models"]:
         flags = [f"--{name.replace('_', '-')}" for name in asked]
         raise ToolError(f"{' and '.join(flags[:2])} are two benchmarks; ask for one at a time")
-    for option in ("draw", "seconds"):
-        if getattr(arguments, option) is not None and arguments.models is None:
-            raise ToolError(f"--{option} goes with --models only")
+    if arguments.suite != "published" and asked:
+        raise ToolError(f"--suite {arguments.suite} and --{asked[0].replace('_', '-')} are two benchmarks; ask for one at a time")
+    layers = arguments.suite != "published"
+    if arguments.draw is not None and arguments.models is None and arguments.suite != "drawn":
+        raise ToolError("--draw goes with --models and --suite drawn only")
+    if arguments.seconds is not None and arguments.models is None and not arguments.batches and not layers:
+        raise ToolError("--seconds goes with --models, --batches and --suite only")
     of_others = ["list", "kind", "quick", "csv", "plots", "pages"]
     of_others_alone = (
-        ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]),
+        ("cold", [*of_others, "mode", "seed"]), ("families", [*of_others, "only"]), ("loop", ["list"]), ("batches", [*of_others, "only"]),
+        ("energy", ["list", "kind", "mode", "quick", "csv", "plots", "only"]),
         ("images", ["list", "kind", "mode", "csv", "plots", "pages", "seed"]),
     )  # fmt: skip
-    for name, options in of_others_alone:
+    of_layers = ["list", "kind", "csv", "quick"] + (["mode"] if arguments.suite == "kernelbench" else ["only", "plots"])
+    for name, options in (*of_others_alone, *([("suite", of_layers)] if layers else [])):
         for option in options if getattr(arguments, name) else ():
             if getattr(arguments, option) not in (None, False, []):
                 raise ToolError(f"--{option} is not for --{name}")

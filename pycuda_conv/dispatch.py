@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pycuda_conv import complex_numbers, execute, invariance, repeat
+from pycuda_conv import execute, invariance, repeat
 from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, is_torchs, same_kind
 from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
 from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, dtype_name, result_type
@@ -21,6 +21,7 @@ from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
 from pycuda_conv.invariance import with_invariance
 from pycuda_conv.memo import remember_plans
+from pycuda_conv.numbers import complex_numbers
 from pycuda_conv.plan import Plan, as_called, cached_plan
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import contexts, cuda_device, device_count, get_device, pycuda_device

@@ -13,8 +13,8 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -218,11 +218,30 @@ def shipped_table(gpu: str) -> Table:
 # ---- the choice
 
 
+#: Whether measured choices don't count: see :func:`untuned`.
+_ignored = False
+
+
+@contextmanager
+def untuned(enabled: bool = True) -> Iterator[None]:
+    """Inside the block plans follow the engines' models alone, in all threads. It is for benchmarks."""
+    global _ignored
+    before, _ignored = _ignored, enabled
+    forget_plans()
+    try:
+        yield
+    finally:
+        _ignored = before
+        forget_plans()
+
+
 def lookup(problem: ConvProblem, device: Device, own: bool = False) -> Choice | None:
     """The choice measured for `problem` on such a GPU, by the user or by us, or else on a similar one; None if none can run it.
 
     With `own` other GPUs' measurements don't count.
     """
+    if _ignored:
+        return None
     name = key(problem) if device.model else ""
     for table, gpu in _tables_of(device):
         choice = table.get(gpu, name)
@@ -230,7 +249,19 @@ def lookup(problem: ConvProblem, device: Device, own: bool = False) -> Choice | 
             if gpu == device.model:
                 return choice
             return None if own else replace(choice, gpu=gpu)
-    return None
+    return None if own or not problem.adapted else _of_zeros(problem, device)
+
+
+def _of_zeros(problem: ConvProblem, device: Device) -> Choice | None:
+    """The choice for the same problem with a border of zeros and in the arithmetic's type, whose kernels run for this one, too."""
+    zeros = replace(problem, border=None, border_value=0.0, input_dtype="", result_dtype="")
+    choice = lookup(zeros, device)
+    if choice is None:
+        return None
+    config = engines.alike(problem, choice.config)
+    if isinstance(config, engines.Bordered) and engines.copies(problem.launched, config):
+        return None  # another may need no copy
+    return replace(choice, config=config) if engines.refusal(problem, config, device) is None else None
 
 
 def _has_order(problem: ConvProblem, config: engines.Config, device: Device) -> bool:

@@ -161,12 +161,14 @@ class _OneGpu:
 def no_tuned_choices(tmp_path_factory):
     """What a developer measured, and what is shipped, does not decide what is tested here."""
     from pycuda_conv import tune
+    from pycuda_conv.engines import calibration
 
     nowhere = tune.Table(tmp_path_factory.mktemp("tuned") / "tuned.json")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune, "user_table", lambda: nowhere)
         patch.setattr(tune, "SHIPPED", nowhere.path.parent)
-        yield
+        with calibration.replaced(None):
+            yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -860,7 +860,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
         assert not any(offsets[s.spatial_dims :]) and 0 <= w_tap < step.maps[-1].sizes[1], "a tap is lost"
         which = int(c == s.channel_blocks - 1)
         (loads, b), w_map = stages[which], step.maps[2 + which]
-        loads.append((c * wide, offsets[: s.spatial_dims]))
+        loads.append((channel0 // s.group_rows * s.group_channels + c * wide, offsets[: s.spatial_dims]))
         if define["W_MN_MAJOR"]:
             b.append(np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, w_map.box[0])])[:columns])
         else:

@@ -34,6 +34,7 @@ import pycuda_conv as pc
 from pycuda_conv import Plan, ndimage
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm as normalising
+from pycuda_conv.engines.nn import norm as norms
 from pycuda_conv.engines.nn.batch_norm import Pixels
 from pycuda_conv.engines.nn.max_pool import Pool
 from pycuda_conv.engines.registry import uses_tensor_cores
@@ -106,6 +107,21 @@ def max_pool(pool: Pool) -> bool:
     return with_buffers(launcher([[pool.forward()]]), (x,), (y, taps)) & with_buffers(launcher([[pool.backward()]]), (y, taps), (x,))
 
 
+def norm(one: norms.Norm) -> bool:
+    """A norm in every form that takes it, and its gradients."""
+    device, good = get_device("cuda"), True
+    x = np.random.default_rng(0).standard_normal((one.N, one.C, one.P)).astype(one.dtype)
+    of_channels, added, stats = np.ones(one.C, one.dtype), np.ones((one.N, one.C), one.dtype), np.ones((one.N, one.groups, 2), "f")
+    forms = {norms.ROWS: norms.rows_of(one), norms.SLICED_ROWS: True} if one.in_rows else {norms.SMALL: norms.small_of(one), norms.PLANES: True}
+    for form in (form for form, taken in forms.items() if taken):
+        launch, workspace = norms.compiled(one, device, form)
+        good &= with_buffers(launch, (x, of_channels, of_channels, None if one.in_rows else added), (x.copy(), stats.copy()), workspace)
+    if norms.gradient_fits(one):
+        launch, workspace = norms.compiled(one, device, "", True)
+        good &= with_buffers(launch, (x, x, stats, of_channels, of_channels), (x.copy(), of_channels.copy(), of_channels.copy()), workspace)
+    return good
+
+
 def cast(dtype: str) -> bool:
     """float32 to 16 bits and back, and a filter back with its channels last."""
     shape = 5, 7, 3, 3
@@ -166,6 +182,10 @@ def others() -> Iterator[Run]:
     for layout, dtype in product(("NCHW", "NHWC"), ("float32", "float16", "bfloat16")):
         pool = Pool(dtype, (2, 16, 9, 11), (3, 2), (2, 1), (1, 0), (1, 2), layout)
         yield f"max_pool {pool}", partial(max_pool, pool)
+    sizes = (2, 32, 70, 4), (1, 20, 333, 2), (2, 6, 9, 6), (5, 96, 1, 1), (2, 264, 600, 8), (1, 5, 4000, 1)
+    for layout, dtype, (n, c, p, groups) in product(("NCHW", "NHWC"), ("float32", "float16", "bfloat16"), sizes):
+        one = norms.Norm(dtype, layout, n, c, p, groups, activation="silu")
+        yield f"norm {one}", partial(norm, one)
     for layout, k, plane, dtype in product(("NCHW", "NHWC"), (8, 65), (1, 15, 24), ("float16", "float32", "float64")):
         yield f"batch_norm {layout} {k} {plane} {dtype}", partial(batch_norm, Pixels(dtype, layout, 30, k, plane))
 

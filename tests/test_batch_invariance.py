@@ -173,6 +173,72 @@ def test_converted_models(way, monkeypatch):
     assert type(model[0]) is torch.nn.Conv2d and "algorithm" not in vars(model[0])
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """The algorithms of all problems that are made."""
+    found = []
+    for name in ("forward", "transposed"):
+        made = getattr(ConvProblem, name).__func__
+        monkeypatch.setattr(ConvProblem, name, classmethod(lambda cls, *a, made=made, **k: (found.append(k["algorithm"]), made(cls, *a, **k))[1]))
+    forget_plans()
+    return found
+
+
+@pytest.mark.parametrize("how", ["an option", "inductor's operators", "a block", "a parameter"])
+def test_compiled_models(how, asked, monkeypatch):
+    """What is fused too. Without it, the same graph's problems ask for nothing."""
+    torch = pytest.importorskip("torch")
+    pn = pytest.importorskip("pycuda_conv.nn")
+    model, x = model_of(torch).eval(), torch.randn(5, 3, 14, 13)
+    if how == "inductor's operators":
+        monkeypatch.setattr(pn.compiler, "_compiled_by_inductor", lambda gm, *_: gm.forward)
+    options = {"mode": "default" if how == "inductor's operators" else "light"} | ({"batch_invariant": True} if how != "a block" else {})
+    run = pn.compile(model, mode="light", batch_invariant=True) if how == "a parameter" else torch.compile(model, backend=pn.backend, options=options)
+    with torch.no_grad(), pc.batch_invariant(how == "a block"):
+        whole = run(x)
+        assert torch.equal(run(x[3:4]), whole[3:4]) and torch.equal(run(x.flip(0)).flip(0), whole)
+    assert set(asked) == {"batch_invariant"}
+    (graph,) = {str(one) for one in pn.compiler.graphs_of(run)[-1:]}
+    assert "2 of them fused" in graph
+    asked.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend=pn.backend, options={"mode": "light"})(x), whole, rtol=1e-4, atol=1e-4)
+    assert set(asked) == {None}
+
+
+def test_batch_norms_in_training_are_not_fused(asked):
+    torch = pytest.importorskip("torch")
+    pn = pytest.importorskip("pycuda_conv.nn")
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+    run = pn.compile(model, mode="light", batch_invariant=True)
+    x = torch.randn(4, 3, 9, 9)
+    run(x).sum().backward()
+    assert set(asked) == {"batch_invariant"} and "which a batch norm in training has not" in str(pn.compiler.graphs_of(run)[-1])
+
+
+@pytest.mark.parametrize("how", ["converted", "from modules", "a block", "compiled"])
+def test_fused_layers_in_evaluation(how, asked):
+    torch = pytest.importorskip("torch")
+    pn = pytest.importorskip("pycuda_conv.nn")
+    x = torch.randn(6, 4, 12, 11)
+    if how == "from modules":
+        layer = pn.FusedConvBnReLU2d.from_modules(pn.Conv2d(4, 8, 3, batch_invariant=True), torch.nn.BatchNorm2d(8)).eval()
+    else:
+        layer = pn.FusedConvBnReLU2d(4, 8, 3).eval()
+    if how in ("converted", "compiled"):
+        pn.convert(layer, batch_invariant=True)
+    run = torch.compile(layer, backend="eager") if how == "compiled" else layer
+    with torch.no_grad(), pc.batch_invariant(how == "a block"):
+        whole = run(x)
+        assert torch.equal(run(x[2:3]), whole[2:3])
+    assert set(asked) == {"batch_invariant"}
+    pn.convert(layer)
+    asked.clear()
+    with torch.no_grad():
+        layer(x)
+    assert set(asked) <= {None}
+
+
 def test_modules_take_it():
     torch = pytest.importorskip("torch")
     pn = pytest.importorskip("pycuda_conv.nn")
@@ -183,8 +249,10 @@ def test_modules_take_it():
         pn.Conv2d(3, 4, 3, batch_invariant="no")
     with pytest.raises(ConvArgumentError, match="but got linear=True"):
         pn.convert(model_of(torch), linear=True, batch_invariant=True)
-    with pytest.raises(ConvArgumentError, match="but got a model with fused layers"):
-        pn.convert(torch.nn.Sequential(pn.FusedConvBnReLU2d(3, 4, 3)), batch_invariant=True)
+    with pytest.raises(ValueError, match="algorithm='direct', which a fused layer does not take; expected None or 'batch_invariant'"):
+        pn.FusedConvBnReLU2d.from_modules(pn.Conv2d(3, 4, 3, algorithm="direct"), torch.nn.BatchNorm2d(4))
+    with pytest.raises(TypeError, match="batch_invariant must be True or False, got 1"):
+        pn.compile(model_of(torch), mode="light", options={"batch_invariant": 1})
 
 
 def test_wrong_options_are_refused():
@@ -265,3 +333,23 @@ def test_mending_looks_at_one_image(split):
         together, alone = (simt.computed(replace(layer, N=len(some), algorithm=algorithm), config, some, w) for some in (x, x[:1]))
         same[algorithm] = np.array_equal(together[:1], alone)
     assert same == {None: False, "batch_invariant": True}
+
+
+def test_the_benchmark_of_random_layers(monkeypatch, capsys):
+    """It says so where an image's bits are others in a batch."""
+    pytest.importorskip("torch")
+    from pycuda_conv.cli import main
+    from pycuda_conv.tools.benchmarks import batchbench
+
+    drawn = [problem for _, problem in batchbench.layers(5, 60, ("fp32", "fp16-nhwc"))]
+    assert {problem.direction for problem in drawn} == {"fprop", "dgrad"} and {problem.layout for problem in drawn} >= {"NCHW", "NHWC"}
+    assert max(problem.N for problem in drawn) > 32 and all(problem.batched for problem in drawn)
+    small = ConvProblem.forward(2, (5, 3, 9, 9), (4, 3, 3, 3))
+    monkeypatch.setattr(batchbench, "layers", lambda *_: iter([("odd", small)]))
+    monkeypatch.setattr(batchbench, "compile_ahead", lambda *_: None)
+    assert main(["bench", "--batches", "1", "--device", "opencl", "--seed", "1"]) == 0
+    assert "1 layers with 1 to 64 images: 1 have equal bits in every batch, 0 differ" in capsys.readouterr().out
+    result = batchbench.Layer.result
+    monkeypatch.setattr(batchbench.Layer, "result", lambda self, torch, chosen=None: result(self, torch, chosen) + (chosen is not None))
+    assert main(["bench", "--batches", "1", "--device", "opencl", "--seed", "1"]) == 1
+    assert "DIFFERS: conv2d 5x3x9x9 -> 4x7x7" in capsys.readouterr().out

@@ -46,6 +46,8 @@ CASES = [
     dgrad((1, 16, 3, 4, 3), (16, 24, 3, 2, 3), stride=2, padding=(1, 0, 1)),
     # phases that are repeats of others: all of one, and of several
     dgrad((2, 72, 5, 3), (72, 16, 4, 4), stride=4), dgrad((2, 24, 13), (24, 40, 16), stride=8, padding=4), dgrad((1, 16, 2, 3), (16, 24, 8, 4), stride=(4, 2), padding=(2, 1)),
+    # groups, whose channels fill rows of 128 bytes
+    fprop((2, 128, 5, 6), (192, 64, 3, 3), padding=1, groups=2), fprop((1, 192, 7, 5), (192, 64, 3, 2), stride=2, padding=1, groups=3),
 ]  # fmt: skip
 
 
@@ -129,14 +131,16 @@ def test_a_filter_is_turned_by_the_launch_where_each_block_has_few_stages():
 # ---- what is legal, and the choice
 
 BASE = CASES[0]
+GROUPED = replace(BASE, input_shape=(2, 128, 9, 8), weight_shape=(80, 64, 3, 3), options={"groups": 2, "padding": 1})
 
 
 @pytest.mark.parametrize(
     ("case", "mode", "config", "reason"),
     [
-        (BASE, "fp16", DenseNhwc(), "in the layouts NHWC"), (BASE, "fp32 last", DenseNhwc(), "precision='tf32'"), (replace(BASE, options={"groups": 2, "padding": 1}, weight_shape=(40, 12, 3, 3)), "fp16 last", DenseNhwc(), "one group"),
+        (BASE, "fp16", DenseNhwc(), "in the layouts NHWC"), (BASE, "fp32 last", DenseNhwc(), "precision='tf32'"), (replace(BASE, options={"groups": 2, "padding": 1}, weight_shape=(40, 12, 3, 3)), "fp16 last", DenseNhwc(), "multiple of 128 bytes"),
         (fprop((0, 8, 4, 4), (4, 8, 1, 1)), "fp16 last", DenseNhwc(), "nothing to compute"), (fprop((2, 12, 4, 4), (4, 12, 1, 1)), "fp16 last", DenseNhwc(), "multiple of 16 bytes"),
         (fprop((2, 8, 2**15, 2**15), (4, 8, 1, 1)), "fp16 last", DenseNhwc(), "32 bits"), (fprop((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)), "fp16 last", DenseNhwc(), "padding or dilation"),
+        (GROUPED, "fp16 last", DenseNhwc(64, 32), "lies in one group"), (replace(GROUPED, transposed=True, weight_shape=(128, 40, 3, 3)), "fp16 last", DenseNhwc(), "takes groups forward"),
         (BASE, "fp16 last", DenseNhwc(96), "128 pixels"), (BASE, "fp16 last", DenseNhwc(64, 160), "up to 128"), (BASE, "fp16 last", DenseNhwc(128, 80), "32, 64, 96"),
         (BASE, "fp16 last", DenseNhwc(64, 64, 4, 3), "shared by 1, 2, 4, 8"), (BASE, "fp16 last", DenseNhwc(128, 160, 4, 2), "shared by"), (BASE, "fp16 last", DenseNhwc(128, 128, 2, 2), "no room for the sums"),
         (BASE, "fp16 last", DenseNhwc(128, 256, 6), "bytes of shared memory"), (BASE, "fp16 last", DenseNhwc(64, 64, 1), "bytes of shared memory"),

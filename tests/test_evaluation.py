@@ -227,7 +227,7 @@ def test_layers_with_folded_norms(place, last, dtype):
         ref = reference(x, w, *others, eps, None, None, transposed, **how)
         residual = torch.randn(ref.shape, device=place).to(dtype)
         residual = residual.contiguous(memory_format=torch.channels_last) if last else residual
-        asked = "conv_transpose" if transposed else "conv", 2, 1, 1, 1, "fp32", 1 if transposed else 0, "relu", None, 0.0
+        asked = "conv_transpose" if transposed else "conv", 2, 1, 1, 1, "fp32", 1 if transposed else 0, "relu", None, None, 0.0
         spec = spec_of(2, (3, 3), activation="relu", transposed=transposed, **how)
         for more in (None, residual):
             whole = torch.relu(ref if more is None else ref + more.double())
@@ -266,7 +266,7 @@ def test_layers_with_folded_norms_are_computed_again_by_the_launcher_in_c(warm, 
     folding._again.clear()
     folded, calls = fold_norms((*norm, bias), (1e-3,)), []
     monkeypatch.setattr(folding, "computed", lambda *given, original=folding.computed: (calls.append(1), original(*given))[1])
-    asked = "conv", 1, 1, 1, 1, "fp32", 0, "relu", None, 0.0
+    asked = "conv", 1, 1, 1, 1, "fp32", 0, "relu", None, None, 0.0
     first, second = (made_by(warm, lambda: scaled(asked, 0, x, w, folded, None)) for _ in range(2))
     assert len(calls) == 1 and first and len(first) == len(second)
     other = folded.clone()

@@ -433,20 +433,16 @@ def test_the_summary_tells_a_mode_that_was_not_timed():
     assert "fp32: 0 of 1 layers timed, 1 wrong." in text and "| mode |" not in text
 
 
-def test_the_readme_s_rows_are_chosen_layers_in_every_mode():
-    rows = [row(problem=problem, mode=mode) for mode in ("fp32", "tf32") for problem in ("other", *report.FRONT_ROWS)]
-    lines = report.excerpt(MACHINE, rows).splitlines()
-    assert lines[0] == "| layer | fp32: ours, us | torch, us | ratio | error | torch's error | tf32: ratio |"
-    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:7]] == list(report.FRONT_ROWS) and lines[7] == ""
-    for part in ("`make bench`", "NVIDIA H200", "torch 2.9.0", "2026-01-02", "tf32: float32 with tf32 arithmetic, NCHW"):
-        assert part in lines[8]
-    assert set(report.FRONT_ROWS) <= {bench.label(problem) for problem in suite.suite()}
-
-
-def test_the_readme_s_rows_where_none_of_the_chosen_was_measured():
-    text = report.excerpt(MACHINE, [row(problem=str(i)) for i in range(7)] + [wrong(problem="w")])
-    assert [line.split(" | ")[0] for line in text.splitlines()[2:7]] == [f"| {i}" for i in range(5)] and "| 5 |" not in text
-    assert "| w | **WRONG** | - | - |" in report.excerpt(MACHINE, [wrong(problem="w")])
+def test_the_readme_s_table_has_a_row_for_each_mode():
+    rows = [row(problem=str(i), mode=mode, ours_us=10.0 * (i + 1), torch_us=20.0, error=1e-7, torch_error=4e-7) for mode in ("fp32", "tf32") for i in range(3)]
+    lines = report.excerpt(MACHINE, [*rows, wrong(problem="w")]).splitlines()
+    assert lines[0] == "| mode | layers | geometric mean | lowest | below 1 | error | torch's error |"
+    assert lines[2:4] == [
+        "| float32 with fp32 arithmetic, NCHW | 3, **1 WRONG** | 1.10 | 0.67 | 1 | 1.0e-07 | 4.0e-07 |",
+        "| float32 with tf32 arithmetic, NCHW | 3 | 1.10 | 0.67 | 1 | 1.0e-07 | 4.0e-07 |",
+    ]
+    for part in ("`make bench`", "NVIDIA H200", "torch 2.9.0", "2026-01-02"):
+        assert part in lines[-1]
 
 
 def test_markdown_leaves_out_what_was_not_measured():
@@ -486,7 +482,10 @@ def test_an_interrupted_write_leaves_the_old_file_alone(tmp_path, monkeypatch):
     assert [p.read_text() for p in tmp_path.iterdir()] == [f"{BEGIN}\nold\n{END}\n"]
 
 
-PLACES = [(report.FRONT_PAGE, "results"), *((report.RESULTS_PAGE, part) for part in ("results", "training", "models", "host"))]
+PLACES = [
+    *((report.FRONT_PAGE, part) for part in ("results", "drawn", "kernelbench")),
+    *((report.RESULTS_PAGE, part) for part in ("results", "drawn", "kernelbench", "energy", "training", "models", "host")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("page, part", PLACES)
@@ -698,7 +697,7 @@ def test_bench_refuses_to_time_a_wrong_kernel(command, wrong_kernel, torch, rich
     assert status == FAILED and all(f"WRONG: {problem}" in out for problem in SMALLEST)
     rows = json.loads(facts.read_text())["rows"]
     assert [(r["verdict"], r["ours_us"], r["torch_us"], r["ratio"]) for r in rows] == [("WRONG", None, None, None)] * 2
-    assert results.read_text().count("| **WRONG** | - | - | - | - | - |") == 2 and front.read_text().count("| **WRONG** | - | - |") == 2
+    assert results.read_text().count("| **WRONG** | - | - | - | - | - |") == 2 and front.read_text().count("0, **2 WRONG** | - | - | 0 |") == 1
 
 
 def test_bench_refuses_a_kernel_that_goes_wrong_while_it_is_timed(command, opencl, torch, rich, monkeypatch):
@@ -739,7 +738,8 @@ def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, 
     for name in ("ratios.svg", "roofline.svg"):
         image = (tmp_path / "new" / "plots" / name).read_text()
         assert "</svg>" in image[-12:] and "torch" in image and len(image) < 100_000  # words are text, not outlines
-    assert all(f"\n| {problem} | " in page.read_text() for problem in SMALLEST for page in (front, results))
+    assert all(f"\n| {problem} | " in results.read_text() for problem in SMALLEST)
+    assert "\n| float32 with fp32 arithmetic, NCHW | 2 | " in front.read_text()
     text = results.read_text()
     assert text.startswith(f"above\n{BEGIN}\n") and text.endswith(f"{END}\nbelow\n") and f"--only '{ONLY_SMALLEST}' --device {device} --quick`" in text
 

@@ -15,6 +15,7 @@
 //          lies past the last image or channel, arrives as zeros.
 // Tails    TMA takes longer for rows that it has to fill up. So in texts that know their layer, a tap's last stage has rows of 64 or 32 bytes if its
 //          channels fill no more, and only these are multiplied. In other texts all rows are 128 bytes.
+// Groups   a tile's channels lie in one group, and its stages are whole rows of the group's channels.
 // w        K-major: rows of gemm k, as w lies or as transpose_filter.cu made it. W_MN_MAJOR, for dgrad: rows of gemm n, in
 //          blocks of 128 bytes of channels, or of the 64 bytes of a narrow tile, x 128 bytes of k. Rows and blocks that lie wholly past
 //          the last channel of y are not loaded, because TMA takes three times as long for rows that it has to fill. Their sums are not written.
@@ -26,6 +27,8 @@
 //          the sum of squared deviations from it.
 // Phases   dgrad with a stride is a set of phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
 //          row and out_w-th column. A launch takes PHASES of them, one after the other, those with most taps first, and the repeats of each (repeats.cuh).
+// Border   of an image's own pixels: the interior of y is one launch, and the phases of a BORDERED one are single rows and columns at its sides. Their taps
+//          have the offsets of the pixels that the border shows. In dgrad rows that the border shows have the taps of all places that show them.
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/hopper/dense.cu
 #ifndef BLOCK_M
@@ -37,6 +40,9 @@
 #define CLUSTER 1      // blocks that share a tile
 #define PHASES 1     // of a launch: 1 or 4
 #endif
+#ifndef BORDERED
+#define BORDERED 0   // taps have numbers and offsets of their own
+#endif
 #include "core/shapes.cuh"
 
 // A phase of the launch. by_n is the divisor n, prepared (division.cuh).
@@ -45,6 +51,9 @@ struct DensePhase : LoadedPixels, WrittenPixels, WalkedTaps, Finishing {
   long long blocks, part;                                     // stages of a sum, and of one of CLUSTER parts
   long long last_steps;                                       // wgmma steps of a tap's last stage
   long long rows, by_rows;                                    // output channels
+  long long group_rows, by_group_rows, group_channels;        // output channels of a group, and the channels of x over which they sum
+  long long numbers_d, numbers_h, numbers_w;                  // with BORDERED: each tap's number in w, and its offset in x: bytes
+  long long offsets_d, offsets_h, offsets_w;
   long long pixels, spatial_dims;                             // pixels of the phase; spatial axes of the loads
   long long store_mode;                                       // how channels of y are written: StoreMode
   long long with_moments;                                     // whether moments are written, where EMIT_MOMENTS
@@ -53,6 +62,10 @@ typedef DensePhase Phase;
 #define EMIT_MOMENTS (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can emit moments: forward, of whole sums
 #define TAILS  // channel_blocks and last_steps say where a tap ends
 #include "hopper/pixel_tiles.cuh"
+#if BORDERED
+#define TAP_OFFSET(n, axis) ((int)(shape.offsets_##axis >> 8 * (n)) & 255)
+#define TAP_NUMBER(n, axis) ((int)(shape.numbers_##axis >> 8 * (n)) & 255)
+#endif
 #include "hopper/taps.cuh"
 #include "hopper/transpose.cuh"
 
@@ -80,6 +93,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
     const LoadBase base(shape, of.pixel);
     Taps walk(shape, range.first, taps_apart(shapes, of));
     const int channel_blocks = (int)shape.channel_blocks, spatial_dims = (int)shape.spatial_dims;
+    const int of_group = Divided(of.channel, (int)shape.group_rows, shape.by_group_rows).quotient * (int)shape.group_channels;
 #if W_MN_MAJOR
     const int filter_blocks = blocks_of(shape, of);
 #endif
@@ -96,7 +110,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
       const uint32_t filter_arrived = TURNED ? raw + 8 * at.stage : arrived;
       barrier_expect(arrived, BLOCK_M * span + (TURNED ? 0 : filter_bytes));
       if (TURNED) barrier_expect(filter_arrived, filter_bytes);
-      load_im2col(spatial_dims, a, map_x, arrived, walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
+      load_im2col(spatial_dims, a, map_x, arrived, of_group + walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
 #if W_MN_MAJOR
 #pragma unroll
       for (int block = 0; block < MN_BLOCKS; ++block)

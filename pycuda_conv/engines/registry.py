@@ -6,12 +6,12 @@ An engine may import this module, and so ask for other engines' configurations: 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pycuda_conv.engines import packing, split_sum
-from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError
+from pycuda_conv.engines import calibration, packing, split_sum
+from pycuda_conv.engines.base import BY_RULE, GONE, Config, Engine, GoneError, fastest
 from pycuda_conv.engines.hopper.common import MEMORY
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.engines.variants import VariantSet
@@ -26,6 +26,7 @@ ENGINES: tuple[Engine, ...] = ()
 TRANSFORMS: tuple[Engine, ...] = ()
 
 NEAR, MOST_NEAR = 1.6, 24  # tuning measures the configurations within this factor of the best prediction, and at most this many
+CLOSE = 1.25  # where timings correct the models, engines whose choice is within this factor of the best are asked for all their tiles
 PASS_LAUNCH = 2.0  # microseconds that one more launch takes
 BEST = 2  # configurations of each engine to measure at any prediction, since a model may be wrong
 
@@ -129,13 +130,15 @@ def find(problem: ConvProblem, device: Device) -> Config | None:
 def _fastest(problem: ConvProblem, device: Device) -> Config | None:
     if problem.batch_invariant:
         return next(iter(_in_order_of_layer(problem, device)), None)
-    best: tuple[float, Config] | None = None
+    found = []
     for engine in _engines(device, problem):
-        found = engine.choose(problem.launched, device)
-        if found and (best is None or found[0] < best[0]):
-            best = found
-        if best and best[0] == BY_RULE:
-            break  # no prediction is shorter
+        one = engine.choose(problem.launched, device)
+        if one:
+            found.append(one)
+            if one[0] == BY_RULE:
+                return one[1]  # no prediction is shorter
+    known = calibration.of(device)
+    best = fastest(found) if known is None else _calibrated(found, problem.launched, device, known)
     return None if best is None else best[1]
 
 
@@ -192,12 +195,15 @@ def _in_order(problem: ConvProblem, wanted: Any, more: Iterable[Config], device:
     choice = engine.choose(launched, device)
     known = dict.fromkeys([*([choice[1]] if choice else []), *engine.configs(launched, device), *more])
     alike = [one for one in known if engine.refusal(launched, one) is None and engine.sum_order(launched, one) == sums]
-    return sorted(((engine.time(launched, one, device) or 0.0, one) for one in alike), key=lambda pair: pair[0])
+    times = ((engine.time(launched, one, device) or 0.0) * _factor(engine, launched, device, one) for one in alike)
+    return sorted(zip(times, alike, strict=True), key=lambda pair: pair[0])
 
 
 def predicted(problem: ConvProblem, config: Config, device: Device) -> float | None:
     """Microseconds that `config` should take, or None where no model knows."""
-    return engine_of(config).time(problem.launched, config, device)
+    engine = engine_of(config)
+    us = engine.time(problem.launched, config, device)
+    return us and us * _factor(engine, problem.launched, device, config)
 
 
 def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
@@ -260,6 +266,22 @@ def schedule(problem: ConvProblem, config: Config, device: Device, with_moments:
     return engine_of(config).schedule(problem.launched, config, device, with_moments)
 
 
+def adds_border(source: ConvProblem, config: Config) -> bool:
+    """Whether the launches of `config` for the :attr:`ConvProblem.padded` of `source` can read the image of `source` itself."""
+    says, problem = getattr(engine_of(config), "adds_border", None), source.padded
+    return says is not None and problem == problem.launched and bool(says(source, problem, config))
+
+
+def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
+    """These launches; see :func:`adds_border`."""
+    problem = source.padded
+    reason = refusal(problem, config, device)
+    if reason:
+        raise ValueError(f"{config} can't run {problem}: {reason}")
+    made: Schedule = engine_of(config).schedule_with_border(source, config, device)  # type: ignore[attr-defined]  # such engines have it
+    return made
+
+
 def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config:
     """The configuration to take instead of `config`, the fastest, when the moments of the result are wanted as well.
 
@@ -313,8 +335,46 @@ def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
 
 def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, Config]]:
     """Every configuration worth comparing with the microseconds it should take; None without a model."""
-    launched = problem.launched
-    return [
-        (engine.time(launched, config, device), config)
-        for engine in _engines(device, problem) for config in engine.configs(launched, device) if engine.refusal(launched, config) is None
-    ]
+    launched, found = problem.launched, list[tuple[float | None, Config]]()
+    for engine in _engines(device, problem):
+        for config in engine.configs(launched, device):
+            if engine.refusal(launched, config) is None:
+                us = engine.time(launched, config, device)
+                found.append((us and us * _factor(engine, launched, device, config), config))
+    return found
+
+
+def _calibrated(
+    found: Sequence[tuple[float, Config]], launched: ConvProblem, device: Device, known: calibration.Calibration
+) -> tuple[float, Config] | None:
+    """The fastest of the engines' choices by what timings of such a GPU say of them, or of the tiles of those that are nearly as fast."""
+    timed = []
+    for us, config in found:
+        engine = engine_of(config)
+        modelled = engine.time(launched, config, device)
+        ruled = modelled is None or not math.isclose(us, modelled)  # then a rule has decided, not the model
+        timed.append((us if ruled else us * known.factor(name_of(engine), launched), config, None if ruled else engine))
+    least = min((us for us, *_ in timed), default=math.inf)
+    best = fastest((us, config) for us, config, model in timed if model is None)
+    for us, config, model in timed:
+        if model is not None and us <= CLOSE * least:
+            name, kinds = name_of(model), None
+            for one in dict.fromkeys([config, *model.configs(launched, device)]):
+                predicted = model.time(launched, one, device) if model.refusal(launched, one) is None else None
+                if predicted is not None:
+                    kinds = kinds or calibration.kinds(name, launched)
+                    predicted *= known.of_kinds(kinds, one)
+                    if best is None or predicted < best[0]:
+                        best = predicted, one
+    return best
+
+
+def _factor(engine: Any, launched: ConvProblem, device: Device, config: Config | None = None) -> float:
+    """By what timings of such a GPU say that an engine's predictions for such problems have to be multiplied."""
+    known = calibration.of(device)
+    return 1.0 if known is None else known.factor(name_of(engine), launched, config)
+
+
+def name_of(engine: Any) -> str:
+    """An engine's name in files: its module's without the package's."""
+    return str(engine.__name__).removeprefix("pycuda_conv.engines.")

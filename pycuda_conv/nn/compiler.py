@@ -22,6 +22,8 @@ import torch
 
 from pycuda_conv.arguments import checked_upsample_filter
 from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.invariance import WORD as BATCH_INVARIANT
+from pycuda_conv.invariance import checked_invariance
 from pycuda_conv.nn.modules import checked_precision
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ log = logging.getLogger("pycuda_conv.compile")
 
 MODES = ("default", "light", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 #: The options that are this package's; the others are inductor's.
-OPTIONS = ("mode", "precision", "upsample_filter")
+OPTIONS = ("mode", "precision", "upsample_filter", "batch_invariant")
 #: Graphs that are remembered for reports.
 MOST_GRAPHS = 256
 
@@ -82,13 +84,13 @@ class CompiledGraph:
 _graphs: deque[CompiledGraph] = deque(maxlen=MOST_GRAPHS)
 
 
-def checked_options(mode: Any, options: Any) -> tuple[str, str, str | None, dict[str, Any]]:
-    """The mode, the precision, what filters behind an upsampling become, and inductor's options.
+def checked_options(mode: Any, options: Any) -> tuple[str, str, str | None, bool, dict[str, Any]]:
+    """The mode, the precision, what filters behind an upsampling become, whether bits are the same in every batch, and inductor's options.
 
     Raises
     ------
     TypeError
-        `options` is not a dict.
+        `options` is not a dict; `batch_invariant` is not a bool.
     ValueError
         A mode, a precision or an `upsample_filter` that there is not, two modes, or options of inductor's in light mode.
     """
@@ -102,21 +104,23 @@ def checked_options(mode: Any, options: Any) -> tuple[str, str, str | None, dict
     if mode not in MODES:
         raise ConvArgumentError(f"mode must be one of {MODES}, but got mode={brief(mode)}")
     precision, word = checked_precision(rest.pop("precision", "fp32")), checked_upsample_filter(rest.pop("upsample_filter", None))
+    invariant = checked_invariance(rest.pop("batch_invariant", False))
     if rest and mode == "light":
         raise ConvArgumentError(
             f"options in light mode are {OPTIONS}, but got options={brief(options)}: there is no inductor that would take others"
         )
-    return mode, precision, word, rest
+    return mode, precision, word, invariant, rest
 
 
 def backend(gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: dict[str, Any] | None = None) -> Any:
     """The backend: ``torch.compile(model, backend="pycuda_conv")``. See :func:`pycuda_conv.nn.compile`."""
     from torch.fx import GraphModule
 
-    chosen, precision, word, rest = checked_options(mode, options)
+    chosen, precision, word, invariant, rest = checked_options(mode, options)
     nested = any(isinstance(child, GraphModule) for child in gm.children())
     light = chosen == "light"
-    rewritten(gm, example_inputs, chosen, precision, light and not nested, upsample_filter=word)
+    asked: Any = {"upsample_filter": word, "algorithm": BATCH_INVARIANT if invariant else None}
+    rewritten(gm, example_inputs, chosen, precision, light and not nested, **asked)
     if light and not nested:
         return gm.forward
     if light:  # torch's own "eager" fails in the backward pass of a checkpointed batch norm; AOTAutograd without a compiler does not
@@ -133,7 +137,7 @@ def _compiled_by_inductor(gm: GraphModule, example_inputs: Sequence[Any], mode: 
 
 def rewritten(
     gm: GraphModule, example_inputs: Sequence[Any], mode: str, precision: str = "fp32", light: bool = False, raises: bool = False,
-    upsample_filter: str | None = None,
+    upsample_filter: str | None = None, algorithm: str | None = None,
 ) -> list[Found]:
     """Rewrite a graph in place, and note for reports what was done."""
     from pycuda_conv.nn.graph import rewrite  # these import torch's compiler, which takes a second
@@ -146,7 +150,7 @@ def rewritten(
         weakref.ref(given) for given, is_fixed in zip(example_inputs, fixed, strict=False) if is_fixed and isinstance(given, torch.Tensor)
     ]
     lines = {place for node in gm.graph.nodes for place in _LINE.findall(node.meta.get("stack_trace") or "")}
-    found = rewrite(gm, Light if light else Operators, precision, raises, upsample_filter)
+    found = rewrite(gm, Light if light else Operators, precision, raises, upsample_filter, algorithm)
     parts: list[Any] = [[one for part in found for one in part[i]] for i in range(len(found[0]))]
     fused, alone, left, others = parts
     places = frozenset((file, int(n), name) for file, n, name in lines)
@@ -223,7 +227,7 @@ def _marks(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def compile(
     model: Model, mode: str | None = None, *, precision: str = "fp32", options: dict[str, Any] | None = None, fullgraph: bool = False,
-    sizes: str = "any",
+    sizes: str = "any", batch_invariant: bool = False,
 ) -> Model:
     """Compile a model with ``torch.compile``, its convolutions by this package, in place.
 
@@ -248,6 +252,9 @@ def compile(
         Whether a break of the graph is an error, as in ``torch.compile``.
     sizes : {"any", "fixed"}
         "fixed" compiles a graph for each size of the input, as ``torch.compile`` begins to do.
+    batch_invariant : bool
+        Compute each convolution, with what is fused to it, so that an image's result and its gradient by the input have the same bits
+        whatever images stand beside it: see :func:`pycuda_conv.batch_invariant`. Batch normalisations in training are not fused then.
 
     Returns
     -------
@@ -276,9 +283,9 @@ def compile(
         raise ConvArgumentError(f"sizes must be 'any' or 'fixed', but got sizes={brief(sizes)}")
     if options is not None and not isinstance(options, dict):
         raise TypeError(f"options must be a dict, got {brief(options)}")
-    chosen, precision, word, rest = checked_options(mode, {**(options or {}), "precision": precision})
-    own = {"mode": chosen, "precision": precision, "upsample_filter": word}
-    given: Any = {"backend": backend, "options": {**own, **rest}, "fullgraph": fullgraph}
+    more = {"precision": precision, **({"batch_invariant": True} if checked_invariance(batch_invariant) else {})}
+    chosen, *_ = checked_options(mode, {**(options or {}), **more})
+    given: Any = {"backend": backend, "options": {**(options or {}), "mode": chosen, **more}, "fullgraph": fullgraph}
     compiled = torch.compile(_called(model), **given)
     model._compiled_call_impl = _marks(compiled) if sizes == "any" else compiled
     return model

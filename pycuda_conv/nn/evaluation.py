@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycuda_conv import repeat
+from pycuda_conv import invariance, repeat
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.engines.nn import fold_norms as folding
 from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.invariance import with_invariance
 from pycuda_conv.nn import folding as norm_folding
 from pycuda_conv.nn import operators
 from pycuda_conv.nn.autograd import Settings, without_autocast
-from pycuda_conv.nn.options import asked_for, asked_of, fake_result, spec_of
+from pycuda_conv.nn.options import asked_for, asked_of, fake_result, invariant, spec_of
 from pycuda_conv.repeat import RepeatTable
 
 __all__ = ["evaluate", "spec_of"]
@@ -31,7 +32,7 @@ def evaluate(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, gamma: Tensor | None = None, beta: Tensor | None = None,
     mean: Tensor | None = None, var: Tensor | None = None, eps: float = 1e-5, residual: Tensor | None = None, activation: Any = None,
     stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1, precision: str = "fp32", transposed: bool = False,
-    output_padding: Any = 0, padding_mode: Any = "zeros", padding_value: float = 0.0,
+    output_padding: Any = 0, padding_mode: Any = "zeros", padding_value: float = 0.0, batch_invariant: bool = False,
 ) -> Tensor:
     """A convolution, batch normalisation by given statistics, the sum with a residual and an activation, without gradients.
 
@@ -46,10 +47,11 @@ def evaluate(
     eps : float
     residual : tensor of the result's shape, optional
         It is added before the activation.
-    activation, precision
+    activation, precision, batch_invariant
         As for :func:`pycuda_conv.conv2d`.
     """
-    settings = Settings(weight.dim() - 2, stride, padding, dilation, groups, precision, None, False, None, padding_mode, padding_value)
+    settings = Settings(weight.dim() - 2, stride, padding, dilation, groups, precision, None, False, with_invariance(None, batch_invariant))
+    settings = settings._replace(padding_mode=padding_mode, padding_value=padding_value)
     asked = asked_for(settings, activation, eps, "conv_transpose" if transposed else "conv", output_padding)
     if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu"):
         with without_autocast(x):
@@ -66,6 +68,8 @@ def _evaluate(
     var: Tensor | None, residual: Tensor | None,
 ) -> Tensor:
     operands = x, weight, bias, gamma, beta, mean, var, residual
+    if invariance.blocks:
+        asked = invariant(asked)
     made = repeat.replay(_again, asked, *operands)
     return _computed(asked, operands) if made is None else made[1]
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pycuda_conv import dispatch, execute, repeat
+from pycuda_conv import dispatch, execute, invariance, repeat
 from pycuda_conv.arrays import Signature, check_same_type
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
@@ -26,7 +26,7 @@ from pycuda_conv.engines.nn.fold_norms import VECTORS, starts_of
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.memo import remember_launches
 from pycuda_conv.nn import operators
-from pycuda_conv.nn.options import asked_of, fake_result
+from pycuda_conv.nn.options import asked_of, fake_result, invariant
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import channels_last
 from pycuda_conv.repeat import RepeatTable
@@ -149,6 +149,8 @@ def scaled(asked: tuple[Any, ...], start: int, x: Tensor, weight: Tensor, folded
 
     `asked` is as :func:`pycuda_conv.nn.evaluation._evaluate` takes it; its last member is not read.
     """
+    if invariance.blocks:
+        asked = invariant(asked)
     made = repeat.replay(_again, (start, *asked), x, weight, folded, residual)
     return computed(asked, start, x, weight, folded, residual) if made is None else made[1]
 
@@ -190,10 +192,10 @@ def _ways(call: Call, signatures: tuple[Signature | None, ...], layout: str, fil
 
 def ways_of(asked: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, normed: bool) -> Ways:
     """How a layer of these operands is computed."""
-    function, stride, padding, dilation, groups, precision, size, activation, border, _ = asked
+    function, stride, padding, dilation, groups, precision, size, activation, border, algorithm, _ = asked
     ndim, sign = weight.dim() - 2, TORCH.signature
     size = size if function == "conv_transpose" else 0
-    call = Call(function, ndim, stride, padding, dilation, groups, precision, size, activation, None, *(border or ("zeros", 0.0)))
+    call = Call(function, ndim, stride, padding, dilation, groups, precision, size, activation, algorithm, *(border or ("zeros", 0.0)))
     signatures = tuple(None if one is None else sign(one) for one in (x, weight, residual, bias))
     how = call.hashable(), signatures, TORCH.layout(x, ndim), TORCH.layout(weight, ndim) == "NHWC", normed
     ways = _ways(*how)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pycuda_conv
+from pycuda_conv import tune
 from pycuda_conv.engines import uses_tensor_cores
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
@@ -27,12 +28,14 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, driver
 from pycuda_conv.runtime.compiler import compiler
 from pycuda_conv.timing import Effort, gpu_times, host_times, operand_sets, wall_times
+from pycuda_conv.tools.benchmarks.pages import digest
 from pycuda_conv.tools.floors import floor
 from pycuda_conv.tools.info import attributes, nvidia_smi, versions
 from pycuda_conv.tools.oracle import Errors, ErrorSums, options, torch_for, torch_precision
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import (
     FRONT_PAGE,
+    FRONT_PARTS,
     NOTES,
     RESULTS_PAGE,
     Row,
@@ -87,6 +90,8 @@ class Settings:
     csv: Path | None = None
     plots: Path | None = None
     pages: Path | None = None
+    #: leave measured choices out of account
+    untuned: bool = False
 
     @property
     def effort(self) -> Effort:
@@ -103,7 +108,7 @@ class Settings:
         words += [] if self.device is None else ["--device", str(self.device)]
         modes = ["all"] if self.modes == tuple(MODES) else self.modes
         words += [] if self.modes == ("fp32",) else ["--mode", *modes]
-        words += ["--quick"] * self.quick + ["--host-calls"] * self.host_calls
+        words += ["--quick"] * self.quick + ["--host-calls"] * self.host_calls + ["--untuned"] * self.untuned
         return shlex.join(["pycuda-conv", "bench", *words]) if words else "make bench"
 
 
@@ -484,7 +489,7 @@ def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> di
     cudnn = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, cudnn.benchmark = True, {words}"
     found |= {
         "torch": str(torch.__version__) + (cudnn if device.backend == "cuda" else ", on the CPU"), "pycuda_conv": pycuda_conv.__version__,
-        "Python": known["Python"], "PyCUDA": known["PyCUDA"], "mode": mode, "method": method, "seed": seed,
+        "Python": known["Python"], "PyCUDA": known["PyCUDA"], "mode": mode, "method": method, "seed": seed, "kernels": digest(),
     }
     return found
 
@@ -534,7 +539,7 @@ def run(settings: Settings) -> int:
     calls: list[dict[str, Any]] = []
     if device.backend == "cuda":
         torch.cuda.set_device(device.name)
-    with torch.no_grad(), cudnn_set(torch, "benchmark", True):
+    with torch.no_grad(), cudnn_set(torch, "benchmark", True), tune.untuned(settings.untuned):
         machine = describe(torch, device, ", ".join(settings.modes), arithmetic(settings.modes), seed) | {"command": settings.command}
         for line in header_lines(machine):
             out.print(line, markup=False)
@@ -617,8 +622,8 @@ def check_paths(settings: Settings, part: str = "results") -> None:
         raise ToolError(f"{settings.plots} must be a folder: the plots are written there")
     if settings.pages is not None:
         around_results(settings.pages / RESULTS_PAGE, part)
-        if part == "results":
-            around_results(settings.pages / FRONT_PAGE)
+        if part in FRONT_PARTS:
+            around_results(settings.pages / FRONT_PAGE, part)
 
 
 def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +70,17 @@ def problems(seed: int, modes: Sequence[str], each: int) -> list[tuple[str, Conv
     return list(zip((family for family in FAMILIES for _ in range(each)), draw(seed, each, kinds), strict=True))
 
 
-def _measure(todo: Sequence[tuple[str, ConvProblem]], device: Any) -> Iterator[Row]:
+def measured(todo: Iterable[tuple[str, ConvProblem]], device: Any) -> Iterator[Row]:
     """Rows in the order of their problems; a problem that can't be measured is reported and left out."""
+    coming, waiting = iter(todo), deque[tuple[str, ConvProblem]]()
     with Compiler(device) as compiler:
-        for i, (family, problem) in enumerate(track(todo, lambda pair: str(pair[1]))):
-            for _, later in todo[i : i + AHEAD]:
-                compiler.start(later)
+        while True:
+            for family, problem in islice(coming, AHEAD - len(waiting)):
+                compiler.start(problem)
+                waiting.append((family, problem))
+            if not waiting:
+                return
+            family, problem = waiting.popleft()
             configs = compiler.configs(problem)
             try:
                 times = device_times([Plan(problem, device, config=config).final_form() for config in configs])
@@ -98,7 +105,7 @@ def run(device: Any, modes: Sequence[str], seed: int | None, each: int, json_fil
     seed = random.SystemRandom().randrange(2**32) if seed is None else seed
     todo = [(family, as_called(problem, gpu)) for family, problem in problems(seed, modes, each)]
     rows = []
-    for row in _measure(todo, gpu):
+    for row in measured(track(todo, lambda pair: str(pair[1])), gpu):
         rows.append(row)
         if json_file:  # after every row, so that an interrupted run keeps what it has measured
             json_file.write_text(json_text({"gpu": gpu.model, "seed": seed, "rows": [_plain(one) for one in rows]}) + "\n")

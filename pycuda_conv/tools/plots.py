@@ -70,6 +70,29 @@ def ratio_bars(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None
     save(figure, path)
 
 
+def time_and_error(points: dict[str, tuple[float, float]], machine: dict[str, Any], path: Path) -> None:
+    """Each way to compute float32 layers: its time over that of torch's IEEE arithmetic, and its error against float64."""
+    figure, axes = _figure(8, 5)
+    for name, (time, error) in points.items():
+        ours = name.startswith("ours")
+        axes.scatter([time], [error], color=OURS if ours else TORCH, s=46, marker="o" if ours else "s", zorder=3)
+        axes.annotate(name, (time, error), xytext=(6, 5), textcoords="offset points", fontsize=9, color=INK)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.margins(0.18)
+    ticker = require("matplotlib.ticker")
+    axes.xaxis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(_plain))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.grid(True, which="major", color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("time over that of torch in IEEE arithmetic", color=INK)
+    axes.set_ylabel("relative error against float64", color=INK)
+    gpu = str(machine.get("GPU", "")).split(",")[0]
+    axes.set_title(f"KernelBench's layers: time and error, {gpu}, {str(machine.get('date', ''))[:10]}", loc="left", fontsize=11, color=INK)
+    save(figure, path)
+
+
 def roofline(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
     """TFLOP/s over FLOP per byte, under the measured copy bandwidth and the computed peak of the fp32 units."""
     timed = [row for row in rows if row.ratio is not None and row.bytes]

@@ -17,6 +17,8 @@ from pycuda_conv.tools.terminal import Table, ToolError, json_text, table
 
 #: The pages of a checkout with results: one with all of them, one with a few rows.
 RESULTS_PAGE, FRONT_PAGE = "docs/results.md", "README.md"
+#: The parts of the results that the front page has too, in short.
+FRONT_PARTS = "drawn", "kernelbench", "results"
 
 #: Columns of a record that are computed from the others.
 COMPUTED = ("tflops", "kept_tflops", "torch_tflops", "ratio", "kept_ratio", "of_floor", "kept_of_floor")
@@ -310,8 +312,14 @@ def marks(part: str) -> tuple[str, str]:
 
 
 def measured_by(machine: dict[str, Any]) -> str:
-    """The command, the day, the machine and the method."""
-    return f"Measured by `{machine['command']}` on {machine['date'][:10]}: {_where(machine)}. The method: {machine['method']}."
+    """The command, the day, the kernels, the machine and the method."""
+    kernels = f", {kernels_words(machine['kernels'])}" if machine.get("kernels") else ""
+    return f"Measured by `{machine['command']}` on {machine['date'][:10]}{kernels}: {_where(machine)}. The method: {machine['method']}."
+
+
+def kernels_words(digest: str) -> str:
+    """How a page says of which kernels its figures are."""
+    return f"kernels `{digest}`"
 
 
 def _where(machine: dict[str, Any]) -> str:
@@ -348,32 +356,25 @@ def markdown(
     return "\n\n".join(parts)
 
 
-#: The layers in the README: the benchmark's first, a 3x3 and a 1x1 layer of ResNet-50, a depthwise and a transposed one.
-FRONT_ROWS = (
-    "conv1d 128x512x448 -> 1024x448 k3 s1 p1", "conv2d 64x64x56x56 -> 64x56x56 k3x3 s1 p1", "conv2d 64x256x56x56 -> 64x56x56 k1x1 s1 p0",
-    "conv2d 64x144x56x56 -> 144x56x56 k3x3 s1 p1 g144", "conv_transpose2d 32x512x7x7 -> 512x14x14 k3x3 s2 p1",
-)
-
-
 def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
-    """Five rows for the README: times and errors in the first measured mode, the ratio in each mode."""
-    first, *others = dict.fromkeys(row.mode for row in rows)
-    found = {(row.problem, row.mode): row for row in rows}
-    problems = [problem for problem in FRONT_ROWS if (problem, first) in found] or [row.problem for row in rows if row.mode == first][:5]
-    columns = ["layer", f"{first}: ours, us", "torch, us", "ratio", "error", "torch's error", *(f"{mode}: ratio" for mode in others)]
+    """The README's table of the suite: for each mode the mean ratio, the lowest, how many are below 1, and both sides' errors."""
+    columns = ["mode", "layers", "geometric mean", "lowest", "below 1", "error", "torch's error"]
     lines = []
-    for problem in problems:
-        row = found[problem, first]
-        more = [found[problem, mode].ratio for mode in others]
+    for mode, means in summary(rows).items():
+        own = [row for row in rows if row.mode == mode and row.verdict != "WRONG"]
+        ratios, wrong = means["all"]["packed"], means["wrong_rows"]
+        errors = (geometric_mean(value for value in found if value) for found in ([r.error for r in own], [r.torch_error for r in own]))
+        count = f"{means['all']['rows']}" + (f", **{wrong} WRONG**" if wrong else "")
         lines.append((
-            problem, _time(microseconds(row.ours_us), row.verdict), microseconds(row.torch_us), number(row.ratio, ".2f"),
-            number(row.error, ".1e"), number(row.torch_error, ".1e"), *(number(ratio, ".2f") for ratio in more),
+            mode_words(mode), count, number(ratios["geometric_mean"], ".2f"), number(ratios["lowest"], ".2f"),
+            str(len(ratios["below_one"])), *(number(error, ".1e") for error in errors),
         ))
     where = _where(machine).split(", cudnn.benchmark")[0]
+    kernels = f", {kernels_words(machine['kernels'])}" if machine.get("kernels") else ""
     return "\n\n".join((
         markdown_table(columns, 1, lines),
-        "The ratio is torch's time divided by ours. " + "; ".join(f"{mode}: {mode_words(mode)}" for mode in (first, *others))
-        + f". Measured by `{machine['command']}` on {machine['date'][:10]}: {where}.",
+        f"The ratio is torch's time divided by ours; errors are geometric means. Measured by `{machine['command']}` on "
+        f"{machine['date'][:10]}{kernels}: {where}.",
     ))
 
 

@@ -46,6 +46,7 @@ from pycuda_conv.engines.hopper.common import (
     unsupported,
     written_bytes,
 )
+from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
@@ -81,7 +82,7 @@ CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
 #: The tiles worth choosing from, each a kernel of its own: (BLOCK_M, BLOCK_N) -> CLUSTERs. Only long sums for few results are shared by a
 #: cluster, so only small tiles. By the model random problems take 0.2% longer in the mean with these tiles than with all.
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
-    **{(128, columns): (1,) for columns in (64, 96, 128, 160, 192, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)},
+    **{(128, columns): (1,) for columns in (32, 64, 96, 128, 160, 192, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)},
     (64, 96): (1, 8),
 }  # fmt: skip
 #: The same for phases, whose results are seldom wide.
@@ -114,7 +115,7 @@ class DenseNhwc(Config):
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 137}
+MOST_VARIANTS = {"cuda": 145}
 
 
 # ---- what runs
@@ -142,8 +143,10 @@ def _addressed(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressin
 
 def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout != "NHWC" or problem.groups != 1:
-        return "it takes arrays with their channels last, of one group"
+    if problem.layout != "NHWC":
+        return "it takes arrays with their channels last"
+    if problem.groups > 1 and (problem.direction != "fprop" or _summed(problem) * problem.itemsize % ROW):
+        return "it takes groups forward, with channels of a multiple of 128 bytes"
     reason = why_not_one_product(problem)
     if reason:
         return reason
@@ -157,6 +160,11 @@ def why_not(problem: ConvProblem) -> str | None:
     return None if _form(problem) else "tensor loads can't make its padding or dilation"
 
 
+def _summed(problem: ConvProblem) -> int:
+    """Channels of the input over which a result sums: those of its group."""
+    return problem.operand_channels // problem.groups
+
+
 def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     reason = why_not(problem)
@@ -164,6 +172,8 @@ def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
         return reason
     if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in COLUMNS or (config.BLOCK_M == 64 and config.BLOCK_N > 128):
         return f"a tile has 128 pixels and {', '.join(map(str, COLUMNS))} channels, or 64 pixels and up to 128 channels"
+    if problem.groups > 1 and problem.result_channels // problem.groups % config.BLOCK_N:
+        return "a tile lies in one group"
     if config.BLOCK_N == 256 and problem.has_residual:
         return "a tile of 256 channels leaves no registers for a residual"
     if config.CLUSTER not in CLUSTERS or (config.CLUSTER > 1 and config.BLOCK_N > 128):
@@ -234,8 +244,28 @@ def _transposes(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool
 DensePhase = kernel_struct("hopper_dense", "DensePhase")
 
 
+#: The tile of the rows and columns at the sides of a result, where the image has a border.
+SIDES = 64, 64
+
+
+def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
+    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
+    return config.CLUSTER == 1 and not source.input_dtype and why_not(problem) is None and regions(source) is not None
+
+
 def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: DenseNhwc, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
+    problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
     scratch = Arena(WORKSPACE)
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
@@ -245,12 +275,14 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_momen
         tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
         if tile.STAGES == _max_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
             tile = replace(tile, STAGES=_max_stages(*shape, mn_major and problem.itemsize == 2))
+        if source is not None:
+            return [_of_regions(source, tile, place, multiprocessors)]
         groups = _launches(_addressed(problem)[1])
         return [[_product(problem, tile, group, place, mn_major, multiprocessors, parts) for group in groups]]
 
     # a filter with its second axis last is K-major in fprop, and MN-major in dgrad
     last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
-    mn_major = _reads_mn_major(problem) or _transposes(problem, config, device)
+    mn_major = source is None and (_reads_mn_major(problem) or _transposes(problem, config, device))
     in_place = products(WEIGHT, mn_major) if last or mn_major else None
     if in_place and taps == 1:
         return Schedule([], in_place, in_place, scratch.used, 0, moments=layout.moments, filter_last=in_place)
@@ -263,6 +295,20 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_momen
         width = problem.weight_shape[1]
         in_place = [[transpose_filter.launch(problem, place, (1, width, taps * width))], *steps]
     return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments, filter_last=in_place)
+
+
+def _of_regions(source: ConvProblem, tile: DenseNhwc, place: BufferSlice, multiprocessors: int) -> list[KernelLaunch]:
+    """The launches of the interior and of the sides of a result, whose image has a border."""
+    found = regions(source)
+    assert found is not None
+    interior = [one for one in found if one.interior]
+    launches = [_product(source, tile, [one.addressing], place, False, multiprocessors, None) for one in interior]
+    others, (rows, columns) = found[len(interior) :], SIDES
+    small = DenseNhwc(rows, columns, _max_stages(rows, columns, 1, False))
+    for i in range(0, len(others), PHASES):
+        some = others[i : i + PHASES]
+        launches.append(_product(source, small, [one.addressing for one in some], place, False, multiprocessors, None, some))
+    return launches
 
 
 def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
@@ -282,17 +328,21 @@ def _launches(addressings: Sequence[PhaseAddressing]) -> Iterator[Sequence[Phase
 
 def _product(
     problem: ConvProblem, config: DenseNhwc, addressings: Sequence[PhaseAddressing], place: BufferSlice, mn_major: bool,
-    multiprocessors: int, parts: BufferSlice | None,
+    multiprocessors: int, parts: BufferSlice | None, sides: Sequence[Region] = (),
 ) -> KernelLaunch:
-    """The launch of some phases. It notes moments if it is given a place for their `parts`."""
+    """The launch of some phases. It notes moments if it is given a place for their `parts`. `sides`: of a result with a border."""
     unpacked, _ = _addressed(problem)
     args = tuple(_arguments(problem, config, addressing, parts is not None) for addressing in addressings)
-    phases = 1 if count_phases(problem) == 1 else PHASES
+    args = tuple(one._replace(**in_words(side)) for one, side in zip(args, sides, strict=True)) if sides else args
+    phases = 1 if count_phases(problem) == 1 and not sides else PHASES
     args += (args[-1]._replace(tiles=0),) * (phases - len(addressings))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
     maps = []
     for row in rows:
         images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row) for addressing in addressings]
+        if sides:
+            seen = [(side.addressing, (side.first, side.length)) for side in sides]
+            images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row, part) for addressing, part in seen]
         maps += images + [images[-1]] * (phases - len(addressings))
     maps += [_filter_map(problem, config, place, mn_major, row) for row in rows]
     structs: tuple[tuple[int, ...], ...] = args
@@ -303,7 +353,7 @@ def _product(
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
-        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
+        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases, **({"BORDERED": 1} if sides else {}),
     }
     buffers: tuple[BufferSlice, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= MOMENTS_COLUMNS:  # the kernel's EMIT_MOMENTS
@@ -318,7 +368,7 @@ def _product(
 def _filter_map(problem: ConvProblem, config: DenseNhwc, place: BufferSlice, mn_major: bool, row: int) -> TensorMap:
     """The filter's map. A box is `row` bytes of k of one tap x a tile's channels, or, MN-major, channels x k."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
-    rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
+    rows, channels, taps, size = problem.result_channels, _summed(problem), math.prod(problem.filter_size), problem.itemsize
     inner, outer = (rows, channels) if mn_major else (channels, rows)
     wide = row // size
     box = (min(stage_channels(problem), config.BLOCK_N), 1, wide) if mn_major else (wide, 1, min(config.BLOCK_N, rows))
@@ -327,12 +377,12 @@ def _filter_map(problem: ConvProblem, config: DenseNhwc, place: BufferSlice, mn_
 
 def _blocks(problem: ConvProblem, addressing: PhaseAddressing) -> int:
     """Stages of a phase's sum."""
-    return math.prod(addressing.taps) * ceil(problem.operand_channels, stage_channels(problem))
+    return math.prod(addressing.taps) * ceil(_summed(problem), stage_channels(problem))
 
 
 def _last_steps(problem: ConvProblem) -> int:
     """wgmma steps in a tap's last stage: each multiplies 32 bytes of channels."""
-    return (ceil(problem.operand_channels * problem.itemsize, ROW // STEPS) - 1) % STEPS + 1
+    return (ceil(_summed(problem) * problem.itemsize, ROW // STEPS) - 1) % STEPS + 1
 
 
 def _last_row(problem: ConvProblem) -> int:
@@ -355,8 +405,10 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddress
     del places["out_image"], places["out_row"]
     return arguments(
         DensePhase, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
-        channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), last_steps=_last_steps(problem),
-        rows=problem.result_channels, **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels,
+        channel_blocks=ceil(_summed(problem), stage_channels(problem)), last_steps=_last_steps(problem),
+        group_rows=problem.result_channels // problem.groups, group_channels=_summed(problem), rows=problem.result_channels,
+        **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation),
+        **by_axis("numbers_", (0, 0, 0)), **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
         store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments), **finish(problem),
     )  # fmt: skip
@@ -382,6 +434,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
             yield VariantSet("hopper_dense", choices, _is_listed, "sm_90a")
+            if (rows, columns) == SIDES and not mn_major and cluster == 1:
+                yield VariantSet("hopper_dense", choices | {"PHASES": (PHASES,), "BORDERED": (1,)}, _is_listed, "sm_90a")
     yield from transpose_filter.variants()
 
 
@@ -409,20 +463,21 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
                 yield config
 
 
-# Fitted to 221 times of 70 problems, 16 bits and TF32, on an H200: root mean square of the error 14%.
-# hopper/common.py has the shared constants.
-# CALIBRATION: 66 later times of 48 random layers, relative to the model.
-CALIBRATION = 0.9
-MULTIPLIED = 1.52  # relative time of products beside loads, of the tensor cores' peak
+# Fitted to 461 times of 60 problems, half of them of few pixels and long sums, 16 bits and TF32, on an H200: root mean square of the error
+# 13% (before, by 221 times of 70 problems, 17% of these). hopper/common.py has the shared constants.
+CALIBRATION = 0.826
+#: Relative time of a load of a tile of 64 pixels, of which two share a multiprocessor and its loads.
+SMALL_TILE = 1.28
+MULTIPLIED = 1.55  # relative time of products beside loads, of the tensor cores' peak
 #: Bytes a microsecond and multiprocessor of shared sums; bytes a microsecond of memory; microseconds of each further round of clusters.
-ADDED, MEMORY, PER_ROUND = 10400.0, 3.6e6, 0.16
+ADDED, MEMORY, PER_ROUND = 12000.0, 3.6e6, 0.16
 #: Relative times of blocks of 64-pixel tiles in two rounds; and of clusters in more than two.
-TWO_ROUNDS, MORE_ROUNDS = 0.9, 1.2
+TWO_ROUNDS, MORE_ROUNDS = 0.75, 1.02
 WIDEST_FINISHED = 24.2e3  # FINISHED of the widest tile, which has fewer registers for it
 CACHE_RATE = 4.6e6  # bytes of pixels that all multiprocessors together load from the L2 cache in a microsecond
 PER_LAUNCH = 0.4  # microseconds of each further launch
 #: Microseconds that a launch takes more: with blocks for half of the multiprocessors or less; with more; with clusters, by size.
-HALF_FULL, FULL, CLUSTERED = -0.5, 0.746, {2: 0.4, 4: 0.8}
+HALF_FULL, FULL, CLUSTERED = -0.5, 0.66, {2: 0.46, 4: 0.7}
 PARTS_OF_LINES = 0.6e6  # bytes of the result a microsecond if each phase writes parts of cache lines
 #: Relative times of a load of a volume; and if a pixel has 32 bytes besides rows of 128.
 VOLUME, VOLUME_NARROW = 1.35, 1.45
@@ -444,14 +499,14 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     _, addressings = _addressed(problem)
     many = math.prod(repeats(problem))
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
-    pixel, slower = problem.operand_channels * size, 1.0
+    pixel, slower = _summed(problem) * size, 1.0
     if addressings[0].spatial_dims == 3:
         slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
-    channel_blocks = ceil(problem.operand_channels, stage_channels(problem))
+    channel_blocks = ceil(_summed(problem), stage_channels(problem))
     cycles = pixel_cycles(pixel)
     if pixel % ROW == _last_row(problem):
         cycles = ROW_CYCLES
-    loads = config.BLOCK_M * cycles * slower + _filter_cycles(problem, config, mn_major)
+    loads = (config.BLOCK_M * cycles * slower + _filter_cycles(problem, config, mn_major)) * (SMALL_TILE if config.BLOCK_M == 64 else 1.0)
     filled = 1 - (1 - _last_steps(problem) / STEPS) / channel_blocks  # part of the steps of a tap's stages that are multiplied
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64 * filled, loads) / CLOCK
     rate = WIDEST_FINISHED if config.BLOCK_N > MOMENTS_COLUMNS else FINISHED
@@ -473,7 +528,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         loaded += sum(math.prod(_tiles(problem, config, one)) * _blocks(problem, one) for one in group) / count_phases(problem)
     us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else HALF_FULL if 2 * all_jobs <= device.multiprocessors else FULL
     # blocks of the same pixels and other channels or phases load them together; all else comes from the L2 cache again
-    loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels, config.BLOCK_N)
+    loaded *= config.BLOCK_M * min(pixel, ROW) / ceil(problem.result_channels // problem.groups, config.BLOCK_N)
     us = max(us, BEGIN + loaded / CACHE_RATE)
     moved = read_bytes(problem) + written_bytes(problem) + size * math.prod(problem.weight_shape)
     result_bytes = size * math.prod(problem.result_shape)

@@ -24,7 +24,7 @@ def launch(problem: ConvProblem, place: BufferSlice, steps: tuple[int, int, int]
 
     `steps` are the strides of the filter as it lies, in elements: of a row, a tap and a channel.
     """
-    rows, channels, taps = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size)
+    rows, channels, taps = problem.result_channels, problem.operand_channels // problem.groups, math.prod(problem.filter_size)
     pitch = pitch or taps * channels
     if steps[:2] == (taps, 1) and pitch == taps * channels:  # taps are contiguous before and after: each counts as a row
         rows, taps, pitch, steps = rows * taps, 1, channels, (1, 0, steps[2])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pycuda_conv import dispatch, execute
-from pycuda_conv.arguments import ACTIVATIONS, PRECISIONS, activation_and_slope, checked_activation
+from pycuda_conv.arguments import ACTIVATIONS, activation_and_slope, checked_activation
 from pycuda_conv.arrays import Signature, torch_internals
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
@@ -20,7 +20,7 @@ from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.memo import remember_launches
 from pycuda_conv.nn import evaluation
 from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_WEIGHT, Settings, _layout, _traced
-from pycuda_conv.nn.options import asked_for
+from pycuda_conv.nn.options import asked_for, how_number, how_of
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import Device
@@ -40,12 +40,12 @@ class _LayerSpec(NamedTuple):
     def in_integers(self) -> list[int]:
         """The options as a flat list of ints for operators: the dispatcher's cost grows with the number of arguments.
 
-        They are number and slope of the activation, of_batch, number of the precision, groups; then for each axis stride, padding before,
-        padding after, dilation. The slope is the bits of a float64.
+        They are number and slope of the activation, of_batch, number of the algorithm and the precision, groups; then for each axis stride,
+        padding before, padding after, dilation. The slope is the bits of a float64.
         """
-        _, strides, paddings, dilations, groups, precision, *_ = self.settings
+        _, strides, paddings, dilations, groups, precision, _, _, algorithm, *_ = self.settings
         number, slope = activation_and_slope(self.activation)
-        spec = [number, bits(slope, 8), int(self.of_batch), PRECISIONS.index(precision), groups]
+        spec = [number, bits(slope, 8), int(self.of_batch), how_number(algorithm, precision), groups]
         for stride, padding, dilation in zip(strides, paddings, dilations, strict=True):
             spec += stride, *padding, dilation
         return spec
@@ -53,11 +53,12 @@ class _LayerSpec(NamedTuple):
     @classmethod
     def of(cls, spec: Sequence[int]) -> _LayerSpec:
         """The options from the list of :meth:`in_integers`."""
-        number, slope, of_batch, precision, groups, *axes = spec
+        number, slope, of_batch, how, groups, *axes = spec
+        algorithm, precision = how_of(how)
         word = ACTIVATIONS[number]
         activation = checked_activation((word, from_bits(slope, 8)) if word == "leaky_relu" else word)
         stride, padding, dilation = tuple(axes[::4]), tuple(zip(axes[1::4], axes[2::4], strict=True)), tuple(axes[3::4])
-        settings = Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], None, False)
+        settings = Settings(len(stride), stride, padding, dilation, groups, precision, None, False, algorithm)
         return cls(activation, bool(of_batch), settings)
 
 

@@ -14,6 +14,7 @@ from pycuda_conv import repeat
 from pycuda_conv.arguments import check_precision
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.invariance import WORD as BATCH_INVARIANT
 from pycuda_conv.nn.autograd import CONV, Settings, _cast, _differentiated, _in_numbers, _traced, activated, without_autocast
 from pycuda_conv.nn.fused.autograd import _forward_again, _Function
 from pycuda_conv.nn.fused.launches import _counted_by_kernels, _inference, _LayerSpec, _normalised, _statistics, _were_written
@@ -154,8 +155,9 @@ class _FusedConvBnReLU(nn.Module):
         if channels != features:
             raise ValueError(f"bn has {features} features, but conv has {channels} output channels")
         algorithm = getattr(conv, "algorithm", None)
-        if algorithm is not None:
-            raise ValueError(f"conv asks for algorithm={algorithm!r}, which a fused layer does not take; expected None")
+        if algorithm not in (None, BATCH_INVARIANT):
+            expected = f"None or {BATCH_INVARIANT!r}"
+            raise ValueError(f"conv asks for algorithm={algorithm!r}, which a fused layer does not take; expected {expected}")
         fused = cls.__new__(cls)
         fused._adopt(conv, bn, relu, precision)
         return fused
@@ -231,6 +233,7 @@ def _conv_bn_act(
             return summed if activation is None else torch.relu_(summed)
         differentiated = differentiated or (torch.is_grad_enabled() and residual.requires_grad)
     if not of_batch and not differentiated:
+        spec = spec._replace(settings=settings._replace(algorithm=getattr(conv, "algorithm", None)))
         if not traced:
             return _inference(*named, residual, running_mean, running_var, eps, spec)
         return torch.ops.pycuda_conv.fused_inference(*named, running_mean, running_var, eps, spec.in_integers())

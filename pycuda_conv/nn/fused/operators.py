@@ -213,10 +213,10 @@ def _fused_inference(
 ) -> Any:
     """The name by which programs that were exported before know a layer in evaluation."""
     activation, _, settings = _LayerSpec.of(spec)
-    _, stride, padding, dilation, groups, precision, *_ = settings
+    _, stride, padding, dilation, groups, precision, _, _, algorithm, *_ = settings
     options = evaluation.spec_of(
         len(stride), weight.shape[2:], stride=stride, padding=padding, dilation=dilation, groups=groups, precision=precision,
-        activation=activation,
+        activation=activation, algorithm=algorithm,
     )  # fmt: skip
     vectors = gamma, beta, running_mean, running_var
     return torch.ops.pycuda_conv.evaluate.default(x, weight, bias, *vectors, None, eps, options)

@@ -31,15 +31,16 @@ from pycuda_conv.nn.graph.calls import Targets
 from pycuda_conv.nn.graph.rewriting import Found, Pass, Rewrite
 
 #: The passes over a graph, in their order: what an earlier one has replaced, a later one does not see any more.
-PASSES: tuple[Pass, ...] = (group_norms.take, convolutions.take, upsamplings.take, others.take)
+PASSES: tuple[Pass, ...] = (group_norms.take, convolutions.take, group_norms.join, upsamplings.take, others.take)
 
 
 def rewrite(
-    gm: GraphModule, targets: Callable[[Graph], Targets], precision: str = "fp32", raises: bool = False, upsample_filter: str | None = None
+    gm: GraphModule, targets: Callable[[Graph], Targets], precision: str = "fp32", raises: bool = False,
+    upsample_filter: str | None = None, algorithm: str | None = None,
 ) -> list[Found]:
     """Rewrite dynamo's graph, and the graphs in it, such as those of ``torch.utils.checkpoint`` and ``torch.cond``."""
-    found = [Rewrite(gm, targets(gm.graph), precision, raises, upsample_filter).run(PASSES)]
+    found = [Rewrite(gm, targets(gm.graph), precision, raises, upsample_filter, algorithm).run(PASSES)]
     for _, child in gm.named_children():
         if isinstance(child, GraphModule):
-            found += rewrite(child, targets, precision, raises, upsample_filter)
+            found += rewrite(child, targets, precision, raises, upsample_filter, algorithm)
     return found

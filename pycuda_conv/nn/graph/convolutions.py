@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from pycuda_conv.arguments import integers
 from pycuda_conv.engines.nn import batch_norm
+from pycuda_conv.invariance import WORD as BATCH_INVARIANT
 from pycuda_conv.nn.autograd import Settings, _in_numbers, traced_layout
 from pycuda_conv.nn.graph import fronts
 from pycuda_conv.nn.graph.calls import Norm, Options
@@ -57,15 +58,16 @@ def _options(rewrite: Rewrite, node: Node) -> tuple[dict[str, Any], Options] | s
     sizes = value(weight).shape[2:]
     if not all(isinstance(n, int) for n in sizes):
         return "the size of its filter is not a constant"
-    transposed, more, precision = names is TRANSPOSED, given.get("output_padding"), rewrite.precision
+    transposed, more, precision, algorithm = names is TRANSPOSED, given.get("output_padding"), rewrite.precision, rewrite.algorithm
     padding: Any = 0 if given["padding"] is None else given["padding"]
     border: tuple[Any, float] = "zeros", 0.0
     if names is OURS:
         transposed = node.target is torch.ops.pycuda_conv.conv_transpose.default
-        more, precision = given["size"] if transposed else None, given["precision"]
+        more, precision, own = given["size"] if transposed else None, given["precision"], given.get("algorithm")
         padding = tuple(zip(padding[::2], padding[1::2], strict=True))
-        if given["device"] is not None or given["tune"] or given.get("algorithm") is not None:
+        if given["device"] is not None or given["tune"] or own not in (None, BATCH_INVARIANT):
             return "it asks for a device, for an algorithm or to be tuned"
+        algorithm = own or algorithm
         if given["padding_mode"]:
             words = given["padding_mode"].split()
             border = tuple(zip(words[::2], words[1::2], strict=True)), float(given["padding_value"] or 0)
@@ -73,7 +75,7 @@ def _options(rewrite: Rewrite, node: Node) -> tuple[dict[str, Any], Options] | s
         transposed = bool(given["transposed"])
     try:
         settings = Settings(
-            ndim, given["stride"] or 1, padding, given["dilation"] or 1, given["groups"] or 1, precision, None, False, None, *border
+            ndim, given["stride"] or 1, padding, given["dilation"] or 1, given["groups"] or 1, precision, None, False, algorithm, *border
         )
         settings = _in_numbers(settings, sizes)
         extra = integers("output_padding", more or 0, ndim) if transposed else (0,) * ndim
@@ -151,6 +153,9 @@ def _take_norm(rewrite: Rewrite, chain: Chain, node: Node, options: Options, gra
     settings = options.settings
     if (gradient or of_batch) and settings.padding_mode != "zeros" and fronts.pad_of(settings, chain.operands[0]) is None:
         chain.why = "a convolution with such a border and its batch norm are not trained in one step"
+        return None
+    if options.settings.algorithm is not None and (gradient or of_batch):
+        chain.why = "it has the same bits in every batch, which a batch norm in training has not"
         return None
     if (vectors[2] is None or vectors[3] is None) and not of_batch:
         return None

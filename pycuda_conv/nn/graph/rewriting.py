@@ -77,13 +77,17 @@ class Rewrite:
         Whether a fault of the rewrite itself is raised; tests ask for it.
     upsample_filter : str, optional
         What convolutions behind an upsampling do with their filters: see :func:`pycuda_conv.conv2d`.
+    algorithm : str, optional
+        Of convolutions whose call itself does not say it.
     """
 
     def __init__(
-        self, gm: GraphModule, targets: Targets, precision: str = "fp32", raises: bool = False, upsample_filter: str | None = None
+        self, gm: GraphModule, targets: Targets, precision: str = "fp32", raises: bool = False, upsample_filter: str | None = None,
+        algorithm: str | None = None,
     ) -> None:
         self.upsample_filter = upsample_filter
         self.gm, self.graph, self.targets, self.precision, self.raises = gm, gm.graph, targets, precision, raises
+        self.algorithm = algorithm
         self.nodes: list[Node | None] = list(self.graph.nodes)
         self.order: dict[Node, int] = {n: i for i, n in enumerate(self.graph.nodes)}
         self.found = Found([], [], [], [])
