@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from pycuda_conv import borders
 from pycuda_conv.engines.geometry import arguments, bits, ceil, divider
 from pycuda_conv.engines.schedule import GRID_LIMIT, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
@@ -40,7 +41,6 @@ MOST_COLOURS = 8
 #: The types of pixels, as the kernels know them.
 CODES = {"float64": 64, "float32": 32, "uint8": 8, "int8": 9, "uint16": 10, "int16": 11}
 BORDERS = ("nearest", "reflect", "mirror", "wrap", "constant")
-_NEAREST = 2**30  # a period that no index reaches
 
 WindowArguments = kernel_struct("window.cuh", "WindowArguments")
 
@@ -101,14 +101,8 @@ class Window:
 
 def border_numbers(border: str, n: int, before: int) -> dict[str, int]:
     """The five numbers that map indices of an axis of `n` into it, and whether indices outside stand for a value."""
-    before = max(before, 0)
-    if border == "mirror" and n == 1:
-        border = "nearest"
-    if border in ("nearest", "constant"):
-        return {"bias": 0, "period": _NEAREST, "high": n - 1, "sign": 0, "outside": int(border == "constant")}
-    period = {"reflect": 2 * n, "mirror": 2 * n - 2, "wrap": n}[border]
-    high = {"reflect": 2 * n - 1, "mirror": 2 * n - 2, "wrap": 0}[border]
-    return {"bias": ceil(before, period) * period, "period": period, "high": high, "sign": 0 if border == "wrap" else -1, "outside": 0}
+    mode = {"reflect": "symmetric", "mirror": "reflect", "wrap": "circular"}.get(border, "replicate")
+    return {**borders.alike(mode, n, before)._asdict(), "outside": int(border == "constant")}
 
 
 @dataclass(frozen=True)
