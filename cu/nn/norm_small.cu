@@ -68,8 +68,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
       if (pixel + u * down < end) {
         float v[VEC];
         floats_of(v, raw[u]);
+        float some = 0;
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) sum += v[i] - base[i];
+        for (int i = 0; i < VEC; ++i) some += v[i] - base[i];
+        sum += some;
         to_keep[u * THREADS] = raw[u];
       }
   }
@@ -85,12 +87,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
   for (int pixel = start; pixel < end; pixel += down, of_kept += THREADS) {
     float v[VEC];
     floats_of(v, *of_kept);
+    float2 some = make_float2(0, 0);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
       const float rest = v[i] - base[i] - near;
-      off.x += rest;
-      off.y = fmaf(rest, rest, off.y);
+      some.x += rest;
+      some.y = fmaf(rest, rest, some.y);
     }
+    off.x += some.x, off.y += some.y;  // VEC numbers first, so that fewer roundings meet
   }
   off = add_group(off, room[1], at.own, width, first, each);
   Moments m = moments_of(n, near, shape.rms ? 0 : off.x, off.y);
