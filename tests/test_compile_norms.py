@@ -145,7 +145,7 @@ def test_the_call_of_a_convolution_in_front_of_a_norm():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels, size, noted", [(64, 128, True), (256, 64, None), (64, 33, False), (48, 128, None)])
+@pytest.mark.parametrize("channels, size, noted", [(64, 256, True), (256, 256, None), (64, 64, False), (64, 257, False)])
 @pytest.mark.parametrize("with_more", [False, True])
 def test_statistics_noted_by_the_convolution(channels, size, noted, with_more):
     torch.manual_seed(0)

@@ -27,8 +27,6 @@ from pycuda_conv.runtime.base import KernelLaunch
 
 #: Calls by their keys, for the launcher in C.
 _again = RepeatTable()
-#: Fewest bytes of an image from which moments are noted: below, one launch for the norm is quicker.
-LEAST_NOTED = 1 << 20
 
 
 class _Joined(NamedTuple):
@@ -58,8 +56,8 @@ def _joined(
     norm = normalise.norm_of(asked, problem.result_shape, input[1], layout == "NHWC", wide)
     if not norm.fits or norm.in_rows:
         return None
-    image = norm.C * norm.P * norm.itemsize
-    notes = image >= LEAST_NOTED and norm.P % 64 == 0
+    # kernels of float32 may compute some results once more, and small planes take one launch for all of a norm
+    notes = norm.itemsize == 2 and norm.P % 64 == 0 and not engine.is_whole(norm, TORCH.device(input, None))
     plan = dispatch.plan_for(problem, TORCH, input, None, layout, False, notes)
     plan = plan.better or plan
     if plan.empty or plan.problem.layout != layout:
