@@ -5,8 +5,7 @@
 //          pixel, a column; `width` threads side by side read neighbours, `down` such rows of threads read pixels. VEC divides a group's channels.
 // Method   x is read once and kept in shared memory, where a thread finds its own numbers again. A block adds them, then their deviations from that mean
 //          and the squares of these; the blocks of a cluster read one another's moments and combine them.
-// Memory   shared: the block's numbers, what warps add, and the block's moments. The loops are short on purpose: each warp runs this text once, and fetching
-//          an instruction takes longer than running it.
+// Memory   shared: the block's numbers, what warps add, and the block's moments.
 // Limits   up to 32 columns a block.
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_small.cu
