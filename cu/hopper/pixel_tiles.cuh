@@ -9,6 +9,9 @@
 #define PHASES 1
 #define EMIT_MOMENTS 0  // the text can emit moments
 #endif
+#ifndef SEGMENTS
+#define SEGMENTS 1  // 2: behind a sum's stages come those of another array, whose arguments are Shapes::behind
+#endif
 #define WGMMA_N BLOCK_N
 #include "hopper/cluster.cuh"
 #include "core/finish.cuh"
@@ -34,6 +37,9 @@ struct Shapes {
   Phase of[PHASES];
 #if PHASES > 1
   Repeats repeats;  // of each
+#endif
+#if SEGMENTS > 1
+  Phase behind;  // of its stages alone; those of both are counted in of[0].blocks
 #endif
 };
 
