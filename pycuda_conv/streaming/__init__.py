@@ -145,7 +145,7 @@ def convolve(call: Call, operands: Operands, state: Any, out: Any, device: Any, 
     given = operands._replace(input=whole)
     if kind.must_be_recorded(given, out is None and stream is None):
         return dispatch.handlers["torch"]().convolve(call, given, None if device is None else get_device(device).name, False), following
-    plan, given = _plan(call, kind, given, device)
+    plan, given = _plan(call, kind, given, device, kind.layout(x, call.ndim))
     return plan(given.input, given.weight, given.bias, scale=given.scale, residual=given.residual, out=out, stream=stream), following
 
 
@@ -166,7 +166,7 @@ def _in_two(kind: Any, call: Call, operands: Operands, state: Any, layer: Layer,
     x, held = operands.input, layer.held
     parts = []
     for one in (_joined(state, _part(x, 2, 0, held), 2), x):
-        plan, given = _plan(call, kind, operands._replace(input=one), device)
+        plan, given = _plan(call, kind, operands._replace(input=one), device, "NHWC")
         parts.append((plan, given))
     plan = parts[1][0]
     n, k, _, *size = plan.result_shape
@@ -247,10 +247,14 @@ def _last(count: int, state: Any, x: Any, whole: Any, axis: int) -> Any:
 
 def _zeros(x: Any, axis: int) -> Any:
     """One input of zeros."""
-    shape = tuple(1 if i == axis else n for i, n in enumerate(x.shape))
     if hasattr(x, "new_zeros"):
-        return x.new_zeros(shape)
-    return _library(x).zeros(shape, x.dtype)
+        one = _part(x, axis, 0, 1) if x.shape[axis] else x.new_empty(_once(x, axis))
+        return _library(x).zeros_like(one)
+    return _library(x).zeros(_once(x, axis), x.dtype)
+
+
+def _once(x: Any, axis: int) -> tuple[int, ...]:
+    return tuple(1 if i == axis else n for i, n in enumerate(x.shape))
 
 
 def _nothing(kind: Any, call: Call, operands: Operands, axis: int, out: Any, layer: Layer) -> Any:
@@ -268,8 +272,8 @@ def _nothing(kind: Any, call: Call, operands: Operands, axis: int, out: Any, lay
     return _library(x).empty(tuple(shape), x.dtype)
 
 
-def _plan(call: Call, kind: Any, given: Operands, device: Any) -> tuple[Plan, Operands]:
-    """The plan for a piece, and its operands in the types that it takes."""
+def _plan(call: Call, kind: Any, given: Operands, device: Any, layout: str) -> tuple[Plan, Operands]:
+    """The plan for a piece, whose own `layout` counts, and its operands in the types and the layout that it takes."""
     names = *call.operand_names, *Operands._fields[2:]
     signatures = kind.signatures(given, names)
     dtypes = [None if one is None else kind.dtype_name(one[1]) for one in signatures]
@@ -278,8 +282,10 @@ def _plan(call: Call, kind: Any, given: Operands, device: Any) -> tuple[Plan, Op
     check_same_type(kind, *signatures, names=names)
     own = kind.device(signatures[0], device if device is not None or kind.on_gpu(given.input) else pycuda_device())
     problem = dispatch.problem_of(call, kind, signatures)
-    if kind.layout(given.input, call.ndim) == "NHWC" and kind.on_gpu(given.input):
+    if layout == "NHWC" and kind.on_gpu(given.input):
         problem = replace(problem, layout="NHWC")
+        with own:  # the state may lie in another order
+            given = given._replace(input=kind.as_kernel_input(given.input, problem.order))
     return _planned(problem, own), given
 
 
