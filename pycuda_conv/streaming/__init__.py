@@ -28,8 +28,9 @@ from pycuda_conv.arrays import LAZY, STAND_IN, check_same_type, same_kind
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.engines import streams
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
+from pycuda_conv.memo import remember_plans
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import ConvProblem, channels_last
+from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import get_device, pycuda_device
 
 #: What may stand in front of a signal's first piece.
@@ -54,7 +55,8 @@ class Layer(NamedTuple):
         return new * self.stride if self.transposed else new // self.stride
 
 
-def layer_of(call: Call, filter_shape: Sequence[int]) -> Layer:
+@lru_cache(maxsize=1024)
+def layer_of(call: Call, filter_shape: tuple[int, ...]) -> Layer:
     """The layer of a call whose options are hashable; what a stream can't do is refused."""
     ndim, name = call.ndim, call.name
     if ndim not in streams.LENGTHS:
@@ -130,7 +132,7 @@ def convolve(call: Call, operands: Operands, state: Any, out: Any, device: Any, 
     count = layer.count(waiting + n)
     in_place = begun and _reads_in_place(kind, layer, operands, state, out, stream)
     whole = _joined(state, x, axis) if begun and waiting and not in_place else x
-    call = _of_transposed(call, layer, begun, n) if layer.transposed else _of_forward(call, layer, state)
+    call = _of_transposed(call, layer, begun, n) if layer.transposed else _of_forward(call, layer, None if begun else state)
     keeps = layer.held if layer.transposed else waiting + n - count * layer.stride
     following = _last(keeps, state, x, whole, axis)
     if layer.transposed and not begun:
@@ -201,10 +203,11 @@ def _check_state(kind: Any, state: Any, x: Any, axis: int, layer: Layer) -> None
         raise ConvArgumentError("state must lie where the input does, but lies on another device")
 
 
-def _of_forward(call: Call, layer: Layer, state: Any) -> Call:
-    """The call for what is behind the state; at a signal's start the padding stands for one."""
+@lru_cache(maxsize=1024)
+def _of_forward(call: Call, layer: Layer, state: str | None) -> Call:
+    """The call for what is behind the state; at a signal's start, of which `state` is the word, the padding stands for one."""
     pairs = _pairs(call)
-    if not isinstance(state, str) or not layer.held:
+    if state is None or not layer.held:
         return call._replace(padding=pairs)
     modes = borders.mode_pairs(call.padding_mode, call.ndim)
     start = ("replicate" if state == "replicate" else "zeros", "zeros")
@@ -216,6 +219,7 @@ def _plain(words: Any) -> bool:
     return all(word == "zeros" for pair in words for word in pair)
 
 
+@lru_cache(maxsize=1024)
 def _of_transposed(call: Call, layer: Layer, begun: bool, n: int) -> Call:
     """The transposed call that gives the results which `n` inputs complete, behind a state where the signal has `begun`."""
     inputs = n + (layer.held if begun else 0)
@@ -277,18 +281,21 @@ def _plan(call: Call, kind: Any, given: Operands, device: Any, layout: str) -> t
     names = *call.operand_names, *Operands._fields[2:]
     signatures = kind.signatures(given, names)
     dtypes = [None if one is None else kind.dtype_name(one[1]) for one in signatures]
-    given = call.of_one_type(given, dtypes, kind.converted, kind.conversion)
-    signatures = kind.signatures(given, names)
-    check_same_type(kind, *signatures, names=names)
+    typed = call.of_one_type(given, dtypes, kind.converted, kind.conversion)
+    if typed is not given:
+        given, signatures = typed, kind.signatures(typed, names)
     own = kind.device(signatures[0], device if device is not None or kind.on_gpu(given.input) else pycuda_device())
-    problem = dispatch.problem_of(call, kind, signatures)
-    if layout == "NHWC" and kind.on_gpu(given.input):
-        problem = replace(problem, layout="NHWC")
+    last = layout == "NHWC" and kind.on_gpu(given.input)
+    plan = _planned(call, kind, signatures, own, last)
+    if last:
         with own:  # the state may lie in another order
-            given = given._replace(input=kind.as_kernel_input(given.input, problem.order))
-    return _planned(problem, own), given
+            given = given._replace(input=kind.as_kernel_input(given.input, plan.order))
+    return plan, given
 
 
-@lru_cache(maxsize=1024)
-def _planned(problem: ConvProblem, device: Any) -> Plan:
+@remember_plans
+def _planned(call: Call, kind: Any, signatures: tuple[Any, ...], device: Any, last: bool) -> Plan:
+    check_same_type(kind, *signatures, names=(*call.operand_names, *Operands._fields[2:]))
+    problem = dispatch.problem_of(call, kind, signatures)
+    problem = replace(problem, layout="NHWC") if last else problem
     return Plan(problem, device, config=streams.choose(problem, device))
