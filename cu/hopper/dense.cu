@@ -115,7 +115,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
     const DensePhase& shape = shapes.of[of.phase];
-    const Range range(shape);
+    const StageRange range = range_of(shape);
     const LoadBase base(shape, of.pixel);
     Taps walk(shape, range.first, taps_apart(shapes, of));
     const int channel_blocks = (int)shape.channel_blocks, spatial_dims = (int)shape.spatial_dims;
@@ -159,7 +159,7 @@ DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
   int block = threadIdx.x / 32 - CONSUMER_THREADS / 32 - 1;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
-    const Range range(shapes.of[of.phase]);
+    const StageRange range = range_of(shapes.of[of.phase]);
     const int filter_blocks = blocks_of(shapes.of[of.phase], of);
     for (int step = range.first; step < range.last; ++step) {
       barrier_wait(raw + 8 * at.stage, at.parity);  // all warps wait: one that skipped a round would mistake the round before for its own
