@@ -17,7 +17,6 @@ from the layer alone (:mod:`pycuda_conv.engines.streams`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
