@@ -4,6 +4,7 @@
     python scripts/break_kernels.py                          # 40 places of every file of cu/: hours
     python scripts/break_kernels.py hopper_planes ring.cuh --places 10 --jobs 2 --seconds 600
     python scripts/break_kernels.py hopper_planes --again            # what was noticed before a change, broken again
+    python scripts/break_kernels.py --missed --test-seconds 300      # what was not noticed, held against ten times as many tests
     python scripts/break_kernels.py --report
 
 A place is a line of code, and what is broken there: a statement is left out, a number is one larger, an operator is another one. The places
@@ -325,7 +326,7 @@ class Whole:
 Choice = Callable[[Path], list[str]]
 
 
-def tried(tree: Tree, file: Path, place: Place, tests_of: Choice, whole: Whole) -> tuple[str | None, int]:
+def tried(tree: Tree, file: Path, place: Place, tests_of: Choice, whole: Whole, seconds: float) -> tuple[str | None, int]:
     """The test that notices what is broken, None if none does, and how many there are. `tests_of` a folder of broken kernels says which."""
     broken = tree.folder / file.relative_to(ROOT)
     lines = file.read_text().splitlines(keepends=True)
@@ -338,7 +339,7 @@ def tried(tree: Tree, file: Path, place: Place, tests_of: Choice, whole: Whole) 
             return None, 0
         asked = tree.folder / "asked.txt"
         asked.write_text("\n".join(tests))
-        status, said = tree.pytest(["-x", f"@{asked}"], 30 + 4 * TESTS_SECONDS)
+        status, said = tree.pytest(["-x", f"@{asked}"], 30 + 4 * seconds)
     finally:
         broken.write_text(file.read_text())
     if status == 0:
@@ -350,7 +351,7 @@ def tried(tree: Tree, file: Path, place: Place, tests_of: Choice, whole: Whole) 
         return f"pytest ended with {status}", len(tests)
     if "::" not in failed[1] or whole(tree, failed[1]):
         return failed[1], len(tests)
-    return tried(tree, file, place, tests_of, whole)
+    return tried(tree, file, place, tests_of, whole, seconds)
 
 
 # ---- the work
@@ -367,6 +368,8 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help="keep there which tests run which kernels, and take from there what is known")
     parser.add_argument("--json", type=Path, default=ROOT / "tests" / "data" / "broken.json", help="where what was noticed is kept")
     parser.add_argument("--again", action="store_true", help="break again what was noticed, and write it to FILE.again.json")
+    parser.add_argument("--missed", action="store_true", help="break again what was not noticed")
+    parser.add_argument("--test-seconds", type=float, default=TESTS_SECONDS, help=f"of the tests of a place (default {TESTS_SECONDS:.0f})")
     parser.add_argument("--report", action="store_true", help="print what is there and stop")
     options = parser.parse_args()
     known = json.loads(options.json.read_text()) if options.json.exists() else {}
@@ -405,6 +408,8 @@ def main() -> int:
         if options.again:
             todo = [(name, *at) for name, path in files.items() for at in still_there(path, known.get(name, ()))]
             options.json, known = options.json.with_suffix(".again.json"), {}
+        elif options.missed:
+            todo = [item for item in work_of(files, {}, 10**6) if missed(known.get(item[0], ()), item[2])]
         else:
             todo = list(work_of(files, known, options.places))
         lock, whole, preprocessed = Lock(), Whole(), Preprocessed()
@@ -415,11 +420,12 @@ def main() -> int:
                 return
 
             def tests_of(kernels: Path) -> list[str]:
-                return held_against(record, runs[name], TESTS_SECONDS, lambda variant: preprocessed.changed(variant, kernels))
+                return held_against(record, runs[name], options.test_seconds, lambda variant: preprocessed.changed(variant, kernels))
 
-            noticed, tests = with_tree(lambda tree: tried(tree, path, place, tests_of, whole))
+            noticed, tests = with_tree(lambda tree: tried(tree, path, place, tests_of, whole, options.test_seconds))
             with lock:
-                known.setdefault(name, []).append({**asdict(place), "noticed": noticed, "tests": tests})
+                others = [row for row in known.get(name, ()) if (row["was"], row["now"]) != (place.was, place.now)]
+                known[name] = [*others, {**asdict(place), "noticed": noticed, "tests": tests}]
                 options.json.parent.mkdir(exist_ok=True)
                 made = options.json.with_suffix(".new")
                 made.write_text(written(known))
@@ -437,6 +443,11 @@ def work_of(files: dict[str, Path], known: dict[str, Any], count: int) -> Iterat
         for name, found in of.items():
             if i < len(found) and (found[i].was, found[i].now) not in tried_before.get(name, ()):
                 yield name, files[name], found[i]
+
+
+def missed(rows: Sequence[dict[str, Any]], place: Place) -> bool:
+    """Whether a place was tried and no test noticed it, though some had the broken line in their variants."""
+    return any(row["noticed"] is None and row["tests"] and (row["was"], row["now"]) == (place.was, place.now) for row in rows)
 
 
 def written(known: dict[str, Any]) -> str:
