@@ -115,7 +115,7 @@ class DenseNhwc(Config):
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 145}
+MOST_VARIANTS = {"cuda": 148}
 
 
 # ---- what runs
@@ -244,8 +244,8 @@ def _transposes(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool
 DensePhase = kernel_struct("hopper_dense", "DensePhase")
 
 
-#: The tile of the rows and columns at the sides of a result, where the image has a border.
-SIDES = 64, 64
+#: The tiles of the rows and columns at the sides of a result, where the image has a border: of up to 64 channels, and of more.
+SIDES = (64, 64), (128, 128)
 
 
 def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
@@ -311,7 +311,7 @@ def _of_regions(source: ConvProblem, tile: DenseNhwc, place: BufferSlice, multip
     assert found is not None
     interior = [one for one in found if one.interior]
     launches = [_product(source, tile, [one.addressing], place, False, multiprocessors, None) for one in interior]
-    others, (rows, columns) = found[len(interior) :], SIDES
+    others, (rows, columns) = found[len(interior) :], SIDES[source.result_channels > SIDES[0][1]]
     small = DenseNhwc(rows, columns, _max_stages(rows, columns, 1, False))
     for i in range(0, len(others), PHASES):
         some = others[i : i + PHASES]
@@ -442,7 +442,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
             yield VariantSet("hopper_dense", choices, _is_listed, "sm_90a")
-            if (rows, columns) == SIDES and not mn_major and cluster == 1:
+            if (rows, columns) in SIDES and not mn_major and cluster == 1:
                 yield VariantSet("hopper_dense", choices | {"PHASES": (PHASES,), "BORDERED": (1,)}, _is_listed, "sm_90a")
     yield from transpose_filter.variants()
 
