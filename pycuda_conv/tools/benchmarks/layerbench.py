@@ -13,6 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -149,13 +150,20 @@ def last_format(torch: Any, ndim: int) -> Any:
     return torch.channels_last if ndim == 2 else torch.channels_last_3d
 
 
-def set_precision(torch: Any, part: str, precision: str) -> None:
+@contextmanager
+def precision_set(torch: Any, part: str, precision: str) -> Iterator[None]:
     """Set the arithmetic of float32 in cuDNN's convolutions ("cudnn") or in cuBLAS's products ("cuda")."""
     owner: Any = getattr(torch.backends.cudnn, "conv", None) if part == "cudnn" else torch.backends.cuda.matmul
-    if hasattr(owner, "fp32_precision"):
-        owner.fp32_precision = precision
-    else:  # before torch 2.9
-        (torch.backends.cudnn if part == "cudnn" else owner).allow_tf32 = precision == "tf32"
+    value: Any = precision
+    name = "fp32_precision"
+    if not hasattr(owner, name):  # before torch 2.9
+        owner, name, value = torch.backends.cudnn if part == "cudnn" else owner, "allow_tf32", precision == "tf32"
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def torch_way(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any], *, precision: str) -> Callable[[int], Any]:
@@ -163,8 +171,8 @@ def torch_way(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[An
     made = gradient_by_torch(torch, problem) if problem.direction == "wgrad" else torch_for(problem)
 
     def way(i: int) -> Any:
-        set_precision(torch, "cudnn", precision)
-        return made(x[i], w[i])
+        with precision_set(torch, "cudnn", precision):
+            return made(x[i], w[i])
 
     return way
 
@@ -175,8 +183,8 @@ def product_way(torch: Any, x: Sequence[Any], w: Sequence[Any], precision: str) 
     size = x[0].shape[2:]
 
     def way(i: int) -> Any:
-        set_precision(torch, "cuda", precision)
-        return torch.matmul(filters[i], images[i]).unflatten(2, size)
+        with precision_set(torch, "cuda", precision):
+            return torch.matmul(filters[i], images[i]).unflatten(2, size)
 
     return way
 
