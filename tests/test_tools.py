@@ -511,12 +511,12 @@ def test_what_training_measured_as_markdown():
 
 
 def test_what_the_host_s_path_measured_as_markdown():
-    rows = [hostbench.HostRow("p", 8, 8, 0.0, 4.0, 2.0, 1.0, 0.25, 0.5), hostbench.HostRow("q", 8, 8, 1.0, verdict="WRONG")]
+    rows = [hostbench.HostRow("p", 8, 8, 0.0, 4.0, 2.0, 1.0, 0.25, 0.5, by_hand_ms=3.0), hostbench.HostRow("q", 8, 8, 1.0, verdict="WRONG")]
     two = {"ours_ms": 100.0, "speedup": 1.5, "copies_ms": 90.0, "pinned_ms": 80.0, "pinned_speedup": 1.75, "pinned_copies_ms": 70.0}
     scaling = [hostbench.ScalingRow(2, 0.0, 8 * 10**9, **two), hostbench.ScalingRow(4, 1.0, 8, verdict="WRONG")]
     text = hostbench.markdown(MACHINE | {"bus": "50 GB/s"}, rows, scaling, hostbench.CASES[0])
     for line in (
-        "The bus carries 50 GB/s.", "| p | 4.000 | 2.000 | 2.00 | 25% | 1.000 | 50% | 0.0e+00 |", "| q | **WRONG** | - | - | - | - | - | 1.0e+00 |",
+        "The bus carries 50 GB/s.", "| p | 4.000 | 2.000 | 2.00 | 25% | 1.000 | 50% | 3.000 | 1.50 | 0.0e+00 |", "| q | **WRONG** | - | - | - | - | - | - | - | 1.0e+00 |",
         "| 2 | 100.0 | 80.0 | 1.50 | 90.0 | 80.0 | 100.0 | 1.75 | 70.0 |", "| 4 | **WRONG** | - | - | - | - | - | - | - |",
     ):
         assert line in text.splitlines()
