@@ -40,7 +40,6 @@ from pycuda_conv.tools.report import (
     RESULTS_PAGE,
     Row,
     around_results,
-    excerpt,
     header_lines,
     markdown,
     median,
@@ -643,7 +642,5 @@ def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row]) -> N
                 roofline(own, machine, settings.plots / f"roofline{ending}")
         if settings.pages is not None:
             write_between(settings.pages / RESULTS_PAGE, markdown(machine, rows, report["summary"], report["loop"], report["host_calls"]))
-            if rows:
-                write_between(settings.pages / FRONT_PAGE, excerpt(machine, rows))
     except OSError as error:
         raise ToolError(f"can't write the report: {error}") from error
