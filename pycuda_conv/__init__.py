@@ -25,21 +25,19 @@ from importlib.metadata import PackageNotFoundError, version
 
 from pycuda_conv import handlers, measure  # noqa: F401 dispatch and tune ask them
 from pycuda_conv.arrays.dlpack import dlpack
+from pycuda_conv.bias_gradients import conv1d_bias, conv2d_bias, conv3d_bias
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
 from pycuda_conv.invariance import batch_invariant
 from pycuda_conv.kernels import Kernel, Lesson, include_dirs, lesson, source
 from pycuda_conv.many import conv1d_many, conv2d_many, conv3d_many
 from pycuda_conv.ops import (
     conv1d,
-    conv1d_bias,
     conv1d_input,
     conv1d_weight,
     conv2d,
-    conv2d_bias,
     conv2d_input,
     conv2d_weight,
     conv3d,
-    conv3d_bias,
     conv3d_input,
     conv3d_weight,
     conv_transpose1d,

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pycuda_conv import complex_numbers, execute, repeat
+from pycuda_conv import execute, invariance, repeat
 from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, is_torchs, same_kind
 from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
 from pycuda_conv.elements import INTEGER_BYTES, arithmetic, check_element_type, dtype_name, result_type
 from pycuda_conv.engines.nn import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
+from pycuda_conv.invariance import with_invariance
 from pycuda_conv.memo import remember_plans
+from pycuda_conv.numbers import complex_numbers
 from pycuda_conv.plan import Plan, as_called, cached_plan
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import contexts, cuda_device, device_count, get_device, pycuda_device
@@ -27,6 +29,24 @@ from pycuda_conv.runtime import contexts, cuda_device, device_count, get_device,
 #: Modules that take calls over: "torch" records them, "autocast" casts their tensors, "dask" divides them into chunks. They import
 #: this module, so :mod:`pycuda_conv.handlers` puts here how each is imported when a call needs it.
 handlers: dict[str, Callable[[], Any]] = {}
+
+
+#: The default of `padding_mode`, the very object: strings of a program are interned.
+_ZEROS = "zeros"
+
+
+def rest_of_call(
+    algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any, upsample: Any = 1, upsample_filter: Any = None
+) -> tuple[Any, ...]:
+    """The last members of a :class:`Call`, from its algorithm on; none where all have their defaults.
+
+    `invariant` is the option `batch_invariant`, or None where a function has none.
+    """
+    algorithm = algorithm if invariant is None else with_invariance(algorithm, invariant)
+    if upsample.__class__ is not int or upsample != 1 or upsample_filter is not None:
+        return algorithm, mode, value, dtype_name(dtype), (tuple(upsample) if isinstance(upsample, list) else upsample, upsample_filter)
+    of_border = mode.__class__ is not str or mode != _ZEROS or value.__class__ is not float or value
+    return (algorithm, mode, value, dtype_name(dtype)) if of_border or algorithm is not None or dtype is not None else ()
 
 
 def convolve(
@@ -47,23 +67,24 @@ def convolve(
     recorded : bool
         Whether the arrays' library knows of the call.
     more : tuple
-        The last members of the :class:`Call`, from its algorithm on, where `asked` lacks them; None for their defaults.
+        The members of :func:`rest_of_call`, which becomes the last members of the :class:`Call` where `asked` lacks them.
     """
     upsample = None
     if more is not None:
-        algorithm, mode, value, dtype, upsample = more
-        of_border = mode.__class__ is not str or mode != "zeros" or value.__class__ is not float or value
-        if upsample is not None:
-            asked = *asked, algorithm, mode, value, dtype_name(dtype), upsample
-        elif of_border or algorithm is not None or dtype is not None:
-            asked = *asked, algorithm, mode, value, dtype_name(dtype)
+        algorithm, invariant, mode, value, dtype, *enlarged = more
+        usual = algorithm is None and (invariant is False or invariant is None) and mode is _ZEROS and dtype is None
+        if enlarged and (enlarged[0] != 1 or enlarged[0].__class__ is not int or enlarged[1] is not None):
+            usual, upsample = False, enlarged[0]
+        if not usual or value.__class__ is not float or value or invariance.blocks:
+            asked = *asked, *rest_of_call(*more)
     device, devices, stream, tune = place
-    repeatable = device is None and devices is None and stream is None and tune is False and repeat.may_repeat(operands[0])
+    first, second, bias, scale, residual = operands
+    repeatable = device is None and devices is None and stream is None and tune is False and repeat.may_repeat(first)
     if repeatable:
-        made = repeat.call(repeat.public_calls, asked, recorded, *operands, out)
+        made = repeat.call(repeat.public_calls, asked, recorded, first, second, bias, scale, residual, out)
         if made is not None:
             return made
-        if out is None and upsample is None and is_torchs(operands[0]) and repeat.autocasts(operands[0]):
+        if out is None and upsample is None and is_torchs(first) and repeat.autocasts(first):
             return handlers["autocast"]().convolve_cast(asked, operands, place, recorded)
     call, arrays = Call(*asked), Operands(*operands)
     kind = same_kind(arrays, out, call.operand_names)

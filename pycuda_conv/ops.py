@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import Any, Literal, SupportsIndex
 
-from pycuda_conv import invariance
 from pycuda_conv.call import Call, Operands
-from pycuda_conv.dispatch import convolve, sum_channels
+from pycuda_conv.dispatch import convolve, rest_of_call
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.invariance import with_invariance
-from pycuda_conv.typing import Activation, Algorithm, Array, Crop, DType, Padding, PaddingMode, Precision, Sizes, UpsampleFilter
-
-if TYPE_CHECKING:
-    import numpy as np
-
-#: The default of `padding_mode`, the very object: strings of a program are interned.
-_ZEROS = "zeros"
+from pycuda_conv.numbers.missing import convolve as convolve_known
+from pycuda_conv.typing import Activation, Algorithm, Array, Crop, Padding, PaddingMode, Precision, Sizes, UpsampleFilter
 
 
-def _more(
-    algorithm: Any, invariant: Any, mode: Any, value: Any, dtype: Any, upsample: Any = 1, upsample_filter: Any = None
-) -> tuple[Any, ...] | None:
-    """The last members of the :class:`~pycuda_conv.call.Call`; None for their defaults, with which a call takes less time.
-
-    `invariant` is the option `batch_invariant`, or None where a function has none.
-    """
-    given = (invariant is False or invariant is None) and algorithm is None and dtype is None and mode is _ZEROS
-    once = upsample.__class__ is int and upsample == 1 and upsample_filter is None
-    if given and once and value.__class__ is float and not value and not invariance.blocks:
-        return None
-    times = tuple(upsample) if isinstance(upsample, list) else upsample
-    own = algorithm if invariant is None else with_invariance(algorithm, invariant)
-    return own, mode, value, dtype, None if once else (times, upsample_filter)
-
-
-def _streamed(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], more: Any, state: Any) -> Any:
+def _streamed(
+    asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], more: tuple[Any, ...], state: Any
+) -> Any:
     """A piece of a signal: its result, and the state for the next piece."""
     from pycuda_conv import streaming
 
     device, devices, stream, tune = place
     if devices is not None or tune is not False:
         raise ConvArgumentError("state goes with neither devices nor tune: pieces are computed one after the other, and alike")
-    return streaming.convolve(Call(*asked, *(more or ())), Operands(*operands), state, out, device, stream)
+    return streaming.convolve(Call(*asked, *rest_of_call(*more)), Operands(*operands), state, out, device, stream)
 
 
 def conv2d(
@@ -51,7 +30,8 @@ def conv2d(
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
     padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
-    upsample_filter: UpsampleFilter | None = None,
+    upsample_filter: UpsampleFilter | None = None, nan: Literal["interpolate"] | None = None,
+    mask: Array | None = None, fill: float | None = None,
 ) -> Array:
     """Convolve with two spatial axes. It is a cross-correlation, as in torch: the filter is not flipped.
 
@@ -136,6 +116,13 @@ def conv2d(
         16 products a pixel of the input instead of 36. In 16 bits that rounds the filter once more, unless it is one of float32 under
         ``torch.autocast``. ``"exact"`` has the numbers of upsampling first. The default is "folded" for filters of float32 and float64, as
         far as stride, dilation and border permit it, and "exact" for others.
+    nan : {"interpolate"}, optional
+        NaN counts as a missing number: the weights of the others make up for its own, as in astropy. Where there are no others, the
+        result is NaN. That takes two convolutions, filters without negative taps, and no bias, scale, residual, activation or `dtype`.
+    mask : array of bool, optional
+        True where a number is missing; of the input's shape or that of its last axes.
+    fill : float, optional
+        What missing numbers count as instead: one convolution, with any filter and any other argument.
 
     Returns
     -------
@@ -164,8 +151,10 @@ def conv2d(
     >>> pc.conv2d(images[0, 0], sharpen, padding=1).shape  # one image, one filter
     (64, 64)
     """
+    if nan is not None or mask is not None or fill is not None:
+        return convolve_known(conv2d, 2, locals())
     asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -175,7 +164,8 @@ def conv1d(
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
     padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
-    upsample_filter: UpsampleFilter | None = None, state: Any = None,
+    upsample_filter: UpsampleFilter | None = None, nan: Literal["interpolate"] | None = None,
+    mask: Array | None = None, fill: float | None = None, state: Any = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -185,7 +175,7 @@ def conv1d(
     weight : array of shape (K, C/groups, S), or (S,) for an input of shape (W,)
     padding : int, (int,), ((left, right),), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
-    padding_mode, padding_value, dtype, upsample, upsample_filter
+    padding_mode, padding_value, dtype, upsample, upsample_filter, nan, mask, fill
         As for :func:`conv2d`.
     state : {"zeros", "replicate"} or array, optional
         What is in front of a piece of a signal: then the result is a pair, of what the piece completes and of the state for the next
@@ -200,8 +190,10 @@ def conv1d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
+    if nan is not None or mask is not None or fill is not None:
+        return convolve_known(conv1d, 1, locals())
     asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter
     if state is not None:
         return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
@@ -213,7 +205,8 @@ def conv3d(
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
     padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
-    upsample_filter: UpsampleFilter | None = None, state: Any = None,
+    upsample_filter: UpsampleFilter | None = None, nan: Literal["interpolate"] | None = None,
+    mask: Array | None = None, fill: float | None = None, state: Any = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -223,7 +216,7 @@ def conv3d(
     weight : array of shape (K, C/groups, T, R, S), or (T, R, S) for an input of shape (D, H, W)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
     bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune, algorithm, batch_invariant,
-    padding_mode, padding_value, dtype, upsample, upsample_filter
+    padding_mode, padding_value, dtype, upsample, upsample_filter, nan, mask, fill
         As for :func:`conv2d`.
 
     Returns
@@ -235,8 +228,10 @@ def conv3d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
+    if nan is not None or mask is not None or fill is not None:
+        return convolve_known(conv3d, 3, locals())
     asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype, upsample, upsample_filter
     if state is not None:
         return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
@@ -280,7 +275,7 @@ def conv_transpose2d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 2, stride, padding, dilation, groups, precision, output_padding, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
 
 
@@ -312,7 +307,7 @@ def conv_transpose1d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     if state is not None:
         return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
@@ -346,7 +341,7 @@ def conv_transpose3d(
         As for :func:`conv2d`.
     """
     asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     if state is not None:
         return _streamed(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), more, state)
     return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune), False, more)
@@ -385,7 +380,7 @@ def conv2d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 2, stride, padding, dilation, groups, precision, input_size, None
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -415,7 +410,7 @@ def conv1d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 1, stride, padding, dilation, groups, precision, input_size, None
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -445,7 +440,7 @@ def conv3d_input(
         As for :func:`conv2d`.
     """
     asked = "input", 3, stride, padding, dilation, groups, precision, input_size, None
-    more = _more(algorithm, batch_invariant, padding_mode, padding_value, dtype)
+    more = algorithm, batch_invariant, padding_mode, padding_value, dtype
     return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -484,7 +479,7 @@ def conv2d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 2, stride, padding, dilation, groups, precision, weight_size, None
-    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    more = algorithm, None, padding_mode, padding_value, dtype
     return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -514,7 +509,7 @@ def conv1d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 1, stride, padding, dilation, groups, precision, weight_size, None
-    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    more = algorithm, None, padding_mode, padding_value, dtype
     return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
 
 
@@ -544,56 +539,5 @@ def conv3d_weight(
         As for :func:`conv2d`.
     """
     asked = "weight", 3, stride, padding, dilation, groups, precision, weight_size, None
-    more = _more(algorithm, None, padding_mode, padding_value, dtype)
+    more = algorithm, None, padding_mode, padding_value, dtype
     return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune), False, more)
-
-
-@overload
-def conv2d_bias(grad_output: np.ndarray[Any, DType], *, device: Any = None, stream: Any = None) -> np.ndarray[tuple[int], DType]: ...
-@overload
-def conv2d_bias(grad_output: Array, *, device: Any = None, stream: Any = None) -> Array: ...
-def conv2d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
-    """The gradient of a bias: the sums of `grad_output` over all axes but the channels, always in the same order.
-
-    Parameters
-    ----------
-    grad_output : array of shape (N, K, P, Q) or (K, P, Q)
-        The gradient of the convolution's result, of any kind and dtype that :func:`conv2d` takes.
-    device, stream
-        As for :func:`conv2d`; `stream` for arrays on a GPU only.
-
-    Returns
-    -------
-    array of shape (K,)
-        The sums, of the kind and dtype of `grad_output`. Sums of float16 and bfloat16 are kept in float32 and rounded once.
-
-    Raises
-    ------
-    ConvArgumentError, TypeError, DeviceMemoryError
-        As for :func:`conv2d`; also for an array without elements.
-
-    Examples
-    --------
-    >>> import numpy as np, pycuda_conv as pc
-    >>> pc.conv2d_bias(np.ones((8, 3, 4, 5), np.float32))
-    array([160., 160., 160.], dtype=float32)
-    """
-    return sum_channels(2, grad_output, device, stream)
-
-
-@overload
-def conv1d_bias(grad_output: np.ndarray[Any, DType], *, device: Any = None, stream: Any = None) -> np.ndarray[tuple[int], DType]: ...
-@overload
-def conv1d_bias(grad_output: Array, *, device: Any = None, stream: Any = None) -> Array: ...
-def conv1d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
-    """The gradient of a bias of :func:`conv1d`, from an array of shape (N, K, Q) or (K, Q): see :func:`conv2d_bias`."""
-    return sum_channels(1, grad_output, device, stream)
-
-
-@overload
-def conv3d_bias(grad_output: np.ndarray[Any, DType], *, device: Any = None, stream: Any = None) -> np.ndarray[tuple[int], DType]: ...
-@overload
-def conv3d_bias(grad_output: Array, *, device: Any = None, stream: Any = None) -> Array: ...
-def conv3d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
-    """The gradient of a bias of :func:`conv3d`, from an array of shape (N, K, O, P, Q) or (K, O, P, Q): see :func:`conv2d_bias`."""
-    return sum_channels(3, grad_output, device, stream)

@@ -249,7 +249,19 @@ def lookup(problem: ConvProblem, device: Device, own: bool = False) -> Choice | 
             if gpu == device.model:
                 return choice
             return None if own else replace(choice, gpu=gpu)
-    return None
+    return None if own or not problem.adapted else _of_zeros(problem, device)
+
+
+def _of_zeros(problem: ConvProblem, device: Device) -> Choice | None:
+    """The choice for the same problem with a border of zeros and in the arithmetic's type, whose kernels run for this one, too."""
+    zeros = replace(problem, border=None, border_value=0.0, input_dtype="", result_dtype="")
+    choice = lookup(zeros, device)
+    if choice is None:
+        return None
+    config = engines.alike(problem, choice.config)
+    if isinstance(config, engines.Bordered) and engines.copies(problem.launched, config):
+        return None  # another may need no copy
+    return replace(choice, config=config) if engines.refusal(problem, config, device) is None else None
 
 
 def _has_order(problem: ConvProblem, config: engines.Config, device: Device) -> bool:

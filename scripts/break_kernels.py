@@ -8,9 +8,10 @@
 
 A place is a line of code, and what is broken there: a statement is left out, a number is one larger, an operator is another one. The places
 of a file are drawn by a seed, so they are the same as long as the file is. Each broken file is held against tests until the first one
-fails, without a GPU: the machine of tests/simt runs the tensor-core kernels, PoCL the portable ones. Which tests run a kernel is found out
-by running them once. What was noticed is written to tests/data/broken.json after every place, and what is there is not tried again. So it
-shows after a change of kernels or tests whether they still notice as much.
+fails, without a GPU: the machine of tests/simt runs the tensor-core kernels, PoCL the portable ones. Which tests run which variants of a
+kernel is found out once, and a test counts if the broken line is in one of its variants. What was noticed is written to
+tests/data/broken.json after every place, and what is there is not tried again. So it shows after a change of kernels or tests whether they
+still notice as much.
 """
 
 from __future__ import annotations
@@ -63,7 +64,10 @@ STATEMENT = re.compile(
     r"\s*(?!return\b|break\b|continue\b|goto\b|typedef\b|using\b|else\b|case\b)[\w*+(][\w.\->\[\]():,*+ ]*(\(.*\)|=.*|\+\+|--);"
 )
 DECLARATION = re.compile(r"\s*(const |constexpr |static |extern |unsigned |struct |auto |\[\[)|\s*[\w:]+(<.*>)?[ *&]+\w+\s*(=|;|\(|\[|,)")
-ROOM = re.compile(r"\s*[\w ]+\[[\w ]+\](\[[\w ]+\])*;")  # an array without values: larger ones are as good
+#: The lengths of an array that is declared: longer ones are as good.
+LENGTHS = re.compile(r"^\s*(\[\[\w+\]\] )?(\w+ )+\w+(\[[^\]]*\])+(?= *[;={])")
+#: What decides how fast a kernel runs, and nothing else.
+SPEED = re.compile(r"LAUNCH_BOUNDS|registers_(up|down)|prefetch_map|__nanosleep|__launch_bounds__")
 NUMBER = re.compile(r"(?<![\w.])(\d+)(?![\w.])")
 
 
@@ -74,11 +78,14 @@ def places(file: Path) -> list[Place]:
         code = line.split("//")[0].rstrip()
         inside = comment or code.lstrip().startswith("/*")
         comment = inside and "*/" not in code
-        if inside or not code.strip() or code.lstrip().startswith(("#", "*", "static_assert")) or '"' in code or ROOM.fullmatch(code):
+        if inside or not code.strip() or code.lstrip().startswith(("#", "*", "static_assert")) or '"' in code or SPEED.search(code):
             continue
+        lengths = LENGTHS.match(code)
+        begins = lengths.end() if lengths else 0
         rest = line[len(code) :]
-        broken = [code.replace(was, now, 1) for was, now in OPERATORS.items() if was in code]
-        broken += [code[: one.start(1)] + str(int(one[1]) + 1) + code[one.end(1) :] for one in NUMBER.finditer(code)]
+        head, tail = code[:begins], code[begins:]
+        broken = [head + tail.replace(was, now, 1) for was, now in OPERATORS.items() if was in tail]
+        broken += [code[: one.start(1)] + str(int(one[1]) + 1) + code[one.end(1) :] for one in NUMBER.finditer(code, begins)]
         if STATEMENT.fullmatch(code) and not DECLARATION.match(code):
             broken.append(re.match(r"\s*", code)[0] + ";")  # type: ignore[index]
         found += [Place(number, line, one + rest) for one in dict.fromkeys(broken)]
@@ -131,28 +138,26 @@ def targets() -> dict[str, Path]:
 
 # ---- tests
 
-#: A plugin of pytest: writes a line for each test that ran a kernel and passed, with its seconds and the kernels. What the machine of
-#: tests/simt would run is only listed, which takes no time: such a test is said to take SIMT_SECONDS, and a second for a million threads.
+#: A plugin of pytest: writes a line for each test that ran a kernel and passed, with its seconds and the kernels' variants. What the
+#: machine of tests/simt would run is only listed, which takes no time: such a test is said to take SIMT_SECONDS, and a second for a million
+#: threads.
 RECORDER = '''
 import json, os, time
 import pytest
-from pycuda_conv.runtime import base, opencl
+from pycuda_conv.runtime import opencl
 
 ran, listed = set(), []
-source, launcher = base.KernelLaunch.source, opencl.OpenCLDevice.launcher
+launcher = opencl.OpenCLDevice.launcher
 
-def note(step):
-    ran.add(step.file or step.kernel)
-
-def recorded(step):
-    note(step)
-    return source(step)
+def note(step, language):
+    defines = " ".join(f"{name}={value}" for name, value in sorted(step.defines.items()))
+    ran.add(f"{language} {step.file or step.kernel} {defines}")
 
 def launched(self, step):
-    note(step)
+    note(step, "OpenCL")
     return launcher(self, step)
 
-base.KernelLaunch.source, opencl.OpenCLDevice.launcher = recorded, launched
+opencl.OpenCLDevice.launcher = launched
 
 class Listed(BaseException):
     """A test got as far as the machine."""
@@ -160,7 +165,7 @@ class Listed(BaseException):
 def run(stages, memory, seed=0, **options):
     steps = [step for stage in stages for step in stage]
     for step in steps:
-        note(step)
+        note(step, "C++")
     listed.append(sum(step.grid * step.block for step in steps))
     raise Listed
 
@@ -257,21 +262,50 @@ def there_are(tree: Tree, test_file: str) -> set[str]:
     return set(tree.pytest(["--collect-only", f"tests/{test_file}"], 120)[1].splitlines())
 
 
-def held_against(record: Record, kernels: set[str], seconds: float) -> list[str]:
-    """Tests that run one of the kernels, until they take so long together: the quickest of each function, then the second ones."""
+def held_against(record: Record, kernels: set[str], seconds: float, meets: Callable[[str], bool] = lambda variant: True) -> list[str]:
+    """Tests that run a variant of the kernels which `meets` is true of, until they take so long together.
+
+    The quickest of each function comes first, then the second ones.
+    """
     turns: dict[str, int] = {}
     in_turn = []
     for name, took, ran in sorted(record, key=lambda one: one[1]):
-        if kernels & set(ran):
+        variants = [variant for variant in ran if variant.split(" ")[1] in kernels]
+        if variants:
             function = name.split("[")[0]
             turns[function] = turns.get(function, 0) + 1
-            in_turn.append((turns[function], took, name))
+            in_turn.append((turns[function], took, name, variants))
     chosen, total = [], 0.0
-    for _, took, name in sorted(in_turn):
-        total += took
-        if total <= seconds or not chosen:
+    for _, took, name, variants in sorted(in_turn):
+        if (total + took <= seconds or not chosen) and any(map(meets, variants)):
+            total += took
             chosen.append(name)
     return chosen
+
+
+class Preprocessed:
+    """What the preprocessor leaves of variants: a broken line may be in none of a test's."""
+
+    def __init__(self) -> None:
+        self.whole: dict[str, str] = {}
+
+    def __call__(self, variant: str, kernels: Path) -> str:
+        from pycuda_conv.runtime.base import kernel_file, source_of
+
+        language, file, *defines = variant.split(" ")
+        values = {name: int(value) for name, _, value in (one.partition("=") for one in defines)}
+        text, own = source_of(file, values), kernel_file(file)
+        prelude = text[: len(text) - len(own.read_text())]
+        text = prelude + (kernels / own.relative_to(KERNELS)).read_text()
+        of_language = "-D__OPENCL_VERSION__=120" if language == "OpenCL" else "-D__CUDA_ARCH__=900"
+        command = ["g++", "-E", "-P", "-x", "c++", "-w", of_language, "-I", str(kernels), "-"]
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False).stdout
+
+    def changed(self, variant: str, kernels: Path) -> bool:
+        """Whether a variant is another one in the folder of broken `kernels`."""
+        if variant not in self.whole:
+            self.whole[variant] = self(variant, KERNELS)
+        return self(variant, kernels) != self.whole[variant]
 
 
 class Whole:
@@ -288,27 +322,35 @@ class Whole:
         return self.passes[name]
 
 
-def tried(tree: Tree, file: Path, place: Place, tests: Sequence[str], whole: Whole) -> str | None:
-    """The test that notices what is broken; None if none does."""
+Choice = Callable[[Path], list[str]]
+
+
+def tried(tree: Tree, file: Path, place: Place, tests_of: Choice, whole: Whole) -> tuple[str | None, int]:
+    """The test that notices what is broken, None if none does, and how many there are. `tests_of` a folder of broken kernels says which."""
     broken = tree.folder / file.relative_to(ROOT)
     lines = file.read_text().splitlines(keepends=True)
     ending = lines[place.number - 1][len(place.was) :]
     lines[place.number - 1] = place.now + ending
-    asked = tree.folder / "asked.txt"
-    asked.write_text("\n".join(name for name in tests if whole.passes.get(name, True)))
     broken.write_text("".join(lines))
     try:
+        tests = [name for name in tests_of(tree.folder / "cu") if whole.passes.get(name, True)]
+        if not tests:
+            return None, 0
+        asked = tree.folder / "asked.txt"
+        asked.write_text("\n".join(tests))
         status, said = tree.pytest(["-x", f"@{asked}"], 30 + 4 * TESTS_SECONDS)
     finally:
         broken.write_text(file.read_text())
     if status == 0:
-        return None
+        return None, len(tests)
     if status is None:
-        return "tests that do not end"
+        return "tests that do not end", len(tests)
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", said, re.M)
     if failed is None:
-        return f"pytest ended with {status}"
-    return failed[1] if "::" not in failed[1] or whole(tree, failed[1]) else tried(tree, file, place, tests, whole)
+        return f"pytest ended with {status}", len(tests)
+    if "::" not in failed[1] or whole(tree, failed[1]):
+        return failed[1], len(tests)
+    return tried(tree, file, place, tests_of, whole)
 
 
 # ---- the work
@@ -361,21 +403,23 @@ def main() -> int:
         record = [test for test in record if test[0] in found]
         print(f"{len(record)} tests of {len(test_files)} files recorded in {time.monotonic() - began:.0f} s", flush=True)
         if options.again:
-            tests = {name: held_against(record, runs[name], TESTS_SECONDS) for name in files}
-            again = ((name, at) for name, path in files.items() if tests[name] for at in still_there(path, known.get(name, ())))
-            todo = [(name, *at, tests[name]) for name, at in again]
+            todo = [(name, *at) for name, path in files.items() for at in still_there(path, known.get(name, ()))]
             options.json, known = options.json.with_suffix(".again.json"), {}
         else:
-            todo = list(work_of(files, runs, record, known, options.places))
-        lock, whole = Lock(), Whole()
+            todo = list(work_of(files, known, options.places))
+        lock, whole, preprocessed = Lock(), Whole(), Preprocessed()
 
-        def one(item: tuple[str, Path, Place, list[str]]) -> None:
-            name, path, place, tests = item
+        def one(item: tuple[str, Path, Place]) -> None:
+            name, path, place = item
             if time.monotonic() - began > options.seconds:
                 return
-            noticed = with_tree(lambda tree: tried(tree, path, place, tests, whole))
+
+            def tests_of(kernels: Path) -> list[str]:
+                return held_against(record, runs[name], TESTS_SECONDS, lambda variant: preprocessed.changed(variant, kernels))
+
+            noticed, tests = with_tree(lambda tree: tried(tree, path, place, tests_of, whole))
             with lock:
-                known.setdefault(name, []).append({**asdict(place), "noticed": noticed, "tests": len(tests)})
+                known.setdefault(name, []).append({**asdict(place), "noticed": noticed, "tests": tests})
                 options.json.parent.mkdir(exist_ok=True)
                 made = options.json.with_suffix(".new")
                 made.write_text(written(known))
@@ -385,18 +429,14 @@ def main() -> int:
     return report(known)
 
 
-def work_of(files: dict[str, Path], runs: dict[str, set[str]], record: Record, known: dict[str, Any], count: int) -> Iterator[Any]:
-    """The first place of every file, then the second ones, and so on, but for those that are known and for files that no test runs."""
-    tests = {name: held_against(record, runs[name], TESTS_SECONDS) for name in files}
-    for name in files:
-        if not tests[name]:
-            print(f"no test runs {name} here")
+def work_of(files: dict[str, Path], known: dict[str, Any], count: int) -> Iterator[Any]:
+    """The first place of every file, then the second one, and so on, but for those that are known."""
     tried_before = {name: {(row["was"], row["now"]) for row in rows} for name, rows in known.items()}
-    of = {name: drawn(path, count) for name, path in files.items() if tests[name]}
+    of = {name: drawn(path, count) for name, path in files.items()}
     for i in range(count):
         for name, found in of.items():
             if i < len(found) and (found[i].was, found[i].now) not in tried_before.get(name, ()):
-                yield name, files[name], found[i], tests[name]
+                yield name, files[name], found[i]
 
 
 def written(known: dict[str, Any]) -> str:
@@ -414,7 +454,8 @@ def report(known: dict[str, Any]) -> int:
         missed = [row for row in rows if row["noticed"] is None]
         print(f"{name:32}{len(rows):5} places{len(rows) - len(missed):5} noticed")
         for row in missed:
-            print(f"    line {row['number']}: {row['was'].strip()}   ->   {row['now'].strip()}")
+            why = "" if row["tests"] else "    (no test without a GPU compiles it)"
+            print(f"    line {row['number']}: {row['was'].strip()}   ->   {row['now'].strip()}{why}")
     count, missed = sum(map(len, known.values())), sum(row["noticed"] is None for rows in known.values() for row in rows)
     print(f"{count} places of {len(known)} files, {count - missed} noticed")
     return 0

@@ -54,7 +54,7 @@ def index() -> str:
         "`python scripts/kernel_index.py` makes this page of the files' first lines.",
     ]  # fmt: skip
     for family, words in FAMILIES.items():
-        paths = sorted((path for path in (CU / family).glob("*.cu*")), key=order)
+        paths = sorted((CU / family).rglob("*.cu*") if family else CU.glob("*.cu*"), key=order)
         if not paths:
             continue
         lines += ["", f"## {family}", "", words] if family else []

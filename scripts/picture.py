@@ -2,7 +2,8 @@
 
     python scripts/picture.py docs/pictures
 
-writes house.png, a small landscape out of focus, and sharpen.png, which shows it beside the sharpened one.
+writes house.png, a small landscape out of focus, and sharpen.png, which shows it beside the sharpened one. filters.png shows it with holes,
+the holes filled, a blur, and where it is steep.
 """
 
 import subprocess
@@ -10,7 +11,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+from pycuda_conv import ndimage
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE, SCALE = (180, 130), 4  # drawn larger and scaled down, so that edges are smooth
@@ -59,6 +63,22 @@ def main(folder: Path) -> None:
             with Image.open(path) as half:
                 both.paste(half.resize((2 * SIZE[0], 2 * SIZE[1]), Image.Resampling.NEAREST), (i * (2 * SIZE[0] + gap), 0))
         both.save(folder / "sharpen.png", optimize=True)
+    row_of_filters(np.asarray(Image.open(before))).save(folder / "filters.png", optimize=True)
+
+
+def row_of_filters(house: np.ndarray) -> Image.Image:
+    """The house with holes, with the holes filled from around them, blurred, and how steep it is."""
+    holes = np.kron(np.random.default_rng(0).random((SIZE[1] // 5, SIZE[0] // 5)) < 0.3, np.ones((5, 5))) > 0
+    axes = {"axes": (0, 1)}
+    filled = np.where(holes[..., None], ndimage.gaussian_filter(house, 2.0, mask=np.repeat(holes[..., None], 3, -1), **axes), house)
+    steep = ndimage.gaussian_gradient_magnitude(house.mean(-1, dtype=np.float32), 1.0, mode="nearest")
+    parts = [np.where(holes[..., None], np.uint8(255), house), filled, ndimage.gaussian_filter(house, (3.0, 3.0), **axes)]
+    parts.append(np.repeat(np.uint8(255 - np.clip(6 * steep, 0, 255))[..., None], 3, -1))
+    gap = 6
+    row = Image.new("RGB", (len(parts) * (SIZE[0] + gap) - gap, SIZE[1]), "white")
+    for i, part in enumerate(parts):
+        row.paste(Image.fromarray(part), (i * (SIZE[0] + gap), 0))
+    return row
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu_alone: a GPU's test that takes or counts its whole memory: tests of other processes wait")
     if HAS_PYCUDA:
         config.pluginmanager.register(_OneGpu)
+    if config.getoption("--failures") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Failures(config.getoption("--failures")))
     import reference
 
     for name in ("CI", "BUILD_NUMBER"):  # where one is set, pytest compares long results that differ line by line, which takes hours
@@ -129,6 +131,19 @@ def pytest_runtest_protocol(item, nextitem):
     return True
 
 
+class _Failures:
+    """Each failure in a file, at once. The process that starts xdist's workers gets all reports."""
+
+    def __init__(self, file):
+        self.file = file
+        open(file, "w").close()
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            with open(self.file, "a") as file:
+                file.write(f"{'FAILED' if report.when == 'call' else 'ERROR'} {report.nodeid}\n{report.longreprtext[-4000:]}\n\n")
+
+
 class _OneGpu:
     """Tests of other processes, too, share the GPU."""
 
@@ -168,6 +183,7 @@ def pytest_addoption(parser):
     parser.addoption("--optimised", action="store_true", help="let PoCL optimise all kernels, not only those of the tests that are about it")
     parser.addoption("--torch-versions", action="store_true", help="download the oldest and the newest torch that setup.cfg admits, and try them")
     parser.addoption("--minutes", type=float, default=0, help="skip tests that have not begun after so many minutes, and say so (0: never)")
+    parser.addoption("--failures", metavar="FILE", help="write each failure to the file as soon as it is known: a run that is ended tells of none")
     parser.addoption("--all-texts", action="store_true", help="let nvcc compile every text of a kernel that tests name, and try every text of some kernels: see CONTRIBUTING.md")
 
 

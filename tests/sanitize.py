@@ -2,11 +2,12 @@
 
     compute-sanitizer --tool memcheck  python tests/sanitize.py
     compute-sanitizer --tool racecheck python tests/sanitize.py 'Gemm|Pointwise'
-    compute-sanitizer --tool initcheck python tests/sanitize.py --part 2/8
+    compute-sanitizer --tool initcheck python tests/sanitize.py --part 2/8 --seconds 100
 
 The cases come from the engines' registry (covering.py): between them they have every kernel, every value of every define in each type, and
 each argument as 0, as 1 and larger. What is missing is told first: kernels of arrays of 2^31 elements (INDEX_64=1), for one. A regular
-expression chooses the cases in whose line it is found. `--part I/N` takes every N-th case from the I-th on. Kernels run in their general
+expression chooses the cases in whose line it is found. `--part I/N` takes every N-th case from the I-th on. With `--seconds` no case is begun
+later than that, and what was not begun is told last: the first case of every kernel comes before the second of any. Kernels run in their general
 form, without constants of the layer. Each array is an allocation of its own, so that a read or write past its end is seen; no pool, no
 torch. On an H100 twelve parts side by side take memcheck a minute and a half once the kernels are compiled, and racecheck some minutes.
 
@@ -20,6 +21,7 @@ import math
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import product
@@ -32,6 +34,7 @@ import pycuda_conv as pc
 from pycuda_conv import Plan, ndimage
 from pycuda_conv.engines.layout import cast as casting
 from pycuda_conv.engines.nn import batch_norm as normalising
+from pycuda_conv.engines.nn import norm as norms
 from pycuda_conv.engines.nn.batch_norm import Pixels
 from pycuda_conv.engines.nn.max_pool import Pool
 from pycuda_conv.engines.registry import uses_tensor_cores
@@ -104,6 +107,21 @@ def max_pool(pool: Pool) -> bool:
     return with_buffers(launcher([[pool.forward()]]), (x,), (y, taps)) & with_buffers(launcher([[pool.backward()]]), (y, taps), (x,))
 
 
+def norm(one: norms.Norm) -> bool:
+    """A norm in every form that takes it, and its gradients."""
+    device, good = get_device("cuda"), True
+    x = np.random.default_rng(0).standard_normal((one.N, one.C, one.P)).astype(one.dtype)
+    of_channels, added, stats = np.ones(one.C, one.dtype), np.ones((one.N, one.C), one.dtype), np.ones((one.N, one.groups, 2), "f")
+    forms = {norms.ROWS: norms.rows_of(one), norms.SLICED_ROWS: True} if one.in_rows else {norms.SMALL: norms.small_of(one), norms.PLANES: True}
+    for form in (form for form, taken in forms.items() if taken):
+        launch, workspace = norms.compiled(one, device, form)
+        good &= with_buffers(launch, (x, of_channels, of_channels, None if one.in_rows else added), (x.copy(), stats.copy()), workspace)
+    if norms.gradient_fits(one):
+        launch, workspace = norms.compiled(one, device, "", True)
+        good &= with_buffers(launch, (x, x, stats, of_channels, of_channels), (x.copy(), of_channels.copy(), of_channels.copy()), workspace)
+    return good
+
+
 def cast(dtype: str) -> bool:
     """float32 to 16 bits and back, and a filter back with its channels last."""
     shape = 5, 7, 3, 3
@@ -164,22 +182,42 @@ def others() -> Iterator[Run]:
     for layout, dtype in product(("NCHW", "NHWC"), ("float32", "float16", "bfloat16")):
         pool = Pool(dtype, (2, 16, 9, 11), (3, 2), (2, 1), (1, 0), (1, 2), layout)
         yield f"max_pool {pool}", partial(max_pool, pool)
+    sizes = (2, 32, 70, 4), (1, 20, 333, 2), (2, 6, 9, 6), (5, 96, 1, 1), (2, 264, 600, 8), (1, 5, 4000, 1)
+    for layout, dtype, (n, c, p, groups) in product(("NCHW", "NHWC"), ("float32", "float16", "bfloat16"), sizes):
+        one = norms.Norm(dtype, layout, n, c, p, groups, activation="silu")
+        yield f"norm {one}", partial(norm, one)
     for layout, k, plane, dtype in product(("NCHW", "NHWC"), (8, 65), (1, 15, 24), ("float16", "float32", "float64")):
         yield f"batch_norm {layout} {k} {plane} {dtype}", partial(batch_norm, Pixels(dtype, layout, 30, k, plane))
+
+
+def in_turn(runs: list[Run]) -> list[Run]:
+    """The first case of each engine or other kernel, then the second ones, and so on."""
+    turns: dict[str, int] = {}
+    placed = []
+    for run in runs:
+        name = re.split(r"[( ]", run[0], maxsplit=1)[0]
+        turns[name] = turns.get(name, 0) + 1
+        placed.append((turns[name], run))
+    return [run for _, run in sorted(placed, key=lambda one: one[0])]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Every kernel on small arrays, for compute-sanitizer.")
     parser.add_argument("pattern", nargs="?", default="", help="a regular expression: only the cases in whose line it is found")
     parser.add_argument("--part", default="1/1", metavar="I/N", help="every N-th case, from the I-th on")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after so many seconds")
     options = parser.parse_args()
+    began = time.monotonic()
     os.environ["PYCUDA_CONV_BACKGROUND"] = "0"
     first, step = map(int, options.part.split("/"))
     wanted, bad = re.compile(options.pattern).search, 0
     cases = covering.cases(get_device("cuda"))
     print("no case has", *covering.missing(get_device("cuda"), cases), sep="\n    ")
-    runs = [run for run in (*convolutions(cases), *others()) if wanted(run[0])]
-    for line, launch in runs[first - 1 :: step]:
+    runs = in_turn([run for run in (*convolutions(cases), *others()) if wanted(run[0])])[first - 1 :: step]
+    for number, (line, launch) in enumerate(runs):
+        if time.monotonic() - began > options.seconds:
+            print(f"not begun: {len(runs) - number} of {len(runs)} cases", *(f"    {line}" for line, _ in runs[number:]), sep="\n")
+            break
         good = launch()
         print("ok " if good else "BAD", line, flush=True)
         bad += not good

@@ -65,10 +65,11 @@ def test_what_tests_run_is_kept(breaking, tmp_path):
 
     def run(files):
         asked.extend(files)
-        return [[(f"{file}::test", 1.0, ["family_kernel"])] for file in files]
+        return [[(f"{file}::test", 1.0, ["C++ family_kernel A=1"])] for file in files]
 
     for files in (["a.py"], ["a.py", "b.py"]):
         record = breaking.recorded_all(files, run, kept)
-        assert [tuple(test) for test in record] == [(f"{file}::test", 1.0, ["family_kernel"]) for file in files]
+        assert [tuple(test) for test in record] == [(f"{file}::test", 1.0, ["C++ family_kernel A=1"]) for file in files]
     assert asked == ["a.py", "b.py"] and set(json.loads(kept.read_text())) == {"a.py", "b.py"}
     assert breaking.held_against(record, {"family_kernel"}, 1.5) == ["a.py::test"] and not breaking.held_against(record, {"other"}, 9)
+    assert not breaking.held_against(record, {"family_kernel"}, 1.5, lambda variant: "A=2" in variant)

@@ -12,7 +12,7 @@ from test_compile import FOUND, GRAPHS, afresh, alike, compiled, images, where  
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from pycuda_conv.nn import normalise  # noqa: E402
+from pycuda_conv.nn import conv_norms, normalise  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +24,11 @@ def anywhere(monkeypatch):
 def norms():
     """The norms that became this package's, in all graphs since the last reset."""
     return [steps for graph in FOUND for found in graph for steps in found.others]
+
+
+def all_norms():
+    """Those with a convolution too."""
+    return norms() + [steps for graph in FOUND for found in graph for steps in found.fused]
 
 
 def nodes(kind):
@@ -81,12 +86,78 @@ def test_results_that_others_read_lie_as_torchs(where, how):  # noqa: F811
         assert a.stride() == b.stride() and torch.allclose(a, b, atol=1e-5)
 
 
+@HOWS
 @pytest.mark.parametrize("last", [False, True])
-def test_gradients_in_light_mode(where, last):  # noqa: F811
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_is_added_to_the_channels_of_an_image(where, how, last, turned):  # noqa: F811
+    class Timed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.time, self.norm, self.last = nn.Conv2d(4, 8, 3), nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3)
+            self.register_buffer("embedding", torch.randn(2, 6))
+
+        def forward(self, x):
+            y, more = self.first(x), self.time(self.embedding)[:, :, None, None]
+            y = more + y if turned else y + more
+            return self.last(F.silu(self.norm(y)))
+
+    torch.manual_seed(0)
+    timed = Timed()
+    timed = timed.to(memory_format=torch.channels_last) if last else timed
+    alike(lambda: copy.deepcopy(timed), how, False, None, images(2, 4, 9, 8, channels_last=last, where=where))
+    sums = [n for n in nodes("call_function") if n.target in (torch.add, __import__("operator").add)]
+    assert any("norm" in steps for steps in all_norms()) and not (last and sums)
+
+
+@HOWS
+def test_a_convolution_and_its_norm_are_one_call(where, how):  # noqa: F811
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.last = nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x):
+            y = self.first(x)
+            z = self.last(F.silu(self.norm(y)))
+            return z, F.relu(F.group_norm(z, 2))  # read twice
+
+    torch.manual_seed(0)
+    two = Two().to(memory_format=torch.channels_last)
+    two, x = two.to(where).eval(), images(2, 4, 9, 8, channels_last=True, where=where)
+    with torch.no_grad():
+        for a, b in zip(compiled(two, how)(x), two(x), strict=True):
+            assert a.stride() == b.stride() and torch.allclose(a, b, atol=1e-4)
+    assert [steps for graph in FOUND for found in graph for steps in found.fused] == [("first", "norm", "silu")] and len(norms()) == 1
+    assert [name for graph in FOUND for found in graph for name, _ in found.alone] == ["last"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels, size, noted", [(64, 128, True), (256, 64, None), (64, 33, False), (48, 128, None)])
+@pytest.mark.parametrize("with_more", [False, True])
+def test_statistics_noted_by_the_convolution(channels, size, noted, with_more):
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 64, size, size, device="cuda").half().to(memory_format=torch.channels_last), torch.randn(channels, 64, 3, 3, device="cuda").half() / 24
+    bias, gamma, beta = (torch.randn(channels, device="cuda").half() for _ in range(3))
+    more = torch.randn(2, channels, device="cuda").half() if with_more else None
+    w = w.to(memory_format=torch.channels_last)
+    conv, asked = ("conv", (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", (0, 0), None, None, 0.0), normalise.Asked(8, 0, 1e-5, False, "silu")
+    found = conv_norms._found(conv, asked, x, w, bias, gamma, beta, more)
+    assert noted is None or found.noted == noted
+    for _ in range(3):
+        y, out = conv_norms.conv_norm(conv, asked, x, w, bias, gamma, beta, more)
+        assert torch.equal(y, F.conv2d(x, w, bias, padding=1)) or torch.allclose(y, F.conv2d(x, w, bias, padding=1), atol=1e-2, rtol=1e-2)
+        exact = y.double() if more is None else y.double() + more.double()[:, :, None, None]
+        wanted = F.silu(F.group_norm(exact, 8, gamma.double(), beta.double()))
+        assert out.stride() == y.stride() and float((out.double() - wanted).norm() / wanted.norm()) < 3e-4
+
+
+@HOWS
+@pytest.mark.parametrize("last", [False, True])
+def test_gradients(where, how, last):  # noqa: F811
     torch.manual_seed(0)
     block = Block()
     block = block.to(memory_format=torch.channels_last) if last else block
-    alike(lambda: copy.deepcopy(block), "light", True, "input", images(2, 8, 6, 5, channels_last=last, where=where))
+    alike(lambda: copy.deepcopy(block), how, True, "input", images(2, 8, 6, 5, channels_last=last, where=where))
     assert len(norms()) == 1
 
 
@@ -110,6 +181,40 @@ def test_autocast_narrows_where_only_convolutions_read(where, how):  # noqa: F81
         assert a.dtype is b.dtype and torch.allclose(a.float(), b.float(), atol=0.05)
     assert ("norm", "silu") in norms()  # the other one's float32 is returned
     assert len(norms()) == (1 if where == "cuda" else 2)  # on the CPU torch's autocast lets norms be
+
+
+@HOWS
+def test_training_under_autocast(where, how):  # noqa: F811
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Conv2d(4, 8, 3), Block(), Block(act=F.gelu)).to(where, memory_format=torch.channels_last)
+    again, x = copy.deepcopy(block), images(2, 4, 9, 8, channels_last=True, where=where)
+    for model in (block, compiled(again, how)):
+        with torch.autocast(where, torch.bfloat16):
+            y = model(x)
+        y.float().square().mean().backward()
+    for a, b in zip(block.parameters(), again.parameters(), strict=True):
+        assert b.grad is not None and (a.grad - b.grad).norm() < 0.03 * a.grad.norm() + 1e-4
+    assert len(norms()) == 2
+
+
+@pytest.mark.parametrize("gradients", [None, "input"])
+@HOWS
+def test_layer_norms_in_light_mode(where, how, gradients):  # noqa: F811
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.layer, self.rms, self.plain = nn.Conv2d(4, 8, 3), nn.LayerNorm(8), nn.RMSNorm(8, eps=1e-6), nn.LayerNorm((5, 8))
+
+        def forward(self, x):
+            y = self.layer(self.conv(x).permute(0, 2, 3, 1).contiguous())
+            y = self.rms(y)[:, :, :5]
+            return self.plain(y[:, :, :5]).permute(0, 3, 1, 2)
+
+    torch.manual_seed(0)
+    model = Rows().to(memory_format=torch.channels_last)
+    alike(lambda: copy.deepcopy(model), how, False, gradients, images(2, 4, 9, 9, channels_last=True, where=where))
+    taken = {name for steps in norms() for name in steps}
+    assert taken == ({"layer", "rms"} if how == "light" else set())  # the last one reads a slice
 
 
 @HOWS

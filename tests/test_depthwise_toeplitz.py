@@ -57,7 +57,7 @@ SOME = first_runs(RUNS, text_of) if reference.all_texts else sharing([[run for r
 
 
 def test_the_runs_have_every_text():
-    listed = {tuple(defines.values()) for family in dt.variants(H200) for defines in family}
+    listed = {tuple(defines.values()) for family in dt.variants(H200) for defines in family if not defines.get("BORDERED")}
     assert {text_of(*run) for run in RUNS} == listed
 
 

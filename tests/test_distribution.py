@@ -77,7 +77,7 @@ def test_the_archives_have_every_file(archives, unpacked):
     with zipfile.ZipFile(archives[1]) as wheel:
         names = set(wheel.namelist())
     assert {name for name in tracked() if name.startswith("pycuda_conv/") and name.endswith((".py", ".json", "py.typed"))} <= names
-    assert {f"pycuda_conv/{name}" for name in tracked() if re.fullmatch(r"cu/\w+\.cuh?", name)} <= names
+    assert {f"pycuda_conv/{name}" for name in tracked() if re.fullmatch(r"cu/[\w/]+\.cuh?", name)} <= names
     assert not {name for name in names if name.startswith(("tests", "docs", "scripts"))}
 
 

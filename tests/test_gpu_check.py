@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,11 @@ PROGRAMS = {
         part=${2%/*}; echo "$tool $CUDA_VISIBLE_DEVICES" >>"$SEEN"
         if [ "$part" = "$BAD" ]; then echo "BAD a case"; echo "========= ERROR SUMMARY: 2 errors"; exit 99; fi
         echo "ok a case"; echo "========= ERROR SUMMARY: 0 errors" """,
-    "python": 'echo "pytest $CUDA_VISIBLE_DEVICES $*" >>"$SEEN"; [ -z "$FAILS" ] || { echo "FAILED tests/test_x.py::test_y"; exit 1; }; echo "3 passed in 1s"',
+    # its tests take long with $SLOW, and one of them fails before
+    "python": '''echo "pytest $CUDA_VISIBLE_DEVICES $*" >>"$SEEN"
+        while [ "$1" != --failures ]; do shift; done
+        if [ -n "$SLOW" ]; then echo "FAILED tests/test_x.py::test_z" >"$2"; echo ".... [ 40%]"; sleep 60; fi
+        ''' + '[ -z "$FAILS" ] || { echo "FAILED tests/test_x.py::test_y"; exit 1; }; echo "3 passed in 1s"',
 }
 
 
@@ -31,7 +36,7 @@ def checked(tmp_path):
         seen.write_text("")
         env = {
             **os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PYTHON": str(tmp_path / "python"), "PARTS": "4",
-            "SEEN": str(seen), "BAD": "", "FAILS": "", **environment,
+            "SEEN": str(seen), "BAD": "", "FAILS": "", "SLOW": "", **environment,
         }  # fmt: skip
         done = subprocess.run([SCRIPT, "--logs", tmp_path / "logs", *options], env=env, capture_output=True, text=True, timeout=120)
         return done, sorted(seen.read_text().splitlines())
@@ -42,7 +47,9 @@ def checked(tmp_path):
 def test_tests_and_memcheck_have_a_gpu_each(checked):
     done, seen = checked("--", "-k", "some")
     assert done.returncode == 0 and done.stdout.endswith("none\n"), done
-    assert seen == ["memcheck 1"] * 4 + ["pytest 0 -m pytest -m gpu -q -n 14 --dist worksteal -k some"]
+    *checks, tests = seen
+    assert checks == ["memcheck 1"] * 4 and tests.startswith("pytest 0 -m pytest -m gpu -q -n 14 --dist worksteal --failures ")
+    assert tests.endswith("/failures.txt -k some") and "memcheck: " in done.stdout and "4 cases without an error" in done.stdout
 
 
 @pytest.mark.parametrize("option, tool", [("--race", "racecheck"), ("--init", "initcheck")])
@@ -59,6 +66,13 @@ def test_failures_come_last(checked, broken):
     assert done.returncode == 1
     assert ("FAILED tests/test_x.py::test_y" in table) == ("FAILS" in broken)
     assert ("BAD a case" in table and "2 errors" in table) == ("BAD" in broken) and "0 errors" not in table
+
+
+def test_what_is_cut_short_tells_what_failed_until_then(checked):
+    began = time.monotonic()
+    done, _ = checked("--seconds", "4", SLOW="1", ENDING="2")
+    assert time.monotonic() - began < 30 and done.returncode == 1
+    assert "cut short, at [ 40%]" in done.stdout and "FAILED tests/test_x.py::test_z" in done.stdout.partition("failures, logs in")[2]
 
 
 def test_unknown_options_are_refused(checked):

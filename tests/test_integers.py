@@ -5,7 +5,7 @@ import pytest
 from reference import reference
 
 import pycuda_conv as pc
-from pycuda_conv import ConvArgumentError, ConvProblem, Plan
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines
 from pycuda_conv.elements import INTEGER_BYTES, SHORT, as_dtype
 
 try:
@@ -240,3 +240,38 @@ def test_large_host_arrays_in_chunks_of_rows():
         y = pc.conv2d(x, w, padding=2, padding_mode=mode, dtype="int16")
         exact = reference(False, 2, np.pad(x, 2, numpys)[None], w[None, None])[0]
         np.testing.assert_array_equal(y, rounded(exact, "int16"))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16"])
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "constant", "circular"])
+def test_the_kernel_of_images_reads_and_writes_integers(device, dtype, mode):
+    """Edge tiles, unrolled filters and others, planes of several channels, an epilogue; sums that are clipped and that are no numbers."""
+    rng = np.random.default_rng([*dtype.encode(), len(mode)])
+    value = 3.0 if mode == "constant" else 0.0
+    pad_mode = {"reflect": "reflect", "circular": "wrap"}.get(mode, "constant")
+    for taps, channels in ((3, 1), (5, 2), (4, 3)):
+        x, w = drawn(rng, dtype, (2, channels, 37, 70), 2**15), rng.integers(-8, 9, (channels, 1, taps, taps)).astype("f") / 4
+        b = rng.integers(-40, 40, channels).astype("f")
+        pads = ((0, 0), (0, 0), (2, 1), (1, 2))
+        wide = np.pad(x, pads, pad_mode, **({"constant_values": value} if pad_mode == "constant" else {}))
+        exact = reference(False, 2, wide, w, b, groups=channels)
+        options = {"padding": ((2, 1), (1, 2)), "padding_mode": mode, "padding_value": value, "groups": channels}
+        for wanted in ("", dtype):
+            problem = ConvProblem.forward(2, x.shape, w.shape, b.shape, input_dtype=dtype, result_dtype=wanted, **options)
+            for config in (engines.Tile(14, 64, 7), engines.Tile(14, 32, 7)):
+                y = Plan(problem, device, config=config)(x, w, b)
+                np.testing.assert_array_equal(y, rounded(exact, wanted) if wanted else exact.astype("f"), str(config))
+        w[0, 0, 0, 0] = np.nan
+        least = np.asarray(Plan(problem, device, config=config)(x, w, b))[:, 0]
+        assert (least == limits(dtype)[0]).all() and problem.result_dtype == dtype
+    with pytest.raises(ValueError, match="of integers it takes Tile"):
+        Plan(problem, device, config=engines.Tile(1, 256, 1))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16"])
+def test_images_of_integers_are_read_as_they_lie(dtype):
+    from pycuda_conv.runtime.target import Target
+
+    for mode in ("zeros", "reflect"):
+        problem = ConvProblem.forward(2, (1, 1, 4096, 4096), (1, 1, 5, 5), padding=2, padding_mode=mode, input_dtype=dtype, result_dtype=dtype)
+        assert isinstance(engines.choose(problem, Target("sm_90a")), engines.Tile)

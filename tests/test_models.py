@@ -349,6 +349,7 @@ def test_a_rival_that_fails_is_left_out(cpu, monkeypatch, what):
 
 @pytest.mark.parametrize("name, count, result", [
     ("vae_decoder", 35, (2, 3, 512, 512)), ("small_unet", 20, (4, 4, 64, 64)), ("time_unet", 51, (4, 4, 64, 64)),
+    ("causal_decoder", 25, (1, 3, 68, 256, 256)), ("chunked_decoder", 25, (1, 3, 68, 256, 256)), ("vocoder", 78, (4, 1, 65536)),
     ("decoder:5", None, None), ("decoder:6", None, None), ("unet:5", None, None), ("unet:6", None, None),
 ])
 def test_networks_that_are_written_here(name, count, result):
@@ -359,7 +360,7 @@ def test_networks_that_are_written_here(name, count, result):
         same = again.make(torch)
     assert [p.shape for p in model.parameters()] == [p.shape for p in same.parameters()]
     assert y.shape == result if result else y.shape[0] == made.images and (y.shape[2:] == made.shape[1:]) == name.startswith("unet")
-    found = sum(isinstance(module, torch.nn.Conv2d | torch.nn.ConvTranspose2d) for module in model.modules())
+    found = sum(isinstance(module, torch.nn.modules.conv._ConvNd) for module in model.modules())
     assert found == count if count else found > 8
     assert networks.input_shape(name) == made.shape and networks.most_images(name, 32) == made.images
 
@@ -372,6 +373,31 @@ def test_a_time_reaches_every_image():
     with torch.no_grad():
         a, b = model(x)
     assert (a - b).abs().max() > 1e-4 * a.abs().max()
+
+
+def test_a_decoder_of_videos_gives_the_same_in_chunks():
+    """And by this package's backend, whose convolutions take the zeros before the first frame as padding."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        whole = programs.sequences.causal_decoder(torch, widths=(8, 8, 6, 4), latents=4).eval().double()
+        x = torch.randn(1, 4, 6, 3, 4, dtype=torch.float64)
+    chunks = programs.sequences.causal_decoder(torch, widths=(8, 8, 6, 4), latents=4, chunk=2).eval().double()
+    backend = pytest.importorskip("pycuda_conv.nn").backend
+    chunks.load_state_dict(whole.state_dict())
+    with torch.no_grad():
+        right = whole(x)
+        assert right.shape == (1, 3, 24, 24, 32) and torch.allclose(chunks(x), right, rtol=1e-10, atol=1e-12)
+        light = torch.compile(whole, backend=backend, options={"mode": "light"})
+        assert torch.allclose(light(x), right, rtol=1e-10, atol=1e-12)
+
+
+def test_memory_formats_of_volumes_and_signals():
+    assert rivals.format_of(torch, "fp16-nhwc") is torch.channels_last and rivals.format_of(torch, "fp32") is torch.contiguous_format
+    assert rivals.format_of(torch, "fp16-nhwc", 5) is torch.channels_last_3d and rivals.format_of(torch, "fp16-nhwc", 3) is torch.contiguous_format
+    layers = torch.nn.Sequential(torch.nn.Conv3d(4, 4, 3), torch.nn.Conv2d(4, 4, 3), torch.nn.Conv1d(4, 4, 3))
+    volume, plane, signal = (layer.weight for layer in rivals.laid_out(torch, layers, "bf16-nhwc"))
+    assert volume.is_contiguous(memory_format=torch.channels_last_3d) and plane.is_contiguous(memory_format=torch.channels_last)
+    assert signal.is_contiguous()
 
 
 def test_other_names_are_not_drawn():

@@ -37,16 +37,16 @@ def operands(norm, mean=0.0, seed=0):
     return x, gamma, beta
 
 
-def computed(norm, x, gamma, beta, form, seed=1, multiprocessors=2):
+def computed(norm, x, gamma, beta, form, seed=1, multiprocessors=2, added=None):
     steps, workspace = engine.forward(norm, multiprocessors, form)
     given = np.ascontiguousarray(x if norm.layout == "NCHW" else np.moveaxis(x, 1, 2))
     stats = np.full(norm.N * norm.groups * 8, 0xFF, np.uint8)
-    vectors = [None if one is None else np.frombuffer(one.tobytes(), np.uint8) for one in (gamma, beta)]
+    vectors = [None if one is None else np.frombuffer(one.tobytes(), np.uint8) for one in (gamma, beta, added)]
     buffers = [np.frombuffer(given.tobytes(), np.uint8), *vectors, np.full(given.nbytes, 0xFF, np.uint8), stats, np.full(workspace, 0xFF, np.uint8)]
     memory = SimpleNamespace(buffers=buffers)
     simt.run([[step] for step in steps], memory, seed)
-    out = memory.buffers[3].view(given.dtype).reshape(given.shape)
-    return (out if norm.layout == "NCHW" else np.moveaxis(out, 2, 1)), memory.buffers[4].view("f").reshape(norm.N, norm.groups, 2)
+    out = memory.buffers[4].view(given.dtype).reshape(given.shape)
+    return (out if norm.layout == "NCHW" else np.moveaxis(out, 2, 1)), memory.buffers[5].view("f").reshape(norm.N, norm.groups, 2)
 
 
 CASES = [
@@ -87,6 +87,16 @@ def test_variances_of_a_large_mean(norm, form, mean):
     _, stats = exact(norm, x, gamma, beta)
     _, found = computed(norm, x, gamma, beta, form)
     assert np.abs(found[..., 1] / stats[..., 1] - 1).max() < 5e-7  # of 1 / sqrt: half of the variance's
+
+
+@pytest.mark.parametrize("norm, form", [case for case in CASES if case[1] in (SMALL, PLANES)], ids=str)
+def test_what_is_added_to_the_channels_of_an_image(norm, form):
+    x, gamma, beta = operands(norm)
+    added = np.random.default_rng(3).standard_normal((norm.N, norm.C)).astype(x.dtype)
+    wanted, stats = exact(norm, x.astype(np.float64) + added.astype(np.float64)[:, :, None], gamma, beta)
+    out, found = computed(norm, x, gamma, beta, form, added=added)
+    assert np.abs(found - stats).max() < 1e-5
+    assert (np.abs(out.astype("d") - wanted) / (np.abs(wanted) + 1)).max() < LIMITS[norm.dtype]
 
 
 @pytest.mark.parametrize("norm, form", [case for case in CASES if case[0].N > 1], ids=str)
@@ -142,3 +152,21 @@ def test_gradients_are_float64s(norm):
         assert np.abs(one.astype("d") - right).max() < limit * max(np.abs(right).max(), 1)
     again = computed_gradients(norm, x, gamma, beta, dout, stats, seed=4)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32"])
+@pytest.mark.parametrize("with_more", [False, True])
+def test_moments_that_a_convolution_noted(kind, with_more):
+    norm = Norm(kind, "NHWC", 2, 24, 192, 4, activation="silu")
+    x, gamma, beta = operands(norm, mean=100.0)
+    added = np.random.default_rng(3).standard_normal((norm.N, norm.C)).astype(x.dtype) if with_more else None
+    of_slices = np.moveaxis(x, 1, 2).astype(np.float64).reshape(norm.N * 3, 64, norm.C)
+    parts = np.stack([of_slices.mean(1), of_slices.var(1) * 64], 1).astype("f")
+    steps = engine.after_moments(norm, 2, 64, (6, 512))
+    given = np.ascontiguousarray(np.moveaxis(x, 1, 2))
+    buffers = [given, gamma, beta, added, np.full_like(given, np.nan), np.full(norm.N * norm.groups * 2, np.nan, "f"), np.concatenate([np.full(128, np.nan, "f"), parts.ravel()])]
+    memory = SimpleNamespace(buffers=[None if one is None else np.frombuffer(one.tobytes(), np.uint8) for one in buffers])
+    simt.run([[step] for step in steps], memory, 1)
+    wanted, _ = exact(norm, x.astype("d") + (0 if added is None else added.astype("d")[:, :, None]), gamma, beta)
+    out = np.moveaxis(memory.buffers[4].view(x.dtype).reshape(given.shape), 2, 1).astype("d")
+    assert (np.abs(out - wanted) / (np.abs(wanted) + 1)).max() < max(LIMITS[kind], 1e-4)

@@ -11,7 +11,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.nn import normalise  # noqa: E402
+from pycuda_conv.nn import norm_modules, normalise  # noqa: E402
 
 AFTER = {None: lambda v: v, "relu": F.relu, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda v: F.gelu(v, approximate="tanh")}
 LIMITS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -58,6 +58,21 @@ def test_group_norm(where, dtype, last, shape, groups):
         assert norm <= 1.1 * theirs[0] + 1e-8
         one = pn.group_norm(x[-1:], groups, gamma, beta, activation=activation)
         assert torch.equal(one, found[-1:])  # whatever else is in the batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("shape, groups", [((2, 32, 9, 7), 4), ((2, 128, 130, 100), 32), ((3, 5, 16, 16), 1)])
+def test_what_is_added_to_the_channels_of_an_image(where, dtype, last, shape, groups):
+    torch.manual_seed(sum(shape))
+    x, added = numbers(*shape, where=where, dtype=dtype, last=last), numbers(*shape[:2], where=where, dtype=dtype)
+    wanted = F.silu(F.group_norm(x.double() + added.double()[:, :, None, None], groups))
+    for _ in range(2):
+        found = pn.group_norm(x, groups, activation="silu", added=added)
+        assert found.stride() == x.stride() and far(found, wanted)[1] < 2 * LIMITS[dtype] * (1 if where == "cuda" else 20)
+    x.requires_grad_(), added.requires_grad_()
+    pn.group_norm(x, groups, added=added).square().sum().backward()
+    assert x.grad.shape == x.shape and added.grad.shape == added.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -151,6 +166,21 @@ def test_modules(where):
     assert copy.deepcopy(pn.GroupNorm(2, 4, activation="gelu")).activation == "gelu"
 
 
+def test_norms_of_a_converted_model(where, monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.LayerNorm(6), nn.InstanceNorm2d(8), nn.RMSNorm(6)).to(where)
+    x, calls = numbers(2, 3, 8, 8, where=where), []
+    wanted = model(x)
+    for name in ("group_norm", "layer_norm", "rms_norm"):
+        genuine = getattr(norm_modules, name)
+        monkeypatch.setattr(norm_modules, name, lambda *given, name=name, genuine=genuine: (calls.append(name), genuine(*given))[1])
+    assert torch.allclose(pn.convert(model)(x), wanted, atol=1e-4) and not calls
+    ours = pn.convert(model, norms=True)
+    assert torch.allclose(ours(x), wanted, atol=1e-4) and calls == ["group_norm", "layer_norm", "rms_norm"]
+    assert isinstance(ours[1], nn.GroupNorm) and copy.deepcopy(ours)(x).shape == wanted.shape
+    assert type(pn.revert(ours)[1]) is nn.GroupNorm and torch.allclose(ours(x), wanted, atol=1e-4)
+
+
 def test_half_precision_under_autocast(where):
     x = numbers(2, 8, 6, 5, where=where, dtype=torch.bfloat16)
     with torch.autocast(where, torch.bfloat16):
@@ -164,6 +194,7 @@ def test_half_precision_under_autocast(where):
     (lambda x: pn.group_norm(x, True), TypeError, "groups must be an int"), (lambda x: pn.group_norm([1.0], 2), TypeError, "x must be a tensor"),
     (lambda x: pn.group_norm(x.int(), 2), TypeError, "floating-point"), (lambda x: pn.group_norm(x[0, 0, 0], 1), ValueError, "at least 2 axes"),
     (lambda x: pn.group_norm(x, 2, torch.ones(7)), ValueError, r"gamma must have shape \(8,\)"),
+    (lambda x: pn.group_norm(x, 2, added=torch.ones(8)), ValueError, r"added must have shape \(2, 8\)"),
     (lambda x: pn.group_norm(x, 2, beta=[0.0]), TypeError, "beta must be a tensor"), (lambda x: pn.group_norm(x, 2, eps="a"), TypeError, "eps must be a number"),
     (lambda x: pn.group_norm(x, 2, eps=-1.0), ValueError, "eps must be at least 0"), (lambda x: pn.group_norm(x, 2, activation="sil"), ValueError, "activation must be"),
     (lambda x: pn.layer_norm(x, (5, 5)), ValueError, "shape must be that of the last axes of x"), (lambda x: pn.layer_norm(x, ()), ValueError, "shape must be"),
@@ -189,8 +220,9 @@ def test_operators(last):
     x = numbers(2, 8, 6, 5, where="cuda", last=last).requires_grad_()
     gamma, beta = (numbers(8, where="cuda").requires_grad_() for _ in range(2))
     given = x, gamma, beta, 1e-5, normalise.spec_of(normalise.Asked(2, 0, 1e-5, False, "silu"))
-    for name in ("norm", "norm_stats"):
-        torch.library.opcheck(getattr(torch.ops.pycuda_conv, name).default, [one.detach() if isinstance(one, torch.Tensor) else one for one in given])
+    plain = [one.detach() if isinstance(one, torch.Tensor) else one for one in given]
+    torch.library.opcheck(torch.ops.pycuda_conv.norm.default, (*plain[:3], None, *plain[3:]))
+    torch.library.opcheck(torch.ops.pycuda_conv.norm_stats.default, plain)
     wanted = torch.autograd.grad(F.silu(F.group_norm(x, 2, gamma, beta)).square().sum(), (x, gamma, beta))
     found = torch.autograd.grad(torch.ops.pycuda_conv.norm_recorded.default(*given).square().sum(), (x, gamma, beta))
     assert all(torch.allclose(a, b, atol=1e-4, rtol=1e-4) for a, b in zip(found, wanted, strict=True))

@@ -669,7 +669,7 @@ def test_the_readme_s_pictures_are_what_its_command_makes(opencl, fast_env, tmp_
     if not (script.exists() and pictures.exists()):
         pytest.skip("no scripts/ or docs/ beside the package")
     subprocess.run([sys.executable, script, tmp_path], env=fast_env, check=True, capture_output=True, timeout=900)
-    for name in ("house.png", "sharpen.png"):
+    for name in ("house.png", "sharpen.png", "filters.png"):
         with Image.open(pictures / name) as stored, Image.open(tmp_path / name) as made:
             assert stored.size == made.size
             assert np.abs(np.asarray(stored).astype(int) - np.asarray(made)).mean() < 3  # fonts differ a little from Pillow to Pillow

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pycuda_conv
+from pycuda_conv.runtime.base import KERNEL_DIR
 
 PACKAGE = Path(pycuda_conv.__file__).parent
 MODULES = {
@@ -73,8 +74,28 @@ def test_files_are_short():
 
 
 def test_folders_have_few_files():
-    count = Counter(path.parent.relative_to(PACKAGE).as_posix() for path in source_files())
+    count = Counter(path.parent for path in [*source_files(), *KERNEL_DIR.rglob("*.cu*")])
     assert not {folder: files for folder, files in count.items() if files > MOST_FILES}
+
+
+# ---- tables of repeated calls
+
+
+def test_calls_are_repeated_from_one_kind_of_table():
+    """Whatever is asked whether a call was made before is a ``RepeatTable``, and C is asked through :mod:`pycuda_conv.repeat` alone."""
+    made, asked, others = set(), set(), set()
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and ast.unparse(node.value.func).endswith("RepeatTable"):
+                made |= {(name, ast.unparse(target).split(".")[-1]) for target in node.targets}
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("repeat.call", "repeat.replay", "repeat.remember"):
+                asked.add((name, ast.unparse(node.args[0])))
+            if isinstance(node, ast.Attribute) and node.attr in ("call", "again", "replay", "gradients", "fold") and "native" in ast.unparse(node.value):
+                others.add(name)
+    names = {name for _, name in made}
+    assert others == {"pycuda_conv.repeat"} and len(made) > 5
+    assert not {(name, table) for name, table in asked if table.split(".")[-1] not in names | {"table"}}, "these are no RepeatTables"
+    assert {name for name, table in asked if table == "table"} <= {"pycuda_conv.execute"}  # plans hand theirs on
 
 
 # ---- the way of an argument

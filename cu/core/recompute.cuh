@@ -8,6 +8,7 @@
 // Mapping  a warp takes MENDED channels x 32 pixels at a time, a lane one pixel. To test a suspect, all lanes share its summands.
 #pragma once
 #include "core/finish.cuh"
+#include "core/near_border.cuh"
 
 constexpr int MENDED = 16;    // channels
 constexpr int SUSPECTS = 24;  // with more suspects it is quicker to compute all results again
@@ -19,6 +20,7 @@ struct RecomputeArrays {
   long long x_image, x_group, x_channel, x_pixel;   // elements from one image, group, channel and pixel to the next
   long long w_group, w_m, w_c, w_t, w_r, w_s;       // w: elements from one group, channel of y, channel of x and tap to the next
   long long stride_d, stride_h, stride_w, dilation_d, dilation_h, dilation_w;
+  long long side_d, side_h, side_w, last_side_d, last_side_h, last_side_w;  // what stands outside of x (near_border.cuh)
 };
 // What differs from phase to phase; a launch's arguments have room for 4 kB.
 struct RecomputePhase {
@@ -99,12 +101,12 @@ DEVICE bool recompute_fp32(const Shape& shape, const RecomputeFinish& what, cons
   any = __any_sync(~0u, any) || __reduce_add_sync(~0u, __popc(suspects)) > SUSPECTS;
   const int d0 = slice.quotient * (int)arrays.stride_d - (int)phase.pad_d, h0 = row.quotient * (int)arrays.stride_h - (int)phase.pad_h;
   const int w0 = row.rest * (int)arrays.stride_w - (int)phase.pad_w;
-  // what a summand multiplies: x for pixel (d, h, v) of image n, 0 outside, ...
+  // what a summand multiplies: x for pixel (d, h, v) of image n, or what stands outside of it, ...
   auto x_at = [&](int n, int d, int h, int v, const Summand& at) {
-    d += at.t * (int)arrays.dilation_d;
-    h += at.r * (int)arrays.dilation_h;
-    v += at.s * (int)arrays.dilation_w;
-    const bool inside = (unsigned)d < (unsigned)arrays.d && (unsigned)h < (unsigned)arrays.h && (unsigned)v < (unsigned)arrays.w;
+    d = near_pixel(d + at.t * (int)arrays.dilation_d, (int)arrays.d, arrays.side_d, arrays.last_side_d);
+    h = near_pixel(h + at.r * (int)arrays.dilation_h, (int)arrays.h, arrays.side_h, arrays.last_side_h);
+    v = near_pixel(v + at.s * (int)arrays.dilation_w, (int)arrays.w, arrays.side_w, arrays.last_side_w);
+    const bool inside = (d | h | v) >= 0;
     const long long pixel = ((long long)d * (int)arrays.h + h) * (int)arrays.w + v;
     return inside ? of.x[n * arrays.x_image + group * arrays.x_group + at.c * arrays.x_channel + pixel * arrays.x_pixel] : 0.f;
   };

@@ -11,7 +11,8 @@
 //          block -> lanes_c threads along channels, then lanes_u threads along units: the columns' tiles of all images, in order. The
 //          block's last threads, which would begin another unit, are idle.
 //          GID_0 = (units * strips + strip) * blocks of channels + channels.
-// Border   BORDERED texts find the pixel that stands outside the image; rows and columns inside of it are loaded as in the others.
+// Border   BORDERED texts find the pixel that stands outside the image, no further than its other end; rows and columns inside of it are loaded as in the
+//          others.
 // Memory   registers: the sums of the LIVE rows of y that one row of x meets, the oldest first; the row of x; AHEAD rows to come. When the
 //          oldest row of sums is complete and stored, the others take its place: a sum is added to in one register and written to another.
 //          Shared: the block's taps, scale and bias, [R * S + 2][PITCH].
@@ -61,32 +62,30 @@ typedef struct DepthwiseStripsArguments {
 } DepthwiseStripsArguments;
 
 // Loads row i of the strip's rows of x; zeros outside the image or below the strip.
+#if BORDERED
 #define LOAD_ROW(i, row)                                                                                            \
   {                                                                                                                 \
-    const int h = h0 + (i), there = mine && h >= 0 && h < h_stop;                                                   \
-    if (BORDERED && mine && (i) < steps && (at_edge || !there)) {                                                   \
-      LOAD_BORDERED_ROW(h, row)                                                                                     \
-    } else {                                                                                                        \
-      LOAD_COLUMNS(row, COLUMNS, from, c_all, there && (unsigned)(w0 + j) < (unsigned)w_end)                        \
+    const int h = h0 + (i), wanted = mine && (i) < steps;                                                           \
+    int of_row = h, filled = 0;                                                                                     \
+    const GLOBAL_MEM data_t* line = from;                                                                           \
+    if ((unsigned)h >= (unsigned)(int)arg.h) { /* alike for all of the block's threads */                           \
+      TO_NEAR_PIXEL(of_row, (int)arg.h, h)                                                                          \
+      line = x + (((long_t)n * (int)arg.h + of_row) * x_row + c);                                                   \
+    }                                                                                                               \
+    const int of_pixels = wanted && !filled ? pixels : 0, of_value = filled == 1 ? ~zeros : ~zeros & ~pixels; \
+    _Pragma("unroll") for (int j = 0; j < COLUMNS; ++j) {                                                           \
+      (row)[j] = of_value >> j & 1 ? filled_channels(BITS_TO_ACC(arg.value)) : NO_CHANNELS;                         \
+      if (of_pixels >> j & 1) (row)[j] = CHANNELS(line, column[j]);                                                 \
     }                                                                                                               \
     from += x_row;                                                                                                  \
   }
-#if BORDERED
-#define LOAD_BORDERED_ROW(h, row)                                                                                   \
-  {                                                                                                                 \
-    int of_row = (h), filled = 0;                                                                                   \
-    TO_PIXEL(of_row, (int)arg.h, h, )                                                                               \
-    const int filled_row = filled;                                                                                  \
-    const GLOBAL_MEM data_t* const line = x + (((long_t)n * (int)arg.h + of_row) * x_row + c);                      \
-    _Pragma("unroll") for (int j = 0; j < COLUMNS; ++j) {                                                           \
-      int col = w0 + j, filled = filled_row;                                                                        \
-      TO_PIXEL_SELECTED(col, w_end, w)                                                                              \
-      (row)[j] = filled_channels(filled == 1 ? BITS_TO_ACC(arg.value) : 0);                                         \
-      if (!filled) (row)[j] = CHANNELS(line, (long_t)col * c_all);                                                  \
-    }                                                                                                               \
-  }
 #else
-#define LOAD_BORDERED_ROW(h, row)
+#define LOAD_ROW(i, row)                                                                                            \
+  {                                                                                                                 \
+    const int h = h0 + (i), there = mine && h >= 0 && h < h_stop;                                                   \
+    LOAD_COLUMNS(row, COLUMNS, from, c_all, there && (unsigned)(w0 + j) < (unsigned)w_end)                          \
+    from += x_row;                                                                                                  \
+  }
 #endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_MEM data_t* RESTRICT x,
@@ -104,12 +103,28 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_ME
 
   const int p0 = strip * (int)arg.rows, rows = p_end - p0 < (int)arg.rows ? p_end - p0 : (int)arg.rows, steps = (rows - 1) * STRIDE + R;
   const int h0 = p0 * STRIDE - (int)arg.pad_h, w0 = q0 * STRIDE - (int)arg.pad_w;
-  const int at_edge = w0 < 0 || w0 + COLUMNS > w_end;  // whether columns lie outside
+#if BORDERED
+  // offsets of the columns of x, or of those that they show; which columns are pixels, and which are zeros
+  int column[COLUMNS], pixels = 0, zeros = 0;
+#pragma unroll
+  for (int j = 0; j < COLUMNS; ++j) {
+    int col = w0 + j, filled = 0;
+    TO_NEAR_PIXEL(col, w_end, w)
+    column[j] = col * c_all;
+    pixels |= (filled ? 0 : 1) << j;
+    zeros |= (filled == 2 ? 1 : 0) << j;
+  }
+#else
   const int h_stop = h0 + steps < (int)arg.h ? h0 + steps : (int)arg.h;
+#endif
   const index_t y_row = (index_t)q_end * k_all;
   const long_t x_row = (long_t)w_end * c_all;
   // the next row to load, which may be far above the image, and the next to store
+#if BORDERED
+  const GLOBAL_MEM data_t* from = x + (((long_t)n * (int)arg.h + h0) * x_row + c);
+#else
   const GLOBAL_MEM data_t* from = x + (((long_t)n * (int)arg.h + h0) * x_row + (long_t)w0 * c_all + c);
+#endif
   index_t to = ((index_t)n * p_end + p0) * y_row + (index_t)q0 * k_all + k;
   Channels coming[AHEAD][COLUMNS];
 #pragma unroll

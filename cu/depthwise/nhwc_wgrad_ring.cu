@@ -13,6 +13,7 @@
 //          in the end sums of AT_ONCE taps of all threads.
 // Edges    Rows of y above and below a strip, and columns past the last, are zeros, and are multiplied like all others. 0 x Inf of x is NaN,
 //          so a sum that is not finite in the end is computed once more, without them.
+// Border   BORDERED texts copy the pixel that stands outside of x.
 // Limits   square filters, no dilation, a filter for each channel of x, pixels of a multiple of 16 bytes.
 //
 // By hand: nvcc -cubin -arch=sm_80 -I cu cu/depthwise/nhwc_wgrad_ring.cu
@@ -21,7 +22,11 @@
 #define TAPS 7
 #define STRIDE 1
 #endif
+#ifndef BORDERED
+#define BORDERED 0
+#endif
 #include "mma/async_copy.cuh"
+#include "core/near_border.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -41,6 +46,7 @@ struct DepthwiseRingArguments {
   long long lanes_c, by_lanes_c, lanes_u, blocks_c, by_blocks_c, parts, rounds;
   long long units, tiles_q, by_tiles_q, strips, by_strips, rows;
   long long k, h, w, p, q, pad_h, pad_w;
+  long long side_d, side_h, side_w, last_side_d, last_side_h, last_side_w;  // with BORDERED: what stands outside of x (near_border.cuh)
 };
 
 // A unit's image, its first row and column of y, and how many of these are real.
@@ -90,16 +96,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Unit unit(arg, (part * (int)arg.rounds + round) * lanes_u + lane_u);
     const int steps = ((int)arg.rows - 1) * STRIDE + TAPS;  // the same for all threads of a warp
     const int h0 = unit.p0 * STRIDE - (int)arg.pad_h, w0 = unit.q0 * STRIDE - (int)arg.pad_w;
-    const int h_stop = min(h0 + (unit.rows - 1) * STRIDE + TAPS, h_end), real = unit.rows > 0 && copied < k;
+    const int real = unit.rows > 0 && copied < k;
+#if !BORDERED
+    const int h_stop = min(h0 + (unit.rows - 1) * STRIDE + TAPS, h_end);
     const data_t* from_x = x + (((long long)unit.image * h_end + h0) * x_row + (long long)(w0 + pixel) * k + copied);  // may lie far above the image
+#endif
     const data_t* from_y = y + (((long long)unit.image * (int)arg.p + unit.p0) * y_row + (long long)(unit.q0 + pixel) * k + copied);
+#if BORDERED
+    int column[COPIES];  // that stands at each of this thread's; -1 if it is zero
+#pragma unroll
+    for (int j = 0; j < COPIES; ++j) column[j] = near_pixel(w0 + pixel + j * 4, w_end, arg.side_w, arg.last_side_w);
+    const data_t* const image = x + ((long long)unit.image * h_end * x_row + copied);
+    auto row_shown = [&](int i) { return i < (unit.rows - 1) * STRIDE + TAPS ? near_pixel(h0 + i, h_end, arg.side_h, arg.last_side_h) : -1; };
+#endif
     auto copy = [&](int i, bool of_y, uint32_t to) {  // row i of x and, if its first tap is met, of y
+#if BORDERED
+      const int row = real ? row_shown(i) : -1;
+      const data_t* const line = image + (long long)row * x_row;
+#pragma unroll
+      for (int j = 0; j < COPIES; ++j)
+        if (j * 4 + 3 < COLUMNS || j * 4 + pixel < COLUMNS) copy_or_zero_by_lines(to + j * 4 * PIXEL, line + column[j] * k, (row | column[j]) >= 0);
+#else
       const bool row_of_x = real && h0 + i >= 0 && h0 + i < h_stop;
 #pragma unroll
       for (int j = 0; j < COPIES; ++j)
         if (j * 4 + 3 < COLUMNS || j * 4 + pixel < COLUMNS)
           copy_or_zero_by_lines(to + j * 4 * PIXEL, from_x + j * 4 * k, row_of_x && (unsigned)(w0 + pixel + j * 4) < (unsigned)w_end);
       from_x += x_row;
+#endif
       if (of_y) {
         copy_or_zero_by_lines(to + COLUMNS * PIXEL, from_y, real && i < unit.rows * STRIDE && pixel < unit.columns);
         from_y += y_row;
@@ -124,7 +148,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (turn % STRIDE == 0)
 #pragma unroll
           for (int j = 0; j < TILE_Q; ++j) unpack(grad[turn / STRIDE][j], row[(COLUMNS + j) * 32]);
+#if BORDERED
+        if (row_shown(i) < 0) continue;  // zeros
+#else
         if (h0 + i < 0 || h0 + i >= h_stop) continue;  // zeros
+#endif
         float read[COLUMNS][V];
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) unpack(read[j], row[j * 32]);
@@ -165,7 +193,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const Unit unit(arg, (part * (int)arg.rounds + round) * lanes_u + lane_u);
         for (int i = 0; i < unit.rows; ++i)
           for (int j = 0; j < unit.columns; ++j) {
-            const int p = unit.p0 + i, q = unit.q0 + j, row = p * STRIDE - (int)arg.pad_h + r, column = q * STRIDE - (int)arg.pad_w + s;
+            const int p = unit.p0 + i, q = unit.q0 + j;
+            int row = p * STRIDE - (int)arg.pad_h + r, column = q * STRIDE - (int)arg.pad_w + s;
+#if BORDERED
+            row = near_pixel(row, h_end, arg.side_h, arg.last_side_h);
+            column = near_pixel(column, w_end, arg.side_w, arg.last_side_w);
+#endif
             if ((unsigned)row < (unsigned)h_end && (unsigned)column < (unsigned)w_end)
               all += to_float(y[((long long)unit.image * (int)arg.p + p) * y_row + (long long)q * k + channel]) *
                      to_float(x[((long long)unit.image * h_end + row) * x_row + (long long)column * k + channel]);

@@ -18,6 +18,7 @@
 //          pixels; rows of x, plane by plane, with zeros beside them, and a row of zeros, which stands for all rows outside the image.
 // Loads    Rows of a multiple of 8 elements are copied by 16 bytes. Of other rows a thread loads words, and shifts them if the row begins at an odd
 //          element. With LAST a warp loads 16 channels of 8 neighbouring pixels, and transposes them as it stores them (stmatrix).
+// Border   BORDERED texts fill the columns beside the rows of x in shared memory with the pixels that stand there, and read rows that stand above and below.
 // Zeros    0 x Inf is NaN. If a sum is NaN, its lane computes it again, tap by tap.
 //
 // By hand: nvcc -cubin -arch=sm_80 -I cu cu/depthwise/toeplitz.cu
@@ -28,8 +29,12 @@
 #define LAST 0    // the arrays have their channels last
 #define GRAD 0    // dgrad; STRIDE and STEPS are 1 then
 #endif
+#ifndef BORDERED
+#define BORDERED 0  // x has a border; without LAST and GRAD, for units of whole planes
+#endif
 #define MOMENTS 0
 #include "mma/async_copy.cuh"
+#include "core/near_border.cuh"
 #include "core/finish.cuh"
 #include "mma/fragments.cuh"
 
@@ -77,6 +82,8 @@ struct DepthwiseToeplitzArguments {
   long long x_rows, by_x_rows;                    // rows of x of a plane of a unit
   long long taps_pitch, by_taps_pitch;            // words of a row of taps
   long long y_at, x_at, x_size;                   // offsets in shared memory in bytes; elements of x
+  long long before_w, after_w;                    // with BORDERED: columns outside of x that are read,
+  long long side_d, side_h, side_w, last_side_d, last_side_h, last_side_w;  // and what stands there (near_border.cuh)
   long long has_bias, has_scale, has_residual, activation, slope;
 };
 
@@ -227,6 +234,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   }
   copies_wait<0>();
   __syncthreads();
+#if BORDERED
+  {
+    const int before = (int)arg.before_w, beside = before + (int)arg.after_w;
+    for (int i = threadIdx.x; i < x_count * beside; i += THREADS) {
+      const int row = i / beside, number = i - row * beside, column = number < before ? number - before : width + number - before;
+      const int shown = near_pixel(column, width, arg.side_w, arg.last_side_w);
+      data_t* const line = (data_t*)(in + row * pitch) - x_column;
+      if (shown >= 0) line[column] = line[shown];
+    }
+    __syncthreads();
+  }
+  // the row that stands at row `at`, counted from the plane's first one; -1 if it is zero
+  const auto shown_row = [&](int at) { return near_pixel(at, height, arg.side_h, arg.last_side_h); };
+#else
+  const auto shown_row = [](int at) { return at; };
+#endif
 
   // computes one sum again, tap by tap
   const auto again = [&](int plane, int of_x, int row, int q) {
@@ -235,7 +258,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     for (int r = 0; r < filter_r; ++r) {
       const int met = GRAD ? p0 + row + (int)arg.pad_h - r : (p0 + row) * (int)arg.stride_h - (int)arg.pad_h + r * (int)arg.dil_h;
       if (GRAD && met % 2) continue;
-      const int h = (GRAD ? met / 2 : met) - h0, in_row = met >= 0 && (unsigned)h < (unsigned)h_count ? of_x * (int)arg.plane_pitch + h * pitch : none_at;
+      const int h = BORDERED ? shown_row(met) : (GRAD ? met / 2 : met) - h0;
+      const int in_row = (BORDERED || met >= 0) && (unsigned)h < (unsigned)h_count ? of_x * (int)arg.plane_pitch + h * pitch : none_at;
 #pragma unroll 1
       for (int s = 0; s < filter_s; ++s) {
         const int at = s * (int)arg.dil_w, column = GRAD ? q + (int)arg.pad_w - s : q * STRIDE - (int)arg.pad_w + at;
@@ -278,7 +302,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     float sum[TILES][4] = {};
 #pragma unroll 2
     for (int r = first_r; r < filter_r; r += r_step) {
+#if BORDERED
+      const int shown = shown_row(h);
+      const uint32_t from = shown >= 0 ? row_at + (shown - h) * pitch * EIGHT_BYTES : none;
+#else
       const uint32_t from = (unsigned)h < (unsigned)h_count ? row_at : none;
+#endif
       uint32_t unit[UNITS][2], factor[FACTORS][2];
 #pragma unroll
       for (int i = 0; i < UNITS; i += 2) {

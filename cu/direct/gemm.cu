@@ -38,6 +38,9 @@
 //
 // By hand: nvcc -cubin -I cu cu/direct/gemm.cu
 #include "core/portable.cuh"
+#if RECOMPUTE
+#include "core/near_border.cuh"
+#endif
 
 #ifndef BLOCK_M
 #define BLOCK_M 128
@@ -89,6 +92,7 @@ typedef struct GemmArguments {
   long_t images;                                   // each has a scale and a flag
   long_t followed;                                 // the next launch recomputes another phase, and mostly has as little to do
   long_t with_moments;                                    // whether redone[block] says if the block computed a tile again
+  long_t side_d, side_h, side_w, last_side_d, last_side_h, last_side_w;  // what stands outside of x (near_border.cuh)
 } GemmArguments;
 
 // Offsets of element (t, r, s) of a channel's filter and of its channel from the first element that a pixel reads.
@@ -147,10 +151,15 @@ typedef struct ALIGNED Tap {
     tap.d = t * (int)arg.dil_d;                                                                            \
     tap.h = r * (int)arg.dil_h;                                                                            \
     tap.w = s * (int)arg.dil_w;                                                                            \
-    tap.x = c * (index_t)arg.x_channel + tap.d * (index_t)arg.x_d + tap.h * (index_t)arg.x_h + tap.w * (index_t)arg.x_w; \
+    tap.x = c * (index_t)arg.x_channel X_OF_TAP(tap);                                                      \
     taps[buffer][LID_0] = tap;                                                                             \
     WRITE_W_TAP(buffer, c * (index_t)arg.w_c + t * (index_t)arg.w_t + r * (index_t)arg.w_r + s * (index_t)arg.w_s)        \
   }
+#if RECOMPUTE  // what a tap reads outside of x depends on the pixel
+#define X_OF_TAP(tap)
+#else
+#define X_OF_TAP(tap) + (tap).d * (index_t)arg.x_d + (tap).h * (index_t)arg.x_h + (tap).w * (index_t)arg.x_w
+#endif
 #if A_VEC == 4
 #define WRITE_W_TAP(buffer, at)
 #else
@@ -194,10 +203,24 @@ typedef struct ALIGNED Tap {
   _Pragma("unroll") for (int i = 0; i < B_LOADS; ++i) {                                             \
     const Tap tap = taps[buffer][b_k + i * B_ROWS];                                                 \
     b_next[i] = 0;                                                                                  \
-    if (pixel_ok && (index_t)(step)*BLOCK_K + b_k + i * B_ROWS < gemm_k && (unsigned)(d0 + tap.d) < (unsigned)arg.d && \
-        (unsigned)(h0 + tap.h) < (unsigned)arg.h && (unsigned)(w0 + tap.w) < (unsigned)arg.w)       \
-      b_next[i] = LOAD(x, x_pixel + tap.x);                                                         \
+    if (pixel_ok && (index_t)(step)*BLOCK_K + b_k + i * B_ROWS < gemm_k TAP_INSIDE(tap))            \
+      LOAD_TAP(tap)                                                                                 \
   }
+#if RECOMPUTE
+#define TAP_INSIDE(tap)
+#define LOAD_TAP(tap)                                                                                                       \
+  {                                                                                                                         \
+    const int d_ = near_pixel(d0 + tap.d, (int)arg.d, arg.side_d, arg.last_side_d);                                         \
+    const int h_ = near_pixel(h0 + tap.h, (int)arg.h, arg.side_h, arg.last_side_h);                                         \
+    const int w_ = near_pixel(w0 + tap.w, (int)arg.w, arg.side_w, arg.last_side_w);                                         \
+    if ((d_ | h_ | w_) >= 0)                                                                                                \
+      b_next[i] = LOAD(x, x_pixel + tap.x + d_ * (index_t)arg.x_d + h_ * (index_t)arg.x_h + w_ * (index_t)arg.x_w);         \
+  }
+#else
+#define TAP_INSIDE(tap)                                                                                           \
+  && (unsigned)(d0 + tap.d) < (unsigned)arg.d && (unsigned)(h0 + tap.h) < (unsigned)arg.h && (unsigned)(w0 + tap.w) < (unsigned)arg.w
+#define LOAD_TAP(tap) b_next[i] = LOAD(x, x_pixel + tap.x);
+#endif
 #endif
 
 #define TO_SHARED(buffer)                                                                                        \
@@ -313,8 +336,10 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
 #pragma unroll 4
       for (index_t k = LID_0 % 32; k < gemm_k; k += 32) {
         TAP_OF(k, c, t, r, s)
-        const int d = at_d + t * (int)arg.dil_d, h = at_h + r * (int)arg.dil_h, v = at_w + s * (int)arg.dil_w;
-        if ((unsigned)d < (unsigned)arg.d && (unsigned)h < (unsigned)arg.h && (unsigned)v < (unsigned)arg.w) {
+        const int d = near_pixel(at_d + t * (int)arg.dil_d, (int)arg.d, arg.side_d, arg.last_side_d);
+        const int h = near_pixel(at_h + r * (int)arg.dil_h, (int)arg.h, arg.side_h, arg.last_side_h);
+        const int v = near_pixel(at_w + s * (int)arg.dil_w, (int)arg.w, arg.side_w, arg.last_side_w);
+        if ((d | h | v) >= 0) {
           const float a = LOAD(w, (index_t)arg.w_base + g * (index_t)arg.w_g + m * (index_t)arg.w_m + c * (index_t)arg.w_c +
                                       t * (index_t)arg.w_t + r * (index_t)arg.w_r + s * (index_t)arg.w_s);
           const float b = LOAD(x, n * (index_t)arg.x_image + g * (index_t)arg.x_group + c * (index_t)arg.x_channel +
@@ -340,8 +365,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   COORDINATES(NUMBER_IN(image, pixel0 + b_n), o, p, q)
   const int d0 = o * (int)arg.stride_d - (int)arg.pad_d, h0 = p * (int)arg.stride_h - (int)arg.pad_h;
   const int w0 = q * (int)arg.stride_w - (int)arg.pad_w;
+#if RECOMPUTE
+  const index_t x_pixel = image * (index_t)arg.x_image + g * (index_t)arg.x_group;
+#else
   const index_t x_pixel = image * (index_t)arg.x_image + g * (index_t)arg.x_group + d0 * (index_t)arg.x_d + h0 * (index_t)arg.x_h +
                           w0 * (index_t)arg.x_w;
+#endif
   acc_t a_next[A_LOADS * A_VEC], b_next[B_LOADS * B_VEC];
 
   // multiplying: this thread's rows and columns of the tile

@@ -12,7 +12,8 @@
 //          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
 //          tile that several of these pixels need is loaded from shared memory once.
 // Border   A block whose window lies inside of x checks nothing. Others fill with zeros, or, if x has a border of its own pixels, find the pixel that
-//          stands there.
+//          stands there: only for the places outside of x.
+// Types    x and y may be of integers of IN_BYTES and OUT_BYTES, which are converted as they are loaded and stored.
 // Memory   shared (LOCAL_ROOM): the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
 //          All global loads of a block are issued before its one barrier: the kernel waits for memory once.
 //
@@ -24,6 +25,12 @@
 #define TILE_P 8
 #define TILE_Q 32
 #define ROWS 4
+#endif
+#ifndef IN_BYTES
+#define IN_BYTES 0   // of an integer of x; 0: data_t
+#endif
+#ifndef OUT_BYTES
+#define OUT_BYTES 0  // of an integer of y
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -39,7 +46,37 @@ typedef struct TileArguments {
   long_t near_h, last_near_h, step_h, near_w, last_near_w, step_w;
   long_t shift_h, period_h, by_period_h, low_h, high_h, fills_h, shift_w, period_w, by_period_w, low_w, high_w, fills_w;  // border.cuh
   long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
+  long_t in_shift, least, most;                     // of integers: by what a word is shifted to give the sign of x; what y holds
 } TileArguments;
+
+#if IN_BYTES == 1
+typedef unsigned char in_t;
+#elif IN_BYTES == 2
+typedef unsigned short in_t;
+#else
+typedef data_t in_t;
+#endif
+#if OUT_BYTES == 1
+typedef unsigned char out_t;
+#elif OUT_BYTES == 2
+typedef unsigned short out_t;
+#else
+typedef data_t out_t;
+#endif
+#if IN_BYTES
+#define LOAD_X(x, i) ((acc_t)((int)((unsigned)(x)[i] << in_shift) >> in_shift))
+#else
+#define LOAD_X(x, i) LOAD(x, i)
+#endif
+#if OUT_BYTES  // rounded to the nearest, halves to even, and clipped; NaN gives the least
+#define STORE_Y(y, i, v)                                                                            \
+  {                                                                                                 \
+    const acc_t rounded_ = rint(v), least_ = (acc_t)(int)arg.least, most_ = (acc_t)(int)arg.most;   \
+    (y)[i] = (out_t)(int)(rounded_ > least_ ? (rounded_ < most_ ? rounded_ : most_) : least_);      \
+  }
+#else
+#define STORE_Y(y, i, v) STORE(y, i, v)
+#endif
 
 #ifdef R
 #define HALO_ROW(i) ((i) / HALO_W)
@@ -55,8 +92,10 @@ typedef struct TileArguments {
 #define DIL_W ((int)arg.dil_w)
 #define HALO_ROW(i) divided(i, arg.by_halo_w)
 #endif
-#if !defined(LAYER) || DTYPE == 64 || INDEX_64
+#if DTYPE == 64 || INDEX_64
 #define AT_ONCE 1
+#elif !defined(LAYER)
+#define AT_ONCE (1024 / THREADS)  // 64 registers
 #elif R * S <= 25 || R * S > 64
 #define AT_ONCE (1280 / THREADS)  // 48 registers are enough
 #else
@@ -69,14 +108,20 @@ typedef struct TileArguments {
 #define UNROLL_TAPS
 #endif
 
+#define EDGES 2  // places outside of x that a thread loads first
+#define AT_MOST(a, b) ((a) < (b) ? (a) : (b))
+#define AT_LEAST_0(a) ((a) > 0 ? (a) : 0)
 #define THREADS (TILE_P / ROWS * TILE_Q)
 #define HALO_H ((TILE_P - 1) * STRIDE_H + (R - 1) * DIL_H + 1)
 #define HALO_W ((TILE_Q - 1) * STRIDE_W + (S - 1) * DIL_W + 1)
 
-KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                         const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
-                        const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const TileArguments arg) {
+                        const GLOBAL_MEM data_t* residual, GLOBAL_MEM out_t* RESTRICT y, const TileArguments arg) {
   AFTER_LAST_LAUNCH
+#if IN_BYTES
+  const int in_shift = (int)arg.in_shift;
+#endif
 
   LOCAL_ROOM(tile);
   const int filter = HALO_H * HALO_W;  // offset of the filter in shared memory
@@ -98,37 +143,74 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
       const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W, row_of = h >> apart_h, column = col >> apart_w;
       acc_t v = 0;
       if (row_of << apart_h == h && column << apart_w == col && row_of >= 0 && row_of < h_end && column >= 0 && column < w_end)
-        v = LOAD(x, first + row_of * w_end + column);
+        v = LOAD_X(x, first + row_of * w_end + column);
       tile[i] = v;
     }
   } else if (h0 >= 0 && w0 >= 0 && h0 + HALO_H <= h_end && w0 + HALO_W <= w_end) {  // most blocks of a large image
 #pragma unroll 8
-    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) tile[i] = LOAD(x, corner + (index_t)HALO_ROW(i) * (w_end - HALO_W) + i);
+    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) tile[i] = LOAD_X(x, corner + (index_t)HALO_ROW(i) * (w_end - HALO_W) + i);
   } else if (OF_LAYER(BORDERED, bordered)) {
     const index_t first = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end);
     const acc_t value = BITS_TO_ACC(arg.value);
-#define LOAD_BORDERED(TO)                                                                                       \
-  for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {                                                      \
-    const int down = HALO_ROW(i);                                                                               \
-    int h = h0 + down, col = w0 + i - down * HALO_W, filled = 0;                                                \
-    TO(h, h_end, h)                                                                                             \
-    TO(col, w_end, w)                                                                                           \
-    const acc_t v = LOAD(x, first + h * w_end + col); /* always inside: no load waits for a branch */           \
-    tile[i] = filled ? (filled == 1 ? value : 0) : v;                                                           \
+    // the places outside of x that results of the plane read: rows above and below of x, then columns beside it. A thread loads its first EDGES of them
+    // before, and the others after what lies inside of x, so that all loads are under way at once.
+    const int wide = AT_MOST(HALO_W, (AT_MOST(TILE_Q, q_end - tile_q) - 1) * STRIDE_W + (S - 1) * DIL_W + 1);
+    const int high = AT_MOST(HALO_H, (AT_MOST(TILE_P, p_end - tile_p) - 1) * STRIDE_H + (R - 1) * DIL_H + 1);
+    const int above = AT_MOST(h0 < 0 ? -h0 : 0, high), before = AT_MOST(w0 < 0 ? -w0 : 0, wide);
+    const int rows = AT_LEAST_0(AT_MOST(h_end - h0, high) - above), columns = AT_LEAST_0(AT_MOST(w_end - w0, wide) - before);
+    const int beside = wide - columns, outer = (high - rows) * wide, outside = outer + rows * beside;
+#define LOAD_EDGE(TO, i, v, place)                                                                              \
+  {                                                                                                             \
+    const int across_ = (i) < outer ? wide : beside, from_ = (i) < outer ? 0 : outer;                           \
+    int down_ = (int)((unsigned)((i) - from_) / (unsigned)across_), right_ = (i) - from_ - down_ * across_;     \
+    if ((i) < outer) down_ += down_ < above ? 0 : rows;                                                         \
+    else down_ += above, right_ += right_ < before ? 0 : columns;                                               \
+    int h_ = h0 + down_, col_ = w0 + right_, filled = 0;                                                        \
+    TO(h_, h_end, h)                                                                                            \
+    TO(col_, w_end, w)                                                                                          \
+    v = LOAD_X(x, first + h_ * w_end + col_); /* always inside: no load waits for a branch */                   \
+    v = filled ? (filled == 1 ? value : 0) : v;                                                                 \
+    place = down_ * HALO_W + right_;                                                                            \
   }
-    if (OF_LAYER(BORDERED, bordered) == 1) {
+    acc_t edge[EDGES];
+    int edge_at[EDGES];
+    const int near = OF_LAYER(BORDERED, bordered) == 1;
+    if (near) {
+#pragma unroll
+      for (int e = 0; e < EDGES; ++e)
+        if (LID_0 + e * THREADS < outside) LOAD_EDGE(TO_NEAR_PIXEL, LID_0 + e * THREADS, edge[e], edge_at[e])
+    }
 #pragma unroll 8
-      LOAD_BORDERED(TO_NEAR_PIXEL)
+    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
+      const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W, there = h >= 0 && h < h_end && col >= 0 && col < w_end;
+      acc_t v = 0;
+      if (there) v = LOAD_X(x, corner + (index_t)down * (w_end - HALO_W) + i);
+      if (there) tile[i] = v;
+    }
+    if (near) {
+#pragma unroll
+      for (int e = 0; e < EDGES; ++e)
+        if (LID_0 + e * THREADS < outside) tile[edge_at[e]] = edge[e];
+      for (int i = LID_0 + EDGES * THREADS; i < outside; i += THREADS) {
+        acc_t v;
+        int place;
+        LOAD_EDGE(TO_NEAR_PIXEL, i, v, place)
+        tile[place] = v;
+      }
     } else {
-#pragma unroll 4
-      LOAD_BORDERED(TO_PIXEL_SELECTED)
+      for (int i = LID_0; i < outside; i += THREADS) {
+        acc_t v;
+        int place;
+        LOAD_EDGE(TO_PIXEL_SELECTED, i, v, place)
+        tile[place] = v;
+      }
     }
   } else
 #pragma unroll 8
   for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
     const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W;
     acc_t v = 0;
-    if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD(x, corner + (index_t)down * (w_end - HALO_W) + i);
+    if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD_X(x, corner + (index_t)down * (w_end - HALO_W) + i);
     tile[i] = v;
   }
   local_barrier();
@@ -161,7 +243,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
       const int p = tile_p + ty + i;
-      if (p < p_end && q < q_end) STORE(y, plane * (index_t)(p_end * q_end) + p * q_end + q, sum[i] + plus);
+      if (p < p_end && q < q_end) STORE_Y(y, plane * (index_t)(p_end * q_end) + p * q_end + q, sum[i] + plus);
     }
     return;
   }
@@ -173,7 +255,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
       const acc_t r = RESIDUAL_AT(at);
       FINISH(sum[i], times, plus, r)
       ACTIVATE(sum + i, 1)
-      STORE(y, at, sum[i]);
+      STORE_Y(y, at, sum[i]);
     }
   }
 }

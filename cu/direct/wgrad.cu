@@ -16,14 +16,19 @@
 // Memory   registers: FILTERS * TAPS sums. Shared: the offset of each of TAPS, and [TAPS][THREADS] sums at the end, added in two steps, in pairs,
 //          always in the same order. They lie so that threads which read at once use different banks.
 //          With slices > 1 each slice writes its part to a workspace [slices][size of w] and direct/reduce.cu adds them.
+// Border   BORDERED texts load the pixel that stands outside of x.
 //
 // By hand: nvcc -cubin -I cu cu/direct/wgrad.cu
 #include "core/portable.cuh"
+#include "core/near_border.cuh"
 
 #ifndef THREADS
 #define THREADS 128
 #define TAPS 9
 #define FILTERS 1
+#endif
+#ifndef BORDERED
+#define BORDERED 0
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -35,6 +40,7 @@ typedef struct WgradArguments {
   long_t pixels, by_pixels, by_rs, r, s, by_s;        // of an image of y: t * r * s
   long_t taps, by_pq, p, q, by_q;                     // of the filter: o * p * q
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
+  long_t side_d, side_h, side_w, last_side_d, last_side_h, last_side_w;  // with BORDERED: what stands outside of x (near_border.cuh)
 } WgradArguments;
 
 #if defined(LAYER) && CHUNKS == 1  // tap i's offset is known
@@ -121,7 +127,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
     const int t = AXES < 3 ? 0 : divided(pixel, arg.by_rs), row = AXES < 2 ? 0 : divided(pixel, arg.by_s);
     const int d0 = t * dil_d - OF_LAYER(PAD_D, pad_d), h0 = (row - t * (int)arg.r) * dil_h - OF_LAYER(PAD_H, pad_h);
     const int w0 = (pixel - row * (int)arg.s) * dil_w - OF_LAYER(PAD_W, pad_w);
+#if BORDERED
+    const index_t plane = (n * (index_t)(groups * images) + g * images + c) * x_image;
+#else
     const index_t corner = (n * (index_t)(groups * images) + g * images + c) * x_image + (d0 * (index_t)h_end + h0) * w_end + w0;
+#endif
 #ifndef TAP_W
     int table = 0;  // else the compiler would keep the table in registers
     HIDE(table)
@@ -129,7 +139,16 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
 #pragma unroll
     for (int i = 0; i < TAPS; ++i) {
       acc_t u = 0;
+#if BORDERED
 #ifdef TAP_W
+      const int at_d = d0 + TAP_D(i), at_h = h0 + TAP_H(i), at_w = w0 + TAP_W(i);
+#else
+      const int at_d = d0 + places[table + i].d, at_h = h0 + places[table + i].h, at_w = w0 + places[table + i].w;
+#endif
+      const int shown_d = near_pixel(at_d, d_end, arg.side_d, arg.last_side_d), shown_h = near_pixel(at_h, h_end, arg.side_h, arg.last_side_h);
+      const int shown_w = near_pixel(at_w, w_end, arg.side_w, arg.last_side_w);
+      if ((shown_d | shown_h | shown_w) >= 0) u = LOAD(x, plane + (shown_d * (index_t)h_end + shown_h) * w_end + shown_w);
+#elif defined(TAP_W)
       const index_t x_row = corner + (TAP_D(i) * (index_t)h_end + TAP_H(i)) * w_end;
       if ((unsigned)(d0 + TAP_D(i)) < (unsigned)d_end && (unsigned)(h0 + TAP_H(i)) < (unsigned)h_end && (unsigned)(w0 + TAP_W(i)) < (unsigned)w_end)
         u = LOAD(x + TAP_W(i), x_row);

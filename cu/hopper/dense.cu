@@ -27,6 +27,8 @@
 //          the sum of squared deviations from it.
 // Phases   dgrad with a stride is a set of phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
 //          row and out_w-th column. A launch takes PHASES of them, one after the other, those with most taps first, and the repeats of each (repeats.cuh).
+// Border   of an image's own pixels: the interior of y is one launch, and the phases of a BORDERED one are single rows and columns at its sides. Their taps
+//          have the offsets of the pixels that the border shows. In dgrad rows that the border shows have the taps of all places that show them.
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/hopper/dense.cu
 #ifndef BLOCK_M
@@ -38,32 +40,32 @@
 #define CLUSTER 1      // blocks that share a tile
 #define PHASES 1     // of a launch: 1 or 4
 #endif
+#ifndef BORDERED
+#define BORDERED 0   // taps have numbers and offsets of their own
+#endif
+#include "core/shapes.cuh"
 
 // A phase of the launch. by_n is the divisor n, prepared (division.cuh).
-struct DensePhase {
+struct DensePhase : LoadedPixels, WrittenPixels, WalkedTaps, Finishing {
   long long tiles, tiles_n, by_tiles_n;                       // all tiles; those along channels
   long long blocks, part;                                     // stages of a sum, and of one of CLUSTER parts
-  long long channel_blocks, by_channel_blocks, last_steps;    // stages of a tap; wgmma steps of its last stage
+  long long last_steps;                                       // wgmma steps of a tap's last stage
   long long rows, by_rows;                                    // output channels
   long long group_rows, by_group_rows, group_channels;        // output channels of a group, and the channels of x over which they sum
-  long long tap_r, by_tap_r, tap_s, by_tap_s;                 // taps along r and s
-  long long tap_base, tap_step_t, tap_step_r, tap_step_s;     // number in w of the first tap, and steps from one to the next
-  long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
+  long long numbers_d, numbers_h, numbers_w;                  // with BORDERED: each tap's number in w, and its offset in x: bytes
+  long long offsets_d, offsets_h, offsets_w;
   long long pixels, spatial_dims;                             // pixels of the phase; spatial axes of the loads
-  long long load_plane, by_load_plane;                        // pixels of an image, as x is loaded,
-  long long load_pq, by_load_pq, load_q, by_load_q;           // of a slice and of a row
-  long long stride_d, stride_h, stride_w;                     // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
-  long long low_d, low_h, low_w;
-  long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
-  long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first pixel of the phase, and from one to the next
-  long long store_mode;                                             // how channels of y are written: StoreMode
-  long long with_moments;                                            // whether moments are written, where EMIT_MOMENTS
-  long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
+  long long store_mode;                                       // how channels of y are written: StoreMode
+  long long with_moments;                                     // whether moments are written, where EMIT_MOMENTS
 };
 typedef DensePhase Phase;
 #define EMIT_MOMENTS (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // the text can emit moments: forward, of whole sums
 #define TAILS  // channel_blocks and last_steps say where a tap ends
 #include "hopper/pixel_tiles.cuh"
+#if BORDERED
+#define TAP_OFFSET(n, axis) ((int)(shape.offsets_##axis >> 8 * (n)) & 255)
+#define TAP_NUMBER(n, axis) ((int)(shape.numbers_##axis >> 8 * (n)) & 255)
+#endif
 #include "hopper/taps.cuh"
 #include "hopper/transpose.cuh"
 

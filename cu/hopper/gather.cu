@@ -25,9 +25,10 @@
 #define COPY 16     // bytes
 #define CLUSTER 1   // blocks that share a tile
 #endif
+#include "core/shapes.cuh"
 
 // The arguments. by_n is the divisor n, prepared (division.cuh).
-struct GatherPhase {
+struct GatherPhase : LoadedPixels, WrittenPixels, Finishing {
   long long tiles, tiles_n, by_tiles_n;                     // all tiles; those along channels
   long long blocks, part;                                   // stages of a sum, and of one of CLUSTER parts
   long long rows, by_rows;                                  // output channels
@@ -36,13 +37,7 @@ struct GatherPhase {
   long long dilation_d, dilation_h, dilation_w;             // offset in x from one tap to the next
   long long depth, height, width, channels;                 // size of x
   long long pixels;                                         // of y
-  long long stride_d, stride_h, stride_w;                   // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
-  long long low_d, low_h, low_w;
-  long long load_plane, by_load_plane, load_pq, by_load_pq, load_q, by_load_q;  // pixels of an image, a slice and a row
-  long long plane, by_plane, pq, by_pq, q, by_q;            // the same, as y is written
-  long long out_size, out_base, out_d, out_h, out_w;        // pixels of an image of y, the first pixel, and from one to the next
-  long long store_mode;                                           // how channels of y are written: StoreMode
-  long long has_bias, has_scale, has_residual, activation, slope;         // what finishes a sum; slope: a float's bits
+  long long store_mode;                                     // how channels of y are written: StoreMode
 };
 typedef GatherPhase Phase;
 #include "mma/async_copy.cuh"

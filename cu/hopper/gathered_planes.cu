@@ -42,21 +42,17 @@ constexpr int EACH = 16 / (int)sizeof(data_t), BLOCK_K = 8 * EACH;  // elements 
 static_assert(BLOCK_M * PITCH * 4 <= STAGES * (W_BYTES + X_BYTES), "sums take the place of the ring");
 
 // The arguments. by_n is the divisor n, prepared (division.cuh).
-struct GatheredPlanesProduct {
+struct GatheredPlanesProduct : LoadedPixels, Finishing {
   long long tiles_m, by_tiles_m;                       // tiles along the channels
   long long steps, part;                               // stages of a sum, and of one of CLUSTER parts
   long long rows, channels;                            // channels of y, and of x
   long long depth, height, width, x_image, x_channel;  // size of x; its strides, in elements
   long long pixels;                                    // pixels of y, of all images
-  long long stride_d, stride_h, stride_w;              // x of pixel (o, p, q): o * stride_d + low_d and so on
-  long long low_d, low_h, low_w;
   long long has_dgrad_stride;  // dgrad with a stride: whether these pixels of x are divided by the following, and count only without a remainder
   long long dgrad_stride_d, by_dgrad_stride_d, dgrad_stride_h, by_dgrad_stride_h, dgrad_stride_w, by_dgrad_stride_w;
-  long long load_plane, by_load_plane, load_pq, by_load_pq, load_q, by_load_q;  // pixels of an image of y, a slice and a row
   long long y_image, y_channel;
   long long wide;   // whether pixels 2 i and 2 i + 1, and likewise rows of the filter, are neighbours in x and in w, at multiples of two
   long long pairs;  // whether pixels 2 i and 2 i + 1 are neighbours in y, at multiples of two
-  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
 typedef StageRing<STAGES, W_BYTES + X_BYTES> Ring;
@@ -200,12 +196,7 @@ DEVICE void consume(const Ring& ring, float* sums, int steps) {
   for (int i = 0; i < BLOCK_N / 2; ++i) sum[i] = 0;
   Ring::Position at;
   multiply_stages<1>(ring, at, 0, steps, sums_of, [&](uint32_t stage, bool) {
-    const uint32_t w = stage + consumer * 64 * 128;
-    constexpr bool transposed = W_TRANSPOSED && !GATHERS_W;
-    const uint64_t a = transposed ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w), b = wgmma_descriptor<128>(stage + W_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) wgmma<TYPE, transposed, 0>(sum, a + (transposed ? 64 * 128 / STEPS : 32) * k / 16, b + 32 * k / 16, true);
+    multiply_stage<TYPE, StageOperand<W_TRANSPOSED && !GATHERS_W>, StageOperand<false>>(sums_of, stage + consumer * 64 * 128, 0, stage + W_BYTES, false);
   });
 #if TYPE == 32  // the rounding to 16 bits hides it
   const float part = lost_in(STEPS * steps);

@@ -81,8 +81,8 @@
 #define EMIT_MOMENTS (DENSE && VEC == 4 && LOAD_CHANNELS == 64 && !W_MN_MAJOR && !(BF16 && OUT == 32) && (PRODUCTS == 1 || WGMMA_N <= 128))
 // No residual is added where moments are emitted, where columns are interleaved, and in the widest tiles.
 #define MAY_ADD (!INTERLEAVE_COLUMNS && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG)))
-#include "hopper/gemm_tiles.cuh"
-#include "hopper/gemm_product.cuh"
+#include "hopper/gemm/gemm_tiles.cuh"
+#include "hopper/gemm/gemm_product.cuh"
 
 constexpr int B_BYTES = BLOCK_N * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
 constexpr int CHUNK = 32;  // pixels of a staging tile
@@ -110,18 +110,18 @@ struct Rings : Ring {
   uint32_t turn;
 };
 
-#include "hopper/gemm_load_im2col.cuh"
+#include "hopper/gemm/gemm_load_im2col.cuh"
 
 // ---- a tile's sums, scaled and so on, to y
 
 #if INTERLEAVE_COLUMNS
-#include "hopper/gemm_store_pairs.cuh"
+#include "hopper/gemm/gemm_store_pairs.cuh"
 #elif TENSOR_STORE
-#include "hopper/gemm_store_tensor.cuh"
+#include "hopper/gemm/gemm_store_tensor.cuh"
 #else
-#include "hopper/gemm_store_chunks.cuh"
+#include "hopper/gemm/gemm_store_chunks.cuh"
 #endif
-#include "hopper/gemm_moments.cuh"
+#include "hopper/gemm/gemm_moments.cuh"
 
 // Stores a consumer's sums of a tile, and notes their moments.
 DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shapes& shapes, int tile, int consumer, const Output& whole) {
@@ -161,17 +161,17 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
 // ---- the multiplication
 
 #if PINGPONG
-#include "hopper/gemm_pingpong.cuh"
+#include "hopper/gemm/gemm_pingpong.cuh"
 #elif PRODUCTS == 3
-#include "hopper/gemm_promoted.cuh"
+#include "hopper/gemm/gemm_promoted.cuh"
 #else
-#include "hopper/gemm_single.cuh"
+#include "hopper/gemm/gemm_single.cuh"
 #endif
 
 // ---- what follows a block's last tile
 
 #if RECOMPUTES
-#include "hopper/gemm_recompute.cuh"
+#include "hopper/gemm/gemm_recompute.cuh"
 #define IF_RECOMPUTES(...) __VA_ARGS__
 #define IF_NOT_RECOMPUTES(...)
 #else
@@ -179,7 +179,7 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
 #define IF_NOT_RECOMPUTES(...) __VA_ARGS__
 #endif
 #if ADDS_PARTS
-#include "hopper/gemm_join.cuh"
+#include "hopper/gemm/gemm_join.cuh"
 #define IF_ADDS_PARTS(...) __VA_ARGS__
 #define IF_ADDS_NONE(...)
 #else

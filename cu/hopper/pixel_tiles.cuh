@@ -90,15 +90,6 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 // Bytes of a row of a stage of `steps` steps: the span of its swizzle.
 DEVICE constexpr int span_of(int steps) { return steps == 1 ? 32 : steps == 2 ? 64 : 128; }
 
-// The products of a stage of `steps` steps; `fresh` begins new sums.
-template <int steps> DEVICE void multiply(float (&sum)[BLOCK_N / 2], uint32_t a, uint32_t b, bool fresh) {
-  constexpr bool MN_MAJOR = W_MN_MAJOR && !TURNED;
-  constexpr int SPAN = span_of(steps);
-  const uint64_t x = wgmma_descriptor<SPAN>(a), w = MN_MAJOR ? wgmma_mn_major_descriptor<MN_SPAN>(b) : wgmma_descriptor<TURNED ? 128 : SPAN>(b);
-#pragma unroll
-  for (int k = 0; k < steps; ++k) wgmma<TYPE, 0, MN_MAJOR>(sum, x + 2 * k, w + (MN_MAJOR ? 16 * MN_SPAN / 16 : 2) * k, !(fresh && k == 0));
-}
-
 #ifdef TAILS
 // A tap's last stage has no more steps than its channels fill, and narrower rows if they are few, in texts that know the layer. In other texts it
 // is like other stages, and its last steps multiply zeros.
@@ -124,7 +115,7 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
                     const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
   const int consumer = threadIdx.x / 128;
   Ring::Position at;
-  float sum[BLOCK_N / 2];
+  float sums_of[1][BLOCK_N / 2], (&sum)[BLOCK_N / 2] = sums_of[0];
   [[maybe_unused]] int staged = -1;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
@@ -137,12 +128,13 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
       early.load(shape, of, residual + apart);
       stage_finish(own, staged, shape, of, scale, bias);
     }
-    auto multiply_stage = [&](auto steps, int step) {
+    auto sum_stage = [&](auto steps, int step) {
       const uint32_t stage = ring.stage(at);
       ring.wait_full(at);
       ready(at.stage * STAGE_BYTES + consumer * 64 * 128);
-      wgmma_fence();
-      multiply<decltype(steps)::value>(sum, stage + consumer * 64 * span_of(decltype(steps)::value), stage + A_BYTES, step == range.first);
+      constexpr int COUNT = decltype(steps)::value, SPAN = span_of(COUNT);
+      typedef StageOperand<W_MN_MAJOR && !TURNED, TURNED ? 128 : W_MN_MAJOR ? MN_SPAN : SPAN> Filter;
+      multiply_stage<TYPE, StageOperand<false, SPAN>, Filter, COUNT>(sums_of, stage + consumer * 64 * SPAN, 0, stage + A_BYTES, step == range.first);
       ring.template commit<1>(at, step > range.first);
     };
 #ifdef TAILS
@@ -150,14 +142,14 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
       // loops within a loop: where a branch chose the number of steps, ptxas would have all products wait for one another
       int step = range.first, whole = (int)shape.channel_blocks - 1 - Divided(step, (int)shape.channel_blocks, shape.by_channel_blocks).rest;
       while (step < range.last) {
-        for (const int last = min(step + whole, range.last); step < last; ++step) multiply_stage(Constant<STEPS>(), step);
+        for (const int last = min(step + whole, range.last); step < last; ++step) sum_stage(Constant<STEPS>(), step);
         if (step == range.last) break;
-        multiply_stage(Constant<LAST>(), step++);
+        sum_stage(Constant<LAST>(), step++);
         whole = (int)shape.channel_blocks - 1;
       }
     } else
 #endif
-      for (int step = range.first; step < range.last; ++step) multiply_stage(Constant<STEPS>(), step);
+      for (int step = range.first; step < range.last; ++step) sum_stage(Constant<STEPS>(), step);
     wgmma_wait<0>();
     wgmma_arrived(sum);
     const bool any = range.first < range.last;

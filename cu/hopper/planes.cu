@@ -28,16 +28,14 @@
 
 typedef element<TYPE> data_t;
 
-constexpr int BLOCK = 64 * 128, STEPS = 4;  // bytes of 64 rows; wgmma steps in a stage
+constexpr int BLOCK = 64 * 128;  // bytes of 64 rows
 constexpr int X_BLOCKS = BLOCK_N / 64, W_BLOCKS = BLOCK_M / 64, ROWS = OWN_M / 64;
-static_assert(BLOCK_M % 64 == 0 && WGMMA_N % 64 == 0 && BLOCK_N % WGMMA_N == 0, "whole blocks");
-static_assert(BLOCK_M == 64 || BLOCK_N == WGMMA_N, "consumers side by side, or one below the other");
+static_assert(BLOCK_M % OWN_M == 0 && BLOCK_N % WGMMA_N == 0 && (BLOCK_M == 64 || BLOCK_N == WGMMA_N), "consumers side by side, or one below the other");
 
 // by_n is the divisor n, prepared (division.cuh).
-struct PlanesProduct {
+struct PlanesProduct : Finishing {
   long long tiles, tiles_m, by_tiles_m, tiles_n, by_tiles_n;      // all tiles; those along the channels; along the pixels of an image
   long long steps, rows, plane;                                   // stages of a sum; output channels; pixels of an image
-  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
 struct Planes {
@@ -71,14 +69,7 @@ struct Planes {
   static DEVICE int down() { return BLOCK_M == 64 ? 0 : threadIdx.x / 128 * ROWS; }
   static DEVICE int across() { return BLOCK_M == 64 ? threadIdx.x / 128 * (WGMMA_N / 64) : 0; }
   DEVICE void multiply(Sums& sums, uint32_t stage, bool fresh) const {
-    const uint32_t w = stage + (X_BLOCKS + down()) * BLOCK;
-    const uint64_t a = W_MN_MAJOR ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w), b = wgmma_mn_major_descriptor(stage + across() * BLOCK);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k)
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i)
-        wgmma<TYPE, W_MN_MAJOR, 1>(sums[i], a + (i * BLOCK + (W_MN_MAJOR ? BLOCK / STEPS : 32) * k) / 16, b + BLOCK / STEPS / 16 * k, !(fresh && k == 0));
+    multiply_stage<TYPE, StageOperand<W_MN_MAJOR>, StageOperand<true>>(sums, stage + (X_BLOCKS + down()) * BLOCK, BLOCK, stage + across() * BLOCK, fresh);
   }
   DEVICE void finish(const Sums& sums, const Tile& of) {
 #pragma unroll

@@ -13,7 +13,7 @@
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of 128 * BLOCKS rows x BLOCK_N columns.
 //          Tile order, fastest first: columns, rows, split: blocks that share A run together.
-//          warpgroup 0: one thread, the producer. Two consumer warpgroups of 64 * BLOCKS rows; each warp has 16 * BLOCKS of them.
+//          Two consumer warpgroups of 64 * BLOCKS rows; each warp has 16 * BLOCKS of them. Behind them one thread loads.
 // A        goes through registers, because wgmma cannot transpose 32-bit operands in shared memory, and so it is split without being written once more.
 // Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][BLOCK_N][32 k].
 //          Rows of 128 bytes, swizzled. full[stage]: the bytes have arrived; empty[stage]: the 8 consumer warps have read them.
@@ -49,7 +49,7 @@ static_assert(!PIXEL_QUADS || BLOCKS == 2, "a thread's four rows are four neighb
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 128, "see wgmma_tf32");
 
 // The arguments of a product. by_n is the divisor n, prepared (division.cuh).
-struct PointwiseProduct {
+struct PointwiseProduct : Finishing {
   long long tiles, across, by_across, down, by_down;  // tiles: all, along the columns, along the rows
   long long steps, each;                              // stages of k; the most that a split takes
   long long rows, columns;                            // real rows and columns; NCHW: images instead of rows
@@ -57,59 +57,25 @@ struct PointwiseProduct {
   long long busy;                                     // NCHW: warps of a tile that have a box
   long long row_step, column_step, size;              // elements of y from one row, and from one column, to the next; size of y
   long long pairs;                                    // whether neighbouring columns are neighbours in y, at multiples of 2
-  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
 struct Tile {
   int row, column, split, first, last;  // in tiles, but for column; stages of k: [first, last)
-  DEVICE Tile(const PointwiseProduct& shape, int tile) {
+  int image, box;                       // NCHW: of the first warp
+  template <class Kernel> DEVICE Tile(const Kernel& of, int tile) {
+    const PointwiseProduct& shape = of.arg;
     const Divided along(tile, shape.across, shape.by_across), part(along.quotient, shape.down, shape.by_down);
     column = along.rest * BLOCK_N;
     row = part.rest;
     split = part.quotient;
     first = min(split * (int)shape.each, (int)shape.steps);
     last = min(first + (int)shape.each, (int)shape.steps);
+    const Divided boxes(row * (int)shape.busy, shape.boxes, shape.by_boxes);
+    image = boxes.quotient;
+    box = boxes.rest;
   }
 };
 typedef StageRing<STAGES, STAGE_BYTES> Ring;
-typedef Ring::Position Position;
-
-DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const PointwiseProduct& shape, const Ring& ring) {
-  prefetch_map(map_a);
-  prefetch_map(map_b);
-  const int busy = (int)shape.busy, boxes = (int)shape.boxes;
-  Position at;
-  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
-    const Tile of(shape, tile);
-    const Divided first(of.row * busy, boxes, shape.by_boxes);  // NCHW: image and box
-    fill_stages(ring, at, of.first, of.last, [&](int step, uint32_t a, uint32_t arrived) {
-      const uint32_t b = a + A_BYTES;
-      barrier_expect(arrived, LOADED_BYTES - (PIXEL_QUADS ? (WARPS - busy) * A_WARP : 0));
-      if (WGRAD) {
-        const Divided box(step, boxes, shape.by_boxes);
-        load_box(a, map_a, arrived, box.rest * 32, of.row * ROWS, box.quotient);
-        load_box(b, map_b, arrived, box.rest * 32, of.column, box.quotient);
-      } else {
-        if (NHWC) {
-          load_box(a, map_a, arrived, step * 32, of.row * ROWS, 0);
-        } else {
-          int image = first.quotient, box = first.rest;
-#pragma unroll
-          for (int warp = 0; warp < WARPS; ++warp)
-            if (warp < busy) {
-              load_box(a + warp * A_WARP, map_a, arrived, box * 32, step * 32, image);
-              if (++box == boxes) {  // no division here: one for each box made these layers a fifth slower or more
-                box = 0;
-                ++image;
-              }
-            }
-        }
-#pragma unroll
-        for (int limb = 0; limb < (RAW_FILTER ? 1 : LIMBS); ++limb) load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
-      }
-    });
-  }
-}
 
 #include "hopper/pointwise_limbs.cuh"
 
@@ -152,8 +118,8 @@ DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
 // What sums of 4 steps of three products lose, in the mean.
 [[maybe_unused]] constexpr float PROMOTED = 0.67e-7f * 16 / 15;
 
-// `stages`: the beginning of the ring.
-DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& ring, Position& at) {
+// Sums a tile; `stages` is the beginning of the ring.
+DEVICE void sum_stages(Sums& total, const Tile& of, uint8_t* stages, const Ring& ring, Ring::Position& at) {
   total.clear();
 #if LIMBS == 2
   Sums main, cross;
@@ -167,7 +133,7 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
 #if MAKES_LIMBS
     make_limbs(stage + A_BYTES);
 #endif
-    const uint8_t* const of_warp = stage + (threadIdx.x / 32 - 4) * A_WARP;
+    const uint8_t* const of_warp = stage + threadIdx.x / 32 * A_WARP;
     const uint64_t b = wgmma_descriptor<128>(shared_address(stage) + A_BYTES);
     constexpr int AT_ONCE = LIMBS == 1 ? 32 : MOMENTS || MAKES_LIMBS ? 8 : 32 / BLOCKS;  // of k: as many as registers hold
 #pragma unroll
@@ -235,8 +201,53 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
 
 #include "hopper/pointwise_store.cuh"
 
-constexpr int THREADS = 128 * (1 + CONSUMERS);
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+struct Pointwise {
+  static constexpr int CONSUMERS = ::CONSUMERS, UP = 240, DOWN = 24;
+  typedef ::Ring Ring;
+  typedef ::Sums Sums;
+  typedef ::Tile Tile;
+  const PointwiseProduct& arg;
+  const CUtensorMap *map_a, *map_b;
+  uint8_t* memory;  // of the ring
+  const float *bias, *scale, *residual;
+  float *moments, *y;
+  DEVICE void prefetch() const { prefetch_maps(map_a, map_b); }
+  DEVICE void load(const Tile& of, int step, uint32_t a, uint32_t arrived) const {
+    const uint32_t b = a + A_BYTES;
+    const int busy = (int)arg.busy, boxes = (int)arg.boxes;
+    barrier_expect(arrived, LOADED_BYTES - (PIXEL_QUADS ? (WARPS - busy) * A_WARP : 0));
+    if (WGRAD) {
+      const Divided box(step, boxes, arg.by_boxes);
+      load_box(a, map_a, arrived, box.rest * 32, of.row * ROWS, box.quotient);
+      load_box(b, map_b, arrived, box.rest * 32, of.column, box.quotient);
+      return;
+    }
+    if (NHWC) load_box(a, map_a, arrived, step * 32, of.row * ROWS, 0);
+    else load_pixels(of, step, a, arrived, busy, boxes);
+#pragma unroll
+    for (int limb = 0; limb < (RAW_FILTER ? 1 : LIMBS); ++limb) load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
+  }
+  // NCHW: a box of each warp that has one.
+  DEVICE void load_pixels(const Tile& of, int step, uint32_t a, uint32_t arrived, int busy, int boxes) const {
+    int image = of.image, box = of.box;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp)
+      if (warp < busy) {
+        load_box(a + warp * A_WARP, map_a, arrived, box * 32, step * 32, image);
+        if (++box == boxes) {  // no division here: one for each box made these layers a fifth slower or more
+          box = 0;
+          ++image;
+        }
+      }
+  }
+  DEVICE void finish(const Sums& sums, const Tile& of) const { store(sums, of, arg, bias, scale, residual, moments, y); }
+};
+DEVICE StageRange stages_of(const Pointwise&, const Tile& of) { return {of.first, of.last}; }
+DEVICE void sum_tile(const Pointwise& kernel, Sums& sums, const Tile& of, const Ring& ring, Ring::Position& at) {
+  sum_stages(sums, of, kernel.memory, ring, at);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS_OF<Pointwise>, 1)
     hopper_pointwise(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, const float* __restrict__ bias,
                    const float* __restrict__ scale, const float* residual, float* __restrict__ y,
 #if MOMENTS
@@ -246,26 +257,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const Ring ring(dynamic, barriers);
-  uint8_t* const stages = dynamic + (-shared_address(dynamic) & 1023);
-  if (threadIdx.x == 0) ring.init(1, WARPS);
-  __syncthreads();
-  AFTER_LAST_LAUNCH
 #if !MOMENTS
   float* const moments = nullptr;
 #endif
-  if (threadIdx.x < 128) {
-    registers_down<24>();
-    if (threadIdx.x == 0) produce(&map_a, &map_b, shape, ring);
-  } else {
-    registers_up<240>();
-    Position at;
-    for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
-      const Tile of(shape, tile);
-      Sums sum;
-      multiply(sum, of, stages, ring, at);
-      store(sum, of, shape, bias, scale, residual, moments, y);
-    }
-  }
+  Pointwise kernel = {shape, &map_a, &map_b, dynamic + (-shared_address(dynamic) & 1023), bias, scale, residual, moments, y};
+  run_tiles(kernel, ring);
 }
 
 // ---- the filter

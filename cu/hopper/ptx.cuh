@@ -1,6 +1,7 @@
 // ptx.cuh: the PTX of the Hopper kernels: barriers in shared memory, tensor (TMA) loads and stores, fences, registers.
 #pragma once
 #include "core/packed.cuh"
+#include "core/shapes.cuh"
 
 // ---- mbarriers: `count` arrivals and all expected bytes complete a phase; waiters give the phase's parity
 
@@ -65,8 +66,7 @@ DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, i
   }
 }
 
-// Where the loads of an output pixel begin. `shape` has the pixels of an image, a slice and a row as the loads count them: load_plane, load_pq and
-// load_q. Pixel (o, p, q) begins at o * stride_d + low_d and so on.
+// Where the loads of an output pixel begin; `shape` is a LoadedPixels.
 struct LoadBase {
   int image, w, h, d;
   template <class Shape> DEVICE LoadBase(const Shape& shape, int pixel) {

@@ -4,6 +4,11 @@
 #pragma once
 #include "hopper/ptx.cuh"
 
+#ifndef TAP_OFFSET  // of tap n of an axis in x; and its number in w
+#define TAP_OFFSET(n, axis) ((n) * (int)shape.dilation_##axis)
+#define TAP_NUMBER(n, axis) (n)
+#endif
+
 template <class Shape> struct Taps {
   const Shape& shape;
   int first, c, s, r, t;   // number in w of the phase's first tap; the block's number among those of its tap; the tap
@@ -18,10 +23,10 @@ template <class Shape> struct Taps {
     begin_tap();
   }
   DEVICE void begin_tap() {
-    tap = first + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
-    x_s = s * (int)shape.dilation_w;
-    x_r = r * (int)shape.dilation_h;
-    x_t = t * (int)shape.dilation_d;
+    tap = first + TAP_NUMBER(t, d) * (int)shape.tap_step_t + TAP_NUMBER(r, h) * (int)shape.tap_step_r + TAP_NUMBER(s, w) * (int)shape.tap_step_s;
+    x_s = TAP_OFFSET(s, w);
+    x_r = TAP_OFFSET(r, h);
+    x_t = TAP_OFFSET(t, d);
   }
   DEVICE void next() {
     if (++c < (int)shape.channel_blocks) return;

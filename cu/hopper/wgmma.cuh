@@ -91,6 +91,24 @@ template <int type, int mn_major_a, int mn_major_b> DEVICE void wgmma(float (&d)
   else if constexpr (type == 17) WGMMA_ISSUE(WGMMA_N, 16, "bf16", WGMMA_THIRD, WGMMA_16_BITS, "l"(a), "l"(b), "r"(accumulate), "n"(mn_major_a), "n"(mn_major_b));
   else WGMMA_ISSUE(WGMMA_N, 16, "f16", WGMMA_THIRD, WGMMA_16_BITS, "l"(a), "l"(b), "r"(accumulate), "n"(mn_major_a), "n"(mn_major_b));
 }
+
+// How an operand lies in a stage, rows of `span` bytes: what describes it, and how far the next step of k is, in 16 bytes.
+template <bool mn_major, int span = 128> struct StageOperand {
+  static constexpr int MN_MAJOR = mn_major, STEP = mn_major ? span : 2;
+  static DEVICE uint64_t descriptor(uint32_t address) { return mn_major ? wgmma_mn_major_descriptor<span>(address) : wgmma_descriptor<span>(address); }
+};
+
+// Issues the products of a stage's `steps` steps of k; `fresh` begins new sums. Each 64 rows of A lie `apart` bytes behind those before.
+template <int type, class A, class B, int steps = 4, int rows>
+DEVICE void multiply_stage(float (&sums)[rows][WGMMA_N / 2], uint32_t a, int apart, uint32_t b, bool fresh) {
+  const uint64_t of_a = A::descriptor(a), of_b = B::descriptor(b);
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < steps; ++k)
+#pragma unroll
+    for (int i = 0; i < rows; ++i)
+      wgmma<type, A::MN_MAJOR, B::MN_MAJOR>(sums[i], of_a + i * apart / 16 + A::STEP * k, of_b + B::STEP * k, !(fresh && k == 0));
+}
 #endif
 
 // The same in TF32 with A in registers and B K-major; the length of d gives N.

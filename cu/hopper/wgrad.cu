@@ -68,7 +68,7 @@ static_assert(LIMBS == 1 || (TYPE == 32 && WGMMA_N == 64), "three sums of a resu
 static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "as many registers as there are");
 
 // by_n is the divisor n, prepared (division.cuh).
-struct WgradNhwcArguments {
+struct WgradNhwcArguments : LoadedPixels {
   long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // tiles of a group pack
   long long group_packs, by_group_packs, splits;              // packs of groups; runs of positions
   long long stages, part;                                     // stages of all positions, and of a run
@@ -79,10 +79,6 @@ struct WgradNhwcArguments {
   long long taps, tap_r, by_tap_r, tap_s, by_tap_s;           // taps: all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
   long long spatial_dims;                                     // spatial axes of the loads; 0: position n of dy reads pixel n of x
-  long long load_plane, by_load_plane;                        // positions of an image, as x is loaded,
-  long long load_pq, by_load_pq, load_q, by_load_q;           // of a slice and of a row
-  long long stride_d, stride_h, stride_w;                     // x of position (o, p, q), tap 0: o * stride_d + low_d and so on
-  long long low_d, low_h, low_w;
   long long size, taps_fastest;                               // elements of dw; whether its taps are fastest, or its channels
   long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
@@ -198,15 +194,9 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   Ring::Position at;
   auto& sum = sums.of;
   multiply_stages<BEHIND>(ring, at, range.first, range.last, sum, [&](uint32_t stage, bool fresh) {
-    auto described = [](uint32_t at) { return PLANES ? wgmma_descriptor<128>(at) : wgmma_mn_major_descriptor(at); };
-    const uint64_t dy = described(stage + down * PRODUCTS * BLOCK_BYTES);
-    const uint64_t x = described(stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k)
-#pragma unroll
-      for (int i = 0; i < PRODUCTS; ++i)
-        wgmma<TYPE, !PLANES, !PLANES>(sum[i], dy + (i * BLOCK_BYTES + k * STEP_BYTES) / 16, x + k * STEP_BYTES / 16, !(fresh && k == 0));
+    typedef StageOperand<!PLANES> Operand;
+    const uint32_t x = stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES;
+    multiply_stage<TYPE, Operand, Operand>(sum, stage + down * PRODUCTS * BLOCK_BYTES, BLOCK_BYTES, x, fresh);
   });
   const float lost = lost_in(STEPS * (range.last - range.first));  // long sums lose more than rounding to 16 bits hides
 #pragma unroll

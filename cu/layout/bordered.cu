@@ -4,11 +4,14 @@
 //                 stands at a place of the wider one: the place itself inside, and outside what the side's mode says
 //   border_fold   the adjoint: dx[pixel] = sum of wide over the places at which border_copy puts that pixel, + residual[pixel]; of all pixels, or of
 //                 the rims alone, which the border shows, where border_copy has copied the others
+//   border_gradient  for the gradient by the input of a depthwise layer, which its kernel has computed as of zeros: dx[pixel] += sum of dy[.] * w[tap] over the
+//                 taps that meet the pixel's other places, those outside of the image
 //   border_round  y[i] = x[i] rounded to the nearest integer, ties to even, and clipped to what the type holds; NaN gives the least
 //
 // Sides    core/border.cuh says in which numbers a side goes on. Each side of each axis has its own.
 // Layout   x [outer][d][h][w][inner]: inner is 1 for NCHW, and the channels for channels last.
-// Mapping  border_copy: thread -> EACH neighbours of wide, 16 bytes or 32, which it stores at once; border_fold and border_round: one element.
+// Mapping  border_copy: thread -> EACH neighbours of wide, 16 bytes or 32, which it stores at once. border_rows, which does the same for most images:
+//          a place of a line in several rows. border_fold and border_gradient: a pixel of PLANES planes, or images of channels last.
 // Memory   no shared memory: neighbours of wide are neighbours of x but at the rims, where lines are read from L1 once more.
 // Sums     border_fold adds a pixel's own place first. Then come, axis by axis from the outermost, the places before it and behind it, the nearest of each
 //          of a side's two families first: always in the same order.
@@ -39,7 +42,15 @@ typedef struct BorderArguments {
   long_t near, whole;                                                          // whether all borders are near; whether pixels have whole vectors
   long_t rims, by_rims, by_of_slice, by_w, by_rim_w;                           // border_fold: pixels of an image outside of a box, or 0 for all pixels
   long_t rim_d, rim_h, rim_w, box_d, box_h, box_w, inside_d, inside_h, inside_w;  // places outside of the box; its first place, and its size
+  long_t rows, rows_each, lane_bits, tiles, by_tiles, positions, vector;       // border_rows: rows of wide, and of a thread; log2 of threads along a line;
+                                                                               // tiles and places of a line; elements of a place
   long_t value, type, has_residual;                                            // an acc_t's bits; the type of x: TYPE_
+  long_t planes;                                                               // border_fold and border_gradient: planes, or images of channels last
+  long_t channels, by_channels, multiplier, y_image, y_channel, y_pixel;       // border_gradient: channels of dx, and of dy for each; elements of dy from
+                                                                               // one image, channel and pixel to the next
+  long_t o, p, q, t, r, s;                                                     // sizes of dy and of the filter
+  long_t stride_d, by_stride_d, stride_h, by_stride_h, stride_w, by_stride_w, pad_d, pad_h, pad_w;
+  long_t dil_d, by_dil_d, dil_h, by_dil_h, dil_w, by_dil_w;
 } BorderArguments;
 
 // Types of elements besides data_t.
@@ -204,6 +215,80 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_copy(const GLOBAL_MEM data_t* RESTR
   }
 }
 
+#define ROWS_AT_ONCE 4
+#define LOAD_ROWS(type) { _Pragma("unroll") for (int j = 0; j < ROWS_AT_ONCE; ++j) v[j] = (acc_t)TYPED(type)[places[j]]; break; }
+#define SELECT_FILL(v, fills) ((fills) ? ((fills) == 1 ? value : 0) : (v))
+
+// The same for near borders and many rows. A thread has one place of a line, or EACH neighbouring channels, in rows_each rows, one below the other.
+KERNEL LAUNCH_BOUNDS(THREADS, 4) void border_rows(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM data_t* RESTRICT wide, const BorderArguments arg) {
+  AFTER_LAST_LAUNCH
+  const int group = divided((int)GID_0, arg.by_tiles), lane_bits = (int)arg.lane_bits;
+  const int position = (((int)GID_0 - group * (int)arg.tiles) << lane_bits) + (LID_0 & ((1 << lane_bits) - 1));
+  if (position >= (int)arg.positions) return;
+  const int each = (int)arg.vector, type = (int)arg.type, d_end = (int)arg.d, h_end = (int)arg.h, w_end = (int)arg.w, wide_d = (int)arg.wide_d, wide_h = (int)arg.wide_h;
+  const index_t inner = (index_t)arg.inner, line = (index_t)arg.line, in_line = (index_t)position * each, x_line = w_end * inner;
+  const acc_t value = BITS_TO_ACC(arg.value);
+  const index_t pixel = inner == 1 ? in_line : DIVIDED(in_line, inner, arg.by_inner);
+  int w = (int)pixel - (int)arg.before_w, filled_w = 0;
+  {
+    int filled = 0;
+    TO_NEAR_PIXEL_OF_SIDE(w, w_end, w)
+    filled_w = filled;
+  }
+  const index_t place = w * inner + (in_line - pixel * inner);
+  const index_t first = ((index_t)group * (THREADS >> lane_bits) + (LID_0 >> lane_bits)) * (index_t)arg.rows_each;
+  const index_t slice = DIVIDED(first, arg.wide_h, arg.by_wide_h);
+  index_t outer = arg.wide_d == 1 ? slice : DIVIDED(slice, arg.wide_d, arg.by_wide_d);
+  int h = (int)(first - slice * (index_t)wide_h), d = (int)(slice - outer * (index_t)wide_d);
+  for (int i = 0; i < (int)arg.rows_each; i += ROWS_AT_ONCE) {
+    index_t places[ROWS_AT_ONCE];
+    int fills[ROWS_AT_ONCE], there = 0;
+#pragma unroll
+    for (int j = 0; j < ROWS_AT_ONCE; ++j) {
+      int h_ = h - (int)arg.before_h, d_ = d - (int)arg.before_d, filled = 0;
+      TO_NEAR_PIXEL_OF_SIDE(d_, d_end, d)
+      TO_NEAR_PIXEL_OF_SIDE(h_, h_end, h)
+      const int inside = first + i + j < (index_t)arg.rows;
+      there += inside;
+      fills[j] = filled_w ? filled_w : filled;
+      places[j] = inside ? ((outer * d_end + d_) * h_end + h_) * x_line + place : 0;
+      if (++h == wide_h) {
+        h = 0;
+        if (++d == wide_d) {
+          d = 0;
+          ++outer;
+        }
+      }
+    }
+    const index_t to = (first + i) * line + in_line;
+    if (each == EACH) {
+      acc_t v[ROWS_AT_ONCE][EACH];
+#pragma unroll
+      for (int j = 0; j < ROWS_AT_ONCE; ++j) LOAD_EACH(v[j], x, places[j])
+#pragma unroll
+      for (int j = 0; j < ROWS_AT_ONCE; ++j)
+        if (j < there) {
+#pragma unroll
+          for (int e = 0; e < EACH; ++e) v[j][e] = SELECT_FILL(v[j][e], fills[j]);
+          STORE_EACH(wide, to + j * line, v[j])
+        }
+    } else {
+      acc_t v[ROWS_AT_ONCE];
+      switch (type) {
+        case 0: { _Pragma("unroll") for (int j = 0; j < ROWS_AT_ONCE; ++j) v[j] = LOAD(x, places[j]); break; }
+        case TYPE_UINT8: LOAD_ROWS(unsigned char)
+        case TYPE_INT8: LOAD_ROWS(signed char)
+        case TYPE_UINT16: LOAD_ROWS(unsigned short)
+        case TYPE_INT16: LOAD_ROWS(short)
+        default: { _Pragma("unroll") for (int j = 0; j < ROWS_AT_ONCE; ++j) v[j] = load_typed(x, places[j], type); }
+      }
+#pragma unroll
+      for (int j = 0; j < ROWS_AT_ONCE; ++j)
+        if (j < there) STORE(wide, to + j * line, SELECT_FILL(v[j], fills[j]));
+    }
+  }
+}
+
 // Places along an axis of wide: `count` of them, `step` apart.
 typedef struct Run {
   int first, step, count;
@@ -241,66 +326,161 @@ WITHIN_KERNEL Run family(int t, int valid, int shift, int period, divider_t by_p
   for (int f_##place = 0; f_##place < RUNS; ++f_##place) \
     for (int c_##place = 0, place = (runs)[f_##place].first; c_##place < (runs)[f_##place].count; ++c_##place, place += (runs)[f_##place].step)
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void border_fold(
+// Element `number` of what is written: its image (and channel), its channel of channels last, and its pixel.
+#define OUTSIDE(i, axis) ((i) < (int)arg.box_##axis ? (i) : (i) + (int)arg.inside_##axis)
+// With `rims`, the pixels outside of a box, image by image: slices, then rows of the other slices, then columns of the other rows.
+#define FIND_PIXEL \
+  index_t outer, channel;                                                                            \
+  int d, h, w;                                                                                       \
+  if (arg.rims) {                                                                                    \
+    const index_t pixel = DIVIDED(number, inner, arg.by_inner);                                      \
+    channel = number - pixel * inner;                                                                \
+    outer = DIVIDED(pixel, arg.rims, arg.by_rims);                                                   \
+    int rest = (int)(pixel - outer * (index_t)arg.rims);                                             \
+    const int width = (int)arg.w, height = (int)arg.h, rim_d = (int)arg.rim_d, rim_h = (int)arg.rim_h, rim_w = (int)arg.rim_w; \
+    const int in_slices = rim_d * height * width, of_slice = rim_h * width + (height - rim_h) * rim_w; \
+    if (rest < in_slices) {                                                                          \
+      const int line = divided(rest, arg.by_w), slice = divided(line, arg.by_h);                     \
+      w = rest - line * width;                                                                       \
+      h = line - slice * height;                                                                     \
+      d = OUTSIDE(slice, d);                                                                         \
+    } else {                                                                                         \
+      rest -= in_slices;                                                                             \
+      const int slice = divided(rest, arg.by_of_slice);                                              \
+      rest -= slice * of_slice;                                                                      \
+      d = (int)arg.box_d + slice;                                                                    \
+      if (rest < rim_h * width) {                                                                    \
+        const int line = divided(rest, arg.by_w);                                                    \
+        w = rest - line * width;                                                                     \
+        h = OUTSIDE(line, h);                                                                        \
+      } else {                                                                                       \
+        rest -= rim_h * width;                                                                       \
+        const int line = divided(rest, arg.by_rim_w), column = rest - line * rim_w;                  \
+        h = (int)arg.box_h + line;                                                                   \
+        w = OUTSIDE(column, w);                                                                      \
+      }                                                                                              \
+    }                                                                                                \
+  } else {                                                                                           \
+    const index_t row = DIVIDED(number, arg.line, arg.by_line), slice = DIVIDED(row, arg.h, arg.by_h); \
+    const index_t in_row = number - row * (index_t)arg.line, pixel = DIVIDED(in_row, inner, arg.by_inner); \
+    outer = DIVIDED(slice, arg.d, arg.by_d);                                                         \
+    channel = in_row - pixel * inner;                                                                \
+    w = (int)pixel;                                                                                  \
+    h = (int)(row - slice * (index_t)arg.h);                                                         \
+    d = (int)(slice - outer * (index_t)arg.d);                                                       \
+  }                                                                                                 
+
+#define PLANES 8     // images, or planes, of a thread
+#define SUMMANDS 16  // of a pixel, that are found before they are added
+
+KERNEL LAUNCH_BOUNDS(THREADS, 3) void border_fold(
     const GLOBAL_MEM data_t* RESTRICT wide, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* dx, const BorderArguments arg) {
   AFTER_LAST_LAUNCH
   const index_t number = (index_t)GID_0 * THREADS + LID_0, inner = (index_t)arg.inner;
   if (number >= (index_t)arg.size) return;
-  index_t outer, channel;
-  int d, h, w;
-  if (arg.rims) {  // the pixels outside of a box, image by image: slices, then rows of the other slices, then columns of the other rows
-    const index_t pixel = DIVIDED(number, inner, arg.by_inner);
-    channel = number - pixel * inner;
-    outer = DIVIDED(pixel, arg.rims, arg.by_rims);
-    int rest = (int)(pixel - outer * (index_t)arg.rims);
-    const int width = (int)arg.w, height = (int)arg.h, rim_d = (int)arg.rim_d, rim_h = (int)arg.rim_h, rim_w = (int)arg.rim_w;
-    const int in_slices = rim_d * height * width, of_slice = rim_h * width + (height - rim_h) * rim_w;
-#define OUTSIDE(i, axis) ((i) < (int)arg.box_##axis ? (i) : (i) + (int)arg.inside_##axis)
-    if (rest < in_slices) {
-      const int line = divided(rest, arg.by_w), slice = divided(line, arg.by_h);
-      w = rest - line * width;
-      h = line - slice * height;
-      d = OUTSIDE(slice, d);
-    } else {
-      rest -= in_slices;
-      const int slice = divided(rest, arg.by_of_slice);
-      rest -= slice * of_slice;
-      d = (int)arg.box_d + slice;
-      if (rest < rim_h * width) {
-        const int line = divided(rest, arg.by_w);
-        w = rest - line * width;
-        h = OUTSIDE(line, h);
-      } else {
-        rest -= rim_h * width;
-        const int line = divided(rest, arg.by_rim_w), column = rest - line * rim_w;
-        h = (int)arg.box_h + line;
-        w = OUTSIDE(column, w);
-      }
-    }
-  } else {
-    const index_t row = DIVIDED(number, arg.line, arg.by_line), slice = DIVIDED(row, arg.h, arg.by_h);
-    const index_t in_row = number - row * (index_t)arg.line, pixel = DIVIDED(in_row, inner, arg.by_inner);
-    outer = DIVIDED(slice, arg.d, arg.by_d);
-    channel = in_row - pixel * inner;
-    w = (int)pixel;
-    h = (int)(row - slice * (index_t)arg.h);
-    d = (int)(slice - outer * (index_t)arg.d);
-  }
-  const index_t at = (((outer * (index_t)arg.d + d) * (index_t)arg.h + h) * (index_t)arg.w + w) * inner + channel;
+  FIND_PIXEL
   Run of_d[RUNS], of_h[RUNS], of_w[RUNS];
   int count = 1;
   FIND_PLACES(of_d, count, d, d)
   FIND_PLACES(of_h, count, h, h)
   FIND_PLACES(of_w, count, w, w)
-#define WIDE_AT(i, j, k) LOAD(wide, (((outer * (index_t)arg.wide_d + (i)) * (index_t)arg.wide_h + (j)) * (index_t)arg.wide_w + (k)) * inner + channel)
-  acc_t sum = 0;
-  if (count == 1) {
-    sum = WIDE_AT(d + (int)arg.before_d, h + (int)arg.before_h, w + (int)arg.before_w);
-  } else {
-    EACH_PLACE(i, of_d) EACH_PLACE(j, of_h) EACH_PLACE(k, of_w) sum += WIDE_AT(i, j, k);
+  if (arg.rims && count == 1) return;  // it has been copied
+  const index_t first = outer * PLANES, plane = (index_t)arg.d * (index_t)arg.h * (index_t)arg.w * inner;
+  const index_t wide_plane = (index_t)arg.wide_d * (index_t)arg.wide_h * (index_t)arg.wide_w * inner;
+  const index_t at = ((d * (index_t)arg.h + h) * (index_t)arg.w + w) * inner + channel;
+  const int some = (index_t)arg.planes - first < PLANES ? (int)((index_t)arg.planes - first) : PLANES;
+  acc_t sum[PLANES];
+#pragma unroll
+  for (int i = 0; i < PLANES; ++i) sum[i] = 0;
+  for (int done = 0; done < count; done += SUMMANDS) {  // nearly always once
+    index_t summands[SUMMANDS];
+    int found = 0, all = 0;
+    EACH_PLACE(i, of_d) EACH_PLACE(j, of_h) EACH_PLACE(k, of_w) {
+      if (all >= done && found < SUMMANDS) summands[found++] = ((i * (index_t)arg.wide_h + j) * (index_t)arg.wide_w + k) * inner + channel;
+      ++all;
+    }
+    for (int j = 0; j < found; ++j)
+#pragma unroll
+      for (int i = 0; i < PLANES; ++i)
+        if (i < some) sum[i] += LOAD(wide, (first + i) * wide_plane + summands[j]);
   }
-  if (arg.has_residual) sum += LOAD(residual, at);
-  STORE(dx, at, sum);
+#pragma unroll
+  for (int i = 0; i < PLANES; ++i)
+    if (i < some) {
+      const index_t to = (first + i) * plane + at;
+      if (arg.has_residual) sum[i] += LOAD(residual, to);
+      STORE(dx, to, sum[i]);
+    }
+}
+
+// The taps along an axis by which place `place` of wide may meet a pixel of dy: from `least` to `most`; and that pixel of tap `tap`, -1 if there is none.
+#define OF_PLACE(place, axis) ((place) - (int)arg.before_##axis + (int)arg.pad_##axis)
+#define LEAST_TAP(at, axis, size) ((at) < (int)(size) * (int)arg.stride_##axis ? 0 : divided((at) - (int)(size) * (int)arg.stride_##axis, arg.by_dil_##axis))
+#define MOST_TAP(at, axis, taps) ((at) < ((int)(taps) - 1) * (int)arg.dil_##axis ? divided(at, arg.by_dil_##axis) : (int)(taps) - 1)
+WITHIN_KERNEL int met(int from, int stride, divider_t by_stride, int size) {
+  const int number = divided(from, by_stride);
+  return number * stride == from && number < size ? number : -1;
+}
+KERNEL LAUNCH_BOUNDS(THREADS, 3) void border_gradient(
+    const GLOBAL_MEM data_t* RESTRICT dy, const GLOBAL_MEM data_t* RESTRICT filter, GLOBAL_MEM data_t* dx, const BorderArguments arg) {
+  AFTER_LAST_LAUNCH
+  const index_t number = (index_t)GID_0 * THREADS + LID_0, inner = (index_t)arg.inner;
+  if (number >= (index_t)arg.size) return;
+  FIND_PIXEL
+  Run of_d[RUNS], of_h[RUNS], of_w[RUNS];
+  int count = 1;
+  FIND_PLACES(of_d, count, d, d)
+  FIND_PLACES(of_h, count, h, h)
+  FIND_PLACES(of_w, count, w, w)
+  if (count == 1) return;
+  const int r_end = (int)arg.r, s_end = (int)arg.s, taps = (int)arg.t * r_end * s_end, multiplier = (int)arg.multiplier;
+  const index_t first = outer * PLANES, plane = (index_t)arg.d * (index_t)arg.h * (index_t)arg.w * inner;
+  const index_t at = ((d * (index_t)arg.h + h) * (index_t)arg.w + w) * inner + channel;
+  const int some = (index_t)arg.planes - first < PLANES ? (int)((index_t)arg.planes - first) : PLANES;
+  acc_t sum[PLANES];
+#pragma unroll
+  for (int i = 0; i < PLANES; ++i) sum[i] = 0;
+  int all = 1;
+  for (int done = 0; done < all; done += SUMMANDS) {  // nearly always once
+    index_t summands[SUMMANDS];
+    int tap_of[SUMMANDS], found = 0;
+    all = 0;
+    EACH_PLACE(along_d, of_d) EACH_PLACE(along_h, of_h) EACH_PLACE(along_w, of_w) {
+      if (f_along_d == 0 && f_along_h == 0 && f_along_w == 0) continue;  // its own: the layer's kernel has been there
+      const int at_d = OF_PLACE(along_d, d), at_h = OF_PLACE(along_h, h), at_w = OF_PLACE(along_w, w);
+      const int last_t = MOST_TAP(at_d, d, arg.t), last_r = MOST_TAP(at_h, h, r_end), last_s = MOST_TAP(at_w, w, s_end);
+      for (int t = LEAST_TAP(at_d, d, arg.o); t <= last_t; ++t) {
+        const int o = met(at_d - t * (int)arg.dil_d, (int)arg.stride_d, arg.by_stride_d, (int)arg.o);
+        for (int r = LEAST_TAP(at_h, h, arg.p); r <= last_r; ++r) {
+          const int p_ = met(at_h - r * (int)arg.dil_h, (int)arg.stride_h, arg.by_stride_h, (int)arg.p);
+          for (int s = LEAST_TAP(at_w, w, arg.q); s <= last_s; ++s) {
+            const int q_ = met(at_w - s * (int)arg.dil_w, (int)arg.stride_w, arg.by_stride_w, (int)arg.q);
+            if ((o | p_ | q_) < 0) continue;
+            if (all >= done && found < SUMMANDS) {
+              summands[found] = ((o * (index_t)arg.p + p_) * (index_t)arg.q + q_) * (index_t)arg.y_pixel;
+              tap_of[found++] = (t * r_end + r) * s_end + s;
+            }
+            ++all;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < PLANES; ++i)
+      if (i < some) {
+        const index_t image = inner == 1 ? DIVIDED(first + i, arg.channels, arg.by_channels) : first + i;
+        const int c = inner == 1 ? (int)(first + i - image * (index_t)arg.channels) : (int)channel;
+        for (int k = c * multiplier; k < (c + 1) * multiplier; ++k)
+          for (int j = 0; j < found; ++j)
+            sum[i] += LOAD(dy, image * (index_t)arg.y_image + k * (index_t)arg.y_channel + summands[j]) * LOAD(filter, k * (index_t)taps + tap_of[j]);
+      }
+  }
+#pragma unroll
+  for (int i = 0; i < PLANES; ++i)
+    if (i < some) {
+      const index_t to = (first + i) * plane + at;
+      STORE(dx, to, LOAD(dx, to) + sum[i]);
+    }
 }
 
 // Of a rounded number, what a type holds; least for NaN. `end` is the first whole number beyond.

@@ -31,6 +31,8 @@
 //                its scale and flag, and pack a slice of its tiles again if the guess failed.
 // Clusters  replace these last blocks for images of up to CLUSTER tiles. `each` neighbours in a cluster, a power of two, take one tile of an image each.
 //          They exchange their extremes, so that each knows those of the image. The first writes scale and flag, and all pack again if they must.
+// Border   BORDERED texts write images with a border of their own pixels: what is read of a pixel goes to all places that show it. The pixels of a box
+//          are shown at their own place alone.
 // Sampled  SAMPLE_SCALE is for gradients, whose magnitude cannot be guessed. Each block of an image looks at the same 256 elements, spread evenly,
 //          and takes the power of two that brings the largest of them to [2^11, 2^12).
 //
@@ -54,12 +56,16 @@
 #define FOLDED 0     // taps are folded
 #define CLUSTER 0    // 8: blocks of a cluster settle the scale of their image; 0: the launch's last blocks do
 #endif
+#ifndef BORDERED
+#define BORDERED 0   // the packed image has a border
+#endif
 #if CLUSTER
 #include "hopper/cluster.cuh"
 #else
 #include "core/packed_tiles.cuh"
 #endif
 #include "core/limbs.cuh"
+#include "core/near_border.cuh"
 
 #define TRANSPOSED (!NHWC || (FOLDED && !EIGHTS))  // a tile passes through shared memory
 
@@ -103,6 +109,10 @@ struct PackArguments {
   long long shift;                                        // rows of fold_r before the filter's first one
   long long packed_r, by_packed_r, filter_r, filter_s;    // taps of the packed filter along r; of w, along r and s
   long long tickets;                                      // tickets that are set to zero
+  long long wide_d, wide_h, wide_w;                       // with BORDERED: size of the packed image with its border,
+  long long before_d, before_h, before_w, after_d, after_h, after_w;  // the places of that before and behind the image,
+  long long side_d, side_h, side_w, last_side_d, last_side_h, last_side_w;  // what they show (near_border.cuh),
+  long long box_d, box_h, box_w, inside_d, inside_h, inside_w;        // the first pixel of the box, and its size
 };
 
 // Room to transpose a tile of an image, or the fitting channels of a filter's row, whichever a block packs.
@@ -287,15 +297,46 @@ __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restric
 #else
   constexpr bool real = true;
   x += image * shape.x_image;
-  const long long limb_size = shape.images * pixels * (long long)chunks;
-  packed += image * pixels * (long long)chunks;
+  const int places = BORDERED ? (int)(shape.wide_d * shape.wide_h * shape.wide_w) : pixels;  // of a packed image
+  const long long limb_size = shape.images * places * (long long)chunks;
+  packed += image * places * (long long)chunks;
   auto met = [&](int pixel) {
-    if (FOLDED || shape.step_w == 1) return true;
+    if (FOLDED || BORDERED || shape.step_w == 1) return true;
     const int column = Divided(pixel, shape.packed_w, shape.by_packed_w).rest + (int)shape.first_w;
     return ((int)shape.met_w >> Divided(column, shape.step_w, shape.by_step_w).rest & 1) != 0;
   };
   auto wanted = [&](int pixel, int chunk) { return pixel < pixels && chunk < chunks && met(pixel); };
-  auto store = [&](int pixel, int chunk, int limb, uint4 value) { packed[limb * limb_size + (long long)pixel * chunks + chunk] = value; };
+  auto store = [&](int place, int chunk, int limb, uint4 value) { packed[limb * limb_size + (long long)place * chunks + chunk] = value; };
+#endif
+#if BORDERED
+  // stores the limbs of a chunk of a pixel, which `of` gives, wherever the pixel is shown
+  auto store_limbs = [&](int pixel, int chunk, const auto& of) {
+    const Divided column(pixel, shape.packed_w, shape.by_packed_w), row(column.quotient, shape.packed_h, shape.by_packed_h);
+    const int w = column.rest, h = row.rest, d = row.quotient, wide_h = (int)shape.wide_h, wide_w = (int)shape.wide_w;
+    auto store_at = [&](int place) {
+#pragma unroll
+      for (int limb = 0; limb < LIMBS; ++limb) store(place, chunk, limb, of(limb));
+    };
+    if ((unsigned)(w - (int)shape.box_w) < (unsigned)shape.inside_w && (unsigned)(h - (int)shape.box_h) < (unsigned)shape.inside_h &&
+        (unsigned)(d - (int)shape.box_d) < (unsigned)shape.inside_d) {
+      store_at(((d + (int)shape.before_d) * wide_h + h + (int)shape.before_h) * wide_w + w + (int)shape.before_w);
+      return;
+    }
+    const Shown of_d(d, (int)shape.d, (int)shape.before_d, (int)shape.after_d, shape.side_d, shape.last_side_d);
+    const Shown of_h(h, (int)shape.h, (int)shape.before_h, (int)shape.after_h, shape.side_h, shape.last_side_h);
+    const Shown of_w(w, (int)shape.w, (int)shape.before_w, (int)shape.after_w, shape.side_w, shape.last_side_w);
+#pragma unroll 1
+    for (int a = 0; a < of_d.count; ++a)
+#pragma unroll 1
+      for (int b = 0; b < of_h.count; ++b)
+#pragma unroll 1
+        for (int c = 0; c < of_w.count; ++c) store_at((of_d[a] * wide_h + of_h[b]) * wide_w + of_w[c]);
+  };
+#else
+  auto store_limbs = [&](int pixel, int chunk, const auto& of) {
+#pragma unroll
+    for (int limb = 0; limb < LIMBS; ++limb) store(pixel, chunk, limb, of(limb));
+  };
 #endif
   // A thread's items in the tile. Channels last: neighbouring threads take neighbouring chunks, so that they read and write
   // neighbouring bytes. Else they take neighbouring pixels, which are neighbours in x.
@@ -337,14 +378,12 @@ __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restric
 #pragma unroll
       for (int e = 0; e < 8; e += 2) limbs[0][e / 2] = pair_of(v[i][e], v[i][e + 1], j);
 #endif
-#pragma unroll
-      for (int limb = 0; limb < LIMBS; ++limb) {
 #if !TRANSPOSED
-        if (wanted(pixel0 + inside, chunk_of(at))) store(pixel0 + inside, chunk_of(at), limb, piece_of(limbs[limb]));
+      if (wanted(pixel0 + inside, chunk_of(at))) store_limbs(pixel0 + inside, chunk_of(at), [&](int limb) { return piece_of(limbs[limb]); });
 #else
-        transposed[limb][transposed_place(inside + j, at)] = piece_of(limbs[limb]);
+#pragma unroll
+      for (int limb = 0; limb < LIMBS; ++limb) transposed[limb][transposed_place(inside + j, at)] = piece_of(limbs[limb]);
 #endif
-      }
     }
   }
 #if TRANSPOSED
@@ -352,10 +391,8 @@ __device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restric
 #pragma unroll
   for (int i = threadIdx.x; i < PIECES; i += THREADS) {
     const int inside = i >> bits, at = i & mask;
-    if (wanted(pixel0 + inside, chunk_of(at))) {
-#pragma unroll
-      for (int limb = 0; limb < LIMBS; ++limb) store(pixel0 + inside, chunk_of(at), limb, transposed[limb][transposed_place(inside, at)]);
-    }
+    if (wanted(pixel0 + inside, chunk_of(at)))
+      store_limbs(pixel0 + inside, chunk_of(at), [&](int limb) { return transposed[limb][transposed_place(inside, at)]; });
   }
 #endif
   return found;

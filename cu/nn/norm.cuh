@@ -3,6 +3,8 @@
 //   mean = sum x / M,  rstd = 1 / sqrt(sum (x - mean)^2 / M + eps)   over the M numbers of a group of an image; an RMS norm takes 0 for the mean
 //   out  = activation((x - mean) * rstd * gamma + beta)
 //
+// With the channels last x may stand for x + added[image][channel], which changes means alone: no number is added.
+//
 // Sums are float32 and in the same order every time. Those of an image and group depend on nothing else, so a batch's size changes no bit of them.
 // A thread sums deviations from its own first number, which is one of those summed. So n (first - mean)^2 is at most n times their squared deviations,
 // and of a mean of a thousand standard deviations a few bits go, not all of them. What threads have is combined by means and squared deviations: Chan,
@@ -74,6 +76,12 @@ DEVICE void parameters_of(float (&v)[VEC], const Parameter& p, int channel, floa
 #pragma unroll
     for (int i = 0; i < VEC; ++i) v[i] = p.at(channel + i, missing);
   }
+}
+
+// what is added to the channels of an image, or zeros
+DEVICE void summands_of(float (&v)[VEC], const data_t* added, long long channel) {
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) v[i] = added ? to_float(added[channel + i]) : 0;
 }
 
 // The activation is the same for all threads; its branch is taken once for VEC numbers.

@@ -7,13 +7,13 @@
 //   norm_planes_sums   parts[image][slice][sum g, sum g * xhat][channel], of arrays with the channels last
 //   norm_image_sums    the same of NCHW arrays
 //   norm_fold          sums[image][2][channel] of the slices, and S / M and T / M of each group
-//   norm_planes_dx     dx, with the channels last
+//   norm_planes_dx     dx, with the channels last. Its first blocks compute dgamma and dbeta
 //   norm_image_dx      the same of NCHW arrays
 //   norm_layer_dx      dx of a layer or RMS norm in one launch, and parts[block][2][channel]
-//   norm_parameters    dgamma and dbeta: the sums of images, or the parts of blocks, in their order
+//   norm_parameters    dgamma and dbeta from those parts
 //
 // Mapping  planes: as norm_planes.cu. image: block -> (image, channel, slice of the plane). layer: `width` threads, a power of two -> a row, and every block
-//          takes rows in turn. fold: block -> (image, group), warp -> channels of it. parameters: thread -> a channel.
+//          takes rows in turn. fold: block -> (image, group), warp -> channels of it. parameters: four threads -> a channel.
 // Memory   registers: UNROLL items of x and dout under way; layer: ITEMS items of both, and the sums of their channels. shared: what warps add.
 // Sums     float32, of blocks' parts as well, always in the same order.
 //
@@ -57,6 +57,29 @@ struct Channels {
     through_activation(activation, g, v);
   }
 };
+
+// gamma's and beta's gradients of the channels of a block, from `images` sets of [2][channels], added in their order: each channel has four threads that
+// take sets in turn. They are float where gamma and beta are.
+DEVICE void parameters(const float* sums, void* dgamma, void* dbeta, const NormShape& shape, int block) {
+  const int lane = threadIdx.x % 32, channels = (int)shape.channels, channel = (block * WARPS + threadIdx.x / 32) * 8 + lane % 8;
+  float2 all = make_float2(0, 0);
+  if (channel < channels)
+    for (long long set = lane / 8; set < shape.images; set += 4) {
+      all.x += sums[set * 2 * channels + channel];
+      all.y += sums[(set * 2 + 1) * channels + channel];
+    }
+  for (int mask = 16; mask >= 8; mask /= 2) {
+    all.x += __shfl_xor_sync(~0u, all.x, mask);
+    all.y += __shfl_xor_sync(~0u, all.y, mask);
+  }
+  if (channel >= channels || lane >= 8) return;
+  auto write = [&](void* to, bool wide, float v) {
+    if (to && wide) ((float*)to)[channel] = v;
+    if (to && !wide) ((data_t*)to)[channel] = from_float<data_t>(v);
+  };
+  write(dgamma, shape.wide & 1, all.y);
+  write(dbeta, shape.wide & 2, all.x);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     norm_planes_sums(const data_t* __restrict__ x, const data_t* __restrict__ dout, const float2* __restrict__ stats, const void* __restrict__ gamma,
@@ -111,10 +134,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 512 / THREADS)
     norm_planes_dx(const data_t* __restrict__ x, const data_t* __restrict__ dout, const float2* __restrict__ stats, const float2* __restrict__ folded,
-                   const void* __restrict__ gamma, const void* __restrict__ beta, data_t* __restrict__ dx, const __grid_constant__ NormShape shape) {
+                   const void* __restrict__ gamma, const void* __restrict__ beta, const float* __restrict__ sums,
+                   data_t* __restrict__ dx, void* __restrict__ dgamma, void* __restrict__ dbeta, const __grid_constant__ NormShape shape,
+                   const long long first) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
-  const Stand at(shape, gridDim.x - 1 - blockIdx.x);
+  if (blockIdx.x < first) {
+    parameters(sums, dgamma, dbeta, shape, blockIdx.x);
+    return;
+  }
+  const Stand at(shape, gridDim.x - 1 - blockIdx.x);  // from the end
   const int channels = (int)shape.channels;
   const Channels by(at, shape, stats, gamma, beta);
   float s[VEC], t[VEC];
@@ -209,9 +238,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     norm_image_dx(const data_t* __restrict__ x, const data_t* __restrict__ dout, const float2* __restrict__ stats, const float2* __restrict__ folded,
-                  const void* __restrict__ gamma, const void* __restrict__ beta, data_t* __restrict__ dx, const __grid_constant__ NormShape shape) {
+                  const void* __restrict__ gamma, const void* __restrict__ beta, const float* __restrict__ sums,
+                   data_t* __restrict__ dx, void* __restrict__ dgamma, void* __restrict__ dbeta, const __grid_constant__ NormShape shape,
+                   const long long first) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
+  if (blockIdx.x < first) {
+    parameters(sums, dgamma, dbeta, shape, blockIdx.x);
+    return;
+  }
   const PlaneSlice at(shape, gridDim.x - 1 - blockIdx.x, stats, gamma, beta);
   const long long base = at.base(shape);
   const float2 own = folded[at.group];
@@ -259,26 +294,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   folded[blockIdx.x] = make_float2(shape.rms ? 0 : all.x / n, all.y / n);
 }
 
-// `images` sets of [2][channels]; with bit 4 of `wide` gamma's gradient is float, with bit 8 beta's
 extern "C" __global__ void __launch_bounds__(THREADS)
     norm_parameters(const float* __restrict__ sums, void* __restrict__ dgamma, void* __restrict__ dbeta, const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
-  // eight neighbouring channels a warp, and four threads for each, which take sets in turn
-  const int lane = threadIdx.x % 32, channels = (int)shape.channels, channel = (blockIdx.x * WARPS + threadIdx.x / 32) * 8 + lane % 8;
-  float2 all = make_float2(0, 0);
-  if (channel < channels)
-    for (long long set = lane / 8; set < shape.images; set += 4) {
-      all.x += sums[set * 2 * channels + channel];
-      all.y += sums[(set * 2 + 1) * channels + channel];
-    }
-  for (int mask = 16; mask >= 8; mask /= 2) {
-    all.x += __shfl_xor_sync(~0u, all.x, mask);
-    all.y += __shfl_xor_sync(~0u, all.y, mask);
-  }
-  if (channel >= channels || lane >= 8) return;
-  if (dgamma) shape.wide & 1 ? (void)(((float*)dgamma)[channel] = all.y) : (void)(((data_t*)dgamma)[channel] = from_float<data_t>(all.y));
-  if (dbeta) shape.wide & 2 ? (void)(((float*)dbeta)[channel] = all.x) : (void)(((data_t*)dbeta)[channel] = from_float<data_t>(all.x));
+  parameters(sums, dgamma, dbeta, shape, blockIdx.x);
 }
 
 // ---- rows, whose numbers are channels

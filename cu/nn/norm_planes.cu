@@ -18,7 +18,7 @@
 constexpr int UNROLL = VEC * sizeof(data_t) < 16 ? 8 : 4, WARPS = THREADS / 32;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
-    norm_planes_moments(const data_t* __restrict__ x, float* __restrict__ parts, const __grid_constant__ NormShape shape) {
+    norm_planes_moments(const data_t* __restrict__ x, const data_t* __restrict__ added, float* __restrict__ parts, const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const Stand at(shape, blockIdx.x);
@@ -31,14 +31,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     near[i] = shape.rms ? 0 : to_float(x[at.image * shape.pixels * channels + divided(channel, shape.by_each) * (int)shape.each]);
   }
   float first[VEC] = {}, all[VEC] = {}, squares[VEC] = {};
-  int pixel = at.start + at.lane;
-  if (pixel < at.end) floats_of(first, load(from + (long long)pixel * channels));
-  int count = 0;
+  int pixel = at.start + at.lane, count = 0;
   const int step = at.down * UNROLL;
   for (; pixel + step - at.down < at.end; pixel += step, count += UNROLL) {
     raw_t raw[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) raw[u] = load(from + (long long)(pixel + u * at.down) * channels);
+    if (count == 0) floats_of(first, raw[0]);
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
       float v[VEC];
@@ -56,6 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     floats_of(v, load(from + (long long)pixel * channels));
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
+      if (count == 0) first[i] = v[i];
       const float off = v[i] - first[i];
       all[i] += off;
       squares[i] = fmaf(off, off, squares[i]);
@@ -76,31 +76,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     if (own >= (int)shape.across || channel >= channels) continue;
     Moments m = noted[0][i][own];
     for (int w = 1; w < WARPS; ++w) m.add(noted[w][i][own]);
-    to[channel] = m.mean;
+    to[channel] = m.mean + (added ? to_float(added[(long long)at.image * channels + channel]) : 0);
     to[channels + channel] = m.squares;
   }
 }
 
-// `per` numbers in a part, `pixels - (slices - 1) * per` in the last of an image
-extern "C" __global__ void __launch_bounds__(128)
-    norm_finish(const data_t* __restrict__ x, const float* __restrict__ parts, float2* __restrict__ stats, const __grid_constant__ NormShape shape) {
+// A block has as many threads as there are parts to combine. `per` numbers are in a part, `pixels - (slices - 1) * per` in the last of an image.
+// `noted`: the parts are a convolution's (pixel_store.cuh), whose means are relative to nothing.
+extern "C" __global__ void __launch_bounds__(1024)
+    norm_finish(const data_t* __restrict__ x, const float* __restrict__ parts, float2* __restrict__ stats,
+                const data_t* __restrict__ added, const __grid_constant__ NormShape shape, const long long noted) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const Divided of_image(blockIdx.x, shape.groups, shape.by_groups);
-  const int each = (int)shape.each, channels = (int)shape.channels, slices = (int)shape.slices, per = (int)shape.per;
+  const int each = (int)shape.each, channels = (int)shape.channels, slices = (int)shape.slices, per = (int)shape.per, threads = blockDim.x;
   const int last = (int)shape.pixels - (slices - 1) * per;
-  const float* const from = parts + (long long)of_image.quotient * slices * 2 * channels + of_image.rest * each;
-  const float near = shape.rms ? 0 : to_float(x[of_image.quotient * shape.pixels * channels + of_image.rest * each]);
+  const long long first = of_image.rest * each;
+  const float* const from = parts + (long long)of_image.quotient * slices * 2 * channels + first;
+  const float near = shape.rms ? 0 : noted ? from[0] : to_float(x[of_image.quotient * shape.pixels * channels + first]);
   double sum = 0, square = 0;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < slices * each; i += 128) {
+  for (int i = threadIdx.x; i < slices * each; i += threads) {
     const Divided of_slice(i, each, shape.by_each);
     const float* const part = from + (long long)of_slice.quotient * 2 * channels + of_slice.rest;
-    const double count = of_slice.quotient == slices - 1 ? last : per, off = part[0];
+    const float more = noted && added ? to_float(added[(long long)of_image.quotient * channels + first + of_slice.rest]) : 0;
+    const double count = of_slice.quotient == slices - 1 ? last : per, off = (noted ? part[0] - near : part[0]) + more;
     sum += count * off;
     square += part[channels] + count * off * off;
   }
-  __shared__ double sums[4], squares[4];
+  __shared__ double sums[32], squares[32];
   for (int mask = 16; mask; mask /= 2) {
     sum += __shfl_xor_sync(~0u, sum, mask);
     square += __shfl_xor_sync(~0u, square, mask);
@@ -108,37 +112,41 @@ extern "C" __global__ void __launch_bounds__(128)
   if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum, squares[threadIdx.x / 32] = square;
   __syncthreads();
   if (threadIdx.x) return;
-  sum = sums[0] + sums[1] + sums[2] + sums[3];
-  square = squares[0] + squares[1] + squares[2] + squares[3];
+  for (int w = 1; w < threads / 32; ++w) sum += sums[w], square += squares[w];
   const double n = (double)shape.pixels * each, left = shape.rms ? square : square - sum * (sum / n);
   stats[blockIdx.x] = make_float2(shape.rms ? 0 : (float)(near + sum / n), rstd_of((float)(left < 0 ? 0 : left), (float)n, shape));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
     norm_planes_apply(const data_t* __restrict__ x, const float2* __restrict__ stats, const void* __restrict__ gamma, const void* __restrict__ beta,
-                      data_t* __restrict__ out, const __grid_constant__ NormShape shape) {
+                      const data_t* __restrict__ added, data_t* __restrict__ out, const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const Stand at(shape, gridDim.x - 1 - blockIdx.x);
-  const int channels = (int)shape.channels;
-  float mean[VEC], a[VEC], b[VEC];
-  const int first = at.inside ? at.column * VEC : 0;
-  parameters_of(a, gamma_of(gamma, shape), first, 1);
-  parameters_of(b, beta_of(beta, shape), first, 0);
-#pragma unroll
-  for (int i = 0; i < VEC; ++i) {
-    const float2 s = stats[at.image * (int)shape.groups + divided(first + i, shape.by_each)];
-    mean[i] = s.x;
-    a[i] *= s.y;
-  }
+  const int channels = (int)shape.channels, step = at.down * UNROLL;
   const long long offset = at.first_pixel(x, shape) - x;
   const data_t* const from = x + offset;
   data_t* const to = out + offset;
-  for (int pixel = at.start + at.lane; pixel < at.end; pixel += at.down * UNROLL) {
-    raw_t raw[UNROLL];
+  int pixel = at.start + at.lane;
+  raw_t raw[UNROLL];
+  auto fetch = [&]() {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
       if (pixel + u * at.down < at.end) raw[u] = load(from + (long long)(pixel + u * at.down) * channels);
+  };
+  fetch();  // on its way while the parameters are
+  float mean[VEC], a[VEC], b[VEC], more[VEC];
+  const int first = at.inside ? at.column * VEC : 0;
+  parameters_of(a, gamma_of(gamma, shape), first, 1);
+  parameters_of(b, beta_of(beta, shape), first, 0);
+  summands_of(more, added, (long long)at.image * channels + first);
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) {
+    const float2 s = stats[at.image * (int)shape.groups + divided(first + i, shape.by_each)];
+    mean[i] = s.x - more[i];
+    a[i] *= s.y;
+  }
+  while (pixel < at.end) {
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
       if (pixel + u * at.down < at.end) {
@@ -149,5 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
         activate((int)shape.activation, v);
         store(to + (long long)(pixel + u * at.down) * channels, v);
       }
+    pixel += step;
+    fetch();
   }
 }

@@ -31,8 +31,8 @@ DEVICE float2 add_group(float2 v, float2 (&room)[WARPS][32], int own, int width,
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
-    norm_small(const data_t* __restrict__ x, const void* __restrict__ gamma, const void* __restrict__ beta, data_t* __restrict__ out,
-               float2* __restrict__ stats, const __grid_constant__ NormShape shape) {
+    norm_small(const data_t* __restrict__ x, const void* __restrict__ gamma, const void* __restrict__ beta, const data_t* __restrict__ added,
+               data_t* __restrict__ out, float2* __restrict__ stats, const __grid_constant__ NormShape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) raw_t kept[];  // [items][THREADS]
@@ -51,6 +51,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
   const data_t* const from = x + offset;
   // the group's first number of the image, which all blocks of the cluster know: what is added is relative to it
   const float known = shape.rms ? 0 : to_float(x[at.image * shape.pixels * channels + group * (int)shape.each]);
+  float base[VEC];  // what is subtracted from a number of the array
+  summands_of(base, added, (long long)at.image * channels + (at.inside ? at.column * VEC : 0));
+#pragma unroll
+  for (int i = 0; i < VEC; ++i) base[i] = known - base[i];
   float sum = 0;
   raw_t* to_keep = kept + threadIdx.x;
 #pragma unroll 1
@@ -65,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
         float v[VEC];
         floats_of(v, raw[u]);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) sum += v[i] - known;
+        for (int i = 0; i < VEC; ++i) sum += v[i] - base[i];
         to_keep[u * THREADS] = raw[u];
       }
   }
@@ -83,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
     floats_of(v, *of_kept);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
-      const float rest = v[i] - known - near;
+      const float rest = v[i] - base[i] - near;
       off.x += rest;
       off.y = fmaf(rest, rest, off.y);
     }
@@ -108,7 +112,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
   const float mean = known + m.mean, rstd = rstd_of(m.squares, m.n, shape);
   if (stats && at.inside && at.lane == 0 && rank == 0 && at.own == first) stats[at.image * (int)shape.groups + group] = make_float2(mean, rstd);
 #pragma unroll
-  for (int i = 0; i < VEC; ++i) a[i] *= rstd;
+  for (int i = 0; i < VEC; ++i) {
+    a[i] *= rstd;
+    base[i] += m.mean;
+  }
   of_kept = kept + threadIdx.x;
   data_t* to = out + offset + (long long)start * channels;
 #pragma unroll 1
@@ -116,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
     float v[VEC];
     floats_of(v, *of_kept);
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) v[i] = fmaf(v[i] - mean, a[i], b[i]);
+    for (int i = 0; i < VEC; ++i) v[i] = fmaf(v[i] - base[i], a[i], b[i]);
     activate((int)shape.activation, v);
     store(to, v);
   }

@@ -48,11 +48,8 @@ struct Kernel {
     load_im2col<2>(stage, map_x, arrived, c, of.w, of.h, 0, of.image, s, r, 0);
     load_box(stage + X_BYTES, map_w, arrived, c, tap, of.filter);
   }
-  DEVICE void multiply(Sums& sums, uint32_t stage, bool fresh) const {
-    const uint64_t x = wgmma_descriptor<128>(stage + threadIdx.x / 128 * 64 * 128), w = wgmma_descriptor<128>(stage + X_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma<TYPE, 0, 0>(sums[0], x + 2 * k, w + 2 * k, !(fresh && k == 0));
+  DEVICE void multiply(Sums& sums, uint32_t stage, bool fresh) const {  // the loop of step 8
+    multiply_stage<TYPE, StageOperand<false>, StageOperand<false>>(sums, stage + threadIdx.x / 128 * 64 * 128, 0, stage + X_BYTES, fresh);
   }
   DEVICE void finish(const Sums& sums, const Tile& of) const {
     const int lane = threadIdx.x % 32;

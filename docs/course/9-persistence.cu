@@ -42,11 +42,8 @@ struct Kernel {
     load_box(stage, map_a, arrived, 64 * step, of.row, of.batch);
     load_box(stage + A_BYTES, map_b, arrived, 64 * step, of.column, of.batch);
   }
-  DEVICE void multiply(Sums& sums, uint32_t stage, bool fresh) const {
-    const uint64_t a = wgmma_descriptor<128>(stage + threadIdx.x / 128 * 64 * 128), b = wgmma_descriptor<128>(stage + A_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) wgmma<TYPE, 0, 0>(sums[0], a + 2 * k, b + 2 * k, !(fresh && k == 0));
+  DEVICE void multiply(Sums& sums, uint32_t stage, bool fresh) const {  // the loop of step 8
+    multiply_stage<TYPE, StageOperand<false>, StageOperand<false>>(sums, stage + threadIdx.x / 128 * 64 * 128, 0, stage + A_BYTES, fresh);
   }
   DEVICE void finish(const Sums& sums, const Tile& of) const {
     const int lane = threadIdx.x % 32;

@@ -11,7 +11,7 @@ from typing import Any
 
 from pycuda_conv.engines import former, peers  # noqa: F401 peers fills the registry; former knows the names of before
 from pycuda_conv.engines.base import Config, Gone, GoneError, config_again
-from pycuda_conv.engines.compose.bordered import alike
+from pycuda_conv.engines.compose.bordered import alike, copies
 from pycuda_conv.engines.registry import (
     BATCHES,
     alternatives,
@@ -36,9 +36,32 @@ from pycuda_conv.engines.registry import (
 from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
-    "BATCHES", "Config", "Gone", "GoneError", "Schedule", "alike", "alternatives", "candidates", "choose", "config_again",
-    "config_classes", "config_from_table", "engine_of", "fastest_first", "filter_key", "find", "order", "predicted", "predictions",
-    "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores", "with_moments",
+    "BATCHES",
+    "Config",
+    "Gone",
+    "GoneError",
+    "Schedule",
+    "alike",
+    "alternatives",
+    "candidates",
+    "choose",
+    "config_again",
+    "config_classes",
+    "config_from_table",
+    "copies",
+    "engine_of",
+    "fastest_first",
+    "filter_key",
+    "find",
+    "order",
+    "predicted",
+    "predictions",
+    "reads_c_order",
+    "refusal",
+    "same_bits",
+    "schedule",
+    "uses_tensor_cores",
+    "with_moments",
 ]  # fmt: skip
 
 

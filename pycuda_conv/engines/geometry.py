@@ -181,6 +181,53 @@ def border_numbers(problem: ConvProblem, axes: str = "dhw") -> dict[str, int]:
     return found | {"bordered": 0 if problem.border is None else 1 if near else 2}
 
 
+def goes_near(problem: ConvProblem) -> bool:
+    """Whether the image's border is one of :func:`border_words` that goes on no further than to the image's other end."""
+    return border_words(problem) is not None and border_numbers(problem)["bordered"] < 2
+
+
+MOST_NEAR = 2**27  # pixels of an axis whose places fit a near side's number
+
+
+def near_sides(problem: ConvProblem) -> dict[str, int] | None:
+    """What stands at each side of each axis, as arguments of kernels that include ``cu/core/near_border.cuh``.
+
+    None if a side is filled with a number, or goes on beyond the image's other end.
+    """
+    found = {}
+    paddings = zip(problem.padding_before, problem.padding_after, strict=True)
+    for axis, n, words, pads in zip("dhw", problem.input_size, problem.border or borders.NONE, paddings, strict=True):
+        for prefix, word, padding in zip(("side_", "last_side_"), words, pads, strict=True):
+            start, step, reach = borders.near(word, n, prefix == "last_side_")
+            if word == "constant" or (word != "zeros" and (padding > reach or n >= MOST_NEAR)):
+                return None
+            found[prefix + axis] = 3 if word == "zeros" or padding <= 0 else 4 * start + step + 1
+    return found
+
+
+def shown_once_along(n: int, words: tuple[str, str], before: int, after: int) -> tuple[int, int]:
+    """The first and the number of neighbouring pixels of an axis that its border shows nowhere."""
+    low, high = 0, n
+    for last, (word, padding) in enumerate(zip(words, (before, after), strict=True)):
+        if padding <= 0 or word in borders.FILLED:
+            continue
+        if padding > borders.near(word, n, False)[2]:
+            return n, 0
+        # the pixels that this side shows, counted from its edge; those of the other edge if it wraps
+        reach = {"replicate": 1, "symmetric": padding, "reflect": padding + 1, "circular": padding}[word]
+        if bool(last) == (word == "circular"):
+            low = max(low, reach)
+        else:
+            high = min(high, n - reach)
+    return (low, high - low) if high > low else (n, 0)
+
+
+def shown_once(problem: ConvProblem) -> list[tuple[int, int]]:
+    """The same for each axis of a problem's image and the part of its border that is copied."""
+    axes = zip(problem.input_size, problem.border or borders.NONE, *problem.border_sizes, strict=True)
+    return [shown_once_along(*axis) for axis in axes]
+
+
 # ---- dgrad as forward convolutions
 
 MOST_PHASES = 1024  # phases that engines may launch although few have taps: each launch takes about a microsecond

@@ -26,17 +26,18 @@ def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
     products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, BufferSlice, MomentsLayout], list[KernelLaunch]],
     moments: Moments | None = None, filter_last: bool = False, windows: bool = False, clusters: bool = False, recomputes: bool = False,
-    tickets: int = 0,
+    tickets: int = 0, source: ConvProblem | None = None,
 ) -> Schedule:
     """The launches of a problem: those of `products`, and around them those that pack, add the parts of a split sum, and recompute.
 
     With `filter_last` the filter's second axis is last, see :func:`packs_filter_last`. `windows`: see :func:`packing`. `clusters`: the GPU
     has clusters of blocks. With `recomputes` the product itself recomputes flagged results. With `tickets`, their number, it also adds
-    the parts of a split sum; the images have to be packed then. The last argument of `products` is the layout of `moments`.
+    the parts of a split sum; the images have to be packed then. With `source` its image is packed: see :func:`adds_border`. The last
+    argument of `products` is the layout of `moments`.
     """
     packed, addressings = packed_layout(problem, windows)
     scratch = Arena(WORKSPACE)
-    operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last, clusters, tickets)
+    operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last, clusters, tickets, source)
     target: BufferSlice = RESULT
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
@@ -49,7 +50,7 @@ def assemble(
         layout.redone_by(after[0])
     elif checked:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
-        after += [[step] for step in layout.guarded(problem, found, filter_last)]
+        after += [[step] for step in layout.guarded(source or problem, found, filter_last)]
     filter_bytes, moments = operands.filter_bytes, layout.moments
     return Schedule(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, checked, moments)
 

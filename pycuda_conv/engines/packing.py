@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pycuda_conv.engines.addressing import PackedLayout, filter_sizes, flagged, row_blocks, size3
+from pycuda_conv.engines.addressing import PackedLayout, filter_sizes, flagged, packed_layout, row_blocks, size3
 from pycuda_conv.engines.geometry import (
     Strides,
     arguments,
@@ -20,7 +20,9 @@ from pycuda_conv.engines.geometry import (
     divider,
     filter_last_strides,
     filter_strides,
+    near_sides,
     read_strides,
+    shown_once,
 )
 from pycuda_conv.engines.range_guard import slack
 from pycuda_conv.engines.schedule import INPUT, PACKED, WEIGHT, Arena
@@ -135,8 +137,24 @@ class PackedArray:
         return scales, flags, scratch.take(16 * self.images * self.tiles) if self.scale_blocks else NOWHERE
 
 
-def packed_array(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filter: bool) -> PackedArray:
-    """The images of `problem`, or with `as_filter` its filter packed as images are. With `gradient` float32's scale is sampled."""
+def adds_border(source: ConvProblem, problem: ConvProblem, windows: bool) -> bool:
+    """Whether packing the image of `source`, which has a border, can write the wider image of `problem`, its :attr:`ConvProblem.padded`.
+
+    `windows`: see :func:`packing`.
+    """
+    if source.border is None or source.input_dtype or source.direction == "dgrad" or near_sides(source) is None:
+        return False
+    packed, _ = packed_layout(problem, windows)
+    return problem == source.padded and not (packed.level or packed.as_is or packed.window)
+
+
+def packed_array(
+    problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filter: bool, source: ConvProblem | None = None
+) -> PackedArray:
+    """The images of `problem`, or with `as_filter` its filter packed as images are. With `gradient` float32's scale is sampled.
+
+    With `source` its image is read instead: see :func:`adds_border`.
+    """
     groups, count = problem.groups, limbs(problem)
     blocks, taps, channel_blocks = filter_sizes(problem, packed)
     read, written = problem.operand_channels // groups, problem.result_channels // groups
@@ -157,6 +175,9 @@ def packed_array(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_
     else:
         images = lines = problem.N
         group, size, packed_size, strides = packed.pixel, problem.operand_size, packed.stored, read_strides(problem)
+        if source is not None:
+            size = packed_size = source.operand_size
+            strides = read_strides(source)
     vector, tile = _tiles(problem, packed, size, math.prod(packed_size) + (as_filter and packed.load < 64), groups * group // 8)
     checked = flagged(problem, packed)
     eights = read % 8 == 0 and (problem.dtype == "float32" or not checked)  # windows of 16 bits are seldom checked, so they have one text
@@ -164,7 +185,7 @@ def packed_array(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "VECTOR": vector,
         "EIGHTS": int(eights), "RANGE_CHECK": int(checked),
         "SAMPLE_SCALE": int(gradient and problem.dtype == "float32"), "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
-        "CLUSTER": 0,
+        "CLUSTER": 0, **({} if source is None else {"BORDERED": 1}),
     }
     fitting, pieces = _fitting(problem, packed), packed.load // 8
     args = arguments(
@@ -173,7 +194,8 @@ def packed_array(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_
         slack=slack(problem), too_small=1 + problem.batch_invariant, each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image,
         x_group=strides.group,
         x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
-        **_columns(problem, not as_filter and not packed.level), folds=math.prod(packed.folded), fold_r=packed.folded[1],
+        **_columns(problem, not as_filter and not packed.level and source is None), **_border(source), folds=math.prod(packed.folded),
+        fold_r=packed.folded[1],
         fold_s=packed.folded[2], **by_axis("stride_", steps), **by_axis("pad_", pads), **by_axis("dilation_", dilations),
         rows_group=written,
         padded_group=64 * blocks, w_group=w_group, w_m=w_row, w_c=w_channel, w_tap=1, taps=taps, all_taps=all_taps,
@@ -194,6 +216,19 @@ def _columns(problem: ConvProblem, strided: bool) -> dict[str, int]:
     if len(met) == step:
         step, met = 1, {0}
     return {"step_w": step, "first_w": problem.padding_before[2] % step, "met_w": sum(1 << column for column in met)}
+
+
+def _border(source: ConvProblem | None) -> dict[str, int]:
+    """The border that is packed around the image of `source`."""
+    if source is None:
+        names = "wide_", "before_", "after_", "side_", "last_side_", "box_", "inside_"
+        return {name + axis: 0 for name in names for axis in "dhw"}
+    boxes = shown_once(source)
+    before, after = source.border_sizes
+    return {
+        **by_axis("wide_", source.padded.operand_size), **by_axis("before_", before), **by_axis("after_", after),
+        **(near_sides(source) or {}), **by_axis("box_", [first for first, _ in boxes]), **by_axis("inside_", [count for _, count in boxes]),
+    }
 
 
 def _in_planes(problem: ConvProblem, packed: PackedLayout) -> bool:
@@ -253,16 +288,20 @@ def packs_filter_last(problem: ConvProblem) -> bool:
 
 
 def pack_operands(
-    problem: ConvProblem, packed: PackedLayout, scratch: Arena, multiprocessors: int, filter_last: bool, clusters: bool, tickets: int
+    problem: ConvProblem, packed: PackedLayout, scratch: Arena, multiprocessors: int, filter_last: bool, clusters: bool, tickets: int,
+    source: ConvProblem | None = None,
 ) -> Operands:
-    """The launches that pack the operands, the images into `scratch`. `clusters`: the GPU has them. `tickets` words are set to zero."""
+    """The launches that pack the operands, the images into `scratch`. `clusters`: the GPU has them. `tickets` words are set to zero.
+
+    With `source` its image is packed with its border: see :func:`adds_border`.
+    """
     count, written = limbs(problem), problem.result_channels
     kept = Arena(PACKED)
     filter_rows = problem.groups * filter_sizes(problem, packed)[0] * 64
     w_limbs = kept.take(2 * count * filter_rows * row_blocks(problem, packed) * packed.load)
     w_scales, w_flags = kept.take(4 * written), kept.take(4 * written)
     x_limbs = x_scales = x_flags = NOWHERE
-    images = packed_array(problem, packed, problem.direction == "dgrad", False)
+    images = packed_array(problem, packed, problem.direction == "dgrad", False, source)
     if not packed.as_is:
         images = images.finalize_scales(clusters, multiprocessors)
         x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.stored) * problem.groups * packed.pixel)
@@ -335,7 +374,7 @@ def _shared_tiles(images: PackedArray) -> int:
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 124}
+MOST_VARIANTS = {"cuda": 160}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -349,6 +388,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
             "SAMPLE_SCALE": FLAG if code == FLOAT else (0,), "FILTER": FLAG, "FOLDED": FLAG, "CLUSTER": clusters,
         }  # fmt: skip
         yield VariantSet("pack", choices, _packs)
+        images = {"SAMPLE_SCALE": (0,), "FILTER": (0,), "FOLDED": (0,), "BORDERED": (1,)}
+        yield VariantSet("pack", choices | images | ({} if code == FLOAT else {"RANGE_CHECK": (0,), "CLUSTER": (0,)}), _packs)
 
 
 def _packs(d: Mapping[str, int]) -> bool:

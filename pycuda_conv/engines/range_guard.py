@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from pycuda_conv.engines.direct import gemm as direct_gemm
-from pycuda_conv.engines.geometry import Phase, filter_last_strides, filter_strides, phases, read_strides, row_major
+from pycuda_conv.engines.geometry import Phase, filter_last_strides, filter_strides, near_sides, phases, read_strides, row_major
 from pycuda_conv.engines.schedule import WORKSPACE, Arena, Moments
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import limbs
@@ -41,6 +41,7 @@ def guarded(
             step, defines={**step.defines, "RECOMPUTE": 1, "A_VEC": 1, "B_VEC": 1},  # one kernel for all sizes, since it seldom has work
             arguments=cast(Any, step.arguments)._replace(
                 n_blocks=step.grid, images=problem.N, followed=int(step is not last), with_moments=int(redone is not None),
+                **(near_sides(problem) or {}),
             ),
             grid=min(step.grid, multiprocessors),  # registers leave no room for a second block
             buffers=(*step.buffers, *found, redone or found[0]),  # without `redone` the last buffer is not written
@@ -72,7 +73,8 @@ def recompute_arguments(problem: ConvProblem, launched: Sequence[Phase], most: i
     taps = tuple(by_axis[i].every[i] * tap_strides[i] for i in range(3))
     stride, dilation = tuple(by_axis[i].stride[i] for i in range(3)), tuple(by_axis[i].dilation[i] for i in range(3))
     arrays = RecomputeArrays(
-        channels, *problem.operand_size, x.image, x.group, x.channel, x.pixel, w_group, w_m, w_c, *taps, *stride, *dilation
+        channels, *problem.operand_size, x.image, x.group, x.channel, x.pixel, w_group, w_m, w_c, *taps, *stride, *dilation,
+        **(near_sides(problem) or {}),
     )
     return *args, *args[-1:] * (most - len(args)), arrays
 

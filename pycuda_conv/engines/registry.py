@@ -266,6 +266,22 @@ def schedule(problem: ConvProblem, config: Config, device: Device, with_moments:
     return engine_of(config).schedule(problem.launched, config, device, with_moments)
 
 
+def adds_border(source: ConvProblem, config: Config) -> bool:
+    """Whether the launches of `config` for the :attr:`ConvProblem.padded` of `source` can read the image of `source` itself."""
+    says, problem = getattr(engine_of(config), "adds_border", None), source.padded
+    return says is not None and problem == problem.launched and bool(says(source, problem, config))
+
+
+def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
+    """These launches; see :func:`adds_border`."""
+    problem = source.padded
+    reason = refusal(problem, config, device)
+    if reason:
+        raise ValueError(f"{config} can't run {problem}: {reason}")
+    made: Schedule = engine_of(config).schedule_with_border(source, config, device)  # type: ignore[attr-defined]  # such engines have it
+    return made
+
+
 def with_moments(problem: ConvProblem, config: Config, device: Device) -> Config:
     """The configuration to take instead of `config`, the fastest, when the moments of the result are wanted as well.
 

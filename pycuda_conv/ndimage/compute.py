@@ -14,6 +14,7 @@ from pycuda_conv.engines.images.window import CODES
 from pycuda_conv.ndimage import launches
 from pycuda_conv.ndimage.launches import Bench, Dense, Join, Term, sums_of
 from pycuda_conv.ndimage.spaces import INTEGERS, PARTS, Space, as_array, space_of
+from pycuda_conv.numbers import complex_numbers
 from pycuda_conv.runtime import get_device, pycuda_device
 
 #: What float32 sums serve.
@@ -234,17 +235,17 @@ def _complex(work: _Work, x: Any, terms: Callable[[Any], Sequence[Term]], weight
         alone = work._replace(norm=False)
         each = [_complex(alone, x, partial(_only, term), (None,), value, want) for term in terms(weights[0])]
         return sum(one * one for one in each) ** 0.5
-    if not is_complex:
-        made = space.complex(of(x, weights[0], value), of(x, weights[1], value))
-    else:
+
+    def of_each(array: Any, filters: Sequence[Any], outside: float) -> list[Any]:
+        return [of(array, filter, outside) for filter in filters]
+
+    image: tuple[Any, Any] = (x, None)
+    if is_complex:
         pairs = space.parts(x)
-        real, imaginary = (space.contiguous(pairs[..., i]) for i in (0, 1))
-        a, b = np.real(value), np.imag(value)
-        if len(weights) == 1:
-            made = space.complex(of(real, weights[0], a), of(imaginary, weights[0], b))
-        else:
-            w, v = weights
-            made = space.complex(of(real, w, a) - of(imaginary, v, b), of(real, v, a) + of(imaginary, w, b))
+        image = space.contiguous(pairs[..., 0]), space.contiguous(pairs[..., 1])
+    filter = (weights[0], weights[1] if len(weights) == 2 else None)
+    real, imaginary = complex_numbers.product(of_each, image, filter, (np.real(value), np.imag(value)))
+    made = space.complex(real, real * 0 if imaginary is None else imaginary)
     return made if space.dtype(made) == want else space.cast(made, want)
 
 

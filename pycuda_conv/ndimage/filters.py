@@ -13,9 +13,9 @@ import numpy as np
 from pycuda_conv.ndimage import compute
 from pycuda_conv.ndimage import missing as missing_data
 from pycuda_conv.ndimage.launches import Dense, Pass, Term
-from pycuda_conv.ndimage.missing import Missing
 from pycuda_conv.ndimage.spaces import as_array
 from pycuda_conv.ndimage.taps import before, border, gaussian
+from pycuda_conv.numbers.missing import Missing
 
 NOTHING_MISSING = Missing()
 _NOTES = """

@@ -10,8 +10,8 @@ import numpy as np
 from pycuda_conv.ndimage import compute
 from pycuda_conv.ndimage import missing as missing_data
 from pycuda_conv.ndimage.launches import Dense
-from pycuda_conv.ndimage.missing import Missing
 from pycuda_conv.ndimage.spaces import PARTS
+from pycuda_conv.numbers.missing import Missing
 
 
 def _reach(terms: Sequence[Any]) -> tuple[dict[int, int], dict[int, str]]:

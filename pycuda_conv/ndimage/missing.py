@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,37 +11,7 @@ from pycuda_conv.ndimage import compute
 from pycuda_conv.ndimage.compute import Call
 from pycuda_conv.ndimage.launches import Dense, Term
 from pycuda_conv.ndimage.spaces import INTEGERS, PARTS, as_array
-
-
-class Missing(NamedTuple):
-    """Which pixels have no data, and what is done about them.
-
-    Attributes
-    ----------
-    nan : {"interpolate"} or None
-        Whether a NaN is a pixel without data.
-    mask : array of bool, optional
-        True where there is no data.
-    fill : float, optional
-        What such pixels count as. By default the others' weights make up for theirs.
-    preserve_nan : bool
-        Whether they stay NaN.
-    """
-
-    nan: Any = None
-    mask: Any = None
-    fill: Any = None
-    preserve_nan: bool = False
-
-    @property
-    def asked(self) -> bool:
-        """Whether anything is to be done; wrong values are refused."""
-        if self.nan not in (None, "interpolate"):
-            raise ValueError(f"nan must be 'interpolate' or None, got {self.nan!r}")
-        asked = self.nan is not None or self.mask is not None
-        if not asked and (self.fill is not None or self.preserve_nan):
-            raise ValueError("fill and preserve_nan go with nan='interpolate' or mask=")
-        return asked
+from pycuda_conv.numbers.missing import LEAST_WEIGHT, Missing
 
 
 def run(call: Call, terms: Callable[[Any], Sequence[Term]], weights: Sequence[Any], missing: Missing) -> Any:
@@ -56,8 +26,7 @@ def run(call: Call, terms: Callable[[Any], Sequence[Term]], weights: Sequence[An
         raise TypeError("nan= and mask= are for real images and filters")
     found = terms(weights[0])
     least = min((float(np.min(one)) for term in found for one in _taps(term)), default=0.0)
-    if least < 0 and missing.fill is None:
-        raise ValueError(f"pixels without data are made up for by the weights of others, but a tap of the filter is {least}: pass fill=")
+    missing.check_taps(least)
     want = compute.wanted(call, input, False)
     narrow = input in compute.NARROW and want != "float64"
     sums = "float32" if narrow else "float64"
@@ -78,7 +47,7 @@ def run(call: Call, terms: Callable[[Any], Sequence[Term]], weights: Sequence[An
         there = space.cast(~gone, sums)
         bottom = compute.run(call._replace(x=there, output=sums, value=1.0), terms, weights)
         whole = float(np.prod([np.sum(one) for term in found for one in _taps(term)]))
-        some = bottom > 1e-6 * whole
+        some = bottom > LEAST_WEIGHT * whole
         made = space.where(some, top * whole / space.where(some, bottom, there * 0 + 1), kept)
     else:
         made = top

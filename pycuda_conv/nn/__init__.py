@@ -6,6 +6,7 @@ Files of ``torch.export.save`` name operators of this package, so import this mo
 """
 
 from pycuda_conv.nn import autograd as autograd
+from pycuda_conv.nn import conv_norms as conv_norms
 from pycuda_conv.nn import conv_operators as conv_operators  # importing these two defines the operators
 from pycuda_conv.nn import evaluation as evaluation
 from pycuda_conv.nn import folding as folding

@@ -1,11 +1,12 @@
 """Puts this package's convolutions into an existing model, and torch's back.
 
-A converted module changes its class and nothing else: it stays the same object, with its parameters, hooks and names. Three kinds of
+A converted module changes its class and nothing else: it stays the same object, with its parameters, hooks and names. Four kinds of
 classes are made:
 
 - a convolution becomes one of :mod:`pycuda_conv.nn`; a subclass that computes what its base does becomes a subclass of both;
 - a convolution that computes something of its own gets a forward that runs its own inside :class:`routed`;
-- with `linear`, ``nn.Linear`` is a 1x1 convolution: see :mod:`pycuda_conv.nn.linear`.
+- with `linear`, ``nn.Linear`` is a 1x1 convolution: see :mod:`pycuda_conv.nn.linear`;
+- with `norms`, group, layer and RMS norms are those of :mod:`pycuda_conv.nn.normalise`.
 
 Steps are fused by ``torch.compile``: see :mod:`pycuda_conv.nn.compiler`.
 """
@@ -27,7 +28,7 @@ from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.invariance import WORD as BATCH_INVARIANT
 from pycuda_conv.invariance import batch_invariant as invariant_block
 from pycuda_conv.invariance import checked_invariance
-from pycuda_conv.nn import modules
+from pycuda_conv.nn import modules, norm_modules
 from pycuda_conv.nn.compiler import CompiledGraph, graphs_of
 from pycuda_conv.nn.fused.modules import _FusedConvBnReLU
 from pycuda_conv.nn.linear import linear as linear_of
@@ -127,7 +128,7 @@ def _check_module(model: Any) -> None:
 
 def convert(
     model: Model, precision: Precision = "fp32", fuse: bool | None = None, fuse_training: bool | None = None, *, linear: bool = False,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, norms: bool = False,
 ) -> Model:
     """Let this package compute a model's convolutions, in place.
 
@@ -151,6 +152,10 @@ def convert(
         Compute each convolution so that an image's result, and its gradient by the input, have the same bits whatever images stand beside
         it: see :func:`pycuda_conv.batch_invariant`. Fused layers do so in evaluation. The model's other layers are torch's, and promise
         what torch's do.
+    norms : bool
+        Compute ``nn.GroupNorm``, ``nn.LayerNorm`` and ``nn.RMSNorm`` too. A group norm's result lies as its input then: torch's is in C
+        order, whatever it gets. In ``torch.compile`` they are torch's, for its compiler or this package's backend to take; so are
+        subclasses.
 
     Returns
     -------
@@ -211,6 +216,8 @@ def convert(
                 done.notes.append(f"{name or 'the model'} ({_full_name(type(module))}) was left as it is: {error}")
         elif linear and type(module) is torch.nn.Linear:
             _change_class(module, "linear")
+        elif norms and type(module) in _NORMS:
+            _change_class(module, "normed")
     model.__dict__["_conversion"] = done
     return model
 
@@ -371,9 +378,31 @@ class _Linear(_Changed):
         return forward
 
 
+_NORMS: dict[type, Any] = {getattr(torch.nn, name): getattr(norm_modules, name) for name in ("GroupNorm", "LayerNorm", "RMSNorm")}
+_GENUINE: dict[Any, Any] = {cls: vars(cls)["forward"] for cls in _NORMS}
+
+
+class _Normed(_Changed):
+    """A norm that this package computes."""
+
+    activation = None
+
+    @staticmethod
+    def forward_of(cls: Any) -> Any:
+        ours, genuine = _NORMS[cls].forward, _GENUINE[cls]
+
+        @functools.wraps(cls.forward)
+        def forward(self: Any, input: Any) -> Any:
+            if torch.compiler.is_compiling() or cls.forward is not genuine:  # or somebody replaced it
+                return cls.forward(self, input)
+            return ours(self, input)
+
+        return forward
+
+
 @_remembered
 def _converted_class(cls: Any, kind: str) -> Any:
-    """The class that modules of class `cls` get: "ours", "routed" or "linear"."""
+    """The class that modules of class `cls` get: "ours", "routed", "linear" or "normed"."""
     bases: tuple[type, ...]
     members: dict[str, Any]
     if kind == "ours":
@@ -384,7 +413,7 @@ def _converted_class(cls: Any, kind: str) -> Any:
             return ours
         bases, members = (_Changed, cls, ours), {}
     else:
-        mixin: Any = {"routed": _Routed, "linear": _Linear}[kind]
+        mixin: Any = {"routed": _Routed, "linear": _Linear, "normed": _Normed}[kind]
         bases, members = (mixin, cls), {"forward": mixin.forward_of(cls)}
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass: Any = type(cls)

@@ -127,7 +127,7 @@ def _folding(filter_shape: tuple[int, ...], dtype: str, times: Any, word: Any, *
 
 
 class _Conv(_Ours):
-    """It overrides the one method that convolves, so that a forward that somebody replaced still runs."""
+    """It overrides the methods that convolve; one of torch's that somebody replaced still runs."""
 
     function: Callable[..., Any]
     kernel_size: tuple[int, ...]
@@ -135,8 +135,9 @@ class _Conv(_Ours):
     upsample: tuple[int, ...] = ()
     upsample_filter: str | None = None
     _base: Any
-    #: torch's method, or :func:`_nobodys`
+    #: torch's methods, or :func:`_nobodys`
     _genuine: Any
+    _genuine_forward: Any
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
@@ -160,6 +161,16 @@ class _Conv(_Ours):
         word = "" if self.upsample_filter is None else f", upsample_filter={self.upsample_filter}"
         return f", upsample={self.upsample}{word}"
 
+    def forward(self: Any, input: Any) -> Any:
+        if self._base.forward is not self._genuine_forward or _is_followed():
+            return self._base.forward(self, input)
+        own = self.__dict__["_parameters"]  # attributes of a module take longer than a launch, as it looks for them elsewhere first
+        try:
+            weight, bias = own["weight"], own["bias"]
+        except KeyError:  # one is computed, as torch.nn.utils.parametrize does, or it is a replica's
+            weight, bias = self.weight, self.bias
+        return self._conv_forward(input, weight, bias)
+
     def _conv_forward(self: Any, input: Any, weight: Any, bias: Any) -> Any:
         if self._base._conv_forward is not self._genuine:  # somebody replaced it for all convolutions
             return self._base._conv_forward(self, input, weight, bias)
@@ -173,12 +184,11 @@ class _Conv(_Ours):
             if upsampled:
                 return _followed_upsampled(input, weight, bias, self.upsample, self.upsample_filter, *asked)
             return followed("conv", input, weight, bias, (), *asked)
-        options = {} if mode == "zeros" else {"padding_mode": mode}
-        if upsampled:
-            options |= {"upsample": self.upsample, "upsample_filter": self.upsample_filter}
-        if self.algorithm is not None:
-            options["algorithm"] = self.algorithm
-        return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **options)
+        more = {"upsample": self.upsample, "upsample_filter": self.upsample_filter} if upsampled else {}
+        return self.function(
+            input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, algorithm=self.algorithm,
+            padding_mode=mode, **more,
+        )
 
 
 class _ConvTranspose(_Ours):
@@ -210,8 +220,7 @@ class _ConvTranspose(_Ours):
             settings = self.stride, self.padding, self.dilation, self.groups, self.precision, "zeros", self.algorithm
             return followed("conv_transpose", input, self.weight, self.bias, more, *settings)
         options = self.stride, self.padding, output_padding, self.groups, self.dilation
-        asked = {} if self.algorithm is None else {"algorithm": self.algorithm}
-        return self.function(input, self.weight, self.bias, *options, precision=self.precision, **asked)
+        return self.function(input, self.weight, self.bias, *options, precision=self.precision, algorithm=self.algorithm)
 
 
 class Conv1d(_Conv, torch.nn.Conv1d):
@@ -219,6 +228,7 @@ class Conv1d(_Conv, torch.nn.Conv1d):
 
     function = staticmethod(pc.conv1d)
     _base, _genuine = torch.nn.Conv1d, staticmethod(_torchs(torch.nn.Conv1d, "_conv_forward"))
+    _genuine_forward = staticmethod(_torchs(torch.nn.Conv1d, "forward"))
 
 
 class Conv2d(_Conv, torch.nn.Conv2d):
@@ -247,6 +257,7 @@ class Conv2d(_Conv, torch.nn.Conv2d):
 
     function = staticmethod(pc.conv2d)
     _base, _genuine = torch.nn.Conv2d, staticmethod(_torchs(torch.nn.Conv2d, "_conv_forward"))
+    _genuine_forward = staticmethod(_torchs(torch.nn.Conv2d, "forward"))
 
 
 class Conv3d(_Conv, torch.nn.Conv3d):
@@ -254,6 +265,7 @@ class Conv3d(_Conv, torch.nn.Conv3d):
 
     function = staticmethod(pc.conv3d)
     _base, _genuine = torch.nn.Conv3d, staticmethod(_torchs(torch.nn.Conv3d, "_conv_forward"))
+    _genuine_forward = staticmethod(_torchs(torch.nn.Conv3d, "forward"))
 
 
 class ConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):

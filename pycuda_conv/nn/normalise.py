@@ -49,7 +49,9 @@ class Asked(NamedTuple):
 # ---- functions
 
 
-def group_norm(x: Any, groups: int, gamma: Any = None, beta: Any = None, eps: float = 1e-5, activation: Any = None) -> Any:
+def group_norm(
+    x: Any, groups: int, gamma: Any = None, beta: Any = None, eps: float = 1e-5, activation: Any = None, added: Any = None
+) -> Any:
     """Group normalisation, and an activation, with gradients.
 
     Parameters
@@ -63,6 +65,9 @@ def group_norm(x: Any, groups: int, gamma: Any = None, beta: Any = None, eps: fl
     eps : float
     activation : {"relu", "silu", "gelu", "gelu_tanh"}, optional
         What stands behind the norm; torch computes other words of :func:`pycuda_conv.conv2d`.
+    added : (N, C) tensor, optional
+        A number for each channel of an image, such as an embedding of a time, that is added to x first. With the channels last and without
+        gradients that takes no pass of its own.
 
     Raises
     ------
@@ -77,7 +82,7 @@ def group_norm(x: Any, groups: int, gamma: Any = None, beta: Any = None, eps: fl
     >>> pycuda_conv.nn.group_norm(torch.zeros(1, 6, 4, 4), 3, activation="silu").shape
     torch.Size([1, 6, 4, 4])
     """
-    made = _repeated(x, gamma, beta, ("groups", groups, eps, activation))
+    made = _repeated(x, gamma, beta, ("groups", groups, eps, activation), added)
     if made is not None:
         return made
     _check_tensor(x, 2)
@@ -86,9 +91,10 @@ def group_norm(x: Any, groups: int, gamma: Any = None, beta: Any = None, eps: fl
         raise TypeError(f"groups must be an int, got {brief(groups)}")
     if groups < 1 or channels % groups:
         raise ConvArgumentError(f"groups must divide the {channels} channels of x, but got groups={groups}")
-    _check_parameters(x, (channels,), gamma, beta)
+    _check_parameters(x, (channels,), gamma=gamma, beta=beta)
+    _check_parameters(x, (x.shape[0], channels), added=added)
     asked = Asked(groups, 0, _checked_eps(eps), False, checked_activation(activation))
-    return _norm(asked, x, gamma, beta, ("groups", groups, eps, activation))
+    return _norm(asked, x, gamma, beta, ("groups", groups, eps, activation), added)
 
 
 def instance_norm(x: Any, gamma: Any = None, beta: Any = None, eps: float = 1e-5, activation: Any = None) -> Any:
@@ -134,7 +140,7 @@ def _of_rows(x: Any, shape: Any, gamma: Any, beta: Any, eps: float | None, activ
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not sizes or len(sizes) > x.dim() or tuple(x.shape[x.dim() - len(sizes) :]) != sizes:
         raise ConvArgumentError(f"shape must be that of the last axes of x, {tuple(x.shape)}, but got shape={brief(shape)}")
-    _check_parameters(x, sizes, gamma, beta)
+    _check_parameters(x, sizes, gamma=gamma, beta=beta)
     if eps is None:
         eps = torch.finfo(x.dtype).eps
     return _norm(Asked(0, len(sizes), _checked_eps(eps), rms, checked_activation(activation)), x, gamma, beta, options)
@@ -149,8 +155,8 @@ def _check_tensor(x: Any, least: int) -> None:
         raise ConvArgumentError(f"x must have at least {least} axes, but has shape {tuple(x.shape)}")
 
 
-def _check_parameters(x: Any, shape: tuple[int, ...], gamma: Any, beta: Any) -> None:
-    for name, one in (("gamma", gamma), ("beta", beta)):
+def _check_parameters(x: Any, shape: tuple[int, ...], **given: Any) -> None:
+    for name, one in given.items():
         if one is None:
             continue
         if not isinstance(one, Tensor):
@@ -220,12 +226,12 @@ def _theirs(asked: Asked, x: Any, gamma: Any, beta: Any) -> Any:
     return activated(y, asked.activation)
 
 
-def _repeated(x: Any, gamma: Any, beta: Any, options: tuple[Any, ...]) -> Any:
+def _repeated(x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: Any = None) -> Any:
     """The result of a call that was made before, or None."""
     if not repeat.possible() or type(x) is not Tensor:
         return None
-    recorded = torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in (x, gamma, beta))
-    made = repeat.replay(_again, (*options, recorded), x, gamma, beta)
+    recorded = torch.is_grad_enabled() and any(getattr(one, "requires_grad", False) for one in (x, gamma, beta, added))
+    made = repeat.replay(_again, (*options, recorded), x, gamma, beta, added)
     if made is None:
         return None
     if not recorded:
@@ -234,16 +240,23 @@ def _repeated(x: Any, gamma: Any, beta: Any, options: tuple[Any, ...]) -> Any:
     return _apply(x, gamma, beta, asked, stats, out)
 
 
-def _norm(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...]) -> Any:
+def _norm(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: Any = None) -> Any:
     """A norm whose arguments have been checked."""
+    recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, gamma, beta, added))
+    if added is not None and (recorded or _order(x, asked) is None or added.dtype is not x.dtype):
+        x, added, options = _with(x, added), None, (*options, "added")
     casts = torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     if torch.compiler.is_dynamo_compiling() or casts or not is_taken(asked, x, gamma, beta):
-        return _theirs(asked, x, gamma, beta)
-    recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (x, gamma, beta))
+        return _theirs(asked, x if added is None else _with(x, added), gamma, beta)
     with torch.no_grad():
-        out, stats = forward(asked, x.detach(), gamma, beta, recorded)
-    _remember((*options, recorded), asked, x, gamma, beta, out, recorded)
+        out, stats = forward(asked, x.detach(), gamma, beta, recorded, added)
+    _remember((*options, recorded), asked, x, gamma, beta, out, recorded, added)
     return _apply(x, gamma, beta, asked, stats, out) if recorded else out
+
+
+def _with(x: Any, added: Any) -> Any:
+    """x plus a number for each channel of an image."""
+    return x + added.reshape(*added.shape[:2], *(1,) * (x.dim() - 2))
 
 
 def pays(x: Any) -> bool:
@@ -252,26 +265,26 @@ def pays(x: Any) -> bool:
 
 
 def norm_of_graph(asked: Asked) -> Any:
-    """(x, gamma, beta) -> the norm, of x's type and lying as x does, for graphs that run as they are."""
+    """(x, gamma, beta, added) -> the norm, of x's type and lying as x does, for graphs that run as they are."""
     options, is_cast = ("graph", asked), torch.is_autocast_enabled
 
-    def norm(x: Any, gamma: Any, beta: Any) -> Any:
+    def norm(x: Any, gamma: Any, beta: Any, added: Any = None) -> Any:
         if is_cast("cuda" if x.is_cuda else "cpu"):
             with without_autocast(x):
-                return _as_it_lies(asked, x, gamma, beta, options)
-        made = _repeated(x, gamma, beta, options)
-        return _as_it_lies(asked, x, gamma, beta, options) if made is None else made
+                return _as_it_lies(asked, x, gamma, beta, options, added)
+        made = _repeated(x, gamma, beta, options, added)
+        return _as_it_lies(asked, x, gamma, beta, options, added) if made is None else made
 
     return norm
 
 
-def _as_it_lies(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...]) -> Any:
-    made = _norm(asked, x, gamma, beta, options).to(x.dtype)
+def _as_it_lies(asked: Asked, x: Any, gamma: Any, beta: Any, options: tuple[Any, ...], added: Any) -> Any:
+    made = _norm(asked, x, gamma, beta, options, added).to(x.dtype)
     order = _order(x, asked)
     return made if TORCH.is_laid_out_as(made, order) else torch.empty_like(x).copy_(made)
 
 
-def forward(asked: Asked, x: Any, gamma: Any, beta: Any, with_stats: bool) -> tuple[Any, Any]:
+def forward(asked: Asked, x: Any, gamma: Any, beta: Any, with_stats: bool, added: Any = None) -> tuple[Any, Any]:
     """The result, and (N, groups, 2): mean and 1 / sqrt(variance + eps). That is None where the kernels do without and nobody asks."""
     order = _order(x, asked)
     given = TORCH.as_kernel_input(x, order)
@@ -281,15 +294,18 @@ def forward(asked: Asked, x: Any, gamma: Any, beta: Any, with_stats: bool) -> tu
     out = TORCH.empty(x.shape, x, device, order)
     launcher, workspace = engine.compiled(norm, device)
     stats = x.new_empty((norm.N, norm.groups, 2), dtype=torch.float32) if with_stats or not engine.is_whole(norm, device) else None
-    execute.launch(TORCH, device, launcher, (given, gamma, beta), (out, stats), workspace)
+    added = None if added is None else added.detach().contiguous()
+    execute.launch(TORCH, device, launcher, (given, gamma, beta, added), (out, stats), workspace)
     return out, stats
 
 
-def _remember(options: tuple[Any, ...], asked: Asked, x: Any, gamma: Any, beta: Any, out: Any, recorded: bool) -> None:
+def _remember(
+    options: tuple[Any, ...], asked: Asked, x: Any, gamma: Any, beta: Any, out: Any, recorded: bool, added: Any = None
+) -> None:
     """Put a forward pass into the table."""
-    name = repeat.key(options, x, gamma, beta) if repeat.possible() else None
+    name = repeat.key(options, x, gamma, beta, added) if repeat.possible() else None
     order = _order(x, asked)
-    if name is None or name in _again or not TORCH.is_kernel_input(x, order):
+    if name is None or name in _again or not TORCH.is_kernel_input(x, order) or (added is not None and not added.is_contiguous()):
         return
     found = _device_of(asked, TORCH.signature(x), order is not None, (_is_wide(x, gamma), _is_wide(x, beta)))
     if found is None or found[1].capturing():
@@ -297,13 +313,13 @@ def _remember(options: tuple[Any, ...], asked: Asked, x: Any, gamma: Any, beta: 
     norm, device = found
     steps, nbytes = engine.steps_for(norm, device)
     kept = recorded or not engine.is_whole(norm, device)
-    # x, gamma, beta | stats, out | workspace | none
+    # x, gamma, beta, added | stats, out | workspace | none
     results = [TORCH.maker((norm.N, norm.groups, 2), torch.float32, x.device, None)] * kept
     results.append(TORCH.maker(tuple(x.shape), x.dtype, x.device, order))
-    ax, ag, at, *more = ((i, 0) for i in range(3 + len(results) + 2))
+    ax, ag, at, ad, *more = ((i, 0) for i in range(4 + len(results) + 2))
     *stats, ao, scratch, none = more
-    made = repeat.rebind_buffers([[one] for one in steps], (ax, ag, at, ao, stats[0] if stats else none, scratch))
-    ready = repeat.launch_sequence(TORCH, device, made, out, 3, results, nbytes)
+    made = repeat.rebind_buffers([[one] for one in steps], (ax, ag, at, ad, ao, stats[0] if stats else none, scratch))
+    ready = repeat.launch_sequence(TORCH, device, made, out, 4, results, nbytes)
     _again.put(name, None if ready is None else (ready, asked))
 
 
@@ -411,22 +427,24 @@ def _asked_of(eps: float, spec: Sequence[int]) -> Asked:
     return Asked(groups, axes, eps, bool(rms), ACTIVATIONS[activation])
 
 
-def _norm_alone(x: Any, gamma: Any, beta: Any, eps: float, spec: Sequence[int]) -> Any:
+def _norm_alone(x: Any, gamma: Any, beta: Any, added: Any, eps: float, spec: Sequence[int]) -> Any:
     options = "operator", eps, *spec, False
-    made = repeat.replay(_again, options, x, gamma, beta) if repeat.possible() else None
+    made = repeat.replay(_again, options, x, gamma, beta, added) if repeat.possible() else None
     if made is not None:
         return made[-1]
     asked = _asked_of(eps, spec)
     if not is_taken(asked, x, gamma, beta):
-        return torch.empty_like(x).copy_(_theirs(asked, x, gamma, beta))
-    out, _ = forward(asked, x, gamma, beta, False)
-    _remember(options, asked, x, gamma, beta, out, False)
+        return torch.empty_like(x).copy_(_theirs(asked, x if added is None else _with(x, added), gamma, beta))
+    if added is not None and _order(x, asked) is None:
+        return forward(asked, _with(x, added), gamma, beta, False)[0]
+    out, _ = forward(asked, x, gamma, beta, False, added)
+    _remember(options, asked, x, gamma, beta, out, False, added)
     return out
 
 
 def _norm_with_stats(x: Any, gamma: Any, beta: Any, eps: float, spec: Sequence[int]) -> tuple[Any, Any]:
     options = "operator", eps, *spec, True
-    made = repeat.replay(_again, options, x, gamma, beta) if repeat.possible() else None
+    made = repeat.replay(_again, options, x, gamma, beta, None) if repeat.possible() else None
     if made is not None:
         return made[-1], made[1]
     asked = _asked_of(eps, spec)
@@ -470,7 +488,8 @@ def _norm_recorded(x: Any, gamma: Any, beta: Any, eps: float, spec: Sequence[int
 
 
 operators.define(
-    "norm(Tensor x, Tensor? gamma, Tensor? beta, float eps, int[] spec) -> Tensor", _norm_alone, lambda x, *rest: torch.empty_like(x)
+    "norm(Tensor x, Tensor? gamma, Tensor? beta, Tensor? added, float eps, int[] spec) -> Tensor", _norm_alone,
+    lambda x, *rest: torch.empty_like(x),
 )
 operators.define(
     "norm_stats(Tensor x, Tensor? gamma, Tensor? beta, float eps, int[] spec) -> (Tensor, Tensor)", _norm_with_stats,

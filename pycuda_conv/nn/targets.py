@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from pycuda_conv import dispatch, invariance
 from pycuda_conv.arrays import torch_internals
-from pycuda_conv.nn import casting, evaluation, folding, fused, linear, normalise, norms, pooling, upsampling
+from pycuda_conv.nn import casting, conv_norms, evaluation, folding, fused, linear, normalise, norms, pooling, upsampling
 from pycuda_conv.nn.autograd import _flat, without_autocast
 from pycuda_conv.nn.fused.launches import _LayerSpec
 from pycuda_conv.nn.graph.calls import Norm, Options, Targets
@@ -42,7 +42,11 @@ class _Folding(Targets):
             made = self.graph.call_function(_unfinished, (x, weight, residual))
             self._folded.append((made, options, norm, operands[2], dtype))
             return made
-        return self.evaluate_alone(options, x, weight, self.cast(operands[2], dtype), norm, residual)
+        bias = self.cast(operands[2], dtype)
+        made = self.evaluate_alone(options, x, weight, bias, norm, residual)
+        if norm is None and residual is None and options.activation is None and options.settings.padding_mode == "zeros":
+            self.plain[made] = options, x, weight, bias
+        return made
 
     def evaluate_alone(self, options: Options, x: Node, weight: Node, bias: Any, norm: Norm | None, residual: Any) -> Node:
         """A chain whose norm is folded where it stands."""
@@ -145,8 +149,14 @@ class Light(_Folding):
         return self.graph.call_function(call, (given["input"], given["weight"], given["bias"], *more))
 
 
-    def normalise_groups(self, x: Any, gamma: Any, beta: Any, asked: Asked, gradient: bool) -> Node | None:
+    def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
+        return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta, added)) if normalise.pays(value(x)) else None
+
+    def normalise_rows(self, x: Any, gamma: Any, beta: Any, asked: Asked) -> Node | None:
         return self.graph.call_function(normalise.norm_of_graph(asked), (x, gamma, beta)) if normalise.pays(value(x)) else None
+
+    def convolve_and_normalise(self, options: Options, operands: Sequence[Any], asked: Asked) -> Node:
+        return self.graph.call_function(normalised_convolution_of(options, asked, value(operands[0]).device.type), tuple(operands))
 
     def normalise(self, x: Any, norm: Norm, activation: Any) -> Node | None:
         counted = None if norm.counts is None else norm.counts[1]
@@ -185,6 +195,19 @@ def evaluation_of(options: Options, eps: float, place: str) -> Callable[..., Any
         return compute(asked, x, weight, bias, gamma, beta, mean, var, residual)
 
     return evaluate
+
+
+def normalised_convolution_of(options: Options, asked: Asked, place: str) -> Callable[..., Any]:
+    """(x, weight, bias, gamma, beta, added) -> the group norm of a convolution, without gradients."""
+    conv, compute, is_cast = asked_of_chain(options, 0.0), conv_norms.conv_norm, torch.is_autocast_enabled
+
+    def normalised(x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, added: Any) -> Any:
+        if is_cast(place):
+            with without_autocast(x):
+                return compute(conv, asked, x, weight, bias, gamma, beta, added)[1]
+        return compute(conv, asked, x, weight, bias, gamma, beta, added)[1]
+
+    return normalised
 
 
 def scaled_of(options: Options, start: int, place: str) -> Callable[..., Any]:
@@ -353,10 +376,18 @@ class Operators(_Folding):
         given_all = x, weight, bias, scale, residual, linear.spec_of(activation, moved)
         return self.graph.call_function(torch.ops.pycuda_conv.product.default, given_all)
 
-    def normalise_groups(self, x: Any, gamma: Any, beta: Any, asked: Asked, gradient: bool) -> Node | None:
-        if gradient or not normalise.pays(value(x)):
+    def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
+        if not normalise.pays(value(x)):
             return None
-        return self.graph.call_function(torch.ops.pycuda_conv.norm.default, (x, gamma, beta, asked.eps, normalise.spec_of(asked)))
+        options = asked.eps, normalise.spec_of(asked)
+        if gradient:
+            return self.graph.call_function(torch.ops.pycuda_conv.norm_recorded.default, (x, gamma, beta, *options))
+        return self.graph.call_function(torch.ops.pycuda_conv.norm.default, (x, gamma, beta, added, *options))
+
+    def convolve_and_normalise(self, options: Options, operands: Sequence[Any], asked: Asked) -> Node:
+        given = *operands, asked.eps, _spec(options), normalise.spec_of(asked)
+        both = self.graph.call_function(torch.ops.pycuda_conv.conv_norm.default, given)
+        return self.graph.call_function(operator.getitem, (both, 1))
 
     def convolve(self, options: Options, operands: Sequence[Any], dtype: torch.dtype) -> Node:
         x, weight, bias = (self.cast(n, dtype) for n in operands)

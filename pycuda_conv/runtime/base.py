@@ -238,7 +238,7 @@ _INTEGER = r"(?:long_t|long long)"
 
 @cache
 def struct_members(file: str, struct: str) -> tuple[str, ...]:
-    """The names of a struct's members in order, as a kernel's file or any header declares it.
+    """The names of a struct's members in order, those of its bases first, as a kernel's file or any header declares it.
 
     `file` is a kernel's file in ``cu/`` without ``.cu``, or a header with its ``.cuh``.
 
@@ -250,12 +250,13 @@ def struct_members(file: str, struct: str) -> tuple[str, ...]:
     name = kernel_file(file).name
     for where, read in ((name, lambda: _text(file)), ("the headers", headers)):
         text = read()
-        found = re.search(rf"\bstruct {struct} {{(.*?)\n}}", text, re.DOTALL)
+        found = re.search(rf"\bstruct {struct}(?: : ([\w, ]+))? {{(.*?)\n}}", text, re.DOTALL)
         if found:
-            body = re.sub(r"//[^\n]*", "", found[1])
+            body = re.sub(r"//[^\n]*", "", found[2])
             if not re.fullmatch(rf"(\s*{_INTEGER} \w+(\s*,\s*\w+)*;)*\s*", body):
                 raise TypeError(f"struct {struct} in {where} must have members of type long_t alone, but has:{body.rstrip()}")
-            return tuple(re.findall(r"\w+", re.sub(_INTEGER, "", body)))
+            first = (member for base in (found[1] or "").split(", ") if base for member in struct_members(file, base))
+            return *first, *re.findall(r"\w+", re.sub(_INTEGER, "", body))
     raise TypeError(f"there is no struct {struct} in {name} nor in the headers")
 
 

@@ -63,6 +63,13 @@ def _shapes() -> Iterator[ConvProblem]:
         yield made
         yield gradient("input", 2, x, w, made.result_shape, **options)
         yield gradient("weight", 2, x, w, made.result_shape, **options)
+    for n, c, size, k, groups in ((4, 64, 28, 64, 1), (4, 64, 28, 64, 64)):
+        x, w = (n, c, size, size), (k, c // groups, 3, 3)
+        options = {"padding": 1, "groups": groups, "padding_mode": "reflect"}
+        made = forward(2, x, w, **options)
+        yield made
+        yield gradient("input", 2, x, w, made.result_shape, **options)
+        yield gradient("weight", 2, x, w, made.result_shape, **options)
     yield transposed(2, (2, 64, 14, 14), (64, 32, 4, 4), stride=2, padding=1)
     yield forward(1, (4, 16, 3000), (24, 16, 5), padding=2)
     yield forward(1, (2, 1, 12000), (1, 1, 501), padding=250)

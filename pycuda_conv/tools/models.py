@@ -37,6 +37,7 @@ from pycuda_conv.tools.rivals import (
     dtype_of,
     first_calls,
     format_of,
+    laid_out,
     made,
     sides,
 )
@@ -92,7 +93,7 @@ def cases(modes: Sequence[str], training: bool, quick: bool, networks: Sequence[
             for name in networks or EVALUATED:
                 counts = list(dict.fromkeys(most_images(name, n) for n in BATCHES))
                 found += [Case("evaluated", name, n, mode) for n in counts[i : i + 1]]
-    trained = {name: TRAINED.get(name, IMAGES) for name in networks or TRAINED}
+    trained = {name: TRAINED.get(name, tuple(most_images(name, n) for n in IMAGES)) for name in networks or TRAINED}
     if training:
         for mode in modes or TRAINING_MODES:
             for name, batches in trained.items():
@@ -137,14 +138,14 @@ def _once(call: Callable[[], Any]) -> Callable[[int], Any]:
 def _evaluated(torch: Any, name: str, mode: str, place: str, seed: int) -> tuple[Any, Any]:
     """A network in float32, and in `mode`; made once for all numbers of images."""
     base = network(torch, name, place, seed).eval()
-    return base, copy.deepcopy(base).to(getattr(torch, dtype_of(mode))).to(memory_format=format_of(torch, mode))
+    return base, laid_out(torch, copy.deepcopy(base).to(getattr(torch, dtype_of(mode))), mode)
 
 
 def _images(torch: Any, case: Case, place: str, seed: int) -> tuple[Any, Any]:
     """Random images, and the same images in the case's mode."""
     shape = case.images, *input_shape(case.network)
     images = torch.randn(shape, device=place, generator=torch.Generator(place).manual_seed(seed))
-    return images, images.to(getattr(torch, dtype_of(case.mode))).contiguous(memory_format=format_of(torch, case.mode))
+    return images, images.to(getattr(torch, dtype_of(case.mode))).contiguous(memory_format=format_of(torch, case.mode, images.dim()))
 
 
 def sides_of(case: Case, quick: bool, named: bool) -> list[Side]:

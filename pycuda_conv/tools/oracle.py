@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pycuda_conv import borders
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import bound, overflows, relative_limit
 from pycuda_conv.tools.terminal import require
@@ -104,6 +105,8 @@ def reference(problem: ConvProblem, first: np.ndarray, second: np.ndarray, bias:
     operands = {"fprop": (inside, w), "dgrad": (y, w), "wgrad": (inside, y)}[direction]
     for operand, given in zip(operands, (first, second), strict=True):
         operand[...] = given.reshape(operand.shape)
+    if direction != "dgrad":
+        x[...] = _with_border(problem, inside)
     for tap in np.ndindex(problem.filter_size):
         axes = zip(tap, problem.dilation, problem.output_size, problem.stride, strict=True)
         place = ..., *(slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, n, s in axes)
@@ -116,8 +119,39 @@ def reference(problem: ConvProblem, first: np.ndarray, second: np.ndarray, bias:
             met += (at_tap.swapaxes(1, 2) @ y).reshape(met.shape)
         else:
             at_tap += (y @ met.reshape(*met.shape[:3], -1).swapaxes(2, 3)).sum(0)
+    if direction == "dgrad":
+        inside = _folded(problem, x)
     result: np.ndarray = {"fprop": y, "dgrad": inside, "wgrad": w}[direction].reshape(problem.result_shape)
     return result if bias is None else result + bias.reshape(-1, *(1,) * problem.ndim)
+
+
+def _shown(problem: ConvProblem) -> list[np.ndarray]:
+    """Along each axis the pixel that stands at each place of the image with its padding; -1 where it is filled."""
+    axes = zip(problem.border or borders.NONE, problem.input_size, problem.padding_before, problem.padding_after, strict=True)
+    return [np.array(borders.rows(words, n, -before, n + after), int) for words, n, before, after in axes]
+
+
+def _with_border(problem: ConvProblem, inside: np.ndarray) -> np.ndarray:
+    """The images with what their border shows. Where two axes fill, the inner one counts."""
+    shown = _shown(problem)
+    met: tuple[Any, ...] = ..., *np.ix_(*(np.maximum(pixels, 0) for pixels in shown))
+    x = inside[met]
+    for axis, (pixels, before) in enumerate(zip(shown, problem.padding_before, strict=True), x.ndim - 3):
+        words = (problem.border or borders.NONE)[axis - x.ndim + 3]
+        for place in np.flatnonzero(pixels < 0):
+            mode = words[0] if place < before else words[1]
+            x[(slice(None),) * axis + (place,)] = problem.border_value if mode == "constant" else 0.0
+    return x
+
+
+def _folded(problem: ConvProblem, wide: np.ndarray) -> np.ndarray:
+    """The gradient by the images of that by the images with their border."""
+    for axis, (pixels, n) in enumerate(zip(_shown(problem), problem.input_size, strict=True), wide.ndim - 3):
+        places = np.flatnonzero(pixels >= 0)
+        sums = np.zeros((n, *np.delete(wide.shape, axis)))
+        np.add.at(sums, pixels[places], np.moveaxis(wide, axis, 0)[places])
+        wide = np.moveaxis(sums, 0, axis)
+    return wide
 
 
 # ---- torch as the rival

@@ -75,9 +75,17 @@ def precision_of(mode: str) -> Any:
     return MODES[mode].get("precision", "fp32")
 
 
-def format_of(torch: Any, mode: str) -> Any:
-    """The memory format of a mode's images."""
-    return torch.channels_last if MODES[mode].get("layout") == "NHWC" else torch.contiguous_format
+def format_of(torch: Any, mode: str, axes: int = 4) -> Any:
+    """The memory format of a mode's arrays of so many axes; torch has none but C order for signals."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(axes)
+    return torch.contiguous_format if last is None or MODES[mode].get("layout") != "NHWC" else last
+
+
+def laid_out(torch: Any, model: Any, mode: str) -> Any:
+    """The network with its filters in a mode's memory format."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous(memory_format=format_of(torch, mode, parameter.dim()))
+    return model
 
 
 @contextmanager

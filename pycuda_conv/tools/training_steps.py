@@ -10,8 +10,9 @@ from typing import Any
 
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools.model_rows import Case, Curve
-from pycuda_conv.tools.networks import network, output
-from pycuda_conv.tools.rivals import EAGER, LIGHT, Side, arithmetic, dtype_of, format_of, made, precision_of
+from pycuda_conv.tools.networks import input_shape, network, output
+from pycuda_conv.tools.programs import program
+from pycuda_conv.tools.rivals import EAGER, LIGHT, Side, arithmetic, dtype_of, format_of, laid_out, made, precision_of
 from pycuda_conv.tools.suite import in_mode
 
 #: Loss curves: images, their width and height, steps, and runs of each side, all but the first from perturbed inputs.
@@ -50,7 +51,7 @@ def stepper(torch: Any, model: Any, images: Any, labels: Any, mode: str, rate: f
     def step() -> Any:
         optimizer.zero_grad()
         with torch.autocast(images.device.type, dtype, enabled=dtype.itemsize == 2):
-            loss = torch.nn.functional.cross_entropy(output(model(images)), labels)
+            loss = loss_of(torch, output(model(images)), labels)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -61,14 +62,23 @@ def stepper(torch: Any, model: Any, images: Any, labels: Any, mode: str, rate: f
 def in_training(torch: Any, base: Any, mode: str, side: Side) -> Any:
     """A copy of the network to train; its weights are float32 in 16-bit modes too."""
     dtype = getattr(torch, dtype_of(mode))
-    model = copy.deepcopy(base).to(torch.float32 if dtype.itemsize == 2 else dtype).to(memory_format=format_of(torch, mode)).train()
+    model = laid_out(torch, copy.deepcopy(base).to(torch.float32 if dtype.itemsize == 2 else dtype), mode).train()
     return made(torch, model, side, mode)
 
 
 def data(torch: Any, case: Case, place: str, shape: Sequence[int]) -> tuple[Any, Any]:
-    """Random images and labels."""
-    images = torch.randn(case.images, *shape, device=place).contiguous(memory_format=format_of(torch, case.mode))
-    return images.double() if dtype_of(case.mode) == "float64" else images, torch.randint(0, CLASSES, (case.images,), device=place)
+    """Random images, and labels; or, for a network that is written here and gives such images, random images to come near to."""
+    images = torch.randn(case.images, *shape, device=place).contiguous(memory_format=format_of(torch, case.mode, len(shape) + 1))
+    images = images.double() if dtype_of(case.mode) == "float64" else images
+    if program(case.network) is not None:
+        return images, torch.randn_like(images)
+    return images, torch.randint(0, CLASSES, (case.images,), device=place)
+
+
+def loss_of(torch: Any, found: Any, wanted: Any) -> Any:
+    """The loss beside labels, or beside images."""
+    functions = torch.nn.functional
+    return functions.mse_loss(found, wanted) if wanted.is_floating_point() else functions.cross_entropy(found, wanted)
 
 
 def peak(torch: Any, model: Any, step: Callable[[], Any]) -> float:
@@ -90,7 +100,7 @@ def gradients(model: Any) -> list[Any]:
 def exact_gradients(torch: Any, base: Any, images: Any, labels: Any) -> list[Any]:
     """The gradients of the first step in float64."""
     model = in_training(torch, base, "fp64", Side(EAGER))
-    torch.nn.functional.cross_entropy(output(model(images.double())), labels).backward()
+    loss_of(torch, output(model(images.double())), labels.double() if labels.is_floating_point() else labels).backward()
     return gradients(model)
 
 
@@ -122,7 +132,7 @@ def measure_curve(torch: Any, case: Case, place: str, seed: int, runs: int = CUR
     its curves are further from torch's first than any of torch's others.
     """
     base = network(torch, case.network, place, seed)
-    images, labels = data(torch, case, place, (3, size, size))
+    images, labels = data(torch, case, place, (3, size, size) if program(case.network) is None else input_shape(case.network))
     coarse = precision_of(case.mode) == "tf32" or getattr(torch, dtype_of(case.mode)).itemsize == 2
     unit = TF32_UNIT if precision_of(case.mode) == "tf32" else torch.finfo(getattr(torch, dtype_of(case.mode))).eps / 2
 

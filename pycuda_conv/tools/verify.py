@@ -123,6 +123,26 @@ def _cases() -> list[Case]:
         Case("dilation", "conv2d", (2, 8, 33, 33), (16, 8, 3, 3), {"dilation": (2, 3), "padding": (2, 3)}),
         Case("odd-shapes", "conv2d", (3, 7, 37, 23), (11, 7, 5, 2), {"stride": (2, 3), "dilation": (1, 2)}, bias=True),
         Case("uneven-padding", "conv2d", (2, 5, 13, 17), (7, 5, 3, 5), {"padding": ((1, 2), (0, 3)), "stride": (1, 2)}),
+        Case("border-reflect", "conv2d", (4, 16, 24, 21), (24, 16, 3, 3), {"padding": 1, "padding_mode": "reflect"}, bias=True),
+        Case("border-of-an-image", "conv2d", (1, 1, 96, 130), (1, 1, 5, 5), {"padding": 2, "padding_mode": "symmetric"}),
+        Case("border-beyond-the-image", "conv2d", (2, 6, 5, 4), (7, 6, 3, 3), {"padding": 9, "padding_mode": "circular"}),
+        Case(
+            "border-by-axis-and-side", "conv2d", (2, 6, 13, 12), (9, 6, 3, 4),
+            {"padding": ((1, 2), (3, 0)), "padding_mode": (("constant", "replicate"), "circular"), "padding_value": 1.5},
+        ),
+        Case(
+            "border-depthwise", "conv2d", (2, 24, 28, 28), (24, 1, 3, 3), {"groups": 24, "padding": 1, "padding_mode": "replicate"},
+        ),
+        Case("border-by-input", "conv2d_input", (2, 10, 25, 22), (12, 10, 3, 3), {"padding": 1, "padding_mode": "reflect"}),
+        Case(
+            "border-by-depthwise-input", "conv2d_input", (2, 24, 28, 28), (24, 1, 3, 3),
+            {"groups": 24, "padding": 1, "padding_mode": "circular"},
+        ),
+        Case("border-by-filter", "conv2d_weight", (8, 10, 25, 22), (12, 10, 3, 3), {"padding": 1, "padding_mode": "symmetric"}),
+        Case(
+            "border-by-depthwise-filter", "conv2d_weight", (4, 24, 28, 28), (24, 1, 3, 3),
+            {"groups": 24, "padding": 1, "padding_mode": "reflect"},
+        ),
         Case("same-even-kernel", "conv2d", (2, 6, 19, 14), (9, 6, 4, 2), {"padding": "same"}),
         Case("no-batch-axis", "conv2d", (5, 14, 15), (6, 5, 3, 3)),
         Case("conv1d", "conv1d", (4, 16, 101), (24, 16, 5), {"stride": 2, "padding": 2}, bias=True),
@@ -304,7 +324,7 @@ def expected(case: Case, x: np.ndarray, w: np.ndarray, b: np.ndarray | None, dev
 def _by_torch(case: Case, arrays: Sequence[np.ndarray | None], device: Device) -> np.ndarray | None:
     """torch's result in the case's dtype, computed on `device` if that is a GPU; None where there is no torch."""
     torch = _importable("torch")
-    if torch is None:
+    if torch is None or case.problem.border is not None:
         return None
     function: Callable[..., Any]
     if case.gradient:
@@ -403,8 +423,9 @@ def _of_draw(case: EngineCase, plan: Plan, rng: np.random.Generator) -> Result:
     theirs = None
     if torch is not None:
         given = [torch.from_numpy(a).to(place, getattr(torch, problem.dtype)) for a in (x, w)]
-        with torch.no_grad(), torch_precision(problem.precision):
-            theirs = torch_gradient(problem)(*given).double().cpu().numpy()
+        if problem.border is None:  # torch has no such border
+            with torch.no_grad(), torch_precision(problem.precision):
+                theirs = torch_gradient(problem)(*given).double().cpu().numpy()
     truth = Expected(reference(problem, x, w), reference(problem, np.abs(x), np.abs(w)), theirs)
     if torch is not None and (place != "cpu" or problem.dtype == "bfloat16"):
         arrays = [_laid_out(tensor, order) for tensor, order in zip(given, (problem.order, problem.weight_order), strict=True)]
@@ -518,7 +539,7 @@ def run(cases: str | None = None, device: Any = None, seed: int | None = None, a
     missing = [case.name for case in chosen if case.name not in {r.case for r in results}]
     if missing:
         out.print(f"left out: {', '.join(missing)}; numpy has no bfloat16 without the package ml_dtypes", markup=False)
-    if not beside:
+    if not beside and _importable("torch") is None:
         out.print(
             "torch is not installed, so the errors of its F.conv2d and the like are left out; the results are judged by numpy alone, which "
             "sums in float64, one filter tap after the other", markup=False,

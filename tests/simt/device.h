@@ -71,6 +71,7 @@ inline float exp(float v) { return __builtin_expf(v); }
 inline float erf(float v) { return __builtin_erff(v); }
 inline float fabs(float v) { return __builtin_fabsf(v); }
 inline float sqrt(float v) { return __builtin_sqrtf(v); }
+inline float rint(float v) { return __builtin_rintf(v); }
 inline double __longlong_as_double(long long v) { return bits_as<double>(v); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }

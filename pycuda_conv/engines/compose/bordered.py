@@ -1,19 +1,23 @@
 """Images with borders of their own pixels, images and results of integers: ``cu/layout/bordered.cu`` around another engine.
 
-The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. The gradient by the input is that of
-the wider image, whose border is then added to the pixels that it shows. A result of integers is rounded behind the other engine.
+The image is copied with its border, in the arithmetic's type, and another engine convolves the copy. An engine that packs images writes the
+border while it does so: then nothing is copied. The gradient by the input is that of the wider image, whose border is then added to the
+pixels that it shows; of a depthwise layer it is that of zeros, to which a short launch adds what the border shows. A result of integers is
+rounded behind the other engine.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
+from pycuda_conv.engines.geometry import shown_once
 from pycuda_conv.engines.layout import border_copy
 from pycuda_conv.engines.schedule import INPUT, RESULT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.variants import VariantSet
@@ -54,8 +58,22 @@ def adapts(problem: ConvProblem) -> bool:
 
 
 def _padded(problem: ConvProblem) -> ConvProblem:
-    """The problem of the other engine, as it is launched."""
+    """The problem of the other engine, as it is launched: on the wider image, or on an image with zeros around it."""
+    if _adds_at_rims(problem):
+        return replace(problem, border=None, border_value=0.0, input_dtype="", result_dtype="").launched
     return problem.padded.launched
+
+
+MOST_RIMS = 1 / 2  # the part of an image up to which a launch of its own adds what a border shows
+
+
+@lru_cache(maxsize=1024)
+def _adds_at_rims(problem: ConvProblem) -> bool:
+    """Whether a launch adds what the border shows to a gradient that was computed as of zeros: of depthwise layers, at few pixels."""
+    if problem.direction != "dgrad" or problem.border is None or problem.C != problem.groups or not problem.C:
+        return False
+    inside = math.prod(count for _, count in shown_once(problem))
+    return inside >= (1 - MOST_RIMS) * math.prod(problem.input_size)
 
 
 def refusal(problem: ConvProblem, config: Bordered) -> str | None:
@@ -76,13 +94,23 @@ def alike(problem: ConvProblem, config: Config) -> Config:
 # ---- launches
 
 
-def _folds(problem: ConvProblem) -> bool:
-    """Whether the result has to be folded."""
-    return problem.direction == "dgrad" and problem.border is not None
+def _folds(problem: ConvProblem, delegate: Config | None) -> bool:
+    """Whether the result of the other engine has to be folded."""
+    if problem.direction != "dgrad" or problem.border is None or _adds_at_rims(problem):
+        return False
+    return delegate is None or not registry.adds_border(problem, delegate)
 
 
-def _copies(problem: ConvProblem) -> bool:
-    """Whether the image has to be copied."""
+def copies(problem: ConvProblem, config: Bordered) -> bool:
+    """Whether the image, or a gradient by it, is copied by a launch of its own."""
+    delegate = parsed(config.DELEGATE)
+    return _copies(problem, delegate) or _folds(problem, delegate)
+
+
+def _copies(problem: ConvProblem, delegate: Config | None) -> bool:
+    """Whether the image has to be copied before the inner engine reads it."""
+    if delegate is not None and registry.adds_border(problem, delegate):
+        return False
     return bool(problem.input_dtype) or (problem.border is not None and problem.direction != "dgrad")
 
 
@@ -90,20 +118,24 @@ def schedule(problem: ConvProblem, config: Bordered, device: Device, with_moment
     """The launches of `config`, which can run `problem`; they note no moments."""
     delegate, padded = parsed(config.DELEGATE), _padded(problem)
     assert delegate is not None
-    made, scratch = registry.schedule(padded, delegate, device), Arena(WORKSPACE)
+    scratch = Arena(WORKSPACE)
+    reads = registry.adds_border(problem, delegate)
+    made = registry.schedule_with_border(problem, delegate, device) if reads else registry.schedule(padded, delegate, device)
     places: dict[Buffer, tuple[int, int]] = {}
     first, last = [], []
-    if _copies(problem):
+    if _copies(problem, delegate):
         places[INPUT] = scratch.take(problem.itemsize * math.prod(padded.input_shape))
         first.append(border_copy.copy(problem, places[INPUT]))
     exact: tuple[int, int] = RESULT, 0
     if problem.result_dtype:
         exact = scratch.take(problem.itemsize * math.prod(problem.result_shape))
-    if _folds(problem):
+    if _folds(problem, delegate):
         places[RESULT] = scratch.take(problem.itemsize * math.prod(padded.result_shape))
         last += border_copy.fold(problem, places[RESULT], exact)
     elif problem.result_dtype:
         places[RESULT] = exact
+    if _adds_at_rims(problem):
+        last.append(border_copy.add_gradient(problem, places.get(INPUT, INPUT), exact))
     if problem.result_dtype:
         last.append(border_copy.round_to(problem, exact))
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
@@ -123,7 +155,12 @@ def filter_key(problem: ConvProblem, config: Bordered) -> Hashable:
 
 def sum_order(problem: ConvProblem, config: Bordered) -> Hashable:
     """That of the delegate's engine, for its configurations."""
-    return delegate_sum_order(_padded(problem), config.DELEGATE) or config
+    delegate = parsed(config.DELEGATE)
+    if delegate is None:
+        return config
+    reads = registry.adds_border(problem, delegate)  # a kernel may cut a row elsewhere then
+    order = delegate_sum_order(_padded(problem), config.DELEGATE)
+    return (order, reads) if order else config
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -135,18 +172,24 @@ def variants(device: Device) -> Iterator[VariantSet]:
 
 BEGIN, MEMORY = 2.0, 2.6e6  # microseconds of a launch, and bytes that 132 multiprocessors move in one
 BEST = 3  # predictions of the other engines that are worth comparing
+SEVERAL = 24  # predictions among which there may be one that needs no copy
 
 
-def _overhead_us(problem: ConvProblem, device: Device) -> float:
-    """Microseconds beside those of the delegate's engine."""
+def _overhead_us(problem: ConvProblem, delegate: Config | None, device: Device) -> float:
+    """Microseconds beside those of the inner engine."""
     padded, us = _padded(problem), 0.0
-    wide = padded.result_shape if _folds(problem) else padded.input_shape
+    folds = _folds(problem, delegate)
+    wide = padded.result_shape if folds else padded.input_shape
     moved_bytes = 0
-    if _copies(problem):
+    if _copies(problem, delegate):
         moved_bytes += problem.input_itemsize * math.prod(problem.input_shape) + problem.itemsize * math.prod(wide)
         us += BEGIN
-    if _folds(problem):
+    if folds:
         moved_bytes += problem.itemsize * (math.prod(problem.result_shape) + math.prod(wide))
+        us += BEGIN
+    if _adds_at_rims(problem):
+        rims = math.prod(problem.input_size) - math.prod(count for _, count in shown_once(problem))
+        moved_bytes += 4 * problem.itemsize * math.prod(problem.result_shape) * rims // max(math.prod(problem.input_size), 1)
         us += BEGIN
     if problem.result_dtype:
         moved_bytes += (problem.itemsize + problem.result_itemsize) * math.prod(problem.result_shape)
@@ -168,13 +211,25 @@ def time(problem: ConvProblem, config: Bordered, device: Device) -> float | None
     """Microseconds that `config` should take."""
     delegate = parsed(config.DELEGATE)
     us = None if delegate is None else registry.predicted(_padded(problem), delegate, device)
-    return None if us is None else us + _overhead_us(problem, device)
+    return None if us is None else us + _overhead_us(problem, delegate, device)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Bordered] | None:
-    """The other engines' choice for the image with its border, behind the microseconds that it should take."""
+    """The other engines' choice for the image with its border, behind the microseconds that it should take.
+
+    Where that needs a copy of the image, the best that needs none is compared with it.
+    """
     delegate = registry.find(_padded(problem), device) if problem.adapted else None
     if delegate is None:
         return None
-    us = time(problem, Bordered(str(delegate)), device)
-    return LAST_RESORT if us is None else us, Bordered(str(delegate))
+    found = Bordered(str(delegate))
+    us = time(problem, found, device)
+    if us is None:
+        return LAST_RESORT, found
+    if copies(problem, found):
+        for _, other in registry.predictions(_padded(problem), device)[:SEVERAL]:
+            if not copies(problem, Bordered(str(other))):
+                its = time(problem, Bordered(str(other)), device)
+                if its is not None and its < us:
+                    us, found = its, Bordered(str(other))
+    return us, found

@@ -17,34 +17,36 @@ from pycuda_conv.engines.depthwise.nhwc_launch import (
     DepthwiseRing,
     DepthwiseStrips,
     DepthwiseWgrad,
+    adds_border,
     flipped,
     grid_of,
     images_of,
     of_filter,
     partition_of,
     schedule,
+    schedule_with_border,
     unrolled,
     unrolled_by,
     vector_choices,
     vector_of,
 )
 from pycuda_conv.engines.depthwise.nhwc_time import time
-from pycuda_conv.engines.geometry import border_words, ceil
+from pycuda_conv.engines.geometry import ceil, goes_near
 from pycuda_conv.engines.schedule import grid_refusal
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Depthwise", "DepthwiseRing", "DepthwiseStrips",
-    "DepthwiseWgrad", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Depthwise", "DepthwiseRing", "DepthwiseStrips", "DepthwiseWgrad",
+    "adds_border", "choose", "configs", "filter_key", "refusal", "schedule", "schedule_with_border", "sum_order", "time", "unsupported",
     "variants",
 ]  # fmt: skip
 
 CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
-MOST_VARIANTS = {"cuda": 196, "opencl": 90}
+MOST_VARIANTS = {"cuda": 214, "opencl": 90}
 CHUNKS = (64, 32, 16, 8, 4)
 #: Pixels of a thread, down and across: larger tiles would not fill the GPU.
 TILES = ((2, 4), (1, 4))
@@ -61,9 +63,9 @@ def unsupported(device: Device) -> str | None:
 
 
 def adapts(problem: ConvProblem) -> bool:
-    """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one that goes on alike at both sides of an axis."""
+    """Whether ``depthwise/nhwc_strips.cu`` reads the image's border: one alike at both sides of an axis, no further than the other end."""
     plain = not (problem.input_dtype or problem.result_dtype)
-    return plain and problem.direction == "fprop" and problem.layout == "NHWC" and border_words(problem) is not None
+    return plain and problem.direction == "fprop" and problem.layout == "NHWC" and goes_near(problem)
 
 
 def refusal(problem: ConvProblem, config: Config) -> str | None:
@@ -151,7 +153,9 @@ def variants(device: Device) -> Iterator[VariantSet]:
             yield VariantSet("depthwise_nhwc_wgrad", common | gradients | {"TAPS_R": (size,), "TAPS_S": (size,)})
         yield VariantSet("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
     if on_gpu and device.capability >= (8, 0):
-        yield VariantSet("depthwise_nhwc_wgrad_ring", {"TYPE": (16, 17, 32), "TAPS": UNROLLED, "STRIDE": (1, 2)})
+        ring = {"TYPE": (16, 17, 32), "TAPS": UNROLLED, "STRIDE": (1, 2)}
+        yield VariantSet("depthwise_nhwc_wgrad_ring", ring)
+        yield VariantSet("depthwise_nhwc_wgrad_ring", ring | {"BORDERED": (1,)})
 
 
 def _is_listed(d: Mapping[str, int], on_gpu: bool) -> bool:

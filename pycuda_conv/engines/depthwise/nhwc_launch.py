@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, border_numbers, ceil, needs_64_bits
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, border_numbers, ceil, near_sides, needs_64_bits
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -182,14 +182,31 @@ def grid_of(problem: ConvProblem, config: Config) -> int:
 # ---- launches
 
 
+def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bool:
+    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: the ring's kernel may."""
+    return isinstance(config, DepthwiseRing) and source.border is not None and not source.input_dtype and near_sides(source) is not None
+
+
 def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
+    problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     filter_size, size = unrolled_by(problem, type(config)), math.prod(problem.result_shape)
     if isinstance(config, DepthwiseRing):
         defines = {"TYPE": DTYPE_CODES[problem.dtype], "TAPS": filter_size, "STRIDE": problem.dilation[1]}
         whole = config.PARTS == 1 and problem.itemsize == 4  # other sums are rounded by the launch that adds parts
         buffers: tuple[int, ...] = INPUT, WEIGHT, RESULT if whole else WORKSPACE
-        args: Any = _ring_arguments(problem, config)
+        args: Any = _ring_arguments(source or problem, config)
+        defines |= {} if source is None else {"BORDERED": 1}
         launch = KernelLaunch("depthwise_nhwc_wgrad_ring", defines, grid_of(problem, config), THREADS, buffers, (), arguments=args)
         return Schedule.plain([[launch]]) if whole else _with_sum(problem, config.PARTS, launch)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "V": vector_of(problem, type(config)), "INDEX_64": int(needs_64_bits(problem))}
@@ -279,7 +296,7 @@ def _ring_arguments(problem: ConvProblem, config: DepthwiseRing) -> Any:
     return arguments(
         DepthwiseRingArguments, lanes_c=cut.lanes_c, lanes_u=cut.lanes_u, blocks_c=cut.blocks_c, parts=config.PARTS,
         rounds=cut.rounds, units=cut.units, tiles_q=cut.tiles_q, strips=cut.strips, rows=min(config.ROWS, p), k=problem.K,
-        h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w,
+        h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w, **(near_sides(problem) or {}),
     )  # fmt: skip
 
 

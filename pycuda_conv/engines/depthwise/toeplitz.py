@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config, fastest
 from pycuda_conv.engines.depthwise.units import unit_refusal
-from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.geometry import arguments, ceil, near_sides
 from pycuda_conv.engines.mma.common import unsupported
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -36,8 +36,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "DepthwiseToeplitz", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
+    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "DepthwiseToeplitz", "adds_border", "choose", "configs", "filter_key",
+    "refusal", "schedule", "schedule_with_border", "sum_order", "time", "unsupported", "variants",
 ]  # fmt: skip
 
 WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
@@ -64,7 +64,7 @@ class DepthwiseToeplitz(Config):
 CONFIGS = (DepthwiseToeplitz,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 16}
+MOST_VARIANTS = {"cuda": 22}
 
 
 DepthwiseToeplitzArguments = kernel_struct("depthwise_toeplitz", "DepthwiseToeplitzArguments")
@@ -222,8 +222,23 @@ def _sixteens(problem: ConvProblem, unit: _Unit) -> int:
 # ---- launches
 
 
+def adds_border(source: ConvProblem, problem: ConvProblem, config: DepthwiseToeplitz) -> bool:
+    """Whether the kernel reads the image of `source` with its border: of planes that fit a block."""
+    plain = source.direction == "fprop" and source.layout == "NCHW" and source.border is not None and not source.input_dtype
+    if not plain or near_sides(source) is None or why_not(source):
+        return False
+    unit = _unit(source, config)
+    return unit is not None and unit.bands == 1
+
+
 def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, with_moments: bool = False) -> Schedule:
     """The launch of `config`, which can run `problem`; it notes no moments."""
+    return schedule_with_border(problem, config, device)
+
+
+def schedule_with_border(source: ConvProblem, config: DepthwiseToeplitz, device: Device) -> Schedule:
+    """The same for the image of `source`, which may have a border: see :func:`adds_border`."""
+    problem = source
     (_, h, w), (_, p, q), (_, r, s) = problem.operand_size, problem.result_size, problem.filter_size
     (_, stride_h, stride_w), (_, dil_h, dil_w), (pad_h, pad_w) = problem.stride, problem.dilation, _padding(problem)
     unit, grad = _unit(problem, config), _strided(problem)
@@ -236,13 +251,14 @@ def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, wi
         y_off=unit.y_off, x_off=unit.x_off, columns=unit.columns, spans=unit.spans,
         chunks=ceil(problem.K, CHANNELS) if problem.layout == "NHWC" else 1, units=unit.units, pitch=unit.pitch,
         plane_pitch=unit.plane_pitch, x_rows=unit.x_rows, taps_pitch=unit.taps_pitch, y_at=unit.y_at, x_at=unit.x_at,
-        x_size=problem.N * problem.C * h * w, **finish(problem),
+        x_size=problem.N * problem.C * h * w, before_w=pad_w, after_w=max(_last_column(problem) - (w - 1), 0),
+        **(near_sides(problem) or {}), **finish(problem),
     )  # fmt: skip
     steps = _steps(problem)
     assert steps is not None
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "STRIDE": 1 if grad else stride_w, "STEPS": steps, "GRAD": int(grad),
-        "LAST": int(problem.layout == "NHWC"),
+        "LAST": int(problem.layout == "NHWC"), **({} if problem.border is None else {"BORDERED": 1}),
     }  # fmt: skip
     threads = 32 * WARPS[problem.layout]
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
@@ -250,6 +266,11 @@ def schedule(problem: ConvProblem, config: DepthwiseToeplitz, device: Device, wi
         "depthwise_toeplitz", defines, unit.blocks, threads, buffers, (), shared=unit.shared, arguments=args, layer=finish_constants(args)
     )
     return Schedule.plain([[launch]])
+
+
+def _last_column(problem: ConvProblem) -> int:
+    """The last column of an image that a forward convolution reads, which may lie outside."""
+    return (problem.output_size[2] - 1) * problem.stride[2] - problem.padding_before[2] + (problem.filter_size[2] - 1) * problem.dilation[2]
 
 
 def filter_key(problem: ConvProblem, config: DepthwiseToeplitz) -> None:
@@ -266,6 +287,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     for stride, steps in STEPS.items():
         choices = {"TYPE": (HALF, BFLOAT), "STRIDE": (stride,), "STEPS": steps, "GRAD": FLAG, "LAST": FLAG}
         yield VariantSet("depthwise_toeplitz", choices, _is_listed)
+        yield VariantSet("depthwise_toeplitz", choices | {"GRAD": (0,), "LAST": (0,), "BORDERED": (1,)}, _is_listed)
 
 
 def _is_listed(d: Mapping[str, int]) -> bool:

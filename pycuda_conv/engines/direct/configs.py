@@ -123,6 +123,10 @@ def parts_of_sum(problem: ConvProblem, split: int, summed: int, block: int) -> d
 TILES = (Tile(14, 64, 7), Tile(14, 32, 7), Tile(8, 16, 2), Tile(1, 256, 1))
 
 
+#: Those that read integers: each has a text for every size of them.
+INTEGER_TILES = TILES[:2]
+
+
 def tiles_of(device: Device) -> tuple[Tile, ...]:
     """The tiles to choose from on `device`: OpenCL has one for planes and one for rows."""
     return TILES if device.backend == "cuda" else (TILES[1], TILES[-1])

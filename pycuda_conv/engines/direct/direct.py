@@ -16,6 +16,7 @@ from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config, fastest
 from pycuda_conv.engines.direct.configs import (
     COMMON,
     CONFIGS,
+    INTEGER_TILES,
     MOST_COMMON,
     Batched,
     Dgrad,
@@ -52,6 +53,7 @@ from pycuda_conv.engines.geometry import (
     by_axis,
     ceil,
     divider,
+    near_sides,
     needs_64_bits,
     outputs_apart,
     taps_apart,
@@ -84,10 +86,12 @@ __all__ = [
 #: direct/batched.cu one channel a thread would not be faster: a thread waits for memory as long with two.
 BLOCKS = {("cuda", "fprop"): (8, 4, 2), ("cuda", "dgrad"): (8, 4, 2, 1), ("opencl", "fprop"): (8, 2), ("opencl", "dgrad"): (8, 2)}
 DIRECT_SPLITS = (1, 2, 4, 8)  # SPLIT of direct/batched.cu and direct/dgrad.cu
+#: What the types of integers hold that ``direct/tile.cu`` reads and writes.
+RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-32768, 32767)}
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
-MOST_VARIANTS = {"cuda": 172, "opencl": 68}
+MOST_VARIANTS = {"cuda": 226, "opencl": 102}
 
 
 # ---- what runs
@@ -99,15 +103,21 @@ def unsupported(device: Device) -> str | None:
 
 
 def adapts(problem: ConvProblem) -> bool:
-    """Whether ``direct/tile.cu`` reads the image's border: one that goes on alike at both sides of an axis."""
-    plain = not (problem.input_dtype or problem.result_dtype)
-    return plain and problem.direction == "fprop" and problem.layout == "NCHW" and border_words(problem) is not None
+    """Whether ``direct/tile.cu`` reads the image: with a border that is alike at both sides of an axis, and of integers of up to 16 bits.
+
+    Its result may be of the image's type then.
+    """
+    given, wanted = problem.input_dtype, problem.result_dtype
+    typed = not (given or wanted) or (problem.dtype == "float32" and given in RANGES and wanted in ("", given))
+    return typed and problem.direction == "fprop" and problem.layout == "NCHW" and border_words(problem) is not None
 
 
 def refusal(problem: ConvProblem, config: Config) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    if problem.border is not None and not (isinstance(config, Tile) and adapts(problem)):
-        return "it takes no such border"
+    if problem.adapted and not (isinstance(config, Tile) and adapts(problem)):
+        return "it takes no such border, and no such integers"
+    if problem.input_dtype and config not in INTEGER_TILES:
+        return f"of integers it takes {' and '.join(map(str, INTEGER_TILES))}"
     if isinstance(config, Wgrad):
         return wgrad_refusal(problem, config)
     if problem.layout != "NCHW":
@@ -168,7 +178,7 @@ DgradArguments = kernel_struct("direct_dgrad", "DgradArguments")
 _SIZES = {
     SingleArguments: "tiles h w p q",
     TileArguments: "tiles_p tiles_q h w p q value near_h last_near_h near_w last_near_w shift_h period_h low_h high_h fills_h "
-    "shift_w period_w low_w high_w fills_w",
+    "shift_w period_w low_w high_w fills_w in_shift least most",
     BatchedArguments: "n_pixels plane p q split run part_size d h w", DgradArguments: "n_pixels plane h w split run part_size o p q",
 }  # fmt: skip
 
@@ -178,10 +188,27 @@ def _constants(problem: ConvProblem, args: Any) -> dict[str, int]:
     return layer_constants(problem, args, _SIZES[type(args)])
 
 
+def adds_border(source: ConvProblem, problem: ConvProblem, config: Config) -> bool:
+    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: ``direct/wgrad.cu`` may."""
+    plain = isinstance(config, Wgrad) and config.FILTERS == 1 and not source.input_dtype
+    return plain and source.border is not None and near_sides(source) is not None
+
+
 def schedule(problem: ConvProblem, config: Config, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
+    problem: ConvProblem, config: Config, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     kernel, make = _KERNELS[type(config)]
-    defines, args, layer, room = make(problem, config)
+    defines, args, layer, room = make(source or problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
     split = split_of(config)
     size = math.prod(problem.result_shape)
@@ -231,14 +258,23 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
         TileArguments, tiles_p=tiles_p, tiles_q=tiles_q, c=problem.C, k=problem.K, by_multiplier=divider(problem.K // problem.C), h=h, w=w,
         p=p, q=q, pad_h=pad_h, pad_w=pad_w, r=r, s=s, stride_h=stride_h, stride_w=stride_w, dil_h=dil_h, dil_w=dil_w,
         by_halo_w=divider(halo_w), flipped=int(flipped), apart_h=apart_h, apart_w=apart_w, **border_numbers(problem, "hw"),
-        **finish(problem),
+        **_of_integers(problem), **finish(problem),
     )  # fmt: skip
     elements = r * s + halo_h * halo_w
     layer = _constants(problem, args)
+    types = {"IN_BYTES": problem.input_itemsize, "OUT_BYTES": problem.result_itemsize if problem.result_dtype else 0}
+    defines = asdict(config) | (types if problem.input_dtype else {})
     if config.TILE_P > 1 and r == s and r in (3, 5, 7) and stride_h == stride_w == dil_h == dil_w == 1:
         names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W"
-        return asdict(config) | {name: layer[name] for name in names}, args, layer, elements
-    return asdict(config), args, layer, elements
+        return defines | {name: layer[name] for name in names}, args, layer, elements
+    return defines, args, layer, elements
+
+
+def _of_integers(problem: ConvProblem) -> dict[str, int]:
+    """The arguments for images and results of integers."""
+    least, most = RANGES.get(problem.result_dtype, (0, 0))
+    signed = problem.input_dtype.startswith("int")
+    return {"in_shift": 32 - 8 * problem.input_itemsize if signed else 0, "least": least, "most": most}
 
 
 def _batched(problem: ConvProblem, config: Batched) -> Made:
@@ -328,10 +364,15 @@ def variants(device: Device) -> Iterator[VariantSet]:
         for tile in tiles_of(device):
             of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()}
             yield VariantSet("direct_tile", of_tile)
+            if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
+                yield VariantSet("direct_tile", of_tile | _INTEGERS, _as_read)
             for taps in (3, 5, 7) if tile.TILE_P > 1 else ():
                 layer = {"R": taps, "S": taps, "STRIDE_H": 1, "STRIDE_W": 1, "DIL_H": 1, "DIL_W": 1}
                 if (taps * taps + (tile.TILE_P - 1 + taps) * (tile.TILE_Q - 1 + taps)) * acc <= STATIC_SHARED_BYTES:
-                    yield VariantSet("direct_tile", of_tile | {name: (value,) for name, value in layer.items()})
+                    square = {name: (value,) for name, value in layer.items()}
+                    yield VariantSet("direct_tile", of_tile | square)
+                    if code == DTYPE_CODES["float32"] and tile in INTEGER_TILES:
+                        yield VariantSet("direct_tile", of_tile | square | _INTEGERS, _as_read)
         batched = common | room | {"THREADS": (128,), "BLOCK_K": BLOCKS[device.backend, "fprop"]}
         yield VariantSet("direct_batched", batched)
         yield VariantSet("direct_batched", batched | {"R": (COMMON,), "S": (COMMON,), "AXES": (2,)})
@@ -341,6 +382,15 @@ def variants(device: Device) -> Iterator[VariantSet]:
             unrolled = {"UNROLLED": (1,), "TOTALS": FLAG, "R": (COMMON,), "S": (COMMON,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
             yield VariantSet("direct_dgrad", dgrad | unrolled, _made_unrolled)
         yield from wgrad_variants(code, acc, device)
+
+
+#: Bytes of images and results of integers.
+_INTEGERS: dict[str, tuple[int, ...]] = {"IN_BYTES": (1, 2), "OUT_BYTES": (0, 1, 2)}
+
+
+def _as_read(d: Mapping[str, int]) -> bool:
+    """Whether a result is of float32, or of the integers that are read."""
+    return d["OUT_BYTES"] in (0, d["IN_BYTES"])
 
 
 def _made_unrolled(d: Mapping[str, int]) -> bool:

@@ -147,7 +147,7 @@ def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> l
 
 GemmArguments = kernel_struct("direct_gemm", "GemmArguments")
 #: The members that only the RECOMPUTE kernel reads.
-_OF_RECOMPUTE = ("n_blocks", "images", "followed", "with_moments")
+_OF_RECOMPUTE = ("n_blocks", "images", "followed", "with_moments", *(f"{side}_{axis}" for side in ("side", "last_side") for axis in "dhw"))
 
 
 def _product(problem: ConvProblem, config: Gemm, phase: Phase, filter_last: bool) -> KernelLaunch:

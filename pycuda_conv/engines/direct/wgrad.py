@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from pycuda_conv.engines.direct.configs import Made, Wgrad, layer_constants
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, divider
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, by_axis, ceil, divider, near_sides
 from pycuda_conv.engines.schedule import STATIC_SHARED_BYTES, grid_refusal
 from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.struct import kernel_struct
@@ -69,7 +69,8 @@ def _shared_bytes(taps: int, threads: int, acc: int) -> int:
 
 
 WgradArguments = kernel_struct("direct_wgrad", "WgradArguments")
-SIZES = "slices total run d h w pixels r s"  # members that depend on the batch and on sizes of images
+#: Members that depend on the batch and on sizes of images.
+SIZES = "slices total run d h w pixels r s side_d side_h side_w last_side_d last_side_h last_side_w"
 
 
 def wgrad_launch(problem: ConvProblem, config: Wgrad) -> Made:
@@ -82,8 +83,9 @@ def wgrad_launch(problem: ConvProblem, config: Wgrad) -> Made:
         WgradArguments, slices=config.SLICES, chunks=chunks, images=problem.N, groups=groups, kg=kg, k_blocks=k_blocks, total=total,
         run=run, **by_axis("", problem.input_size), pixels=pixels, by_rs=divider(r * s), r=r, s=s, taps=taps, by_pq=divider(p * q), p=p,
         q=q, **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
+        **(near_sides(problem) or {}),
     )  # fmt: skip
-    defines = {"THREADS": config.THREADS, "TAPS": config.TAPS, "FILTERS": config.FILTERS}
+    defines = {"THREADS": config.THREADS, "TAPS": config.TAPS, "FILTERS": config.FILTERS} | ({"BORDERED": 1} if problem.border else {})
     common = {"Q": q} if _square(problem) and config.TAPS == taps else {}
     return defines | common, args, layer_constants(problem, args, SIZES, TAPS=config.TAPS, ALL_TAPS=taps), 0
 
@@ -91,11 +93,12 @@ def wgrad_launch(problem: ConvProblem, config: Wgrad) -> Made:
 def wgrad_variants(code: int, acc: int, device: Device) -> Iterator[VariantSet]:
     """The texts for arrays of the type `code`, whose sums have `acc` bytes."""
     for filters, taps_at_once in WGRAD_TAPS[device.backend].items():
-        wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": (filters,)}
-        yield VariantSet("direct_wgrad", wgrad | {"TAPS": taps_at_once})
-        for q in SQUARE:
-            if _few_sums(filters, q**2) and _shared_bytes(q**2, 128, acc) <= STATIC_SHARED_BYTES:
-                yield VariantSet("direct_wgrad", wgrad | {"TAPS": (q**2,), "Q": (q,)})
+        for border in ({}, {"BORDERED": (1,)}) if filters == 1 else ({},):  # of several filters, with a border, only few layers are
+            wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": (filters,)} | border
+            yield VariantSet("direct_wgrad", wgrad | {"TAPS": taps_at_once})
+            for q in SQUARE:
+                if _few_sums(filters, q**2) and _shared_bytes(q**2, 128, acc) <= STATIC_SHARED_BYTES:
+                    yield VariantSet("direct_wgrad", wgrad | {"TAPS": (q**2,), "Q": (q,)})
 
 
 # ---- time and choice

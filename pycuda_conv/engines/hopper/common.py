@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing
-from pycuda_conv.engines.geometry import Phase, by_axis
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.engines.geometry import Phase, by_axis, row_major
+from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, Im2col, TensorMap
 
 MOST_SHARED = 227 * 1024  # shared memory of a block on sm_90, in bytes
@@ -56,23 +56,32 @@ def at_once(device: Device, cluster: int) -> int:
 
 
 def image_map(
-    problem: ConvProblem, buffer: int, unpacked: PackedLayout, addressing: PhaseAddressing, pixels: int, row: int = ROW
+    problem: ConvProblem, buffer: int, unpacked: PackedLayout, addressing: PhaseAddressing, pixels: int, row: int = ROW,
+    part: tuple[Size3, Size3] | None = None,
 ) -> TensorMap:
-    """The tensor map of the first operand's images: a load fetches `row` bytes of `pixels` neighbouring pixels of `addressing`."""
+    """The tensor map of the first operand's images: a load fetches `row` bytes of `pixels` neighbouring pixels of `addressing`.
+
+    With `part` it sees a part of each image alone: its first pixel, and its size.
+    """
     channels = problem.operand_channels
     pixel = problem.itemsize * channels  # bytes
     if addressing.flat:
         axes, strides, images = [problem.N * math.prod(unpacked.size)], [pixel, pixel * problem.N * math.prod(unpacked.size)], 1
-        stride, low, upper = [1], [0], [0]
+        stride, low, upper, offset = [1], [0], [0], 0
     else:
         inner = range(2, 2 - addressing.spatial_dims, -1)  # W first
         axes, images, strides = [unpacked.size[i] for i in inner], problem.N, [pixel]
         for size in axes:
             strides.append(strides[-1] * size)
         stride, low = [addressing.stride[i] for i in inner], [addressing.low[i] for i in inner]
-        upper = [addressing.low[i] + (addressing.phase.size[i] - 1) * addressing.stride[i] - (unpacked.size[i] - 1) for i in inner]
+        first = part[0] if part else (0, 0, 0)
+        axes = [part[1][i] for i in inner] if part else axes
+        offset = pixel * sum(n * step for n, step in zip(first, row_major(unpacked.size), strict=True))
+        upper = [
+            addressing.low[i] + (addressing.phase.size[i] - 1) * addressing.stride[i] - (n - 1) for i, n in zip(inner, axes, strict=True)
+        ]
     box = Im2col(tuple(low), tuple(upper), tuple(stride), unpacked.load * row // ROW, pixels)
-    return TensorMap(buffer, 0, (channels, *axes, images), tuple(strides), box, row, map_type(problem))
+    return TensorMap(buffer, offset, (channels, *axes, images), tuple(strides), box, row, map_type(problem))
 
 
 def pixel_cycles(nbytes: int) -> float:

@@ -46,6 +46,7 @@ from pycuda_conv.engines.hopper.common import (
     unsupported,
     written_bytes,
 )
+from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
@@ -114,7 +115,7 @@ class DenseNhwc(Config):
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
 TENSOR_CORES = True
-MOST_VARIANTS = {"cuda": 142}
+MOST_VARIANTS = {"cuda": 145}
 
 
 # ---- what runs
@@ -243,8 +244,28 @@ def _transposes(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool
 DensePhase = kernel_struct("hopper_dense", "DensePhase")
 
 
+#: The tile of the rows and columns at the sides of a result, where the image has a border.
+SIDES = 64, 64
+
+
+def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) -> bool:
+    """Whether :func:`schedule` takes the image of `source`, which has a border, for the wider one of `problem`: sums are whole there."""
+    return config.CLUSTER == 1 and not source.input_dtype and why_not(problem) is None and regions(source) is not None
+
+
 def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: DenseNhwc, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
+    problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
     scratch = Arena(WORKSPACE)
     layout = MomentsLayout(_moments(problem, config) if with_moments else None, scratch, multiprocessors)
@@ -254,12 +275,14 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_momen
         tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
         if tile.STAGES == _max_stages(*shape, _reads_mn_major(problem)):  # the choice meant "as many as fit"
             tile = replace(tile, STAGES=_max_stages(*shape, mn_major and problem.itemsize == 2))
+        if source is not None:
+            return [_of_regions(source, tile, place, multiprocessors)]
         groups = _launches(_addressed(problem)[1])
         return [[_product(problem, tile, group, place, mn_major, multiprocessors, parts) for group in groups]]
 
     # a filter with its second axis last is K-major in fprop, and MN-major in dgrad
     last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
-    mn_major = _reads_mn_major(problem) or _transposes(problem, config, device)
+    mn_major = source is None and (_reads_mn_major(problem) or _transposes(problem, config, device))
     in_place = products(WEIGHT, mn_major) if last or mn_major else None
     if in_place and taps == 1:
         return Schedule([], in_place, in_place, scratch.used, 0, moments=layout.moments, filter_last=in_place)
@@ -272,6 +295,20 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_momen
         width = problem.weight_shape[1]
         in_place = [[transpose_filter.launch(problem, place, (1, width, taps * width))], *steps]
     return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments, filter_last=in_place)
+
+
+def _of_regions(source: ConvProblem, tile: DenseNhwc, place: BufferSlice, multiprocessors: int) -> list[KernelLaunch]:
+    """The launches of the interior and of the sides of a result, whose image has a border."""
+    found = regions(source)
+    assert found is not None
+    interior = [one for one in found if one.interior]
+    launches = [_product(source, tile, [one.addressing], place, False, multiprocessors, None) for one in interior]
+    others, (rows, columns) = found[len(interior) :], SIDES
+    small = DenseNhwc(rows, columns, _max_stages(rows, columns, 1, False))
+    for i in range(0, len(others), PHASES):
+        some = others[i : i + PHASES]
+        launches.append(_product(source, small, [one.addressing for one in some], place, False, multiprocessors, None, some))
+    return launches
 
 
 def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
@@ -291,17 +328,21 @@ def _launches(addressings: Sequence[PhaseAddressing]) -> Iterator[Sequence[Phase
 
 def _product(
     problem: ConvProblem, config: DenseNhwc, addressings: Sequence[PhaseAddressing], place: BufferSlice, mn_major: bool,
-    multiprocessors: int, parts: BufferSlice | None,
+    multiprocessors: int, parts: BufferSlice | None, sides: Sequence[Region] = (),
 ) -> KernelLaunch:
-    """The launch of some phases. It notes moments if it is given a place for their `parts`."""
+    """The launch of some phases. It notes moments if it is given a place for their `parts`. `sides`: of a result with a border."""
     unpacked, _ = _addressed(problem)
     args = tuple(_arguments(problem, config, addressing, parts is not None) for addressing in addressings)
-    phases = 1 if count_phases(problem) == 1 else PHASES
+    args = tuple(one._replace(**in_words(side)) for one, side in zip(args, sides, strict=True)) if sides else args
+    phases = 1 if count_phases(problem) == 1 and not sides else PHASES
     args += (args[-1]._replace(tiles=0),) * (phases - len(addressings))  # empty phases fill the kernel's parameter
     rows = ROW, _last_row(problem)
     maps = []
     for row in rows:
         images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row) for addressing in addressings]
+        if sides:
+            seen = [(side.addressing, (side.first, side.length)) for side in sides]
+            images = [image_map(problem, INPUT, unpacked, addressing, config.BLOCK_M, row, part) for addressing, part in seen]
         maps += images + [images[-1]] * (phases - len(addressings))
     maps += [_filter_map(problem, config, place, mn_major, row) for row in rows]
     structs: tuple[tuple[int, ...], ...] = args
@@ -312,7 +353,7 @@ def _product(
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
-        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
+        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases, **({"BORDERED": 1} if sides else {}),
     }
     buffers: tuple[BufferSlice, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
     if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= MOMENTS_COLUMNS:  # the kernel's EMIT_MOMENTS
@@ -366,7 +407,8 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, addressing: PhaseAddress
         DensePhase, tiles=across * down * math.prod(repeats(problem)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(_summed(problem), stage_channels(problem)), last_steps=_last_steps(problem),
         group_rows=problem.result_channels // problem.groups, group_channels=_summed(problem), rows=problem.result_channels,
-        **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation), pixels=pixels,
+        **tap_numbers(unpacked, addressing), **by_axis("dilation_", addressing.dilation),
+        **by_axis("numbers_", (0, 0, 0)), **by_axis("offsets_", (0, 0, 0)), pixels=pixels,
         **load_base(problem, addressing), plane=plane, pq=size[1] * size[2], q=size[2], **places,
         store_mode=store_mode(problem, config.BLOCK_N, addressing.phase), with_moments=int(with_moments), **finish(problem),
     )  # fmt: skip
@@ -392,6 +434,8 @@ def variants(device: Device) -> Iterator[VariantSet]:
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
             yield VariantSet("hopper_dense", choices, _is_listed, "sm_90a")
+            if (rows, columns) == SIDES and not mn_major and cluster == 1:
+                yield VariantSet("hopper_dense", choices | {"PHASES": (PHASES,), "BORDERED": (1,)}, _is_listed, "sm_90a")
     yield from transpose_filter.variants()
 
 

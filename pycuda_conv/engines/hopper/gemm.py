@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, row_blocks
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.hopper.common import THREADS, unsupported
@@ -58,20 +59,37 @@ LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
 
 
+def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether :func:`schedule` takes the image of `source`, whose border packing writes, for the wider one of `problem`."""
+    return packing.adds_border(source, problem, windows=True)
+
+
 def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: ImplicitGemm, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
+    problem: ConvProblem, config: ImplicitGemm, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     multiprocessors = device.multiprocessors
-    made = _schedule(problem, config, multiprocessors, with_moments)
+    made = _schedule(problem, config, multiprocessors, with_moments, source=source)
     if reads_filter(problem):
         return replace(made, filter_last=_schedule(problem, config, multiprocessors, with_moments, map_w=_filter_map(problem)).steps)
     if packs_filter_last(problem):
-        return replace(made, filter_last=_schedule(problem, config, multiprocessors, with_moments, filter_last=True).whole)
+        last = _schedule(problem, config, multiprocessors, with_moments, filter_last=True, source=source)
+        return replace(made, filter_last=last.whole)
     return made
 
 
 def _schedule(
     problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, with_moments: bool, map_w: TensorMap | None = None,
-    filter_last: bool = False,
+    filter_last: bool = False, source: ConvProblem | None = None,
 ) -> Schedule:
     """:func:`schedule` for a filter that is packed (from channels last if `filter_last`), or read as it lies through `map_w`."""
     moments = _moments(problem, config) if with_moments else None
@@ -84,7 +102,7 @@ def _schedule(
         launches, (arena, first) = [], operands.tickets
         for group in launches_of(problem):
             place = (arena, first) if joins(problem, config) else None
-            among = operands, buffers, flagged, multiprocessors, layout, map_w, filter_last, place
+            among = operands, buffers, flagged, multiprocessors, layout, map_w, filter_last, place, source
             launches.append(_product(problem, config, packed, group, *among))
             first += 4 * _results(problem, config, group)
         return launches
@@ -92,7 +110,7 @@ def _schedule(
     tickets = sum(_results(problem, config, group) for group in launches_of(problem)) if joins(problem, config) else 0
     return assemble(
         problem, config.SPLIT, multiprocessors, products, moments, filter_last, windows=True, clusters=True,
-        recomputes=_may_recompute(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets,
+        recomputes=_may_recompute(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets, source=source,
     )
 
 
@@ -172,7 +190,7 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: BufferSlice) 
 def _product(
     problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, addressings: Sequence[PhaseAddressing], operands: Operands,
     buffers: tuple[BufferSlice, ...], flagged: tuple[BufferSlice, ...], multiprocessors: int, layout: MomentsLayout,
-    map_w: TensorMap | None, filter_last: bool, tickets: BufferSlice | None,
+    map_w: TensorMap | None, filter_last: bool, tickets: BufferSlice | None, source: ConvProblem | None,
 ) -> KernelLaunch:
     """The launch of some phases. With `tickets` it adds the parts of split sums; with `flagged` it computes flagged results once more."""
     defines = result_arithmetic(problem, addressings[0].phase, config.SPLIT) | {
@@ -197,7 +215,8 @@ def _product(
     if defines["PHASES"] > 1:
         structs += (repeat_arguments(problem, packed, len(addressings), alike(problem)[1], filter_last),)
     if _may_recompute(problem, config):
-        structs += recompute_arguments(problem, [addressing.phase for addressing in addressings], defines["PHASES"], filter_last)
+        launched = [addressing.phase for addressing in addressings]
+        structs += recompute_arguments(source or problem, launched, defines["PHASES"], filter_last)
     if may_note(defines):
         buffers += (layout.parts if with_moments else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
     else:

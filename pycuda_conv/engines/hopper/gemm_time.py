@@ -81,8 +81,9 @@ RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 2.07, 98e3, 
 IN_PLACE, IN_PLACE_PRODUCT = InPlaceRates(1860.0, 3.5, 1.7), 1.64
 PIXEL_CYCLES = {128: 2.59, 64: 1.49, 32: 2.0, 16: 2.0}
 VOLUME = 1.05  # relative time of a load of a volume, as it lies
-#: Relative times of loads of packed images: of volumes; and of pixels that are no multiple of a load, so that loads straddle cache lines.
-PACKED_VOLUME, UNALIGNED = 1.23, 2.0
+#: Relative times of loads of packed images: of volumes; and of pixels that are no multiple of a load, so that loads straddle cache lines:
+#: ones that begin within a sector of memory, and others. The last was fitted to 48 layers of 16 to 128 channels in float32, on an H200.
+PACKED_VOLUME, UNALIGNED, UNALIGNED_SECTORS = 1.23, 2.0, 1.2
 #: Bytes of packed images beyond which the L2 cache does not keep them all, and the bytes a microsecond that are moved then.
 FORGOTTEN, REMEMBERED_RATE = 15e6, 2.3e6
 SCATTERED = 4.0  # relative time of stores if a pixel's channels are no multiple of 16 bytes, or 16-bit planes are no multiple of 8
@@ -95,8 +96,8 @@ NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
 SHORT_ROW = {64: 0.87, 32: 1.0, 16: 1.0}
 CACHE_RATE = 5e6  # bytes of pixels that all multiprocessors together load from the L2 cache in a microsecond
 PER_LAUNCH = 1.4  # microseconds that each further launch of phases adds
-#: Relative times with three products: of tiles of 128 rows, which load less for each product; and of two stages, which wait for loads.
-TALL, SHALLOW = 0.96, 1.03
+#: Relative times with three products: of tiles of 128 rows, which load less for each product; and of two stages, for 256 pixels.
+TALL, SHALLOW = 0.96, 0.96
 FLAT = 1.0  # relative time of 1x1 layers without stride in NCHW
 SECTOR = 32  # bytes that memory writes at once
 APART = 2.0  # relative time of adding the parts of a sum if its elements are loaded one by one
@@ -253,7 +254,9 @@ def _loaded(problem: ConvProblem, config: ImplicitGemm, in_place: bool) -> float
     loaded = float(ring_of_problem(problem, config).stage)
     if in_place:
         return loaded
-    slower = UNALIGNED if packed.window is None and packed.pixel * problem.groups % packed.load else 1.0
+    pixel, slower = packed.pixel * problem.groups, 1.0
+    if packed.window is None and pixel % packed.load:
+        slower = UNALIGNED if 2 * pixel % SECTOR else UNALIGNED_SECTORS
     slower *= PACKED_VOLUME if addressings[0].spatial_dims == 3 else 1.0
     return loaded + (slower - 1) * limbs(problem) * config.BLOCK_N * 128
 
@@ -278,11 +281,15 @@ def _store_time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int
     """Microseconds in which a tile adds a residual and stores its results."""
     _, addressings = form(problem)
     last, stored = _stores_last(problem, config), RATES[problem.itemsize].stored
+    channels = problem.result_channels // problem.groups
     if last and len(addressings) > 1:
         stored = PHASED_STORED
     elif last:
         stored = IN_PLACE_APART if whole_rows(problem, 1) and not tensor_store(problem, config) else IN_PLACE_STORED
-    us = config.BLOCK_M * config.BLOCK_N * stored_bytes(problem, config) / stored
+    rows = float(config.BLOCK_M)
+    if problem.itemsize == 4 and problem.layout == "NCHW":  # the others of a tile's rows are no channels
+        rows = channels / max(ceil(channels, config.BLOCK_M), 1)
+    us = rows * config.BLOCK_N * stored_bytes(problem, config) / stored
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
         us *= SCATTERED if len(addressings) == 1 or defines_of(problem)["VEC"] == 1 else 1.0
     elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and defines_of(problem)["VEC"] == 1:
@@ -304,8 +311,9 @@ def _corrected(us: float, problem: ConvProblem, config: ImplicitGemm, in_place: 
     if problem.layout == "NCHW" and problem.itemsize == 4 and len(addressings) > 1:
         small = config.BLOCK_M == 64 == config.BLOCK_N
         us *= PAIRED if paired(problem) else 1.0 if small else PHASED_TILE
-    us *= NARROW if config.BLOCK_N <= 64 else WIDE if config.BLOCK_N >= 128 else 1.0
-    if products(problem) == 3:
+    three = products(problem) == 3
+    us *= NARROW if config.BLOCK_N <= 64 else WIDE if config.BLOCK_N >= 128 and (not three or problem.layout == "CNHW") else 1.0
+    if three:
         us *= (TALL if config.BLOCK_M == 128 else 1.0) * (SHALLOW if config.STAGES == 2 else 1.0)
     if problem.layout == "NCHW" and len(addressings) == 1 and addressings[0].flat:
         us *= FLAT

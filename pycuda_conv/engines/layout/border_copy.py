@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pycuda_conv import borders
-from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider
-from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, by_axis, ceil, divider, shown_once_along
+from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT, WEIGHT
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
@@ -31,7 +31,9 @@ def _outer_and_inner(problem: ConvProblem, channels: int) -> tuple[int, int]:
     """Of an array of images, the numbers of its elements outside of a pixel's axes, and inside of them."""
     if problem.layout == "NHWC":
         return problem.N, channels
-    return (channels, problem.N) if problem.layout == "CHWN" else (problem.N * channels, 1)
+    if problem.layout == "CHWN":  # [channel of a group][pixels][group][image]: see ConvProblem.launched
+        return channels // max(problem.groups, 1), problem.N * problem.groups
+    return problem.N * channels, 1
 
 
 def _args(
@@ -51,7 +53,7 @@ def _args(
             start, step, reach = borders.near(word, n, bool(prefix))
             numbers |= {f"{prefix}near_{axis}": start, f"{prefix}step_{axis}": step}
             near = near and padding <= reach
-    boxes = [_shown_once(*axis) for axis in zip(size, border, before, after, strict=True)] if rims else [(n, 0) for n in size]
+    boxes = [shown_once_along(*axis) for axis in zip(size, border, before, after, strict=True)] if rims else [(n, 0) for n in size]
     rim = [n - inside for n, (_, inside) in zip(size, boxes, strict=True)]
     of_slice = rim[1] * size[2] + (size[1] - rim[1]) * rim[2]
     outside = rim[0] * size[1] * size[2] + (size[0] - rim[0]) * of_slice
@@ -60,30 +62,21 @@ def _args(
     numbers |= {"rims": outside if rims else 0, "by_rims": divider(outside), "by_of_slice": divider(of_slice), "by_w": divider(size[2])}
     numbers |= {"by_rim_w": divider(rim[2]), **by_axis("rim_", rim), **by_axis("box_", [first for first, _ in boxes])}
     numbers |= by_axis("inside_", [inside for _, inside in boxes])
-    numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])}
+    numbers |= {"near": int(near), "whole": int(inner % EACH[dtype] == 0 and not others["type"])} | _OF_OTHERS | others
     sizes = {"inner": inner, "line": (size if fold else wide)[2] * inner, **by_axis("", size), **by_axis("wide_", wide)}
     prepared = {f"by_{name}": 0 if big else divider(sizes[name]) for name in ("inner", "line", "d", "h", "wide_d", "wide_h")}
     args = arguments(
-        BorderArguments, size=written, **sizes, **prepared, **by_axis("before_", before), **by_axis("after_", after), **numbers, **others
+        BorderArguments, **{"size": written, **sizes, **prepared, **by_axis("before_", before), **by_axis("after_", after), **numbers}
     )
     return args, written
 
 
-def _shown_once(n: int, words: tuple[str, str], before: int, after: int) -> tuple[int, int]:
-    """The first and the number of neighbouring pixels of an axis that its border shows nowhere."""
-    low, high = 0, n
-    for last, (word, padding) in enumerate(zip(words, (before, after), strict=True)):
-        if padding <= 0 or word in borders.FILLED:
-            continue
-        if padding > borders.near(word, n, False)[2]:
-            return n, 0
-        # the pixels that this side shows, counted from its edge; those of the other edge if it wraps
-        reach = {"replicate": 1, "symmetric": padding, "reflect": padding + 1, "circular": padding}[word]
-        if bool(last) == (word == "circular"):
-            low = max(low, reach)
-        else:
-            high = min(high, n - reach)
-    return (low, high - low) if high > low else (n, 0)
+#: Arguments of other kernels than ``border_copy``.
+_OF_OTHERS = dict.fromkeys((
+    "rows", "rows_each", "lane_bits", "tiles", "positions", "vector", "planes", "channels", "multiplier", "y_image", "y_channel",
+    "y_pixel", *"opqtrs",
+    *(f"{name}_{axis}" for name in ("stride", "pad", "dil") for axis in "dhw"),
+), 0)  # fmt: skip
 
 
 def _defines(dtype: str, big: bool) -> dict[str, int]:
@@ -104,8 +97,35 @@ def copy(problem: ConvProblem, to: BufferSlice) -> KernelLaunch:
         problem.dtype, outer, problem.operand_size, inner, problem.border or borders.NONE, before, after, big, False,
         value=bits(problem.border_value, accumulator_bytes(problem)), type=TYPES[problem.input_dtype], has_residual=0,
     )  # fmt: skip
-    blocks = ceil(written, EACH[problem.dtype] * THREADS)
-    return KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (INPUT, to), (), "bordered", arguments=args)
+    return _copy(problem.dtype, big, args, written, INPUT, to)
+
+
+LEAST_ROWS = 64  # rows from which border_rows copies them: a thread has some of them, one below the other
+LANES = (256, 128, 64, 32, 16, 8)  # threads along a line
+ROWS_EACH = (16, 8, 4)  # rows of a thread
+MANY_BLOCKS = 4 * 132
+
+
+def _copy(dtype: str, big: bool, args: Any, written: int, source: BufferSlice, target: BufferSlice) -> KernelLaunch:
+    """The launch that copies images with their border."""
+    rows, line = written // max(args.line, 1), args.line
+    if not args.near or rows < LEAST_ROWS:
+        blocks = ceil(written, EACH[dtype] * THREADS)
+        return KernelLaunch("border_copy", _defines(dtype, big), blocks, THREADS, (source, target), (), "bordered", arguments=args)
+    vector = EACH[dtype] if args.whole else 1
+    positions = line // vector
+    lanes = min(LANES, key=lambda lanes: (ceil(positions, lanes) * lanes, -lanes))
+
+    def blocks_of(each: int) -> int:
+        return ceil(rows, THREADS // lanes * each) * ceil(positions, lanes)
+
+    each = next((each for each in ROWS_EACH if blocks_of(each) >= MANY_BLOCKS), ROWS_EACH[-1])
+    tiles = ceil(positions, lanes)
+    args = args._replace(
+        rows=rows, rows_each=each, lane_bits=lanes.bit_length() - 1, tiles=tiles, by_tiles=divider(tiles), positions=positions,
+        vector=vector,
+    )
+    return KernelLaunch("border_rows", _defines(dtype, big), blocks_of(each), THREADS, (source, target), (), "bordered", arguments=args)
 
 
 def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice) -> list[KernelLaunch]:
@@ -116,8 +136,8 @@ def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice) -> list[Kerne
 
     def launch(rims: bool) -> KernelLaunch:
         args, written = _args(
-            problem.dtype, outer, problem.input_size, inner, border, before, after, big, True, rims, value=0, type=0,
-            has_residual=int(problem.has_residual),
+            problem.dtype, ceil(outer, PLANES), problem.input_size, inner, border, before, after, big, True, rims, value=0, type=0,
+            has_residual=int(problem.has_residual), planes=outer,
         )  # fmt: skip
         blocks, buffers = ceil(written, THREADS), (wide, RESIDUAL, to)
         return KernelLaunch("border_fold", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=args)
@@ -130,9 +150,26 @@ def fold(problem: ConvProblem, wide: BufferSlice, to: BufferSlice) -> list[Kerne
     args, written = _args(
         problem.dtype, outer, size, inner, borders.NONE, minus, less, big, False, value=0, type=0, has_residual=0
     )
-    blocks = ceil(written, EACH[problem.dtype] * THREADS)
-    inside = KernelLaunch("border_copy", _defines(problem.dtype, big), blocks, THREADS, (wide, to), (), "bordered", arguments=args)
-    return [inside, launch(True)]
+    return [_copy(problem.dtype, big, args, written, wide, to), launch(True)]
+
+
+PLANES = 8  # planes, or images with channels last, of a thread of ``border_gradient``
+
+
+def add_gradient(problem: ConvProblem, dy: BufferSlice, to: BufferSlice) -> KernelLaunch:
+    """Add what the border shows to the gradient by the input of a depthwise layer, which is there as of zeros."""
+    big, border, (before, after) = _is_big(problem), problem.border or borders.NONE, problem.border_sizes
+    last, channels, plane = problem.layout == "NHWC", problem.C, math.prod(problem.output_size)
+    outer, inner = _outer_and_inner(problem, channels)
+    groups = ceil(outer, PLANES)
+    args, written = _args(
+        problem.dtype, groups, problem.input_size, inner, border, before, after, big, True, True, value=0, type=0, has_residual=0,
+        planes=outer, channels=channels, multiplier=problem.K // channels, y_image=problem.K * plane, y_channel=1 if last else plane,
+        y_pixel=problem.K if last else 1, **by_axis("", problem.output_size, "opq"), **by_axis("", problem.filter_size, "trs"),
+        **by_axis("stride_", problem.stride), **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation),
+    )  # fmt: skip
+    blocks, buffers = ceil(written, THREADS), (dy, WEIGHT, to)
+    return KernelLaunch("border_gradient", _defines(problem.dtype, big), blocks, THREADS, buffers, (), "bordered", arguments=args)
 
 
 def round_to(problem: ConvProblem, exact: BufferSlice) -> KernelLaunch:

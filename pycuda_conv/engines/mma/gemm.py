@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
 
+from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks
 from pycuda_conv.engines.addressing import why_not as why_not_packed
 from pycuda_conv.engines.base import Config, fastest
@@ -126,8 +127,24 @@ def _w_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
     return 64 * limbs(problem) * row_blocks(problem, packed) * packed.load // 8
 
 
+def adds_border(source: ConvProblem, problem: ConvProblem, config: ImplicitGemm80) -> bool:
+    """Whether :func:`schedule` takes the image of `source`, whose border packing writes, for the wider one of `problem`."""
+    return packing.adds_border(source, problem, windows=False)
+
+
 def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
+    return _launches_of(problem, config, device, with_moments)
+
+
+def schedule_with_border(source: ConvProblem, config: ImplicitGemm80, device: Device) -> Schedule:
+    """The launches of `config` for the :attr:`ConvProblem.padded` of `source`, which read its image: see :func:`adds_border`."""
+    return _launches_of(source.padded, config, device, source=source)
+
+
+def _launches_of(
+    problem: ConvProblem, config: ImplicitGemm80, device: Device, with_moments: bool = False, source: ConvProblem | None = None
+) -> Schedule:
     multiprocessors = device.multiprocessors
 
     def products(
@@ -137,10 +154,10 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, with_
         buffers = (*read, BIAS, SCALE, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
         return [_product(problem, config, packed, addressing, buffers, operands.tiles) for addressing in addressings]
 
-    made = assemble(problem, config.SPLIT, multiprocessors, products)
+    made = assemble(problem, config.SPLIT, multiprocessors, products, source=source)
     if not packs_filter_last(problem):
         return made
-    return replace(made, filter_last=assemble(problem, config.SPLIT, multiprocessors, products, filter_last=True).whole)
+    return replace(made, filter_last=assemble(problem, config.SPLIT, multiprocessors, products, filter_last=True, source=source).whole)
 
 
 GemmPhase = kernel_struct("mma_gemm", "GemmPhase")

@@ -8,7 +8,7 @@ alone, so a batch's size changes no bit of its statistics.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,10 +28,11 @@ VECTOR_BYTES = 16
 #: Bytes that a block of `PLANES` reads at a time, and the least of these turns that it makes if the array is large.
 TURN_BYTES, TURNS = THREADS * 64, (1, 8)
 #: Blocks for each multiprocessor into which an image is cut, and into which arrays are cut to be applied.
-IMAGE_BLOCKS, APPLY_BLOCKS = 4, 16
+IMAGE_BLOCKS, APPLY_BLOCKS = 4, 8
 LAYER_BLOCKS = 2  # for each multiprocessor, of the gradient of rows
 APPLY_TURNS = 1, 64
-FINISH_THREADS = 128
+#: Threads of a block that combines parts: as many as have so many parts each.
+FINISH_THREADS, PARTS = (128, 256, 512, 1024), 8
 #: Neighbours of a pixel that a block of `SMALL` reads, in bytes.
 LEAST_BYTES = 32
 
@@ -44,8 +45,12 @@ class Limits(NamedTuple):
 
 
 LIMITS = Limits()
+#: Bytes that a thread reads at once below which `SMALL` takes no larger image than this.
+NARROW, MOST_NARROW = 8, 64 << 10
 #: Bytes of shared memory that a block of `SMALL` takes with each number of threads; more only if a cluster has no more blocks.
-SMALL_BYTES = {256: 32 << 10, 512: 96 << 10}
+SMALL_THREADS = 512
+SMALL_BYTES = {THREADS: 32 << 10, SMALL_THREADS: 96 << 10}
+ENOUGH_BYTES = 16 << 10  # that a cluster of more blocks should leave to each
 #: Items of a thread that has a part of a row, and threads of a block: these for longer rows.
 ROW_ITEMS, LONG_THREADS, LONG_ITEMS = 4, 1024, 12
 
@@ -142,6 +147,8 @@ def small_of(norm: Norm, limits: Limits = LIMITS) -> Small | None:
     own = norm.each // vector
     if norm.in_rows or own > MOST_COLUMNS:
         return None
+    if vector * norm.itemsize < NARROW and norm.C * norm.P * norm.itemsize > MOST_NARROW:
+        return None
     across = own
     for count in range(1, norm.groups + 1):  # whole groups, at least so many bytes
         if norm.groups % count == 0 and count * own <= MOST_COLUMNS:
@@ -149,11 +156,16 @@ def small_of(norm: Norm, limits: Limits = LIMITS) -> Small | None:
             if across * vector * norm.itemsize >= LEAST_BYTES:
                 break
     width = _power(across)
-    for threads, most in SMALL_BYTES.items():
-        for cluster in limits.clusters if threads == THREADS else limits.clusters[-1:]:
-            nbytes = ceil(ceil(norm.P, cluster), threads // width) * threads * vector * norm.itemsize
-            if nbytes <= min(most, limits.nbytes):
-                return Small(vector, across, threads, cluster, nbytes)
+
+    def kept(threads: int, cluster: int) -> int:
+        return ceil(ceil(norm.P, cluster), threads // width) * threads * vector * norm.itemsize
+
+    most = limits.clusters[-1]
+    cluster = next((n for n in limits.clusters[::-1] if kept(THREADS, n) >= ENOUGH_BYTES), 1)
+    for threads, blocks in ((THREADS, cluster), (SMALL_THREADS, most)):
+        nbytes = kept(threads, blocks)
+        if nbytes <= min(SMALL_BYTES[threads], limits.nbytes):
+            return Small(vector, across, threads, blocks, nbytes)
     return None
 
 
@@ -173,8 +185,9 @@ class Cut:
         """Pixels of `images` images together cut into about so many blocks, each of which makes some turns."""
         vector = vector_of(norm.C, norm.itemsize)
         columns = norm.C // vector
-        tiles = ceil(columns, MOST_COLUMNS)
-        across = ceil(columns, tiles)
+        widths = [n for n in (32, 16, 8) if n <= _power(columns)] or [_power(columns)]
+        across = min(widths, key=lambda n: ceil(columns, n) * n)  # with the fewest idle threads; each reads 128 bytes or more
+        tiles = ceil(columns, across)
         turn = (THREADS // _power(across)) * (8 if vector * norm.itemsize < VECTOR_BYTES else 4)
         count = ceil(norm.P * images * tiles, turn * blocks)
         per = turn * min(max(count, turns[0]), turns[1])
@@ -212,12 +225,17 @@ class Cut:
         return self.shape(images=norm.N * norm.groups, pixels=norm.each * norm.P, channels=norm.each)
 
     def launch(
-        self, kernel: str, file: str, grid: int, buffers: tuple[BufferSlice, ...], *, threads: int = THREADS,
-        shape: tuple[int, ...] | None = None,
+        self, kernel: str, file: str, grid: int, buffers: tuple[BufferSlice, ...], *, shape: tuple[int, ...] | None = None
     ) -> KernelLaunch:
-        """A launch of blocks of this many threads, of a text for blocks of :data:`THREADS`."""
+        """A launch of blocks of :data:`THREADS` threads."""
         arguments = self.shape() if shape is None else shape
-        return KernelLaunch(kernel, self.defines(), grid, threads, buffers, (), file, arguments=arguments)
+        return KernelLaunch(kernel, self.defines(), grid, THREADS, buffers, (), file, arguments=arguments)
+
+    def finish(self, groups: int, shape: tuple[int, ...], parts: int, place: BufferSlice = 6, noted: bool = False) -> KernelLaunch:
+        """The launch that combines so many parts of each group: the moments of an own pass, or those that a convolution noted."""
+        threads = next((n for n in FINISH_THREADS if n * PARTS >= parts), FINISH_THREADS[-1])
+        buffers = 0, place, 5, 3
+        return KernelLaunch("norm_finish", self.defines(), groups, threads, buffers, (int(noted),), "norm_planes", arguments=shape)
 
     def defines(self, threads: int = THREADS) -> dict[str, int]:
         return {
@@ -249,40 +267,50 @@ def rows_of(norm: Norm, limits: Limits = LIMITS) -> tuple[int, int, int] | None:
 def forward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = LIMITS) -> tuple[list[KernelLaunch], int]:
     """The launches of a norm, and the bytes of workspace that they need.
 
-    Buffers: x, gamma or None, beta or None | out, stats or None | workspace. Stats are mean and 1 / sqrt(variance + eps) of each group,
+    Buffers: x, gamma or None, beta or None, added or None | out, stats or None | workspace. What is added is (N, C), of the arrays' type,
+    where the channels are last. Stats are mean and 1 / sqrt(variance + eps) of each group,
     float32, (N, groups, 2); `PLANES` and `SLICED_ROWS` need them.
     """
     form = form or form_of(norm, limits)
-    in_one, applied_to = (0, 1, 2, 3, 4), (0, 4, 1, 2, 3)
+    of_rows, of_planes = (0, 1, 2, 4, 5), (0, 1, 2, 3, 4, 5)
     if form == SMALL:
         small = small_of(norm, limits)
         assert small is not None
         cut = Cut.of_small(norm, small)
         defines, grid = cut.defines(small.threads) | {"CLUSTER": small.cluster}, norm.N * cut.tiles * small.cluster
-        return [KernelLaunch("norm_small", defines, grid, small.threads, in_one, (), shared=small.nbytes, arguments=cut.shape())], 0
+        return [KernelLaunch("norm_small", defines, grid, small.threads, of_planes, (), shared=small.nbytes, arguments=cut.shape())], 0
     if form == ROWS:
         found = rows_of(norm, limits)
         assert found is not None
         vector, width, items = found
         cut, threads = Cut(norm, vector, width, 1, 1, 1), max(THREADS, width)
         grid, kept = ceil(norm.N * norm.groups, threads // width), items * threads * vector * norm.itemsize
-        return [KernelLaunch("norm_rows", cut.defines(threads), grid, threads, in_one, (), shared=kept, arguments=cut.shape_of_rows())], 0
+        return [KernelLaunch("norm_rows", cut.defines(threads), grid, threads, of_rows, (), shared=kept, arguments=cut.shape_of_rows())], 0
     rows = norm.N * norm.groups
     if form == PLANES:
         cut, applied = _cuts_of_planes(norm, multiprocessors)
-        moments = cut.launch("norm_planes_moments", "norm_planes", norm.N * cut.slices * cut.tiles, (0, 5))
-        finish = cut.launch("norm_finish", "norm_planes", rows, (0, 5, 4), threads=FINISH_THREADS)
-        apply = applied.launch("norm_planes_apply", "norm_planes", norm.N * applied.slices * applied.tiles, applied_to)
+        moments = cut.launch("norm_planes_moments", "norm_planes", norm.N * cut.slices * cut.tiles, (0, 3, 6))
+        finish = cut.finish(rows, cut.shape(), cut.slices * norm.each)
+        apply = applied.launch("norm_planes_apply", "norm_planes", norm.N * applied.slices * applied.tiles, (0, 5, 1, 2, 3, 4))
         return [moments, finish, apply], norm.N * cut.slices * 2 * norm.C * 4
     cut = Cut.of_rows(norm, IMAGE_BLOCKS * multiprocessors)
     applied = Cut.of_rows(norm, APPLY_BLOCKS * multiprocessors, APPLY_TURNS, rows)
     one_each = cut.shape(images=rows, pixels=norm.each * norm.P, channels=1, groups=1, each=1)
-    moments = cut.launch("norm_rows_moments", "norm_rows", rows * cut.slices, (0, 5), shape=cut.shape_of_rows())
-    finish = cut.launch("norm_finish", "norm_planes", rows, (0, 5, 4), threads=FINISH_THREADS, shape=one_each)
+    moments = cut.launch("norm_rows_moments", "norm_rows", rows * cut.slices, (0, 6), shape=cut.shape_of_rows())
+    finish = cut.finish(rows, one_each, cut.slices)
     apply = applied.launch(
-        "norm_rows_apply", "norm_rows", rows * applied.slices, applied_to, shape=applied.shape_of_rows()
+        "norm_rows_apply", "norm_rows", rows * applied.slices, (0, 5, 1, 2, 4), shape=applied.shape_of_rows()
     )
     return [moments, finish, apply], rows * cut.slices * 2 * 4
+
+
+def after_moments(norm: Norm, multiprocessors: int, per: int, place: BufferSlice) -> list[KernelLaunch]:
+    """The launches behind a convolution that noted the moments of its result, in parts of `per` pixels at `place`; as those of `PLANES`."""
+    _, applied = _cuts_of_planes(norm, multiprocessors)
+    cut = replace(applied, slices=norm.P // per, per=per)
+    finish = cut.finish(norm.N * norm.groups, cut.shape(), cut.slices * norm.each, place, True)
+    blocks = norm.N * applied.slices * applied.tiles
+    return [finish, applied.launch("norm_planes_apply", "norm_planes", blocks, (0, 5, 1, 2, 3, 4))]
 
 
 def _cuts_of_planes(norm: Norm, multiprocessors: int) -> tuple[Cut, Cut]:
@@ -333,12 +361,12 @@ def backward(norm: Norm, multiprocessors: int) -> tuple[list[KernelLaunch], int]
         cut, applied = _cuts_of_planes(norm, multiprocessors)
         kernels, grids = ("norm_planes_sums", "norm_planes_dx"), [norm.N * one.slices * one.tiles for one in (cut, applied)]
     parts, sums = norm.N * cut.slices * 2 * norm.C * 4, norm.N * 2 * norm.C * 4
-    at_sums, at_folded = (8, parts), (8, parts + sums)
+    at_sums, at_folded, first = (8, parts), (8, parts + sums), ceil(norm.C, THREADS // 4)
+    dx = applied.launch(kernels[1], file, first + grids[1], (0, 1, 2, at_folded, 3, 4, at_sums, 5, 6, 7))
     return [
         cut.launch(kernels[0], file, grids[0], (0, 1, 2, 3, 4, 8)),
         cut.launch("norm_fold", file, norm.N * norm.groups, (8, 3, at_sums, at_folded)),
-        applied.launch(kernels[1], file, grids[1], (0, 1, 2, at_folded, 3, 4, 5)),
-        cut.launch("norm_parameters", file, ceil(norm.C, THREADS // 4), (at_sums, 6, 7)),
+        replace(dx, scalars=(first,)),
     ], parts + sums + norm.N * norm.groups * 8
 
 
@@ -380,5 +408,5 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("norm_planes", alone)
         yield VariantSet("norm_gradients", alone)
         yield VariantSet("norm_small", alone | {"CLUSTER": clusters})
-        yield VariantSet("norm_small", common | {"THREADS": (512,), "CLUSTER": clusters[-1:]})
+        yield VariantSet("norm_small", common | {"THREADS": (SMALL_THREADS,), "CLUSTER": clusters[-1:]})
         yield VariantSet("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})

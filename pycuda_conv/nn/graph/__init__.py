@@ -31,7 +31,7 @@ from pycuda_conv.nn.graph.calls import Targets
 from pycuda_conv.nn.graph.rewriting import Found, Pass, Rewrite
 
 #: The passes over a graph, in their order: what an earlier one has replaced, a later one does not see any more.
-PASSES: tuple[Pass, ...] = (group_norms.take, convolutions.take, upsamplings.take, others.take)
+PASSES: tuple[Pass, ...] = (group_norms.take, convolutions.take, group_norms.join, upsamplings.take, others.take)
 
 
 def rewrite(

@@ -54,6 +54,10 @@ class Targets:
         self.graph = graph
         #: the parameters that are cast at the graph's start, with their types, and the nodes that stand for the results
         self.early: dict[tuple[Node, torch.dtype], Node] = {}
+        #: the nodes of convolutions without anything behind them, with their options and operands; and those of group norms,
+        #: with the names of their steps
+        self.plain: dict[Node, tuple[Options, Any, Any, Any]] = {}
+        self.normed: dict[Node, tuple[Asked, tuple[str, ...]]] = {}
 
     def cast(self, node: Any, dtype: torch.dtype) -> Any:
         """The node, or None, in the dtype that a convolution computes in: what ``torch.autocast`` does unseen."""
@@ -137,6 +141,14 @@ class Targets:
         """A batch normalisation without a convolution in front, and an activation, or None where it stays torch's."""
         return None
 
-    def normalise_groups(self, x: Any, gamma: Any, beta: Any, asked: Asked, gradient: bool) -> Node | None:
+    def normalise_groups(self, x: Any, gamma: Any, beta: Any, added: Any, asked: Asked, gradient: bool) -> Node | None:
         """A group norm and an activation, or None where they stay torch's."""
+        return None
+
+    def convolve_and_normalise(self, options: Options, operands: Sequence[Any], asked: Asked) -> Node:
+        """The group norm of a convolution without gradients; `operands` are input, filter, bias, gamma, beta and what is added."""
+        raise NotImplementedError
+
+    def normalise_rows(self, x: Any, gamma: Any, beta: Any, asked: Asked) -> Node | None:
+        """A layer or RMS norm, or None where it stays torch's: inductor joins it with its neighbours."""
         return None

@@ -1,4 +1,5 @@
-"""Networks that are written here, in plain torch with random weights: decoders and U-Nets as image models have them.
+"""Networks that are written here, in plain torch with random weights: decoders and U-Nets as image models have
+them, and decoders of video and sound.
 
 ``bench --models`` takes them by name. ``decoder:SEED`` and ``unet:SEED`` have widths, groups and sizes drawn by a seed.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pycuda_conv.tools.programs import decoders, unets
+from pycuda_conv.tools.programs import decoders, sequences, unets
 
 
 class Program(NamedTuple):
@@ -23,6 +24,9 @@ PROGRAMS = {
     "vae_decoder": Program(decoders.vae_decoder, (4, 64, 64), 2),
     "small_unet": Program(unets.small_unet, (4, 64, 64), 4),
     "time_unet": Program(unets.time_unet, (4, 64, 64), 4),
+    "causal_decoder": Program(sequences.causal_decoder, (16, 17, 32, 32), 1),
+    "chunked_decoder": Program(sequences.chunked_decoder, (16, 17, 32, 32), 1),
+    "vocoder": Program(sequences.vocoder, (80, 256), 4),
 }
 
 _DRAWN: dict[str, Callable[[int], tuple[Callable[[Any], Any], tuple[int, ...], int]]] = {

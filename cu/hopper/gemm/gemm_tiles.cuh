@@ -6,6 +6,7 @@
 #pragma once
 #include "core/finish.cuh"
 #include "core/repeats.cuh"
+#include "core/shapes.cuh"
 #if RECOMPUTES
 #include "core/recompute.cuh"
 #endif
@@ -20,32 +21,22 @@ static_assert(WGMMA_N == (BLOCK_M == 128 ? BLOCK_N : BLOCK_N / 2) && WGMMA_N % 8
 typedef element<OUT> out_t;
 
 // A phase of the launch. by_n is the divisor n, prepared (division.cuh).
-struct GemmPhase {
+struct GemmPhase : LoadedPixels, WrittenPixels, WalkedTaps, Finishing {
   long long tiles;                                         // all tiles of a phase
   long long tiles_m, by_tiles_m;                           // along the channels of a group
   long long splits, by_splits, split_stages;               // splits of gemm k; stages of the ring in one split
   long long tiles_pixels, by_tiles_pixels;                 // along the pixels
-  long long blocks, channel_blocks, by_channel_blocks;     // blocks of LOAD_CHANNELS along gemm k, and how many of them belong to one tap
+  long long blocks;                                        // blocks of LOAD_CHANNELS along gemm k
   long long rows_group, rows;                              // output channels of a group, and of all groups
   long long w_lies;                                        // whether w is read as it lies, by map_w: WITH_MAP_W
   long long blocks_group, row_blocks;                      // of w: blocks of 64 rows of a group, and blocks of LOAD_CHANNELS channels of 64 rows
   long long channels_group, channels;                      // packed input channels of a group, and of all groups
-  long long tap_r, by_tap_r, tap_s, by_tap_s;              // taps along r and s
-  long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
-  long long dilation_d, dilation_h, dilation_w;            // offset in x from one tap to the next
   long long pixels, limb_images;                           // pixels of the launch; images to skip in x's map to reach the second limb
   long long spatial_dims;                                  // spatial axes of the loads
-  long long load_plane, by_load_plane;                     // pixels of an image, as x is loaded,
-  long long load_pq, by_load_pq, load_q, by_load_q;        // of a slice and of a row
-  long long stride_d, stride_h, stride_w;                  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
-  long long low_d, low_h, low_w;
-  long long plane, by_plane, pq, by_pq, q, by_q;           // pixels of an image, a slice and a row, as y is written
-  long long out_size, out_base, out_d, out_h, out_w;       // elements of a plane of y, of the first pixel, and from one to the next
   long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
   long long out_part;                                      // and from one part of a split sum to the next
   long long scaled;                                        // 1: there are scales, SCALED; 2: moments are written, EMIT_MOMENTS; or 3, both
   long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
-  long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
 };
 
 template <class Phase> DEVICE bool adds(const Phase& shape) { return MAY_ADD && has_residual(shape); }

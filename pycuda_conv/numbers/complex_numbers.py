@@ -1,9 +1,9 @@
 """Convolutions of complex numbers, from convolutions of real ones.
 
-``(a + bi) * (c + di)`` is two convolutions whose filters have twice the channels: ``a`` with ``c`` and ``d``, ``b`` with ``-d`` and
-``c``. So there are as many products as in four real convolutions, and each sum is as right as one of these. (Three convolutions would be
-enough, but an imaginary part that is much smaller than the real one would be lost in their differences.) A real filter, or a real image,
-takes half of that.
+``(a + bi) * (c + di)`` is two convolutions whose filters have twice the channels: ``a`` with ``c`` and ``d``, and ``b`` with both. So
+there are as many products as in four real convolutions, and each sum is as right as one of these. (Three convolutions would be enough,
+but an imaginary part that is much smaller than the real one would be lost in their differences.) A real filter, or a real image, takes
+half of that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def involved(arrays: Sequence[Any]) -> bool:
     return any(map(_is_complex, arrays))
 
 
-def _library(array: Any) -> Any:
+def library_of(array: Any) -> Any:
     """numpy, torch, CuPy or dask.array: the library of an array, or None for one whose library has no complex numbers of ours."""
     name = type(array).__module__.partition(".")[0]
     if name == "dask":
@@ -62,7 +62,7 @@ def convolve(call: Call, arrays: Operands, out: Any, stream: Any, of_reals: Call
         An activation, a type of the result or a stream is asked for, or `out` can't hold the result.
     """
     input, weight, bias, scale, residual = arrays
-    library = _library(input)
+    library = library_of(input)
     if library is None or call.function in GRADIENT_OPERANDS:
         first, second = call.operand_names
         name, array = (first, input) if _is_complex(input) else (second, weight)
@@ -77,7 +77,7 @@ def convolve(call: Call, arrays: Operands, out: Any, stream: Any, of_reals: Call
     if call.function == "conv" and len(input.shape) == len(weight.shape) == ndim:  # arrays of spatial axes alone
         more = None if residual is None else residual[None]
         made = convolve(call, Operands(input[None], weight[None, None], bias, scale, more), None, None, of_reals)[0]
-        return made if out is None else _written(library, out, made)
+        return made if out is None else written(library, out, made)
     real, imaginary = _convolved(call, library, input, weight, of_reals)
     if imaginary is None:  # the others are complex
         imaginary = real * 0
@@ -86,27 +86,57 @@ def convolve(call: Call, arrays: Operands, out: Any, stream: Any, of_reals: Call
     made = made if scale is None else made * scale.reshape(channels)
     made = made if bias is None else made + bias.reshape(channels)
     made = made if residual is None else made + residual
-    return made if out is None else _written(library, out, made)
+    return made if out is None else written(library, out, made)
+
+
+def product(
+    of_reals: Callable[[Any, Sequence[Any], float], Sequence[Any]], image: tuple[Any, Any], filter: tuple[Any, Any],
+    outside: tuple[float, float] = (0.0, 0.0),
+) -> tuple[Any, Any]:
+    """The real and the imaginary part of a convolution.
+
+    Parameters
+    ----------
+    of_reals : callable
+        (real image, real filters, what lies outside) -> the image's convolution with each of the filters.
+    image, filter : (array, array or None)
+        Real and imaginary parts; None for what is real.
+    outside : (float, float)
+        The parts of what lies outside.
+
+    Returns
+    -------
+    (array, array or None)
+        None if image and filter are real.
+    """
+    (a, b), (c, d) = image, filter
+    if d is None:
+        return of_reals(a, (c,), outside[0])[0], None if b is None else of_reals(b, (c,), outside[1])[0]
+    real, imaginary = of_reals(a, (c, d), outside[0])
+    if b is not None:
+        of_c, of_d = of_reals(b, (c, d), outside[1])
+        real, imaginary = real - of_d, imaginary + of_c
+    return real, imaginary
 
 
 def _convolved(call: Call, library: Any, input: Any, weight: Any, of_reals: Callable[[Any, Any, float], Any]) -> tuple[Any, Any]:
     """The real and the imaginary part of the convolution; the latter is None if both arrays are real."""
-    (a, b), (c, d) = _parts(input), _parts(weight)
-    if d is None:
-        return of_reals(a, c, call.padding_value), None if b is None else of_reals(b, c, 0.0)
     axis = 1 if call.function == "conv_transpose" else 0  # of the filter, along which the channels of the result lie
-    weights = _library(weight)
-    groups = 1 if axis else call.groups  # the second axis has the channels of one group
-    of_a = of_reals(a, _beside(weights, c, d, axis, groups), call.padding_value)
-    both = of_a if b is None else of_a + of_reals(b, _beside(weights, -d, c, axis, groups), 0.0)
-    channels = len(both.shape) - call.ndim - 1
-    shape, count = tuple(both.shape), both.shape[channels] // (2 * call.groups)
-    parted = both.reshape((*shape[:channels], call.groups, 2 * count, *shape[channels + 1 :]))
-    before = (slice(None),) * (channels + 1)
-    places = [(*before, part) for part in (slice(0, count), slice(count, None))]
-    whole = (*shape[:channels], call.groups * count, *shape[channels + 1 :])
-    real, imaginary = (parted[place].reshape(whole) for place in places)
-    return real, imaginary
+
+    def of_each(image: Any, filters: Sequence[Any], value: float) -> Sequence[Any]:
+        if len(filters) == 1:
+            return [of_reals(image, filters[0], value)]
+        one, other = filters
+        both = of_reals(image, _beside(library_of(weight), one, other, axis, 1 if axis else call.groups), value)
+        channels = len(both.shape) - call.ndim - 1  # the second axis of a transposed one's filter has the channels of one group
+        shape, count = tuple(both.shape), both.shape[channels] // (2 * call.groups)
+        parted = both.reshape((*shape[:channels], call.groups, 2 * count, *shape[channels + 1 :]))
+        before = (slice(None),) * (channels + 1)
+        whole = (*shape[:channels], call.groups * count, *shape[channels + 1 :])
+        places = [(*before, part) for part in (slice(0, count), slice(count, None))]
+        return [parted[place].reshape(whole) for place in places]
+
+    return product(of_each, _parts(input), _parts(weight), (call.padding_value, 0.0))
 
 
 def _beside(library: Any, first: Any, second: Any, axis: int, groups: int) -> Any:
@@ -130,7 +160,7 @@ def _joined(library: Any, real: Any, imaginary: Any) -> Any:
     return made
 
 
-def _written(library: Any, out: Any, made: Any) -> Any:
+def written(library: Any, out: Any, made: Any) -> Any:
     """`out` with the result in it."""
     if tuple(out.shape) != tuple(made.shape):
         raise ConvArgumentError(f"out must have shape {list(made.shape)}, but got out of shape {list(out.shape)}")

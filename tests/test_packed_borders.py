@@ -1,0 +1,244 @@
+"""Borders that engines write while they pack or load images, run by the kernels' own text on the simulated machine."""
+
+from __future__ import annotations
+
+import emulator
+import numpy as np
+import pytest
+import simt
+from reference import reference
+from test_borders import NUMPYS, padded
+from test_borders import Drawn as Case
+
+from pycuda_conv import ConvProblem, borders, engines
+from pycuda_conv.engines import registry
+from pycuda_conv.runtime.target import Target
+
+pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+NEAR = ("zeros", "replicate", "reflect", "circular", "symmetric")
+
+
+class Drawn:
+    """A convolution with a border that goes on no further than to the image's other end."""
+
+    def __init__(self, seed: int, ndim: int, layout: str, dtype: str, direction: str, channels=(16, 24)) -> None:
+        rng = self.rng = np.random.default_rng(seed)
+        c, k = channels
+        size = [int(n) for n in rng.integers(4, (40, 11, 6)[ndim - 1], ndim)]
+        taps = [int(n) for n in rng.integers(2, 4, ndim)]
+        self.pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 4, (ndim, 2)))
+        self.modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (ndim, 2)))
+        if all(mode == "zeros" or not n for pair, pads in zip(self.modes, self.pads, strict=True) for mode, n in zip(pair, pads, strict=True)):
+            self.pads, self.modes = ((1, 2), *self.pads[1:]), (("reflect", "circular"), *self.modes[1:])
+        self.options = {"stride": tuple(map(int, rng.integers(1, 3, ndim))), "dilation": tuple(map(int, rng.integers(1, 3, ndim)))}
+        size = [max(n, 2 * t) for n, t in zip(size, taps, strict=True)]
+        x_shape, w_shape = (2 if direction == "fprop" else 16, c, *size), (k, c, *taps)  # few images would have taps folded
+        given = {"padding": self.pads, "padding_mode": self.modes, "dtype": dtype, "layout": layout, **self.options}
+        forward = ConvProblem.forward(ndim, x_shape, w_shape, **given)
+        self.y_shape, self.ndim = forward.result_shape, ndim
+        self.problem = forward if direction == "fprop" else ConvProblem.gradient("weight", ndim, x_shape, w_shape, self.y_shape, **given)
+        self.x, self.w = rng.integers(-4, 5, x_shape).astype(dtype), rng.integers(-4, 5, w_shape).astype(dtype)
+        self.dy = rng.integers(-2, 3, self.y_shape).astype(dtype)
+
+    @property
+    def arrays(self):
+        return self.x, self.w if self.problem.direction == "fprop" else self.dy
+
+    def expected(self, x, w, dy):
+        wide = padded(x.astype(np.float64), self.pads, self.modes)
+        if self.problem.direction == "fprop":
+            return reference(False, self.ndim, wide, w, **self.options)
+        torch = pytest.importorskip("torch")
+        name = f"conv{self.ndim}d_weight"
+        return getattr(torch.nn.grad, name)(torch.from_numpy(wide), w.shape, torch.from_numpy(dy.astype(np.float64)), **self.options).numpy()
+
+
+def drawn_for(inner, seed: int, *args) -> tuple[Drawn, engines.Bordered]:
+    """A problem whose border `inner` reads itself: some of wgrad's have taps folded while they are packed, and need a copy."""
+    config = engines.Bordered(str(inner))
+    for drawn in (Drawn(seed + 1000 * again, *args) for again in range(10)):
+        assert registry.refusal(drawn.problem, config, Target("sm_90a")) is None
+        if not {"border_copy", "border_rows"} & {step.kernel for stage in emulator.program_of(drawn.problem, config, 3).whole for step in stage}:
+            return drawn, config
+        assert drawn.problem.direction == "wgrad"
+    raise AssertionError("each was copied")
+
+
+PACKED = [
+    (1, "NCHW", "float16", "fprop", engines.ImplicitGemm(64, 64, 3)), (2, "NCHW", "float16", "fprop", engines.ImplicitGemm(128, 64, 3)),
+    (2, "NCHW", "float32", "fprop", engines.ImplicitGemm(64, 64, 2)), (2, "NHWC", "float32", "fprop", engines.ImplicitGemm(64, 64, 2)),
+    (2, "NCHW", "float32", "fprop", engines.ImplicitGemm(64, 64, 2, 3)), (3, "NCHW", "float32", "fprop", engines.ImplicitGemm(64, 64, 2)),
+    (2, "NCHW", "float32", "wgrad", engines.ImplicitGemm(64, 64, 2)), (2, "NCHW", "float32", "wgrad", engines.ImplicitGemm(64, 64, 2, 2)),
+    (2, "NCHW", "float32", "wgrad", engines.Wgrad(128, 9, 2)), (3, "NCHW", "float16", "wgrad", engines.Wgrad(128, 16, 3)),
+    (2, "NCHW", "bfloat16", "fprop", engines.ImplicitGemm80(64, 128, 4)), (2, "NHWC", "float32", "fprop", engines.ImplicitGemm80(128, 64, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "seed"), [(number, seed) for number in range(len(PACKED)) for seed in range(3)])
+def test_packing_writes_the_border(number, seed):
+    ndim, layout, dtype, direction, config = PACKED[number]
+    drawn, bordered = drawn_for(config, 100 * number + seed, ndim, layout, dtype, direction, (16, 24) if seed else (20, 21))
+    got = simt.computed(drawn.problem, bordered, *drawn.arrays, seeds=(seed,))
+    np.testing.assert_array_equal(got.astype(np.float64), drawn.expected(drawn.x, drawn.w, drawn.dy))
+
+
+#: Numbers that limbs do not hold: what depends on them is computed again, from the image with its border.
+STRANGE = {
+    "2^-40 to 2^40": lambda x, rng: x.__imul__(np.float32(2) ** rng.integers(-40, 40, x.shape)),
+    "Inf at the edge": lambda x, rng: x.__setitem__((0, 0, 0, 1), np.inf),
+    "NaN behind": lambda x, rng: x.__setitem__((-1,) * x.ndim, np.nan),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize(("layout", "direction", "config"), [
+    ("NCHW", "fprop", engines.ImplicitGemm(64, 64, 2)), ("NHWC", "fprop", engines.ImplicitGemm(64, 64, 2)), ("NCHW", "wgrad", engines.ImplicitGemm(64, 64, 2)),
+    ("NCHW", "fprop", engines.ImplicitGemm80(64, 128, 4)),
+])  # fmt: skip
+def test_what_is_computed_again_reads_the_border(layout, direction, config, kind):
+    drawn, bordered = drawn_for(config, 7, 2, layout, "float32", direction)
+    x, w, dy = (drawn.rng.standard_normal(one.shape).astype("float32") for one in (drawn.x, drawn.w, drawn.dy))
+    STRANGE[kind](x, drawn.rng)
+    with np.errstate(all="ignore"):
+        want, size = drawn.expected(x, w, dy), drawn.expected(abs(x), abs(w), abs(dy))
+    got = simt.computed(drawn.problem, bordered, x, w if direction == "fprop" else dy)
+    with np.errstate(all="ignore"):
+        wrong = ~((abs(got - want) <= 3e-6 * size + 1e-44) | (np.isnan(got) & np.isnan(want)) | (got == want))
+    assert not wrong.any(), np.argwhere(wrong)[:5]
+    assert np.isnan(want).any() or np.isinf(want).any() or kind.startswith("2^")
+
+
+def test_borders_that_packing_leaves_to_a_copy():
+    """Numbers that fill, and what goes on beyond the image's other end."""
+    for mode, pad in (("constant", 1), ("circular", 9), ("reflect", 8)):
+        problem = ConvProblem.forward(2, (2, 16, 8, 8), (24, 16, 3, 3), padding=pad, padding_mode=mode, padding_value=float(mode == "constant"))
+        kernels = [step.kernel for stage in emulator.program_of(problem, engines.Bordered(str(engines.ImplicitGemm(64, 64, 2))), 3).whole for step in stage]
+        assert kernels[0] in ("border_copy", "border_rows")
+    assert set(NUMPYS) == set(borders.MODES)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_depthwise_rings_copy_the_border(seed):
+    """Channels last; sizes that leave units and columns over; numbers that are not finite are summed once more."""
+    rng = np.random.default_rng(seed)
+    taps, stride, k = int(rng.choice([3, 5, 7])), int(rng.integers(1, 3)), 16
+    dtype = ("float16", "bfloat16", "float32")[seed % 3]
+    size, pads = rng.integers(taps + 1, 20, 2), rng.integers(0, taps, (2, 2))
+    pads[0, 0] += 1
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR[1:], (2, 2)))
+    x_shape, w_shape = (3, k, *map(int, size)), (k, 1, taps, taps)
+    options = {"stride": stride, "groups": k}
+    given = {**options, "padding": tuple(map(tuple, pads.tolist())), "padding_mode": modes, "dtype": dtype, "layout": "NHWC"}
+    y_shape = ConvProblem.forward(2, x_shape, w_shape, **given).result_shape
+    problem = ConvProblem.gradient("weight", 2, x_shape, w_shape, y_shape, **given)
+    x, dy = rng.integers(-3, 4, x_shape).astype(dtype), rng.integers(-1, 2, y_shape).astype(dtype)
+    x[0, 0, 0, 0] = np.nan if seed % 2 else 1
+    torch = pytest.importorskip("torch")
+    wide = torch.from_numpy(padded(x.astype(np.float64), pads.tolist(), modes))
+    want = torch.nn.grad.conv2d_weight(wide, w_shape, torch.from_numpy(dy.astype(np.float64)), **options).numpy()
+    config = engines.Bordered(str(engines.DepthwiseRing(int(rng.integers(2, 6)), int(rng.integers(1, 3)))))
+    assert emulator.program_of(problem, config, 3).whole[0][0].kernel == "depthwise_nhwc_wgrad_ring"
+    np.testing.assert_array_equal(simt.computed(problem, config, x, dy, seeds=(seed,)).astype(np.float64), want)
+
+
+@pytest.mark.parametrize("groups", [1, 8])
+def test_copies_for_gradients_of_filters_of_channels_last(groups):
+    """A number that fills is copied, in groups too."""
+    rng = np.random.default_rng(groups)
+    x_shape, w_shape, y_shape = (3, 16, 7, 6), (16, 16 // groups, 3, 3), (3, 16, 7, 6)
+    given = {"padding": 1, "padding_mode": "constant", "padding_value": 2.0, "groups": groups, "layout": "NHWC"}
+    problem = ConvProblem.gradient("weight", 2, x_shape, w_shape, y_shape, **given)
+    x, dy = rng.integers(-3, 4, x_shape).astype("f"), rng.integers(-1, 2, y_shape).astype("f")
+    torch = pytest.importorskip("torch")
+    wide = torch.from_numpy(np.pad(x.astype(np.float64), ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=2))
+    want = torch.nn.grad.conv2d_weight(wide, w_shape, torch.from_numpy(dy.astype(np.float64)), groups=groups).numpy()
+    config = engines.Bordered(str(engines.choose(problem.padded, Target("sm_90a"))))
+    assert emulator.program_of(problem, config, 3).whole[0][0].kernel in ("border_copy", "border_rows")
+    np.testing.assert_array_equal(simt.computed(problem, config, x, dy).astype(np.float64), want)
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_dense_tiles_take_other_pixels_at_the_sides(seed):
+    """Rows, columns and corners by taps of their own offsets: paddings, strides, dilations, sides of zeros, no interior, large images' ends."""
+    rng = np.random.default_rng(1000 + seed)
+    ndim, dtype = (2, 2, 1, 2, 3, 2, 2)[seed % 7], ("float16", "bfloat16", "float16")[seed % 3]
+    taps = [int(n) for n in rng.integers(1, 4, ndim)]
+    dilation, stride = (int(rng.integers(1, 3)) for _ in range(2))
+    size = [int(n) for n in rng.integers(5, (300, 12, 6)[ndim - 1], ndim)]
+    if seed == 3:
+        size[0] = 270  # the last rows lie further than a corner of tensor loads can
+    most = 3 if ndim < 3 else 2
+    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, most, (ndim, 2)))
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (ndim, 2)))
+    pads, modes = ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
+    c, k = (24, 40) if seed % 2 else (64, 64)
+    size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
+    x_shape, w_shape = (2, c, *size), (k, c, *taps)
+    options = {"stride": stride, "dilation": dilation}
+    problem = ConvProblem.forward(ndim, x_shape, w_shape, (k,), padding=pads, padding_mode=modes, dtype=dtype, layout="NHWC", **options)
+    x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (k,)))
+    want = reference(False, ndim, padded(x.astype(np.float64), pads, modes), w, b, **options)
+    config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
+    kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
+    if problem.border is None:
+        return
+    assert ndim == 3 or set(kernels) <= {"hopper_dense", "transpose_filter"}, kernels  # a volume has many sides
+    got = simt.computed(problem, config, x, w, b, seeds=(seed,))
+    np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_dense_tiles_take_more_taps_where_a_gradient_s_border_shows_a_pixel(seed):
+    """dx of channels last, by regions: sides that differ and sides of zeros, places shown twice, a residual; else by a fold."""
+    rng = np.random.default_rng(2000 + seed)
+    ndim, dtype = (2, 1, 2, 2)[seed % 4], ("float16", "bfloat16")[seed % 2]
+    taps = [int(n) for n in rng.integers(1, 4, ndim)]
+    dilation = int(rng.integers(1, 3))
+    size = [int(n) for n in rng.integers(5, (300, 12)[ndim - 1], ndim)]
+    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 2 if ndim > 1 else 4, (ndim, 2)))
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (ndim, 2)))
+    pads, modes = ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
+    c, k = (40, 24) if seed % 2 else (64, 64)
+    size = [max(n, dilation * (t - 1) + 1) for n, t in zip(size, taps, strict=True)]
+    x_shape, w_shape = (2, c, *size), (k, c, *taps)
+    given = {"padding": pads, "padding_mode": modes, "dilation": dilation, "dtype": dtype, "layout": "NHWC"}
+    y_shape = ConvProblem.forward(ndim, x_shape, w_shape, **given).result_shape
+    residual = rng.integers(-2, 3, x_shape).astype(dtype) if seed % 3 == 0 else None
+    problem = ConvProblem.gradient("input", ndim, x_shape, w_shape, y_shape, residual_shape=None if residual is None else x_shape, **given)
+    w, dy = rng.integers(-1, 2, w_shape).astype(dtype), rng.integers(-1, 2, y_shape).astype(dtype)
+    drawn = Case(0)
+    drawn.ndim, drawn.pads, drawn.modes, drawn.value, drawn.options = ndim, pads, modes, 0.0, {"dilation": dilation}
+    want, _ = drawn.by_torch(np.zeros(x_shape), w.astype(np.float64), dy.astype(np.float64))
+    want = want if residual is None else want + residual
+    config = engines.Bordered(str(engines.DenseNhwc(128, 64, 4)))
+    for last in (False, True):
+        program = emulator.program_of(problem, config, 3)
+        kernels = [step.kernel for stage in (program.filter_last if last else program.whole) for step in stage]
+        assert set(kernels) <= {"hopper_dense", "transpose_filter"}, kernels
+        got = simt.computed(problem, config, dy, w, None, None, residual, seeds=(seed,), filter_last=last)
+        np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_toeplitz_tiles_fill_the_columns_beside_their_rows(seed):
+    """Planes of even and odd widths, several in a block, strides, dilations, several filters a channel; sums that are no numbers."""
+    rng = np.random.default_rng(3000 + seed)
+    dtype, stride = ("float16", "bfloat16")[seed % 2], int(rng.integers(1, 3))
+    taps, dilation = rng.integers(1, 6, 2), int(rng.integers(1, 3))
+    c, multiplier = int(rng.integers(2, 6)), int(rng.integers(1, 3))
+    size = [int(n) for n in rng.integers(10, 30, 2)]
+    size[1] = size[1] // 8 * 8 if seed % 3 == 0 else size[1]
+    pads = tuple((int(a), int(b)) for a, b in rng.integers(0, 5, (2, 2)))
+    modes = tuple((str(a), str(b)) for a, b in rng.choice(NEAR, (2, 2)))
+    pads, modes = ((1, pads[0][1]), *pads[1:]), ((str(rng.choice(NEAR[1:])), modes[0][1]), *modes[1:])
+    x_shape, w_shape = (2, c, *size), (c * multiplier, 1, *map(int, taps))
+    options = {"stride": stride, "dilation": dilation, "groups": c}
+    problem = ConvProblem.forward(2, x_shape, w_shape, (w_shape[0],), padding=pads, padding_mode=modes, dtype=dtype, **options)
+    x, w, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in (x_shape, w_shape, (w_shape[0],)))
+    if seed % 4 == 1:
+        x[0, 0, 0, 1] = np.inf
+    with np.errstate(invalid="ignore"):
+        want = reference(False, 2, padded(x.astype(np.float64), pads, modes), w, b, **options)
+    config = engines.Bordered(str(engines.DepthwiseToeplitz(24)))
+    assert [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage] == ["depthwise_toeplitz"]
+    np.testing.assert_array_equal(simt.computed(problem, config, x, w, b, seeds=(seed,)).astype(np.float64), want)
