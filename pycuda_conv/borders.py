@@ -155,6 +155,29 @@ def side(mode: str, n: int) -> Side:
     return Side(0, 1, 1, 0, {"constant": 1, "zeros": 2}.get(mode, 0))
 
 
+class Alike(NamedTuple):
+    """How an axis of n pixels goes on alike at both sides, in numbers that map any index i >= -bias into it.
+
+    ``t = max(i + bias, 0) % period; pixel = t if t < n else high + sign * t``.
+    """
+
+    bias: int
+    period: int
+    high: int
+    sign: int
+
+
+_NEVER = 2**30  # a period that no index reaches
+
+
+def alike(mode: str, n: int, before: int) -> Alike:
+    """The numbers of a mode, for indices from -`before` on. A side that is filled repeats its pixel."""
+    period, high, sign = {
+        "circular": (n, 0, 0), "symmetric": (2 * n, 2 * n - 1, -1), "reflect": (2 * n - 2, 2 * n - 2, -1),
+    }.get(mode if n > 1 or mode != "reflect" else "", (_NEVER, n - 1, 0))  # fmt: skip
+    return Alike(0 if period == _NEVER else -(-max(before, 0) // period) * period, period, high, sign)
+
+
 def near(mode: str, n: int, last: bool) -> tuple[int, int, int]:
     """A start and a step with which place i outside shows pixel ``start + step * i``, and for how many places that holds."""
     if mode == "circular":

@@ -79,6 +79,8 @@ def convolve(
             asked = *asked, *rest_of_call(*more)
     device, devices, stream, tune = place
     first, second, bias, scale, residual = operands
+    if (first.__class__ is tuple or first.__class__ is list) and any(hasattr(one, "shape") for one in first):
+        return _convolve_joined(asked, operands, out, place)
     repeatable = device is None and devices is None and stream is None and tune is False and repeat.may_repeat(first)
     if repeatable:
         made = repeat.call(repeat.public_calls, asked, recorded, first, second, bias, scale, residual, out)
@@ -130,6 +132,17 @@ def convolve(
         plain = plain and not (plan.problem.bare or call.upsample)  # torch gives their gradients by way of views with channels
         repeat.remember(repeat.public_calls, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
     return kind.exported(result, arrays, stream) if kind.imports else result
+
+
+def _convolve_joined(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...]) -> Any:
+    """A convolution of several arrays as if their channels were joined."""
+    joined, call = handlers["joined"](), Call(*asked)
+    joined.check(call, operands[0])
+    if len(operands[0]) == 2 and len(asked) == 9 and out is None and tuple(place) == (None, None, None, False):
+        made = joined.in_place(call.hashable(), Operands(tuple(operands[0]), *operands[1:]))
+        if made is not None:
+            return made
+    return convolve(asked, (joined.joined(call, operands[0]), *operands[1:]), out, place)
 
 
 def _typed(call: Call, kind: ArrayKind, arrays: Operands, out: Any) -> tuple[Call, Operands, tuple[Signature | None, ...]]:

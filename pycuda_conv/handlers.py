@@ -31,4 +31,10 @@ def _dask() -> Any:
     return dask
 
 
-dispatch.handlers.update(torch=_torch, repeated=_repeated, autocast=_autocast, dask=_dask)
+def _joined() -> Any:
+    from pycuda_conv import joined
+
+    return joined
+
+
+dispatch.handlers.update(torch=_torch, repeated=_repeated, autocast=_autocast, dask=_dask, joined=_joined)

@@ -9,7 +9,7 @@ from pycuda_conv.call import Call, Operands
 from pycuda_conv.dispatch import convolve, rest_of_call
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.numbers.missing import convolve as convolve_known
-from pycuda_conv.typing import Activation, Algorithm, Array, Crop, Padding, PaddingMode, Precision, Sizes, UpsampleFilter
+from pycuda_conv.typing import Activation, Algorithm, Array, Crop, Padding, PaddingMode, Precision, Sizes, State, UpsampleFilter
 
 
 def _streamed(
@@ -47,7 +47,8 @@ def conv2d(
         bfloat16 (in numpy that of ml_dtypes), float32 or float64, or bool or integers, which go to the device as they are. Integers of
         up to 16 bits are convolved in float32, and exactly so with a filter of integers while ``sum(|w|) * max|x|`` is below 2^24. Wider
         ones are convolved in float64. Its strides may be any. A torch tensor that is channels last
-        (NHWC in memory) gives a result that is. A dask array of numpy or CuPy chunks gives one that is computed later.
+        (NHWC in memory) gives a result that is. A dask array of numpy or CuPy chunks gives one that is computed later. A tuple of
+        arrays is convolved as if their channels were joined.
     weight : array of shape (K, C/groups, R, S), or (R, S) for an input of shape (H, W)
         The filters. One image and one filter may both come without their other axes; the result is an image of shape (P, Q). Filters
         have the input's dtype, or integers. For an input of integers they may be of any type: float64 makes the arithmetic float64.
@@ -165,7 +166,7 @@ def conv1d(
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
     padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
     upsample_filter: UpsampleFilter | None = None, nan: Literal["interpolate"] | None = None,
-    mask: Array | None = None, fill: float | None = None, state: Any = None,
+    mask: Array | None = None, fill: float | None = None, state: State | None = None,
 ) -> Array:
     """Convolve with one spatial axis: see :func:`conv2d`.
 
@@ -206,7 +207,7 @@ def conv3d(
     tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
     padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, upsample: Sizes = 1,
     upsample_filter: UpsampleFilter | None = None, nan: Literal["interpolate"] | None = None,
-    mask: Array | None = None, fill: float | None = None, state: Any = None,
+    mask: Array | None = None, fill: float | None = None, state: State | None = None,
 ) -> Array:
     """Convolve with three spatial axes: see :func:`conv2d`.
 
@@ -284,7 +285,7 @@ def conv_transpose1d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: State | None = None,
 ) -> Array:
     """The transposed convolution with one spatial axis: see :func:`conv_transpose2d`.
 
@@ -318,7 +319,7 @@ def conv_transpose3d(
     groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False, algorithm: Algorithm | None = None, batch_invariant: bool = False,
-    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: Any = None,
+    padding_mode: PaddingMode = "zeros", padding_value: float = 0.0, dtype: object = None, state: State | None = None,
 ) -> Array:
     """The transposed convolution with three spatial axes: see :func:`conv_transpose2d`.
 

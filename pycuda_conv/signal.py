@@ -6,6 +6,7 @@ nearest and clipped. The smaller operand is the filter; it is read on the host.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ import pycuda_conv
 from pycuda_conv.arrays import LAZY, kind_of
 from pycuda_conv.ndimage import compute
 from pycuda_conv.ndimage.filters import _host, _parts
-from pycuda_conv.ndimage.launches import Dense
+from pycuda_conv.ndimage.launches import Bench, Dense
 from pycuda_conv.ndimage.spaces import as_array, space_of
 from pycuda_conv.runtime import get_device, pycuda_device
 
@@ -32,7 +33,7 @@ def convolve(in1: Any, in2: Any, mode: str = "full", method: str = "auto", *, de
     Parameters
     ----------
     in1, in2 : array
-        The first one's kind is the result's. torch differentiates by it.
+        The first one's kind is the result's. torch differentiates by both.
     mode : {"full", "same", "valid"}
         All sums, those in the middle, as many as `in1` has elements, or those without a border.
     method : {"auto", "direct", "fft"}
@@ -258,12 +259,32 @@ def _linear(
     if 0 in (*weights.shape, *shape):
         return first.empty(tuple(max(n, 0) for n in shape) if 0 not in weights.shape else (0,), np.dtype(dtype).name, in1)
     before, sizes = tuple(p[0] for p in places), tuple(p[1] for p in places)
+    if getattr(given, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
+        made = _by_tensor(x, given, correlates, axes, before, sizes, border, value, device, stream)
+        return made.flip(tuple(range(made.ndim))) if correlates and swap else made
     call = compute.called(x, np.dtype(dtype), value, device, stream)
     assert call is not None
     if correlates and swap:
         made = compute.run(call, lambda taps: [Dense(axes, taps, before, (border,) * len(axes), sizes)], _parts(weights))
         return _flipped(first, made, not early)
     return compute.run(call, lambda taps: [Dense(axes, taps, before, (border,) * len(axes), sizes)], _parts(weights))
+
+
+def _by_tensor(
+    x: Any, weights: Any, correlates: bool, axes: tuple[int, ...], before: Sequence[int], sizes: Sequence[int], border: str, value: Any,
+    device: Any, stream: Any,
+) -> Any:
+    """The same by a tensor that requires a gradient."""
+    from pycuda_conv.ndimage import gradients
+
+    kind = kind_of("in1", x)
+    if x.is_complex() or weights.is_complex() or space_of(kind) is not space_of(kind_of("in2", weights)):
+        raise TypeError("a filter that requires a gradient goes with a real torch.Tensor, and is real")
+    taps = weights.reshape([weights.shape[axis] for axis in axes]) if weights.ndim > len(axes) else weights
+    taps = taps if correlates else taps.flip(tuple(range(taps.ndim)))
+    asked = None if device is None else get_device(device)
+    bench = Bench(space_of(kind), kind.device(kind.signature(x), asked), stream)
+    return gradients.by_weights(bench, x, taps, axes, before, border, float(value), sizes)
 
 
 def _flipped(space: Any, made: Any, conjugates: bool) -> Any:
@@ -294,7 +315,7 @@ def _along(in1: Any, in2: Any, mode: str, axes: Any, device: Any, stream: Any) -
     one, other = ([shape[i] for i in along] for shape in (in1.shape, in2.shape))
     swap = _is_larger(mode, one, other)
     if all(in2.shape[i] == 1 for i in others) and not (swap and others):
-        filter = _host("in2", in2).reshape(other)
+        filter = in2.reshape(other) if getattr(in2, "requires_grad", False) else _host("in2", in2).reshape(other)
         return _linear(in1, in2 if swap else filter, mode, along, False, "constant", 0.0, swap, device, stream, dtype)
     return _by_groups(in1, in2, mode, along, others, swap, dtype, device, stream)
 

@@ -249,7 +249,7 @@ def lookup(problem: ConvProblem, device: Device, own: bool = False) -> Choice | 
             if gpu == device.model:
                 return choice
             return None if own else replace(choice, gpu=gpu)
-    return None if own or not problem.adapted else _of_zeros(problem, device)
+    return None if own or problem.upsampled or not problem.adapted else _of_zeros(problem, device)
 
 
 def _of_zeros(problem: ConvProblem, device: Device) -> Choice | None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Activation", "Algorithm", "Array", "Crop", "DType", "Mode", "Padding", "PaddingMode", "Precision", "Sizes",
-    "UpsampleFilter",
+    "State", "UpsampleFilter",
 ]  # fmt: skip
 
 
@@ -65,6 +65,8 @@ PaddingMode = Mode | Sequence[Mode | tuple[Mode, Mode]]
 
 Precision = Literal["fp32", "tf32"]
 Algorithm = Literal["direct", "fft", "batch_invariant"]
+#: What is in front of a piece of a signal: a word for its start, or the array that the call before gave.
+State = Literal["zeros", "replicate"] | _HasShape
 #: Whether the taps that meet one pixel of an upsampled image are summed before.
 UpsampleFilter = Literal["exact", "folded"]
 #: A word, or ``("leaky_relu", slope)``; ``"leaky_relu"`` alone has a slope of 0.01.

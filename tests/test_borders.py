@@ -86,6 +86,22 @@ def test_rows_are_numpys(mode, n):
         assert borders.rows((mode, mode), n, -before, n + after) == numbers.tolist()
 
 
+@pytest.mark.parametrize("mode", borders.MODES[2:])
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_one_formula_maps_any_index(mode, n):
+    """The five numbers of axes whose sides are alike, and those of borders that are near."""
+    for before, after in ((0, 1), (1, 2), (n, n), (3 * n + 2, 5 * n + 1)):
+        bias, period, high, sign = borders.alike(mode, n, before)
+        rows = borders.rows((mode, mode), n, -before, n + after)
+        mapped = [max(i + bias, 0) % period for i in range(-before, n + after)]
+        assert [t if t < n else high + sign * t for t in mapped] == rows
+        for last, places in ((False, range(-before, 0)), (True, range(n, n + after))):
+            start, step, reach = borders.near(mode, n, last)
+            for i in places:
+                if (i - n + 1 if last else -i) <= reach:
+                    assert start + step * i == rows[i + before]
+
+
 def test_a_border_in_its_simplest_form():
     def border(**options):
         return ConvProblem.forward(2, (1, 1, 5, 1), (1, 1, 1, 1), **options).border

@@ -1,6 +1,8 @@
 """The kernels for images on a GPU, on the simulated machine: random calls of pycuda_conv.ndimage against scipy in float64."""
 
+import ctypes
 import warnings
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +12,13 @@ from emulator import gpu
 from test_ndimage import check, drawn, ndimage
 
 import pycuda_conv.ndimage as ours
+from pycuda_conv.arrays import kind_of
 from pycuda_conv.engines.images import window as images
 from pycuda_conv.ndimage import compute, launches, staged
-from pycuda_conv.ndimage.spaces import Space
+from pycuda_conv.ndimage.launches import Pass
+from pycuda_conv.ndimage.spaces import Space, space_of
+from pycuda_conv.ndimage.taps import gaussian
+from pycuda_conv.runtime import get_device
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
@@ -65,6 +71,9 @@ LARGE = (
     ("gaussian_filter", (30, 40, 70), "float32", {"sigma": 1.0}),
     ("gaussian_filter", (2, 21, 20, 19, 3), "uint8", {"sigma": (1.0, 0.5, 1.5), "axes": (1, 2, 3), "mode": ("wrap", "constant", "mirror")}),
     ("gaussian_filter", (25, 18, 33), "float64", {"sigma": (2.0, 0.5, 1.0), "order": (0, 1, 0)}),
+    ("gaussian_gradient_magnitude", (70, 150), "float32", {"sigma": 1.5}),
+    ("gaussian_laplace", (50, 30, 3), "uint8", {"sigma": (1.0, 2.0), "axes": (0, 1), "mode": "mirror", "output": "float32"}),
+    ("gaussian_laplace", (90, 41), "float64", {"sigma": 2.0, "mode": "constant"}),
     ("correlate", (60, 140), "float32", {"weights": np.arange(165.0).reshape(11, 15) % 7 - 2, "mode": "nearest"}),
     ("correlate", (40, 50, 3), "int8", {"weights": np.arange(35.0).reshape(5, 7) % 5 - 1, "axes": (0, 1), "output": "float32"}),
     ("correlate", (6, 30, 140), "float64", {"weights": np.arange(60.0).reshape(3, 4, 5) % 7 - 2, "mode": "wrap", "origin": (1, -1, 0)}),
@@ -132,9 +141,88 @@ def test_bands_give_the_bits_of_the_whole(monkeypatch, seed):
     assert cut > 3
 
 
+def test_sums_of_filters_are_one_launch(simulated):
+    x = np.random.default_rng(0).random((40, 50), np.float32)
+    ours.gaussian_gradient_magnitude(x, 1.0, device="opencl")
+    ours.gaussian_laplace(x, 1.0, device="opencl")
+    assert [kernel for kernel, *_ in simulated] == ["sum", "sum"]
+    ours.gaussian_laplace(x, 1.0, mode=("reflect", "wrap"), device="opencl")  # whose windows differ
+    assert [kernel for kernel, *_ in simulated[2:]] == ["separable", "separable"]
+
+
 def test_volumes_are_one_launch(simulated):
     x = np.random.default_rng(0).random((12, 18, 20), np.float32)
     ours.gaussian_filter(x, 1.0, device="opencl")
     assert [kernel for kernel, *_ in simulated] == ["volume"]
     ours.gaussian_filter(x, (4.5, 0.5, 4.5), device="opencl")  # windows that no block has room for
     assert [kernel for kernel, *_ in simulated[1:]] == ["separable", "separable"]
+
+
+class StandIn:
+    """A GPU whose memory is the host's, for the way of host arrays; copies happen at once."""
+
+    copier = None
+
+    def __init__(self, pinned):
+        self.pinned, self.library, self.uses = pinned, self, []
+
+    def current(self):
+        return nullcontext()
+
+    def pipeline_streams(self):
+        return (SimpleNamespace(synchronize=lambda: None),) * 3
+
+    def GPUArray(self, shape, dtype, allocator):
+        return self.array(np.full(shape, 77, dtype))
+
+    def array(self, a):
+        place = a.__array_interface__["data"][0]
+        return SimpleNamespace(a=a, shape=a.shape, gpudata=place, dtype=a.dtype)
+
+    def allocate(self, nbytes):
+        """Not called."""
+
+    def order(self, first, second):
+        """Nothing waits."""
+
+    def is_pinned(self, array):
+        return self.pinned
+
+    def pinned_or_ordinary(self, shape, dtype):
+        return np.full(shape, 55, dtype)
+
+    result_array = pinned_or_ordinary
+
+    def recorded(self, stream):
+        return SimpleNamespace(synchronize=lambda: self.uses.append(stream))
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("border", ["reflect", "wrap", "constant"])
+def test_host_arrays_go_in_bands(monkeypatch, pinned, border):
+    def moved(to, from_, nbytes):
+        ctypes.memmove(int(to), int(from_), nbytes)
+
+    def place(array):
+        return array.__array_interface__["data"][0]
+
+    gpu, x, taps = StandIn(pinned), np.random.default_rng(0).random((200, 60), np.float32), gaussian(2.0, 0, 8)
+    monkeypatch.setattr(staged, "LEAST_BAND", 3000)
+    monkeypatch.setattr(staged, "space_of", lambda kind: gpu)
+    copies = SimpleNamespace(
+        to_device=lambda to, array, stream: moved(to, place(array), array.nbytes), to_host=lambda array, at, stream: moved(place(array), at, array.nbytes)
+    )
+    monkeypatch.setattr(staged, "copies", copies)
+    on_cpu = launches.Bench(space_of(kind_of("x", x)), get_device("opencl"))
+    bench = SimpleNamespace(space=SimpleNamespace(kind=SimpleNamespace(to_numpy=lambda array, name: array)), device=gpu)
+    parts = []
+
+    def run(on, there, terms):
+        parts.append(launches.passes(on_cpu, there.a, terms[0], 0.0, "float32"))
+        return gpu.array(parts[-1])
+
+    terms = [[Pass(0, taps, 8, border), Pass(1, taps, 8, border)]]
+    got = staged.joined(bench, x, terms, 0.0, "float32", None, x.shape, run)
+    assert len(parts) == (1 if border == "wrap" else 16)
+    np.testing.assert_array_equal(got, launches.passes(on_cpu, x, terms[0], 0.0, "float32"))
+    assert bool(gpu.uses) == (not pinned and border != "wrap")  # the two buffers took turns

@@ -229,6 +229,17 @@ def test_torch_differentiates_by_the_filter_and_through_a_norm():
     assert torch.autograd.gradcheck(lambda z: ours.gaussian_filter(z, 1.0), (z,), fast_mode=True)
 
 
+@pytest.mark.parametrize("mode", ["full", "same", "valid"])
+@pytest.mark.parametrize("sizes", [((6, 7), (2, 3)), ((2, 3), (6, 7))])
+def test_torch_differentiates_signals_by_both(mode, sizes):
+    torch = pytest.importorskip("torch")
+    a, b = (torch.rand(*size, dtype=torch.float64, requires_grad=True) for size in sizes)
+    for name in ("convolve", "correlate", "fftconvolve", "oaconvolve", "convolve2d", "correlate2d"):
+        function, known = getattr(our_signal, name), getattr(signal, name)
+        np.testing.assert_allclose(function(a, b, mode).detach(), known(a.detach().numpy(), b.detach().numpy(), mode), atol=1e-12, err_msg=name)
+        assert torch.autograd.gradcheck(lambda a, b, f=function: f(a, b, mode), (a, b), fast_mode=True), name
+
+
 def test_tensors_give_tensors():
     torch = pytest.importorskip("torch")
     x = torch.rand(20, 30)

@@ -342,13 +342,25 @@ def test_a_zarr_keeps_what_it_is(run, zarr_format, dtype):
 
 def test_packed_values_are_not_misread(run):
     zarr = pytest.importorskip("zarr")
-    for name, attributes in (("offset", {"add_offset": 5.0}), ("fill", {"_FillValue": -1})):
-        a = zarr.create_array(f"{name}.zarr", shape=(H, W), chunks=(8, 8), dtype="int16", attributes=attributes)
-        a[...] = pixels(1, np.int16)
+    a = zarr.create_array("offset.zarr", shape=(H, W), chunks=(8, 8), dtype="int16", attributes={"add_offset": 5.0})
+    a[...] = pixels(1, np.int16)
     status, _, err = run("--filter", "edge", "offset.zarr", "b.zarr", "--axes", "yx")
     assert status != 0 and "add_offset" in err
     assert run("--filter", "blur", "offset.zarr", "b.zarr", "--axes", "yx")[0] == 0
-    status, _, err = run("--filter", "blur", "fill.zarr", "c.zarr", "--axes", "yx")
+
+
+@pytest.mark.parametrize("border", ["replicate", "zeros"])
+@pytest.mark.parametrize("none", [-9999, float("nan")])
+def test_values_without_data_stay_and_do_not_spread(run, none, border):
+    zarr = pytest.importorskip("zarr")
+    x = np.full((H, W), 100, np.float32 if none != none else np.int16)
+    x[3:6, 4:9] = none
+    zarr.create_array("a.zarr", shape=x.shape, chunks=(8, 8), dtype=x.dtype, attributes={"_FillValue": none if none == none else "NaN"})[...] = x
+    for name, plain in (("blur", x), ("edge", np.where((x == none) | (x != x), x, 0))):
+        assert run("--filter", name, "a.zarr", "b.zarr", "--axes", "yx", "--force", "--border", border)[0] == 0
+        inner = (slice(2, -2),) * 2
+        np.testing.assert_allclose(zarr.open_array("b.zarr", mode="r")[...][inner], plain[inner], atol=1e-4)
+    status, _, err = run("--filter", "blur", "a.zarr", "b.zarr", "--axes", "yx", "--force", "--activation", "relu")
     assert status == 0 and "stands for no data" in err
 
 

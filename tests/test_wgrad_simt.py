@@ -101,7 +101,7 @@ def test_flipped_tiles_keep_what_is_not_finite_to_its_results(case):
     [
         ("named_barrier(1, CONSUMER_THREADS);  // all sums are there", "", WgradNhwc(256, 64, 4)), ("wgmma_wait<behind>();", "wgmma_wait<behind + 1>();", WgradNhwc(64, 64, 2)),
         ("(of.dy_blocks + of.x_blocks) * BLOCK_BYTES", "STAGE_BYTES", WgradNhwc(64, 128, 2)), ("ring.wait_full(at);", "", WgradNhwc(64, 64, 2)),
-        ("k * STEP_BYTES / 16, !(", "k * 2, !(", WgradNhwc(64, 64, 2)),
+        ("of_b + B::STEP * k, !(", "of_b + 2 * k, !(", WgradNhwc(64, 64, 2)),
     ],
     ids=lambda v: str(v)[:40],
 )  # fmt: skip

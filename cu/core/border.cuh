@@ -34,11 +34,22 @@ WITHIN_KERNEL int distance_inside(int a, int shift, int period, divider_t by_per
     filled = (unsigned)i < (unsigned)(n) ? filled : FILLED_BY(arg.fills_##axis);                                                     \
     i = shown_ < 0 ? 0 : shown_ >= (n) ? (n) - 1 : shown_;                                                                           \
   }
-// The same for any border.
-#define TO_PIXEL_SELECTED(i, n, axis)                                                   \
-  {                                                                                     \
-    const bool inside_ = (unsigned)i < (unsigned)(n);                                   \
-    const int v_ = DISTANCE(i < 0 ? -1 - i : i - (n), , axis);                          \
-    filled = inside_ ? filled : FILLED_BY(arg.fills_##axis);                            \
-    i = inside_ ? i : i < 0 ? v_ : (n) - 1 - v_;                                        \
+// For an axis whose sides are alike, five numbers map any index i >= -bias to one inside, whatever the border and however far outside:
+//
+//   t = max(i + bias, 0);   t -= period * (t / period);   t = t >= n ? high + sign * t : t
+//
+// A side that is filled repeats its pixel, so that loads stay inside. pycuda_conv/borders.py has these numbers, too.
+WITHIN_KERNEL int border_of(int i, int n, int bias, int period, divider_t by_period, int high, int sign) {
+  int t = i + bias;
+  t = t > 0 ? t : 0;
+  t -= period * divided(t, by_period);
+  return t >= n ? high + sign * t : t;
+}
+#define MAPPED(i, n, axis) \
+  border_of(i, n, (int)arg.bias_##axis, (int)arg.period_##axis, arg.by_period_##axis, (int)arg.high_##axis, (int)arg.sign_##axis)
+// TO_PIXEL for such an axis, without a branch.
+#define TO_MAPPED_PIXEL(i, n, axis)                                           \
+  {                                                                           \
+    filled = (unsigned)i < (unsigned)(n) ? filled : FILLED_BY(arg.fills_##axis); \
+    i = MAPPED(i, n, axis);                                                   \
   }

@@ -57,7 +57,7 @@ typedef struct DepthwiseStripsArguments {
   long_t pad_h, pad_w, flip;
   long_t bordered, value;                                                        // whether x has a border other than zeros; an acc_t's bits
   long_t near_h, last_near_h, step_h, near_w, last_near_w, step_w;
-  long_t shift_h, period_h, by_period_h, low_h, high_h, fills_h, shift_w, period_w, by_period_w, low_w, high_w, fills_w;  // border.cuh
+  long_t fills_h, fills_w;                                                       // border.cuh
   long_t has_scale, has_bias, has_residual, activation, slope;                                 // the epilogue; slope: an acc_t's bits
 } DepthwiseStripsArguments;
 

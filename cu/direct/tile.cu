@@ -44,7 +44,7 @@ typedef struct TileArguments {
   long_t apart_h, apart_w;                          // log2 of the distance of x's pixels
   long_t bordered, value;                           // whether x has a border: 1 near, 2 beyond the image's other end; an acc_t's bits
   long_t near_h, last_near_h, step_h, near_w, last_near_w, step_w;
-  long_t shift_h, period_h, by_period_h, low_h, high_h, fills_h, shift_w, period_w, by_period_w, low_w, high_w, fills_w;  // border.cuh
+  long_t bias_h, period_h, by_period_h, high_h, sign_h, fills_h, bias_w, period_w, by_period_w, high_w, sign_w, fills_w;  // border.cuh
   long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
   long_t in_shift, least, most;                     // of integers: by what a word is shifted to give the sign of x; what y holds
 } TileArguments;
@@ -201,7 +201,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
       for (int i = LID_0; i < outside; i += THREADS) {
         acc_t v;
         int place;
-        LOAD_EDGE(TO_PIXEL_SELECTED, i, v, place)
+        LOAD_EDGE(TO_MAPPED_PIXEL, i, v, place)
         tile[place] = v;
       }
     }

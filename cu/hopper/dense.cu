@@ -30,6 +30,9 @@
 // Border   of an image's own pixels: the interior of y is one launch, and the phases of a BORDERED one are single rows and columns at its sides. Their taps
 //          have the offsets of the pixels that the border shows. In dgrad rows that the border shows have the taps of all places that show them.
 //
+// Segments SEGMENTS = 2: behind the stages of x and w come those of another array and its filter, each with maps and taps of its own: the convolution
+//          of two arrays that lie apart, as if their channels were joined; or a 1x1 of one beside a 3x3 of the other.
+//
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/hopper/dense.cu
 #ifndef BLOCK_M
 #define BLOCK_M 128
@@ -84,12 +87,35 @@ struct FilterMaps {
 DEVICE int blocks_of(const Phase& shape, const Tile& of) { return min(MN_BLOCKS, ((int)shape.rows - of.channel + MN_CHANNELS - 1) / MN_CHANNELS); }
 
 // `raw` is the first of the barriers of the filter, where it is transposed.
+#if SEGMENTS > 1
+DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Maps& maps_behind, const FilterMaps& maps_w_behind, const Shapes& shapes, const Ring& ring) {
+  Ring::Position at;
+  for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
+    const Tile of(shapes, tile);
+    const DensePhase &shape = shapes.of[0], &behind = shapes.behind;
+    const Range range(shape);
+    const int own = (int)shape.blocks - (int)behind.blocks, bytes = (BLOCK_M + min(BLOCK_N, (int)shape.rows)) * 128;
+    auto load = [&](const DensePhase& from, const CUtensorMap* map_x, const CUtensorMap* map_w, int first, int last) {
+      const LoadBase base(from, of.pixel);
+      Taps walk(from, first, 0);
+      fill_stages(ring, at, first, last, [&](int, uint32_t a, uint32_t arrived) {
+        barrier_expect(arrived, bytes);
+        load_im2col((int)from.spatial_dims, a, map_x, arrived, walk.c * BLOCK_K, base, walk.x_s, walk.x_r, walk.x_t);
+        load_box(a + A_BYTES, map_w, arrived, walk.c * BLOCK_K, walk.tap, of.channel);
+        walk.next();
+      });
+    };
+    load(shape, maps.of, &maps_w.whole, min(range.first, own), min(range.last, own));
+    load(behind, maps_behind.of, &maps_w_behind.whole, max(range.first - own, 0), max(range.last - own, 0));
+  }
+}
+#else
 DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
   Ring::Position at;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
     const DensePhase& shape = shapes.of[of.phase];
-    const Range range(shape);
+    const StageRange range = range_of(shape);
     const LoadBase base(shape, of.pixel);
     Taps walk(shape, range.first, taps_apart(shapes, of));
     const int channel_blocks = (int)shape.channel_blocks, spatial_dims = (int)shape.spatial_dims;
@@ -122,6 +148,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& sh
     });
   }
 }
+#endif
 
 #if W_MN_MAJOR && TYPE == 32
 // ---- the warps that transpose the filter
@@ -132,7 +159,7 @@ DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
   int block = threadIdx.x / 32 - CONSUMER_THREADS / 32 - 1;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
-    const Range range(shapes.of[of.phase]);
+    const StageRange range = range_of(shapes.of[of.phase]);
     const int filter_blocks = blocks_of(shapes.of[of.phase], of);
     for (int step = range.first; step < range.last; ++step) {
       barrier_wait(raw + 8 * at.stage, at.parity);  // all warps wait: one that skipped a round would mistake the round before for its own
@@ -150,7 +177,11 @@ DEVICE void turn(const Shapes& shapes, const Ring& ring, uint32_t raw) {
 #endif
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
-    hopper_dense(const __grid_constant__ Maps maps_x, const __grid_constant__ FilterMaps maps_w, const data_t* __restrict__ bias,
+    hopper_dense(const __grid_constant__ Maps maps_x, const __grid_constant__ FilterMaps maps_w,
+#if SEGMENTS > 1
+                    const __grid_constant__ Maps maps_behind, const __grid_constant__ FilterMaps maps_w_behind,
+#endif
+                    const data_t* __restrict__ bias,
                     const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y,
 #if EMIT_MOMENTS
                     float* __restrict__ moments,
@@ -176,7 +207,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, BLOCK_M == 64
   if (threadIdx.x < CONSUMER_THREADS) {
     consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, wanted_moments);
   } else {
+#if SEGMENTS > 1
+    if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, maps_w, maps_behind, maps_w_behind, shapes, ring);
+#else
     if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, maps_w, shapes, ring, raw);
+#endif
 #if W_MN_MAJOR && TYPE == 32
     if (threadIdx.x >= CONSUMER_THREADS + 32) turn(shapes, ring, raw);
 #endif

@@ -110,7 +110,7 @@ DEVICE void produce(const data_t* x, const CUtensorMap* map_w, const Shapes& sha
   const Phase& shape = shapes.of[0];
   Ring::Position at, arriving;
   int under_way = 0;
-  const Range range(shape);
+  const StageRange range = range_of(shape);
   const int height = (int)shape.height, width = (int)shape.width, tap_s = (int)shape.tap_s, tap_r = (int)shape.tap_r;
   for (int tile = first_tile(); tile < (int)shape.tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);

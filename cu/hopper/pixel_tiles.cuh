@@ -9,6 +9,9 @@
 #define PHASES 1
 #define EMIT_MOMENTS 0  // the text can emit moments
 #endif
+#ifndef SEGMENTS
+#define SEGMENTS 1  // 2: behind a sum's stages come those of another array, whose arguments are Shapes::behind
+#endif
 #define WGMMA_N BLOCK_N
 #include "hopper/cluster.cuh"
 #include "core/finish.cuh"
@@ -34,6 +37,9 @@ struct Shapes {
   Phase of[PHASES];
 #if PHASES > 1
   Repeats repeats;  // of each
+#endif
+#if SEGMENTS > 1
+  Phase behind;  // of its stages alone; those of both are counted in of[0].blocks
 #endif
 };
 
@@ -72,14 +78,8 @@ DEVICE int taps_apart(const Shapes&, const Tile&) { return 0; }
 DEVICE int y_apart(const Shapes&, const Tile&) { return 0; }
 #endif
 
-// The stages of gemm k that this block sums: [first, last).
-struct Range {
-  int first, last;
-  DEVICE Range(const Phase& shape) {
-    first = min(cluster_rank() * (int)shape.part, (int)shape.blocks);
-    last = min(first + (int)shape.part, (int)shape.blocks);
-  }
-};
+// The stages of gemm k that this block sums.
+DEVICE StageRange range_of(const Phase& shape) { return {cluster_rank(), (int)shape.part, (int)shape.blocks}; }
 
 typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
@@ -99,13 +99,13 @@ constexpr int LAST = LAST_STEPS;
 constexpr int LAST = STEPS;
 #endif
 // wgmma steps of a range's stages, without those that multiply zeros.
-DEVICE int steps_of(const Phase& shape, const Range& range) {
+DEVICE int steps_of(const Phase& shape, const StageRange& range) {
   const int taps = Divided(range.last, (int)shape.channel_blocks, shape.by_channel_blocks).quotient -
                    Divided(range.first, (int)shape.channel_blocks, shape.by_channel_blocks).quotient;
-  return STEPS * (range.last - range.first) - (STEPS - (int)shape.last_steps) * taps;
+  return STEPS * range.count() - (STEPS - (int)shape.last_steps) * taps;
 }
 #else
-DEVICE int steps_of(const Phase&, const Range& range) { return STEPS * (range.last - range.first); }
+DEVICE int steps_of(const Phase&, const StageRange& range) { return STEPS * range.count(); }
 #endif
 
 // Multiplies and stores a consumer's part of each tile. `ready` is called with the offset of the consumer's rows of x in each stage that arrives.
@@ -120,7 +120,7 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
     const Phase& shape = shapes.of[of.phase];
-    const Range range(shape);
+    const StageRange range = range_of(shape);
     [[maybe_unused]] float* const own = staging + threadIdx.x / 32 * (16 * PITCH);
     const auto apart = y_apart(shapes, of);
     [[maybe_unused]] Early early;
@@ -152,7 +152,7 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
       for (int step = range.first; step < range.last; ++step) sum_stage(Constant<STEPS>(), step);
     wgmma_wait<0>();
     wgmma_arrived(sum);
-    const bool any = range.first < range.last;
+    const bool any = range.count() > 0;
     if (any) ring.give_back(at, 1);
     const float part = lost_in(steps_of(shape, range));
 #pragma unroll

@@ -60,16 +60,14 @@ struct PointwiseProduct : Finishing {
 };
 
 struct Tile {
-  int row, column, split, first, last;  // in tiles, but for column; stages of k: [first, last)
-  int image, box;                       // NCHW: of the first warp
+  int row, column, split;  // in tiles, but for column
+  int image, box;          // NCHW: of the first warp
   template <class Kernel> DEVICE Tile(const Kernel& of, int tile) {
     const PointwiseProduct& shape = of.arg;
     const Divided along(tile, shape.across, shape.by_across), part(along.quotient, shape.down, shape.by_down);
     column = along.rest * BLOCK_N;
     row = part.rest;
     split = part.quotient;
-    first = min(split * (int)shape.each, (int)shape.steps);
-    last = min(first + (int)shape.each, (int)shape.steps);
     const Divided boxes(row * (int)shape.busy, shape.boxes, shape.by_boxes);
     image = boxes.quotient;
     box = boxes.rest;
@@ -119,7 +117,7 @@ DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
 [[maybe_unused]] constexpr float PROMOTED = 0.67e-7f * 16 / 15;
 
 // Sums a tile; `stages` is the beginning of the ring.
-DEVICE void sum_stages(Sums& total, const Tile& of, uint8_t* stages, const Ring& ring, Ring::Position& at) {
+DEVICE void sum_stages(Sums& total, const StageRange& range, uint8_t* stages, const Ring& ring, Ring::Position& at) {
   total.clear();
 #if LIMBS == 2
   Sums main, cross;
@@ -127,7 +125,7 @@ DEVICE void sum_stages(Sums& total, const Tile& of, uint8_t* stages, const Ring&
 #else
   Sums& main = total;
 #endif
-  for (int step = of.first; step < of.last; ++step) {
+  for (int step = range.first; step < range.last; ++step) {
     ring.wait_full(at);
     uint8_t* const stage = stages + at.stage * STAGE_BYTES;
 #if MAKES_LIMBS
@@ -191,7 +189,7 @@ DEVICE void sum_stages(Sums& total, const Tile& of, uint8_t* stages, const Ring&
     }
   }
 #else
-  const float part = lost_in(4 * (of.last - of.first));
+  const float part = lost_in(4 * range.count());
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
@@ -242,9 +240,9 @@ struct Pointwise {
   }
   DEVICE void finish(const Sums& sums, const Tile& of) const { store(sums, of, arg, bias, scale, residual, moments, y); }
 };
-DEVICE StageRange stages_of(const Pointwise&, const Tile& of) { return {of.first, of.last}; }
+DEVICE StageRange stages_of(const Pointwise& kernel, const Tile& of) { return {of.split, (int)kernel.arg.each, (int)kernel.arg.steps}; }
 DEVICE void sum_tile(const Pointwise& kernel, Sums& sums, const Tile& of, const Ring& ring, Ring::Position& at) {
-  sum_stages(sums, of, kernel.memory, ring, at);
+  sum_stages(sums, stages_of(kernel, of), kernel.memory, ring, at);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS_OF<Pointwise>, 1)

@@ -23,6 +23,13 @@ template <int count> struct RingPosition {
   }
 };
 
+// The stages [first, last) of a sum of `stages`: part number `part` of those of `each`.
+struct StageRange {
+  int first, last;
+  DEVICE StageRange(int part, int each, int stages) : first((int)min((unsigned)part * each, (unsigned)stages)), last(min(first + each, stages)) {}
+  DEVICE int count() const { return last - first; }
+};
+
 // `count` stages of `bytes` bytes, the first at `stages`.
 template <int count, int bytes> struct StageRing {
   typedef RingPosition<count> Position;

@@ -49,10 +49,7 @@ DEVICE void multiply_stages(const Ring& ring, typename Ring::Position& at, int f
 //   prefetch(), load(tile, step, stage, arrived)             what the producer does
 //   multiply(sums, stage, fresh), finish(sums, tile)         and the consumers: the products of a stage, and the stores of a tile
 // One that sums other stages, or does more with them than to multiply, has a stages_of() or a sum_tile() of its own beside it.
-struct StageRange {
-  int first, last;
-};
-template <class Kernel, class Tile> DEVICE StageRange stages_of(const Kernel& kernel, const Tile&) { return {0, (int)kernel.arg.steps}; }
+template <class Kernel, class Tile> DEVICE StageRange stages_of(const Kernel& kernel, const Tile&) { return {0, (int)kernel.arg.steps, (int)kernel.arg.steps}; }
 template <class Kernel, class Tile, class Ring>
 DEVICE void sum_tile(const Kernel& kernel, typename Kernel::Sums& sums, const Tile& tile, const Ring& ring, typename Ring::Position& at) {
   const StageRange range = stages_of(kernel, tile);

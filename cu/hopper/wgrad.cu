@@ -98,16 +98,6 @@ struct Tile {
   }
 };
 
-// The stages that this block sums: [first, last).
-struct Range {
-  int first, last;
-  DEVICE Range(const WgradNhwcArguments& arg, const Tile& of) {
-    const int part = (int)arg.part;
-    first = (int)min((long long)of.split * part, arg.stages);
-    last = min(first + part, (int)arg.stages);
-  }
-};
-
 // A block of columns: its tap, and its first channel in the group pack.
 struct Column {
   int tap, channel;
@@ -123,7 +113,7 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 // ---- the producer
 
 #if PLANES
-DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
+DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const StageRange& range,
                     const Ring& ring) {
   const int k = of.pack * (int)arg.rows + of.row, c = of.pack * (int)arg.columns + of.block * CHANNELS;
   Ring::Position at;
@@ -141,7 +131,7 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
   });
 }
 #else
-DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
+DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const StageRange& range,
                     const Ring& ring) {
   int c[X_BLOCKS];
   uint32_t offsets[X_BLOCKS];  // of a block's tap, packed as the loads take them: along w in 16 bits, h in 8, d in 8
@@ -189,7 +179,7 @@ struct Sums {
 };
 
 // Multiplies all stages.
-DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
+DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
   Ring::Position at;
   auto& sum = sums.of;
@@ -198,11 +188,11 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
     const uint32_t x = stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES;
     multiply_stage<TYPE, Operand, Operand>(sum, stage + down * PRODUCTS * BLOCK_BYTES, BLOCK_BYTES, x, fresh);
   });
-  const float lost = lost_in(STEPS * (range.last - range.first));  // long sums lose more than rounding to 16 bits hides
+  const float lost = lost_in(STEPS * range.count());  // long sums lose more than rounding to 16 bits hides
 #pragma unroll
   for (int i = 0; i < PRODUCTS; ++i)
 #pragma unroll
-    for (int j = 0; j < WGMMA_N / 2; ++j) sum[i][j] = range.first < range.last ? with_lost(sum[i][j], lost) : 0;
+    for (int j = 0; j < WGMMA_N / 2; ++j) sum[i][j] = range.count() > 0 ? with_lost(sum[i][j], lost) : 0;
 }
 
 DEVICE void leave(const Sums& sums, float* to) {
@@ -218,7 +208,7 @@ DEVICE void leave(const Sums& sums, float* to) {
 #define IF_FLIPPED(...)
 #endif
 
-DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const Range& range, const Ring& ring, float* sums,
+DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const StageRange& range, const Ring& ring, float* sums,
                     void* to IF_FLIPPED(, const data_t* x, const data_t* dy, const FlippedArguments& flip)) {
   Sums summed;
   multiply_stages(summed, range, ring);
@@ -253,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
     prefetch_map(&map_x);
   });
   const Tile of(arg);
-  const Range range(arg, of);
+  const StageRange range(of.split, (int)arg.part, (int)arg.stages);
   if (threadIdx.x < CONSUMER_THREADS) {
     if constexpr (PRODUCTS == 2) registers_up<TALL ? 208 : 224>();
     consume(arg, of, range, ring, sums, to IF_FLIPPED(, x, dy, flip));

@@ -14,7 +14,7 @@ struct FlippedArguments {
 };
 
 // Computes one sum of this block's run without pixels outside dy: for channel `row` of x, loaded channel `channel` of dy, and tap `tap` of all.
-DEVICE float recompute_fp32(const FlippedArguments& flip, const Range& range, const data_t* x, const data_t* dy, int row, int channel, int tap) {
+DEVICE float recompute_fp32(const FlippedArguments& flip, const StageRange& range, const data_t* x, const data_t* dy, int row, int channel, int tap) {
   const Divided s_of(tap, flip.tap_s, flip.by_tap_s), r_of(s_of.quotient, flip.tap_r, flip.by_tap_r);
   const int end = min(range.last * BLOCK_K, (int)flip.pixels);
   float sum = 0;
@@ -34,7 +34,7 @@ DEVICE float recompute_fp32(const FlippedArguments& flip, const Range& range, co
 
 // Stores flipped tiles: a lane has a row and four neighbouring columns at once, a warp 32 rows.
 template <class T>
-DEVICE void store_flipped(const float* sums, const WgradNhwcArguments& arg, const FlippedArguments& flip, const Tile& of, const Range& range,
+DEVICE void store_flipped(const float* sums, const WgradNhwcArguments& arg, const FlippedArguments& flip, const Tile& of, const StageRange& range,
                           const data_t* x, const data_t* dy, T* to) {
   const int rows = min(BLOCK_M, (int)arg.rows - of.row);
   for (int first = threadIdx.x / 32 * 4; first < of.x_blocks * CHANNELS; first += 4 * WARPS) {

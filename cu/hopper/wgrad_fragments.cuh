@@ -41,7 +41,7 @@ DEVICE void clear(Sums& sums) {
 }
 
 // Multiplies all stages.
-DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
+DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   // the block of this warp's rows, and the first block of its columns; the offsets of a lane's channels of its two positions in a block's first eight rows
   const int dy_block = 2 * consumer + warp % 2, x_block = warp / 2 * WARP_BLOCKS;
@@ -99,7 +99,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
     if (fabsf(sums[i]) < INFINITY) sums[i] = fmaf(more, 1.f / LARGER, sums[i]);  // after an Inf the cross products may have either sign
   }
 #else
-  const float lost = lost_in(STEPS * (range.last - range.first));
+  const float lost = lost_in(STEPS * range.count());
 #pragma unroll
   for (int i = 0; i < SUMS; ++i) sums[i] = with_lost(sums[i], lost);
 #endif

@@ -12,7 +12,7 @@ DEVICE int four(int r) { return r % 2 * 4 + r / 2; }
 
 // Multiplies all stages. The warps transpose x for wgmma while the stage before is multiplied. dy comes through registers: a warp's rows are a block
 // of it, and a lane's four channels of a position are the same element of four fragments.
-DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
+DEVICE void multiply_stages(Sums& sums, const StageRange& range, const Ring& ring) {
   const int warp = threadIdx.x / 32, r = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
   Ring::Position at;
   auto prepare = [&](const Ring::Position& at) {
@@ -21,7 +21,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
     fence_for_bulk();  // wgmma reads shared memory as bulk copies do
     named_barrier(2, CONSUMER_THREADS);
   };
-  if (range.first < range.last) prepare(at);
+  if (range.count() > 0) prepare(at);
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t stage = ring.stage(at);
     uint32_t a[STEPS][2][4];
@@ -49,12 +49,12 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
     ring.give_back(at);
     at = coming;
   }
-  const float lost = lost_in(STEPS * (range.last - range.first));
+  const float lost = lost_in(STEPS * range.count());
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     wgmma_arrived(sums.of[i]);
 #pragma unroll
-    for (int j = 0; j < 64; ++j) sums.of[i][j] = range.first < range.last ? with_lost(sums.of[i][j], lost) : 0;
+    for (int j = 0; j < 64; ++j) sums.of[i][j] = range.count() > 0 ? with_lost(sums.of[i][j], lost) : 0;
   }
 }
 

@@ -135,7 +135,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 5) void images_correlate(const in_t* RESTRICT x, c
 #pragma unroll
       for (int lane = 0; lane < LANES; ++lane) {
         acc_t one[LANES] = {sums[i][lane]};
-        if (i < rows && q + lane * colours < last) store_lanes(y, previous, arg, to + i * (index_t)arg.y_h + lane * colours, 1, false, one);
+        if (i < rows && q + lane * colours < last) store_lanes<true>(y, previous, arg, to + i * (index_t)arg.y_h + lane * colours, 1, false, one);
       }
   }
 }

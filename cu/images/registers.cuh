@@ -65,9 +65,9 @@ WITHIN_KERNEL void store_whole(schar* y, const acc_t (&v)[LANES]) { store_whole(
 
 WITHIN_KERNEL bool is_aligned(const void* p, int bytes) { return ((size_t)p & (bytes - 1)) == 0; }
 
-// Finishes neighbouring sums and stores the first `count` of them. `fours`: y may be written LANES at once.
-WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, int count, bool fours, acc_t (&v)[LANES]) {
-  if (arg.square || arg.add || arg.root) {
+// Joins neighbouring sums with earlier ones if JOINED, and stores the first `count` of them. `fours`: y may be written LANES at once.
+template <bool JOINED> WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, int count, bool fours, acc_t (&v)[LANES]) {
+  if (JOINED && (arg.square || arg.add || arg.root)) {
 #pragma unroll
     for (int i = 0; i < LANES; ++i) {
       if (arg.square) v[i] *= v[i];
@@ -85,14 +85,14 @@ WITHIN_KERNEL void store_lanes(out_t* RESTRICT y, const acc_t* previous, const W
 }
 
 // The same for a thread's ROWS rows, or slices, `apart` from one another, of which the first `rows` are inside.
-template <int ROWS> WITHIN_KERNEL void store_rows(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, index_t apart, int rows, int count, bool fours, acc_t (&v)[ROWS][LANES]) {
-  if (fours && count >= LANES && rows >= ROWS && !arg.square && !arg.add && !arg.root) {
+template <int ROWS, bool JOINED = true> WITHIN_KERNEL void store_rows(out_t* RESTRICT y, const acc_t* previous, const WindowArguments& arg, index_t at, index_t apart, int rows, int count, bool fours, acc_t (&v)[ROWS][LANES]) {
+  if (fours && count >= LANES && rows >= ROWS && !(JOINED && (arg.square || arg.add || arg.root))) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) store_whole(y + at + i * apart, v[i]);
   } else {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
-      if (i < rows) store_lanes(y, previous, arg, at + i * apart, count, fours, v[i]);
+      if (i < rows) store_lanes<JOINED>(y, previous, arg, at + i * apart, count, fours, v[i]);
   }
 }
 

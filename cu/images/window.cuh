@@ -3,10 +3,7 @@
 // An array is seen as images [outer][middle][inner] of slices (d), rows (h) and columns (w) with `colours` numbers each. Columns are neighbours in memory; all
 // other strides are arguments. A window is what the results of a tile read of one slice: halo_p rows of halo_q numbers.
 //
-// Borders  Five numbers an axis map any index i >= -bias to one inside, whatever the border and however far outside:
-//
-//   t = max(i + bias, 0);   t -= period * (t / period);   t = t >= n ? high + sign * t : t
-//
+// Borders  Five numbers an axis map any index i >= -bias to one inside, whatever the border and however far outside: MAPPED of core/border.cuh.
 //          With `outside` set, an index that is not inside stands for `value` instead. pycuda_conv/engines/images/window.py makes the numbers.
 // Types    IN and OUT: 64 double, 32 float, 8 uint8, 9 int8, 10 uint16, 11 int16. Sums are acc_t. Integers are rounded to the nearest, halves to even, and clipped;
 //          NaN becomes 0.
@@ -22,6 +19,7 @@
 #define THREADS 128
 #endif
 #include "core/portable.cuh"
+#include "core/border.cuh"
 
 #ifdef __OPENCL_VERSION__
 typedef char schar;
@@ -75,14 +73,6 @@ typedef struct WindowArguments {
   long_t skip;               // whether the filter has taps of 0 that must not meet a NaN; on a GPU
 } WindowArguments;
 
-WITHIN_KERNEL int border_of(int i, int n, int bias, int period, divider_t by_period, int high, int sign) {
-  int t = i + bias;
-  t = t > 0 ? t : 0;
-  t -= period * divided(t, by_period);
-  return t >= n ? high + sign * t : t;
-}
-#define MAPPED(i, n, axis) \
-  border_of(i, n, (int)arg.bias_##axis, (int)arg.period_##axis, arg.by_period_##axis, (int)arg.high_##axis, (int)arg.sign_##axis)
 #define IS_OUTSIDE(i, n, axis) (arg.outside_##axis && (unsigned)(i) >= (unsigned)(n))
 
 // A block's tile: where its image and slice begin in x and y, its first row and column.

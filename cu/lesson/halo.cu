@@ -4,7 +4,8 @@
 //
 // Mapping   block -> a tile of 16 x 16 pixels of one plane (n,k); thread -> one pixel.
 // Memory    shared: the tile with its halo, (16+R-1) x (16+S-1) values of one channel at a time. Filters of up to 8 x 8.
-// Gains     each value of x is read from memory a little more than K times, not K R S times.
+// Gains     each value of x is read from memory a little more than K times, not K R S times. Alone that is no gain on today's GPUs, whose L1 cache
+//           does the same: it pays where a thread then makes several pixels of what it has read (direct/tile.cu).
 //
 // Question  Threads load values that other threads use. What may a thread read if it does not wait for them?
 // Try       __syncthreads();  // all is there  ->

@@ -174,9 +174,9 @@ def border_numbers(problem: ConvProblem, axes: str = "dhw") -> dict[str, int]:
     paddings = zip(problem.padding_before, problem.padding_after, strict=True)
     for axis, word, n, padding in zip("dhw", words, problem.input_size, paddings, strict=True):
         if axis in axes:
-            side, (first, step, reach), (last, *_) = borders.side(word, n), borders.near(word, n, False), borders.near(word, n, True)
-            found |= {f"{name}_{axis}": value for name, value in side._asdict().items()}
-            found |= {f"by_period_{axis}": divider(side.period), f"near_{axis}": first, f"last_near_{axis}": last, f"step_{axis}": step}
+            (first, step, reach), (last, *_) = borders.near(word, n, False), borders.near(word, n, True)
+            found |= {f"{name}_{axis}": value for name, value in borders.alike(word, n, padding[0])._asdict().items()}
+            found |= {f"fills_{axis}": borders.side(word, n).fills, f"near_{axis}": first, f"last_near_{axis}": last, f"step_{axis}": step}
             near = near and max(padding) <= reach
     return found | {"bordered": 0 if problem.border is None else 1 if near else 2}
 

@@ -272,6 +272,12 @@ def adds_border(source: ConvProblem, config: Config) -> bool:
     return says is not None and problem == problem.launched and bool(says(source, problem, config))
 
 
+def border_time(source: ConvProblem, config: Config) -> float:
+    """Microseconds that such launches take beside those for the wider image, where the engine says so."""
+    says = getattr(engine_of(config), "border_time", None)
+    return 0.0 if says is None else float(says(source, config))
+
+
 def schedule_with_border(source: ConvProblem, config: Config, device: Device) -> Schedule:
     """These launches; see :func:`adds_border`."""
     problem = source.padded

@@ -182,6 +182,10 @@ class _Work(NamedTuple):
 
             return staged.joined(self.bench, x, terms, value, output, target, _result_shape(x.shape, terms), run)
         made = None
+        if len(terms) > 1:
+            made = launches.sum_of_terms(self.bench, x, terms, value, output, target, Join(square=self.norm, root=self.norm))
+            if made is not None:
+                return made
         sums = sums_of(self.bench.space.dtype(x), output)
         for number, term in enumerate(terms):
             last = number == len(terms) - 1

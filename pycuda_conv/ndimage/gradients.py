@@ -115,7 +115,10 @@ class _Folded(torch.autograd.Function):
         return (_Gathered.apply(gradient, *ctx.args), *(None,) * 6)
 
 
-def by_weights(bench: Bench, x: Any, weights: Any, axes: Sequence[int], before: Sequence[int], border: str, value: float) -> Any:
+def by_weights(
+    bench: Bench, x: Any, weights: Any, axes: Sequence[int], before: Sequence[int], border: str, value: float,
+    sizes: Sequence[int] | None = None,
+) -> Any:
     """A correlation along up to three axes, which torch can differentiate by the filter too; it skips no tap of 0."""
     import pycuda_conv
 
@@ -124,8 +127,9 @@ def by_weights(bench: Bench, x: Any, weights: Any, axes: Sequence[int], before: 
         raise RuntimeError(f"weights that require a gradient may have up to three axes, got {rank}")
     dtype = torch.promote_types(x.dtype, torch.float32) if x.dtype.is_floating_point else torch.float64
     x, weights = x.to(dtype), weights.to(dtype)
-    for axis, n, front in zip(axes, weights.shape, before, strict=True):
-        x = _Gathered.apply(x, axis, front, n - 1 - front, border, value, bench)
+    sizes = sizes or [x.shape[axis] for axis in axes]
+    for axis, size, n, front in zip(axes, sizes, weights.shape, before, strict=True):
+        x = _Gathered.apply(x, axis, front, size + n - 1 - front - x.shape[axis], border, value, bench)
     behind = tuple(range(x.ndim - rank, x.ndim))
     arranged = x.movedim(tuple(axes), behind)
     planes = arranged.reshape(-1, 1, *arranged.shape[-rank:])

@@ -92,6 +92,24 @@ def run_term(
     return function(bench, x, term, value, output, target, previous, join)
 
 
+def sum_of_terms(bench: Bench, x: Any, terms: Sequence[Term], value: float, output: str, target: Any, join: Join) -> Any:
+    """The sum of several terms in one launch, their squares' or its root as `join` says; None where that is not possible."""
+    along = [() if isinstance(term, Dense) else tuple(sorted(term, key=lambda one: one.axis)) for term in terms]
+    if bench.backend != "cuda" or any(len(one) != 2 for one in along):
+        return None
+    first, input = along[0], bench.space.dtype(x)
+    alike = {tuple((one.axis, len(one.taps), one.before, one.border, one.size) for one in pair) for pair in along}
+    if len(alike) > 1 or (value and any(one.border == "constant" for one in first)):
+        return None
+    if not _goes_together(bench, x, first, sums_of(input, output)):
+        return None
+    window, taps = _window_of_pair(x.shape, first, input, output, value, join), (len(along), len(first[0].taps), len(first[1].taps))
+    if images.fits(window, taps, False, bench.device) is None:
+        return None
+    filters = np.concatenate([rounded(one.taps) if window.sums == "float32" else one.taps for pair in along for one in pair])
+    return _launched(bench, "sum", window, taps, x, filters, _result_shape(x.shape, first), output, target, None)
+
+
 def passes(
     bench: Bench, x: Any, along: Sequence[Pass], value: float, output: str, target: Any = None, previous: Any = None, join: Join = PLAIN
 ) -> Any:
@@ -411,6 +429,11 @@ def by_convolution(
     if rank > 3:
         return _tap_by_tap(bench, x, filter, value, output, target, previous, join)
     x = space.cast(x, sums)
+    if bench.backend != "cuda" and any(border != "constant" for border in filter.borders):  # transforms of the CPU take zeros alone
+        sizes, before = filter.sizes or tuple(x.shape[axis] for axis in filter.axes), filter.before
+        for axis, size, n, front, border in zip(filter.axes, sizes, filter.weights.shape, before, filter.borders, strict=True):
+            x = padded(bench, x, axis, front, size + n - 1 - front - x.shape[axis], border, value)
+        filter = filter._replace(before=(0,) * rank, borders=("constant",) * rank, sizes=sizes)
     sizes = filter.sizes or tuple(x.shape[axis] for axis in filter.axes)
     behind = tuple(range(x.ndim - rank, x.ndim))
     as_it_lies = filter.axes == behind

@@ -21,6 +21,12 @@ INTEGERS = {name: np.iinfo(name) for name in ("uint8", "int8", "uint16", "int16"
 PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
+@cache
+def _name_of(dtype: np.dtype) -> str:
+    """numpy makes a type's name anew each time."""
+    return str(dtype.name)
+
+
 class Space:
     """Arrays of numpy, or of CuPy, which has the same functions.
 
@@ -31,7 +37,7 @@ class Space:
         self.kind, self.library = kind, library
 
     def dtype(self, array: Any) -> str:
-        return str(array.dtype.name)
+        return _name_of(array.dtype)
 
     def contiguous(self, array: Any) -> Any:
         """`array` in C order and the machine's byte order."""

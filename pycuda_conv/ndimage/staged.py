@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pycuda_conv.arrays.kinds import GPU_ARRAY
+from pycuda_conv.execute import staging
 from pycuda_conv.ndimage import launches
 from pycuda_conv.ndimage.launches import Bench, Dense, Pass, Term
 from pycuda_conv.ndimage.spaces import space_of
@@ -64,10 +65,13 @@ def joined(
         there = on.space.library.GPUArray(given.shape, given.dtype, allocator=device.allocate)
         device.order(None, up)  # the pool's memory may still be in use by the default stream
         copied, row_bytes, made = 0, given.nbytes // len(given), []
+        cut = bands(terms, value, given.shape, shape, max(given.nbytes, held.nbytes))
+        source = _Source(device, given, cut)
         try:
-            for band in bands(terms, value, given.shape, shape, max(given.nbytes, held.nbytes)):
+            for band in cut:
                 if band.needed > copied:
-                    copies.to_device(int(there.gpudata) + copied * row_bytes, given[copied : band.needed], up)
+                    copies.to_device(int(there.gpudata) + copied * row_bytes, source.rows(copied, band.needed), up)
+                    source.leaves(up)
                     device.order(up, None)
                     copied = band.needed
                 made.append(run(on, there if band.whole else there[band.begin : band.end], band.terms))
@@ -77,6 +81,36 @@ def joined(
             down.synchronize()
             up.synchronize()
     return result
+
+
+class _Source:
+    """The rows of an array as copies to a GPU take them: ordinary memory goes through two page-locked buffers, which take turns."""
+
+    def __init__(self, device: Any, array: np.ndarray, cut: Sequence[Band]) -> None:
+        self._device, self._array = device, array
+        self._buffers: list[np.ndarray] = []
+        self._left: list[Any] = [None, None]
+        if len(cut) > 1 and not device.is_pinned(array):
+            rows = max(band.needed - before for before, band in zip([0, *(band.needed for band in cut)], cut, strict=False))
+            self._buffers = [device.pinned_or_ordinary((rows, *array.shape[1:]), array.dtype) for _ in range(2)]
+
+    def rows(self, begin: int, end: int) -> np.ndarray:
+        """Rows `begin` to `end`."""
+        part = self._array[begin:end]
+        if not self._buffers:
+            return part
+        if self._left[0] is not None:
+            self._left[0].synchronize()
+        held = self._buffers[0][: end - begin]
+        staging.copy(held, (held, part))
+        return held
+
+    def leaves(self, stream: Any) -> None:
+        """What :meth:`rows` gave is copied by `stream`."""
+        if self._buffers:
+            self._left[0] = self._device.recorded(stream)
+            self._buffers.reverse()
+            self._left.reverse()
 
 
 def _room(bench: Bench, shape: Sequence[int], output: str, like: Any, target: Any) -> Any:

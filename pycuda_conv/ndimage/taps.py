@@ -21,8 +21,9 @@ def border(mode: Any) -> str:
     return MODES[mode]
 
 
+@lru_cache(maxsize=1024)
 def gaussian(sigma: float, order: int, radius: int) -> np.ndarray:
-    """Taps of a correlation: a Gaussian's derivative of `order`, sampled at the integers, as scipy normalises it."""
+    """Taps of a correlation: a Gaussian's derivative of `order`, sampled at the integers, as scipy normalises it. They are kept."""
     if order < 0:
         raise ValueError(f"order must be non-negative, got {order}")
     x = np.arange(-radius, radius + 1, dtype=np.float64)
@@ -35,7 +36,9 @@ def gaussian(sigma: float, order: int, radius: int) -> np.ndarray:
         more = np.concatenate([[0.0], -q / sigma**2])
         more[: len(slope)] += slope
         q = more
-    return np.asarray((np.polynomial.polynomial.polyval(x, q) * bell)[::-1])
+    taps = np.ascontiguousarray((np.polynomial.polynomial.polyval(x, q) * bell)[::-1])
+    taps.flags.writeable = False
+    return taps
 
 
 def before(size: int, origin: int = 0, convolve: bool = False) -> int:

@@ -317,6 +317,7 @@ def of_images(device: Device) -> Iterator[KernelLaunch]:
             yield images.correlate(window, (1, 3, 3), device)
             if device.backend == "cuda":
                 yield images.volume(window, (1, 3, 3), device)
+                yield images.total(window, (2, 3, 3), device)
 
 
 def _run_on_opencl(settings: Settings, device: Any) -> int:

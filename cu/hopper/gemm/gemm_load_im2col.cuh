@@ -15,7 +15,7 @@ DEVICE void produce_by(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map
     const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
     const CUtensorMap* const map_x = maps.of + phase_of(shapes, tile);
     const Tile of(shape, inside_phase(shapes, tile));
-    const Range range(shape, of);
+    const StageRange range = range_of(shape, of);
     const LoadBase base(shape, of.pixel);
     const int channel = of.group * (int)shape.channels_group, limb_images = (int)shape.limb_images;
     const int blocks = (int)shape.blocks, channel_blocks = (int)shape.channel_blocks;

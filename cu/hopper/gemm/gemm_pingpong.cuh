@@ -13,9 +13,9 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile), mine = !mine) {
     const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
     const Tile of(shape, inside_phase(shapes, tile));
-    const Range range(shape, of);
+    const StageRange range = range_of(shape, of);
     if (!mine) {
-      at.skip(range.last - range.first);
+      at.skip(range.count());
       continue;
     }
     prefetch_residual(shapes, tile, consumer, output.residual);
@@ -33,9 +33,9 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     wgmma_wait<0>();
     wgmma_arrived(sums[0]);
     wgmma_arrived(sums[1]);
-    const bool any = range.first < range.last;
+    const bool any = range.count() > 0;
     if (any) rings.give_back(at, 1);
-    [[maybe_unused]] const float lost = lost_in(4 * (range.last - range.first));
+    [[maybe_unused]] const float lost = lost_in(4 * range.count());
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll

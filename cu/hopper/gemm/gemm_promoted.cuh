@@ -55,8 +55,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     prefetch_residual(shapes, next_tile(tile), consumer, output.residual);
     const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
     const Tile of(shape, inside_phase(shapes, tile));
-    const Range range(shape, of);
-    const int stages = range.last - range.first;
+    const StageRange range = range_of(shape, of);
+    const int stages = range.count();
     if (MAY_ADD && !OVERLAP) {  // both are overwritten, but the compiler would keep their registers while the tile before is stored
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = cross[i] = 0;

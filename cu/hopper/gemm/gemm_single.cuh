@@ -10,16 +10,16 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, cons
     prefetch_residual(shapes, next_tile(tile), consumer, output.residual);
     const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
     const Tile of(shape, inside_phase(shapes, tile));
-    const Range range(shape, of);
+    const StageRange range = range_of(shape, of);
     const Rows rows(shape, of, consumer, factors);  // while the first stages arrive
     stage_output_offsets(rows, shape, consumer, factors, output);
     multiply_stages<1>(rings, at, range.first, range.last, sums, [&](uint32_t stage, bool fresh) {
       wgmma_fence();
       multiply(sums[0], w_descriptor(stage + w), x_descriptor(stage + x), fresh);
     });
-    const bool any = range.first < range.last;
+    const bool any = range.count() > 0;
     if (any) rings.give_back(at, 1);
-    [[maybe_unused]] const float lost = scaled(shape) ? lost_in(4 * (range.last - range.first)) : 0;  // the rounding of 16-bit operands hides what is lost
+    [[maybe_unused]] const float lost = scaled(shape) ? lost_in(4 * range.count()) : 0;  // the rounding of 16-bit operands hides what is lost
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) {
       sums[0][i] = any ? sums[0][i] : 0;

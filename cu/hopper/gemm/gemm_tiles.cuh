@@ -6,7 +6,7 @@
 #pragma once
 #include "core/finish.cuh"
 #include "core/repeats.cuh"
-#include "core/shapes.cuh"
+#include "hopper/ring.cuh"
 #if RECOMPUTES
 #include "core/recompute.cuh"
 #endif
@@ -97,15 +97,11 @@ struct Tile {
   }
 };
 
-// The stages of gemm k of a tile's split: [first, last).
-struct Range {
-  int first, last;
-  DEVICE Range(const GemmPhase& shape, const Tile& of) {
-    const int stages = ((int)shape.blocks + SUB_TILES - 1) / SUB_TILES, each = (int)shape.split_stages;
-    first = min(of.split * each, stages);
-    last = PHASES > 1 && of.pixel >= of.end ? first : min(first + each, stages);
-  }
-};
+// The stages of gemm k of a tile's split; none of an empty tile.
+DEVICE StageRange range_of(const GemmPhase& shape, const Tile& of) {
+  const int stages = ((int)shape.blocks + SUB_TILES - 1) / SUB_TILES;
+  return {of.split, (int)shape.split_stages, PHASES > 1 && of.pixel >= of.end ? 0 : stages};
+}
 
 // Whether w has 64 rows behind the first 64 of a tile. If not, the first ones are loaded twice, and sums of the missing rows are not stored.
 DEVICE bool next_rows(const Tile& of, const GemmPhase& shape) { return of.m / 64 + 1 < (int)shape.blocks_group; }

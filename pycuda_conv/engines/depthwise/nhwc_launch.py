@@ -267,8 +267,14 @@ def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> Any:
         DepthwiseStripsArguments, lanes_c=cut.lanes_c, lanes_u=cut.lanes_u, blocks_c=cut.blocks_c, strips=cut.strips,
         tiles_q=cut.tiles_q, rows=config.ROWS, n=problem.N, c=problem.operand_channels, k=problem.result_channels,
         multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w,
-        flip=int(flipped(problem, DepthwiseStrips)), **border_numbers(problem, "hw"), **finish(problem),
+        flip=int(flipped(problem, DepthwiseStrips)), **_near_numbers(problem), **finish(problem),
     )  # fmt: skip
+
+
+def _near_numbers(problem: ConvProblem) -> dict[str, int]:
+    """Those of a border's numbers that tell what stands no further outside than the image's other end."""
+    names = "value", "bordered", *(f"{name}_{axis}" for name in ("near", "last_near", "step", "fills") for axis in "hw")
+    return {name: value for name, value in border_numbers(problem, "hw").items() if name in names}
 
 
 def _taps(problem: ConvProblem) -> tuple[int, int]:

@@ -177,8 +177,8 @@ DgradArguments = kernel_struct("direct_dgrad", "DgradArguments")
 #: Members that depend on the batch and on sizes of images; all others are constants of a layer.
 _SIZES = {
     SingleArguments: "tiles h w p q",
-    TileArguments: "tiles_p tiles_q h w p q value near_h last_near_h near_w last_near_w shift_h period_h low_h high_h fills_h "
-    "shift_w period_w low_w high_w fills_w in_shift least most",
+    TileArguments: "tiles_p tiles_q h w p q value near_h last_near_h near_w last_near_w bias_h period_h high_h sign_h fills_h "
+    "bias_w period_w high_w sign_w fills_w in_shift least most",
     BatchedArguments: "n_pixels plane p q split run part_size d h w", DgradArguments: "n_pixels plane h w split run part_size o p q",
 }  # fmt: skip
 

@@ -253,6 +253,14 @@ def adds_border(source: ConvProblem, problem: ConvProblem, config: DenseNhwc) ->
     return config.CLUSTER == 1 and not source.input_dtype and why_not(problem) is None and regions(source) is not None
 
 
+SIDES_TIME = 1.5  # microseconds of each launch of a result's sides, beside that of the interior
+
+
+def border_time(source: ConvProblem, config: DenseNhwc) -> float:
+    """Microseconds that the sides of a result take beside the time of the wider image's."""
+    return SIDES_TIME * ceil(len(regions(source) or ()) - 1, PHASES)
+
+
 def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, with_moments: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`. With `with_moments` they also compute the result's moments, if they can."""
     return _launches_of(problem, config, device, with_moments)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from pycuda_conv import borders
 from pycuda_conv.engines.geometry import arguments, bits, ceil, divider
 from pycuda_conv.engines.schedule import GRID_LIMIT, shared_limit
 from pycuda_conv.engines.struct import kernel_struct
@@ -40,7 +41,6 @@ MOST_COLOURS = 8
 #: The types of pixels, as the kernels know them.
 CODES = {"float64": 64, "float32": 32, "uint8": 8, "int8": 9, "uint16": 10, "int16": 11}
 BORDERS = ("nearest", "reflect", "mirror", "wrap", "constant")
-_NEAREST = 2**30  # a period that no index reaches
 
 WindowArguments = kernel_struct("window.cuh", "WindowArguments")
 
@@ -101,14 +101,8 @@ class Window:
 
 def border_numbers(border: str, n: int, before: int) -> dict[str, int]:
     """The five numbers that map indices of an axis of `n` into it, and whether indices outside stand for a value."""
-    before = max(before, 0)
-    if border == "mirror" and n == 1:
-        border = "nearest"
-    if border in ("nearest", "constant"):
-        return {"bias": 0, "period": _NEAREST, "high": n - 1, "sign": 0, "outside": int(border == "constant")}
-    period = {"reflect": 2 * n, "mirror": 2 * n - 2, "wrap": n}[border]
-    high = {"reflect": 2 * n - 1, "mirror": 2 * n - 2, "wrap": 0}[border]
-    return {"bias": ceil(before, period) * period, "period": period, "high": high, "sign": 0 if border == "wrap" else -1, "outside": 0}
+    mode = {"reflect": "symmetric", "mirror": "reflect", "wrap": "circular"}.get(border, "replicate")
+    return {**borders.alike(mode, n, before)._asdict(), "outside": int(border == "constant")}
 
 
 @dataclass(frozen=True)
@@ -141,10 +135,10 @@ def _tile_of_cpu(p: int, q: int, colours: int, taps: tuple[int, int, int], dense
 
 def _strip(step: int, q: int, colours: int, taps: tuple[int, int, int], lanes: int) -> Tile:
     """A strip of a separable filter on a GPU. How long it is, the number of blocks decides."""
-    _, r, s = taps
+    terms, r, s = taps
     more, halo_q = max(r - 1, 0), q + max(s - 1, 0) * colours
     pitch, wide = (halo_q + 7) | 1, q + lanes
-    room = ceil(r, 8) * 8 + ceil(s, 8) * 8 + (more + step) * wide + (step * pitch if s else 0)
+    room = terms * (ceil(r, 8) * 8 + ceil(s, 8) * 8 + (more + step) * wide) + (step * pitch if s else 0)
     return Tile(step, q, step + more, halo_q, pitch, wide, room, step)
 
 
@@ -217,6 +211,13 @@ def _strip_length(tile: Tile, p: int, others: int, taps: int, shared: int, devic
 def separable(window: Window, taps: tuple[int, int], device: Device) -> KernelLaunch:
     """A filter of `taps` along rows' axis (h) and columns' axis (w); 0 is no filter. Buffers: x, both filters, previous results | y."""
     return _launch("separable", window, (1, *taps), device)
+
+
+def total(window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
+    """Several filters, as many as `taps` says first, of so many taps along rows' axis and columns', on a GPU: their sum, with `square` that
+    of the squares, with `root` its root. Buffers: x, the filters, nothing | y.
+    """
+    return _launch("sum", window, taps, device)
 
 
 def volume(window: Window, taps: tuple[int, int, int], device: Device) -> KernelLaunch:
@@ -329,7 +330,7 @@ def compiled(kernel: str, window: Window, taps: tuple[int, int, int], device: An
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 42, "opencl": 28}
+MOST_VARIANTS = {"cuda": 56, "opencl": 28}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -337,7 +338,7 @@ def variants(device: Device) -> Iterator[VariantSet]:
     host = device.backend != "cuda"
     narrow = tuple(CODES[name] for name in ("float32", "uint8", "int8", "uint16", "int16"))
     more = {"THREADS": (1 if host else THREADS,)} | ({"ROOM": (OPENCL_ROOM,)} if host else {})
-    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "correlate", "volume")
+    kernels = ("separable_cpu", "correlate_cpu") if host else ("separable", "correlate", "volume", "sum")
     for kernel in (f"images_{name}" for name in kernels):
         choices = {"DTYPE": (32,), "INDEX_64": (0, 1), "IN": narrow, "OUT": narrow, **more}
         yield VariantSet(kernel, choices, lambda defines: defines["IN"] == defines["OUT"] or 32 in (defines["IN"], defines["OUT"]))

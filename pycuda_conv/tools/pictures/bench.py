@@ -1,4 +1,4 @@
-"""Filters of images: this package beside CuPy on a GPU, or beside scipy on the CPU.
+"""Filters of images: this package beside CuPy on a GPU, or beside scipy on the CPU; and beside cuCIM and OpenCV where these are installed.
 
 On a GPU, launches are captured in a graph, which is replayed; both sides read and write the same arrays, in turn. What a call costs the
 host is measured apart, and so are calls on numpy arrays, copies included. On the CPU the processor's time counts, that of all threads.
@@ -86,6 +86,8 @@ class Row:
     call: float | None = None
     first: float | None = None
     error: float | None = None
+    cucim: float | None = None
+    opencv: float | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -93,10 +95,63 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         times = microseconds(self.ours), microseconds(self.theirs), number(self.ratio, ".2f")
-        return self.case, *times, microseconds(self.call), microseconds(self.first), number(self.error, ".1e")
+        others = microseconds(self.cucim), microseconds(self.opencv)
+        return self.case, *times, microseconds(self.call), microseconds(self.first), number(self.error, ".1e"), *others
 
 
-COLUMNS = "job", "ours us", "theirs us", "ratio", "call us", "first us", "error"
+COLUMNS = "job", "ours us", "theirs us", "ratio", "call us", "first us", "error", "cuCIM us", "OpenCV us"
+
+
+def opencv(case: Case, x: np.ndarray) -> Callable[[], Any] | None:
+    """The same filter by OpenCV, on the CPU, or None where it has none or is not installed."""
+    try:
+        cv2: Any = require("cv2")
+    except ToolError:
+        return None
+    options: dict[str, Any] = dict(case.arguments)
+    borders = {"reflect": "REFLECT", "constant": "CONSTANT", "nearest": "REPLICATE", "mirror": "REFLECT_101"}
+    word, axes, depth = borders.get(options.get("mode", "reflect")), options.get("axes", (0, 1)), cv2.CV_32F if "output" in options else -1
+    colours = len(case.shape) - axes[-1] - 1
+    if word is None or colours > 1 or ("axes" not in options and len(case.shape) > 2):
+        return None
+    border = getattr(cv2, f"BORDER_{word}")
+    pages = x if axes == (1, 2) else [x]
+    if case.function == "gaussian_filter" and np.isscalar(options["sigma"]) and not options.get("order"):
+        sigma: Any = options["sigma"]
+        size = 2 * int(4 * sigma + 0.5) + 1
+        return lambda: [cv2.GaussianBlur(page, (size, size), sigma, borderType=border) for page in pages]
+    if case.function == "correlate" and options["weights"].ndim == 2:
+        return lambda: [cv2.filter2D(page, depth, options["weights"], borderType=border) for page in pages]
+    if case.function == "uniform_filter":
+        return lambda: [cv2.blur(page, (options["size"],) * 2, borderType=border) for page in pages]
+    if case.function == "sobel":
+        return lambda: [cv2.Sobel(page, depth, 1, 0, borderType=border) for page in pages]
+    return None
+
+
+def cucim(case: Case, there: Any) -> Callable[[], Any] | None:
+    """A Gaussian by cuCIM, or None."""
+    try:
+        filters: Any = require("cucim.skimage.filters")
+    except ToolError:
+        return None
+    if case.function != "gaussian_filter" or "axes" in case.arguments:
+        return None
+    mode = case.arguments.get("mode", "reflect")
+    return lambda: filters.gaussian(there, case.arguments["sigma"], mode=mode, preserve_range=True)
+
+
+def least_of(function: Callable[[], Any] | None, clock: Callable[[], float]) -> float | None:
+    """Microseconds that a function of the host takes at the least; None without one."""
+    if function is None:
+        return None
+    function()
+    times = []
+    for _ in range(3):
+        begin = clock()
+        function()
+        times.append((clock() - begin) * 1e6)
+    return min(times)
 
 
 def run(settings: bench.Settings) -> int:
@@ -176,6 +231,7 @@ def _on_cpu(case: Case, peer: Any) -> Row:
 
     times = [(spent(ours), spent(theirs)) for _ in range(5)]
     row.ours, row.theirs = (min(each) for each in zip(*times, strict=True))
+    row.opencv = least_of(opencv(case, x), time.process_time)
     return row
 
 
@@ -197,8 +253,10 @@ def _on_gpu(case: Case, peer: Any) -> Row:
     ways = [lambda: getattr(ndimage, case.function)(there, output=out[0], **options)]
     if peer is not None:
         ways.append(lambda: getattr(peer, case.function)(there, output=out[1], **of_theirs))
-    times = _replayed(cupy, ways)
+    third = cucim(case, there)
+    times = _replayed(cupy, ways + ([third] if third else []))
     row.ours, row.theirs = times[0], times[1] if peer is not None else None
+    row.cucim = times[-1] if third else None
     start = time.perf_counter()
     for _ in range(50):
         ways[0]()
@@ -269,4 +327,5 @@ def _host_to_host(case: Case, x: np.ndarray, peer: Any, row: Row) -> Row:
             each.append((time.perf_counter() - start) * 1e6)
     row.ours, row.theirs = median(times[0]), median(times[1]) if len(ways) > 2 else None
     row.call = median(times[-1])  # from ordinary memory
+    row.opencv = least_of(opencv(case, x), time.perf_counter)
     return row

@@ -20,7 +20,8 @@ BORDERS = {
     "replicate": "nearest", "zeros": "constant", "symmetric": "reflect", "reflect": "mirror", "circular": "wrap",
 }  # fmt: skip
 
-Filter = Callable[[np.ndarray], np.ndarray]
+#: Of images and the result's type.
+Filter = Callable[[np.ndarray, str], np.ndarray]
 
 
 def filtered(picture: Picture, weight: np.ndarray | None, bias: np.ndarray | None, settings: Settings) -> Picture:
@@ -29,16 +30,19 @@ def filtered(picture: Picture, weight: np.ndarray | None, bias: np.ndarray | Non
     work = "float64" if x.dtype.itemsize > 4 or (x.dtype.kind in "iu" and x.dtype.itemsize > 2) else "float32"
     if x.dtype.kind == "b" or x.dtype == np.float16:
         x = x.astype("float32")
-    alone = _alone(weight, bias, settings, work)
+    alone = _alone(weight, bias, settings)
     if alone is None:
         assert weight is not None
         return _over_all_colours(picture, x, weight.astype(work), bias, settings, work)
     visible = _visible(picture)
-    y = alone(x)
-    if visible is not None:  # filter what is seen; what is not counts as the pixel's own colour
+    wanted = np.dtype(settings.dtype or picture.colours.dtype)
+    if visible is None:  # numbers of 8 and 16 bits go to the device and come back as they are
+        straight = wanted.name if wanted.name in ("uint8", "int8", "uint16", "int16") else work
+        y = alone(x, straight)
+    else:  # filter what is seen; what is not counts as the pixel's own colour
         a = visible[..., None].astype(work)
         own = np.where(np.isfinite(x), x, 0).astype(work) if x.dtype.kind == "f" else x.astype(work)
-        seen, weight_seen, whole = alone(own * a), alone(a), alone(np.ones((1, *x.shape[1:3], 1), work))
+        seen, weight_seen, whole = (alone(one, work) for one in (own * a, a, np.ones((1, *x.shape[1:3], 1), work)))
         y = seen + own * (whole - weight_seen)
         if picture.hidden is not None:
             y = np.where(picture.hidden[..., None], x, y)
@@ -55,16 +59,16 @@ def _visible(picture: Picture) -> np.ndarray | None:
     return None
 
 
-def _alone(weight: np.ndarray | None, bias: np.ndarray | None, settings: Settings, work: str) -> Filter | None:
+def _alone(weight: np.ndarray | None, bias: np.ndarray | None, settings: Settings) -> Filter | None:
     """The filter of each colour by itself, or None if the filter mixes colours."""
     mode, value, device = BORDERS[settings.border or "replicate"], 0.0, settings.device
     number = named_number(settings.filter)
     if number is not None:
         name, size = number
 
-        def blurred(x: np.ndarray) -> np.ndarray:
+        def blurred(x: np.ndarray, output: str) -> np.ndarray:
             function: Any = ndimage.gaussian_filter if name == "gaussian" else ndimage.uniform_filter
-            made: np.ndarray = function(x, size, mode=mode, cval=value, axes=(1, 2), output=work, device=device)
+            made: np.ndarray = function(x, size, mode=mode, cval=value, axes=(1, 2), output=output, device=device)
             return made
 
         return blurred
@@ -80,8 +84,8 @@ def _alone(weight: np.ndarray | None, bias: np.ndarray | None, settings: Setting
     taps = _spread(weight, settings)
     origin = tuple(-(n % 2 == 0) for n in taps.shape)  # an uneven rest lies as with "same"
 
-    def correlated(x: np.ndarray) -> np.ndarray:
-        made: np.ndarray = ndimage.correlate(x, taps, work, mode, value, origin, axes=(1, 2), device=device)
+    def correlated(x: np.ndarray, output: str) -> np.ndarray:
+        made: np.ndarray = ndimage.correlate(x, taps, output, mode, value, origin, axes=(1, 2), device=device)
         return made
 
     return correlated
@@ -129,6 +133,8 @@ def _over_all_colours(
 def _rounded(y: np.ndarray, dtype: np.dtype, settings: Settings) -> np.ndarray:
     """Values of a type, by default the picture's: integers are rounded and clipped."""
     wanted = np.dtype(settings.dtype or dtype)
+    if y.dtype == wanted:
+        return y
     if wanted.kind == "b":
         return y >= 0.5
     if wanted.kind not in "iu":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +91,19 @@ def _check_units(source: Source, weight: np.ndarray) -> None:
     offset = attributes.get("add_offset", 0)
     if offset and abs(float(weight.sum()) - weight.shape[0]) > 1e-6 * max(abs(float(weight.sum())), 1):
         raise ToolError(f"{source.place} stores values less {offset} (add_offset), and the filter's taps don't add up to 1: unpack it")
-    missing = attributes.get("_FillValue", attributes.get("missing_value"))
-    if missing is not None:
-        print(f"{source.place}: {missing} stands for no data in it, and is filtered like a value", file=sys.stderr)
+
+
+def _no_data(source: Source) -> float | None:
+    """The number that stands for no data by the conventions of a zarr's attributes, or None."""
+    if source.kind != "zarr" or source.ome is not None:
+        return None
+    attributes = dict(opened(source).attrs)
+    found = attributes.get("_FillValue", attributes.get("missing_value"))
+    try:
+        return None if found is None else float(found)
+    except (TypeError, ValueError):
+        print(f"{source.place}: what it says of values without data, {found!r}, is no number", file=sys.stderr)
+        return None
 
 
 def _filters(settings: Settings, source: Source) -> tuple[np.ndarray, np.ndarray | None]:
@@ -150,7 +160,15 @@ def _graph(
             rank, *shapes, **options, dtype=dtype, precision=settings.precision, algorithm=settings.algorithm,
             activation=settings.activation, in_chunks=True,
         )
-        y = chunked.graph(problem, x, weight, {"bias": bias}, chunked.ChunkPlace(*_where(settings)), lead)
+        place = chunked.ChunkPlace(*_where(settings))
+        none = _no_data(source)
+        if none is not None and not (repeated and bias is None and settings.activation is None):
+            print(f"{source.place}: {none:g} stands for no data in it, and is filtered like a value", file=sys.stderr)
+            none = None
+        if none is None:
+            y = chunked.graph(problem, x, weight, {"bias": bias}, place, lead)
+        else:
+            y = _around_gaps(lambda x: chunked.graph(problem, x, weight, {"bias": None}, place, lead), x, none)
     if not channels and y.shape[lead] == 1:
         y = y[(slice(None),) * lead + (0,)]
         found = images + space
@@ -169,6 +187,15 @@ def _graph(
     chunks = tuple(_stored(y.chunks[i], near.get(letter, y.shape[i])) for i, letter in enumerate(wanted))
     places = dict(zip(space, [_place(problem, axis) for axis in range(3 - rank, 3)], strict=True))
     return Work(y, problem, source, wanted if source.axes is not None else None, chunks, places)
+
+
+def _around_gaps(filtered: Callable[[Any], Any], x: Any, none: float) -> Any:
+    """`x` filtered where it has data: a neighbour without data, which is `none`, counts as the pixel itself. What has none stays."""
+    da = importlib.import_module("dask.array")
+    gone = da.isnan(x) if math.isnan(none) else x == none
+    own, known = da.where(gone, 0, x).astype(x.dtype), (~gone).astype(x.dtype)
+    y = filtered(own) + own * (filtered(da.ones_like(x)) - filtered(known))
+    return da.where(gone, x, y)
 
 
 def _place(problem: ConvProblem, axis: int) -> tuple[float, float]:
