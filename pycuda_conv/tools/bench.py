@@ -217,9 +217,9 @@ class Truth:
                 found = doubled(torch, function, x64, w64) if problem.dtype == "float64" else (function(x64, w64), 0.0)
                 self._pieces.append((images, *found, function(x64.abs(), magnitudes)))
 
-    def errors(self, result: Any) -> Errors:
-        """The errors of `result`."""
-        sums = ErrorSums(self.problem)
+    def errors(self, result: Any, computed: ConvProblem | None = None) -> Errors:
+        """The errors of `result`, judged as the arithmetic of the problem `computed`, else of the own problem, rounds."""
+        sums = ErrorSums(computed or self.problem)
         for images, reference, rest, magnitude in self._pieces:
             part = result[images]
             if self.channels < self.problem.result_channels:

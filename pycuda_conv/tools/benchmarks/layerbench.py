@@ -13,7 +13,9 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -109,21 +111,21 @@ def drawn(seed: int, each: int, modes: Sequence[str]) -> Iterator[tuple[str, str
     """`each` layers of every family in every mode and pass, others for each: (family, mode, problem), all kinds by turns."""
     r = random.Random(seed)
     for _ in range(each):
-        for direction in PASSES:
-            for mode in modes:
-                kind = {"dtype": "float32", "precision": "fp32", "layout": "NCHW"} | MODES[mode]
-                for family in families.FAMILIES:
-                    while True:
-                        one = families.layer(r, family)
-                        if one["transposed"] and direction != "fprop":
-                            break
-                        try:
-                            made = families.problem(one, direction, kind["dtype"], kind["precision"], kind["layout"])
-                        except ValueError:  # an impossible layer
-                            continue
-                        if 5e5 < 4 * made.bytes / made.itemsize < families.MOST_BYTES and 2 * made.macs < families.MOST_FLOP:
-                            yield family, mode, made
-                            break
+        turns = list(product(families.FAMILIES, PASSES, modes))
+        r.shuffle(turns)  # what is measured in a part of the time has every kind
+        for family, direction, mode in turns:
+            kind = {"dtype": "float32", "precision": "fp32", "layout": "NCHW"} | MODES[mode]
+            while True:
+                one = families.layer(r, family)
+                if one["transposed"] and direction != "fprop":
+                    break
+                try:
+                    made = families.problem(one, direction, kind["dtype"], kind["precision"], kind["layout"])
+                except ValueError:  # an impossible layer
+                    continue
+                if 5e5 < 4 * made.bytes / made.itemsize < families.MOST_BYTES and 2 * made.macs < families.MOST_FLOP:
+                    yield family, mode, made
+                    break
 
 
 # ---- ways
@@ -149,13 +151,14 @@ def last_format(torch: Any, ndim: int) -> Any:
     return torch.channels_last if ndim == 2 else torch.channels_last_3d
 
 
-def set_precision(torch: Any, part: str, precision: str) -> None:
-    """Set the arithmetic of float32 in cuDNN's convolutions ("cudnn") or in cuBLAS's products ("cuda")."""
-    owner: Any = getattr(torch.backends.cudnn, "conv", None) if part == "cudnn" else torch.backends.cuda.matmul
-    if hasattr(owner, "fp32_precision"):
-        owner.fp32_precision = precision
-    else:  # before torch 2.9
-        (torch.backends.cudnn if part == "cudnn" else owner).allow_tf32 = precision == "tf32"
+@contextmanager
+def product_precision(torch: Any) -> Iterator[None]:
+    """Put back the arithmetic of cuBLAS's products that the block sets."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def torch_way(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any], *, precision: str) -> Callable[[int], Any]:
@@ -163,8 +166,8 @@ def torch_way(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[An
     made = gradient_by_torch(torch, problem) if problem.direction == "wgrad" else torch_for(problem)
 
     def way(i: int) -> Any:
-        set_precision(torch, "cudnn", precision)
-        return made(x[i], w[i])
+        with torch_precision(precision):
+            return made(x[i], w[i])
 
     return way
 
@@ -175,7 +178,7 @@ def product_way(torch: Any, x: Sequence[Any], w: Sequence[Any], precision: str) 
     size = x[0].shape[2:]
 
     def way(i: int) -> Any:
-        set_precision(torch, "cuda", precision)
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         return torch.matmul(filters[i], images[i]).unflatten(2, size)
 
     return way
@@ -202,14 +205,14 @@ def rivals(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any])
     return found
 
 
-def reference(torch: Any, problem: ConvProblem, x: Any, w: Any, seed: int) -> Callable[[Any], Errors]:
-    """A function that gives a result's errors against float64."""
+def reference(torch: Any, problem: ConvProblem, x: Any, w: Any, seed: int) -> Callable[..., Errors]:
+    """A function that gives a result's errors against float64, judged by the rounding of a second problem, else of this one."""
     if problem.direction != "wgrad":
         return bench.Truth(torch, problem, x, w, seed).errors
     gradient = gradient_by_torch(torch, problem)
     with bench.cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
         exact, magnitude = gradient(x.double(), w.double()), gradient(x.double().abs(), w.double().abs())
-    return lambda out: compare(problem, out.double(), exact, magnitude)
+    return lambda out, computed=problem: compare(computed, out.double(), exact, magnitude)
 
 
 def called(problem: ConvProblem) -> Callable[..., Any]:
@@ -259,10 +262,10 @@ def measure(torch: Any, group: str, mode: str, problem: ConvProblem, ours: dict[
             row.failed[name] = " ".join(str(failure).split())[:200]
             del ways[name]
             continue
-        found = errors(kept.pop(name))
+        same = name not in ours or ours[name].problem.dtype == problem.dtype
+        found = errors(kept.pop(name), ours[name].problem if same and name in ours else problem)
         row.errors[name] = found.relative
         if name in ours:  # in 16 bits the arrays are rounded first
-            same = ours[name].problem.dtype == problem.dtype
             row.wrong = row.wrong or not (found.correct if same else found.relative < MOST_ROUNDED)
     if not row.wrong:
         times, _ = gpu_times(torch, list(ways.values()), count, EFFORT)
@@ -357,7 +360,7 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
     machine = bench.describe(torch, device, ", ".join(dict.fromkeys(mode for _, mode, _ in todo)), words, seed) | {"command": command}
     for line in header_lines(machine):
         out.print(line, markup=False)
-    with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), torch_precision("fp32"), tune.untuned(settings.untuned):
+    with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), product_precision(torch), tune.untuned(settings.untuned):
         wanted = [as_called(one, device) for _, _, problem in todo for one in our_problems(problem, suite).values()]
         ready = dict(zip(wanted, plans(wanted, device), strict=True))
         for i, (group, mode, problem) in enumerate(track(todo, lambda one: f"{one[1]} {one[2]}")):
