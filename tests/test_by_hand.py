@@ -239,7 +239,8 @@ class Arrays:
         self.gpuarray, self.problem = importlib.import_module("pycuda.gpuarray"), problem
         rng = np.random.default_rng(seed)
         shapes, orders = problem.operand_shapes, (problem.order, problem.weight_order, None, None, problem.order)
-        host = [None if s is None else (9 * rng.random(s)).astype(dtype) for s, dtype in zip(shapes, problem.operand_dtypes, strict=True)]
+        types = [None if s is None else np.dtype(dtype) for s, dtype in zip(shapes, problem.operand_dtypes, strict=True)]
+        host = [None if t is None else (9 * rng.random(s) - (0 if t.kind in "ub" else 4.5)).astype(t) for s, t in zip(shapes, types, strict=True)]
         self.operands = [self.laid_out(a, order) for a, order in zip(host, orders, strict=True)]
 
     def laid_out(self, array, order):

@@ -13,6 +13,8 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from pycuda_conv.nn import conv_norms, normalise  # noqa: E402
+from pycuda_conv.nn.autograd import Settings  # noqa: E402
+from pycuda_conv.nn.options import asked_for  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -131,8 +133,19 @@ def test_a_convolution_and_its_norm_are_one_call(where, how):  # noqa: F811
     assert [name for graph in FOUND for found in graph for name, _ in found.alone] == ["last"]
 
 
+def plain_convolution(**more):
+    settings = Settings(2, (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", None, False)._replace(**more)
+    return asked_for(settings, None, 0.0, size=(0, 0))
+
+
+def test_the_call_of_a_convolution_in_front_of_a_norm():
+    call = conv_norms._call_of(plain_convolution(algorithm="batch-invariant"), 2)
+    assert (call.function, call.ndim, call.stride, call.precision, call.activation, call.algorithm) == ("conv", 2, (1, 1), "fp32", None, "batch-invariant")
+    assert conv_norms._call_of(plain_convolution(padding_mode="reflect"), 2) is None
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("channels, size, noted", [(64, 128, True), (256, 64, None), (64, 33, False), (48, 128, None)])
+@pytest.mark.parametrize("channels, size, noted", [(64, 256, True), (256, 256, None), (64, 64, False), (64, 257, False)])
 @pytest.mark.parametrize("with_more", [False, True])
 def test_statistics_noted_by_the_convolution(channels, size, noted, with_more):
     torch.manual_seed(0)
@@ -140,7 +153,7 @@ def test_statistics_noted_by_the_convolution(channels, size, noted, with_more):
     bias, gamma, beta = (torch.randn(channels, device="cuda").half() for _ in range(3))
     more = torch.randn(2, channels, device="cuda").half() if with_more else None
     w = w.to(memory_format=torch.channels_last)
-    conv, asked = ("conv", (1, 1), ((1, 1), (1, 1)), (1, 1), 1, "fp32", (0, 0), None, None, 0.0), normalise.Asked(8, 0, 1e-5, False, "silu")
+    conv, asked = plain_convolution(), normalise.Asked(8, 0, 1e-5, False, "silu")
     found = conv_norms._found(conv, asked, x, w, bias, gamma, beta, more)
     assert noted is None or found.noted == noted
     for _ in range(3):

@@ -46,7 +46,7 @@ class Behind(nn.Module):
 
 def compiled(model, mode="light", **options):
     torch._dynamo.reset()
-    return torch.compile(copy.deepcopy(model), backend="pycuda_conv", options={"mode": mode, **options})
+    return torch.compile(copy.deepcopy(model), backend=pn.backend, options={"mode": mode, **options})
 
 
 def check(model, x, mode="light", grad=False, limit=1e-5, **options):

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional as F  # noqa: E402
 
+from pycuda_conv.arrays import torch_internals  # noqa: E402
 from pycuda_conv.nn import convert, linear  # noqa: E402
 
 #: torch's own convolutions in the place of ours, to see which products are asked for.
@@ -67,6 +68,20 @@ def test_only_large_layers_of_float32_on_a_gpu_are_taken(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(torch, name, lambda *_, value=value: value)
             assert not is_taken()
+
+
+def test_torch_s_newer_switch_is_read_where_the_older_one_refuses(monkeypatch):
+    """Torch's function raises an error where the two differ, as after ``torch.backends.cuda.matmul.fp32_precision = "tf32"``."""
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("torch before 2.9")
+    before = matmul.fp32_precision
+    try:
+        for precision, exact in (("tf32", False), ("ieee", True)):
+            matmul.fp32_precision = precision
+            assert torch_internals.multiplies_in_float32() == exact
+    finally:
+        matmul.fp32_precision = before
 
 
 def test_convert_takes_linear_layers_if_asked_and_gives_them_back():

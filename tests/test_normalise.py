@@ -55,7 +55,7 @@ def test_group_norm(where, dtype, last, shape, groups):
     norm, largest = far(found, wanted)
     assert largest < LIMITS[dtype] * (1 if where == "cuda" else 20)  # torch's own on the CPU
     if where == "cuda":
-        assert norm <= 1.1 * theirs[0] + 1e-8
+        assert norm <= 1.1 * theirs[0] + 2e-8  # a unit of float32 is 6e-8
         one = pn.group_norm(x[-1:], groups, gamma, beta, activation=activation)
         assert torch.equal(one, found[-1:])  # whatever else is in the batch
 

@@ -88,7 +88,8 @@ def test_keys_stay_as_they_are():
 def test_every_field_shows_in_the_key(direction):
     problem = replace(ConvProblem.forward(3, (2, 6, 7, 8, 9), (9, 2, 2, 3, 4), groups=3, padding=1, stride=(2, 3, 1)), direction=direction)
     other = {"direction": {"fprop": "dgrad", "dgrad": "fprop"}[direction], "ndim": 2, "batched": False, "dtype": "float16", "precision": "tf32", "layout": "NHWC", "has_bias": True, "algorithm": "fft",
-             "border": (("reflect", "reflect"),) * 3, "input_dtype": "uint8", "result_dtype": "int16"}
+             "border": (("reflect", "reflect"),) * 3, "input_dtype": "uint8", "result_dtype": "int16", "folded": True}
+    bases = {"border_value": {"border": (("constant", "constant"),) * 3}, "folded": {"upsample": (1, 2, 2)}}  # where these mean something
     for field in fields(problem):
         value = getattr(problem, field.name)
         if field.name in ("has_scale", "has_residual", "activation", "bare", "float_scale"):  # a choice serves them all
@@ -96,7 +97,7 @@ def test_every_field_shows_in_the_key(direction):
         changes = [other[field.name]] if field.name in other else [value + 1] if isinstance(value, int | float) else [
             tuple(v + (i == axis) for i, v in enumerate(value)) for axis in range(3)
         ]
-        base = replace(problem, border=(("constant", "constant"),) * 3) if field.name == "border_value" else problem
+        base = replace(problem, **bases.get(field.name, {}))
         for change in changes:
             assert tune.key(replace(base, **{field.name: change})) != tune.key(base), f"{field.name}={change}"
 

@@ -86,14 +86,14 @@ struct FilterMaps {
 // Blocks that a tile has of an MN-major filter.
 DEVICE int blocks_of(const Phase& shape, const Tile& of) { return min(MN_BLOCKS, ((int)shape.rows - of.channel + MN_CHANNELS - 1) / MN_CHANNELS); }
 
-// `raw` is the first of the barriers of the filter, where it is transposed.
 #if SEGMENTS > 1
+// The stages of the first array, then those of the one behind.
 DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Maps& maps_behind, const FilterMaps& maps_w_behind, const Shapes& shapes, const Ring& ring) {
   Ring::Position at;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
     const DensePhase &shape = shapes.of[0], &behind = shapes.behind;
-    const Range range(shape);
+    const StageRange range = range_of(shape);
     const int own = (int)shape.blocks - (int)behind.blocks, bytes = (BLOCK_M + min(BLOCK_N, (int)shape.rows)) * 128;
     auto load = [&](const DensePhase& from, const CUtensorMap* map_x, const CUtensorMap* map_w, int first, int last) {
       const LoadBase base(from, of.pixel);
@@ -110,6 +110,7 @@ DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Maps& maps
   }
 }
 #else
+// `raw` is the first of the barriers of the filter, where it is transposed.
 DEVICE void produce(const Maps& maps, const FilterMaps& maps_w, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
   Ring::Position at;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {

@@ -23,7 +23,7 @@ DEVICE Tf32Pair pair_of_b(float v) {
 DEVICE void make_limbs(uint8_t* b) {
 #pragma unroll
   for (int i = 0; i < BLOCK_N * 8 / (128 * CONSUMERS); ++i) {
-    uint8_t* const place = b + (i * 128 * CONSUMERS + threadIdx.x) * 16;
+    uint8_t* const place = b + (i * 128 * CONSUMERS + threadIdx.x - 128) * 16;
     const float4 v = *(const float4*)place;
     const Tf32Pair split[4] = {pair_of_b(v.x), pair_of_b(v.y), pair_of_b(v.z), pair_of_b(v.w)};
     *(uint4*)place = make_uint4(split[0].high, split[1].high, split[2].high, split[3].high);

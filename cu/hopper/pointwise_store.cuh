@@ -41,7 +41,7 @@ DEVICE void store_moments(const float (&v)[2 * BLOCKS], const bool (&counted)[2 
 DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape, const float* bias, const float* scale, const float* residual,
                   [[maybe_unused]] float* moments, float* y) {
   const int lane = threadIdx.x % 32, r = lane / 4, columns = (int)shape.columns;
-  const int own = threadIdx.x / 32, warp = PIXEL_QUADS ? of.row * (int)shape.busy + own : of.row * WARPS + own, column0 = of.column + 2 * (lane % 4);
+  const int own = threadIdx.x / 32 - 4, warp = PIXEL_QUADS ? of.row * (int)shape.busy + own : of.row * WARPS + own, column0 = of.column + 2 * (lane % 4);
   const Divided box(warp, shape.boxes, shape.by_boxes);  // NCHW: image and box
   const bool any = !PIXEL_QUADS || (own < (int)shape.busy && box.quotient < (int)shape.rows);  // whether this warp has pixels
   long long at[2 * BLOCKS];  // offsets in y of a thread's rows in the order of finish, without the column's part

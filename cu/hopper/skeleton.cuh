@@ -44,18 +44,10 @@ DEVICE void multiply_stages(const Ring& ring, typename Ring::Position& at, int f
 //   CONSUMERS        how many warpgroups multiply; behind them one thread loads
 //   UP, DOWN         registers of a consumer's thread and of a producer's, if a launch gives too few to each; or 0
 //   Ring, Sums       StageRing<...>; float[count][length]
-//   arg              the launch's arguments; of these the loops read how many `tiles` there are, and stages_of() `steps`, the stages of a sum
+//   arg              the launch's arguments; of these the loops read how many `tiles` there are, and `steps`, the stages of a sum
 //   Tile(kernel, number)                                     what a tile's number means
 //   prefetch(), load(tile, step, stage, arrived)             what the producer does
 //   multiply(sums, stage, fresh), finish(sums, tile)         and the consumers: the products of a stage, and the stores of a tile
-// One that sums other stages, or does more with them than to multiply, has a stages_of() or a sum_tile() of its own beside it.
-template <class Kernel, class Tile> DEVICE StageRange stages_of(const Kernel& kernel, const Tile&) { return {0, (int)kernel.arg.steps, (int)kernel.arg.steps}; }
-template <class Kernel, class Tile, class Ring>
-DEVICE void sum_tile(const Kernel& kernel, typename Kernel::Sums& sums, const Tile& tile, const Ring& ring, typename Ring::Position& at) {
-  const StageRange range = stages_of(kernel, tile);
-  multiply_stages<1>(ring, at, range.first, range.last, sums, [&](uint32_t stage, bool fresh) { kernel.multiply(sums, stage, fresh); });
-  ring.give_back(at, 1);
-}
 template <class Kernel> constexpr int THREADS_OF = 128 * Kernel::CONSUMERS + (Kernel::DOWN > 0 ? 128 : 32);  // registers change hands between warpgroups
 
 template <class Kernel> DEVICE void run_tiles(Kernel& kernel, const typename Kernel::Ring& ring) {
@@ -66,7 +58,8 @@ template <class Kernel> DEVICE void run_tiles(Kernel& kernel, const typename Ker
     typename Kernel::Sums sums;
     for (int number = blockIdx.x; number < (int)kernel.arg.tiles; number += gridDim.x) {
       const typename Kernel::Tile tile(kernel, number);
-      sum_tile(kernel, sums, tile, ring, at);
+      multiply_stages<1>(ring, at, 0, (int)kernel.arg.steps, sums, [&](uint32_t stage, bool fresh) { kernel.multiply(sums, stage, fresh); });
+      ring.give_back(at, 1);
       kernel.finish(sums, tile);
     }
     bulk_wait<0>();  // what TMA stores, if it does, has left shared memory
@@ -75,8 +68,7 @@ template <class Kernel> DEVICE void run_tiles(Kernel& kernel, const typename Ker
     if (threadIdx.x != 128 * Kernel::CONSUMERS) return;
     for (int number = blockIdx.x; number < (int)kernel.arg.tiles; number += gridDim.x) {
       const typename Kernel::Tile tile(kernel, number);
-      const StageRange range = stages_of(kernel, tile);
-      fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t stage, uint32_t arrived) { kernel.load(tile, step, stage, arrived); });
+      fill_stages(ring, at, 0, (int)kernel.arg.steps, [&](int step, uint32_t stage, uint32_t arrived) { kernel.load(tile, step, stage, arrived); });
     }
   }
 }

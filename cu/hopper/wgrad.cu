@@ -112,25 +112,6 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 // ---- the producer
 
-#if PLANES
-DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const StageRange& range,
-                    const Ring& ring) {
-  const int k = of.pack * (int)arg.rows + of.row, c = of.pack * (int)arg.columns + of.block * CHANNELS;
-  Ring::Position at;
-  fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
-    const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
-    const Divided of_image(step, arg.image_stages, arg.by_image_stages);
-    const int pixel = of_image.rest * BLOCK_K, image = of_image.quotient;
-    barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
-#pragma unroll
-    for (int i = 0; i < DY_BLOCKS; ++i)
-      if (i < of.dy_blocks) load_box(dy + i * BLOCK_BYTES, map_dy, arrived, pixel, k + CHANNELS * i, image);
-#pragma unroll
-    for (int i = 0; i < X_BLOCKS; ++i)
-      if (i < of.x_blocks) load_box(x + i * BLOCK_BYTES, map_x, arrived, pixel, c + CHANNELS * i, image);
-  });
-}
-#else
 DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const StageRange& range,
                     const Ring& ring) {
   int c[X_BLOCKS];
@@ -146,20 +127,25 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
   Ring::Position at;
   fill_stages(ring, at, range.first, range.last, [&](int step, uint32_t dy, uint32_t arrived) {
     const uint32_t x = dy + DY_BLOCKS * BLOCK_BYTES;
+    const Divided of_image(step, arg.image_stages, arg.by_image_stages);  // PLANES: a stage lies in an image
     const LoadBase base(arg, step * BLOCK_K);
+    const int position = PLANES ? of_image.rest * BLOCK_K : step * BLOCK_K, image = PLANES ? of_image.quotient : 0;
+    // a box of positions and channels, whichever of them are neighbours
+    auto load = [&](uint32_t to, const CUtensorMap* map, int channel) {
+      load_box(to, map, arrived, PLANES ? position : channel, PLANES ? channel : position, image);
+    };
     barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
 #pragma unroll
     for (int i = 0; i < DY_BLOCKS; ++i)
-      if (i < of.dy_blocks) load_box(dy + i * BLOCK_BYTES, map_dy, arrived, k + CHANNELS * i, step * BLOCK_K, 0);
+      if (i < of.dy_blocks) load(dy + i * BLOCK_BYTES, map_dy, k + CHANNELS * i);
 #pragma unroll
     for (int i = 0; i < X_BLOCKS; ++i)
-      if (i < of.x_blocks && spatial_dims == 0)
-        load_box(x + i * BLOCK_BYTES, map_x, arrived, c[i], step * BLOCK_K, 0);
+      if (i < of.x_blocks && (PLANES || spatial_dims == 0))
+        load(x + i * BLOCK_BYTES, map_x, c[i]);
       else if (i < of.x_blocks)
         load_im2col(spatial_dims, x + i * BLOCK_BYTES, map_x, arrived, c[i], base, offsets[i] & 0xffff, offsets[i] >> 16 & 0xff, offsets[i] >> 24);
   });
 }
-#endif
 
 // ---- sums to dw, or to a part of it
 #include "hopper/wgrad_store.cuh"

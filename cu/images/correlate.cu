@@ -62,23 +62,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, 5) void images_correlate(const in_t* RESTRICT x, c
   for (int i = LID_0; i < taps_d * groups * taps_h * LANES; i += THREADS) room[i] = filters[i];
   for (int t = 0; t < taps_d; ++t) {
     const int depth = at.o + t - (int)arg.pad_d;
-    const bool hidden = IS_OUTSIDE(depth, (int)arg.d, d), inside = !hidden && w0 >= 0 && w0 * colours + halo_q <= (int)arg.w;
-    const in_t* const image = x + at.x + MAPPED(depth, (int)arg.d, d) * (index_t)arg.x_d;
-    for (int down = LID_0 >> 5; down < halo_p; down += THREADS / 32) {
-      const bool out = hidden || IS_OUTSIDE(h0 + down, (int)arg.h, h);
-      const in_t* const line = image + MAPPED(h0 + down, (int)arg.h, h) * (index_t)arg.x_h;
-      acc_t* const row = window + t * slice + down * pitch;
-      if (inside && !out && colours == 1) {
-#pragma unroll 5
-        for (int i = LID_0 & 31; i < halo_q; i += 32) start_copy(row + i, line + w0 + i);
-      } else {
-#pragma unroll 1
-        for (int i = LID_0 & 31; i < halo_q; i += 32) {
-          const int column = divided(i, arg.by_colours);
-          row[(i - column * colours) * plane + column] = at_border(line, arg, out, w0 * colours + i, (int)arg.pad_w > 0 ? (int)arg.pad_w : 0);
-        }
-      }
-    }
+    load_columns(x + at.x + MAPPED(depth, (int)arg.d, d) * (index_t)arg.x_d, window + t * slice, pitch, arg, w0 * colours, LID_0 & 31, halo_q,
+                 IS_OUTSIDE(depth, (int)arg.d, d), h0, halo_p, [&](int i) {
+                   const int column = divided(i, arg.by_colours);
+                   return (i - column * colours) * plane + column;
+                 });
   }
   copies_arrived();
   local_barrier();

@@ -131,57 +131,71 @@ WITHIN_KERNEL Columns columns_of(const in_t* x, const WindowArguments& arg, int 
   return at;
 }
 
-// The number at `i` of a row of x that may lie outside; `front` columns before the image may.
-WITHIN_KERNEL acc_t at_border(const in_t* line, const WindowArguments& arg, bool out, int i, int front) {
-  const int colours = (int)arg.colours, columns = divided((int)arg.w, arg.by_colours), beyond = i + front * colours, column = divided(beyond, arg.by_colours);
-  if (out || IS_OUTSIDE(column - front, columns, w)) return OUTSIDE_VALUE;
-  return (acc_t)line[MAPPED(column - front, columns, w) * colours + beyond - column * colours];
+// Begins to load numbers `first`, first + 32, ... below `count` of rows `row` to row + rows of the slice at x; number i of a row comes from from + i, and goes to
+// there + place(i) in a row of `pitch` sums. A warp has 32 neighbours of every fourth row. A column is mapped once for all its rows.
+template <class Place> WITHIN_KERNEL void load_columns(const in_t* RESTRICT x, acc_t* RESTRICT to, int pitch, const WindowArguments& arg, int from, int first, int count, bool hidden,
+                                                       int row, int rows, const Place& place) {
+  const int colours = (int)arg.colours, columns = divided((int)arg.w, arg.by_colours), warp = LID_0 >> 5, front = (arg.pad_w > 0 ? (int)arg.pad_w : 0) + 3;
+  const bool inside = row >= 0 && row + rows <= (int)arg.h;
+  for (int i = first; i < count; i += 32) {
+    int source = from + i;
+    bool out = hidden;
+    if (source < 0 || source >= (int)arg.w) {
+      const int beyond = source + front * colours, column = divided(beyond, arg.by_colours);
+      out = out || IS_OUTSIDE(column - front, columns, w);
+      source = MAPPED(column - front, columns, w) * colours + beyond - column * colours;
+    }
+    acc_t* there = to + warp * pitch + place(i);
+    if (inside && !out) {
+      const in_t* line = x + (row + warp) * (index_t)arg.x_h + source;
+#pragma unroll 8
+      for (int down = warp; down < rows; down += THREADS / 32) {
+        start_copy(there, line);
+        there += THREADS / 32 * pitch;
+        line += THREADS / 32 * (index_t)arg.x_h;
+      }
+    } else {
+#pragma unroll 1
+      for (int down = warp; down < rows; down += THREADS / 32, there += THREADS / 32 * pitch) {
+        if (out || IS_OUTSIDE(row + down, (int)arg.h, h)) {
+          *there = OUTSIDE_VALUE;
+        } else {
+          start_copy(there, x + MAPPED(row + down, (int)arg.h, h) * (index_t)arg.x_h + source);
+        }
+      }
+    }
+  }
 }
 
 // Begins to load `count` rows of the slice at x from `row` on to rows of `pitch` sums. With FOURS these begin at a multiple of four and nothing is moved.
-// Of numbers that are copied as they are a warp has 32 neighbours of a row at a time. Of others it has 32 neighbours of four rows: with an odd pitch no two of its
-// lanes use the same bank.
+// Numbers that are no sums as they are come four at a time where they lie so, 32 neighbours of four rows a warp: with an odd pitch no two of its lanes use the same bank.
 template <bool FOURS> WITHIN_KERNEL void load_rows(const in_t* RESTRICT x, acc_t* RESTRICT to, int pitch, const WindowArguments& arg, const Columns& at, bool hidden, int row, int count) {
-  const int lane = LID_0 & 31, warp = LID_0 >> 5, end = (int)arg.w, front = (arg.pad_w > 0 ? (int)arg.pad_w : 0) + 3;
-#if AS_THEY_ARE
-  for (int down = warp; down < count; down += THREADS / 32) {
-    const bool out = hidden || IS_OUTSIDE(row + down, (int)arg.h, h);
-    const in_t* const line = x + MAPPED(row + down, (int)arg.h, h) * (index_t)arg.x_h;
-    acc_t* const there = to + down * pitch;
-    if (!out && at.from >= 0 && at.from + at.count <= end) {
+  const int lane = LID_0 & 31;
+  int done = 0;
+#if !AS_THEY_ARE
+  const int warp = LID_0 >> 5, before = at.from < 0 ? (3 - at.from) & ~3 : 0, behind = ((int)arg.w - at.from) & ~3, most = (at.count + 3) & ~3, last = behind < most ? behind : most;
+  if (at.fours && !hidden && row >= 0 && row + count <= (int)arg.h && before < last) {
+    for (int down = 4 * warp + (lane >> 3); down < count; down += THREADS / 8) {
+      const in_t* const line = x + (row + down) * (index_t)arg.x_h + at.from;
+      acc_t* const there = to + down * pitch;
 #pragma unroll 5
-      for (int i = lane; i < at.count; i += 32) start_copy(there + i, line + at.from + i);
-    } else {
-#pragma unroll 1
-      for (int i = lane; i < at.count; i += 32) there[i] = at_border(line, arg, out, at.from + i, front);
-    }
-  }
-#else
-  for (int down = 4 * warp + (lane >> 3); down < count; down += THREADS / 8) {
-    const bool out = hidden || IS_OUTSIDE(row + down, (int)arg.h, h);
-    const in_t* const line = x + MAPPED(row + down, (int)arg.h, h) * (index_t)arg.x_h;
-    acc_t* const there = to + down * pitch;
-#pragma unroll 3
-    for (int i = 4 * (lane & 7); i < at.count; i += 32) {
-      const int from = at.from + i;
-      acc_t v[4];
-      if (at.fours && !out && from >= 0 && from + 4 <= end) {
-        load_four(v, line + from);
-      } else {
-#pragma unroll 1
-        for (int j = 0; j < 4; ++j) there[i + j] = at_border(line, arg, out, from + j, front);
-        continue;
-      }
-      if (FOURS) {
+      for (int i = before + 4 * (lane & 7); i < last; i += 32) {
+        acc_t v[4];
+        load_four(v, line + i);
+        if (FOURS) {
 #pragma unroll
-        for (int j = 0; j < 4; j += LANES) *(Lanes*)(there + i + j) = *(const Lanes*)(v + j);
-      } else {
+          for (int j = 0; j < 4; j += LANES) *(Lanes*)(there + i + j) = *(const Lanes*)(v + j);
+        } else {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) there[i + j] = v[j];
+          for (int j = 0; j < 4; ++j) there[i + j] = v[j];
+        }
       }
     }
+    load_columns(x, to, pitch, arg, at.from, lane, before, hidden, row, count, [](int i) { return i; });
+    done = last;
   }
 #endif
+  load_columns(x, to, pitch, arg, at.from, done + lane, at.count, hidden, row, count, [](int i) { return i; });
 }
 
 // ---- sums

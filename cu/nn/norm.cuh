@@ -131,7 +131,10 @@ DEVICE Moments moments_of(float n, float first, float all, float squares) {
   return m;
 }
 
-DEVICE float rstd_of(float squares, float n, const NormShape& shape) { return rsqrtf(squares / n + __int_as_float((int)shape.eps)); }
+DEVICE float rstd_of(float squares, float n, const NormShape& shape) {
+  const float v = squares / n + __int_as_float((int)shape.eps), r = rsqrtf(v), next = fmaf(0.5f * r, fmaf(-v * r, r, 1), r);
+  return v > 0 && v < INFINITY ? next : r;  // a step of Newton's halves rsqrtf's error, which all numbers of a group share
+}
 
 // The column and the pixels of a thread, of an array with the channels last.
 struct Stand {

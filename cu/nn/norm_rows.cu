@@ -8,8 +8,7 @@
 // Layout   x, out: [rows][pixels]. gamma, beta: of the arrays' type or float; number e of a row takes member (row mod groups) * each + e / plane.
 // Mapping  norm_rows: `width` threads, a power of two -> a row, THREADS / width rows a block. The others: block -> (row, slice).
 //          Thread -> VEC neighbours at a time. apply begins with the last blocks, which are in the L2 cache.
-// Memory   registers: UNROLL items under way. shared: the numbers of norm_rows, where a thread finds its own again, and what warps add. The loops of
-//          norm_rows are short on purpose: each warp runs this text once, and fetching an instruction takes longer than running it.
+// Memory   registers: UNROLL items under way. shared: the numbers of norm_rows, where a thread finds its own again, and what warps add.
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_rows.cu
 #include "nn/norm.cuh"

@@ -5,8 +5,7 @@
 //          pixel, a column; `width` threads side by side read neighbours, `down` such rows of threads read pixels. VEC divides a group's channels.
 // Method   x is read once and kept in shared memory, where a thread finds its own numbers again. A block adds them, then their deviations from that mean
 //          and the squares of these; the blocks of a cluster read one another's moments and combine them.
-// Memory   shared: the block's numbers, what warps add, and the block's moments. The loops are short on purpose: each warp runs this text once, and fetching
-//          an instruction takes longer than running it.
+// Memory   shared: the block's numbers, what warps add, and the block's moments.
 // Limits   up to 32 columns a block.
 //
 // By hand: nvcc -cubin -arch=sm_90a -I cu cu/nn/norm_small.cu
@@ -68,8 +67,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
       if (pixel + u * down < end) {
         float v[VEC];
         floats_of(v, raw[u]);
+        float some = 0;
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) sum += v[i] - base[i];
+        for (int i = 0; i < VEC; ++i) some += v[i] - base[i];
+        sum += some;
         to_keep[u * THREADS] = raw[u];
       }
   }
@@ -85,12 +86,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) CLUSTER_DIMS
   for (int pixel = start; pixel < end; pixel += down, of_kept += THREADS) {
     float v[VEC];
     floats_of(v, *of_kept);
+    float2 some = make_float2(0, 0);
 #pragma unroll
     for (int i = 0; i < VEC; ++i) {
       const float rest = v[i] - base[i] - near;
-      off.x += rest;
-      off.y = fmaf(rest, rest, off.y);
+      some.x += rest;
+      some.y = fmaf(rest, rest, some.y);
     }
+    off.x += some.x, off.y += some.y;  // VEC numbers first, so that fewer roundings meet
   }
   off = add_group(off, room[1], at.own, width, first, each);
   Moments m = moments_of(n, near, shape.rms ? 0 : off.x, off.y);

@@ -110,6 +110,14 @@ is_wrapped: Callable[[Any], bool] = _part("_functorch.is_functorch_wrapped_tenso
 unwrapped: Callable[[Any], Any] = _part("_functorch.get_unwrapped", lambda tensor: tensor)
 
 
+def multiplies_in_float32() -> bool:
+    """Whether torch multiplies matrices of float32 as exactly as that is."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # a newer switch of torch's was set, and says something else
+        return torch.backends.cuda.matmul.fp32_precision not in ("tf32", "bf16")
+
+
 def leaves(tree: Any) -> list[Any]:
     """All that lists, tuples and dicts in one another hold in the end."""
     from torch.utils import _pytree

@@ -18,7 +18,7 @@ from pycuda_conv.ndimage.spaces import Space
 from pycuda_conv.ndimage.taps import rounded, separated
 
 #: Taps of a filter along two axes, from which on a launch for each takes less time than one for both.
-LONG = {"cuda": 41, "opencl": 41}
+LONG = {"cuda": 122, "opencl": 41}
 #: Taps of a dense filter, from which on the package's convolutions are faster: they may be transforms.
 MANY = {"cuda": 600, "opencl": 100}
 #: Equal taps from which on sums by doubling are quicker, on the CPU.

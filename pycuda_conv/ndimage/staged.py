@@ -18,8 +18,8 @@ from pycuda_conv.ndimage.launches import Bench, Dense, Pass, Term
 from pycuda_conv.ndimage.spaces import space_of
 from pycuda_conv.runtime import copies
 
-#: The least bytes of a band, of the input or the result: each costs the host some 50 us.
-LEAST_BAND = 3 << 20
+#: The least bytes of a band, of the input or the result: each costs the host some 100 us.
+LEAST_BAND = 5 << 20
 MOST_BANDS = 16
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pycuda_conv import dispatch, execute, repeat
+from pycuda_conv import dispatch, execute, invariance, repeat
 from pycuda_conv.arrays import Signature, check_same_type
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
@@ -20,15 +20,13 @@ from pycuda_conv.engines.nn import norm as engine
 from pycuda_conv.memo import remember_launches
 from pycuda_conv.nn import evaluation, normalise, operators
 from pycuda_conv.nn.normalise import Asked
-from pycuda_conv.nn.options import asked_of, fake_result
+from pycuda_conv.nn.options import asked_of, fake_result, invariant
 from pycuda_conv.plan import Plan
 from pycuda_conv.repeat import RepeatTable
 from pycuda_conv.runtime.base import KernelLaunch
 
 #: Calls by their keys, for the launcher in C.
 _again = RepeatTable()
-#: Fewest bytes of an image from which moments are noted: below, one launch for the norm is quicker.
-LEAST_NOTED = 1 << 20
 
 
 class _Joined(NamedTuple):
@@ -58,8 +56,8 @@ def _joined(
     norm = normalise.norm_of(asked, problem.result_shape, input[1], layout == "NHWC", wide)
     if not norm.fits or norm.in_rows:
         return None
-    image = norm.C * norm.P * norm.itemsize
-    notes = image >= LEAST_NOTED and norm.P % 64 == 0
+    # kernels of float32 may compute some results once more, and small planes take one launch for all of a norm
+    notes = norm.itemsize == 2 and norm.P % 64 == 0 and not engine.is_whole(norm, TORCH.device(input, None))
     plan = dispatch.plan_for(problem, TORCH, input, None, layout, False, notes)
     plan = plan.better or plan
     if plan.empty or plan.problem.layout != layout:
@@ -80,6 +78,8 @@ def conv_norm(
 ) -> tuple[Tensor, Tensor]:
     """The convolution, and the norm of it, or of its sum with `added`. `conv` is as ``evaluation._evaluate`` takes it."""
     operands = x, weight, bias, gamma, beta, added
+    if invariance.blocks:
+        conv = invariant(conv)
     made = repeat.replay(_again, (conv, asked), *operands) if repeat.possible() else None
     if made is not None:
         return made[1], made[-1]
@@ -103,8 +103,12 @@ def _computed(conv: tuple[Any, ...], asked: Asked, operands: tuple[Tensor | None
         start = -(-plan.workspace_bytes // 512) * 512
         stages = _stages(found, start)
         launcher = plan.device.schedule_launcher(stages)
+
+        def launch(buffers: Sequence[Any], stream: Any) -> None:
+            launcher((*buffers, 0), stream)
+
         vectors = [None if one is None else one.contiguous() for one in (gamma, beta, added)]
-        execute.launch(TORCH, plan.device, launcher, (*given, *vectors), (y, stats, out), start + found.nbytes)
+        execute.launch(TORCH, plan.device, launch, (*given, *vectors), (y, stats, out), start + found.nbytes)
     name = repeat.key((conv, asked), *operands) if plan.may_be_repeated and repeat.possible() else None
     if name is not None and name not in _again and not plan.device.capturing():
         ready = None
@@ -126,11 +130,10 @@ def _found(
         return None
     if added is not None and added.dtype is not x.dtype:
         return None
-    function, stride, padding, dilation, groups, precision, size, activation, border, *rest = conv
-    if border is not None or activation is not None or len(rest) != 1:
-        return None
     ndim, sign = weight.dim() - 2, TORCH.signature
-    call = Call(function, ndim, stride, padding, dilation, groups, precision, size if function == "conv_transpose" else 0, None)
+    call = _call_of(conv, ndim)
+    if call is None:
+        return None
     signatures = sign(x), sign(weight), None if bias is None else sign(bias)
     wide = normalise._is_wide(x, gamma), normalise._is_wide(x, beta)
     how = call.hashable(), signatures, TORCH.layout(x, ndim), TORCH.layout(weight, ndim) == "NHWC", asked, wide
@@ -139,6 +142,15 @@ def _found(
         _joined.forget(*how)
         found = _joined(*how)
     return found
+
+
+def _call_of(conv: tuple[Any, ...], ndim: int) -> Call | None:
+    """The call of a convolution with nothing behind it and zeros around it; None for another one."""
+    function, stride, padding, dilation, groups, precision, size, activation, border, algorithm, _ = conv
+    if border is not None or activation is not None:
+        return None
+    size = size if function == "conv_transpose" else 0
+    return Call(function, ndim, stride, padding, dilation, groups, precision, size, None, algorithm)
 
 
 def _stats(found: _Joined, y: Tensor) -> Tensor:

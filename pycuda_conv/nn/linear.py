@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import pycuda_conv as pc
 from pycuda_conv.arguments import ACTIVATIONS, activation_and_slope
+from pycuda_conv.arrays.torch_internals import multiplies_in_float32
 from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.nn import operators
 from pycuda_conv.nn.autograd import _differentiated, _traced, activated
@@ -66,7 +67,7 @@ def _in_one(x: Any, weight: Any, bias: Any, scale: Any, residual: Any, activatio
     if not _is_worth_fusing(x, weight, (bias, scale, residual)) or _traced(x, weight, bias):
         return None
     shape = x.shape
-    precision: Precision = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    precision: Precision = "fp32" if multiplies_in_float32() else "tf32"
     if scale is not None:
         scale = scale.reshape(-1)
         bias = None if bias is None else bias * scale
@@ -103,14 +104,14 @@ def pays(x: Any, weight: Any, activation: Any, is_added_to: bool) -> bool:
     if x.device.type != "cuda" or weight.device != x.device or min(weight.shape) < LEAST_FEATURES or weight.numel() > MOST_FUSED_WEIGHT:
         return False
     if x.dtype is torch.float32:
-        return x.dim() > 2 and torch.get_float32_matmul_precision() == "highest"  # those of two axes are mostly classifiers of few rows
+        return x.dim() > 2 and multiplies_in_float32()  # those of two axes are mostly classifiers of few rows
     return x.dtype in _TYPES and (activation is not None or is_added_to) and bool(weight.shape[1] <= MOST_SUMMED)
 
 
 def _is_worth_it(x: Any, weight: Any) -> bool:
     if x.dtype is not torch.float32 or weight.dtype is not torch.float32 or not x.is_cuda or x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         return False
-    if torch.is_autocast_enabled("cuda") or torch.get_float32_matmul_precision() != "highest":
+    if torch.is_autocast_enabled("cuda") or not multiplies_in_float32():
         return False
     features, rows = min(weight.shape), x.numel() // max(x.shape[-1], 1)
     return features >= LEAST_FEATURES and rows >= LEAST_ROWS and x.numel() * weight.shape[0] >= LEAST_PRODUCTS

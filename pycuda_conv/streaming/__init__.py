@@ -17,7 +17,6 @@ from the layer alone (:mod:`pycuda_conv.engines.streams`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,8 +27,9 @@ from pycuda_conv.arrays import LAZY, STAND_IN, check_same_type, same_kind
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.engines import streams
 from pycuda_conv.errors import ConvArgumentError, brief, did_you_mean
+from pycuda_conv.memo import remember_plans
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import ConvProblem, channels_last
+from pycuda_conv.problem import channels_last
 from pycuda_conv.runtime import get_device, pycuda_device
 
 #: What may stand in front of a signal's first piece.
@@ -54,7 +54,8 @@ class Layer(NamedTuple):
         return new * self.stride if self.transposed else new // self.stride
 
 
-def layer_of(call: Call, filter_shape: Sequence[int]) -> Layer:
+@lru_cache(maxsize=1024)
+def layer_of(call: Call, filter_shape: tuple[int, ...]) -> Layer:
     """The layer of a call whose options are hashable; what a stream can't do is refused."""
     ndim, name = call.ndim, call.name
     if ndim not in streams.LENGTHS:
@@ -130,7 +131,7 @@ def convolve(call: Call, operands: Operands, state: Any, out: Any, device: Any, 
     count = layer.count(waiting + n)
     in_place = begun and _reads_in_place(kind, layer, operands, state, out, stream)
     whole = _joined(state, x, axis) if begun and waiting and not in_place else x
-    call = _of_transposed(call, layer, begun, n) if layer.transposed else _of_forward(call, layer, state)
+    call = _of_transposed(call, layer, begun, n) if layer.transposed else _of_forward(call, layer, None if begun else state)
     keeps = layer.held if layer.transposed else waiting + n - count * layer.stride
     following = _last(keeps, state, x, whole, axis)
     if layer.transposed and not begun:
@@ -145,7 +146,7 @@ def convolve(call: Call, operands: Operands, state: Any, out: Any, device: Any, 
     given = operands._replace(input=whole)
     if kind.must_be_recorded(given, out is None and stream is None):
         return dispatch.handlers["torch"]().convolve(call, given, None if device is None else get_device(device).name, False), following
-    plan, given = _plan(call, kind, given, device)
+    plan, given = _plan(call, kind, given, device, kind.layout(x, call.ndim))
     return plan(given.input, given.weight, given.bias, scale=given.scale, residual=given.residual, out=out, stream=stream), following
 
 
@@ -166,7 +167,7 @@ def _in_two(kind: Any, call: Call, operands: Operands, state: Any, layer: Layer,
     x, held = operands.input, layer.held
     parts = []
     for one in (_joined(state, _part(x, 2, 0, held), 2), x):
-        plan, given = _plan(call, kind, operands._replace(input=one), device)
+        plan, given = _plan(call, kind, operands._replace(input=one), device, "NHWC")
         parts.append((plan, given))
     plan = parts[1][0]
     n, k, _, *size = plan.result_shape
@@ -201,10 +202,11 @@ def _check_state(kind: Any, state: Any, x: Any, axis: int, layer: Layer) -> None
         raise ConvArgumentError("state must lie where the input does, but lies on another device")
 
 
-def _of_forward(call: Call, layer: Layer, state: Any) -> Call:
-    """The call for what is behind the state; at a signal's start the padding stands for one."""
+@lru_cache(maxsize=1024)
+def _of_forward(call: Call, layer: Layer, state: str | None) -> Call:
+    """The call for what is behind the state; at a signal's start, of which `state` is the word, the padding stands for one."""
     pairs = _pairs(call)
-    if not isinstance(state, str) or not layer.held:
+    if state is None or not layer.held:
         return call._replace(padding=pairs)
     modes = borders.mode_pairs(call.padding_mode, call.ndim)
     start = ("replicate" if state == "replicate" else "zeros", "zeros")
@@ -216,6 +218,7 @@ def _plain(words: Any) -> bool:
     return all(word == "zeros" for pair in words for word in pair)
 
 
+@lru_cache(maxsize=1024)
 def _of_transposed(call: Call, layer: Layer, begun: bool, n: int) -> Call:
     """The transposed call that gives the results which `n` inputs complete, behind a state where the signal has `begun`."""
     inputs = n + (layer.held if begun else 0)
@@ -247,10 +250,14 @@ def _last(count: int, state: Any, x: Any, whole: Any, axis: int) -> Any:
 
 def _zeros(x: Any, axis: int) -> Any:
     """One input of zeros."""
-    shape = tuple(1 if i == axis else n for i, n in enumerate(x.shape))
     if hasattr(x, "new_zeros"):
-        return x.new_zeros(shape)
-    return _library(x).zeros(shape, x.dtype)
+        one = _part(x, axis, 0, 1) if x.shape[axis] else x.new_empty(_once(x, axis))
+        return _library(x).zeros_like(one)
+    return _library(x).zeros(_once(x, axis), x.dtype)
+
+
+def _once(x: Any, axis: int) -> tuple[int, ...]:
+    return tuple(1 if i == axis else n for i, n in enumerate(x.shape))
 
 
 def _nothing(kind: Any, call: Call, operands: Operands, axis: int, out: Any, layer: Layer) -> Any:
@@ -268,21 +275,26 @@ def _nothing(kind: Any, call: Call, operands: Operands, axis: int, out: Any, lay
     return _library(x).empty(tuple(shape), x.dtype)
 
 
-def _plan(call: Call, kind: Any, given: Operands, device: Any) -> tuple[Plan, Operands]:
-    """The plan for a piece, and its operands in the types that it takes."""
+def _plan(call: Call, kind: Any, given: Operands, device: Any, layout: str) -> tuple[Plan, Operands]:
+    """The plan for a piece, whose own `layout` counts, and its operands in the types and the layout that it takes."""
     names = *call.operand_names, *Operands._fields[2:]
     signatures = kind.signatures(given, names)
     dtypes = [None if one is None else kind.dtype_name(one[1]) for one in signatures]
-    given = call.of_one_type(given, dtypes, kind.converted, kind.conversion)
-    signatures = kind.signatures(given, names)
-    check_same_type(kind, *signatures, names=names)
+    typed = call.of_one_type(given, dtypes, kind.converted, kind.conversion)
+    if typed is not given:
+        given, signatures = typed, kind.signatures(typed, names)
     own = kind.device(signatures[0], device if device is not None or kind.on_gpu(given.input) else pycuda_device())
+    last = layout == "NHWC" and kind.on_gpu(given.input)
+    plan = _planned(call, kind, signatures, own, last)
+    if last:
+        with own:  # the state may lie in another order
+            given = given._replace(input=kind.as_kernel_input(given.input, plan.order))
+    return plan, given
+
+
+@remember_plans
+def _planned(call: Call, kind: Any, signatures: tuple[Any, ...], device: Any, last: bool) -> Plan:
+    check_same_type(kind, *signatures, names=(*call.operand_names, *Operands._fields[2:]))
     problem = dispatch.problem_of(call, kind, signatures)
-    if kind.layout(given.input, call.ndim) == "NHWC" and kind.on_gpu(given.input):
-        problem = replace(problem, layout="NHWC")
-    return _planned(problem, own), given
-
-
-@lru_cache(maxsize=1024)
-def _planned(problem: ConvProblem, device: Any) -> Plan:
+    problem = replace(problem, layout="NHWC") if last else problem
     return Plan(problem, device, config=streams.choose(problem, device))

@@ -99,8 +99,9 @@ struct Tile {
 
 // The stages of gemm k of a tile's split; none of an empty tile.
 DEVICE StageRange range_of(const GemmPhase& shape, const Tile& of) {
-  const int stages = ((int)shape.blocks + SUB_TILES - 1) / SUB_TILES;
-  return {of.split, (int)shape.split_stages, PHASES > 1 && of.pixel >= of.end ? 0 : stages};
+  StageRange range(of.split, (int)shape.split_stages, ((int)shape.blocks + SUB_TILES - 1) / SUB_TILES);
+  if (PHASES > 1 && of.pixel >= of.end) range.last = range.first;
+  return range;
 }
 
 // Whether w has 64 rows behind the first 64 of a tile. If not, the first ones are loaded twice, and sums of the missing rows are not stored.

@@ -29,8 +29,8 @@ def why_not(first: ConvProblem, second: ConvProblem, device: Device) -> str | No
         return "it takes a GPU of compute capability 9.0"
     for problem in (first, second):
         reason = dense.why_not(problem)
-        if reason or problem.direction != "fprop" or problem.adapted:
-            return reason or "it computes forward convolutions with zeros around"
+        if reason or problem.direction != "fprop" or problem.adapted or problem.groups != 1:
+            return reason or "it computes forward convolutions of one group with zeros around"
         if problem.C * problem.itemsize % 16:
             return "tensor loads take a pixel's channels, of a multiple of 16 bytes"
     return None

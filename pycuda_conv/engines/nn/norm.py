@@ -47,12 +47,10 @@ class Limits(NamedTuple):
 LIMITS = Limits()
 #: Bytes that a thread reads at once below which `SMALL` takes no larger image than this.
 NARROW, MOST_NARROW = 8, 64 << 10
-#: Bytes of shared memory that a block of `SMALL` takes with each number of threads; more only if a cluster has no more blocks.
-SMALL_THREADS = 512
-SMALL_BYTES = {THREADS: 32 << 10, SMALL_THREADS: 96 << 10}
-ENOUGH_BYTES = 16 << 10  # that a cluster of more blocks should leave to each
+#: Most bytes that a block of `SMALL` keeps in shared memory, and how many a cluster of more blocks should leave to each.
+MOST_BYTES, ENOUGH_BYTES = 32 << 10, 16 << 10
 #: Items of a thread that has a part of a row, and threads of a block: these for longer rows.
-ROW_ITEMS, LONG_THREADS, LONG_ITEMS = 4, 1024, 12
+ROW_ITEMS, LONG_THREADS, LONG_ITEMS = 4, 1024, 4
 
 SMALL, ROWS, PLANES, SLICED_ROWS = "small", "rows", "planes", "sliced rows"
 
@@ -116,11 +114,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Small:
-    """How one launch takes small planes: neighbours that a thread reads, columns of a block, threads, blocks of a cluster, bytes kept."""
+    """How one launch takes small planes: neighbours that a thread reads, columns of a block, blocks of a cluster, bytes kept."""
 
     vector: int
     across: int
-    threads: int
     cluster: int
     nbytes: int
 
@@ -157,16 +154,11 @@ def small_of(norm: Norm, limits: Limits = LIMITS) -> Small | None:
                 break
     width = _power(across)
 
-    def kept(threads: int, cluster: int) -> int:
-        return ceil(ceil(norm.P, cluster), threads // width) * threads * vector * norm.itemsize
+    def kept(cluster: int) -> int:
+        return ceil(ceil(norm.P, cluster), THREADS // width) * THREADS * vector * norm.itemsize
 
-    most = limits.clusters[-1]
-    cluster = next((n for n in limits.clusters[::-1] if kept(THREADS, n) >= ENOUGH_BYTES), 1)
-    for threads, blocks in ((THREADS, cluster), (SMALL_THREADS, most)):
-        nbytes = kept(threads, blocks)
-        if nbytes <= min(SMALL_BYTES[threads], limits.nbytes):
-            return Small(vector, across, threads, blocks, nbytes)
-    return None
+    cluster = next((n for n in limits.clusters[::-1] if kept(n) >= ENOUGH_BYTES), 1)
+    return Small(vector, across, cluster, kept(cluster)) if kept(cluster) <= MOST_BYTES else None
 
 
 @dataclass(frozen=True)
@@ -277,8 +269,8 @@ def forward(norm: Norm, multiprocessors: int, form: str = "", limits: Limits = L
         small = small_of(norm, limits)
         assert small is not None
         cut = Cut.of_small(norm, small)
-        defines, grid = cut.defines(small.threads) | {"CLUSTER": small.cluster}, norm.N * cut.tiles * small.cluster
-        return [KernelLaunch("norm_small", defines, grid, small.threads, of_planes, (), shared=small.nbytes, arguments=cut.shape())], 0
+        defines, grid = cut.defines() | {"CLUSTER": small.cluster}, norm.N * cut.tiles * small.cluster
+        return [KernelLaunch("norm_small", defines, grid, THREADS, of_planes, (), shared=small.nbytes, arguments=cut.shape())], 0
     if form == ROWS:
         found = rows_of(norm, limits)
         assert found is not None
@@ -396,7 +388,7 @@ def compiled(norm: Norm, device: Device, form: str = "", gradient: bool = False)
 
 
 #: The most texts, as an engine says it.
-MOST_VARIANTS = {"cuda": 72}
+MOST_VARIANTS = {"cuda": 64}
 
 
 def variants(device: Device) -> Iterator[VariantSet]:
@@ -408,5 +400,4 @@ def variants(device: Device) -> Iterator[VariantSet]:
         yield VariantSet("norm_planes", alone)
         yield VariantSet("norm_gradients", alone)
         yield VariantSet("norm_small", alone | {"CLUSTER": clusters})
-        yield VariantSet("norm_small", common | {"THREADS": (SMALL_THREADS,), "CLUSTER": clusters[-1:]})
         yield VariantSet("norm_rows", common | {"THREADS": (THREADS, LONG_THREADS)})

@@ -11,7 +11,7 @@ change a number:
 3. Two values share memory if torch's fake tensors share a storage. Dynamo does not guard on which of a caller's inputs share memory. So a
    write to one of them counts as one to all inputs and parameters, and a write to a parameter as one to all inputs.
 4. A step that changes a mode of torch's ends a chain.
-5. A sum in place belongs to a chain only if it writes to the chain's own value.
+5. A sum in place belongs to a chain only if it writes to the chain's own value, or to one that nothing else reads any more.
 6. A residual has the shape, dtype and device of the value that it is added to.
 7. The tensors are strided ones that kernels read. A tensor of a subclass or of a transform of ``torch.func`` stays torch's.
 8. ``torch.autocast`` becomes visible: the dtype of a convolution's result tells in which it computes.

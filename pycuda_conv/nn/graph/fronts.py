@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from pycuda_conv import borders
@@ -82,7 +81,10 @@ _TORCHS = {"zeros": "constant", "constant": "constant", "reflect": "reflect", "r
 
 
 def pad_of(settings: Settings, x: Node) -> tuple[list[int], str, float] | None:
-    """The arguments of torch's ``pad`` that does what a convolution's padding does; None if none does."""
+    """The arguments of torch's ``pad`` that does what a convolution's padding does; None if none does.
+
+    Torch refuses a mirror that is wider than the image. Where a size is a symbol, asking makes dynamo guard on the answer.
+    """
     words = {
         word for pair, own in zip(settings.padding, borders.mode_pairs(settings.padding_mode, settings.ndim), strict=True)
         for n, word in zip(pair, own, strict=True) if n
@@ -92,7 +94,7 @@ def pad_of(settings: Settings, x: Node) -> tuple[list[int], str, float] | None:
     word = words.pop()
     for (before, after), size in zip(settings.padding, value(x).shape[2:], strict=True):
         most = {"reflect": size - 1, "circular": size}.get(word)
-        if min(before, after) < 0 or (most is not None and not statically_known_true(max(before, after) <= most)):
+        if min(before, after) < 0 or (most is not None and not bool(max(before, after) <= most)):
             return None
     return [n for pair in settings.padding[::-1] for n in pair], _TORCHS[word], settings.padding_value
 

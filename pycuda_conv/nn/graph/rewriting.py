@@ -230,7 +230,7 @@ class Rewrite:
         v, own = value(other), value(mine)
         if not is_plain(other) or v.dtype is not own.dtype or v.device != own.device or not same(v.shape, own.shape):
             return None
-        if node.target in SUMS_IN_PLACE and node.args[0] is not mine:
+        if node.target in SUMS_IN_PLACE and node.args[0] is not mine and not self._is_spent(other, node):
             return None
         if not training and self.needs_gradient(grad, other):
             return None
@@ -241,6 +241,15 @@ class Rewrite:
         chain.reads += read
         chain.residual = other
         return self.after(chain, node)
+
+    def _is_spent(self, written: Node, at: Node) -> bool:
+        """Whether nothing reads a value's memory after the step `at`, which writes to it, but through that step's result."""
+        its, end = self.memory_of(written), self.order[at]
+        if not its or its & (self.of_callers | self.of_module) or written.op != "call_function":
+            return False
+        before = [n for n in self.nodes[:end] if n is not None and self.memory_of(n) & its]
+        readers = [reader for n in before for reader in n.users]
+        return all(n.op not in ("placeholder", "get_attr") for n in before) and all(self.order.get(m, end + 1) <= end for m in readers)
 
     def is_known_at_start(self, chain: Chain, read: Sequence[Node]) -> bool:
         """Whether what is read are inputs of the graph that no step before the chain's end writes to."""

@@ -152,13 +152,19 @@ def last_format(torch: Any, ndim: int) -> Any:
 
 
 @contextmanager
-def product_precision(torch: Any) -> Iterator[None]:
-    """Put back the arithmetic of cuBLAS's products that the block sets."""
-    before = torch.get_float32_matmul_precision()
+def precision_set(torch: Any, part: str, precision: str) -> Iterator[None]:
+    """Set the arithmetic of float32 in cuDNN's convolutions ("cudnn") or in cuBLAS's products ("cuda")."""
+    owner: Any = getattr(torch.backends.cudnn, "conv", None) if part == "cudnn" else torch.backends.cuda.matmul
+    value: Any = precision
+    name = "fp32_precision"
+    if not hasattr(owner, name):  # before torch 2.9
+        owner, name, value = torch.backends.cudnn if part == "cudnn" else owner, "allow_tf32", precision == "tf32"
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        setattr(owner, name, before)
 
 
 def torch_way(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any], *, precision: str) -> Callable[[int], Any]:
@@ -166,7 +172,7 @@ def torch_way(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[An
     made = gradient_by_torch(torch, problem) if problem.direction == "wgrad" else torch_for(problem)
 
     def way(i: int) -> Any:
-        with torch_precision(precision):
+        with precision_set(torch, "cudnn", precision):
             return made(x[i], w[i])
 
     return way
@@ -178,8 +184,8 @@ def product_way(torch: Any, x: Sequence[Any], w: Sequence[Any], precision: str) 
     size = x[0].shape[2:]
 
     def way(i: int) -> Any:
-        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-        return torch.matmul(filters[i], images[i]).unflatten(2, size)
+        with precision_set(torch, "cuda", precision):
+            return torch.matmul(filters[i], images[i]).unflatten(2, size)
 
     return way
 
@@ -360,7 +366,7 @@ def run(settings: bench.Settings, suite: str, each: int) -> int:
     machine = bench.describe(torch, device, ", ".join(dict.fromkeys(mode for _, mode, _ in todo)), words, seed) | {"command": command}
     for line in header_lines(machine):
         out.print(line, markup=False)
-    with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), product_precision(torch), tune.untuned(settings.untuned):
+    with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), torch_precision("fp32"), tune.untuned(settings.untuned):
         wanted = [as_called(one, device) for _, _, problem in todo for one in our_problems(problem, suite).values()]
         ready = dict(zip(wanted, plans(wanted, device), strict=True))
         for i, (group, mode, problem) in enumerate(track(todo, lambda one: f"{one[1]} {one[2]}")):
