@@ -9,7 +9,6 @@ import functools
 import logging
 import os
 import random
-import re
 import subprocess
 import sys
 import threading
