@@ -72,10 +72,14 @@ typedef struct DepthwiseStripsArguments {
       TO_NEAR_PIXEL(of_row, (int)arg.h, h)                                                                          \
       line = x + (((long_t)n * (int)arg.h + of_row) * x_row + c);                                                   \
     }                                                                                                               \
+    if (wanted && !filled && inside) { /* most threads */                                                           \
+      _Pragma("unroll") for (int j = 0; j < COLUMNS; ++j) (row)[j] = CHANNELS(line + own_column, j * c_all);         \
+    } else {                                                                                                        \
     const int of_pixels = wanted && !filled ? pixels : 0, of_value = filled == 1 ? ~zeros : ~zeros & ~pixels; \
     _Pragma("unroll") for (int j = 0; j < COLUMNS; ++j) {                                                           \
       (row)[j] = of_value >> j & 1 ? filled_channels(BITS_TO_ACC(arg.value)) : NO_CHANNELS;                         \
       if (of_pixels >> j & 1) (row)[j] = CHANNELS(line, column[j]);                                                 \
+    }                                                                                                               \
     }                                                                                                               \
     from += x_row;                                                                                                  \
   }
@@ -106,6 +110,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_ME
 #if BORDERED
   // offsets of the columns of x, or of those that they show; which columns are pixels, and which are zeros
   int column[COLUMNS], pixels = 0, zeros = 0;
+  const int inside = w0 >= 0 && w0 + COLUMNS <= w_end, own_column = w0 * c_all;
 #pragma unroll
   for (int j = 0; j < COLUMNS; ++j) {
     int col = w0 + j, filled = 0;

@@ -103,11 +103,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
     const data_t* from_y = y + (((long long)unit.image * (int)arg.p + unit.p0) * y_row + (long long)(unit.q0 + pixel) * k + copied);
 #if BORDERED
-    int column[COPIES];  // that stands at each of this thread's; -1 if it is zero
+    int column[COPIES];  // offset of the pixel that stands at each of this thread's; negative if it is zero
 #pragma unroll
-    for (int j = 0; j < COPIES; ++j) column[j] = near_pixel(w0 + pixel + j * 4, w_end, arg.side_w, arg.last_side_w);
+    for (int j = 0; j < COPIES; ++j) column[j] = near_pixel(w0 + pixel + j * 4, w_end, arg.side_w, arg.last_side_w) * k;
     const data_t* const image = x + ((long long)unit.image * h_end * x_row + copied);
-    auto row_shown = [&](int i) { return i < (unit.rows - 1) * STRIDE + TAPS ? near_pixel(h0 + i, h_end, arg.side_h, arg.last_side_h) : -1; };
+    const int h_last = unit.rows > 0 ? h0 + (unit.rows - 1) * STRIDE + TAPS : h0;
+    auto row_shown = [&](int i) {  // a row of x, nearly always the one in its place
+      int h = h0 + i < h_last ? h0 + i : -1;
+      if ((unsigned)(h0 + i) >= (unsigned)h_end && h0 + i < h_last) h = near_pixel(h0 + i, h_end, arg.side_h, arg.last_side_h);
+      return h;
+    };
 #endif
     auto copy = [&](int i, bool of_y, uint32_t to) {  // row i of x and, if its first tap is met, of y
 #if BORDERED
@@ -115,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       const data_t* const line = image + (long long)row * x_row;
 #pragma unroll
       for (int j = 0; j < COPIES; ++j)
-        if (j * 4 + 3 < COLUMNS || j * 4 + pixel < COLUMNS) copy_or_zero_by_lines(to + j * 4 * PIXEL, line + column[j] * k, (row | column[j]) >= 0);
+        if (j * 4 + 3 < COLUMNS || j * 4 + pixel < COLUMNS) copy_or_zero_by_lines(to + j * 4 * PIXEL, line + column[j], (row | column[j]) >= 0);
 #else
       const bool row_of_x = real && h0 + i >= 0 && h0 + i < h_stop;
 #pragma unroll

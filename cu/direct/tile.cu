@@ -162,7 +162,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM in_t* R
 #define LOAD_EDGE(TO, i, v, place)                                                                              \
   {                                                                                                             \
     const int across_ = (i) < outer ? wide : beside, from_ = (i) < outer ? 0 : outer;                           \
-    int down_ = (int)((unsigned)((i) - from_) / (unsigned)across_), right_ = (i) - from_ - down_ * across_;     \
+    int down_ = (int)(((float)((i) - from_) + 0.5f) / (float)across_), right_ = (i) - from_ - down_ * across_; /* exact: a block's places are few */ \
     if ((i) < outer) down_ += down_ < above ? 0 : rows;                                                         \
     else down_ += above, right_ += right_ < before ? 0 : columns;                                               \
     int h_ = h0 + down_, col_ = w0 + right_, filled = 0;                                                        \

@@ -55,6 +55,10 @@ typedef struct WgradArguments {
 #ifndef AXES
 #define AXES 3
 #endif
+#if BORDERED && defined(TAP_W) && (!defined(LAYER) || (AXES < 3 && TAPS == P * Q))  // taps are those of one slice of the filter
+#define IN_ROWS
+#define ACROSS Q
+#endif
 
 #define PARTS 8  // parts in which a tap's sums are added first
 #define OF_PART (THREADS / PARTS)
@@ -129,6 +133,17 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
     const int w0 = (pixel - row * (int)arg.s) * dil_w - OF_LAYER(PAD_W, pad_w);
 #if BORDERED
     const index_t plane = (n * (index_t)(groups * images) + g * images + c) * x_image;
+#ifdef IN_ROWS  // the rows and columns that the taps read: all loads of a pixel are then under way at once
+    int row_at[TAPS / ACROSS], column_at[ACROSS];
+    const int shown_d = near_pixel(d0, d_end, arg.side_d, arg.last_side_d);
+#pragma unroll
+    for (int i = 0; i < TAPS / ACROSS; ++i) {
+      const int shown = near_pixel(h0 + TAP_H(i * ACROSS), h_end, arg.side_h, arg.last_side_h);
+      row_at[i] = (shown_d | shown) < 0 ? -1 : (shown_d * h_end + shown) * w_end;
+    }
+#pragma unroll
+    for (int i = 0; i < ACROSS; ++i) column_at[i] = near_pixel(w0 + TAP_W(i), w_end, arg.side_w, arg.last_side_w);
+#endif
 #else
     const index_t corner = (n * (index_t)(groups * images) + g * images + c) * x_image + (d0 * (index_t)h_end + h0) * w_end + w0;
 #endif
@@ -139,7 +154,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
 #pragma unroll
     for (int i = 0; i < TAPS; ++i) {
       acc_t u = 0;
-#if BORDERED
+#if BORDERED && defined(IN_ROWS)
+      const int shown = row_at[i / ACROSS] + column_at[i % ACROSS], there = (row_at[i / ACROSS] | column_at[i % ACROSS]) >= 0;
+      u = LOAD(x, plane + (there ? shown : 0));
+      u = there ? u : 0;
+#elif BORDERED
 #ifdef TAP_W
       const int at_d = d0 + TAP_D(i), at_h = h0 + TAP_H(i), at_w = w0 + TAP_W(i);
 #else

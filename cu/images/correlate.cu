@@ -15,6 +15,29 @@
 
 // sums[i][lane] += sum over j < r, n < N of taps[j][n] * from[(i + j) * pitch + lane + n]. Four rows slide through registers; what four rows of taps give is summed by itself,
 // which keeps more digits. No number is multiplied that the filter does not meet.
+template <int N, bool WHOLE, class Load> WITHIN_KERNEL void add_four_rows(acc_t (&sums)[4][LANES], acc_t (&v)[4][2 * LANES], const Lanes* taps, int first, int left, const Load& load) {
+  acc_t part[4][LANES];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    if (!WHOLE && j && j >= left) break;
+    load(v[(j + 3) & 3], first + j + 3);
+    const Lanes tap = taps[first + j];
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int lane = 0; lane < LANES; ++lane) {
+          const acc_t more = v[(i + j) & 3][lane + n];
+          part[i][lane] = j == 0 && n == 0 ? more * tap.of[0] : more * tap.of[n] + part[i][lane];
+        }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) sums[i][lane] += part[i][lane];
+}
+
 template <int N> WITHIN_KERNEL void add_taps(acc_t (&sums)[4][LANES], const acc_t* from, int pitch, const Lanes* taps, int r) {
   acc_t v[4][2 * LANES];
   auto load = [&](acc_t(&to)[2 * LANES], int row) {
@@ -24,26 +47,11 @@ template <int N> WITHIN_KERNEL void add_taps(acc_t (&sums)[4][LANES], const acc_
 #pragma unroll
   for (int i = 0; i < 3; ++i) load(v[i], i);
   for (int first = 0; first < r; first += 4) {
-    acc_t part[4][LANES];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if (j && first + j >= r) break;
-      load(v[(j + 3) & 3], first + j + 3);
-      const Lanes tap = taps[first + j];
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int lane = 0; lane < LANES; ++lane) {
-            const acc_t more = v[(i + j) & 3][lane + n];
-            part[i][lane] = j == 0 && n == 0 ? more * tap.of[0] : more * tap.of[n] + part[i][lane];
-          }
+    if (r - first >= 4) {
+      add_four_rows<N, true>(sums, v, taps, first, 4, load);
+    } else {
+      add_four_rows<N, false>(sums, v, taps, first, r - first, load);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-      for (int lane = 0; lane < LANES; ++lane) sums[i][lane] += part[i][lane];
   }
 }
 

@@ -200,6 +200,26 @@ template <bool FOURS> WITHIN_KERNEL void load_rows(const in_t* RESTRICT x, acc_t
 
 // ---- sums
 
+// Up to eight taps of `slide`: with WHOLE all eight, and nothing is asked between them.
+template <bool WHOLE, class Load> WITHIN_KERNEL void slide_eight(acc_t (&sums)[8][LANES], acc_t (&v)[8][LANES], const acc_t* taps, int first, int left, const Load& load) {
+  acc_t tap[8], part[8][LANES];
+#pragma unroll
+  for (int t = 0; t < 8; t += LANES) *(Lanes*)(tap + t) = *(const Lanes*)(taps + first + t);
+#pragma unroll
+  for (int t = 0; t < 8; ++t) {
+    if (!WHOLE && t && t >= left) break;
+    load(first + t + 7, v[(t + 7) & 7]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int lane = 0; lane < LANES; ++lane) part[i][lane] = t == 0 ? v[i][lane] * tap[0] : v[(t + i) & 7][lane] * tap[t] + part[i][lane];
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int lane = 0; lane < LANES; ++lane) sums[i][lane] += part[i][lane];
+}
+
 // sums[i][lane] += sum over t < count of taps[t] * the number that load(t + i) gives to the lane, for eight i. Eight numbers slide through registers. Eight taps at a
 // time are summed by themselves, which keeps more digits. No number is multiplied that the filter does not meet. `taps` has room for a multiple of eight.
 template <class Load> WITHIN_KERNEL void slide(acc_t (&sums)[8][LANES], const acc_t* taps, int count, const Load& load) {
@@ -211,22 +231,12 @@ template <class Load> WITHIN_KERNEL void slide(acc_t (&sums)[8][LANES], const ac
 #pragma unroll
   for (int i = 0; i < 7; ++i) load(i, v[i]);
   for (int first = 0; first < count; first += 8) {
-    acc_t tap[8], part[8][LANES];
-#pragma unroll
-    for (int t = 0; t < 8; t += LANES) *(Lanes*)(tap + t) = *(const Lanes*)(taps + first + t);
-#pragma unroll
-    for (int t = 0; t < 8; ++t) {
-      if (t && first + t >= count) break;
-      load(first + t + 7, v[(t + 7) & 7]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-#pragma unroll
-        for (int lane = 0; lane < LANES; ++lane) part[i][lane] = t == 0 ? v[i][lane] * tap[0] : v[(t + i) & 7][lane] * tap[t] + part[i][lane];
+    const int left = count - first;
+    if (left >= 8) {
+      slide_eight<true>(sums, v, taps, first, 8, load);
+    } else {
+      slide_eight<false>(sums, v, taps, first, left, load);
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-#pragma unroll
-      for (int lane = 0; lane < LANES; ++lane) sums[i][lane] += part[i][lane];
   }
 }
 

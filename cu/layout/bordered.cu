@@ -399,10 +399,13 @@ KERNEL LAUNCH_BOUNDS(THREADS, 3) void border_fold(
       if (all >= done && found < SUMMANDS) summands[found++] = ((i * (index_t)arg.wide_h + j) * (index_t)arg.wide_w + k) * inner + channel;
       ++all;
     }
-    for (int j = 0; j < found; ++j)
+    for (int j = 0; j < found; ++j) {  // the loads of all planes are under way at once
+      acc_t v[PLANES];
 #pragma unroll
-      for (int i = 0; i < PLANES; ++i)
-        if (i < some) sum[i] += LOAD(wide, (first + i) * wide_plane + summands[j]);
+      for (int i = 0; i < PLANES; ++i) v[i] = LOAD(wide, (first + (i < some ? i : 0)) * wide_plane + summands[j]);
+#pragma unroll
+      for (int i = 0; i < PLANES; ++i) sum[i] += v[i];
+    }
   }
 #pragma unroll
   for (int i = 0; i < PLANES; ++i)
@@ -465,22 +468,35 @@ KERNEL LAUNCH_BOUNDS(THREADS, 3) void border_gradient(
         }
       }
     }
+    for (int m = 0; m < multiplier; ++m) {
+      index_t of_y[PLANES];
+      int of_filter[PLANES];
 #pragma unroll
-    for (int i = 0; i < PLANES; ++i)
-      if (i < some) {
-        const index_t image = inner == 1 ? DIVIDED(first + i, arg.channels, arg.by_channels) : first + i;
-        const int c = inner == 1 ? (int)(first + i - image * (index_t)arg.channels) : (int)channel;
-        for (int k = c * multiplier; k < (c + 1) * multiplier; ++k)
-          for (int j = 0; j < found; ++j)
-            sum[i] += LOAD(dy, image * (index_t)arg.y_image + k * (index_t)arg.y_channel + summands[j]) * LOAD(filter, k * (index_t)taps + tap_of[j]);
+      for (int i = 0; i < PLANES; ++i) {
+        const index_t number = i < some ? first + i : first, image = inner == 1 ? DIVIDED(number, arg.channels, arg.by_channels) : number;
+        const int k = (inner == 1 ? (int)(number - image * (index_t)arg.channels) : (int)channel) * multiplier + m;
+        of_y[i] = image * (index_t)arg.y_image + k * (index_t)arg.y_channel;
+        of_filter[i] = k * taps;
       }
+      for (int j = 0; j < found; ++j) {  // the loads of all planes are under way at once
+        const index_t from = summands[j];
+        const int tap = tap_of[j];
+        acc_t a[PLANES], b[PLANES];
+#pragma unroll
+        for (int i = 0; i < PLANES; ++i) {
+          a[i] = LOAD(dy, of_y[i] + from);
+          b[i] = LOAD(filter, of_filter[i] + tap);
+        }
+#pragma unroll
+        for (int i = 0; i < PLANES; ++i) sum[i] += a[i] * b[i];
+      }
+    }
   }
 #pragma unroll
+  for (int i = 0; i < PLANES; ++i) sum[i] += LOAD(dx, (first + (i < some ? i : 0)) * plane + at);
+#pragma unroll
   for (int i = 0; i < PLANES; ++i)
-    if (i < some) {
-      const index_t to = (first + i) * plane + at;
-      STORE(dx, to, LOAD(dx, to) + sum[i]);
-    }
+    if (i < some) STORE(dx, (first + i) * plane + at, sum[i]);
 }
 
 // Of a rounded number, what a type holds; least for NaN. `end` is the first whole number beyond.

@@ -40,7 +40,6 @@ from pycuda_conv.tools.report import (
     RESULTS_PAGE,
     Row,
     around_results,
-    excerpt,
     header_lines,
     markdown,
     median,
@@ -218,9 +217,9 @@ class Truth:
                 found = doubled(torch, function, x64, w64) if problem.dtype == "float64" else (function(x64, w64), 0.0)
                 self._pieces.append((images, *found, function(x64.abs(), magnitudes)))
 
-    def errors(self, result: Any) -> Errors:
-        """The errors of `result`."""
-        sums = ErrorSums(self.problem)
+    def errors(self, result: Any, computed: ConvProblem | None = None) -> Errors:
+        """The errors of `result`, judged as the arithmetic of the problem `computed`, else of the own problem, rounds."""
+        sums = ErrorSums(computed or self.problem)
         for images, reference, rest, magnitude in self._pieces:
             part = result[images]
             if self.channels < self.problem.result_channels:
@@ -643,7 +642,5 @@ def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row]) -> N
                 roofline(own, machine, settings.plots / f"roofline{ending}")
         if settings.pages is not None:
             write_between(settings.pages / RESULTS_PAGE, markdown(machine, rows, report["summary"], report["loop"], report["host_calls"]))
-            if rows:
-                write_between(settings.pages / FRONT_PAGE, excerpt(machine, rows))
     except OSError as error:
         raise ToolError(f"can't write the report: {error}") from error

@@ -18,7 +18,7 @@ from pycuda_conv.tools.terminal import Table, ToolError, json_text, table
 #: The pages of a checkout with results: one with all of them, one with a few rows.
 RESULTS_PAGE, FRONT_PAGE = "docs/results.md", "README.md"
 #: The parts of the results that the front page has too, in short.
-FRONT_PARTS = "drawn", "kernelbench", "results"
+FRONT_PARTS = "drawn", "kernelbench"
 
 #: Columns of a record that are computed from the others.
 COMPUTED = ("tflops", "kept_tflops", "torch_tflops", "ratio", "kept_ratio", "of_floor", "kept_of_floor")
@@ -354,28 +354,6 @@ def markdown(
         parts.append(f"What one call costs on the host, for {calls[0]['problem']} in torch tensors:")
         parts.append(markdown_table(("call", "us"), 1, [(f"`{c['call']}`", f"{c['us']:.1f}") for c in calls]))
     return "\n\n".join(parts)
-
-
-def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The README's table of the suite: for each mode the mean ratio, the lowest, how many are below 1, and both sides' errors."""
-    columns = ["mode", "layers", "geometric mean", "lowest", "below 1", "error", "torch's error"]
-    lines = []
-    for mode, means in summary(rows).items():
-        own = [row for row in rows if row.mode == mode and row.verdict != "WRONG"]
-        ratios, wrong = means["all"]["packed"], means["wrong_rows"]
-        errors = (geometric_mean(value for value in found if value) for found in ([r.error for r in own], [r.torch_error for r in own]))
-        count = f"{means['all']['rows']}" + (f", **{wrong} WRONG**" if wrong else "")
-        lines.append((
-            mode_words(mode), count, number(ratios["geometric_mean"], ".2f"), number(ratios["lowest"], ".2f"),
-            str(len(ratios["below_one"])), *(number(error, ".1e") for error in errors),
-        ))
-    where = _where(machine).split(", cudnn.benchmark")[0]
-    kernels = f", {kernels_words(machine['kernels'])}" if machine.get("kernels") else ""
-    return "\n\n".join((
-        markdown_table(columns, 1, lines),
-        f"The ratio is torch's time divided by ours; errors are geometric means. Measured by `{machine['command']}` on "
-        f"{machine['date'][:10]}{kernels}: {where}.",
-    ))
 
 
 def _markdown_summary(means: dict[str, Any]) -> str:

@@ -331,10 +331,10 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 #: The most columns with which a tile is tried with a raw filter, by its BLOCKS: each tile along the rows splits them once more.
 RAW_COLUMNS = {1: 32, 2: 64}
 # Fitted to 80 times on an H200: root mean square of the error 8%; the terms of a raw filter, to 23 pairs of times on an H100.
-CLOCK, WAIT_CYCLES = 1610.0, 466  # cycles a microsecond; cycles of a stage beside its products
+CLOCK, WAIT_CYCLES = 1794.0, 466  # cycles a microsecond; cycles of a stage beside its products
 FILL, MOVED = 74e3, 25.2e3  # bytes a microsecond to a multiprocessor while all load: from the caches; and from memory and to it
 RESIDUAL_RATE = 10.4e3  # bytes of a residual that a multiprocessor reads and adds in a microsecond
-STORE_TIME = 2.45  # microseconds to store 256 rows x 64 columns
+STORE_TIME = 2.57  # microseconds to store 256 rows x 64 columns
 SPLIT_CYCLES, SPLIT_TIME = 10.5, 1.0  # cycles of a stage to split a column of a raw filter; microseconds of the launch that this saves
 LAUNCHES_TIME = {False: 3.79, True: 2.9}  # microseconds of launches: of fprop and dgrad; of wgrad, before parts are added
 
