@@ -56,7 +56,7 @@ def group_norm(
 
     Parameters
     ----------
-    x : (N, C, *size) tensor
+    x : tensor of shape (N, C, ...)
         float16, bfloat16 or float32 on a GPU, in C order or channels last; the result lies as it does. Others go to torch.
     groups : int
         It divides C.
