@@ -155,7 +155,8 @@ def convolutions(cases: Iterable[covering.Case]) -> Iterator[Run]:
     """The cases; those of float32 in the range that the tensor cores compute, and beyond it."""
     for problem, config, with_moments in cases:
         line = f"{config} {problem} {problem.direction} {problem.layout} {problem.dtype} {problem.precision}{' with moments' * with_moments}"
-        for large in (False, True)[: 1 + (problem.dtype == "float32" and uses_tensor_cores(config))]:
+        guarded = set(problem.operand_dtypes[:2]) == {"float32"} and uses_tensor_cores(config)
+        for large in (False, True)[: 1 + guarded]:
             yield line + " large" * large, partial(convolution, problem, config, with_moments, large)
 
 
