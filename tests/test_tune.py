@@ -741,6 +741,7 @@ def test_the_choice_on_a_gpu_is_one_of_the_candidates_and_is_used(case, dtype):
     assert f"tuned: the fastest measured on {device.model}" in text and "when it was tuned" in text
 
 
+@pytest.mark.gpu
 @pytest.mark.gpu_alone
 def test_trials_are_sorted_and_the_fastest_is_nearly_as_fast_again():
     device = get_device("cuda")
