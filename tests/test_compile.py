@@ -1539,8 +1539,7 @@ def test_inductor_puts_nothing_in_front_of_our_operators(where, tmp_path, monkey
         assert close(y, m(x)) and y.stride() == m(x).stride()
     body = code[code.index("def call") :]
     assert body.count("torch.ops.pycuda_conv.fold_norms.default(") == body.count("torch.ops.pycuda_conv.scaled.default(") == 1
-    joined = body.count("torch.ops.pycuda_conv.conv_norm.default(")  # the second convolution and its group norm, on a GPU
-    assert joined == (where == "cuda") and body.count("torch.ops.pycuda_conv.evaluate.default(") + joined == 2
+    assert body.count("torch.ops.pycuda_conv.evaluate.default(") == 2
     calls = [line for line in body.splitlines() if not line.lstrip().startswith("#")]  # comments name the steps that a kernel is made of
     assert not [line for line in calls if "aten.copy" in line or ".clone(" in line or "aten.clone" in line]
 

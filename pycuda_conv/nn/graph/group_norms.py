@@ -32,8 +32,9 @@ LAYER_NORMS: dict[Any, tuple[str, ...]] = {
     F.layer_norm: _LAYER, torch.layer_norm: (*_LAYER, "cudnn_enable"), aten.layer_norm.default: (*_LAYER, "cudnn_enable"),
 }  # fmt: skip
 RMS_NORMS: dict[Any, tuple[str, ...]] = {F.rms_norm: (*_LAYER[:3], "eps"), torch.rms_norm: (*_LAYER[:3], "eps")}
-#: Whether a convolution is computed together with the norm that alone reads it.
-JOINS = True
+#: Whether a convolution is computed together with the norm that alone reads it, so that its tiles may note the norm's statistics. That
+#: costs the tiles more than the norm's pass: a decoder took 10.7 ms with it and 10.3 without (docs/lab/norms.md).
+JOINS = False
 ACTIVATIONS = frozenset(("relu", "silu", "gelu", "gelu_tanh"))
 HALVES = torch.float16, torch.bfloat16
 
