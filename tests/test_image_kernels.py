@@ -151,9 +151,12 @@ def test_sums_of_filters_are_one_launch(simulated):
 
 
 def test_volumes_are_one_launch(simulated):
-    x = np.random.default_rng(0).random((12, 18, 20), np.float32)
+    x = np.random.default_rng(0).random((12, 60, 40), np.float32)
     ours.gaussian_filter(x, 1.0, device="opencl")
     assert [kernel for kernel, *_ in simulated] == ["volume"]
+    ours.gaussian_filter(x[:, :16, :20], 1.0, device="opencl")  # of which a block or two would have all
+    assert [kernel for kernel, *_ in simulated[1:]] == ["separable", "separable"]
+    del simulated[1:]
     ours.gaussian_filter(x, (4.5, 0.5, 4.5), device="opencl")  # windows that no block has room for
     assert [kernel for kernel, *_ in simulated[1:]] == ["separable", "separable"]
 

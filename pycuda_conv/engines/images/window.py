@@ -257,9 +257,15 @@ def _volume_tile(q: int, colours: int, taps: tuple[int, int, int], lanes: int) -
 
 
 def volume_fits(window: Window, taps: tuple[int, int, int], device: Device) -> bool:
-    """Whether filters along all three axes go into one launch: two blocks of a multiprocessor need the memory."""
-    tile = _volume_tile(window.result[2] * window.colours, window.colours, taps, 16 // window.sum_bytes)
-    return device.backend == "cuda" and tile.room * window.sum_bytes <= min(SHARED_STEPS[-1], shared_limit(device))
+    """Whether filters along all three axes should go into one launch: two blocks of a multiprocessor have the memory, tiles fill the GPU.
+
+    Fewer tiles take longer than a launch for rows and columns and one for slices: 256 x 256 x 256 288 us instead of 239 on an H200.
+    """
+    q = window.result[2] * window.colours
+    tile = _volume_tile(q, window.colours, taps, 16 // window.sum_bytes)
+    tiles = prod(count for count, *_ in window.images) * ceil(window.result[1], tile.p) * ceil(q, tile.q)
+    room = tile.room * window.sum_bytes <= min(SHARED_STEPS[-1], shared_limit(device))
+    return device.backend == "cuda" and room and tiles >= 2 * device.multiprocessors
 
 
 def _launch(kernel: str, window: Window, taps: tuple[int, int, int], device: Device, skip: bool = False) -> KernelLaunch:
