@@ -41,7 +41,8 @@ def test_every_way_of_torchs_computes_the_layer():
         ConvProblem.forward(2, (2, 8, 9, 9), (6, 8, 1, 1)), ConvProblem.transposed(2, (2, 8, 5, 5), (8, 4, 3, 3), stride=2, output_padding=1),
         ConvProblem.gradient("weight", 2, (2, 4, 9, 9), (6, 4, 3, 3), (2, 6, 9, 9), padding=1, layout="NHWC"),
         ConvProblem.gradient("input", 2, (2, 4, 9, 9), (6, 2, 3, 3), (2, 6, 5, 5), padding=1, stride=2, groups=2),
-        ConvProblem.gradient("weight", 1, (2, 4, 20), (6, 4, 3), (2, 6, 20), padding=1),
+        *(ConvProblem.gradient("weight", 1, (2, 4, 20), (6, 4, 3), (2, 6, 20), padding=1, layout=layout) for layout in ("NCHW", "NHWC")),
+        ConvProblem.gradient("weight", 3, (2, 4, 6, 5, 4), (6, 4, 3, 3, 3), (2, 6, 6, 5, 4), padding=1, layout="NHWC"),
     ]
     before = torch.get_float32_matmul_precision()
     for problem in layers:

@@ -138,7 +138,7 @@ def gradient_by_torch(torch: Any, problem: ConvProblem) -> Callable[[Any, Any], 
 
     def backward(x: Any, dy: Any) -> Any:
         like = torch.empty(shape, device=x.device, dtype=x.dtype)  # torch reads its shape alone, and its order where x lies in either
-        if problem.layout == "NHWC":
+        if problem.layout == "NHWC" and n > 1:  # torch has no such format of one axis
             like = like.contiguous(memory_format=last_format(torch, n))
         mask = [False, True, False]
         return torch.ops.aten.convolution_backward(dy, x, like, None, *arguments, False, [0] * n, problem.groups, mask)[1]
