@@ -5,17 +5,18 @@
 // A tap that is 0 meets nothing: a NaN or an infinity under it does not spread, as in scipy.ndimage.correlate. A tile whose window has such numbers goes tap by tap.
 //
 // Mapping  block -> tile_p x tile_q numbers of one slice of one image; GID_0 = ((image * slices + slice) * tiles down + tile row) * tiles across + tile column.
-//          thread -> 4 rows of LANES neighbouring columns of one colour: four in float32, two in float64. LANES neighbouring taps of a row of the filter meet them at a
-//          time, going down the filter: 64 multiplications, for which a thread loads 32 bytes of the window and 16 of taps.
+//          thread -> 4 rows of LANES neighbouring columns of one colour: four in float32, two in float64. LANES neighbouring taps of a row of the filter meet
+//          them at a time, going down the filter: 64 multiplications, for which a thread loads 32 bytes of the window and 16 of taps.
 // Memory   shared: the filter, [t][s / LANES][r][LANES], which comes so, with taps of 0 behind the last; the windows of the t slices that the tile reads,
 //          [t][colour][halo_p][pitch]. Colours are taken apart, so that columns are neighbours.
 //
 // By hand: nvcc -cubin -I cu cu/images/correlate.cu
 #include "images/registers.cuh"
 
-// sums[i][lane] += sum over j < r, n < N of taps[j][n] * from[(i + j) * pitch + lane + n]. Four rows slide through registers; what four rows of taps give is summed by itself,
-// which keeps more digits. No number is multiplied that the filter does not meet.
-template <int N, bool WHOLE, class Load> WITHIN_KERNEL void add_four_rows(acc_t (&sums)[4][LANES], acc_t (&v)[4][2 * LANES], const Lanes* taps, int first, int left, const Load& load) {
+// sums[i][lane] += sum over j < r, n < N of taps[j][n] * from[(i + j) * pitch + lane + n]. Four rows slide through registers; what four rows of taps give is
+// summed by itself, which keeps more digits. No number is multiplied that the filter does not meet.
+template <int N, bool WHOLE, class Load> WITHIN_KERNEL void add_four_rows(acc_t (&sums)[4][LANES], acc_t (&v)[4][2 * LANES], const Lanes* taps, int first,
+    int left, const Load& load) {
   acc_t part[4][LANES];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {

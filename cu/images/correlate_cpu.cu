@@ -4,11 +4,13 @@
 //
 // A tap that is 0 meets nothing: a NaN or an infinity under it does not spread, as in scipy.ndimage.correlate.
 //
-// Mapping  block -> tile_p x tile_q numbers of one slice of one image, as in separable_cpu.cu: one work-item, which has four vectors of neighbours of a row at a time.
+// Mapping  block -> tile_p x tile_q numbers of one slice of one image, as in separable_cpu.cu: one work-item, which has four vectors of neighbours of a row at
+//          a time.
 // Memory   shared: the windows of the t slices that the tile reads, [t][halo_p][pitch]; the filter, [t][s][r], which comes so.
 #include "images/cpu.cuh"
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_correlate_cpu(const GLOBAL_MEM in_t* RESTRICT x, const GLOBAL_MEM acc_t* RESTRICT filters, const GLOBAL_MEM acc_t* previous,
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_correlate_cpu(const GLOBAL_MEM in_t* RESTRICT x, const GLOBAL_MEM acc_t* RESTRICT filters,
+    const GLOBAL_MEM acc_t* previous,
                                                        GLOBAL_MEM out_t* RESTRICT y, const WindowArguments arg) {
   AFTER_LAST_LAUNCH
   LOCAL_ROOM(room);

@@ -2,7 +2,8 @@
 //
 //   y[n, p, q] = sum over r of f_h[r] * (sum over s of f_w[s] * x[n, p + r - pad_h, q + s - pad_w])
 //
-// A block walks down a strip of an image. It loads some rows, at the border by the formula of window.cuh, filters them, and filters the columns of what the last rows
+// A block walks down a strip of an image. It loads some rows, at the border by the formula of window.cuh, filters them, and filters the columns of what the
+// last rows
 // gave. Nothing between the two passes leaves shared memory, and nothing is rounded to a pixel's type between them. A row is filtered once a strip, whatever the
 // filter's height. With r = 0 or s = 0 there is one pass alone.
 //
@@ -17,7 +18,8 @@
 // By hand: nvcc -cubin -I cu cu/images/separable.cu
 #include "images/strip.cuh"
 
-KERNEL LAUNCH_BOUNDS(THREADS, DTYPE == 64 ? 3 : 4) void images_separable(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
+KERNEL LAUNCH_BOUNDS(THREADS, DTYPE == 64 ? 3 : 4) void images_separable(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous,
+    out_t* RESTRICT y,
                                                                          const WindowArguments arg) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) acc_t room[];

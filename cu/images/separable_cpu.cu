@@ -45,9 +45,10 @@ WITHIN_KERNEL void sum_box(LOCAL_MEM_POINTER acc_t* RESTRICT from, LOCAL_MEM_POI
 }
 
 #if DTYPE == 32
-// The same for `rows` rows of `pitch` numbers, to rows of `wide`, by sums that run along them in float64: one number comes and one goes. False if there are numbers that
-// are not finite, which would stay in the sums.
-WITHIN_KERNEL int run_boxes(const LOCAL_MEM_POINTER acc_t* RESTRICT from, LOCAL_MEM_POINTER acc_t* RESTRICT to, int rows, int pitch, int wide, int n, int apart, int count, acc_t tap) {
+// The same for `rows` rows of `pitch` numbers, to rows of `wide`, by sums that run along them in float64: one number comes and one goes. False if there are
+// numbers that are not finite, which would stay in the sums.
+WITHIN_KERNEL int run_boxes(const LOCAL_MEM_POINTER acc_t* RESTRICT from, LOCAL_MEM_POINTER acc_t* RESTRICT to, int rows, int pitch, int wide, int n,
+    int apart, int count, acc_t tap) {
   const acc_t whole = tap * count;
   const double factor = whole > (acc_t)0.999999 && whole < (acc_t)1.000001 ? 1.0 / count : (double)tap;
   double lost = 0;
@@ -76,7 +77,8 @@ WITHIN_KERNEL int run_boxes(const LOCAL_MEM_POINTER acc_t* RESTRICT from, LOCAL_
 #define run_boxes(from, to, rows, pitch, wide, n, apart, count, tap) 0
 #endif
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_separable_cpu(const GLOBAL_MEM in_t* RESTRICT x, const GLOBAL_MEM acc_t* RESTRICT filters, const GLOBAL_MEM acc_t* previous,
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void images_separable_cpu(const GLOBAL_MEM in_t* RESTRICT x, const GLOBAL_MEM acc_t* RESTRICT filters,
+    const GLOBAL_MEM acc_t* previous,
                                                        GLOBAL_MEM out_t* RESTRICT y, const WindowArguments arg) {
   AFTER_LAST_LAUNCH
   LOCAL_ROOM(room);

@@ -2,12 +2,13 @@
 //
 //   y[n, o, p, q] = sum over t of f_d[t] * (sum over r of f_h[r] * (sum over s of f_w[s] * x[n, o + t - pad_d, p + r - pad_h, q + s - pad_w]))
 //
-// A block walks along the depth of a strip, eight slices at a time. It loads their windows, filters the rows, the columns of what that gives, and then along the depth
-// what the last slices gave. So a volume is read once and written once.
+// A block walks along the depth of a strip, eight slices at a time. It loads their windows, filters the rows, the columns of what that gives, and then along
+// the depth what the last slices gave. So a volume is read once and written once.
 //
-// Mapping  block -> a strip of tile_d slices of tile_p x tile_q numbers; GID_0 = ((image * strips along the depth + strip) * tiles down + tile row) * tiles across + column.
-//          thread -> in the first pass 8 neighbours in four rows (float64: two), in the second 8 rows of four (two) columns of a slice, in the third as many columns of
-//          8 slices: see `slide`.
+// Mapping  block -> a strip of tile_d slices of tile_p x tile_q numbers; GID_0 = ((image * strips along the depth + strip) * tiles down + tile row) * tiles
+//          across + column.
+//          thread -> in the first pass 8 neighbours in four rows (float64: two), in the second 8 rows of four (two) columns of a slice, in the third as many
+//          columns of 8 slices: see `slide`.
 // Memory   shared: the filters, each with room for a multiple of 8; what the last t - 1 + 8 slices gave, [slice][tile_p][wide]; eight slices' filtered rows,
 //          [slice][halo_p][wide]; their windows, [slice][halo_p][pitch]. After a step the last t - 1 slices move up.
 //
@@ -16,7 +17,8 @@
 
 #define STEP 8  // slices
 
-KERNEL LAUNCH_BOUNDS(THREADS, 3) void images_volume(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y, const WindowArguments arg) {
+KERNEL LAUNCH_BOUNDS(THREADS, 3) void images_volume(const in_t* RESTRICT x, const acc_t* RESTRICT filters, const acc_t* previous, out_t* RESTRICT y,
+    const WindowArguments arg) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) acc_t room[];
   const Tile at = tile_of(arg, (int)GID_0);
@@ -56,11 +58,13 @@ KERNEL LAUNCH_BOUNDS(THREADS, 3) void images_volume(const in_t* RESTRICT x, cons
     if (next < total)
       for (int i = 0; i < slices_from(next); ++i) {
         const int depth = begin - (int)arg.pad_d + next + i;
-        load_rows<false>(x + at.x + MAPPED(depth, (int)arg.d, d) * (index_t)arg.x_d, loaded + i * halo_p * pitch, pitch, arg, columns, IS_OUTSIDE(depth, (int)arg.d, d),
+        load_rows<false>(x + at.x + MAPPED(depth, (int)arg.d, d) * (index_t)arg.x_d, loaded + i * halo_p * pitch, pitch, arg, columns,
+            IS_OUTSIDE(depth, (int)arg.d, d),
                          at.p - (int)arg.pad_h, halo_p);
       }
     for (int task = LID_0; task < count * (tile_p >> 3) * (tile_q / LANES); task += THREADS) {
-      const int eight = divided(task, arg.by_quarter_q), q = (task - eight * (tile_q / LANES)) * LANES, one = eight / (tile_p >> 3), down = 8 * (eight - one * (tile_p >> 3));
+      const int eight = divided(task, arg.by_quarter_q), q = (task - eight * (tile_q / LANES)) * LANES, one = eight / (tile_p >> 3),
+          down = 8 * (eight - one * (tile_p >> 3));
       const acc_t* const from = across + (one * halo_p + down) * wide + q;
       acc_t sums[8][LANES];
       slide(sums, f_h, taps_h, [&](int i, acc_t(&v)[LANES]) { *(Lanes*)v = *(const Lanes*)(from + i * wide); });

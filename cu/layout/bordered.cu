@@ -225,7 +225,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void border_rows(const GLOBAL_MEM data_t* RESTR
   const int group = divided((int)GID_0, arg.by_tiles), lane_bits = (int)arg.lane_bits;
   const int position = (((int)GID_0 - group * (int)arg.tiles) << lane_bits) + (LID_0 & ((1 << lane_bits) - 1));
   if (position >= (int)arg.positions) return;
-  const int each = (int)arg.vector, type = (int)arg.type, d_end = (int)arg.d, h_end = (int)arg.h, w_end = (int)arg.w, wide_d = (int)arg.wide_d, wide_h = (int)arg.wide_h;
+  const int each = (int)arg.vector, type = (int)arg.type, d_end = (int)arg.d, h_end = (int)arg.h, w_end = (int)arg.w, wide_d = (int)arg.wide_d,
+      wide_h = (int)arg.wide_h;
   const index_t inner = (index_t)arg.inner, line = (index_t)arg.line, in_line = (index_t)position * each, x_line = w_end * inner;
   const acc_t value = BITS_TO_ACC(arg.value);
   const index_t pixel = inner == 1 ? in_line : DIVIDED(in_line, inner, arg.by_inner);

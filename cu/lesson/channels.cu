@@ -1,10 +1,12 @@
-// lesson/channels.cu: a value of x meets eight filters.
+// channels.cu: a value of x meets eight filters.
 //
 //   y[n,k,p,q] = sum over c,r,s of x[n,c,p+r,q+s] * w[k,c,r,s]
 //
 // Mapping   block -> 128 pixels of eight planes (n,k), k = 8i .. 8i+7; thread -> one pixel of all eight.
 // Memory    eight sums in a thread's registers; the eight weights of a tap are the same for all threads, so they come by way of one read each.
 // Gains     x is read an eighth as often as by a thread for each pixel.
+//
+// By hand: nvcc -cubin cu/lesson/channels.cu
 //
 // Question  Registers have no addresses. Where do the sums go if the loop over them is a loop in the machine code, too?
 // Try       #pragma unroll  ->  #pragma unroll 1

@@ -1,4 +1,4 @@
-// lesson/depthwise_columns.cu: a filter of 3 x 3 for each channel, with channels last. No matrix product: memory is the limit.
+// depthwise_columns.cu: a filter of 3 x 3 for each channel, with channels last. No matrix product: memory is the limit.
 //
 //   y[n,p,q,c] = sum over r,s of x[n,p+r,q+s,c] * w[c,r,s]
 //
@@ -6,6 +6,8 @@
 //           neighbouring channels, which are neighbours in memory.
 // Memory    nine weights and the sums of the three rows that are under way, in registers.
 // Gains     a thread reads each of its rows once. All sums that need the row are there.
+//
+// By hand: nvcc -cubin cu/lesson/depthwise_columns.cu
 //
 // Question  Three sums are under way. Which of them is finished when a row has been added to all three?
 // Try       y[((n * d.p + row - 2) * d.q + q) * d.c + c] = oldest;  ->  y[((n * d.p + row - 2) * d.q + q) * d.c + c] = middle;

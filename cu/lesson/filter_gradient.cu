@@ -1,10 +1,12 @@
-// lesson/filter_gradient.cu: the gradient by the filter: few results, each a very long sum.
+// filter_gradient.cu: the gradient by the filter: few results, each a very long sum.
 //
 //   dw[k,c,r,s] = sum over n,p,q of dy[n,k,p,q] * x[n,c,p+r,q+s]
 //
 // Mapping   block -> one element of dw; its 128 threads take pixels by turns, and add their sums in a tree.
 // Memory    shared: 128 sums.
 // Gains     a tree of seven steps rounds a sum seven times, where a chain of 128 rounds it 128 times. Its order is fixed.
+//
+// By hand: nvcc -cubin cu/lesson/filter_gradient.cu
 //
 // Question  The tree halves itself in place. Why does each step wait for the step before?
 // Try       __syncthreads();  // the step before  ->

@@ -1,10 +1,12 @@
-// lesson/fourier.cu: a line convolved by Fourier transforms, for filters so long that sums take too long.
+// fourier.cu: a line convolved by Fourier transforms, for filters so long that sums take too long.
 //
 //   y[n,k,q] = sum over s of x[n,q+s] * w[k,s]: the spectrum of x times the conjugate one of w, transformed back. h = r = c = 1, S up to 128.
 //
 // Mapping   block -> 257 - S results of one line (n,k), from 256 samples; 128 threads, one for each pair of numbers of a step (Stockham's order).
 // Memory    shared: two buffers of 256 complex numbers, between which the steps go to and fro.
 // Gains     log2(256) steps a transform, whatever S is.
+//
+// By hand: nvcc -cubin cu/lesson/fourier.cu
 //
 // Question  256 samples give 256 numbers, and only 257 - S of them are results. What are the others?
 // Try       i < results && begin + i < d.q  ->  begin + i < d.q

@@ -1,4 +1,4 @@
-// lesson/halo.cu: a block reads what its pixels need once, into shared memory.
+// halo.cu: a block reads what its pixels need once, into shared memory.
 //
 //   y[n,k,p,q] = sum over c,r,s of x[n,c,p+r,q+s] * w[k,c,r,s]
 //
@@ -6,6 +6,8 @@
 // Memory    shared: the tile with its halo, (16+R-1) x (16+S-1) values of one channel at a time. Filters of up to 8 x 8.
 // Gains     each value of x is read from memory a little more than K times, not K R S times. Alone that is no gain on today's GPUs, whose L1 cache
 //           does the same: it pays where a thread then makes several pixels of what it has read (direct/tile.cu).
+//
+// By hand: nvcc -cubin cu/lesson/halo.cu
 //
 // Question  Threads load values that other threads use. What may a thread read if it does not wait for them?
 // Try       __syncthreads();  // all is there  ->

@@ -1,4 +1,4 @@
-// lesson/input_gradient.cu: the gradient by the input, which is the transposed convolution.
+// input_gradient.cu: the gradient by the input, which is the transposed convolution.
 //
 //   dx[n,c,h,v] = sum over k,r,s of dy[n,k,h-r,v-s] * w[k,c,r,s]
 //
@@ -6,6 +6,8 @@
 // Memory    nothing is shared.
 // Gains     each sum has one owner and one order. Written as a scatter, from pixels of dy, threads would add to one another's pixels with
 //           atomics, and the last bits would change from run to run.
+//
+// By hand: nvcc -cubin cu/lesson/input_gradient.cu
 //
 // Question  A pixel near the edge meets fewer taps than others. What does a thread read that does not ask?
 // Try       if (p >= 0 && p < d.p && q >= 0 && q < d.q)  ->  if (true)

@@ -1,10 +1,12 @@
-// lesson/pixel.cu: a thread for each pixel of the result.
+// pixel.cu: a thread for each pixel of the result.
 //
 //   y[n,k,p,q] = sum over c,r,s of x[n,c,p+r,q+s] * w[k,c,r,s]
 //
 // Mapping   block -> 256 pixels of one plane (n,k); thread -> one pixel. Neighbouring threads read and write neighbours.
 // Memory    nothing is shared: a thread reads C R S values of x and as many of w, through the caches.
 // Wastes    each value of x is read K R S times.
+//
+// By hand: nvcc -cubin cu/lesson/pixel.cu
 //
 // Question  The last block of a plane has more threads than pixels. What do these do if nobody asks them?
 // Try       if (pixel < d.p * d.q)  ->  if (true)

@@ -1,10 +1,12 @@
-// lesson/product.cu: an implicit matrix product. The windows of x are a matrix that nobody stores.
+// product.cu: an implicit matrix product. The windows of x are a matrix that nobody stores.
 //
 //   y[k][pixel] = sum over i of w[k][i] * window[i][pixel],  i = (c,r,s): window[i][pixel] = x[n,c,p+r,q+s]
 //
 // Mapping   block -> 64 filters x 64 pixels of one image; 256 threads, each with 4 x 4 sums.
 // Memory    shared: 8 steps of i at a time, of 64 filters and of 64 pixels. Sums are in registers.
 // Gains     a thread reads 4 + 4 numbers for 16 multiplications; before, it read two for one.
+//
+// By hand: nvcc -cubin cu/lesson/product.cu
 //
 // Question  A step ends with a barrier, though all threads have what they need by then. Who must wait for whom?
 // Try       __syncthreads();  // all have read it  ->

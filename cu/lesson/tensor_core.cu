@@ -1,4 +1,4 @@
-// lesson/tensor_core.cu: the same product by a warp's tensor core (Ampere and later), in float16 with sums in float32.
+// tensor_core.cu: the same product by a warp's tensor core (Ampere and later), in float16 with sums in float32.
 //
 //   y[k][pixel] = sum over i of w[k][i] * window[i][pixel],  i = (c,r,s): window[i][pixel] = x[n,c,p+r,q+s]
 //
@@ -6,6 +6,8 @@
 //           filters g and g + 8 at i = 2t, 2t+1, 2t+8, 2t+9, and pixel g at the same four; it gets filters g, g + 8 of pixels 2t, 2t+1.
 // Memory    nothing is shared: a lane loads its own elements, and rounds them to float16.
 // Gains     one instruction of a warp is 2,048 multiplications. What this kernel waits for are its loads: rings and TMA come next.
+//
+// By hand: nvcc -cubin cu/lesson/tensor_core.cu
 //
 // Question  The sum is seldom a multiple of 16 long. Both sides are 0 past its end; why does one side not suffice?
 // Try       i < sum_length ? window(i) : 0.f  ->  i < sum_length ? window(i) : 1.f / 0.f

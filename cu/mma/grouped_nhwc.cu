@@ -268,7 +268,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   extern __shared__ __align__(128) uint4 dynamic[];
   const Divided of_unit_block(blockIdx.x, phases.of[0].unit_blocks, phases.of[0].by_unit_blocks);
   const GroupedPhase& shape = phases.of[of_unit_block.quotient % PHASES];
-  const int unit0 = of_unit_block.rest * (int)shape.units, first = of_unit_block.quotient / PHASES, next = (int)shape.blocks, c0 = ChannelUnit(shape, unit0, STEP / 2).from;
+  const int unit0 = of_unit_block.rest * (int)shape.units, first = of_unit_block.quotient / PHASES, next = (int)shape.blocks,
+      c0 = ChannelUnit(shape, unit0, STEP / 2).from;
   const int filter_size = (int)(shape.units * shape.steps * shape.taps * 32), tile_size = (int)(shape.rows_x * shape.tile_w * shape.pitch);
   const uint32_t filter = shared_address(dynamic), tiles = filter + filter_size * 16;
 
