@@ -99,13 +99,11 @@ fold: Callable[..., Any] = _nothing if _native is None else _native.fold
 gradients: Callable[..., Any] = _nothing if _native is None else _native.gradients
 
 
-#: ``torch.compiler.is_dynamo_compiling``, once C knows torch
-_is_traced: Callable[[], bool] | None = None
-
-
 def possible() -> bool:
     """Whether a call of tensors may be a repeated one: C can launch, and torch.compile does not trace the call."""
-    return _is_traced is not None and not _is_traced()
+    import torch  # here: torch is there where there are tensors; torch.compile would guard a name of this module that changes while it traces
+
+    return _native is not None and not torch.compiler.is_dynamo_compiling()
 
 
 def may_repeat(input: Any) -> bool:
@@ -135,7 +133,6 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
     `least` is the lowest number of a GPU; tests take -1, the host's. With `exchange`, torch describes a tensor in a tenth of the time that
     its attributes take, where it has a function for that: DLPack's.
     """
-    global _is_traced
     from pycuda_conv.arrays import torch_internals  # it imports torch
 
     if _native is None or torch_internals.ASKED_BY_LAUNCHER is None:
@@ -148,7 +145,6 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
     announce = torch.autograd.graph.increment_version
     levels = vars(torch.autograd.forward_ad)
     describe = getattr(tensor, "__dlpack_c_exchange_api__", None) if exchange else None
-    _is_traced = torch.compiler.is_dynamo_compiling
     _native.learn((tensor, torch.nn.Parameter), about, torch.is_grad_enabled, announce, states, levels, least, describe)
 
 

@@ -639,6 +639,7 @@ def test_the_whole_report(command, opencl, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     way = hostbench.torch_way
     monkeypatch.setattr(hostbench, "torch_way", lambda torch, case, place, x, w: way(torch, case, "cpu", x, w))
+    monkeypatch.setattr(hostbench, "by_hand_way", lambda torch, case, place, x, w: way(torch, case, "cpu", x, w))
     monkeypatch.setattr(pc, "conv2d", lambda *arrays, devices=None, device=None, **options: convolve(*arrays, device="opencl", **options))
     status, out, _ = command("bench", "--host", "--devices", "all", "--quick", "--json", "h.json", "--seed", 1)
     assert status == OK and "filter kept" in out and "speed-up" in out and "GB/s up" in out

@@ -182,8 +182,8 @@ def graphs_of(compiled: Any) -> list[CompiledGraph]:
 
 
 def _graphs_in(code: Any) -> list[CompiledGraph]:
-    """The graphs that lines of this code, which is not torch's, are in."""
-    if code is None or _is_torchs(code):
+    """The graphs that lines of this code are in; none for torch's code and this package's, which all models share."""
+    if code is None or _is_torchs(code) or code.co_filename.startswith(os.path.dirname(__file__)):
         return []
     lines = {(code.co_filename, n, code.co_name) for _, _, n in code.co_lines() if n is not None}
     return [graph for graph in _graphs if not lines.isdisjoint(graph._lines)]
