@@ -101,7 +101,7 @@ gradients: Callable[..., Any] = _nothing if _native is None else _native.gradien
 
 def possible() -> bool:
     """Whether a call of tensors may be a repeated one: C can launch, and torch.compile does not trace the call."""
-    import torch  # here: torch is there where there are tensors; torch.compile would guard a name of this module that changes while it traces
+    import torch  # here: torch is there where there are tensors; a name of this module that changes while torch traces would be guarded
 
     return _native is not None and not torch.compiler.is_dynamo_compiling()
 
