@@ -81,11 +81,16 @@ def checked_activation(value: Any) -> str | tuple[str, float] | None:
 
 def checked_algorithm(value: Any) -> str | None:
     """The `algorithm` argument."""
-    if value is None or (isinstance(value, str) and value in ALGORITHMS):
+    return _word_or_none("algorithm", value, ALGORITHMS)
+
+
+def _word_or_none(name: str, value: Any, words: Sequence[str]) -> str | None:
+    """The argument `name`, which is None or one of `words`."""
+    if value is None or (isinstance(value, str) and value in words):
         return value
-    expected = f"algorithm must be None or one of {ALGORITHMS}"
+    expected = f"{name} must be None or one of {words}"
     if isinstance(value, str):
-        raise ConvArgumentError(f"{expected}, but got algorithm={brief(value)}{did_you_mean(value, ALGORITHMS)}")
+        raise ConvArgumentError(f"{expected}, but got {name}={brief(value)}{did_you_mean(value, words)}")
     raise TypeError(f"{expected}, got {brief(value)}")
 
 
@@ -99,12 +104,7 @@ def checked_upsample(value: Any, ndim: int) -> tuple[int, ...]:
 
 def checked_upsample_filter(value: Any) -> str | None:
     """The `upsample_filter` argument."""
-    if value is None or (isinstance(value, str) and value in UPSAMPLE_FILTERS):
-        return value
-    expected = f"upsample_filter must be None or one of {UPSAMPLE_FILTERS}"
-    if isinstance(value, str):
-        raise ConvArgumentError(f"{expected}, but got upsample_filter={brief(value)}{did_you_mean(value, UPSAMPLE_FILTERS)}")
-    raise TypeError(f"{expected}, got {brief(value)}")
+    return _word_or_none("upsample_filter", value, UPSAMPLE_FILTERS)
 
 
 def activation_and_slope(activation: str | tuple[str, float] | None) -> tuple[int, float]:

@@ -17,6 +17,7 @@ from pycuda_conv.arguments import integer
 from pycuda_conv.arrays import DeviceKind, kind_of, same_kind
 from pycuda_conv.background import launches
 from pycuda_conv.call import Operands
+from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief, did_you_mean
 from pycuda_conv.problem import ConvProblem
@@ -247,21 +248,17 @@ def _kernel(device: Any, launch: Any, buffers: Sequence[int], kept: Any) -> Kern
 Sizes = kernel_struct("lesson_pixel", "Sizes")
 
 
-def _up(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 #: The file of a lesson, the threads of a block, and the blocks for its sizes.
 LESSONS: dict[str, tuple[int, Callable[[Any], int]]] = {
-    "pixel": (256, lambda d: d.n * d.k * _up(d.p * d.q, 256)),
-    "halo": (256, lambda d: d.n * d.k * _up(d.p, 16) * _up(d.q, 16)),
-    "channels": (128, lambda d: d.n * _up(d.k, 8) * _up(d.p * d.q, 128)),
-    "product": (256, lambda d: d.n * _up(d.k, 64) * _up(d.p * d.q, 64)),
-    "tensor_core": (32, lambda d: d.n * _up(d.k, 16) * _up(d.p * d.q, 8)),
-    "input_gradient": (256, lambda d: d.n * d.c * _up(d.h * d.w, 256)),
+    "pixel": (256, lambda d: d.n * d.k * ceil(d.p * d.q, 256)),
+    "halo": (256, lambda d: d.n * d.k * ceil(d.p, 16) * ceil(d.q, 16)),
+    "channels": (128, lambda d: d.n * ceil(d.k, 8) * ceil(d.p * d.q, 128)),
+    "product": (256, lambda d: d.n * ceil(d.k, 64) * ceil(d.p * d.q, 64)),
+    "tensor_core": (32, lambda d: d.n * ceil(d.k, 16) * ceil(d.p * d.q, 8)),
+    "input_gradient": (256, lambda d: d.n * d.c * ceil(d.h * d.w, 256)),
     "filter_gradient": (128, lambda d: d.k * d.c * d.r * d.s),
-    "depthwise_columns": (128, lambda d: d.n * _up(d.q * d.c, 128)),
-    "fourier": (128, lambda d: d.n * d.k * _up(d.q, 257 - d.s)),
+    "depthwise_columns": (128, lambda d: d.n * ceil(d.q * d.c, 128)),
+    "fourier": (128, lambda d: d.n * d.k * ceil(d.q, 257 - d.s)),
 }
 
 
