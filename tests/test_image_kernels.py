@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import simt
 from emulator import gpu
-from test_ndimage import check, drawn, ndimage
+from test_ndimage import check, drawn, ndimage, random_calls
 
 import pycuda_conv.ndimage as ours
 from pycuda_conv.arrays import kind_of
@@ -49,15 +49,7 @@ def simulated(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_calls(simulated, seed):
-    rng = np.random.default_rng(100 + seed)
-    for number in range(12):
-        name, x, arguments = drawn(rng)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                check(name, x, arguments, getattr(ours, name)(x, device="opencl", **arguments))
-        except Exception as error:
-            raise AssertionError(f"call {number} of seed {seed}: {name} of {x.dtype} {x.shape}, {arguments}") from error
+    random_calls(12, 100 + seed)
     assert simulated
 
 
