@@ -56,7 +56,8 @@ def said(problem: ConvProblem, number: int, sentences: bool) -> Iterator[str]:
             yield f"    by the models alone: {engines.find(problem, device)}"
         registry._found.clear()
     r = random.Random(f"{problem} {number}")
-    for cls in r.sample(list(engines.config_classes().values()), 6):
+    classes = [cls for _, cls in sorted(engines.config_classes().items())]
+    for cls in r.sample(classes, 6):
         config = some(cls, r)
         why = engines.refusal(problem, config, device)
         yield f"    {config}: {why if sentences else 'refused' if why else 'taken'}"
@@ -83,7 +84,7 @@ def main() -> None:
         for number, problem in enumerate(draw(options.seed, options.each)):
             write("\n".join([f"{problem} {problem.dtype} {problem.direction}", *said(problem, number, options.sentences), ""]))
         for name, device in DEVICES.items():
-            for one in registry.variants(device):
+            for one in sorted(registry.variants(device), key=lambda one: (one.file, str(one.choices))):
                 texts = sorted(str(sorted(defines.items())) for defines in one)
                 write(f"{name}: {one.file} {one.arch}: {len(texts)} variants {digest(texts)}\n")
     print(whole.hexdigest())

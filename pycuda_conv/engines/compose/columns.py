@@ -16,16 +16,12 @@ from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, outputs_apart, taps_apart
+from pycuda_conv.engines.limits import CUDA
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS = 256  # of a block of columns_add.cu
 
@@ -41,13 +37,9 @@ class Columns(Config):
 
 CONFIGS = (Columns,)
 LAYOUTS = "NCHW", "NHWC"
+RUNS_ON = CUDA
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 4}
-
-
-def unsupported(device: Device) -> str | None:
-    """Why the kernel can't run on `device`, or None if it can."""
-    return None if device.backend == "cuda" else "it takes a GPU of CUDA"
 
 
 # ---- what runs

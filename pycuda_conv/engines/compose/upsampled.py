@@ -20,11 +20,6 @@ from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Upsampled", "choose", "configs", "filter_key", "refusal", "schedule",
-    "sum_order", "time", "unsupported", "upsamples", "variants",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Upsampled(Config):
@@ -37,11 +32,6 @@ CONFIGS = (Upsampled,)
 LAYOUTS = "NCHW", "NHWC"
 TENSOR_CORES = True
 MOST_VARIANTS = enlarge.MOST_VARIANTS
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
 
 
 # ---- what runs

@@ -15,17 +15,12 @@ from pycuda_conv.engines import registry
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.compose.delegate import delegate_filter_key, delegate_refusal, delegate_sum_order, moved, parsed
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.hopper import common as hopper
+from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS, TILE_BYTES = 256, 8192  # threads of a block, and bytes of its tile
 
@@ -48,11 +43,9 @@ CONFIGS = (ViaNhwc, ViaNchw)
 #: The layout of the transposed arrays: see ConvProblem.launched.
 TRANSPOSED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
 LAYOUTS = tuple(TRANSPOSED)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 2}
-
-unsupported = hopper.unsupported
-
 
 # ---- what runs
 

@@ -12,10 +12,10 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.depthwise.units import unit_refusal
 from pycuda_conv.engines.geometry import arguments, ceil, near_sides
-from pycuda_conv.engines.mma.common import unsupported
+from pycuda_conv.engines.limits import AMPERE
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -34,11 +34,6 @@ from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "DepthwiseToeplitz", "adds_border", "choose", "configs", "filter_key",
-    "refusal", "schedule", "schedule_with_border", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 WARPS = {"NCHW": 4, "NHWC": 8}  # warps of a block
 ROWS, EIGHT = 16, 8  # rows of a task; columns of a tile
@@ -63,6 +58,7 @@ class DepthwiseToeplitz(Config):
 
 CONFIGS = (DepthwiseToeplitz,)
 LAYOUTS = "NCHW", "NHWC"
+RUNS_ON = AMPERE
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 22}
 
@@ -273,10 +269,6 @@ def _last_column(problem: ConvProblem) -> int:
     return (problem.output_size[2] - 1) * problem.stride[2] - problem.padding_before[2] + (problem.filter_size[2] - 1) * problem.dilation[2]
 
 
-def filter_key(problem: ConvProblem, config: DepthwiseToeplitz) -> None:
-    """None: the kernel reads the filter as it is."""
-
-
 def sum_order(problem: ConvProblem, config: DepthwiseToeplitz) -> Hashable:
     """Equal for all configurations: each adds in the same order."""
     return DepthwiseToeplitz
@@ -345,12 +337,3 @@ def time(problem: ConvProblem, config: DepthwiseToeplitz, device: Device) -> flo
     moving = moved / terms.memory * 132 / device.multiprocessors
     us = terms.begin + math.hypot(busy, moving) + terms.wave * ceil(unit.blocks, device.multiprocessors * resident)
     return us * LONG if problem.layout == "NCHW" and config.UNIT_KIB > UNITS["NCHW"][0] else us
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs.
-
-    NHWC: depthwise/nhwc.py prefers its strips, and tiles with unrolled filters, by rule. They were faster on 15 of 16 layers; the other
-    layer was small.
-    """
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -77,10 +77,7 @@ from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Batched", "Dgrad", "Single", "Tile", "Wgrad", "choose",
-    "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
+__all__ = ["CONFIGS"]  # with what stands here: the engine
 
 #: Channels of a thread of direct/batched.cu and direct/dgrad.cu, the most first. OpenCL devices have fewer kernels to choose from. In
 #: direct/batched.cu one channel a thread would not be faster: a thread waits for memory as long with two.
@@ -90,16 +87,10 @@ DIRECT_SPLITS = (1, 2, 4, 8)  # SPLIT of direct/batched.cu and direct/dgrad.cu
 RANGES = {"uint8": (0, 255), "int8": (-128, 127), "uint16": (0, 65535), "int16": (-32768, 32767)}
 MOST_MACS = 2e9  # multiplications up to which sums may be split: beyond, matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 226, "opencl": 102}
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
 
 
 def adapts(problem: ConvProblem) -> bool:
@@ -337,10 +328,6 @@ _KERNELS: dict[type, tuple[str, Callable[[ConvProblem, Any], Made]]] = {
     Single: ("direct_single", _single), Tile: ("direct_tile", _tile), Batched: ("direct_batched", _batched),
     Dgrad: ("direct_dgrad", _dgrad), Wgrad: ("direct_wgrad", wgrad_launch),
 }  # fmt: skip
-
-
-def filter_key(problem: ConvProblem, config: Config) -> None:
-    """None: the kernels read the filter as it is."""
 
 
 def sum_order(problem: ConvProblem, config: Config) -> Hashable:

@@ -73,16 +73,10 @@ class Gemm(Config):
 
 CONFIGS = (Gemm,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 37, "opencl": 4}
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernel runs on every device."""
-    return None
 
 
 def refusal(problem: ConvProblem, config: Gemm) -> str | None:
@@ -133,10 +127,6 @@ def schedule(problem: ConvProblem, config: Gemm, device: Device, with_moments: b
 
     made = Schedule.plain(steps(False), split * math.prod(problem.result_shape) * accumulator_bytes(problem) if split > 1 else 0)
     return replace(made, redoes=redoes, filter_last=steps(True) if problem.layout == "NHWC" else None)
-
-
-def filter_key(problem: ConvProblem, config: Gemm) -> None:
-    """None: the kernel reads the filter as it is."""
 
 
 def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> list[KernelLaunch]:

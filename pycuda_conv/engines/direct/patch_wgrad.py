@@ -35,7 +35,6 @@ PatchWgradArguments = kernel_struct("patch_wgrad", "PatchWgradArguments")
 
 CONFIGS = (PatchWgrad,)
 LAYOUTS = "CNHW", "CHWN"
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 24}
 #: Filters and columns of a thread, by the tile of its block.
 TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
@@ -47,11 +46,6 @@ MOST_PART_BYTES = 1 << 28  # of the parts of all slices
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
 
 
 def refusal(problem: ConvProblem, config: PatchWgrad) -> str | None:
@@ -114,10 +108,6 @@ def _arguments(problem: ConvProblem, config: PatchWgrad) -> Any:
         y_image=groups * kg * plane, y_channel=1 if last else plane, y_pixel=groups * kg if last else 1,
         y_vec=int(last and kg % 4 == 0), part_size=math.prod(problem.result_shape),
     )  # fmt: skip
-
-
-def filter_key(problem: ConvProblem, config: PatchWgrad) -> None:
-    """None: the kernel reads both arrays as they are."""
 
 
 def sum_order(problem: ConvProblem, config: PatchWgrad) -> Hashable:

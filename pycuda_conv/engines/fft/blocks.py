@@ -55,7 +55,6 @@ BlocksArguments = kernel_struct("blocks.cuh", "BlocksArguments")
 
 CONFIGS = (BlockFft,)
 LAYOUTS = ("NCHW",)
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 96}
 #: blocks.cuh's BATCH, the largest first; its MASKS, SEGMENTS, ENTRY. By BATCH, threads of a block, and blocks whose registers fit a
 #: multiprocessor at once.
@@ -80,11 +79,6 @@ LEAST_TAPS, LEAST_OF_LINE = 100, 2048
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
 
 
 @cache

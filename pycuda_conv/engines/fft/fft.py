@@ -53,7 +53,6 @@ FftArguments = kernel_struct("fft.cuh", "FftArguments")
 
 CONFIGS = (Fft,)
 LAYOUTS = ("NCHW",)
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 84}
 #: Threads of a block by its tile; and by a tile that is a line, of which the planner has one.
 TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
@@ -76,11 +75,6 @@ LEAST_TAPS = 100
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """None: the kernels run on every device."""
-    return None
 
 
 def _wide(problem: ConvProblem) -> bool:

@@ -47,7 +47,6 @@ LibraryFftArguments = kernel_struct("library_fft", "LibraryFftArguments")
 
 CONFIGS = (LibraryFft,)
 LAYOUTS = "NCHW", "CNHW"
-TENSOR_CORES = False
 MOST_VARIANTS = {"cuda": 4, "opencl": 4}
 #: Threads of a block of library_fft.cu.
 THREADS = 256
@@ -205,11 +204,6 @@ def _finish(problem: ConvProblem, args: Transforms, sums: int, limits: int) -> K
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "THREADS": THREADS}
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, WORKSPACE
     return KernelLaunch("library_fft", defines, ceil(size, THREADS), THREADS, buffers, (), arguments=finish_args)
-
-
-def filter_key(problem: ConvProblem, config: LibraryFft) -> Hashable:
-    """None: the filter is read as it is."""
-    return None
 
 
 def sum_order(problem: ConvProblem, config: LibraryFft) -> Hashable:

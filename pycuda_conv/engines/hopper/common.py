@@ -35,13 +35,6 @@ BEGIN, PER_ROUND = 3.0, 0.65  # microseconds of a launch with its first loads; o
 ADDED = 17.7e3  # bytes of sums that a multiprocessor of a cluster adds in a microsecond
 
 
-def unsupported(device: Device) -> str | None:
-    """Why kernels for Hopper can't run on `device`, or None if they can."""
-    if device.capability != (9, 0):
-        return "it takes a GPU of compute capability 9.0"
-    return None
-
-
 def most_shared(blocks: int) -> int:
     """Bytes of shared memory that a block may take if `blocks` of them share a multiprocessor."""
     return SHARED_BYTES if blocks == 1 else SHARED_BYTES // blocks - 1024

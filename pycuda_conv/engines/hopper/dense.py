@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import (
     arguments,
     by_axis,
@@ -43,12 +43,12 @@ from pycuda_conv.engines.hopper.common import (
     read_bytes,
     stage_channels,
     store_mode,
-    unsupported,
     written_bytes,
 )
 from pycuda_conv.engines.hopper.dense_borders import Region, in_words, regions
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
+from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.packed_product import repeat_arguments, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
@@ -71,11 +71,6 @@ from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_one_produc
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
@@ -114,6 +109,7 @@ class DenseNhwc(Config):
 
 CONFIGS = (DenseNhwc,)
 LAYOUTS = ("NHWC",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 158}
 
@@ -457,7 +453,6 @@ def _is_listed(d: Mapping[str, int]) -> bool:
 # ---- the choice
 
 
-
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
@@ -545,8 +540,3 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     lies = problem.direction == "fprop" or mn_major or _transposes(problem, config, device)
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
     return CALIBRATION * max(us, BEGIN + moved / MEMORY) + transposed
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, DenseNhwc] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper.common import (
     ADDED,
@@ -30,11 +30,11 @@ from pycuda_conv.engines.hopper.common import (
     read_bytes,
     stage_channels,
     store_mode,
-    unsupported,
     written_bytes,
 )
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.layout import transpose_filter
+from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.packed_product import written_places
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -54,11 +54,6 @@ from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GatherNhwc", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 COLUMNS = (32, 64, 96, 128)  # channels of a tile
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile
@@ -82,6 +77,7 @@ class GatherNhwc(Config):
 
 CONFIGS = (GatherNhwc,)
 LAYOUTS = ("NHWC",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 36}
 
@@ -306,8 +302,3 @@ def time(problem: ConvProblem, config: GatherNhwc, device: Device) -> float:
     lies = problem.direction == "fprop" and elements * size % 16 == 0
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
     return max(us, BEGIN + moved / MEMORY) + transposed
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, GatherNhwc] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -11,21 +11,17 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels, unsupported
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, at_once, map_type, most_shared, stage_channels
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
+from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GatheredPlanes", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 #: The tiles: (BLOCK_M, BLOCK_N) -> (CLUSTER, GROUPS) choices.
 TILES: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {
@@ -51,6 +47,7 @@ class GatheredPlanes(Config):
 
 CONFIGS = (GatheredPlanes,)
 LAYOUTS = ("NCHW",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 60}
 
@@ -164,10 +161,6 @@ def _tiles(problem: ConvProblem, config: GatheredPlanes) -> tuple[int, int, int]
     return ceil(problem.result_channels, config.BLOCK_M), ceil(pixels, config.BLOCK_N), steps
 
 
-def filter_key(problem: ConvProblem, config: GatheredPlanes) -> None:
-    """None: nothing is packed."""
-
-
 def sum_order(problem: ConvProblem, config: GatheredPlanes) -> Hashable:
     """How many blocks cut a sum."""
     return config.CLUSTER
@@ -224,8 +217,3 @@ def time(problem: ConvProblem, config: GatheredPlanes, device: Device) -> float:
     read = problem.N * problem.operand_channels * math.prod(problem.operand_size) // stepped
     moved = problem.itemsize * (read + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
     return BEGIN + max(rounds * work + PER_ROUND * (rounds - 1), moved / MEMORY)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, GatheredPlanes] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -9,7 +9,6 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, why_not
-from pycuda_conv.engines.base import fastest
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.hopper.common import MEMORY, read_bytes
 from pycuda_conv.engines.hopper.gemm_tiles import (
@@ -321,8 +320,3 @@ def _corrected(us: float, problem: ConvProblem, config: ImplicitGemm, in_place: 
         us *= LONGER[products(problem), problem.itemsize] * (STRIDED if max(problem.dilation) > 1 else 1.0)
         us *= NARROW_GRADIENT if config.BLOCK_N <= 64 else 1.0
     return us
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm] | None:
-    """The configuration that should be fastest, behind the microseconds it should take; None where there is none."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -11,10 +11,11 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared, unsupported
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, most_shared
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
+from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
@@ -22,10 +23,6 @@ from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
 
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Planes", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 class _Consumers(NamedTuple):
     """A tile's consumers: the channels and pixels of each, and how many times it has room for the results of 64 channels."""
@@ -55,6 +52,7 @@ class Planes(Config):
 
 CONFIGS = (Planes,)
 LAYOUTS = ("NCHW",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 24}
 
@@ -158,10 +156,6 @@ def _tiles(problem: ConvProblem, config: Planes) -> tuple[int, int, int]:
     return ceil(problem.result_channels, config.BLOCK_M), ceil(plane, config.BLOCK_N), ceil(problem.operand_channels, BLOCK)
 
 
-def filter_key(problem: ConvProblem, config: Planes) -> None:
-    """None: nothing is packed."""
-
-
 def sum_order(problem: ConvProblem, config: Planes) -> Hashable:
     """The same for all tiles."""
     return None
@@ -213,8 +207,3 @@ def time(problem: ConvProblem, config: Planes, device: Device) -> float:
     rounds = ceil(problem.N * down * across, device.multiprocessors * beside)
     works = rounds * (steps * step + end) * beside**SHARED, problem.bytes / MEMORY
     return BEGIN + max(works) + NOT_OVERLAPPED * min(works)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Planes] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

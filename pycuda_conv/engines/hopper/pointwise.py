@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, ClassVar
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS, unsupported
+from pycuda_conv.engines.hopper.common import SHARED_BYTES, THREADS
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring
+from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -39,11 +40,6 @@ from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 WARPS = 8  # of the consumers
 DEPTHS = (6, 5, 4, 3)  # stages of a ring that are tried
@@ -75,6 +71,7 @@ class Pointwise(Config):
 
 CONFIGS = (Pointwise,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 58}
 
@@ -382,8 +379,3 @@ def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
     if config.RAW_FILTER or _reads_filter(problem):
         return us - SPLIT_TIME
     return us + math.prod(problem.weight_shape) * 12 / 3.5e6
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, Pointwise] | None:
-    """The configuration that should be fastest, behind the microseconds it should take; None where none is worth it."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -17,9 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import fastest
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, pixel_by_pixel
-from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles, unsupported
+from pycuda_conv.engines.hopper.common import CLOCK, ROW, image_map, load_base, map_type, most_shared, pixel_cycles
 from pycuda_conv.engines.hopper.ring import ALIGNMENT, Ring, sum_bytes
 from pycuda_conv.engines.hopper.wgrad_form import (
     COPIED,
@@ -51,17 +50,13 @@ from pycuda_conv.engines.hopper.wgrad_launches import (
     part_sums,
     reduce_parts,
 )
+from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch, TensorMap
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 LEAST_OF_GROUP = 4  # channels of a group, if there are several: with fewer, most products would be thrown away
 #: BLOCK_M -> the BLOCK_Ns of the tiles, by the bytes of an element's limbs. Their sums fit the consumers' registers.
@@ -79,6 +74,7 @@ FLIPPED_TILES: dict[int, dict[int, tuple[int, ...]]] = {2: {128: (64, 128, 192),
 
 CONFIGS = (WgradNhwc,)
 LAYOUTS = "CHWN", "CNHW"
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 62}
 
@@ -323,10 +319,6 @@ def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
     return ceil(problem.K // group_packs(problem), config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // block_channels(problem))
 
 
-def filter_key(problem: ConvProblem, config: WgradNhwc) -> None:
-    """None: nothing is packed."""
-
-
 def sum_order(problem: ConvProblem, config: WgradNhwc) -> Hashable:
     """How the positions are cut into runs; all tiles sum a run in the same order."""
     return config.FLIPPED, config.SPLIT
@@ -459,8 +451,3 @@ def _moved(problem: ConvProblem) -> float:
     forward = forward_of(problem)
     met = math.prod(min(1.0, taps / stride) for taps, stride in zip(forward.filter_size, forward.stride, strict=True))
     return problem.itemsize * (met * math.prod(forward.input_shape) + math.prod(forward.result_shape) + math.prod(problem.result_shape))
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, WgradNhwc] | None:
-    """The configuration that should be fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

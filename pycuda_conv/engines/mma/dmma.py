@@ -28,6 +28,7 @@ from pycuda_conv.engines.geometry import (
     too_many_phases,
     written_strides,
 )
+from pycuda_conv.engines.limits import of_capability
 from pycuda_conv.engines.schedule import (
     BIAS,
     INPUT,
@@ -67,6 +68,7 @@ class Dmma(Config):
 
 CONFIGS = (Dmma,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
+RUNS_ON = of_capability((8, 0), (9, 0), (10, 0))  # others have a few double-precision units for compatibility alone
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 67}
 
@@ -114,14 +116,6 @@ DmmaFilterArguments = kernel_struct("dmma", "DmmaFilterArguments")
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """Why the engine can't run on `device`, or None if it can."""
-    # 8.6, 8.9 and 12.0 have a few double-precision units for compatibility alone
-    if device.capability not in ((8, 0), (9, 0), (10, 0)):
-        return "it takes a GPU of compute capability 8.0, 9.0 or 10.0"
-    return None
 
 
 def why_not(problem: ConvProblem) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import (
     Strides,
     arguments,
@@ -21,18 +21,14 @@ from pycuda_conv.engines.geometry import (
     read_strides,
     written_strides,
 )
-from pycuda_conv.engines.mma.common import SHARED_BYTES, unsupported
+from pycuda_conv.engines.limits import AMPERE
+from pycuda_conv.engines.mma.common import SHARED_BYTES
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewChannels", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 WARPS = 4  # of a block
 STEP_BYTES, LANE_BYTES = 64, 16  # bytes of a pixel's channels: of a step, of a lane
@@ -59,6 +55,7 @@ class FewChannels(Config):
 
 CONFIGS = (FewChannels,)
 LAYOUTS = "NCHW", "NHWC"
+RUNS_ON = AMPERE
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 32}
 
@@ -243,10 +240,6 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
     )
 
 
-def filter_key(problem: ConvProblem, config: FewChannels) -> None:
-    """None: the kernel reads the filter as it is."""
-
-
 def sum_order(problem: ConvProblem, config: FewChannels) -> Hashable:
     """The order of a sum: rows of taps, and in each a part's channels; the taps of a row; the parts."""
     return FewChannels, config.PARTS
@@ -327,8 +320,3 @@ def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:
     us = factor * (ceil(tile.tiles, workers) * each + filled) / CLOCK
     moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
     return BEGIN + max(us, moved / MEMORY)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, FewChannels] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -12,20 +12,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
+from pycuda_conv.engines.limits import AMPERE
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewChannelsWgrad", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2         # that share a multiprocessor
@@ -55,6 +51,7 @@ class FewChannelsWgrad(Config):
 
 CONFIGS = (FewChannelsWgrad,)
 LAYOUTS = ("CHWN",)
+RUNS_ON = AMPERE
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 25}
 
@@ -215,10 +212,6 @@ def _arguments(problem: ConvProblem, config: FewChannelsWgrad) -> Any:
     )  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: FewChannelsWgrad) -> None:
-    """None: nothing is packed."""
-
-
 def sum_order(problem: ConvProblem, config: FewChannelsWgrad) -> Hashable:
     """How a sum is cut: into tiles, which warps and parts share."""
     return config
@@ -306,8 +299,3 @@ def time(problem: ConvProblem, config: FewChannelsWgrad, device: Device) -> floa
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.weight_shape))
     us = max(us, BEGIN + moved / MEMORY * 132 / multiprocessors)
     return us if config.PARTS == 1 and itemsize == 4 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, FewChannelsWgrad] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

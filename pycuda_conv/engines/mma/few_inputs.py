@@ -13,20 +13,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides
-from pycuda_conv.engines.mma.common import SHARED_BYTES, unsupported
+from pycuda_conv.engines.limits import AMPERE
+from pycuda_conv.engines.mma.common import SHARED_BYTES
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewInputs", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 WARPS = 8  # of a block
 TILE_PIXELS = 256  # pixels of a tile
@@ -51,6 +47,7 @@ class FewInputs(Config):
 
 CONFIGS = (FewInputs,)
 LAYOUTS = "NHWC", "NCHW"
+RUNS_ON = AMPERE
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 32}
 
@@ -242,10 +239,6 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
     )  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: FewInputs) -> None:
-    """None: the kernel reads the filter as it is."""
-
-
 def sum_order(problem: ConvProblem, config: FewInputs) -> Hashable:
     """The same for all tiles: they sum gemm k in one order."""
     return FewInputs
@@ -336,8 +329,3 @@ def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
         memory = (moved - apart) / FLOAT_MEMORY + apart / FLOAT_APART[config.COLUMNS]
         return BEGIN + max(us * FLOAT_PLANES[products(problem)][together > 1], memory)
     return BEGIN + max(us, moved / (NARROW_MEMORY[_run(problem)] if problem.layout == "NCHW" and config.COLUMNS == 16 else MEMORY))
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, FewInputs] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

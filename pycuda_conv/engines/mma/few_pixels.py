@@ -12,20 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, count_phases, phases, places
-from pycuda_conv.engines.hopper.common import MOST_SHARED, unsupported
+from pycuda_conv.engines.hopper.common import MOST_SHARED
+from pycuda_conv.engines.limits import HOPPER
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, products
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal",
-    "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 WARPS, WARP_M = 8, 32  # warps of a block; channels of the result of a warp
 PHASES = 4  # of a launch
@@ -50,6 +46,7 @@ class FewPixels(Config):
 
 CONFIGS = (FewPixels,)
 LAYOUTS = ("NCHW",)
+RUNS_ON = HOPPER
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 32}
 
@@ -232,10 +229,6 @@ def _defines(problem: ConvProblem, config: FewPixels) -> dict[str, int]:
     }  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: FewPixels) -> None:
-    """None: the kernel reads the filter as it is."""
-
-
 def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:
     """How the sum is cut: among blocks and warps, and into stages."""
     tile = _tile(problem, config)
@@ -305,8 +298,3 @@ def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
 
 def _blocks(tile: _Tile, config: FewPixels) -> int:
     return sum(phase.tiles for phase in tile.phases) * config.CLUSTER
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, FewPixels] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -14,10 +14,11 @@ from typing import ClassVar
 from pycuda_conv.engines import packing
 from pycuda_conv.engines.addressing import PackedLayout, PhaseAddressing, filter_sizes, packed_key, packed_layout, row_blocks
 from pycuda_conv.engines.addressing import why_not as why_not_packed
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.hopper.ring import Ring
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
+from pycuda_conv.engines.limits import AMPERE
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.packed_product import ARITHMETICS, arithmetic, assemble, tap_numbers, written_places, written_so
 from pycuda_conv.engines.packing import Operands, packs_filter_last
 from pycuda_conv.engines.packing_time import overhead
@@ -29,11 +30,6 @@ from pycuda_conv.engines.tensor_cores import FLOAT, limbs, products
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import BufferSlice, Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS = 256
 STEP = 32  # of gemm k, in a stage
@@ -59,6 +55,7 @@ class ImplicitGemm80(Config):
 
 CONFIGS = (ImplicitGemm80,)
 LAYOUTS = "NCHW", "NHWC", "CNHW"
+RUNS_ON = AMPERE
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 137}
 
@@ -271,8 +268,3 @@ def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
         rounds = ceil(_blocks(problem, config, addressing), device.multiprocessors)
         cycles += rounds * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
     return cycles / CLOCK + overhead(problem, packed, config.SPLIT)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm80] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

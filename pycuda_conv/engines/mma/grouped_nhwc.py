@@ -15,21 +15,17 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major, too_many_phases
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
+from pycuda_conv.engines.limits import AMPERE
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import ELEMENTS, why_not_one_product
 from pycuda_conv.engines.variants import VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS = 256
 BLOCKS = 2   # that share a multiprocessor
@@ -52,6 +48,7 @@ class GroupedNhwc(Config):
 
 CONFIGS = (GroupedNhwc,)
 LAYOUTS = ("NHWC",)
+RUNS_ON = AMPERE
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 12}
 
@@ -289,10 +286,6 @@ def _arguments(problem: ConvProblem, config: GroupedNhwc, w_strides: tuple[int, 
     )  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: GroupedNhwc) -> None:
-    """None: the kernel reads the filter as it is."""
-
-
 def sum_order(problem: ConvProblem, config: GroupedNhwc) -> Hashable:
     """The same for all tiles."""
     return GroupedNhwc
@@ -374,8 +367,3 @@ def _work(problem: ConvProblem, config: GroupedNhwc, view: _PhaseView, device: D
     issued = (jobs * JOB + products + 3 * reads + LOADED * loads / 32) / ISSUED
     words = _filter_bytes(problem, config, view) / 4
     return _Work(max(multiplied, shared, issued) + TILE / BLOCKS, LAID * words / 32 / ISSUED + BLOCK, 16 * loads)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, GroupedNhwc] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -10,21 +10,17 @@ from typing import Any
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.addressing import MOST_PIXELS
-from pycuda_conv.engines.base import Config, fastest
+from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
-from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate, unsupported
+from pycuda_conv.engines.limits import AMPERE
+from pycuda_conv.engines.mma.common import SHARED_BYTES, product_rate
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, WORKSPACE, Schedule, grid_refusal
 from pycuda_conv.engines.struct import kernel_struct
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF
 from pycuda_conv.engines.variants import FLAG, VariantSet
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-__all__ = [
-    "CONFIGS", "LAYOUTS", "MOST_VARIANTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key",
-    "refusal", "schedule", "sum_order", "time", "unsupported", "variants",
-]  # fmt: skip
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2   # that share a multiprocessor
@@ -47,6 +43,7 @@ class GroupedWgrad(Config):
 
 CONFIGS = (GroupedWgrad,)
 LAYOUTS = ("CHWN",)
+RUNS_ON = AMPERE
 TENSOR_CORES = True
 MOST_VARIANTS = {"cuda": 8}
 
@@ -183,10 +180,6 @@ def _arguments(problem: ConvProblem, config: GroupedWgrad) -> Any:
     )  # fmt: skip
 
 
-def filter_key(problem: ConvProblem, config: GroupedWgrad) -> None:
-    """None: nothing is packed."""
-
-
 def sum_order(problem: ConvProblem, config: GroupedWgrad) -> Hashable:
     """How a sum is cut: into tiles, which warps and parts share."""
     return config
@@ -250,8 +243,3 @@ def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     moved = read + HALO * max(16 * loads * tiles * unit_blocks - read, 0) + read * (tap_blocks - 1)
     us = max(us, BEGIN + moved / MEMORY * 132 / multiprocessors)
     return us if config.PARTS == 1 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
-
-
-def choose(problem: ConvProblem, device: Device) -> tuple[float, GroupedWgrad] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
